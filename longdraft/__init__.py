@@ -1,0 +1,35 @@
+"""longdraft writes ultra-long texts several times faster than plain decoding, and exactly the same text.
+
+    import longdraft
+    engine = longdraft.load("novelist")
+    for event in engine.generate("It was", longdraft.SamplingParams(max_new_tokens=1000, seed=7)):
+        print(event.text, end="")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from longdraft.version import __version__
+
+if TYPE_CHECKING:
+    from longdraft.core import Event, SamplingParams
+    from longdraft.engine import Engine, Generation, load
+    from longdraft.errors import LongdraftError, ModelError, NumericalError, UsageError
+
+_HOME = {
+    "Event": "core", "SamplingParams": "core",
+    "Engine": "engine", "Generation": "engine", "load": "engine",
+    "LongdraftError": "errors", "ModelError": "errors", "NumericalError": "errors", "UsageError": "errors",
+}
+__all__ = ["Engine", "Event", "Generation", "LongdraftError", "ModelError", "NumericalError", "SamplingParams",
+           "UsageError", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that `longdraft --help` does not wait for PyTorch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'longdraft' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"longdraft.{_HOME[name]}"), name)

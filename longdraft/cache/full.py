@@ -1,0 +1,54 @@
+"""The cache interface, and the full cache: every position of the text, for every layer.
+
+Only a cache moves cache rows. A forward appends its rows provisionally; the walk decides which of them
+are text; `commit` keeps those, in order, and drops the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from longdraft.kernels import KV, Kernels, KVStore
+
+
+class KVCache(Protocol):
+    """What a model forward needs of a cache. `length` counts committed rows."""
+
+    length: int
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> KV:
+        """Provisional rows k, v [T, Hkv, D] of one layer at the tail; returns what attention reads."""
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep these provisional rows, in this order; drop the others."""
+
+
+class FullCache:
+    """Committed rows of all layers in stores that grow by blocks and never copy what they hold."""
+
+    def __init__(self, kernels: Kernels, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
+        self.stores: list[KVStore] = [kernels.new_store(num_kv_heads, head_dim) for _ in range(num_layers)]
+        self.length = 0
+        self._tail: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> KV:
+        self.stores[layer].reserve(self.length + len(k))
+        self._tail[layer] = (k, v)
+        return KV(self.stores[layer], self.length, k, v)
+
+    def commit(self, rows: Sequence[int]) -> None:
+        kept = list(rows)
+        for layer, store in enumerate(self.stores):
+            tail = self._tail[layer]
+            assert tail is not None or not kept, "commit without a forward"
+            if tail is not None and kept:
+                store.write(self.length, tail[0][kept], tail[1][kept])
+            self._tail[layer] = None
+        self.length += len(kept)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self.stores)

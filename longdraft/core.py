@@ -1,0 +1,176 @@
+"""The plain data that every floor speaks: what is asked for, the text so far, what comes back.
+
+    params = SamplingParams(max_new_tokens=1000, min_p=0.1, seed=7)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longdraft.errors import UsageError, check
+
+Finish = Literal["length", "eos", "stop", "loop", "cancelled"]
+MAX_SEED = 2**64 - 1
+
+# Spellings of other tools, translated by SamplingParams.from_names.
+ALIASES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "stop_strings": "stop",
+    "repeat_last_n": "penalty_window",
+    "repetition_context_size": "penalty_window",
+    "penalty_length": "penalty_window",
+}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose each token and when to stop. Checked on construction (UsageError).
+
+    max_new_tokens      tokens to write at most, >= 1
+    min_new_tokens      end-of-text and stop ids are impossible before this many tokens
+    seed                0 .. 2**64-1; None: one is drawn and reported
+    temperature         >= 0; 0 takes the most likely token
+    top_k               keep the k most likely tokens; 0: all
+    top_p               keep the smallest set of tokens with this much probability, (0, 1]
+    min_p               keep tokens at least this fraction as likely as the likeliest, [0, 1)
+    eta_cutoff          entropy-dependent threshold (Hewitt et al. 2022), [0, 1); 0: off
+    min_tokens_to_keep  min_p and eta_cutoff keep at least this many tokens (the paper's code: 20)
+    repetition_penalty  > 0; tokens of the penalty window: positive logits / it, negative * it; 1: off
+    penalty_window      how many of the last tokens are penalised, prompt included, >= 1
+    stop                texts that end the generation; not part of the text
+    stop_token_ids      token ids that end it, beside the model's own end-of-text ids
+    ignore_eos          the model's end-of-text ids do not end it
+    """
+
+    max_new_tokens: int = 1024
+    min_new_tokens: int = 0
+    seed: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    eta_cutoff: float = 0.0
+    min_tokens_to_keep: int = 1
+    repetition_penalty: float = 1.0
+    penalty_window: int = 1024
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "min_new_tokens", "top_k", "min_tokens_to_keep", "penalty_window"):
+            check(_is_int(getattr(self, name)), name, getattr(self, name), "a whole number")
+        for name in ("temperature", "top_p", "min_p", "eta_cutoff", "repetition_penalty"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            check(is_number and math.isfinite(value), name, value, "a finite number")
+        check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
+        check(self.min_new_tokens >= 0, "min_new_tokens", self.min_new_tokens, "0 or more")
+        check(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens,
+              f"at most max_new_tokens ({self.max_new_tokens})")
+        check(self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED), "seed", self.seed,
+              "0 to 2**64-1")
+        check(self.temperature >= 0, "temperature", self.temperature, "0 or more", "0 is greedy")
+        check(self.top_k >= 0, "top_k", self.top_k, "0 or more", "0 keeps every token")
+        check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, at most 1", "1 keeps every token")
+        check(0 <= self.min_p < 1, "min_p", self.min_p, "0 to below 1", "0 keeps every token")
+        check(0 <= self.eta_cutoff < 1, "eta_cutoff", self.eta_cutoff, "0 to below 1", "0 turns it off")
+        check(self.min_tokens_to_keep >= 1, "min_tokens_to_keep", self.min_tokens_to_keep, "1 or more")
+        check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0",
+              "1 turns it off")
+        check(self.penalty_window >= 1, "penalty_window", self.penalty_window, "1 or more",
+              "to turn the penalty off set repetition_penalty to 1")
+        check(not isinstance(self.stop, str) and all(isinstance(s, str) and s for s in self.stop), "stop",
+              self.stop, "a sequence of non-empty texts")
+        check(all(_is_int(i) and i >= 0 for i in self.stop_token_ids), "stop_token_ids",
+              self.stop_token_ids, "token ids, 0 or more")
+
+    @classmethod
+    def from_names(cls, settings: Mapping[str, Any]) -> SamplingParams:
+        """From a mapping with our names, Hugging Face's or OpenAI's.
+
+        `do_sample=False` is temperature 0; `stop` may be one text. An unknown name is a UsageError.
+        """
+        known = {field.name for field in fields(cls)}
+        chosen: dict[str, Any] = {}
+        for name, value in settings.items():
+            target = ALIASES.get(name, name)
+            if name == "do_sample":
+                target, value = "temperature", settings.get("temperature", 1.0) if value else 0.0
+            if target not in known:
+                raise UsageError(f"unknown sampling setting {name!r}; known: {', '.join(sorted(known))}")
+            if target in chosen and chosen[target] != value and name != "temperature":
+                raise UsageError(f"{name!r} contradicts another spelling of {target!r}; give one of them")
+            if target == "temperature" and settings.get("do_sample") is False:
+                value = 0.0
+            if target == "stop":
+                value = (value,) if isinstance(value, str) else tuple(value)
+            if target == "stop_token_ids":
+                value = tuple(value)
+            chosen[target] = value
+        return cls(**chosen)
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        return replace(self, seed=seed)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class Context:
+    """The text so far as token ids: prompt, then what was written. Append-only, amortised O(1)."""
+
+    def __init__(self, prompt: Sequence[int] | NDArray[np.integer[Any]]) -> None:
+        self.prompt_length = len(prompt)
+        self._ids: NDArray[np.int32] = np.zeros(max(1024, 2 * len(prompt)), dtype=np.int32)
+        self._ids[: len(prompt)] = prompt
+        self._length = len(prompt)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def last(self) -> int:
+        """The root of the next tree: a token of the text whose cache row does not exist yet."""
+        return int(self._ids[self._length - 1])
+
+    @property
+    def num_new(self) -> int:
+        return self._length - self.prompt_length
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            if self._length == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._ids[self._length] = token
+            self._length += 1
+
+    def slice(self, start: int, stop: int) -> NDArray[np.int32]:
+        """A read-only view of positions [start, stop), clipped to the text."""
+        view = self._ids[max(0, start) : max(0, min(stop, self._length))]
+        view.flags.writeable = False
+        return view
+
+
+class Event(NamedTuple):
+    """What one step of a generation gives to the reader.
+
+    tokens         the new token ids
+    text           the new whole characters
+    finish_reason  why it ended; set on the last event only
+    stats          the statistics of the run; set on the last event only
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: Finish | None = None
+    stats: dict[str, Any] | None = None

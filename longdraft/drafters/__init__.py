@@ -1,0 +1,101 @@
+"""The drafters by name, with their options. Nothing here can change a text, only the time it takes."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from longdraft.cache.full import FullCache
+from longdraft.core import SamplingParams
+from longdraft.drafters.ngram import NgramDrafter, NgramOptions
+from longdraft.drafters.plain import PlainDrafter
+from longdraft.drafters.tokenswift import TokenSwiftDrafter, TokenSwiftOptions
+from longdraft.errors import UsageError
+from longdraft.kernels import Kernels
+from longdraft.model.heads import Heads
+from longdraft.model.transformer import Transformer
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Drafter
+
+AUTO = "auto"
+
+
+class Resources(NamedTuple):
+    """What a drafter of one request may use."""
+
+    model: Transformer
+    cache: FullCache
+    sampler: Sampler
+    params: SamplingParams
+    heads: Heads | None
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """`plain` has no options."""
+
+
+class Kind(NamedTuple):
+    options: type[Any]
+    build: Callable[[Any, Resources], Drafter]
+    needs_heads: bool
+    summary: str
+
+
+def _tokenswift(options: TokenSwiftOptions, given: Resources) -> Drafter:
+    assert given.heads is not None
+    return TokenSwiftDrafter(options, given.model, given.cache, given.sampler, given.params, given.heads)
+
+
+KINDS: dict[str, Kind] = {
+    "plain": Kind(NoOptions, lambda options, given: PlainDrafter(), False,
+                  "no drafting: one token for each forward"),
+    "ngram": Kind(NgramOptions, lambda options, given: NgramDrafter(options, given.params), False,
+                  "continuations of the last token from a table of the text's 4-grams"),
+    "tokenswift": Kind(TokenSwiftOptions, _tokenswift, True,
+                       "the model on a partial cache, three trained heads, n-grams, one tree"),
+}
+
+
+def names() -> list[str]:
+    return [AUTO, *KINDS]
+
+
+def resolve(name: str, kernels: Kernels) -> str:
+    """The drafter that a name stands for. UsageError lists the known ones."""
+    if name != AUTO and name not in KINDS:
+        raise UsageError(f"unknown drafter {name!r}; known: {', '.join(names())}")
+    if name != AUTO:
+        return name
+    # A row costs the reference kernels as much as a step of plain decoding, so no draft can pay there.
+    return "plain" if kernels.name == "reference" else "tokenswift"
+
+
+def parse_options(name: str, given: Mapping[str, Any]) -> Any:
+    """Options of a drafter from KEY -> value; values may be texts, as on the command line.
+
+    UsageError for an unknown key (listing the known ones), a value of the wrong kind or out of range.
+    """
+    kind = KINDS[name].options
+    hints = typing.get_type_hints(kind)
+    known = [field.name for field in fields(kind)]
+    for key in given:
+        if key not in known:
+            raise UsageError(f"drafter {name!r} has no option {key!r}; known: {', '.join(known) or 'none'}")
+    return kind(**{key: _parse(key, value, hints[key]) for key, value in given.items()})
+
+
+def _parse(key: str, value: Any, hint: Any) -> Any:
+    try:
+        if isinstance(hint, types.GenericAlias):  # tuple[int, ...]
+            parts = value.strip("[]").split(",") if isinstance(value, str) else value
+            return tuple(int(part) for part in parts)
+        if hint in (int, float):
+            return hint(value)
+        return value
+    except (TypeError, ValueError) as error:
+        kind = "whole numbers such as 1,3,3,3" if isinstance(hint, types.GenericAlias) else hint.__name__
+        raise UsageError(f"option {key} is {value!r}; allowed: {kind}") from error

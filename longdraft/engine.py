@@ -1,0 +1,258 @@
+"""Load a model once, generate texts from it: the Python API and what every door stands on.
+
+    engine = longdraft.load("novelist", drafter="tokenswift")
+    for event in engine.generate("It was", longdraft.SamplingParams(max_new_tokens=1000, seed=7)):
+        print(event.text, end="")
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from longdraft import drafters, kernels, statistics
+from longdraft.core import Context, Event, Finish, SamplingParams
+from longdraft.errors import ModelError, UsageError, check
+from longdraft.model import checkpoint, heads, library
+from longdraft.model import config as model_config
+from longdraft.model.tokenizer import StopText, Tokenizer
+from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Drafter, Verified
+from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.version import __version__
+
+log = logging.getLogger(__name__)
+PREFILL_CHUNK = 512  # prompt tokens in one forward; any number gives the same text
+_QUERY_ROWS = 8  # last prompt rows whose queries choose the first partial cache
+
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+
+
+def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
+         drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, device: str = "auto",
+         dtype: str = "auto", threads: int | None = None) -> Engine:
+    """An engine for a bundled name, a model folder or a hub id.
+
+    drafter          auto | plain | ngram | tokenswift
+    drafter_options  see the drafter's options, values as texts or as what they are
+    heads            folder or hub id of trained heads; default: those found in or beside the model
+    device           auto | cpu | cuda
+    dtype            auto (the checkpoint's) | float32 | bfloat16
+    threads          threads for arithmetic on the CPU; default: PyTorch's choice
+
+    Raises ModelError for files that are missing, corrupt or unsupported, UsageError for settings.
+    """
+    check(device in ("auto", "cpu", "cuda"), "device", device, "auto, cpu or cuda")
+    check(dtype in ("auto", "float32", "bfloat16"), "dtype", dtype, "auto, float32 or bfloat16")
+    check(threads is None or threads >= 1, "threads", threads, "1 or more")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device is 'cuda', but PyTorch sees no CUDA device; use cpu or auto")
+    if threads:
+        torch.set_num_threads(threads)
+    folder = library.resolve(model)
+    config = model_config.read(folder)
+    chosen = kernels.choose("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"),
+                            config.dtype if dtype == "auto" else dtype)
+    name = drafters.resolve(drafter, chosen)
+    options = drafters.parse_options(name, drafter_options or {})
+    files = checkpoint.TensorFiles(folder)
+    transformer = checkpoint.load(files, config, chosen)
+    log.info("%s: %s kernels, %s on %s, drafter %s", model, chosen.name, chosen.dtype, chosen.device, name)
+    return Engine(model, files, transformer, Tokenizer(folder), name, options, heads)
+
+
+class Engine:
+    """A loaded model and how it drafts. Holds no state of any text."""
+
+    def __init__(self, name: str, files: checkpoint.TensorFiles, model: Transformer, tokenizer: Tokenizer,
+                 drafter: str, options: Any, heads_name: str | None) -> None:
+        if tokenizer.size > model.config.vocab_size:
+            raise ModelError(f"the tokenizer in {files.folder} has ids up to {tokenizer.size - 1}, the model a "
+                             f"vocabulary of {model.config.vocab_size}; they do not belong together")
+        self.name = name
+        self.model = model
+        self.tokenizer = tokenizer
+        self.drafter = drafter
+        self.options = options
+        self._files = files
+        self._heads_name = heads_name
+        if drafters.KINDS[drafter].needs_heads:
+            self.heads  # noqa: B018 - missing heads are an error of loading, not of the first text
+
+    @cached_property
+    def heads(self) -> heads.Heads:
+        """The trained heads: those asked for, else those in the model's own files or beside them."""
+        if self._heads_name is not None:
+            own = self._files.folder.resolve() == Path(self._heads_name).resolve()
+            return heads.load(library.resolve(self._heads_name), self.model, None if own else self._fingerprint)
+        if heads.has_heads(self._files):
+            return heads.load(self._files.folder, self.model)
+        beside = self._files.folder / "heads"
+        if (beside / "config.json").exists():
+            return heads.load(beside, self.model, self._fingerprint)
+        raise ModelError(f"drafter {self.drafter!r} needs trained heads and {self._files.folder} has none; give "
+                         "--heads, train them with `longdraft train heads`, or use --drafter ngram")
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return self._files.fingerprint()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt (ids are checked and taken as they are). UsageError if it is empty."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        if not ids:
+            raise UsageError("the prompt is empty; give at least one token of text")
+        vocabulary = self.model.config.vocab_size
+        bad = next((i for i in ids if not 0 <= i < vocabulary), None)
+        check(bad is None, "a prompt token id", bad, f"0 to {vocabulary - 1}")
+        return ids
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
+                 on_prefill: Callable[[int, int], None] | None = None) -> Generation:
+        """Write a text. Iterate over the result for its events; close it to stop early.
+
+        on_prefill  called with (tokens done, tokens in all) while the prompt is read
+        """
+        params = params or SamplingParams()
+        ids = self.encode(prompt)
+        limit = self.model.config.max_positions
+        if len(ids) + params.max_new_tokens > limit:
+            raise UsageError(f"prompt ({len(ids)} tokens) + max_new_tokens ({params.max_new_tokens}) is "
+                             f"{len(ids) + params.max_new_tokens}; allowed: {limit} (the model's context limit); "
+                             "shorten the prompt or write fewer tokens")
+        bad = next((i for i in params.stop_token_ids if i >= self.model.config.vocab_size), None)
+        check(bad is None, "stop_token_ids", bad, f"0 to {self.model.config.vocab_size - 1}")
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return Generation(self, ids, params.with_seed(seed), on_prefill)
+
+
+class Generation(Iterator[Event]):
+    """One text being written: an iterator of events that can be closed and asked for its statistics."""
+
+    def __init__(self, engine: Engine, prompt: list[int], params: SamplingParams,
+                 on_prefill: Callable[[int, int], None] | None) -> None:
+        self._engine = engine
+        self._params = params
+        self._on_prefill = on_prefill
+        self.finish_reason: Finish | None = None
+        model = engine.model
+        self._eos = set() if params.ignore_eos else set(model.config.eos_token_ids)
+        self._stop_ids = self._eos | set(params.stop_token_ids)
+        cache, sampler = model.new_cache(), Sampler(params, self._stop_ids)
+        kind = drafters.KINDS[engine.drafter]
+        resources = drafters.Resources(model, cache, sampler, params, engine.heads if kind.needs_heads else None)
+        drafter: Drafter = kind.build(engine.options, resources)
+        self._step = Step(model, cache, drafter, sampler, Context(prompt), Timings(), Tally())
+        self._accepted = 0
+        self._num_new = 0
+        self._text = engine.tokenizer.stream()
+        self._stops = StopText(params.stop)
+        self._prefill_seconds = 0.0
+        self._decode_seconds = 0.0
+        self._events = self._run()
+
+    def __next__(self) -> Event:
+        return next(self._events)
+
+    def close(self) -> None:
+        """Stop the work. What was given so far stands."""
+        self._events.close()
+        if self.finish_reason is None:
+            self.finish_reason = "cancelled"
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """The new token ids so far."""
+        start = self._step.context.prompt_length
+        return self._step.context.slice(start, start + self._num_new)
+
+    def _run(self) -> Iterator[Event]:
+        start = time.perf_counter()
+        self._prefill()
+        self._prefill_seconds = time.perf_counter() - start
+        while self.finish_reason is None:
+            start = time.perf_counter()
+            accepted = self._step.run(self._params.max_new_tokens - self._num_new)
+            tokens, text = self._emit(accepted.tokens)
+            self._accepted += min(len(tokens), len(accepted.sources))
+            self._decode_seconds += time.perf_counter() - start
+            reason = self.finish_reason
+            yield Event(tokens, text, reason, self.stats() if reason else None)
+
+    def _prefill(self) -> None:
+        """All of the prompt but its last token, which is the first root."""
+        step = self._step
+        last = len(step.context) - 1
+        verified: Verified | None = None
+        for start in range(0, last, PREFILL_CHUNK):
+            chunk = step.context.slice(start, min(start + PREFILL_CHUNK, last)).tolist()
+            result = self._engine.model.forward(chain_rows(chunk, start), step.cache)
+            step.cache.commit(range(len(chunk)))
+            verified = Verified(result.hidden[-_QUERY_ROWS:], tuple(q[-_QUERY_ROWS:] for q in result.queries))
+            if self._on_prefill:
+                self._on_prefill(start + len(chunk), last)
+        step.drafter.begin(step.context, verified)
+
+    def _emit(self, tokens: Sequence[int]) -> tuple[tuple[int, ...], str]:
+        """Tokens and text of a step up to where the text ends; sets `finish_reason` there."""
+        shown: list[str] = []
+        for count, token in enumerate(tokens, 1):
+            self._num_new += 1
+            if token in self._stop_ids:
+                self.finish_reason = "eos" if token in self._eos else "stop"
+            else:
+                text, stopped = self._text.push(token), False
+                if self._num_new >= self._params.min_new_tokens:
+                    text, stopped = self._stops.push(text)
+                shown.append(text)
+                if stopped:
+                    self.finish_reason = "stop"
+                    return tuple(tokens[:count]), "".join(shown)
+            if self.finish_reason is None and self._num_new == self._params.max_new_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                shown.append(self._stops.flush())
+                return tuple(tokens[:count]), "".join(shown)
+        return tuple(tokens), "".join(shown)
+
+    def stats(self) -> dict[str, Any]:
+        """The statistics so far, under the names of the `--stats` file."""
+        engine, step, model = self._engine, self._step, self._engine.model
+        sampling = asdict(self._params)
+        return {
+            "prompt_tokens": step.context.prompt_length,
+            "new_tokens": self._num_new,
+            "finish_reason": self.finish_reason,
+            "seed": self._params.seed,
+            "prefill_seconds": self._prefill_seconds,
+            **statistics.of_steps(self._num_new, self._accepted, self._decode_seconds, step.tally, step.timings),
+            **statistics.of_tokens(self.tokens),
+            "exactness": "bit-exact" if model.kernels.is_row_invariant else "distribution",
+            "kernels": model.kernels.name,
+            "device": str(model.kernels.device),
+            "dtype": str(model.kernels.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "peak_memory_bytes": statistics.peak_memory_bytes(),
+            "model": engine.name,
+            "drafter": engine.drafter,
+            "drafter_options": asdict(engine.options),
+            "sampling": sampling,
+            "longdraft_version": __version__,
+        }

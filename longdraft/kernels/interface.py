@@ -1,0 +1,93 @@
+"""What a set of kernels owes the model: a handful of operations, each *row-invariant*.
+
+Row i of every result depends on row i's inputs (and, in attention, on the rows of its own path) and on
+nothing else: not on the number of rows, their order, the shape of the tree, how a prompt was cut into
+chunks, or where in a cache a row lies. That is the whole of the promise that speculative text equals
+plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Linear(Protocol):
+    """A weight in the layout its kernels want."""
+
+    out_features: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class KVStore(Protocol):
+    """Keys and values of one layer, position by position, in the layout its kernels want."""
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` positions. Grows by blocks; what is held is never copied."""
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Put rows k, v [T, Hkv, D] at positions start, start + 1, ..."""
+
+    def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows at positions [Hkv, N] (each KV head its own): k, v [Hkv, N, D]."""
+
+    def write_heads(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Put rows k, v [Hkv, N, D], as `read` gives them, at positions start, start + 1, ..."""
+
+    def weights(self, queries: Tensor, length: int) -> Tensor:
+        """How much each KV head's keys in [0, length) weigh for queries [Q, H, D]: float32 [Hkv, length].
+
+        Softmax of q.k / sqrt(D) over the positions for each query and query head, summed over both.
+        """
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class KV(NamedTuple):
+    """What attention reads: `length` committed positions of a store, then T provisional rows."""
+
+    store: KVStore
+    length: int
+    k: Tensor  # [T, Hkv, D]
+    v: Tensor  # [T, Hkv, D]
+
+
+class Kernels(Protocol):
+    """The operations of a transformer. Activations are [R, ...] in `dtype`; sums are float32."""
+
+    name: str
+    is_row_invariant: bool  # whether the promise above holds to the bit on this device and dtype
+    device: torch.device
+    dtype: torch.dtype
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Take a weight [N, K] (and bias [N]) into the kernels' layout."""
+
+    def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
+        """Rows [R, N=hidden] of an embedding table packed as a weight [V, hidden]."""
+
+    def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
+        """x [R, K] times weight [N, K]: [R, N], rounded to dtype, or float32 with `keep_float`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight, for each row [R, K]."""
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, for rows [R, 2 I] with the gate in the first half: [R, I]."""
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x [R, H, D] by cos, sin [R, D / 2] (float32), halves paired (the Hugging Face layout)."""
+
+    def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore: ...
+
+    def attention(self, q: Tensor, kv: KV, parents: Sequence[int]) -> Tensor:
+        """Each row of q [T, H, D] over the committed positions and its own path: [T, H, D].
+
+        parents[i] < i is the provisional row before row i, -1 where row i follows the committed part.
+        """

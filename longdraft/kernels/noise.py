@@ -1,0 +1,57 @@
+"""Keyed Gumbel noise: a pure function of (seed, position, token id), with no generator state.
+
+    hash  = mix(mix(mix(seed) + position * A) + token * B)          64-bit, counter based
+    u     = ((hash >> 12) + 1/2) / 2**52                             in (0, 1), exact in a double
+    noise = -log(-log u)                                             Gumbel(0, 1)
+
+`mix` is the finaliser of splitmix64 (Steele, Lea, Flood 2014), applied after adding its increment. The
+target's token at a position is argmax(logit / T + noise) over the support: the Gumbel-max trick, with
+noise that every drafter, every resumed run and every process computes alike.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longdraft.kernels import exact
+
+UInt64s = NDArray[np.uint64]
+
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_POSITION = np.uint64(0xD1342543DE82EF95)
+_TOKEN = np.uint64(0xAF251AF3B0F025B5)
+MAX_NOISE = 36.75  # -log(-log(1 - 2**-53)), rounded up: no token's noise is larger
+
+
+def _mix(x: UInt64s) -> UInt64s:
+    x = x + _INCREMENT
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def bits(seed: int, position: int, tokens: NDArray[np.integer]) -> UInt64s:
+    """The 52 random bits of each token id at one position, as integers below 2**52."""
+    key = _mix(np.array([seed], dtype=np.uint64))
+    key = _mix(key + np.array([position], dtype=np.uint64) * _POSITION)
+    return _mix(key + tokens.astype(np.uint64) * _TOKEN) >> np.uint64(12)
+
+
+def from_bits(random_bits: UInt64s) -> NDArray[np.float64]:
+    """Gumbel noise of random bits; increasing in them."""
+    u = (random_bits.astype(np.float64) + 0.5) * 2.0**-52
+    return -exact.log(-exact.log(u))
+
+
+def gumbel(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Noise of each token id at one position: float64, same shape as `tokens`."""
+    return from_bits(bits(seed, position, tokens))
+
+
+def bits_reaching(noise: float) -> int:
+    """A lower bound of the bits whose noise is `noise` or more (with a margin for rounding)."""
+    u = math.exp(-math.exp(-noise))
+    return max(0, math.floor(u * (1 - 1e-9) * 2.0**52) - 2)

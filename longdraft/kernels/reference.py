@@ -1,0 +1,186 @@
+"""The definition: plain PyTorch, one row at a time, so that row invariance holds by construction.
+
+Every library call sees one row, with a shape that depends on the model and on the row's *logical*
+position only, and operands whose values do too. Whatever else travels in the same forward, the call
+that computes a row is the same call with the same bits.
+
+bfloat16 here means: weights, activations between operations and cache rows are rounded to bfloat16;
+the arithmetic between roundings is float32. They are therefore held as float32 (twice the memory).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longdraft.kernels.interface import KV, KVStore, Linear
+
+SPLIT = 4096  # positions in a block of storage; each is reduced by one call, splits merge in order
+STEP = 256  # the last split is computed up to the next multiple of this, the rest masked
+
+
+class ReferenceLinear:
+    """A weight [N, K] as float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.out_features = weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+
+class ReferenceStore:
+    """Blocks of SPLIT positions, [Hkv, SPLIT, D] float32, zero where nothing was written."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+        self._shape = (num_kv_heads, SPLIT, head_dim)
+        self._device = device
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+
+    def reserve(self, length: int) -> None:
+        while len(self.k) * SPLIT < length:
+            self.k.append(torch.zeros(self._shape, device=self._device))
+            self.v.append(torch.zeros(self._shape, device=self._device))
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        self.write_heads(start, k.transpose(0, 1), v.transpose(0, 1))
+
+    def write_heads(self, start: int, k: Tensor, v: Tensor) -> None:
+        done, total = 0, k.shape[1]
+        self.reserve(start + total)
+        while done < total:
+            block, offset = divmod(start + done, SPLIT)
+            count = min(total - done, SPLIT - offset)
+            self.k[block][:, offset : offset + count] = k[:, done : done + count]
+            self.v[block][:, offset : offset + count] = v[:, done : done + count]
+            done += count
+
+    def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        heads = torch.arange(self._shape[0], device=self._device)[:, None]
+        k = torch.empty(*positions.shape, self._shape[2], device=self._device)
+        v = torch.empty_like(k)
+        for block in range(len(self.k)):
+            inside = positions // SPLIT == block
+            head, place = heads.expand_as(positions)[inside], positions[inside] - block * SPLIT
+            k[inside], v[inside] = self.k[block][head, place], self.v[block][head, place]
+        return k, v
+
+    def weights(self, queries: Tensor, length: int) -> Tensor:
+        num_queries, num_heads, head_dim = queries.shape
+        num_kv_heads = self._shape[0]
+        grouped = queries.float().transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, g * Q, D]
+        scores = torch.cat([grouped @ block.transpose(1, 2) for block in self.k], -1)[..., :length]
+        return (scores / math.sqrt(head_dim)).softmax(-1).sum(1)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.k + self.v)
+
+
+class ReferenceKernels:
+    """See :class:`longdraft.kernels.interface.Kernels` for shapes and meaning."""
+
+    name = "reference"
+    is_row_invariant = True
+
+    def __init__(self, device: str, dtype: str) -> None:
+        self.device = torch.device(device)
+        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
+        return ReferenceLinear(self._rounded(weight), None if bias is None else self._rounded(bias))
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x.to(self.device).to(self.dtype).float().contiguous()
+
+    def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
+        assert isinstance(table, ReferenceLinear)
+        return table.weight[torch.tensor(tokens, device=self.device)].to(self.dtype)
+
+    def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
+        assert isinstance(weight, ReferenceLinear)
+        x = x.float()
+        rows = [functional.linear(x[i : i + 1].clone(), weight.weight, weight.bias) for i in range(len(x))]
+        out = torch.cat(rows)
+        return out if keep_float else out.to(self.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.float()
+        rows = []
+        for i in range(len(x)):
+            row = x[i].clone()
+            rows.append(row * torch.rsqrt(row.square().mean() + eps))
+        # Transformers rounds before it multiplies by the weight; so do we.
+        return weight * torch.stack(rows).to(self.dtype)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        half = gate_up.shape[1] // 2
+        gate = [functional.silu(gate_up[i, :half].float().clone()) for i in range(len(gate_up))]
+        return torch.stack(gate).to(self.dtype) * gate_up[:, half:]
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        first, second = x[..., :half].float(), x[..., half:].float()
+        cos, sin = cos[:, None], sin[:, None]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(self.dtype)
+
+    def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
+        return ReferenceStore(num_kv_heads, head_dim, self.device)
+
+    def attention(self, q: Tensor, kv: KV, parents: Sequence[int]) -> Tensor:
+        """One row after the other; a row's path is laid behind the committed part, where plain decoding
+        would have put it, and then the row reads one run of positions:
+
+            [ committed 0 .. length ) [ path 0 .. depth ] [ masked up to a multiple of STEP )
+        """
+        store, length, k, v = kv
+        assert isinstance(store, ReferenceStore)
+        depths: list[int] = []
+        laid: list[int] = []  # rows now lying at positions length, length + 1, ...
+        out = torch.empty_like(q)
+        for row, parent in enumerate(parents):
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+            path, node = [row], parent
+            # Rows below the deepest one that is laid already need not be written again.
+            while node >= 0 and not (depths[node] < len(laid) and laid[depths[node]] == node):
+                path.append(node)
+                node = parents[node]
+            first = 0 if node < 0 else depths[node] + 1
+            path.reverse()
+            store.write(length + first, k[path], v[path])
+            laid[first:] = path
+            out[row] = _attend(q[row].float(), store, length + depths[row] + 1).to(self.dtype)
+        return out
+
+
+def _attend(q: Tensor, store: ReferenceStore, length: int) -> Tensor:
+    """One query [H, D] over positions [0, length): softmax over each split, splits merged in order."""
+    num_kv_heads, _, head_dim = store.k[0].shape
+    q = q.view(num_kv_heads, -1, head_dim) / math.sqrt(head_dim)
+    top = total = acc = None
+    for start in range(0, length, SPLIT):
+        inside = min(length - start, SPLIT)
+        padded = -(-inside // STEP) * STEP
+        block = start // SPLIT
+        scores = q @ store.k[block][:, :padded].transpose(1, 2)  # [Hkv, g, padded]
+        scores[..., inside:] = -math.inf
+        peak = scores.amax(-1, keepdim=True)
+        weights = (scores - peak).exp()
+        mass = weights.sum(-1, keepdim=True)
+        mixed = weights @ store.v[block][:, :padded]  # [Hkv, g, D]
+        if top is None or total is None or acc is None:
+            top, total, acc = peak, mass, mixed
+            continue
+        new_top = torch.maximum(top, peak)
+        old, new = (top - new_top).exp(), (peak - new_top).exp()
+        top, total, acc = new_top, total * old + mass * new, acc * old + mixed * new
+    assert acc is not None and total is not None
+    return (acc / total).reshape(-1, head_dim)

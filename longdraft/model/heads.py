@@ -1,0 +1,99 @@
+"""TokenSwift's chained heads (paper 3.1; `model.medusa_layers.*` in its checkpoints).
+
+Head j turns the hidden state of the one before it into a guess one token further:
+
+    x_j = x_{j-1} + W_j RMSNorm_in(x_{j-1})      x_0 = the last layer's output, before the final norm
+    logits_j = LM_head(RMSNorm_out(x_j))
+
+so head j of a row at position p speaks of the token at position p + 1 + j.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdraft.errors import ModelError
+from longdraft.kernels import Linear
+from longdraft.model.checkpoint import HEADS_PREFIX, TensorFiles
+from longdraft.model.config import read_json
+from longdraft.model.transformer import Transformer
+
+KIND = "tokenswift-heads"
+
+
+class Head(NamedTuple):
+    linear: Linear
+    input_norm: Tensor  # [hidden]
+    output_norm: Tensor  # [hidden]
+
+
+class Heads:
+    """The heads of one target model. `layers[j]` is head j + 1."""
+
+    def __init__(self, layers: tuple[Head, ...], model: Transformer) -> None:
+        self.layers = layers
+        self._model = model
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [heads, V] float32 of one row's hidden state [1, hidden] (before the final norm)."""
+        kernels, eps = self._model.kernels, self._model.config.rms_norm_eps
+        normed = []
+        for head in self.layers:
+            hidden = hidden + kernels.linear(kernels.rms_norm(hidden, head.input_norm, eps), head.linear)
+            normed.append(kernels.rms_norm(hidden, head.output_norm, eps))
+        return self._model.head(torch.cat(normed))
+
+
+def has_heads(files: TensorFiles) -> bool:
+    return any(name.startswith(HEADS_PREFIX) for name in files.names())
+
+
+def load(folder: Path, model: Transformer, fingerprint: str | None = None) -> Heads:
+    """Heads from their own folder, or from a whole model's that carries them.
+
+    A folder of their own has a config.json that names kind, sizes and the weights they were trained on;
+    what does not fit `model` (or the weights' `fingerprint`, where given) is a ModelError.
+    """
+    files = TensorFiles(folder)
+    config = read_json(folder / "config.json")
+    if config.get("kind") == KIND:
+        _check(folder, config, model, fingerprint)
+    elif not has_heads(files):
+        raise ModelError(f"{folder} holds no heads: config.json has kind {config.get('kind')!r}, wanted {KIND!r}")
+    names = sorted(name for name in files.names() if name.startswith(HEADS_PREFIX))
+    count = len(names) // 3
+    wanted = {f"{HEADS_PREFIX}{i}.{part}.weight"
+              for i in range(count) for part in ("linear", "input_layernorm", "post_layernorm")}
+    hidden = model.config.hidden_size
+    if not names or set(names) != wanted:
+        raise ModelError(f"{folder}: heads need linear, input_layernorm and post_layernorm each; "
+                         f"found {', '.join(names) or 'none'}")
+    layers = []
+    for i in range(count):
+        parts = [files.read(f"{HEADS_PREFIX}{i}.{part}.weight")
+                 for part in ("linear", "input_layernorm", "post_layernorm")]
+        if [tuple(p.shape) for p in parts] != [(hidden, hidden), (hidden,), (hidden,)]:
+            raise ModelError(f"{folder}: head {i} has shapes {[list(p.shape) for p in parts]}; the model's "
+                             f"hidden size is {hidden}")
+        kernels = model.kernels
+        norms = [p.to(kernels.device).to(kernels.dtype) for p in parts[1:]]
+        layers.append(Head(kernels.pack(parts[0]), norms[0], norms[1]))
+    return Heads(tuple(layers), model)
+
+
+def _check(folder: Path, config: dict[str, Any], model: Transformer, fingerprint: str | None) -> None:
+    for name, actual in (("hidden_size", model.config.hidden_size), ("vocab_size", model.config.vocab_size)):
+        if config.get(name) != actual:
+            raise ModelError(f"{folder}: heads were trained for {name} {config.get(name)}, the model has {actual}")
+    trained_on = config.get("base_sha256")
+    if fingerprint and trained_on and trained_on != fingerprint:
+        raise ModelError(f"{folder}: heads were trained on other weights of {config.get('base_model')!r} "
+                         f"(sha256 {trained_on[:12]}, this model's is {fingerprint[:12]}); train heads for this "
+                         "model or give those of its own with --heads")

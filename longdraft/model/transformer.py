@@ -1,0 +1,101 @@
+"""The Llama-family decoder: one class, the cache an argument, prefill, decode, verify and draft one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdraft.cache.full import FullCache, KVCache
+from longdraft.kernels import Kernels, Linear
+from longdraft.model.config import ModelConfig
+from longdraft.model.rope import RopeTable
+from longdraft.tree import Tree
+
+
+class Rows(NamedTuple):
+    """The rows of one forward: token, absolute position, and the row each one follows (-1: the cache)."""
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    parents: Sequence[int]
+
+
+def tree_rows(tree: Tree, root_position: int) -> Rows:
+    return Rows(tree.tokens, [root_position + depth for depth in tree.depths], tree.parents)
+
+
+def chain_rows(tokens: Sequence[int], start: int) -> Rows:
+    return Rows(tokens, range(start, start + len(tokens)), range(-1, len(tokens) - 1))
+
+
+class LayerWeights(NamedTuple):
+    """q, k, v stacked to one weight, gate and up likewise; norms are float32 vectors [hidden]."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Weights(NamedTuple):
+    embedding: Linear
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Linear
+
+
+class Forward(NamedTuple):
+    """What a forward leaves: hidden [R, hidden] before the final norm; queries [layers][R, H, D]."""
+
+    hidden: Tensor
+    queries: tuple[Tensor, ...]
+
+
+class Transformer:
+    """The decoder. Holds weights and kernels, no state of any text."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
+        self.config = config
+        self.weights = weights
+        self.kernels = kernels
+        self._rope = RopeTable(config.rope, config.head_dim, kernels.device)
+
+    def new_cache(self) -> FullCache:
+        return FullCache(self.kernels, self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
+
+    def forward(self, rows: Rows, cache: KVCache) -> Forward:
+        """Run rows over a cache; their keys and values stay provisional until the cache commits them."""
+        kernels, eps = self.kernels, self.config.rms_norm_eps
+        cos, sin = self._rope.at(rows.positions)
+        x = kernels.embed(self.weights.embedding, rows.tokens)
+        queries = []
+        for index, layer in enumerate(self.weights.layers):
+            normed = kernels.rms_norm(x, layer.attention_norm, eps)
+            q, k, v = self._split(kernels.linear(normed, layer.qkv))
+            q, k = kernels.rope(q, cos, sin), kernels.rope(k, cos, sin)
+            mixed = kernels.attention(q, cache.append(index, k, v), rows.parents)
+            x = x + kernels.linear(mixed.flatten(1), layer.out)
+            normed = kernels.rms_norm(x, layer.mlp_norm, eps)
+            x = x + kernels.linear(kernels.swiglu(kernels.linear(normed, layer.gate_up)), layer.down)
+            queries.append(q)
+        return Forward(x, tuple(queries))
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[R, (H + 2 Hkv) D] -> q [R, H, D], k and v [R, Hkv, D]."""
+        heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
+        return q, k, v
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] float32 of hidden rows [R, hidden] (before the final norm)."""
+        normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
+        return self.head(normed)
+
+    def head(self, normed: Tensor) -> Tensor:
+        """Logits [R, V] float32 of rows that are already normalised."""
+        return self.kernels.linear(normed, self.weights.head, keep_float=True)

@@ -1,0 +1,132 @@
+"""From logits to the tokens that may be chosen: pure functions on one row, in one documented order.
+
+    1. repetition penalty within the window      (raw logits, float32)
+    2. end-of-text ids banned before min_new_tokens
+    3. temperature                               (from here on float64)
+    4. top_k   5. top_p   6. min_p   7. eta_cutoff
+
+as in `transformers` (logits processors, then warpers); each filter sees the distribution that the one
+before left. Equal scores resolve by the smaller token id, everywhere. There is no sort of the
+vocabulary: thresholds where a threshold does, else a few largest first, with an exact fallback.
+
+A *support* is (ids ascending, their scores): the candidates that are left.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longdraft.core import SamplingParams
+from longdraft.errors import NumericalError
+from longdraft.kernels import exact
+
+NEGLIGIBLE = 45.0  # nats below the best at which a token's probability counts as 0: e^-45 < 2^-64
+_FIRST_TRY = 256  # tokens looked at before top_p falls back to more
+
+
+class Support(NamedTuple):
+    """Candidates of one row: token ids [N] ascending, scores [N] float64 (logit / temperature)."""
+
+    ids: NDArray[np.int64]
+    scores: NDArray[np.float64]
+
+    def keep(self, mask: NDArray[np.bool_]) -> Support:
+        return Support(self.ids[mask], self.scores[mask])
+
+
+def penalise(logits: NDArray[np.float32], penalty: float) -> NDArray[np.float32]:
+    """Logits of tokens that stand in the window: divided where positive, multiplied where negative (CTRL)."""
+    theta = np.float32(penalty)
+    return np.where(logits < 0, logits * theta, logits / theta)
+
+
+def support(row: NDArray[np.float32], params: SamplingParams) -> Support:
+    """What temperature (> 0) and the filters leave of one penalised row [V]."""
+    kept = Support(np.arange(len(row)), row.astype(np.float64) / params.temperature)
+    best = float(kept.scores.max())
+    if not math.isfinite(best):
+        raise NumericalError("the model's logits are not finite; its weights may be damaged")
+    if np.isneginf(kept.scores).any():
+        kept = kept.keep(~np.isneginf(kept.scores))
+    if 0 < params.top_k < len(kept.ids):
+        kept = top_k(kept, params.top_k)
+    if params.top_p < 1:
+        kept = top_p(kept, params.top_p)
+    if params.min_p > 0:
+        kept = min_p(kept, params.min_p, params.min_tokens_to_keep)
+    if params.eta_cutoff > 0:
+        kept = eta(kept, params.eta_cutoff, params.min_tokens_to_keep)
+    return kept
+
+
+def top_k(kept: Support, k: int) -> Support:
+    """The k highest scores."""
+    threshold = -np.partition(-kept.scores, k - 1)[k - 1]
+    above = kept.scores > threshold
+    ties = np.flatnonzero(kept.scores == threshold)[: k - int(above.sum())]
+    above[ties] = True
+    return kept.keep(above)
+
+
+def top_p(kept: Support, p: float) -> Support:
+    """The fewest tokens, likeliest first, whose probability reaches p (nucleus sampling)."""
+    goal = p * float(np.cumsum(_masses(kept))[-1])
+    best = float(kept.scores.max())
+    looked_at = _FIRST_TRY
+    while True:
+        head = kept
+        if looked_at < len(kept.ids):
+            head = kept.keep(kept.scores >= -np.partition(-kept.scores, looked_at - 1)[looked_at - 1])
+        order = np.lexsort((head.ids, -head.scores))
+        before = np.cumsum(exact.exp(head.scores[order] - best))
+        num_kept = int(np.searchsorted(before, goal, side="left")) + 1
+        if num_kept <= len(order) or len(head.ids) == len(kept.ids):
+            chosen = np.zeros(len(order), dtype=bool)
+            chosen[order[:num_kept]] = True
+            return head.keep(chosen)
+        looked_at *= 8
+
+
+def min_p(kept: Support, fraction: float, at_least: int) -> Support:
+    """Tokens at least `fraction` as likely as the likeliest: a threshold, no sum."""
+    return _above(kept, float(kept.scores.max()) + math.log(fraction), at_least)
+
+
+def eta(kept: Support, epsilon: float, at_least: int) -> Support:
+    """Tokens with probability of at least min(epsilon, sqrt(epsilon) * exp(-entropy)) (Hewitt et al. 2022)."""
+    masses = _masses(kept)
+    total = float(np.cumsum(masses)[-1])
+    best = float(kept.scores.max())
+    gaps = np.where(masses > 0, kept.scores - best, 0.0)
+    entropy = math.log(total) - float(np.cumsum(masses * gaps)[-1]) / total
+    cutoff = min(epsilon, math.sqrt(epsilon) * math.exp(-entropy))
+    return _above(kept, best + math.log(total) + math.log(cutoff), at_least)
+
+
+def _above(kept: Support, threshold: float, at_least: int) -> Support:
+    """Scores of at least `threshold`, and never fewer than the `at_least` best."""
+    mask = kept.scores >= threshold
+    if int(mask.sum()) >= at_least or len(kept.ids) <= at_least:
+        return kept.keep(mask) if int(mask.sum()) >= at_least else kept
+    return top_k(kept, at_least)
+
+
+def _masses(kept: Support) -> NDArray[np.float64]:
+    """exp(score - best); tokens more than NEGLIGIBLE below the best weigh nothing."""
+    gaps = kept.scores - kept.scores.max()
+    masses = np.zeros_like(gaps)
+    near = gaps > -NEGLIGIBLE
+    masses[near] = exact.exp(gaps[near])
+    return masses
+
+
+def best_token(row: NDArray[Any]) -> int:
+    """The highest logit; the smallest id among equals."""
+    best = int(row.argmax())  # numpy returns the first
+    if not math.isfinite(float(row[best])):
+        raise NumericalError("the model's logits are not finite; its weights may be damaged")
+    return best

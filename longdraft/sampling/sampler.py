@@ -1,0 +1,124 @@
+"""`choose` is the law: the token the target takes at each node. `rank` tells drafters what it would like.
+
+    token at position p = argmax over v in support of  logit_v / T + noise(seed, p, v)
+
+T = 0 is plain argmax. The token is a deterministic function of the target's logits, so verification is
+"choose at every node, follow the tree while it agrees"; see :mod:`longdraft.speculation.verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from longdraft.core import Context, SamplingParams
+from longdraft.kernels import noise
+from longdraft.sampling import process
+from longdraft.sampling.process import Support
+from longdraft.sampling.window import PenaltyWindow
+from longdraft.tree import Tree
+
+_DIRECT = 512  # up to this many candidates the noise of each is computed
+_CANDIDATES = 128  # rows of a drafter are ranked within this many best logits
+
+
+class Sampler:
+    """Chooses tokens of one request.
+
+    params  the request's settings; `params.seed` must be set when temperature > 0
+    banned  ids that cannot be chosen before params.min_new_tokens (end of text, stop ids)
+    """
+
+    def __init__(self, params: SamplingParams, banned: Iterable[int] = ()) -> None:
+        assert params.seed is not None or params.temperature == 0
+        self.params = params
+        self._seed = params.seed or 0
+        self._banned = np.array(sorted(set(banned)), dtype=np.int64)
+        self._window = PenaltyWindow(params.penalty_window) if params.repetition_penalty != 1 else None
+
+    def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
+        """The target's token behind each node, from its logits [nodes, V] float32."""
+        rows = self._penalised(logits, [tree.path(node)[1:] for node in range(len(tree))], tree, context)
+        return [self._take(row, len(context) + depth) for row, depth in zip(rows, tree.depths, strict=True)]
+
+    def rank(self, logits: torch.Tensor, position: int, context: Context, num: int) -> list[int]:
+        """A drafter's `num` best guesses, best first, of the token at `position` from its logits [V].
+
+        They are ranked with the noise the target will use, so a draft that agrees with the target's
+        logits agrees with its samples, at any temperature. Tokens that the filters remove come last:
+        a drafter's logits are only an estimate.
+        """
+        row = self._penalised(logits[None], [[]], None, context, position - len(context))[0]
+        num = min(num, len(row))
+        if self.params.temperature == 0:
+            best = np.argpartition(-row, num - 1)[:num]
+            return best[np.lexsort((best, -row[best]))].tolist()
+        inside = process.support(row, self.params)
+        ranked = _by_noise(inside, self._seed, position)[:num]
+        if len(ranked) < num:
+            best = np.argpartition(-row, min(_CANDIDATES, len(row)) - 1)[:_CANDIDATES]
+            others = np.setdiff1d(best, inside.ids)
+            scores = row[others].astype(np.float64) / self.params.temperature
+            ranked += _by_noise(Support(others, scores), self._seed, position)[: num - len(ranked)]
+        return ranked
+
+    def _take(self, row: NDArray[np.float32], position: int) -> int:
+        if self.params.temperature == 0:
+            return process.best_token(row)
+        return gumbel_argmax(process.support(row, self.params), self._seed, position)
+
+    def _penalised(self, logits: torch.Tensor, paths: Sequence[Sequence[int]], tree: Tree | None,
+                   context: Context, ahead: int = 0) -> NDArray[np.float32]:
+        """Rows [R, V] after penalty and bans. `paths` are nodes of the tree behind the root."""
+        raw: NDArray[np.float32] = logits.detach().float().cpu().numpy()
+        rows = raw.copy()
+        if self._window is not None:
+            self._window.sync(context)
+            common = self._window.tokens()
+            rows[:, common] = process.penalise(raw[:, common], self.params.repetition_penalty)
+            for i, path in enumerate(paths):
+                if path:
+                    assert tree is not None
+                    added, left = self._window.change(context, [tree.tokens[node] for node in path])
+                    _restore(rows[i], raw[i], left)
+                    _penalise(rows[i], raw[i], added, self.params.repetition_penalty)
+        for i, path in enumerate(paths):
+            if context.num_new + ahead + len(path) < self.params.min_new_tokens:
+                rows[i, self._banned] = -np.inf
+        return rows
+
+
+def _restore(row: NDArray[np.float32], raw: NDArray[np.float32], tokens: set[int]) -> None:
+    ids = list(tokens)
+    row[ids] = raw[ids]
+
+
+def _penalise(row: NDArray[np.float32], raw: NDArray[np.float32], tokens: set[int], penalty: float) -> None:
+    ids = list(tokens)
+    row[ids] = process.penalise(raw[ids], penalty)
+
+
+def _by_noise(kept: Support, seed: int, position: int) -> list[int]:
+    """Ids by score plus noise, best first."""
+    total = kept.scores + noise.gumbel(seed, position, kept.ids)
+    order: list[int] = kept.ids[np.lexsort((kept.ids, -total))].tolist()
+    return order
+
+
+def gumbel_argmax(kept: Support, seed: int, position: int) -> int:
+    """argmax of score + noise over a support; the smallest id among equals.
+
+    With many candidates only those whose random bits could still win get their noise computed: the
+    best of the highest scores sets a mark, and a score s needs noise of at least mark - s.
+    """
+    if len(kept.ids) > _DIRECT:
+        threshold = -np.partition(-kept.scores, _DIRECT - 1)[_DIRECT - 1]
+        high = kept.scores >= threshold
+        mark = float((kept.scores[high] + noise.gumbel(seed, position, kept.ids[high])).max())
+        could = high | (noise.bits(seed, position, kept.ids) >= noise.bits_reaching(mark - threshold))
+        kept = kept.keep(could)
+    total = kept.scores + noise.gumbel(seed, position, kept.ids)
+    return int(kept.ids[int(total.argmax())])

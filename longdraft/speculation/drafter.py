@@ -1,0 +1,49 @@
+"""What a drafter is: something that guesses a tree. A bad one is slow, never wrong."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from longdraft.core import Context
+from longdraft.tree import Tree
+
+
+class Verified(NamedTuple):
+    """What the target computed for the rows that have just become text.
+
+    hidden   [rows, hidden], last layer's output before the final norm
+    queries  [layers][rows, H, D]
+    """
+
+    hidden: Tensor
+    queries: tuple[Tensor, ...]
+
+
+class Accepted(NamedTuple):
+    """The outcome of a step.
+
+    tokens    what was written: the accepted guesses, then the one the target adds
+    rows      nodes of the tree that became text, root first; len(rows) == len(tokens)
+    sources   who guessed tokens[:-1]
+    verified  the target's rows along `rows`
+    """
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    sources: tuple[str, ...]
+    verified: Verified
+
+
+class Drafter(Protocol):
+    """Proposes continuations of the text. Holds the state of one request."""
+
+    def begin(self, context: Context, verified: Verified | None) -> None:
+        """The prompt is in the cache but for its last token; `verified` are its last rows (None: no rows)."""
+
+    def propose(self, context: Context, max_depth: int) -> Tree:
+        """A tree on the last token, at most `max_depth` deep; the root alone is plain decoding."""
+
+    def observe(self, context: Context, accepted: Accepted) -> None:
+        """A step is done: `accepted.tokens` end the context, their rows but the last's are committed."""

@@ -1,0 +1,89 @@
+"""The one loop's body: propose, forward, choose, walk, commit, observe."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from longdraft.cache.full import KVCache
+from longdraft.core import Context
+from longdraft.model.transformer import Forward, Rows, tree_rows
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Accepted, Drafter, Verified
+from longdraft.speculation.verify import walk
+
+
+class Model(Protocol):
+    """What a step asks of a model."""
+
+    def forward(self, rows: Rows, cache: KVCache) -> Forward: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass
+class Timings:
+    """Seconds spent in each part of the steps so far (monotonic wall clock)."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+    sample: float = 0.0
+    commit: float = 0.0
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        setattr(self, part, getattr(self, part) + time.perf_counter() - start)
+
+
+@dataclass
+class Tally:
+    """Counts of the steps so far, by the drafter that made each guess."""
+
+    steps: int = 0
+    drafted: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+
+
+class Step(NamedTuple):
+    """The moving parts of one request."""
+
+    model: Model
+    cache: KVCache
+    drafter: Drafter
+    sampler: Sampler
+    context: Context
+    timings: Timings
+    tally: Tally
+
+    def run(self, max_tokens: int) -> Accepted:
+        """One step: at least one token, at most `max_tokens`, appended to the context."""
+        model, cache, drafter, sampler, context, timings, tally = self
+        with timings.measure("draft"):
+            tree = drafter.propose(context, max_tokens - 1).pruned(max_tokens - 1)
+            assert tree.tokens[0] == context.last, "a tree grows on the last token of the text"
+        with timings.measure("verify"):
+            result = model.forward(tree_rows(tree, len(context) - 1), cache)
+            logits = model.logits(result.hidden)
+        with timings.measure("sample"):
+            choices = sampler.choose(logits, tree, context)
+            path = walk(tree, choices)
+        with timings.measure("commit"):
+            cache.commit(path)
+            context.extend(choices[node] for node in path)
+            verified = Verified(result.hidden[path], tuple(q[path] for q in result.queries))
+        accepted = Accepted(tuple(choices[node] for node in path), tuple(path),
+                            tuple(tree.sources[node] for node in path[1:]), verified)
+        with timings.measure("draft"):
+            drafter.observe(context, accepted)
+        tally.steps += 1
+        tally.drafted.update(tree.sources[1:])
+        tally.accepted.update(accepted.sources)
+        return accepted

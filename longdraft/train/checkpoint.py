@@ -1,0 +1,76 @@
+"""Checkpoints of a training: one safetensors file, its JSON state in the header, replaced in one rename.
+
+One file, because two cannot be replaced at once: a kill at any moment leaves the last whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from longdraft.errors import ModelError
+
+FILE = "checkpoint.safetensors"
+FORMAT = 1
+_PARAMETER, _OPTIMIZER = "parameter.", "optimizer."
+
+
+class Checkpoint(NamedTuple):
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Parameters, optimizer moments and whatever JSON `state` says, written whole or not at all."""
+    tensors = {_PARAMETER + name: p.detach().cpu() for name, p in module.named_parameters()}
+    for index, moments in optimizer.state_dict()["state"].items():
+        tensors |= {f"{_OPTIMIZER}{index}.{name}": value.detach().cpu() for name, value in moments.items()}
+    header = {"longdraft": json.dumps({"format": FORMAT, **state})}
+    write_tensors(path, tensors, header)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, dict(header))
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def load(path: Path) -> Checkpoint:
+    """Raises ModelError where the file is not a checkpoint of this format."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = json.loads((file.metadata() or {})["longdraft"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise ModelError(f"{path} is not a readable checkpoint ({error}); start again in another --output") from error
+    if state.get("format") != FORMAT:
+        raise ModelError(f"{path} has checkpoint format {state.get('format')!r}, this version reads {FORMAT}")
+    return Checkpoint(tensors, state)
+
+
+def restore(checkpoint: Checkpoint, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's parameters and moments where they were."""
+    parameters = dict(module.named_parameters())
+    stored = {name.removeprefix(_PARAMETER): tensor for name, tensor in checkpoint.tensors.items()
+              if name.startswith(_PARAMETER)}
+    if stored.keys() != parameters.keys():
+        raise ModelError(f"the checkpoint holds {sorted(stored)}, wanted {sorted(parameters)}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(stored[name])
+    moments: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in checkpoint.tensors.items():
+        if name.startswith(_OPTIMIZER):
+            index, key = name.removeprefix(_OPTIMIZER).split(".", 1)
+            moments.setdefault(int(index), {})[key] = tensor
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})

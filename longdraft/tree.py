@@ -1,0 +1,125 @@
+"""A draft is a tree of guesses: tokens and parents. Everything else about it is derived here, once.
+
+Node 0 is the root: the last token of the text, whose successor is asked for. Every other node guesses
+the token that follows its parent.
+
+    root ── a ── b          tokens  (root, a, b, c)
+         └─ c               parents (-1, 0, 1, 0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Tokens with parents, in an order where parents come first.
+
+    tokens   token id of each node; the root's is the last token of the context
+    parents  index of each node's parent; -1 for the root, smaller than the node's own index otherwise
+    sources  name of the drafter that guessed each node ("" for the root), for statistics only
+
+    Duplicate siblings are allowed (they cost time, never truth): the first one is followed.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    sources: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.parents) == len(self.sources) >= 1
+        assert self.parents[0] == -1
+        assert all(0 <= parent < node for node, parent in enumerate(self.parents) if node)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Distance of each node from the root."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def children(self) -> dict[tuple[int, int], int]:
+        """(node, token) -> the first child of that node with that token."""
+        found: dict[tuple[int, int], int] = {}
+        for node in range(1, len(self.tokens)):
+            found.setdefault((self.parents[node], self.tokens[node]), node)
+        return found
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root to `node`, both included."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def pruned(self, max_depth: int) -> Tree:
+        """The tree without the nodes deeper than `max_depth`."""
+        if max(self.depths) <= max_depth:
+            return self
+        trie = Trie(self.tokens[0])
+        moved = {0: 0}
+        for node in range(1, len(self)):
+            if self.depths[node] <= max_depth:
+                moved[node] = trie.add(moved[self.parents[node]], self.tokens[node], self.sources[node])
+        return trie.tree()
+
+
+class Trie:
+    """Grows a tree without duplicate siblings: a path added twice is one path, credited to the first."""
+
+    def __init__(self, root: int) -> None:
+        self._tokens = [root]
+        self._parents = [-1]
+        self._sources = [""]
+        self._child: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def add(self, parent: int, token: int, source: str) -> int:
+        """The child of `parent` that guesses `token`, made if it was not there."""
+        node = self._child.setdefault((parent, token), len(self._tokens))
+        if node == len(self._tokens):
+            self._tokens.append(token)
+            self._parents.append(parent)
+            self._sources.append(source)
+        return node
+
+    def graft(self, parent: int, path: Iterable[int], source: str) -> int:
+        """Add a chain of tokens below `parent`; returns its last node."""
+        for token in path:
+            parent = self.add(parent, token, source)
+        return parent
+
+    def child(self, parent: int, token: int) -> int | None:
+        return self._child.get((parent, token))
+
+    def tree(self) -> Tree:
+        return Tree(tuple(self._tokens), tuple(self._parents), tuple(self._sources))
+
+
+def root_only(token: int) -> Tree:
+    """The tree of plain decoding."""
+    return Tree((token,), (-1,), ("",))
+
+
+def chain(root: int, tokens: Iterable[int], source: str) -> Tree:
+    """One guess after the other."""
+    return from_paths(root, [tuple(tokens)], source)
+
+
+def from_paths(root: int, paths: Iterable[Sequence[int]], source: str) -> Tree:
+    """The union of several continuations of the root."""
+    trie = Trie(root)
+    for path in paths:
+        trie.graft(0, path, source)
+    return trie.tree()
