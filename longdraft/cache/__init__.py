@@ -1,0 +1,1 @@
+"""Caches of keys and values: of the whole text, and a small one for drafting."""

@@ -22,7 +22,7 @@ from longdraft.sampling.window import PenaltyWindow
 from longdraft.tree import Tree
 
 _DIRECT = 512  # up to this many candidates the noise of each is computed
-_CANDIDATES = 128  # rows of a drafter are ranked within this many best logits
+_CANDIDATES = 128  # beyond the support, a drafter's guesses come from this many best logits
 
 
 class Sampler:
@@ -59,7 +59,8 @@ class Sampler:
         inside = process.support(row, self.params)
         ranked = _by_noise(inside, self._seed, position)[:num]
         if len(ranked) < num:
-            best = np.argpartition(-row, min(_CANDIDATES, len(row)) - 1)[:_CANDIDATES]
+            pool = min(max(_CANDIDATES, num), len(row))
+            best = np.argpartition(-row, pool - 1)[:pool]
             others = np.setdiff1d(best, inside.ids)
             scores = row[others].astype(np.float64) / self.params.temperature
             ranked += _by_noise(Support(others, scores), self._seed, position)[: num - len(ranked)]

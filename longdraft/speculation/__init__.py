@@ -1,0 +1,1 @@
+"""The one step: draft, verify, accept."""

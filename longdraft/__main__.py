@@ -1,0 +1,45 @@
+"""`longdraft` and `python -m longdraft`: run the command line, turn errors into one line and a status.
+
+0 done · 2 bad usage or input · 130 interrupted (143 terminated) · 1 anything else
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """The exit status of a command line."""
+    import typer
+
+    from longdraft.cli import app
+    from longdraft.errors import LongdraftError, NumericalError
+
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(arguments, prog_name="longdraft", standalone_mode=False)
+    except LongdraftError as error:
+        return _fail(str(error), 1 if isinstance(error, NumericalError) else 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except MemoryError:
+        return _fail("out of memory; a shorter context, a smaller model or --dtype bfloat16 needs less", 1)
+    except Exception as error:
+        # Click's own errors (unknown option, missing argument, bad number) know how to say themselves.
+        if not hasattr(error, "format_message"):
+            raise
+        return _fail(error.format_message(), 2)
+    return status if isinstance(status, int) else 0
+
+
+def _fail(message: str, status: int) -> int:
+    print("longdraft:", " ".join(message.split()), file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The command line. Heavy imports wait until a command runs: `longdraft --help` answers at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from longdraft.cli import doctor, generate
+from longdraft.train.cli import app as train
+from longdraft.version import __version__
+
+app = typer.Typer(name="longdraft", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
+                  help="Writes ultra-long texts several times faster than plain decoding, and exactly the same text.")
+app.command("generate")(generate.generate)
+app.command("models")(doctor.models)
+app.command("doctor")(doctor.doctor)
+app.add_typer(train, name="train", help="Train drafters for a model.")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"longdraft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
+                                                help="Show the version and exit.")] = False) -> None:
+    """Options before the command."""

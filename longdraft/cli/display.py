@@ -1,0 +1,100 @@
+"""What a person sees while a text is written: the text on stdout, a live line on stderr.
+
+A pipe gets the text and nothing else. Where text and live line share one terminal, the live line stays
+below the text.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from longdraft.core import Event
+
+_REFRESH = 8  # times a second
+
+
+class Display:
+    """Shows events. Use as a context manager; `text=False` keeps stdout silent (the text goes to a file)."""
+
+    def __init__(self, max_new_tokens: int, *, quiet: bool, text: bool) -> None:
+        self._goal = max_new_tokens
+        self._shows_text = text
+        self._console = Console(file=sys.stderr, highlight=False)
+        is_live = self._console.is_terminal and not quiet
+        self._shares_terminal = is_live and text and sys.stdout.isatty()
+        self._live = Live(console=self._console, refresh_per_second=_REFRESH, transient=True,
+                          get_renderable=self._render) if is_live else None
+        self._line = ""  # the text's unfinished last line, where text and live line share a terminal
+        self._prefill = (0, 0)
+        self._start = 0.0
+        self._tokens = self._steps = 0
+        self._has_output = False
+
+    def __enter__(self) -> Display:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._live:
+            line, self._line = self._line, ""
+            if self._shares_terminal and line:
+                self._console.print(Text(line))
+            self._live.stop()
+        elif self._has_output and sys.stdout.isatty():
+            sys.stdout.write("\n")
+
+    def prefilled(self, done: int, total: int) -> None:
+        self._prefill = (done, total)
+
+    def show(self, event: Event) -> None:
+        self._start = self._start or time.monotonic()
+        self._tokens += len(event.tokens)
+        self._steps += 1
+        if not self._shows_text or not event.text:
+            return
+        self._has_output = True
+        if self._shares_terminal:
+            self._print_above(event.text)
+        else:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+
+    def _print_above(self, text: str) -> None:
+        """Finished lines scroll up; an unfinished one stays in the live area, broken at the width."""
+        *done, self._line = (self._line + text).split("\n")
+        width = max(20, self._console.width - 1)
+        while len(self._line) > width:
+            cut = self._line.rfind(" ", 0, width) + 1 or width
+            done.append(self._line[:cut])
+            self._line = self._line[cut:]
+        if done:
+            self._console.print(Text("\n".join(done)))
+
+    def _render(self) -> Group:
+        status = Text(self._status(), style="dim", no_wrap=True, overflow="ellipsis")
+        return Group(Text(self._line), status) if self._shares_terminal else Group(status)
+
+    def _status(self) -> str:
+        if not self._tokens:
+            done, total = self._prefill
+            return f"reading the prompt: {done:,} of {total:,} tokens" if total else "loading"
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        speed = self._tokens / seconds
+        left = clock((self._goal - self._tokens) / speed)
+        return (f"{self._tokens:,} of {self._goal:,} tokens · {speed:.1f} tokens/s · "
+                f"{self._tokens / max(1, self._steps):.2f} per step · {left} left")
+
+
+def clock(seconds: float) -> str:
+    """3661 -> 1:01:01"""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,85 @@
+"""One generation assembled by hand, so that a test can put its own drafter, chunking or model into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from longdraft import drafters
+from longdraft.core import Context, SamplingParams
+from longdraft.model.transformer import Forward, Rows, Transformer, chain_rows
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Accepted, Drafter, Verified
+from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.tree import Tree
+
+Factory = Callable[[drafters.Resources], Drafter]
+
+
+def by_name(name: str, heads: object = None, **options: object) -> Factory:
+    parsed = drafters.parse_options(name, options)
+    return lambda given: drafters.KINDS[name].build(parsed, given._replace(heads=heads))
+
+
+def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, factory: Factory, *,
+             chunk: int = 512, banned: Sequence[int] = ()) -> list[int]:
+    """New tokens (exactly params.max_new_tokens; stops are the engine's business)."""
+    cache = model.new_cache()
+    sampler = Sampler(params, banned)
+    drafter = factory(drafters.Resources(model, cache, sampler, params, None))
+    context = Context(prompt)
+    verified = None
+    for start in range(0, len(prompt) - 1, chunk):
+        rows = list(prompt[start : min(start + chunk, len(prompt) - 1)])
+        result = model.forward(chain_rows(rows, start), cache)
+        cache.commit(range(len(rows)))
+        verified = Verified(result.hidden[-1:], tuple(q[-1:] for q in result.queries))
+    drafter.begin(context, verified)
+    step = Step(model, cache, drafter, sampler, context, Timings(), Tally())
+    while context.num_new < params.max_new_tokens:
+        step.run(params.max_new_tokens - context.num_new)
+    return context.slice(len(prompt), len(context)).tolist()
+
+
+class TableModel:
+    """A model whose logits are looked up by its last token, or by any function of the path: no attention."""
+
+    def __init__(self, logits_of: Callable[[tuple[int, ...]], Sequence[float]]) -> None:
+        self._logits_of = logits_of
+        self._text: list[int] = []
+
+    def forward(self, rows: Rows, cache: object) -> Forward:
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(rows.tokens, rows.parents, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        return Forward(torch.tensor([list(self._logits_of(path)) for path in paths]), ())
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class NoCache:
+    length = 0
+
+    def append(self, layer: int, k: object, v: object) -> None:
+        raise AssertionError
+
+    def commit(self, rows: Sequence[int]) -> None:
+        pass
+
+
+class TreeDrafter:
+    """A drafter that is one function from the context to a tree; remembers nothing."""
+
+    def __init__(self, propose: Callable[[Context], Tree]) -> None:
+        self._propose = propose
+
+    def begin(self, context: Context, verified: Verified | None) -> None:
+        pass
+
+    def propose(self, context: Context, max_depth: int) -> Tree:
+        return self._propose(context)
+
+    def observe(self, context: Context, accepted: Accepted) -> None:
+        pass

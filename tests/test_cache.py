@@ -1,0 +1,174 @@
+"""Caches: provisional rows, commits, and what a partial cache holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longdraft import kernels
+from longdraft.cache import select
+from longdraft.cache.full import FullCache
+from longdraft.cache.partial import PartialBudget, PartialCache
+from longdraft.errors import UsageError
+
+LAYERS, HEADS, DIM = 2, 2, 8
+KERNELS = kernels.choose("cpu", "float32")
+
+
+def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(count, HEADS, DIM, generator=generator) for _ in range(2))
+
+
+def new_full() -> FullCache:
+    return FullCache(KERNELS, LAYERS, HEADS, DIM)
+
+
+def held(cache: FullCache, layer: int) -> torch.Tensor:
+    return cache.stores[layer].read(torch.arange(cache.length).expand(HEADS, -1))[0].transpose(0, 1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.randoms(use_true_random=False)), max_size=12))
+@settings(deadline=None)
+def test_commit_keeps_the_rows_asked_for_in_order_and_drops_the_others(steps):
+    cache, expected = new_full(), [torch.zeros(0, HEADS, DIM)] * LAYERS
+    for number, (count, pick) in enumerate(steps):
+        kept = sorted(pick.sample(range(count), pick.randint(0, count)))
+        for layer in range(LAYERS):
+            k, v = rows(count, 100 * number + layer)
+            view = cache.append(layer, k, v)
+            assert view.length == cache.length
+            expected[layer] = torch.cat([expected[layer], k[kept]])
+        cache.commit(kept)
+    assert all(torch.equal(held(cache, layer), expected[layer]) for layer in range(LAYERS))
+
+
+def test_growing_never_moves_what_is_held():
+    cache = new_full()
+    k, v = rows(3000, 1)
+    places = []
+    for _ in range(4):
+        for layer in range(LAYERS):
+            cache.append(layer, k, v)
+        cache.commit(range(3000))
+        places.append(cache.stores[0].k[0].data_ptr())
+    assert len(set(places)) == 1
+    assert torch.equal(held(cache, 1), k.repeat(4, 1, 1))
+
+
+# Which positions a partial cache holds.
+
+
+@given(length=st.integers(1, 200), sinks=st.integers(0, 9), recent=st.integers(1, 20), heavy=st.integers(0, 30),
+       seed=st.integers(0, 99))
+def test_selection_holds_sinks_recent_and_the_heaviest_between(length, sinks, recent, heavy, seed):
+    weights = torch.rand(3, length, generator=torch.Generator().manual_seed(seed))
+    budget = sinks + recent + heavy
+    chosen = select.positions(weights, budget, sinks, recent)
+    assert chosen.shape == (3, min(budget, length))
+    for head in range(3):
+        got = chosen[head].tolist()
+        assert got == sorted(set(got))
+        if length > budget:
+            middle = sorted(range(sinks, length - recent), key=lambda i: -weights[head, i].item())[:heavy]
+            assert got == sorted([*range(sinks), *middle, *range(length - recent, length)])
+
+
+def write(full: FullCache, count: int, seed: int) -> None:
+    for layer in range(LAYERS):
+        full.append(layer, *rows(count, seed + layer))
+    full.commit(range(count))
+
+
+def queries(seed: int) -> list[torch.Tensor]:
+    return [torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(seed + i)) for i in range(LAYERS)]
+
+
+def positions_held(full: FullCache, partial: PartialCache, layer: int, head: int) -> list[int]:
+    """Which of the full cache's rows a partial cache holds, found by their values."""
+    everything = held(full, layer)[:, head]
+    inside = held(partial._rows, layer)[:, head]
+    matches = (inside[:, None] == everything[None]).all(-1)
+    assert (matches.sum(1) == 1).all(), "every row held is exactly one row of the text"
+    return matches.float().argmax(1).tolist()
+
+
+SIZE = PartialBudget(budget=40, sinks=4, recent=8, room=8)
+
+
+@given(st.integers(1, 120), st.lists(st.integers(1, 6), max_size=40), st.integers(0, 99))
+@settings(deadline=None, max_examples=40)
+def test_a_partial_cache_stays_within_its_budget_and_keeps_sinks_and_recent_rows(prompt, steps, seed):
+    full = new_full()
+    partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
+    for number, count in enumerate([prompt, *steps]):
+        write(full, count, 1000 * seed + 10 * number)
+        partial.refresh(queries(seed + number))
+        assert partial.length <= SIZE.budget
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                got = positions_held(full, partial, layer, head)
+                assert len(got) == len(set(got)) == partial.length
+                wanted = {*range(min(4, full.length)), *range(max(0, full.length - 8), full.length)}
+                assert wanted <= set(got)
+                if full.length <= SIZE.budget:
+                    assert got == list(range(full.length))
+
+
+def test_between_selections_only_new_rows_are_written(monkeypatch):
+    full = new_full()
+    partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
+    write(full, 100, 1)
+    partial.refresh(queries(1))
+    written = []
+    original = type(full.stores[0]).write_heads
+    monkeypatch.setattr(type(full.stores[0]), "write_heads",
+                        lambda self, start, k, v: (written.append(k.shape[1]), original(self, start, k, v))[1])
+    for layer in range(LAYERS):
+        full.append(layer, *rows(3, 50 + layer))
+    full.commit(range(3))
+    written.clear()
+    partial.refresh(queries(2))
+    assert written == [3] * LAYERS
+    assert partial.num_selections == 1
+
+
+def test_modes_for_the_ablation():
+    full = new_full()
+    static = PartialCache(full, KERNELS, HEADS, DIM, SIZE, "static")
+    whole = PartialCache(full, KERNELS, HEADS, DIM, SIZE, "full")
+    write(full, 100, 1)
+    static.refresh(queries(1))
+    before = positions_held(full, static, 0, 0)
+    write(full, 5, 50)
+    static.refresh(queries(2))
+    whole.refresh(queries(2))
+    assert positions_held(full, static, 0, 0) == before
+    assert whole.length == 105 and whole.nbytes == 0
+
+
+def test_drafted_rows_are_dropped():
+    full = new_full()
+    partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
+    write(full, 20, 1)
+    partial.refresh(queries(1))
+    for layer in range(LAYERS):
+        partial.append(layer, *rows(3, 9))
+    partial.commit(())
+    assert partial.length == full.length == 20
+
+
+def test_without_queries_the_sinks_and_the_latest_rows_are_held():
+    full = new_full()
+    partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
+    write(full, 100, 1)
+    partial.refresh(None)
+    assert positions_held(full, partial, 0, 0) == [*range(4), *range(72, 100)]
+
+
+@pytest.mark.parametrize("sizes", [dict(budget=10), dict(sinks=-1), dict(recent=0), dict(room=0)])
+def test_a_budget_that_cannot_be_is_refused(sizes):
+    with pytest.raises(UsageError, match="allowed"):
+        PartialBudget(**sizes)

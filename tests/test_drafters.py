@@ -1,0 +1,216 @@
+"""Trees, the n-gram table beside its obvious twin, drafters' trees and options."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from conftest import load
+from hypothesis import given
+from hypothesis import strategies as st
+from test_equality import prompt_of
+
+from longdraft import drafters
+from longdraft.core import Context, SamplingParams
+from longdraft.drafters.ngram import DelayedTable, NgramDrafter, NgramOptions
+from longdraft.drafters.table import RANKED, NgramTable
+from longdraft.drafters.tokenswift import TokenSwiftOptions
+from longdraft.errors import ModelError, UsageError
+from longdraft.model import heads
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.verify import walk
+from longdraft.tree import Trie, chain, from_paths, root_only
+
+token = st.integers(0, 3)
+
+
+@given(st.lists(st.lists(token, max_size=6), max_size=8))
+def test_a_tree_of_paths_holds_each_prefix_once(paths):
+    tree = from_paths(9, paths, "test")
+    held = [tuple(tree.tokens[n] for n in tree.path(node)[1:]) for node in range(len(tree))]
+    assert len(held) == len(set(held))
+    assert set(held) == {tuple(path[:end]) for path in paths for end in range(len(path) + 1)} | {()}
+    assert list(tree.depths) == [len(path) for path in held]
+
+
+@given(st.lists(st.lists(token, max_size=6), max_size=8), st.integers(0, 6))
+def test_pruning_keeps_what_is_shallow(paths, depth):
+    tree = from_paths(9, paths, "test")
+    assert tree.pruned(depth) == from_paths(9, [path[:depth] for path in paths], "test")
+
+
+@given(st.lists(st.lists(token, max_size=6), max_size=8), st.lists(token, min_size=7, max_size=7))
+def test_the_walk_follows_the_targets_choices(paths, text):
+    """When the target's text does not depend on the path, the walk is the longest prefix in the tree."""
+    tree = from_paths(9, paths, "test")
+    choices = [text[depth] for depth in tree.depths]
+    longest = max([0, *(len(p) for p in ([*path[:end]] for path in paths for end in range(len(path) + 1))
+                       if p == text[: len(p)])])
+    assert [choices[node] for node in walk(tree, choices)] == text[: longest + 1]
+
+
+def test_the_first_to_guess_gets_the_credit():
+    trie = Trie(1)
+    trie.graft(0, [2, 3], "heads")
+    trie.graft(0, [2, 3, 4], "ngram")
+    assert trie.tree().sources == ("", "heads", "heads", "ngram")
+
+
+class ObviousTable:
+    """Every n-gram of the text with its count and last place, sorted when asked."""
+
+    def __init__(self, order: int) -> None:
+        self.order, self.text = order, []
+
+    def continuations(self, first: int, num: int) -> list[tuple[int, ...]]:
+        counts, latest = Counter(), {}
+        for place in range(len(self.text) - self.order + 1):
+            gram = tuple(self.text[place : place + self.order])
+            if gram[0] == first:
+                counts[gram[1:]] += 1
+                latest[gram[1:]] = place
+        return sorted(counts, key=lambda rest: (counts[rest], latest[rest]), reverse=True)[:num]
+
+
+@given(st.lists(token, max_size=300), st.integers(2, 5), st.integers(1, RANKED))
+def test_the_table_ranks_by_count_then_recency(text, order, num):
+    table, obvious = NgramTable(order), ObviousTable(order)
+    for place, this in enumerate(text):
+        table.extend([this])
+        obvious.text.append(this)
+        if place % 17 == 0 or place == len(text) - 1:
+            for first in range(4):
+                assert table.continuations(first, num) == obvious.continuations(first, num)
+
+
+def test_the_minimal_case_of_the_published_ranking_bug():
+    """Insert A, B, B: the paper's code forgets A and lists B twice."""
+    table = NgramTable(2)
+    table.extend([0, 1, 0, 2, 0, 2])
+    assert table.continuations(0, 5) == [(2,), (1,)]
+
+
+def test_the_table_is_bounded_and_forgets_what_is_rare():
+    table = NgramTable(order=2, capacity=50)
+    for i in range(5000):
+        table.extend([7, 8, 100 + i])
+        assert len(table) <= 50
+    assert table.continuations(7, 1) == [(8,)]
+
+
+def test_ngrams_of_the_penalty_window_wait():
+    context = Context([1, 2, 3, 4, 1])
+    now = DelayedTable(NgramOptions(delay=0), SamplingParams())
+    waits = DelayedTable(NgramOptions(), SamplingParams(repetition_penalty=1.2, penalty_window=3))
+    for table, expected in ((now, 4), (waits, 1)):
+        table.follow(context)
+        trie = Trie(1)
+        table.graft(trie, 0, 1, 5, 3)
+        assert len(trie) == expected
+    context.extend([9, 9])
+    waits.follow(context)
+    trie = Trie(1)
+    waits.graft(trie, 0, 1, 5, 2)  # cut to two tokens
+    assert trie.tree() == chain(1, [2, 3], "ngram")
+
+
+def test_ngram_drafts_nothing_where_there_is_nothing_to_reuse():
+    drafter = NgramDrafter(NgramOptions(), SamplingParams())
+    context = Context([5])
+    drafter.begin(context, None)
+    assert drafter.propose(context, 10) == root_only(5)
+
+
+def tokenswift(tiny: dict[str, Path], prompt: list[int], **options: object):
+    model = load(tiny["gqa"])
+    params = SamplingParams(temperature=0.0)
+    cache = model.new_cache()
+    given = drafters.Resources(model, cache, Sampler(params), params, heads.load(tiny["gqa"] / "heads", model))
+    from longdraft.model.transformer import chain_rows
+    from longdraft.speculation.drafter import Verified
+
+    result = model.forward(chain_rows(prompt[:-1], 0), cache)
+    cache.commit(range(len(prompt) - 1))
+    parsed = drafters.parse_options("tokenswift", options)
+    drafter = drafters.KINDS["tokenswift"].build(parsed, given)
+    context = Context(prompt)
+    drafter.begin(context, Verified(result.hidden[-1:], tuple(q[-1:] for q in result.queries)))
+    return drafter, context
+
+
+def test_tokenswift_builds_the_papers_tree(tiny):
+    drafter, context = tokenswift(tiny, prompt_of(60), continuations=0)
+    tree = drafter.propose(context, 100)
+    assert len(tree) == 41
+    assert Counter(tree.depths) == {0: 1, 1: 1, 2: 3, 3: 9, 4: 27}
+
+
+def test_tokenswift_grafts_ngrams_behind_its_first_token(tiny):
+    prompt = prompt_of(60)
+    bare, context = tokenswift(tiny, prompt, continuations=0)
+    first = bare.propose(context, 1).tokens[1]
+    prompt = [first, 40, 41, 42, *prompt]
+    drafter, context = tokenswift(tiny, prompt, tree="1", delay=0, budget=500)
+    tree = drafter.propose(context, 100)
+    if tree.tokens[1] == first:  # the longer prompt may have changed the model's mind
+        assert [tree.tokens[n] for n in tree.path(len(tree) - 1)[1:]] == [first, 40, 41, 42]
+    assert max(drafter.propose(context, 2).depths) <= 2
+    assert drafter.propose(context, 0) == root_only(context.last)
+
+
+def test_with_a_partial_cache_that_holds_everything_the_first_guess_is_right(tiny):
+    """Drafting on all of the cache is the target itself: at depth 1 the guess is the target's token."""
+    drafter, context = tokenswift(tiny, prompt_of(60), budget=500)
+    model = load(tiny["gqa"])
+    from longdraft.model.transformer import chain_rows
+
+    ids = context.slice(0, len(context)).tolist()
+    logits = model.logits(model.forward(chain_rows(ids, 0), model.new_cache()).hidden)
+    assert drafter.propose(context, 4).tokens[1] == int(logits[-1].argmax())
+
+
+def test_released_checkpoints_carry_their_heads(tiny, tmp_path):
+    """TokenSwift's files: the whole model plus model.medusa_layers.*, in one folder."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny["mha"], tmp_path / "released")
+    shutil.rmtree(tmp_path / "released" / "heads")
+    tensors = load_file(tiny["mha"] / "model.safetensors") | load_file(tiny["mha"] / "heads" / "model.safetensors")
+    save_file(tensors, tmp_path / "released" / "model.safetensors")
+    model = load(tmp_path / "released")
+    assert len(heads.load(tmp_path / "released", model)) == 3
+
+
+def test_heads_of_another_model_are_refused(tiny, tmp_path):
+    from conftest import make_checkpoint, make_heads
+
+    base = make_checkpoint(tmp_path / "model", hidden_size=32)
+    make_heads(tmp_path / "heads", base)
+    make_heads(tmp_path / "foreign", base, base_sha256="0" * 64)
+    with pytest.raises(ModelError, match="hidden_size 32, the model has 48"):
+        heads.load(tmp_path / "heads", load(tiny["mha"]))
+    with pytest.raises(ModelError, match="trained on other weights"):
+        heads.load(tmp_path / "foreign", load(tmp_path / "model"), "f" * 64)
+
+
+@pytest.mark.parametrize("name, options, message", [
+    ("ngram", {"budget": "3"}, "no option 'budget'; known: continuations, order, capacity, delay"),
+    ("plain", {"tree": "1"}, "no option 'tree'; known: none"),
+    ("ngram", {"order": "1"}, "order is 1; allowed: 2 to 16"),
+    ("ngram", {"order": "four"}, "order is 'four'; allowed: int"),
+    ("tokenswift", {"tree": "1,x"}, "allowed: whole numbers such as 1,3,3,3"),
+    ("tokenswift", {"tree": "9,9,9,9"}, "at most 1024 nodes"),
+    ("tokenswift", {"budget": "20"}, r"budget is 20; allowed: at least sinks \+ recent \+ room"),
+    ("tokenswift", {"cache": "none"}, "dynamic, static or full"),
+])
+def test_options_are_checked_and_unknown_ones_list_the_known(name, options, message):
+    with pytest.raises(UsageError, match=message):
+        drafters.parse_options(name, options)
+
+
+def test_options_are_read_as_written_on_the_command_line():
+    assert drafters.parse_options("tokenswift", {"tree": "2,2", "budget": "300", "cache": "static"}) == \
+        TokenSwiftOptions(tree=(2, 2), budget=300, cache="static")

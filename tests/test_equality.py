@@ -1,0 +1,164 @@
+"""The signature test: speculative text equals plain text, bit for bit, whoever drafts and whatever they say."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from conftest import VOCAB, load
+from helpers import TreeDrafter, by_name, generate
+
+from longdraft.core import Context, SamplingParams
+from longdraft.model import heads
+from longdraft.model.transformer import Transformer
+from longdraft.tree import Tree, chain, from_paths, root_only
+
+NEW = 48
+SETTINGS = {
+    "greedy": dict(temperature=0.0),
+    "greedy, penalty": dict(temperature=0.0, repetition_penalty=1.3, penalty_window=9),
+    "paper": dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2, penalty_window=1024),
+    "short window": dict(temperature=1.0, min_p=0.05, repetition_penalty=1.4, penalty_window=5),
+    "top-p": dict(temperature=1.0, top_p=0.9),
+    "top-k": dict(temperature=1.0, top_k=40),
+    "eta": dict(temperature=1.0, eta_cutoff=2e-4),
+    "all of it": dict(temperature=0.7, top_k=60, top_p=0.95, min_p=0.02, eta_cutoff=1e-4, min_new_tokens=20,
+                      repetition_penalty=1.1, penalty_window=30),
+}
+DRAFTERS = {
+    "ngram": ("ngram", dict(delay=0)),
+    "ngram, delayed": ("ngram", dict(continuations=20)),
+    "tokenswift": ("tokenswift", {}),
+    "tokenswift, small cache": ("tokenswift", dict(budget=40, sinks=4, recent=8, room=8, delay=0)),
+    "tokenswift, static cache": ("tokenswift", dict(cache="static", budget=40, sinks=4, recent=8, room=8)),
+    "tokenswift, full cache": ("tokenswift", dict(cache="full", tree="2,2,2")),
+}
+
+
+def prompt_of(length: int, seed: int = 3) -> list[int]:
+    """Token ids with repetitions, so that n-grams have something to find."""
+    pick = random.Random(seed)
+    phrase = [pick.randrange(2, 258) for _ in range(12)]
+    ids: list[int] = []
+    while len(ids) < length:
+        ids += phrase if pick.random() < 0.6 else [pick.randrange(2, 258) for _ in range(7)]
+    return ids[:length]
+
+
+def params_of(name: str) -> SamplingParams:
+    return SamplingParams(max_new_tokens=NEW, seed=11, **SETTINGS[name])
+
+
+@pytest.fixture(scope="module", params=["mha", "gqa"])
+def model(request: pytest.FixtureRequest, tiny: dict[str, Path]) -> Transformer:
+    return load(tiny[request.param])
+
+
+@pytest.fixture(scope="module")
+def plain(model: Transformer) -> dict[str, list[int]]:
+    """What plain decoding writes, for every setting."""
+    return {name: generate(model, prompt_of(90), params_of(name), by_name("plain"), banned=[1]) for name in SETTINGS}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafter, settings):
+    name, options = DRAFTERS[drafter]
+    folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
+    trained = heads.load(folder / "heads", model)
+    factory = by_name(name, trained, **options)
+    assert generate(model, prompt_of(90), params_of(settings), factory, banned=[1]) == plain[settings]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("drafter", ["plain", "tokenswift"])
+def test_the_way_a_prompt_is_cut_changes_nothing(model, plain, tiny, drafter, chunk):
+    folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
+    factory = by_name(drafter, heads.load(folder / "heads", model))
+    written = generate(model, prompt_of(90), params_of("paper"), factory, chunk=chunk, banned=[1])
+    assert written == plain["paper"]
+
+
+@pytest.mark.parametrize("written", [1, 13, 47])
+def test_a_text_cut_anywhere_goes_on_as_if_it_had_not_been(model, plain, written):
+    """Resuming is generating from prompt + tokens so far: the noise is keyed by position."""
+    so_far = plain["short window"][:written]
+    params = SamplingParams(max_new_tokens=NEW - written, seed=11, **SETTINGS["short window"])
+    assert generate(model, prompt_of(90) + so_far, params, by_name("plain"), banned=[1]) == plain["short window"][written:]
+
+
+def test_bfloat16_keeps_the_promise_too(tiny):
+    model = load(tiny["gqa"], "bfloat16")
+    expected = generate(model, prompt_of(90), params_of("paper"), by_name("plain"))
+    for drafter in ("ngram", "tokenswift"):
+        factory = by_name(drafter, heads.load(tiny["gqa"] / "heads", model), delay=0)
+        assert generate(model, prompt_of(90), params_of("paper"), factory) == expected
+
+
+# Drafters that lie.
+
+
+def liar(kind: str, truth: list[int], prompt_length: int) -> TreeDrafter:
+    pick = random.Random(kind)
+
+    def true_tokens(context: Context, count: int) -> list[int]:
+        start = len(context) - prompt_length
+        return truth[start : start + count]
+
+    def random_tree(context: Context, nodes: int) -> Tree:
+        parents = [-1] + [pick.randrange(node) for node in range(1, nodes)]
+        tokens = [context.last] + [pick.randrange(VOCAB) for _ in range(nodes - 1)]
+        return Tree(tuple(tokens), tuple(parents), ("",) + ("liar",) * (nodes - 1))
+
+    def half_true(context: Context) -> Tree:
+        told = [token if pick.random() < 0.7 else pick.randrange(VOCAB) for token in true_tokens(context, 6)]
+        return from_paths(context.last, [told, [pick.randrange(VOCAB)] * 3], "liar")
+
+    def duplicated(context: Context) -> Tree:
+        """The true continuation four times over, siblings alike, and a false end on the last."""
+        paths = [true_tokens(context, 3), true_tokens(context, 4), true_tokens(context, 2), [*true_tokens(context, 1), 5]]
+        tokens, parents = [context.last], [-1]
+        for path in paths:
+            for depth, token in enumerate(path):
+                parents.append(len(tokens) - 1 if depth else 0)
+                tokens.append(token)
+        return Tree(tuple(tokens), tuple(parents), ("",) + ("liar",) * (len(tokens) - 1))
+
+    def colliding(context: Context) -> Tree:
+        """Tokens that stand in the penalty window, repeated, so that the window changes along each path."""
+        recent = context.slice(len(context) - 6, len(context)).tolist()
+        paths = [[*true_tokens(context, n), recent[n % len(recent)], recent[0], recent[0], recent[-1]] for n in range(5)]
+        return from_paths(context.last, [*paths, [context.last] * 12, true_tokens(context, 12)], "liar")
+
+    return TreeDrafter({
+        "random": lambda context: random_tree(context, 20),
+        "perfect": lambda context: chain(context.last, true_tokens(context, 9), "liar"),
+        "half true": half_true,
+        "empty": lambda context: root_only(context.last),
+        "huge": lambda context: random_tree(context, 150),
+        "duplicated branches": duplicated,
+        "colliding with the penalty": colliding,
+    }[kind])
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", ["random", "perfect", "half true", "empty", "huge", "duplicated branches",
+                                  "colliding with the penalty"])
+def test_a_lying_drafter_changes_nothing(model, plain, kind, settings):
+    prompt = prompt_of(90)
+    drafter = liar(kind, plain[settings], len(prompt))
+    assert generate(model, prompt, params_of(settings), lambda given: drafter, banned=[1]) == plain[settings]
+
+
+def test_a_text_across_blocks_of_the_cache_is_the_same_text(tiny):
+    """Prefix, path and padding straddle the reference kernels' block edge."""
+    model = load(tiny["gqa"])
+    from longdraft.kernels.reference import SPLIT
+
+    params = SamplingParams(max_new_tokens=16, seed=5, temperature=1.0, min_p=0.05)
+    prompt = prompt_of(SPLIT - 6)
+    truth = generate(model, prompt, params, by_name("plain"))
+    for kind in ("perfect", "half true"):
+        drafter = liar(kind, truth, len(prompt))
+        assert generate(model, prompt, params, lambda given, drafter=drafter: drafter) == truth

@@ -1,0 +1,163 @@
+"""The sampler's filters, each against the `transformers` processor of the same name, and in their order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    EtaLogitsWarper,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from longdraft.core import Context, SamplingParams
+from longdraft.errors import NumericalError
+from longdraft.kernels import noise
+from longdraft.sampling import process
+from longdraft.sampling.process import Support
+from longdraft.sampling.sampler import Sampler, gumbel_argmax
+from longdraft.tree import chain, from_paths, root_only
+
+
+def logits(seed: int, size: int, spread: float = 3.0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, spread, size).astype(np.float32)
+
+
+def theirs(row: np.ndarray, *processors: object) -> set[int]:
+    """The ids that transformers leaves."""
+    scores = LogitsProcessorList(processors)(torch.tensor([[0]]), torch.tensor(row)[None].double())
+    return set(torch.isfinite(scores[0]).nonzero()[:, 0].tolist())
+
+
+def ours(row: np.ndarray, **settings: object) -> set[int]:
+    return set(process.support(row, SamplingParams(**settings)).ids.tolist())
+
+
+@pytest.mark.parametrize("size", [5, 300, 5000])
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_each_filter_keeps_what_transformers_keeps(seed, size, spread):
+    row = logits(seed, size, spread)
+    for k in (1, 3, 40):
+        assert ours(row, top_k=k) == theirs(row, TopKLogitsWarper(k))
+    for p in (0.1, 0.5, 0.9, 0.999):
+        assert ours(row, top_p=p) == theirs(row, TopPLogitsWarper(p))
+    for keep in (1, 20):
+        for p in (0.02, 0.1, 0.5):
+            assert ours(row, min_p=p, min_tokens_to_keep=keep) == theirs(row, MinPLogitsWarper(p, min_tokens_to_keep=min(keep, size)))
+        for epsilon in (2e-4, 3e-3, 0.1):
+            assert ours(row, eta_cutoff=epsilon, min_tokens_to_keep=keep) == theirs(
+                row, EtaLogitsWarper(epsilon, min_tokens_to_keep=min(keep, size)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_together_they_act_in_the_documented_order(seed):
+    row = logits(seed, 2000)
+    expected = theirs(row, TemperatureLogitsWarper(0.7), TopKLogitsWarper(60), TopPLogitsWarper(0.95),
+                      MinPLogitsWarper(0.02), EtaLogitsWarper(1e-3))
+    assert ours(row, temperature=0.7, top_k=60, top_p=0.95, min_p=0.02, eta_cutoff=1e-3) == expected
+
+
+def test_a_sampled_distribution_is_the_processed_softmax():
+    """Scores of the support are logit / temperature: their softmax is the law that the noise samples."""
+    row = logits(1, 50)
+    kept = process.support(row, SamplingParams(temperature=0.5, top_k=7))
+    scores = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(7)])(
+        torch.tensor([[0]]), torch.tensor(row)[None])
+    np.testing.assert_allclose(kept.scores, scores[0, kept.ids].numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("penalty", [0.8, 1.2, 2.0])
+def test_penalty_is_sign_aware_as_in_transformers(penalty):
+    row = logits(2, 100)
+    window = torch.tensor([[3, 3, 50, 99]])
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(window, torch.tensor(row)[None])[0].numpy()
+    got = row.copy()
+    got[[3, 50, 99]] = process.penalise(row[[3, 50, 99]], penalty)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_equal_scores_resolve_by_the_smaller_id():
+    row = np.array([1, 2, 2, 2, 0], dtype=np.float32)
+    assert ours(row, top_k=2) == {1, 2}
+    assert ours(row, top_p=0.2) == {1}
+    assert ours(row, min_p=0.9, min_tokens_to_keep=4) == {0, 1, 2, 3}
+    assert process.best_token(row) == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_are_an_error(bad):
+    row = logits(0, 10)
+    row[4] = bad
+    with pytest.raises(NumericalError):
+        process.support(row, SamplingParams())
+    with pytest.raises(NumericalError):
+        process.best_token(row)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3000), st.sampled_from([0.1, 1.0, 6.0]))
+def test_noise_is_skipped_only_where_it_cannot_win(seed, size, spread):
+    scores = np.random.default_rng(seed).normal(0, spread, size)
+    kept = Support(np.arange(size), scores)
+    total = scores + noise.gumbel(seed, 77, kept.ids)
+    assert gumbel_argmax(kept, seed, 77) == int(total.argmax())
+
+
+# The penalty window, exact for each node of a tree.
+
+SMALL = 12  # tokens in the vocabulary of these tests
+
+
+def obvious_choice(row: np.ndarray, text: list[int], params: SamplingParams) -> int:
+    """One node, the slow way: the whole text of the node is at hand."""
+    scores = torch.tensor(row)[None].clone()
+    window = torch.tensor([text[-params.penalty_window :]])
+    return int(RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(window, scores)[0].argmax())
+
+
+@given(st.data())
+def test_each_node_is_penalised_with_its_own_window(data):
+    token = st.integers(0, SMALL - 1)
+    text = data.draw(st.lists(token, min_size=1, max_size=30))
+    paths = data.draw(st.lists(st.lists(token, max_size=9), max_size=4))
+    params = SamplingParams(temperature=0.0, repetition_penalty=data.draw(st.sampled_from([0.5, 1.3, 3.0])),
+                            penalty_window=data.draw(st.integers(1, 40)))
+    tree = from_paths(text[-1], paths, "test")
+    rows = np.random.default_rng(len(text)).normal(0, 1, (len(tree), SMALL)).astype(np.float32)
+    sampler, context = Sampler(params), Context(text[:1])
+    for known in text[1:]:  # the window follows the text step by step, as in a generation
+        sampler.choose(torch.tensor(rows[:1]), root_only(context.last), context)
+        context.extend([known])
+    expected = [obvious_choice(rows[node], text + [tree.tokens[n] for n in tree.path(node)[1:]], params)
+                for node in range(len(tree))]
+    assert sampler.choose(torch.tensor(rows), tree, context) == expected
+
+
+def test_end_of_text_is_impossible_before_the_minimum_at_every_depth():
+    params = SamplingParams(temperature=0.0, min_new_tokens=3)
+    sampler, context = Sampler(params, banned=[9]), Context([1, 2])
+    row = np.zeros((1, SMALL), dtype=np.float32)
+    row[0, 9] = 5
+    tree = chain(2, [0, 0, 0, 0], "test")
+    assert sampler.choose(torch.tensor(np.repeat(row, 5, 0)), tree, context) == [0, 0, 0, 9, 9]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_with_the_targets_logits_ranks_the_targets_token_first(temperature):
+    params = SamplingParams(seed=3, temperature=temperature, min_p=0.05 if temperature else 0.0,
+                            repetition_penalty=1.2, penalty_window=4)
+    sampler, context = Sampler(params), Context([1, 2, 3, 4, 5])
+    for seed in range(50):
+        row = torch.tensor(logits(seed, 200))
+        taken = sampler.choose(row[None], root_only(context.last), context)
+        ranked = sampler.rank(row, len(context), context, 150)
+        assert ranked[0] == taken[0]
+        assert len(set(ranked)) == 150
+        context.extend(taken)
