@@ -88,8 +88,9 @@ class SamplingParams:
               "1 turns it off")
         check(self.penalty_window >= 1, "penalty_window", self.penalty_window, "1 or more",
               "to turn the penalty off set repetition_penalty to 1")
-        check(not isinstance(self.stop, str) and all(isinstance(s, str) and s for s in self.stop), "stop",
-              self.stop, "a sequence of non-empty texts")
+        stop: object = self.stop
+        check(isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop), "stop", stop,
+              "a tuple of non-empty texts")
         check(all(_is_int(i) and i >= 0 for i in self.stop_token_ids), "stop_token_ids",
               self.stop_token_ids, "token ids, 0 or more")
 

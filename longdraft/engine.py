@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -183,7 +183,7 @@ class Generation(Iterator[Event]):
         start = self._step.context.prompt_length
         return self._step.context.slice(start, start + self._num_new)
 
-    def _run(self) -> Iterator[Event]:
+    def _run(self) -> Generator[Event, None, None]:
         start = time.perf_counter()
         self._prefill()
         self._prefill_seconds = time.perf_counter() - start

@@ -85,7 +85,8 @@ def test_a_text_cut_anywhere_goes_on_as_if_it_had_not_been(model, plain, written
     """Resuming is generating from prompt + tokens so far: the noise is keyed by position."""
     so_far = plain["short window"][:written]
     params = SamplingParams(max_new_tokens=NEW - written, seed=11, **SETTINGS["short window"])
-    assert generate(model, prompt_of(90) + so_far, params, by_name("plain"), banned=[1]) == plain["short window"][written:]
+    rest = generate(model, prompt_of(90) + so_far, params, by_name("plain"), banned=[1])
+    assert rest == plain["short window"][written:]
 
 
 def test_bfloat16_keeps_the_promise_too(tiny):
@@ -117,7 +118,7 @@ def liar(kind: str, truth: list[int], prompt_length: int) -> TreeDrafter:
 
     def duplicated(context: Context) -> Tree:
         """The true continuation four times over, siblings alike, and a false end on the last."""
-        paths = [true_tokens(context, 3), true_tokens(context, 4), true_tokens(context, 2), [*true_tokens(context, 1), 5]]
+        paths = [true_tokens(context, count) for count in (3, 4, 2)] + [[*true_tokens(context, 1), 5]]
         tokens, parents = [context.last], [-1]
         for path in paths:
             for depth, token in enumerate(path):
@@ -128,7 +129,8 @@ def liar(kind: str, truth: list[int], prompt_length: int) -> TreeDrafter:
     def colliding(context: Context) -> Tree:
         """Tokens that stand in the penalty window, repeated, so that the window changes along each path."""
         recent = context.slice(len(context) - 6, len(context)).tolist()
-        paths = [[*true_tokens(context, n), recent[n % len(recent)], recent[0], recent[0], recent[-1]] for n in range(5)]
+        ends = [[recent[n % len(recent)], recent[0], recent[0], recent[-1]] for n in range(5)]
+        paths = [true_tokens(context, n) + end for n, end in enumerate(ends)]
         return from_paths(context.last, [*paths, [context.last] * 12, true_tokens(context, 12)], "liar")
 
     return TreeDrafter({

@@ -51,7 +51,8 @@ def test_each_filter_keeps_what_transformers_keeps(seed, size, spread):
         assert ours(row, top_p=p) == theirs(row, TopPLogitsWarper(p))
     for keep in (1, 20):
         for p in (0.02, 0.1, 0.5):
-            assert ours(row, min_p=p, min_tokens_to_keep=keep) == theirs(row, MinPLogitsWarper(p, min_tokens_to_keep=min(keep, size)))
+            expected = theirs(row, MinPLogitsWarper(p, min_tokens_to_keep=min(keep, size)))
+            assert ours(row, min_p=p, min_tokens_to_keep=keep) == expected
         for epsilon in (2e-4, 3e-3, 0.1):
             assert ours(row, eta_cutoff=epsilon, min_tokens_to_keep=keep) == theirs(
                 row, EtaLogitsWarper(epsilon, min_tokens_to_keep=min(keep, size)))

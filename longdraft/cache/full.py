@@ -15,9 +15,11 @@ from longdraft.kernels import KV, Kernels, KVStore
 
 
 class KVCache(Protocol):
-    """What a model forward needs of a cache. `length` counts committed rows."""
+    """What a model forward needs of a cache."""
 
-    length: int
+    @property
+    def length(self) -> int:
+        """Committed rows."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> KV:
         """Provisional rows k, v [T, Hkv, D] of one layer at the tail; returns what attention reads."""

@@ -23,7 +23,8 @@ class OutputFile:
         try:
             self._file: IO[bytes] = open(self._partial, "wb")  # noqa: SIM115 - held until `finish`
         except OSError as error:
-            raise UsageError(f"{option} cannot write {path}: {error.strerror or error}; choose another place") from error
+            reason = error.strerror or error
+            raise UsageError(f"{option} cannot write {path}: {reason}; choose another place") from error
 
     def write(self, data: bytes) -> None:
         self._file.write(data)

@@ -74,8 +74,7 @@ class ReferenceStore:
         return k, v
 
     def weights(self, queries: Tensor, length: int) -> Tensor:
-        num_queries, num_heads, head_dim = queries.shape
-        num_kv_heads = self._shape[0]
+        num_kv_heads, _, head_dim = self._shape
         grouped = queries.float().transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, g * Q, D]
         scores = torch.cat([grouped @ block.transpose(1, 2) for block in self.k], -1)[..., :length]
         return (scores / math.sqrt(head_dim)).softmax(-1).sum(1)

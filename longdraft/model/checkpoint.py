@@ -38,7 +38,8 @@ class TensorFiles:
     def read(self, name: str) -> Tensor:
         try:
             with _open(self._where[name]) as file:
-                return file.get_tensor(name)
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
         except SafetensorError as error:
             raise ModelError(f"cannot read {name} from {self._where[name]}: {error}") from error
 

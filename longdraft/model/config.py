@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from longdraft.errors import ModelError
 
@@ -111,7 +111,7 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before)."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ROPE_TYPES:
+    if not _is_rope_type(kind):
         raise ModelError(f"rope type is {kind!r}; supported: {', '.join(ROPE_TYPES)}")
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
     names = {
@@ -127,6 +127,10 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     settings.setdefault("original_max_position_embeddings",
                         config.get("original_max_position_embeddings", config.get("max_position_embeddings")))
     return RopeConfig(kind, theta, settings)
+
+
+def _is_rope_type(kind: object) -> TypeGuard[RopeType]:
+    return kind in ROPE_TYPES
 
 
 def _ids(value: Any) -> tuple[int, ...]:

@@ -57,7 +57,9 @@ def _yarn(rope: RopeConfig, inverse: Tensor, head_dim: int) -> tuple[Tensor, flo
         return 0.1 * weight * math.log(by) + 1.0 if by > 1 else 1.0
 
     mscale, mscale_all = rope.settings.get("mscale"), rope.settings.get("mscale_all_dim")
-    sharpened = scale(factor, float(mscale)) / scale(factor, float(mscale_all)) if mscale and mscale_all else scale(factor)
+    sharpened = scale(factor)
+    if mscale and mscale_all:
+        sharpened = scale(factor, float(mscale)) / scale(factor, float(mscale_all))
     attention = _number(rope, "attention_factor", sharpened)
 
     def dimension(turns: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from longdraft.cache.full import FullCache, KVCache
@@ -88,8 +87,8 @@ class Transformer:
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[R, (H + 2 Hkv) D] -> q [R, H, D], k and v [R, Hkv, D]."""
         heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        q, k, v = qkv.view(len(qkv), heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
-        return q, k, v
+        x = qkv.view(len(qkv), heads + 2 * kv_heads, dim)
+        return x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 of hidden rows [R, hidden] (before the final norm)."""

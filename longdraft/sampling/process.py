@@ -118,7 +118,7 @@ def _above(kept: Support, threshold: float, at_least: int) -> Support:
 def _masses(kept: Support) -> NDArray[np.float64]:
     """exp(score - best); tokens more than NEGLIGIBLE below the best weigh nothing."""
     gaps = kept.scores - kept.scores.max()
-    masses = np.zeros_like(gaps)
+    masses: NDArray[np.float64] = np.zeros_like(gaps)
     near = gaps > -NEGLIGIBLE
     masses[near] = exact.exp(gaps[near])
     return masses

@@ -55,7 +55,7 @@ class Sampler:
         num = min(num, len(row))
         if self.params.temperature == 0:
             best = np.argpartition(-row, num - 1)[:num]
-            return best[np.lexsort((best, -row[best]))].tolist()
+            return [int(token) for token in best[np.lexsort((best, -row[best]))]]
         inside = process.support(row, self.params)
         ranked = _by_noise(inside, self._seed, position)[:num]
         if len(ranked) < num:

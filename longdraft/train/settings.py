@@ -50,7 +50,7 @@ class HeadSettings:
     text_column: str = "text"
     holdout: float = 0.05
     heads: int = 3
-    init: str = "zero"
+    init: str = "identity"
     sequence_length: int = 2048
     steps: int = 200
     max_seconds: float | None = None
@@ -86,7 +86,7 @@ class HeadSettings:
         check(0 < self.holdout <= 0.5, "holdout", self.holdout, "above 0, at most 0.5")
         check(self.max_seconds is None or 0 < self.max_seconds < math.inf, "max_seconds", self.max_seconds,
               "above 0")
-        for name, known in (("init", ("zero", "normal")), ("dtype", ("auto", "float32", "bfloat16")),
+        for name, known in (("init", ("identity", "paper")), ("dtype", ("auto", "float32", "bfloat16")),
                             ("device", ("auto", "cpu", "cuda"))):
             check(getattr(self, name) in known, name, getattr(self, name), ", ".join(known))
 

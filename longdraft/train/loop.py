@@ -1,0 +1,176 @@
+"""The training loop: schedule, steps, validation, checkpoints, and a clean stop when asked.
+
+Its state is the parameters, the optimizer's moments, the step and the seconds spent. The learning rate
+follows from step and seconds, the data from the step, so a resumed training repeats an uncut one (with
+`max_seconds`, as far as clocks do).
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from longdraft.errors import NumericalError
+from longdraft.train.data import Sequences, Tokens
+from longdraft.train.progress import MetricsFile, Progress, duration
+from longdraft.train.settings import HeadSettings
+
+BETAS = (0.9, 0.999)
+
+
+class Trainee(Protocol):
+    """What the loop trains."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Holds every parameter that learns."""
+
+    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Parameter groups for AdamW."""
+
+    def accumulate(self, sequences: Tokens, scale: float) -> Tensor:
+        """Add scale * gradient of the loss over sequences [B, L]; the loss's parts [parts]."""
+
+    def validate(self) -> list[dict[str, float]]:
+        """Validation metrics of each part."""
+
+
+@dataclass
+class Position:
+    """Where a training stands."""
+
+    step: int = 0
+    seconds: float = 0.0
+
+
+class Outcome(NamedTuple):
+    """`signal` is the one that stopped it, None where it ran to its end."""
+
+    position: Position
+    signal: int | None
+    last_losses: list[float]
+
+
+@dataclass
+class StopRequest:
+    """Set by the first SIGINT or SIGTERM; a second one does what it always did."""
+
+    signal: int | None = None
+    _previous: dict[int, Any] = field(default_factory=dict)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        # Only the main thread may set handlers; elsewhere the caller's own apply.
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            self._restore()
+
+
+def progress_of(settings: HeadSettings, position: Position) -> float:
+    """The part of the training behind us, by steps or by the clock, whichever is further."""
+    by_clock = position.seconds / settings.max_seconds if settings.max_seconds else 0.0
+    return min(1.0, max(position.step / settings.steps, by_clock))
+
+
+def learning_rate(settings: HeadSettings, position: Position) -> float:
+    """Linear warm-up times a cosine that reaches zero where the training ends."""
+    warm = min(1.0, (position.step + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
+    return settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * progress_of(settings, position)))
+
+
+def make_optimizer(trainee: Trainee, settings: HeadSettings) -> torch.optim.AdamW:
+    return torch.optim.AdamW(trainee.groups(settings.weight_decay), lr=settings.learning_rate, betas=BETAS)
+
+
+class Loop:
+    """One training. `save(position)` writes a checkpoint."""
+
+    def __init__(self, trainee: Trainee, optimizer: torch.optim.AdamW, data: Sequences, settings: HeadSettings,
+                 save: Callable[[Position], None], metrics: MetricsFile, progress: Progress) -> None:
+        self._trainee, self._optimizer, self._data, self._settings = trainee, optimizer, data, settings
+        self._save, self._metrics, self._progress = save, metrics, progress
+
+    def run(self, position: Position) -> Outcome:
+        """Train from `position` to the end, or until a signal asks to stop after the step at hand."""
+        began, before, first = time.monotonic(), position.seconds, position.step
+        losses: list[float] = []
+        with StopRequest().listening() as stop:
+            while progress_of(self._settings, position) < 1:
+                rate = learning_rate(self._settings, position)
+                losses, norm = self._step(position, rate)
+                position.step += 1
+                position.seconds = before + time.monotonic() - began
+                speed = (position.step - first) * self._tokens_per_step() / (position.seconds - before)
+                self._tell(position, losses, rate, norm, speed)
+                if _due(position.step, self._settings.eval_every):
+                    self._validate(position)
+                is_over = progress_of(self._settings, position) >= 1
+                if stop.signal is not None or (_due(position.step, self._settings.checkpoint_every) and not is_over):
+                    self._save(position)
+                if stop.signal is not None:
+                    return Outcome(position, stop.signal, losses)
+        return Outcome(position, None, losses)
+
+    def _tokens_per_step(self) -> int:
+        return self._settings.sequences_per_step * self._settings.sequence_length
+
+    def _step(self, position: Position, rate: float) -> tuple[list[float], float]:
+        settings = self._settings
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        parts = []
+        for micro in range(settings.gradient_accumulation):
+            start = position.step * settings.sequences_per_step + micro * settings.batch_size
+            sequences = self._data.read(start, settings.batch_size)
+            parts.append(self._trainee.accumulate(sequences, 1 / settings.gradient_accumulation))
+        losses = torch.stack(parts).mean(0).tolist()
+        limit = settings.max_grad_norm or math.inf
+        norm = float(nn.utils.clip_grad_norm_(self._trainee.module.parameters(), limit))
+        if not math.isfinite(sum(losses)) or not math.isfinite(norm):
+            raise NumericalError(f"the loss is not a number at step {position.step + 1}; train with a smaller "
+                                 "--learning-rate, or with --dtype float32")
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return losses, norm
+
+    def _tell(self, position: Position, losses: list[float], rate: float, norm: float, speed: float) -> None:
+        done = progress_of(self._settings, position)
+        self._metrics.write({
+            "step": position.step, "loss": sum(losses), "losses": losses, "learning_rate": rate,
+            "grad_norm": norm, "tokens": position.step * self._tokens_per_step(),
+            "elapsed_s": position.seconds, "tokens_per_second": speed,
+        })
+        left = duration(position.seconds * (1 - done) / done)
+        self._progress.step(done, f"step {position.step}  loss {sum(losses):.3f} "
+                                  f"({' '.join(f'{loss:.2f}' for loss in losses)})  {speed:,.0f} tokens/s  ETA {left}")
+
+    def _validate(self, position: Position) -> None:
+        parts = self._trainee.validate()
+        self._metrics.write({"step": position.step, "validation": parts})
+        self._progress.say(f"step {position.step}  validation loss {sum(p['loss'] for p in parts):.3f}  top-1 "
+                           + " ".join(f"{p['top1']:.1%}" for p in parts))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

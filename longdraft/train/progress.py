@@ -1,0 +1,85 @@
+"""What a training tells while it runs: a live line on a terminal, plain lines elsewhere, JSON lines on disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+PLAIN_EVERY_S = 15.0
+
+
+class Progress:
+    """The live line (where `stream` is a terminal) or a plain line every PLAIN_EVERY_S; nothing if quiet."""
+
+    def __init__(self, stream: TextIO, quiet: bool) -> None:
+        self._stream = stream
+        self._quiet = quiet
+        self._live: Any = None
+        self._said_at = -PLAIN_EVERY_S
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Progress:
+        if not self._quiet and self._stream.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            self._live = self._stack.enter_context(Bar(
+                BarColumn(24), TextColumn("{task.description}"), console=Console(file=self._stream), transient=True))
+            self._live.add_task("starting", total=1.0)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def step(self, done: float, text: str) -> None:
+        """`done` is the part of the training behind us, 0 .. 1."""
+        if self._live is not None:
+            self._live.update(self._live.task_ids[0], completed=done, description=text)
+        elif not self._quiet and (done >= 1 or time.monotonic() - self._said_at >= PLAIN_EVERY_S):
+            self._said_at = time.monotonic()
+            self.say(f"{done:4.0%}  {text}")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._quiet:
+            return
+        if self._live is not None:
+            self._live.console.print(text, highlight=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+
+class MetricsFile:
+    """JSON lines, each with its step. A resumed training forgets the lines after its checkpoint."""
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        kept = []
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                # A kill can leave half a line at the end.
+                if line.endswith("\n") and json.loads(line)["step"] <= last_step:
+                    kept.append(line)
+        path.write_text("".join(kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def duration(seconds: float) -> str:
+    """3:07 or 1:02:07."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
