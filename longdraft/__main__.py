@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> int:
         # Click's own errors (unknown option, missing argument, bad number) know how to say themselves.
         if not hasattr(error, "format_message"):
             raise
-        return _fail(error.format_message(), 2)
+        return _fail(f"{error.format_message().rstrip('.')}; see --help", 2)
     return status if isinstance(status, int) else 0
 
 

@@ -28,13 +28,13 @@ class Display:
         self._console = Console(file=sys.stderr, highlight=False)
         is_live = self._console.is_terminal and not quiet
         self._shares_terminal = is_live and text and sys.stdout.isatty()
-        self._live = Live(console=self._console, refresh_per_second=_REFRESH, transient=True,
-                          get_renderable=self._render) if is_live else None
         self._line = ""  # the text's unfinished last line, where text and live line share a terminal
         self._prefill = (0, 0)
         self._start = 0.0
         self._tokens = self._steps = 0
         self._has_output = False
+        self._live = Live(console=self._console, refresh_per_second=_REFRESH, transient=True,
+                          get_renderable=self._render) if is_live else None
 
     def __enter__(self) -> Display:
         if self._live:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +39,12 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, state:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
+    """A safetensors file that is either the old one or the whole new one, whenever one looks."""
     partial = path.with_name(path.name + ".partial")
+    partial.touch()
+    mode = stat.S_IMODE(partial.stat().st_mode)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, dict(header))
+    partial.chmod(mode)  # save_file leaves a file that only its owner can read
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(partial, path)
@@ -52,7 +57,8 @@ def load(path: Path) -> Checkpoint:
             state = json.loads((file.metadata() or {})["longdraft"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise ModelError(f"{path} is not a readable checkpoint ({error}); start again in another --output") from error
+        raise ModelError(f"{path} is not a readable checkpoint ({error}); "
+                         "start again in another --output") from error
     if state.get("format") != FORMAT:
         raise ModelError(f"{path} has checkpoint format {state.get('format')!r}, this version reads {FORMAT}")
     return Checkpoint(tensors, state)

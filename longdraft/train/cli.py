@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from longdraft.train.job import Result
@@ -38,13 +37,15 @@ def heads_command(
         help="Text to train on; repeatable. .parquet, .jsonl (one object a line) or .txt.")] = None,
     validation: Annotated[list[str] | None, typer.Option(
         help="Text to validate on; repeatable. Default: a part of the data, see --holdout.")] = None,
-    model: Annotated[str, typer.Option(help="Frozen base model: a bundled name, a folder or a hub id.")] = "novelist",
+    model: Annotated[str, typer.Option(
+        help="Frozen base model: a bundled name, a folder or a hub id.")] = "novelist",
     text_column: Annotated[str, typer.Option(help="Column (parquet) or key (jsonl) of the text.")] = "text",
     holdout: Annotated[float, typer.Option(
         help="Part of the documents held out where no --validation is given, above 0, at most 0.5.")] = 0.05,
     heads: Annotated[int, typer.Option(help="Number of chained heads, 1 to 16.")] = 3,
     init: Annotated[str, typer.Option(
-        help="identity: heads begin as the model's own next-token guess; paper: norms 1, random maps.")] = "identity",
+        help="identity: heads begin as the model's own next-token guess; paper: norms 1, random "
+             "maps.")] = "identity",
     sequence_length: Annotated[int, typer.Option(help="Length of a training sequence, tokens.")] = 2048,
     steps: Annotated[int, typer.Option(help="Optimizer steps at most.")] = 200,
     max_seconds: Annotated[float | None, typer.Option(
@@ -53,7 +54,8 @@ def heads_command(
     batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 4,
     gradient_accumulation: Annotated[int, typer.Option(help="Forwards in one step.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Peak of AdamW's learning rate, at most 1.")] = 5e-3,
-    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up; a cosine to zero follows.")] = 50,
+    warmup_steps: Annotated[int, typer.Option(
+        help="Steps of linear warm-up; a cosine falls to zero at the end.")] = 50,
     weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay, of the linear maps only.")] = 0.1,
     max_grad_norm: Annotated[float, typer.Option(help="Longer gradients are cut to this; 0: never.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Orders the data (and draws the paper's random maps).")] = 42,
@@ -67,8 +69,8 @@ def heads_command(
     checkpoint_every: Annotated[int, typer.Option(
         help="Steps between checkpoints; 0: only when interrupted, and at the end.")] = 100,
     resume: Annotated[bool, typer.Option(
-        "--resume", help="Go on with the unfinished training in --output; its settings are kept, and need not "
-                         "be given again.")] = False,
+        "--resume", help="Go on with the unfinished training in --output; its settings are kept and need "
+                         "not be given again.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")] = False,
 ) -> None:
     """Train TokenSwift's chained heads on a frozen model, for `generate --drafter tokenswift --heads OUTPUT`.
@@ -85,7 +87,7 @@ def heads_command(
     progress = Progress(sys.stderr, quiet)
     if resume:
         given = {name: value for name, value in asked.items()
-                 if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+                 if (source := context.get_parameter_source(name)) and source.name != "DEFAULT"}
         result = resume_heads(output, given, progress)
     else:
         result = train_heads(HeadSettings(**asked), output, progress)
@@ -93,10 +95,12 @@ def heads_command(
 
 
 def _setting(name: str, value: Any) -> Any:
-    """An option's value as the settings hold it; local paths absolute, so that a resume finds them anywhere."""
+    """An option's value as the settings hold it; paths absolute, so that a resume finds them anywhere."""
+    from longdraft.model.library import bundled
+
     if name in ("data", "validation"):
         return tuple(str(Path(item).absolute()) for item in value or ())
-    if name == "model" and Path(value).is_dir() and "/" in value:
+    if name == "model" and value not in bundled() and Path(value).is_dir():
         return str(Path(value).absolute())
     return value
 
@@ -108,8 +112,9 @@ def _report(result: Result) -> None:
         raise typer.Exit(128 + result.signal)
     typer.echo("head  predicts  loss    top-1   top-3")
     for index, part in enumerate(result.validation, 1):
-        typer.echo(f"{index:<4}  t+{1 + index:<6}  {part['loss']:<6.3f}  {part['top1']:<6.1%}  {part['top3']:<6.1%}")
+        scores = f"{part['loss']:<6.3f}  {part['top1']:<6.1%}  {part['top3']:.1%}"
+        typer.echo(f"{index:<4}  t+{1 + index:<6}  {scores}")
     typer.echo(json.dumps({
-        "kind": "tokenswift-heads", "output": str(result.output), "steps": result.step, "tokens": result.tokens,
-        "seconds": result.seconds, "validation": result.validation,
+        "kind": "tokenswift-heads", "output": str(result.output), "steps": result.step,
+        "tokens": result.tokens, "seconds": result.seconds, "validation": result.validation,
     }))

@@ -1,8 +1,8 @@
 """Text files to sequences of token ids: read, tokenise, pack, and hand out in a reproducible order.
 
 Documents are shuffled by the seed, laid end to end (each with what the tokenizer itself puts around a
-text, then the end-of-text id) and cut into sequences of equal length. The order of the sequences in epoch e is a
-function of (seed, e) alone, so "how many sequences were read" is the whole state of the data.
+text, then the end-of-text id) and cut into sequences of equal length. The order of the sequences in epoch
+e is a function of (seed, e) alone, so "how many sequences were read" is the whole state of the data.
 """
 
 from __future__ import annotations
@@ -76,9 +76,11 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
 
 
 def _parquet(path: Path, column: str) -> Iterator[str]:
-    import pyarrow
-    from pyarrow import parquet
-
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UsageError(f"parquet files need {error.name}; pip install 'longdraft[train]'") from error
     try:
         file = parquet.ParquetFile(path)
         kinds = {field.name: field.type for field in file.schema_arrow}
@@ -103,8 +105,8 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         raise ModelError(f"cannot read {path}: {error}") from error
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= vocab_size:
-        raise ModelError(f"{path} gives ids up to {largest}, but the model's vocabulary has {vocab_size} tokens; "
-                         "the tokenizer belongs to another model")
+        raise ModelError(f"{path} gives ids up to {largest}, but the model's vocabulary has {vocab_size} "
+                         "tokens; the tokenizer belongs to another model")
     tokenizer.no_truncation()
     return tokenizer
 

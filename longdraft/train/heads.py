@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longdraft.errors import ModelError
+from longdraft.errors import ModelError, UsageError
 from longdraft.model.checkpoint import HEADS_PREFIX, TensorFiles, dump_json
 from longdraft.model.config import ModelConfig, read
 from longdraft.model.heads import KIND
@@ -51,7 +51,8 @@ class Base:
     @torch.no_grad()
     def hidden(self, ids: Tensor) -> Tensor:
         """Rows of the last layer before the final norm, [B * L, hidden] float32, of ids [B, L]."""
-        return self.body(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1).float()
+        hidden: Tensor = self.body(input_ids=ids, use_cache=False).last_hidden_state
+        return hidden.flatten(0, 1).float()
 
     def logits(self, normed: Tensor) -> Tensor:
         """Logits [R, V] float32 of normalised rows [R, hidden]; differentiable in the rows."""
@@ -60,8 +61,11 @@ class Base:
 
 def load_base(folder: Path, dtype: str, device: str) -> Base:
     """The frozen model of a folder. ModelError where a file or tensor is missing or not supported."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+    except ImportError as error:
+        raise UsageError(f"training needs {error.name}; pip install 'longdraft[train]'") from error
 
     config = read(folder)
     fingerprint = TensorFiles(folder).fingerprint()
@@ -79,13 +83,15 @@ def load_base(folder: Path, dtype: str, device: str) -> Base:
     body, norm = model.model, model.model.norm.weight.detach().float()
     # With an identity in its place the body returns what the heads read: the rows before the final norm.
     body.norm = nn.Identity()
-    return Base(folder, config, fingerprint, float(getattr(model.config, "initializer_range", 0.02)), body, norm,
-                model.get_output_embeddings().weight.detach(), saved)
+    spread = float(getattr(model.config, "initializer_range", 0.02))
+    head_weight = model.get_output_embeddings().weight.detach()
+    return Base(folder, config, fingerprint, spread, body, norm, head_weight, saved)
 
 
 def choose_device(device: str) -> str:
+    """cpu or cuda, for auto: the GPU where there is one."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ModelError("device is 'cuda', but PyTorch sees no GPU; give --device cpu")
+        raise UsageError("device is 'cuda', but PyTorch sees no GPU; give --device cpu")
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
@@ -147,7 +153,8 @@ class TokenSwiftHeads(nn.Module):
     def groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Parameters for the optimizer: decay pulls a linear map to zero, but would pull a norm from one."""
         maps = [head.linear.weight for head in self._heads()]
-        norms = [norm.weight for head in self._heads() for norm in (head.input_layernorm, head.post_layernorm)]
+        norms = [norm.weight for head in self._heads()
+                 for norm in (head.input_layernorm, head.post_layernorm)]
         return [{"params": maps, "weight_decay": weight_decay}, {"params": norms, "weight_decay": 0.0}]
 
 
@@ -189,7 +196,7 @@ def accumulate(heads: TokenSwiftHeads, base: Base, ids: Tensor, scale: float) ->
                                             reduction="sum") / counts[j]
             losses[j] += loss.detach()
             total = total + loss
-        (total * scale).backward()
+        (total * scale).backward()  # type: ignore[no-untyped-call]
     return losses
 
 

@@ -8,8 +8,6 @@ config.json and metrics.jsonl, and no checkpoint.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -31,7 +29,6 @@ from longdraft.train.progress import MetricsFile, Progress
 from longdraft.train.settings import HeadSettings, from_dict, resumed
 
 METRICS = "metrics.jsonl"
-logger = logging.getLogger(__name__)
 
 
 class Result(NamedTuple):
@@ -61,11 +58,6 @@ class HeadsTrainee:
 
     def validate(self) -> list[dict[str, float]]:
         return [metrics._asdict() for metrics in heads.evaluate(self.module, self.base, self.validation)]
-
-
-def stored_settings(output: Path) -> HeadSettings:
-    """The settings of the unfinished training in a folder."""
-    return from_dict(_checkpoint(output).state["settings"])
 
 
 def _checkpoint(output: Path) -> checkpoints.Checkpoint:
@@ -179,8 +171,8 @@ def _restore(saved: checkpoints.Checkpoint, identity: Mapping[str, Any], module:
     for name, what in (("data_sha256", "data"), ("base_sha256", "base model")):
         if saved.state[name] != identity[name]:
             raise UsageError(f"the {what} is not what the checkpoint was trained on (sha256 "
-                             f"{identity[name][:12]}, was {saved.state[name][:12]}); restore it, or start again "
-                             "in another --output")
+                             f"{identity[name][:12]}, was {saved.state[name][:12]}); restore it, or start "
+                             "again in another --output")
     checkpoints.restore(saved, module, optimizer)
     return Position(int(saved.state["step"]), float(saved.state["elapsed_s"]))
 
@@ -201,7 +193,7 @@ def _finish(settings: HeadSettings, output: Path, trainee: HeadsTrainee, outcome
         "final_training_losses": outcome.last_losses, "validation_tokens": int(trainee.validation.size),
         "validation_metrics": parts, "versions": data.versions(),
     }
-    heads.export(output, trainee.module, trainee.base, base_name(settings.model), json.loads(json.dumps(training)))
+    heads.export(output, trainee.module, trainee.base, base_name(settings.model), training)
     (output / checkpoints.FILE).unlink()
     return result
 

@@ -106,8 +106,9 @@ def make_optimizer(trainee: Trainee, settings: HeadSettings) -> torch.optim.Adam
 class Loop:
     """One training. `save(position)` writes a checkpoint."""
 
-    def __init__(self, trainee: Trainee, optimizer: torch.optim.AdamW, data: Sequences, settings: HeadSettings,
-                 save: Callable[[Position], None], metrics: MetricsFile, progress: Progress) -> None:
+    def __init__(self, trainee: Trainee, optimizer: torch.optim.AdamW, data: Sequences,
+                 settings: HeadSettings, save: Callable[[Position], None], metrics: MetricsFile,
+                 progress: Progress) -> None:
         self._trainee, self._optimizer, self._data, self._settings = trainee, optimizer, data, settings
         self._save, self._metrics, self._progress = save, metrics, progress
 
@@ -125,8 +126,7 @@ class Loop:
                 self._tell(position, losses, rate, norm, speed)
                 if _due(position.step, self._settings.eval_every):
                     self._validate(position)
-                is_over = progress_of(self._settings, position) >= 1
-                if stop.signal is not None or (_due(position.step, self._settings.checkpoint_every) and not is_over):
+                if stop.signal is not None or _due(position.step, self._settings.checkpoint_every):
                     self._save(position)
                 if stop.signal is not None:
                     return Outcome(position, stop.signal, losses)
@@ -148,8 +148,8 @@ class Loop:
         limit = settings.max_grad_norm or math.inf
         norm = float(nn.utils.clip_grad_norm_(self._trainee.module.parameters(), limit))
         if not math.isfinite(sum(losses)) or not math.isfinite(norm):
-            raise NumericalError(f"the loss is not a number at step {position.step + 1}; train with a smaller "
-                                 "--learning-rate, or with --dtype float32")
+            raise NumericalError(f"the loss is not a number at step {position.step + 1}; train with a "
+                                 "smaller --learning-rate, or with --dtype float32")
         self._optimizer.step()
         self._optimizer.zero_grad()
         return losses, norm
@@ -162,14 +162,16 @@ class Loop:
             "elapsed_s": position.seconds, "tokens_per_second": speed,
         })
         left = duration(position.seconds * (1 - done) / done)
-        self._progress.step(done, f"step {position.step}  loss {sum(losses):.3f} "
-                                  f"({' '.join(f'{loss:.2f}' for loss in losses)})  {speed:,.0f} tokens/s  ETA {left}")
+        each = " ".join(f"{loss:.2f}" for loss in losses)
+        self._progress.step(done, f"step {position.step}  loss {sum(losses):.3f} ({each})  "
+                                  f"{speed:,.0f} tokens/s  ETA {left}")
 
     def _validate(self, position: Position) -> None:
         parts = self._trainee.validate()
         self._metrics.write({"step": position.step, "validation": parts})
-        self._progress.say(f"step {position.step}  validation loss {sum(p['loss'] for p in parts):.3f}  top-1 "
-                           + " ".join(f"{p['top1']:.1%}" for p in parts))
+        top1 = " ".join(f"{part['top1']:.1%}" for part in parts)
+        loss = sum(part["loss"] for part in parts)
+        self._progress.say(f"step {position.step}  validation loss {loss:.3f}  top-1 {top1}")
 
 
 def _due(step: int, every: int) -> bool:

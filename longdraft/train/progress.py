@@ -1,4 +1,4 @@
-"""What a training tells while it runs: a live line on a terminal, plain lines elsewhere, JSON lines on disk."""
+"""What a training tells while it runs: a live or plain line on stderr, JSON lines on disk."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class Progress:
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as Bar
 
-            self._live = self._stack.enter_context(Bar(
-                BarColumn(24), TextColumn("{task.description}"), console=Console(file=self._stream), transient=True))
+            columns = (BarColumn(24), TextColumn("{task.description}"))
+            self._live = self._stack.enter_context(
+                Bar(*columns, console=Console(file=self._stream), transient=True))
             self._live.add_task("starting", total=1.0)
         return self
 

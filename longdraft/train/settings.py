@@ -95,7 +95,8 @@ class HeadSettings:
         return self.batch_size * self.gradient_accumulation
 
     def as_dict(self) -> dict[str, Any]:
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {name: list(value) if isinstance(value, tuple) else value
+                for name, value in asdict(self).items()}
 
 
 def from_dict(data: Mapping[str, Any]) -> HeadSettings:
@@ -104,14 +105,16 @@ def from_dict(data: Mapping[str, Any]) -> HeadSettings:
     if set(data) != known:
         raise ModelError(f"the checkpoint's settings are not this version's: {sorted(set(data) ^ known)}; "
                          "start again in another --output")
-    return HeadSettings(**{name: tuple(value) if isinstance(value, list) else value
-                           for name, value in data.items()})
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
+                              for name, value in data.items()}
+    return HeadSettings(**values)
 
 
 def resumed(stored: HeadSettings, given: Mapping[str, Any]) -> HeadSettings:
     """The settings of a checkpoint with what the user gave anew; UsageError where that would change it."""
     for name, value in given.items():
         if name not in MAY_CHANGE and getattr(stored, name) != value:
-            raise UsageError(f"{name} is {value!r}, but the training to resume has {getattr(stored, name)!r}; "
-                             "leave the option out, or start again in another --output")
+            raise UsageError(f"{name} is {value!r}, but the training to resume has "
+                             f"{getattr(stored, name)!r}; leave the option out, or start again in another "
+                             "--output")
     return from_dict(stored.as_dict() | {name: value for name, value in given.items() if name in MAY_CHANGE})

@@ -1,0 +1,308 @@
+"""Training heads: they learn the right offsets; a cut training equals an uncut one; errors are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import load, make_checkpoint
+from safetensors.torch import load_file
+
+from longdraft.__main__ import run
+from longdraft.errors import LongdraftError, ModelError, UsageError
+from longdraft.model import heads as trained_heads
+from longdraft.model.checkpoint import TensorFiles
+from longdraft.model.transformer import chain_rows
+from longdraft.train import data, heads, job
+from longdraft.train.loop import Position, learning_rate
+from longdraft.train.progress import Progress
+from longdraft.train.settings import HeadSettings
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A random Llama and a text in which every token follows from the one before."""
+    folder = tmp_path_factory.mktemp("base") / "tiny"
+    make_checkpoint(folder, initializer_range=0.15)
+    (folder.parent / "text.txt").write_text(ALPHABET * 400)
+    return folder
+
+
+def settings(base: Path, **changes) -> HeadSettings:
+    given = dict(model=str(base), data=(str(base.parent / "text.txt"),), sequence_length=64, threads=1,
+                 steps=12, batch_size=2, warmup_steps=4, learning_rate=1e-2, eval_every=0, checkpoint_every=0)
+    return HeadSettings(**(given | changes))
+
+
+def metrics(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / job.METRICS).read_text().splitlines()]
+
+
+def losses(output: Path) -> list[list[float]]:
+    return [line["losses"] for line in metrics(output) if "losses" in line]
+
+
+class At(Progress):
+    """Does something once, after a step."""
+
+    def __init__(self, step: int, act):
+        super().__init__(sys.stderr, quiet=True)
+        self._left, self._act = step, act
+
+    def step(self, done, text):
+        self._left -= 1
+        if self._left == 0:
+            self._act()
+
+
+@pytest.mark.parametrize("init", ["identity", "paper"])
+def test_the_loss_falls(base, tmp_path, init):
+    result = job.train_heads(settings(base, init=init, steps=40), tmp_path / "heads")
+    assert result.step == 40 and result.tokens == 40 * 2 * 64
+    first, last = losses(tmp_path / "heads")[0], losses(tmp_path / "heads")[-1]
+    assert all(after < 0.7 * before for before, after in zip(first, last, strict=True))
+
+
+def test_trained_heads_load_in_the_engine_and_speak_of_the_right_tokens(base, tmp_path):
+    """Head j of row t must say token t + 1 + j: the letter j + 1 places on, and no other."""
+    output = tmp_path / "heads"
+    result = job.train_heads(settings(base, steps=200, learning_rate=0.1, gradient_accumulation=2), output)
+    assert all(part["top1"] > 0.99 and part["top3"] >= part["top1"] for part in result.validation)
+    model = load(base)
+    loaded = trained_heads.load(output, model, TensorFiles(base).fingerprint())
+    ids = data.load_tokenizer(base, model.config.vocab_size).encode(ALPHABET * 3).ids
+    hidden = model.forward(chain_rows(ids[:60], 0), model.new_cache()).hidden
+    for row in range(30, 60):
+        said = loaded.logits(hidden[row : row + 1]).argmax(-1).tolist()
+        assert said == [ids[row + 1 + j] for j in (1, 2, 3)]
+
+
+def test_targets_end_with_the_sequence():
+    ids = torch.tensor([[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]])
+    wanted = heads.targets(ids, 2).view(2, 2, 5).tolist()
+    assert wanted[0] == [[12, 13, 14, -100, -100], [22, 23, 24, -100, -100]]
+    assert wanted[1] == [[13, 14, -100, -100, -100], [23, 24, -100, -100, -100]]
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "num_key_value_heads": 1}])
+def test_training_and_engine_agree_on_hidden_rows_and_logits(tmp_path, changes):
+    make_checkpoint(tmp_path / "tiny", **changes)
+    trained = heads.load_base(tmp_path / "tiny", "auto", "cpu")
+    ids = torch.arange(2, 50)
+    module = heads.TokenSwiftHeads(trained, 3, "paper", 3, ids[None].numpy())
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    heads.export(tmp_path, module, trained, "tiny", {})
+    model = load(tmp_path / "tiny")
+    hidden = model.forward(chain_rows(ids.tolist(), 0), model.new_cache()).hidden
+    assert torch.allclose(hidden, trained.hidden(ids[None]), atol=1e-4)
+    ours = trained_heads.load(tmp_path, model).logits(hidden[-1:])
+    theirs = [trained.logits(normed) for normed in module(hidden[-1:].clone(), torch.float32)]
+    assert torch.allclose(ours, torch.cat(theirs), atol=1e-4)
+
+
+def test_cutting_rows_into_runs_changes_no_gradient(base, monkeypatch):
+    trained = heads.load_base(base, "auto", "cpu")
+    ids = torch.from_numpy(np.random.default_rng(0).integers(2, 250, (2, 100)))
+    found = []
+    for elements in (1, heads.CPU_RUN_ELEMENTS):
+        monkeypatch.setattr(heads, "CPU_RUN_ELEMENTS", elements)
+        module = heads.TokenSwiftHeads(trained, 2, "paper", 3, ids[:1].numpy())
+        loss = heads.accumulate(module, trained, ids, 1.0)
+        found.append([loss, *(p.grad for p in module.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-6)
+
+
+def test_a_training_cut_by_a_signal_and_resumed_equals_an_uncut_one(base, tmp_path):
+    wanted = settings(base, gradient_accumulation=2, eval_every=4)
+    whole = job.train_heads(wanted, tmp_path / "whole")
+    cut = job.train_heads(wanted, tmp_path / "cut", At(5, lambda: signal.raise_signal(signal.SIGTERM)))
+    assert cut.signal == signal.SIGTERM and cut.step == 5 and not cut.validation
+    assert not (tmp_path / "cut" / "model.safetensors").exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    resumed = job.resume_heads(tmp_path / "cut", {})
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert resumed.validation == whole.validation and resumed.step == whole.step
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole"))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    modes = {(tmp_path / "cut" / name).stat().st_mode for name in ("model.safetensors", job.METRICS)}
+    assert len(modes) == 1
+    left = sorted(path.name for path in (tmp_path / "cut").iterdir())
+    assert left == ["config.json", job.METRICS, "model.safetensors"]
+
+
+def test_a_killed_training_resumes_at_its_last_checkpoint(base, tmp_path):
+    class Killed(Exception):
+        pass
+
+    def kill():
+        raise Killed
+
+    wanted = settings(base, checkpoint_every=4)
+    job.train_heads(wanted, tmp_path / "whole")
+    with pytest.raises(Killed):
+        job.train_heads(wanted, tmp_path / "cut", At(7, kill))
+    with (tmp_path / "cut" / job.METRICS).open("a") as file:
+        file.write('{"step": 8, "lo')
+    job.resume_heads(tmp_path / "cut", {"eval_every": 6})
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_the_order_of_sequences_is_a_function_of_the_seed():
+    packed = np.arange(40, dtype=np.int32).reshape(10, 4)
+    one, other = data.Sequences(packed, 1), data.Sequences(packed, 1)
+    whole = one.read(0, 30)
+    assert (np.concatenate([other.read(p, 5) for p in range(0, 30, 5)]) == whole).all()
+    assert all(sorted(whole[start : start + 10, 0]) == list(packed[:, 0]) for start in (0, 10, 20))
+    assert (whole[:10] != whole[10:20]).any() and (data.Sequences(packed, 2).read(0, 10) != whole[:10]).any()
+
+
+def test_documents_are_read_from_every_kind_of_file(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"body": ["one", None, "two"]}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"body": "three"}\n\n{"body": " "}\n{"body": "fünf"}\n')
+    (tmp_path / "c.txt").write_text("six")
+    files = [str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.txt")]
+    assert list(data.read_documents(files, "body")) == ["one", "two", "three", "fünf", "six"]
+    with pytest.raises(UsageError, match=r"no text column 'text'; its columns: body; .*--text-column"):
+        list(data.read_documents(files[:1], "text"))
+    with pytest.raises(UsageError, match="line 1: not an object with the key 'text'"):
+        list(data.read_documents(files[1:2], "text"))
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("bad.parquet", b"PAR?", "not a readable parquet"),
+    ("bad.txt", b"\xff\xfe\xfa", "not UTF-8"),
+    ("bad.jsonl", b"{\n", "line 1"),
+    ("bad.jsonl", b'{"text": 3}\n', "'text' is a int"),
+    ("bad.csv", b"a,b", "cannot tell what"),
+    ("empty.txt", b"  \n", "holds no text"),
+    ("short.txt", b"abc", "sequence_length is 64, but the training data has 3 tokens"),
+])
+def test_bad_data_is_named(base, tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        job.train_heads(settings(base, data=(str(tmp_path / name),)), tmp_path / "heads")
+    assert not list((tmp_path / "heads").glob("*")) or not losses(tmp_path / "heads")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"data": ()}, "give --data"), ({"data": ("nowhere.txt",)}, "no file 'nowhere.txt'"),
+    ({"model": "nowhere"}, "no model 'nowhere'"), ({"heads": 0}, "heads is 0"), ({"heads": 17}, "1 to 16"),
+    ({"sequence_length": 4}, "5 or more"), ({"steps": 0}, "steps is 0"),
+    ({"batch_size": 0}, "batch_size is 0"), ({"learning_rate": 0.0}, "above 0, at most 1"),
+    ({"learning_rate": float("nan")}, "a finite number"),
+    ({"holdout": 0.9}, "at most 0.5"), ({"max_seconds": 0.0}, "max_seconds"),
+    ({"init": "zeros"}, "identity, paper"),
+    ({"dtype": "float16"}, "auto, float32, bfloat16"),
+])
+def test_bad_settings_are_named(base, tmp_path, changes, message):
+    with pytest.raises(LongdraftError, match=message):
+        job.train_heads(settings(base, **changes), tmp_path / "heads")
+    assert not (tmp_path / "heads").exists()
+
+
+def test_a_tokenizer_of_another_model_is_an_error(tmp_path):
+    make_checkpoint(tmp_path / "small", vocab_size=200)
+    (tmp_path / "text.txt").write_text(ALPHABET * 100)
+    with pytest.raises(ModelError, match="belongs to another model"):
+        job.train_heads(settings(tmp_path / "small"), tmp_path / "heads")
+
+
+def test_outputs_that_must_not_be_overwritten(base, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious").write_text("")
+    with pytest.raises(UsageError, match="is not empty"):
+        job.train_heads(settings(base), tmp_path / "full")
+    with pytest.raises(UsageError, match="cannot write"):
+        job.train_heads(settings(base), tmp_path / "full" / "precious")
+    with pytest.raises(UsageError, match="holds no checkpoint"):
+        job.resume_heads(tmp_path / "full", {})
+    cut = tmp_path / "cut"
+    job.train_heads(settings(base), cut, At(2, lambda: signal.raise_signal(signal.SIGINT)))
+    with pytest.raises(UsageError, match="go on with --resume"):
+        job.train_heads(settings(base), cut)
+    with pytest.raises(UsageError, match=r"learning_rate is 0.5, but the training to resume has 0.01"):
+        job.resume_heads(cut, {"learning_rate": 0.5})
+    path = cut / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ModelError, match="not a readable checkpoint"):
+        job.resume_heads(cut, {})
+
+
+def test_resuming_on_other_data_is_an_error(base, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(ALPHABET * 100)
+    stop = At(2, lambda: signal.raise_signal(signal.SIGINT))
+    job.train_heads(settings(base, data=(str(text),)), tmp_path / "heads", stop)
+    text.write_text(ALPHABET[::-1] * 100)
+    with pytest.raises(UsageError, match="data is not what the checkpoint was trained on"):
+        job.resume_heads(tmp_path / "heads", {})
+
+
+def test_the_schedule_follows_whichever_ends_first(base):
+    by_steps = settings(base, steps=100, warmup_steps=10)
+    assert learning_rate(by_steps, Position(0)) == pytest.approx(1e-3)
+    assert learning_rate(by_steps, Position(50)) == pytest.approx(5e-3)
+    by_clock = settings(base, steps=100000, warmup_steps=0, max_seconds=10)
+    assert learning_rate(by_clock, Position(3, 5.0)) == pytest.approx(5e-3)
+    assert learning_rate(by_clock, Position(3, 10.0)) == 0
+
+
+def test_the_time_budget_ends_a_training(base, tmp_path):
+    result = job.train_heads(settings(base, steps=10**9, max_seconds=0.5), tmp_path / "heads")
+    assert 0.5 <= result.seconds < 10 and result.validation
+
+
+def command(base: Path, output: Path, *more: str) -> list[str]:
+    return ["train", "heads", "--model", str(base), "--data", str(base.parent / "text.txt"),
+            "--output", str(output), "--sequence-length", "64", "--threads", "1", *more]
+
+
+def test_the_command_writes_heads_and_ends_with_json(base, tmp_path, capsys):
+    assert run(command(base, tmp_path / "heads", "--steps", "3", "--heads", "2")) == 0
+    shown = capsys.readouterr()
+    last = json.loads(shown.out.splitlines()[-1])
+    assert last["kind"] == "tokenswift-heads" and len(last["validation"]) == 2
+    assert "step 3" in shown.err
+    config = json.loads((tmp_path / "heads" / "config.json").read_text())
+    assert config["num_heads"] == 2 and config["base_sha256"] == TensorFiles(base).fingerprint()
+    assert config["training"]["data"] == ["text.txt"] and str(tmp_path) not in json.dumps(config)
+    assert config["training"]["tokens_seen"] == last["tokens"] == 3 * 4 * 64
+    assert run(command(base, tmp_path / "heads")) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(base, tmp_path, capsys):
+    output = tmp_path / "my heads"
+    arguments = command(base, output, "--steps", "1000000")
+    child = subprocess.Popen([sys.executable, "-m", "longdraft", *arguments],
+                             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+                             env=os.environ | {"PYTHONPATH": str(Path(job.__file__).parents[2])})
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not ((output / job.METRICS).exists() and losses_so_far(output)):
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 130, said
+    assert said.splitlines()[-1].endswith(f"longdraft train heads --resume --output '{output}'")
+    assert run(["train", "heads", "--resume", "--output", str(output), "--steps", "5"]) == 2
+    assert "steps is 5, but the training to resume has 1000000" in capsys.readouterr().err
+
+
+def losses_so_far(output: Path) -> bool:
+    return '"losses"' in (output / job.METRICS).read_text()
