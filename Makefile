@@ -1,4 +1,5 @@
-# Each target does its own set-up in .venv; none needs anything but Python 3.11 to 3.13 and make.
+# Each target does its own set-up in .venv; none needs anything but Python 3.11 to 3.13,
+# make and a C++ compiler.
 #
 #   make demo    install, then write a long text with the bundled model
 #   make test    install what tests need, then run them all
@@ -32,10 +33,12 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "longdraft needs Python 3.11 to 3.13; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+
+$(VENV)/.installed: $(SOURCES) | $(BIN)/python
 	$(PIP) --editable .
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-dev: $(SOURCES) | $(BIN)/python
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/.installed

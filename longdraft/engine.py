@@ -59,7 +59,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device is 'cuda', but PyTorch sees no CUDA device; use cpu or auto")
     if threads:
-        torch.set_num_threads(threads)
+        kernels.set_threads(threads)
     folder = library.resolve(model)
     config = model_config.read(folder)
     chosen = kernels.choose("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"),

@@ -17,7 +17,7 @@ from longdraft.model.heads import KIND
 from longdraft.model.transformer import Transformer
 
 VOCAB = 320  # 256 bytes, two specials, some room
-torch.set_num_threads(1)  # tiny tensors: more threads only wait for one another
+kernels.set_threads(1)  # tiny tensors: more threads only wait for one another
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -65,8 +65,10 @@ def make_heads(folder: Path, base: LlamaForCausalLM, num: int = 3, **changes: ob
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def load(folder: Path, dtype: str = "float32") -> Transformer:
-    return checkpoint.load(checkpoint.TensorFiles(folder), model_config.read(folder), kernels.choose("cpu", dtype))
+def load(folder: Path, dtype: str = "float32", name: str | None = None) -> Transformer:
+    """A model on the fastest kernels, or on those of this name."""
+    chosen = kernels.choose("cpu", dtype, name)
+    return checkpoint.load(checkpoint.TensorFiles(folder), model_config.read(folder), chosen)
 
 
 @pytest.fixture(scope="session")

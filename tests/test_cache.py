@@ -15,6 +15,7 @@ from longdraft.errors import UsageError
 
 LAYERS, HEADS, DIM = 2, 2, 8
 KERNELS = kernels.choose("cpu", "float32")
+REFERENCE = kernels.choose("cpu", "float32", "reference")
 
 
 def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,8 +23,8 @@ def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(count, HEADS, DIM, generator=generator) for _ in range(2))
 
 
-def new_full() -> FullCache:
-    return FullCache(KERNELS, LAYERS, HEADS, DIM)
+def new_full(chosen: kernels.Kernels = KERNELS) -> FullCache:
+    return FullCache(chosen, LAYERS, HEADS, DIM)
 
 
 def held(cache: FullCache, layer: int) -> torch.Tensor:
@@ -46,7 +47,7 @@ def test_commit_keeps_the_rows_asked_for_in_order_and_drops_the_others(steps):
 
 
 def test_growing_never_moves_what_is_held():
-    cache = new_full()
+    cache = new_full(REFERENCE)
     k, v = rows(3000, 1)
     places = []
     for _ in range(4):

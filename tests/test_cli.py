@@ -185,7 +185,8 @@ def test_models_and_doctor_answer_in_words_and_in_json(capfd):
     assert model["model"] == "novelist" and model["parameters"] == 5_868_800
     assert run(["doctor", "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
-    assert report["kernels"] == "reference" and report["exactness"] == "bit-exact"
+    assert report["kernels"] in report["kernels_available"] or report["kernels"].startswith("cpu-")
+    assert report["exactness"] == "bit-exact"
     assert run(["models"]) == 0 and run(["doctor"]) == 0
     assert "novelist" in capfd.readouterr().out
 

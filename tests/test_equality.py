@@ -9,6 +9,7 @@ import pytest
 from conftest import VOCAB, load
 from helpers import TreeDrafter, by_name, generate
 
+from longdraft import kernels
 from longdraft.core import Context, SamplingParams
 from longdraft.model import heads
 from longdraft.model.transformer import Transformer
@@ -50,9 +51,14 @@ def params_of(name: str) -> SamplingParams:
     return SamplingParams(max_new_tokens=NEW, seed=11, **SETTINGS[name])
 
 
-@pytest.fixture(scope="module", params=["mha", "gqa"])
+MODELS = {"mha": ("mha", "float32", None), "gqa": ("gqa", "bfloat16", None), "gqa, reference": ("gqa", "float32", "reference")}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tiny: dict[str, Path]) -> Transformer:
-    return load(tiny[request.param])
+    """Both kinds of attention and both dtypes on the fastest kernels, and the reference."""
+    name, dtype, kernels = MODELS[request.param]
+    return load(tiny[name], dtype, kernels)
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +95,16 @@ def test_a_text_cut_anywhere_goes_on_as_if_it_had_not_been(model, plain, written
     assert rest == plain["short window"][written:]
 
 
-def test_bfloat16_keeps_the_promise_too(tiny):
-    model = load(tiny["gqa"], "bfloat16")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", kernels.available())
+def test_every_kernel_keeps_the_promise(tiny, name, dtype):
+    model = load(tiny["gqa"], dtype, name)
     expected = generate(model, prompt_of(90), params_of("paper"), by_name("plain"))
     for drafter in ("ngram", "tokenswift"):
         factory = by_name(drafter, heads.load(tiny["gqa"] / "heads", model), delay=0)
         assert generate(model, prompt_of(90), params_of("paper"), factory) == expected
+    drafter = liar("half true", expected, 90)
+    assert generate(model, prompt_of(90), params_of("paper"), lambda given: drafter) == expected
 
 
 # Drafters that lie.
@@ -153,9 +163,10 @@ def test_a_lying_drafter_changes_nothing(model, plain, kind, settings):
     assert generate(model, prompt, params_of(settings), lambda given: drafter, banned=[1]) == plain[settings]
 
 
-def test_a_text_across_blocks_of_the_cache_is_the_same_text(tiny):
-    """Prefix, path and padding straddle the reference kernels' block edge."""
-    model = load(tiny["gqa"])
+@pytest.mark.parametrize("name", [None, "reference"])
+def test_a_text_across_blocks_of_the_cache_is_the_same_text(tiny, name):
+    """Prefix, path and padding straddle the edge of a block of storage."""
+    model = load(tiny["gqa"], name=name)
     from longdraft.kernels.reference import SPLIT
 
     params = SamplingParams(max_new_tokens=16, seed=5, temperature=1.0, min_p=0.05)

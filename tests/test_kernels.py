@@ -1,4 +1,4 @@
-"""Row invariance of the reference kernels, and their agreement with obvious formulas."""
+"""Row invariance of every variant to the bit, and agreement with obvious formulas and the reference."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft import kernels
+from longdraft.errors import UsageError
 from longdraft.kernels import KV
 from longdraft.kernels.reference import SPLIT, STEP
 
-DTYPES = ("float32", "bfloat16")
+every_kernel = pytest.mark.parametrize("name", kernels.available())
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 def random_rows(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_kernel
+@every_dtype
 @given(rows=st.integers(1, 20), width=st.sampled_from([16, 33, 96, 130]), seed=st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
-def test_a_row_does_not_depend_on_its_company(dtype, rows, width, seed):
-    k = kernels.choose("cpu", dtype)
+def test_a_row_does_not_depend_on_its_company(name, dtype, rows, width, seed):
+    k = kernels.choose("cpu", dtype, name)
     x = random_rows(rows, width, seed=seed, dtype=k.dtype)
     weight = k.pack(random_rows(70, width, seed=1), random_rows(70, seed=2))
     norm = random_rows(width, seed=3, dtype=k.dtype)
@@ -60,14 +63,15 @@ def path_of(parents: list[int], row: int) -> list[int]:
     return path[::-1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@given(length=st.sampled_from([0, 1, 100, STEP - 3, STEP, 3 * STEP + 1, SPLIT - 5, SPLIT, SPLIT + 7]),
-       rows=st.integers(1, 14), kv_heads=st.sampled_from([1, 2, 4]), seed=st.integers(0, 10**6))
+@every_kernel
+@every_dtype
+@given(length=st.sampled_from([0, 1, 15, 16, 100, STEP - 3, STEP, 3 * STEP + 1, SPLIT - 5, SPLIT, SPLIT + 7]),
+       rows=st.integers(1, 14), kv_heads=st.sampled_from([1, 2, 4]), dim=st.sampled_from([8, 16, 64, 80]), seed=st.integers(0, 10**6))
 @settings(max_examples=20, deadline=None)
-def test_a_tree_node_gets_the_bits_of_plain_decoding(dtype, length, rows, kv_heads, seed):
+def test_a_tree_node_gets_the_bits_of_plain_decoding(name, dtype, length, rows, kv_heads, dim, seed):
     """Every node, against the same text laid out flat and decoded one row at a time; and against the formula."""
-    kernel = kernels.choose("cpu", dtype)
-    dim, heads = 16, 4
+    kernel = kernels.choose("cpu", dtype, name)
+    heads = 4
     prefix_k, prefix_v = (random_rows(length, kv_heads, dim, seed=s, dtype=kernel.dtype) for s in (1, 2))
     k, v = (random_rows(rows, kv_heads, dim, seed=seed + s, dtype=kernel.dtype) for s in (3, 4))
     q = random_rows(rows, heads, dim, seed=seed + 5, dtype=kernel.dtype)
@@ -88,8 +92,9 @@ def test_a_tree_node_gets_the_bits_of_plain_decoding(dtype, length, rows, kv_hea
         torch.testing.assert_close(got[row].float(), exact, atol=tolerance, rtol=tolerance)
 
 
-def test_drafted_rows_leave_no_trace_in_what_is_committed():
-    kernel = kernels.choose("cpu", "float32")
+@every_kernel
+def test_drafted_rows_leave_no_trace_in_what_is_committed(name):
+    kernel = kernels.choose("cpu", "float32", name)
     store = kernel.new_store(2, 8)
     store.reserve(20)
     k, v = random_rows(5, 2, 8, seed=1), random_rows(5, 2, 8, seed=2)
@@ -100,8 +105,9 @@ def test_drafted_rows_leave_no_trace_in_what_is_committed():
     assert torch.equal(held[0], k.transpose(0, 1)) and torch.equal(held[1], v.transpose(0, 1))
 
 
-def test_weights_are_the_attention_of_the_queries():
-    kernel = kernels.choose("cpu", "float32")
+@every_kernel
+def test_weights_are_the_attention_of_the_queries(name):
+    kernel = kernels.choose("cpu", "float32", name)
     store = kernel.new_store(2, 8)
     k = random_rows(30, 2, 8, seed=1)
     store.write(0, k, k)
@@ -113,17 +119,105 @@ def test_weights_are_the_attention_of_the_queries():
     torch.testing.assert_close(store.weights(q, 30), expected)
 
 
-def test_the_number_of_threads_changes_no_bits():
-    kernel = kernels.choose("cpu", "bfloat16")
+@every_kernel
+@every_dtype
+def test_the_number_of_threads_changes_no_bits(name, dtype):
+    kernel = kernels.choose("cpu", dtype, name)
     x, weight = random_rows(3, 256, dtype=kernel.dtype), kernel.pack(random_rows(4096, 256, seed=1))
-    store = kernel.new_store(4, 64)
-    store.write(0, random_rows(5000, 4, 64, seed=2), random_rows(5000, 4, 64, seed=3))
-    kv = KV(store, 5000, random_rows(3, 4, 64, seed=4), random_rows(3, 4, 64, seed=5))
-    q = random_rows(3, 4, 64, seed=6, dtype=kernel.dtype)
-    before = torch.get_num_threads()
+    store = kernel.new_store(2, 64)
+    store.write(0, random_rows(9000, 2, 64, seed=2), random_rows(9000, 2, 64, seed=3))
+    rows = 21
+    kv = KV(store, 9000, *(random_rows(rows, 2, 64, seed=s, dtype=kernel.dtype) for s in (4, 5)))
+    q = random_rows(rows, 4, 64, seed=6, dtype=kernel.dtype)
     results = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        results.append((kernel.linear(x, weight, keep_float=True), kernel.attention(q, kv, [-1, 0, 0])))
-    torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for threads in (1, 2, 3):
+        kernels.set_threads(threads)
+        results.append((kernel.linear(x, weight, keep_float=True), kernel.attention(q, kv, random_parents(rows, 2))))
+    kernels.set_threads(1)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@every_dtype
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("dim", [12, 64, 80, 96, 128, 256])
+def test_fast_kernels_agree_with_the_reference(name, dtype, group, dim):
+    fast, slow = kernels.choose("cpu", dtype, name), kernels.choose("cpu", dtype, "reference")
+    kv_heads, rows, length = 2, 9, 700
+    k, v = (random_rows(length, kv_heads, dim, seed=s, dtype=fast.dtype) for s in (1, 2))
+    tail = [random_rows(rows, kv_heads, dim, seed=s, dtype=fast.dtype) for s in (3, 4)]
+    q = random_rows(rows, kv_heads * group, dim, seed=5, dtype=fast.dtype)
+    results = []
+    for kernel in (fast, slow):
+        store = kernel.new_store(kv_heads, dim)
+        store.write(0, k, v)
+        results.append(kernel.attention(q, KV(store, length, *tail), random_parents(rows, dim + group)).float())
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@every_dtype
+@pytest.mark.parametrize("rows, inner, outer", [(1, 33, 70), (7, 256, 64), (64, 130, 200), (300, 64, 65)])
+def test_fast_products_norms_and_activations_agree_with_the_reference(name, dtype, rows, inner, outer):
+    fast, slow = kernels.choose("cpu", dtype, name), kernels.choose("cpu", dtype, "reference")
+    x, w, bias = random_rows(rows, inner, dtype=fast.dtype), random_rows(outer, inner, seed=1), random_rows(outer, seed=2)
+    tolerance = dict(atol=2e-5, rtol=2e-5) if dtype == "float32" else dict(atol=2e-2, rtol=1.6e-2)
+
+    def close(of):
+        torch.testing.assert_close(of(fast).float(), of(slow).float(), **tolerance)
+
+    close(lambda k: k.linear(x, k.pack(w, bias)))
+    close(lambda k: k.linear(x, k.pack(w), keep_float=True))
+    close(lambda k: k.embed(k.pack(w), [0, outer - 1, 3]))
+    close(lambda k: k.rms_norm(x, random_rows(inner, seed=3, dtype=k.dtype), 1e-5))
+    close(lambda k: k.swiglu(random_rows(rows, 2 * inner, seed=4, dtype=k.dtype) * 30))
+    heads = random_rows(rows, 3, 24, seed=5, dtype=fast.dtype)[:, 1:]  # a view, as queries are
+    close(lambda k: k.rope(heads, random_rows(rows, 12, seed=6), random_rows(rows, 12, seed=7)))
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+def test_hostile_tensors_are_refused_or_handled(name):
+    kernel = kernels.choose("cpu", "bfloat16", name)
+    weight = kernel.pack(random_rows(8, 16))
+    x = random_rows(4, 32, dtype=kernel.dtype)
+    assert torch.equal(kernel.linear(x[:, ::2], weight), kernel.linear(x[:, ::2].contiguous(), weight))
+    odd = torch.zeros(65, dtype=kernel.dtype)[1:].view(4, 16)  # not aligned to words
+    assert torch.equal(kernel.linear(odd, weight), torch.zeros(4, 8, dtype=kernel.dtype))
+    store = kernel.new_store(2, 8)
+    rows = random_rows(3, 2, 8, dtype=kernel.dtype)
+    store.write(0, rows, rows)
+    q = random_rows(3, 4, 8, dtype=kernel.dtype)
+    for wrong in (
+        lambda: kernel.linear(x, weight),
+        lambda: kernel.embed(weight, [8]),
+        lambda: kernel.embed(weight, [-1]),
+        lambda: store.write(-1, rows, rows),
+        lambda: store.write(0, rows, rows[:2]),
+        lambda: store.write(0, rows[:, :1], rows[:, :1]),
+        lambda: store.read(torch.tensor([[0], [10**9]])),
+        lambda: store.read(torch.tensor([[0]])),
+        lambda: store.weights(q, 10**9),
+        lambda: kernel.attention(q, KV(store, 10**9, rows, rows), [-1, 0, 1]),
+        lambda: kernel.attention(q, KV(store, 3, rows, rows), [-1, 0, 2]),
+        lambda: kernel.attention(q, KV(store, 3, rows, rows), [-1, 0]),
+        lambda: kernel.attention(q[:2], KV(store, 3, rows, rows), [-1, 0]),
+        lambda: kernel.rope(q, torch.zeros(3, 3), torch.zeros(3, 3)),
+        lambda: kernel.swiglu(x[:, :5]),
+    ):
+        with pytest.raises(ValueError, match="CPU kernels want"):
+            wrong()
+
+
+def test_an_unknown_variant_is_refused_and_the_known_ones_are_listed(monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_KERNELS", "abacus")
+    with pytest.raises(UsageError, match="LONGDRAFT_KERNELS is 'abacus'; allowed here: auto, .*reference"):
+        kernels.choose("cpu", "float32")
+
+
+def test_without_the_extension_the_reference_serves_and_says_so(monkeypatch, caplog):
+    from longdraft.kernels import cpu
+
+    monkeypatch.setattr(cpu, "_cpu", None)
+    assert kernels.choose("cpu", "float32").name == "reference"
+    assert "reinstall longdraft with a C++ compiler" in caplog.text

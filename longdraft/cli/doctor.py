@@ -64,6 +64,7 @@ def _report() -> dict[str, Any]:
     import torch
 
     from longdraft import drafters, kernels
+    from longdraft.kernels import cpu
     from longdraft.model import library
     from longdraft.version import __version__
 
@@ -79,7 +80,8 @@ def _report() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_bytes": _memory_bytes(),
         "kernels": chosen.name,
-        "kernels_note": "plain PyTorch, one row at a time: exact, and slow with large trees",
+        "kernels_available": ", ".join(kernels.available()),
+        "kernels_missing": cpu.WHY_MISSING or "none",
         "exactness": "bit-exact" if chosen.is_row_invariant else "distribution",
         "auto_drafter": drafters.resolve(drafters.AUTO, chosen),
         "drafters": ", ".join(drafters.KINDS),

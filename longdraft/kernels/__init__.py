@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
+import torch
+
+from longdraft.errors import UsageError
+from longdraft.kernels import cpu
 from longdraft.kernels.interface import KV, Kernels, KVStore, Linear
 from longdraft.kernels.reference import ReferenceKernels
 
-__all__ = ["KV", "KVStore", "Kernels", "Linear", "choose"]
+__all__ = ["KV", "KVStore", "Kernels", "Linear", "available", "choose", "set_threads"]
+
+log = logging.getLogger(__name__)
+VARIABLE = "LONGDRAFT_KERNELS"
+REFERENCE = "reference"
 
 
-def choose(device: str, dtype: str) -> Kernels:
-    """The fastest kernels that serve this device and dtype ("float32" or "bfloat16")."""
-    return ReferenceKernels(device, dtype)
+def available() -> list[str]:
+    """What LONGDRAFT_KERNELS may name on this machine, the fastest first."""
+    return [*cpu.variants(), REFERENCE]
+
+
+def choose(device: str, dtype: str, name: str | None = None) -> Kernels:
+    """The fastest kernels that serve this device and dtype ("float32" or "bfloat16").
+
+    `name`, else the environment variable LONGDRAFT_KERNELS, asks for certain ones (see `available`). Where
+    the compiled kernels are missing the reference serves, and a warning says so.
+    """
+    asked = name or os.environ.get(VARIABLE, "auto")
+    if asked not in ("auto", *available()):
+        raise UsageError(f"{VARIABLE} is {asked!r}; allowed here: auto, {', '.join(available())}")
+    if device != "cpu" or asked == REFERENCE:
+        return ReferenceKernels(device, dtype)
+    if not cpu.variants():
+        log.warning("the compiled CPU kernels are missing (%s), the slow reference serves; "
+                    "reinstall longdraft with a C++ compiler at hand", cpu.WHY_MISSING)
+        return ReferenceKernels(device, dtype)
+    return cpu.CpuKernels(cpu.variants()[0] if asked == "auto" else asked, dtype)
+
+
+def set_threads(count: int) -> None:
+    """Threads for arithmetic on the CPU, PyTorch's and ours. Results do not depend on it."""
+    torch.set_num_threads(count)
+    cpu.set_threads(count)
+
+
+cpu.set_threads(torch.get_num_threads())

@@ -11,7 +11,8 @@ the arithmetic between roundings is float32. They are therefore held as float32 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,6 +22,15 @@ from longdraft.kernels.interface import KV, KVStore, Linear
 
 SPLIT = 4096  # positions in a block of storage; each is reduced by one call, splits merge in order
 STEP = 256  # the last split is computed up to the next multiple of this, the rest masked
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """With more, the library cuts one row's sums into as many pieces as there are threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class ReferenceLinear:
@@ -107,7 +117,8 @@ class ReferenceKernels:
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, ReferenceLinear)
         x = x.float()
-        rows = [functional.linear(x[i : i + 1].clone(), weight.weight, weight.bias) for i in range(len(x))]
+        with _one_thread():
+            rows = [functional.linear(x[i : i + 1].clone(), weight.weight, weight.bias) for i in range(len(x))]
         out = torch.cat(rows)
         return out if keep_float else out.to(self.dtype)
 
@@ -156,7 +167,8 @@ class ReferenceKernels:
             path.reverse()
             store.write(length + first, k[path], v[path])
             laid[first:] = path
-            out[row] = _attend(q[row].float(), store, length + depths[row] + 1).to(self.dtype)
+            with _one_thread():
+                out[row] = _attend(q[row].float(), store, length + depths[row] + 1).to(self.dtype)
         return out
 
 

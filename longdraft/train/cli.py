@@ -53,7 +53,7 @@ def heads_command(
              "Default: none.")] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences in one forward.")] = 4,
     gradient_accumulation: Annotated[int, typer.Option(help="Forwards in one step.")] = 1,
-    learning_rate: Annotated[float, typer.Option(help="Peak of AdamW's learning rate, at most 1.")] = 5e-3,
+    learning_rate: Annotated[float, typer.Option(help="Peak of AdamW's learning rate, at most 1.")] = 1e-2,
     warmup_steps: Annotated[int, typer.Option(
         help="Steps of linear warm-up; a cosine falls to zero at the end.")] = 50,
     weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay, of the linear maps only.")] = 0.1,

@@ -56,7 +56,7 @@ class HeadSettings:
     max_seconds: float | None = None
     batch_size: int = 4
     gradient_accumulation: int = 1
-    learning_rate: float = 5e-3
+    learning_rate: float = 1e-2
     warmup_steps: int = 50
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0

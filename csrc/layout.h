@@ -1,0 +1,115 @@
+// What the kernels of every variant share: the data they work on and the table of operations they offer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <vector>
+
+namespace longdraft {
+
+constexpr long SPLIT = 4096;  // positions in a block of storage and in one online softmax; splits merge in order
+constexpr long BLOCK = 256;   // positions of one softmax step, counted from position 0
+constexpr int COLUMNS = 64;   // output columns of a packed tile
+
+inline long round_up(long x, long to) { return (x + to - 1) / to * to; }
+
+// Zeroed memory on a cache line. Pages are real only once they are touched.
+class Memory {
+  public:
+    explicit Memory(size_t bytes) : raw_(std::calloc(bytes + 64, 1)) {
+        if (!raw_) throw std::bad_alloc();
+    }
+    ~Memory() { std::free(raw_); }
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+    uint32_t* words() const {
+        return reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(raw_) + 63) & ~uintptr_t{63});
+    }
+
+  private:
+    void* raw_;
+};
+
+// A weight [n, k]: tiles of 64 rows of it, [n / 64][k / STEP][64] words. `bias` is [n] or empty.
+struct Linear {
+    bool is_bf16;
+    long n, k, steps;
+    std::unique_ptr<Memory> data;
+    std::vector<float> bias;
+
+    Linear(bool bf16, long rows, long columns)
+        : is_bf16(bf16), n(rows), k(columns), steps(round_up(columns, bf16 ? 2 : 1) / (bf16 ? 2 : 1)),
+          data(new Memory(static_cast<size_t>(round_up(rows, COLUMNS) * steps) * 4)) {}
+    Linear(const Linear&) = delete;
+    const uint32_t* tile(long index) const { return data->words() + index * steps * COLUMNS; }
+    size_t bytes() const { return static_cast<size_t>(round_up(n, COLUMNS) * steps) * 4 + bias.size() * 4; }
+};
+
+// Keys and values of one layer in blocks of SPLIT positions, for each KV head
+//   keys    [SPLIT / 16][dim / STEP][16] words     one load: a word of the same dimension for 16 positions
+//   values  [SPLIT / STEP][dim] words              one load: 16 dimensions of the same position(s)
+// with `dim` padded to a multiple of 16.
+struct Store {
+    bool is_bf16;
+    long heads, dim, padded;
+    std::vector<std::unique_ptr<Memory>> keys, values;
+
+    Store(bool bf16, long num_heads, long head_dim)
+        : is_bf16(bf16), heads(num_heads), dim(head_dim), padded(round_up(head_dim, 16)) {}
+
+    Store(const Store&) = delete;
+
+    int step() const { return is_bf16 ? 2 : 1; }
+    long words_per_head() const { return SPLIT * padded / step(); }
+    long capacity() const { return static_cast<long>(keys.size()) * SPLIT; }
+    uint32_t* key(long block, long head) const { return keys[block]->words() + head * words_per_head(); }
+    uint32_t* value(long block, long head) const { return values[block]->words() + head * words_per_head(); }
+
+    void reserve(long length) {
+        while (capacity() < length) {
+            size_t bytes = static_cast<size_t>(heads * words_per_head()) * 4;
+            std::unique_ptr<Memory> k(new Memory(bytes)), v(new Memory(bytes));
+            keys.push_back(std::move(k));
+            values.push_back(std::move(v));
+        }
+    }
+    size_t bytes() const { return keys.size() * 2 * static_cast<size_t>(heads * words_per_head()) * 4; }
+};
+
+// Rows given or wanted by a caller: element (row, head, i) lies at row * row_stride + head * head_stride + i.
+struct Rows {
+    void* data;
+    long row_stride, head_stride;
+};
+
+struct Attention {
+    Store* store;
+    long length;           // committed positions
+    long rows, heads;      // provisional rows, query heads
+    const void* q;         // [rows, heads, dim]
+    Rows k, v;             // provisional keys and values
+    const int32_t* parent; // [rows], -1: follows the committed part
+    float scale;
+    void* out;             // [rows, heads, dim]
+};
+
+// One variant's operations. `bf16` chooses the element type where the data does not say.
+struct Kernels {
+    const char* name;
+    void (*pack)(Linear&, const void* weight);
+    void (*linear)(const Linear&, const void* x, long rows, void* out, bool keep_float);
+    void (*embed)(const Linear&, const int64_t* tokens, long rows, void* out);
+    void (*rms_norm)(bool bf16, const void* x, const void* weight, long rows, long width, float eps, void* out);
+    void (*swiglu)(bool bf16, const void* gate_up, long rows, long width, void* out);
+    void (*rope)(bool bf16, Rows x, const float* cos, const float* sin, long rows, long heads, long dim, void* out);
+    void (*write)(Store&, long start, Rows k, Rows v, long rows);
+    void (*read)(const Store&, const int64_t* positions, long count, void* k, void* v);
+    void (*weights)(const Store&, long length, const void* q, long rows, long heads, float scale, float* out);
+    void (*attention)(const Attention&);
+};
+
+}  // namespace longdraft

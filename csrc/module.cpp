@@ -1,0 +1,106 @@
+// The Python face of the CPU kernels. Addresses and sizes come from longdraft/kernels/cpu.py, which checks
+// them; nothing here is meant to be called by anybody else.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "layout.h"
+#include "pool.h"
+
+#include <string>
+
+namespace nb = nanobind;
+using Address = uintptr_t;
+
+namespace longdraft {
+
+#define VARIANT(name) namespace name { extern const Kernels table; }
+#if defined(LONGDRAFT_X86)
+VARIANT(avx512bf16)
+VARIANT(avx2)
+#endif
+VARIANT(portable)
+#undef VARIANT
+
+namespace {
+
+// The variants that this processor can run, the fastest first.
+std::vector<const Kernels*> runnable() {
+    std::vector<const Kernels*> found;
+#if defined(LONGDRAFT_X86)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16"))
+        found.push_back(&avx512bf16::table);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::table);
+#endif
+    found.push_back(&portable::table);
+    return found;
+}
+
+const Kernels& by_name(const std::string& name) {
+    for (const Kernels* kernels : runnable())
+        if (name == kernels->name) return *kernels;
+    throw std::invalid_argument("this processor cannot run the variant " + name);
+}
+
+template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
+Rows rows_at(Address address, long row_stride, long head_stride) { return {at<void>(address), row_stride, head_stride}; }
+
+Linear* pack(const Kernels& kernels, bool bf16, long n, long k, Address weight, Address bias) {
+    auto* packed = new Linear(bf16, n, k);
+    kernels.pack(*packed, at<void>(weight));
+    if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
+    return packed;
+}
+
+}  // namespace
+}  // namespace longdraft
+
+NB_MODULE(_cpu, m) {
+    using namespace longdraft;
+    m.def("variants", [] {
+        std::vector<std::string> names;
+        for (const Kernels* kernels : runnable()) names.push_back(kernels->name);
+        return names;
+    });
+    m.def("threads", &threads);
+    m.def("set_threads", &set_threads);
+
+    nb::class_<Linear>(m, "Linear").def_ro("n", &Linear::n).def_ro("k", &Linear::k).def_prop_ro("nbytes", &Linear::bytes);
+
+    nb::class_<Store>(m, "Store")
+        .def(nb::init<bool, long, long>())
+        .def("reserve", &Store::reserve)
+        .def_prop_ro("capacity", &Store::capacity)
+        .def_prop_ro("nbytes", &Store::bytes);
+
+    auto free_gil = nb::call_guard<nb::gil_scoped_release>();
+    nb::class_<Kernels>(m, "Kernels")
+        .def_static("get", &by_name, nb::rv_policy::reference)
+        .def_prop_ro("name", [](const Kernels& k) { return std::string(k.name); })
+        .def("pack", &pack, nb::rv_policy::take_ownership)
+        .def("linear", [](const Kernels& k, const Linear& w, Address x, long rows, Address out, bool keep_float) {
+            k.linear(w, at<void>(x), rows, at<void>(out), keep_float); }, free_gil)
+        .def("embed", [](const Kernels& k, const Linear& table, Address tokens, long rows, Address out) {
+            k.embed(table, at<int64_t>(tokens), rows, at<void>(out)); })
+        .def("rms_norm", [](const Kernels& k, bool bf16, Address x, Address weight, long rows, long width, float eps,
+                            Address out) { k.rms_norm(bf16, at<void>(x), at<void>(weight), rows, width, eps, at<void>(out)); })
+        .def("swiglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, Address out) {
+            k.swiglu(bf16, at<void>(x), rows, width, at<void>(out)); })
+        .def("rope", [](const Kernels& k, bool bf16, Address x, long row_stride, long head_stride, Address cos, Address sin,
+                        long rows, long heads, long dim, Address out) {
+            k.rope(bf16, rows_at(x, row_stride, head_stride), at<float>(cos), at<float>(sin), rows, heads, dim, at<void>(out)); })
+        .def("write", [](const Kernels& k, Store& s, long start, long rows, Address key, long key_row, long key_head,
+                         Address value, long value_row, long value_head) {
+            k.write(s, start, rows_at(key, key_row, key_head), rows_at(value, value_row, value_head), rows); })
+        .def("read", [](const Kernels& k, const Store& s, Address positions, long count, Address key, Address value) {
+            k.read(s, at<int64_t>(positions), count, at<void>(key), at<void>(value)); })
+        .def("weights", [](const Kernels& k, const Store& s, long length, Address q, long rows, long heads, float scale,
+                           Address out) { k.weights(s, length, at<void>(q), rows, heads, scale, at<float>(out)); }, free_gil)
+        .def("attention", [](const Kernels& k, Store& s, long length, long rows, long heads, Address q, Address key,
+                             long key_row, long key_head, Address value, long value_row, long value_head, Address parent,
+                             float scale, Address out) {
+            k.attention({&s, length, rows, heads, at<void>(q), rows_at(key, key_row, key_head),
+                         rows_at(value, value_row, value_head), at<int32_t>(parent), scale, at<void>(out)}); }, free_gil);
+}

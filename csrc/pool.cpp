@@ -1,0 +1,114 @@
+#include "pool.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace longdraft {
+namespace {
+
+void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+class Pool {
+  public:
+    ~Pool() { resize(1); }
+
+    int size() const { return static_cast<int>(workers_.size()) + 1; }
+
+    void resize(int count) {
+        std::lock_guard<std::mutex> one_caller(callers_);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            stopping_ = true;
+            round_.fetch_add(1);
+        }
+        wake_.notify_all();
+        for (std::thread& worker : workers_) worker.join();
+        workers_.clear();
+        stopping_ = false;
+        for (int i = 1; i < count; i++) workers_.emplace_back([this, seen = round_.load()] { serve(seen); });
+    }
+
+    void run(long count, const std::function<void(long)>& work) {
+        std::unique_lock<std::mutex> one_caller(callers_, std::try_to_lock);
+        if (workers_.empty() || count <= 1 || !one_caller.owns_lock()) {
+            for (long i = 0; i < count; i++) work(i);
+            return;
+        }
+        work_ = &work;
+        count_ = count;
+        next_.store(0);
+        busy_.store(static_cast<int>(workers_.size()));
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            round_.fetch_add(1, std::memory_order_release);
+        }
+        if (sleeping_.load()) wake_.notify_all();
+        take();
+        while (busy_.load(std::memory_order_acquire)) relax();
+    }
+
+  private:
+    void take() {
+        for (long i; (i = next_.fetch_add(1)) < count_;) (*work_)(i);
+    }
+
+    void serve(long seen) {
+        while (true) {
+            await(seen);
+            seen = round_.load(std::memory_order_acquire);
+            if (stopping_) return;
+            take();
+            busy_.fetch_sub(1, std::memory_order_release);
+        }
+    }
+
+    // Forward passes follow one another within microseconds: worth waiting for, but not for long.
+    void await(long seen) {
+        auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(60);
+        for (int i = 0; round_.load(std::memory_order_acquire) == seen; i++) {
+            relax();
+            if (i % 64 == 63 && std::chrono::steady_clock::now() > until) break;
+        }
+        if (round_.load(std::memory_order_acquire) != seen) return;
+        std::unique_lock<std::mutex> lock(mutex_);
+        sleeping_.fetch_add(1);
+        wake_.wait(lock, [&] { return round_.load() != seen; });
+        sleeping_.fetch_sub(1);
+    }
+
+    std::vector<std::thread> workers_;
+    std::mutex callers_, mutex_;
+    std::condition_variable wake_;
+    std::atomic<long> round_{0}, next_{0};
+    std::atomic<int> busy_{0}, sleeping_{0};
+    std::atomic<bool> stopping_{false};
+    const std::function<void(long)>* work_ = nullptr;
+    long count_ = 0;
+};
+
+Pool& pool() {
+    static Pool the_pool;
+    return the_pool;
+}
+
+}  // namespace
+
+int threads() { return pool().size(); }
+void set_threads(int count) { pool().resize(count); }
+void parallel(long count, const std::function<void(long)>& work) { pool().run(count, work); }
+
+}  // namespace longdraft

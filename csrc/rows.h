@@ -1,0 +1,117 @@
+// Operations on rows one by one: norm, activation, rotation, and moving rows in and out of a store.
+#pragma once
+
+#include "layout.h"
+#include "simd.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace longdraft::LONGDRAFT_VARIANT {
+
+// Up to 16 elements as lanes, zeros behind them.
+template <class T> Floats widen_some(const typename T::Element* p, long count) {
+    if (count >= LANES) return T::widen(p);
+    float lanes[LANES] = {};
+    for (long i = 0; i < count; i++) lanes[i] = T::widen(p[i]);
+    return load(lanes);
+}
+
+// x / sqrt(mean(x^2) + eps), rounded, times weight. Odd ends go through the same lanes, padded with zeros.
+template <class T> void rms_norm_as(const void* x, const void* weight, long rows, long width, float eps, void* out) {
+    using Element = typename T::Element;
+    const auto* gain = static_cast<const Element*>(weight);
+    for (long r = 0; r < rows; r++) {
+        const Element* in = static_cast<const Element*>(x) + r * width;
+        Element* to = static_cast<Element*>(out) + r * width;
+        Floats squares = {};
+        for (long i = 0; i < width; i += LANES) {
+            Floats v = widen_some<T>(in + i, width - i);
+            squares = fma(v, v, squares);
+        }
+        float by = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
+        for (long i = 0; i < width; i++)
+            to[i] = T::round(T::widen(gain[i]) * T::widen(T::round(T::widen(in[i]) * by)));
+    }
+}
+
+// silu(gate) * up with gate_up [rows, 2 width], gate first.
+template <class T> void swiglu_as(const void* gate_up, long rows, long width, void* out) {
+    using Element = typename T::Element;
+    for (long r = 0; r < rows; r++) {
+        const Element* gate = static_cast<const Element*>(gate_up) + r * 2 * width;
+        const Element* up = gate + width;
+        Element* to = static_cast<Element*>(out) + r * width;
+        for (long i = 0; i < width; i += LANES) {
+            long some = std::min<long>(LANES, width - i);
+            Floats g = widen_some<T>(gate + i, some);
+            Floats power = g * -1.44269504f;  // exp(-g) as a power of two, within the range of exp2
+            power = power > 126.0f ? all(126.0f) : max(power, all(-126.0f));
+            float lanes[LANES];
+            store(lanes, g / (1.0f + exp2(power)));
+            for (long j = 0; j < some; j++) to[i + j] = T::round(T::widen(T::round(lanes[j])) * T::widen(up[i + j]));
+        }
+    }
+}
+
+// Rotate halves: (a, b) -> (a cos - b sin, b cos + a sin). out [rows, heads, dim].
+template <class T>
+void rope_as(Rows x, const float* cos, const float* sin, long rows, long heads, long dim, void* out) {
+    using Element = typename T::Element;
+    long half = dim / 2;
+    for (long r = 0; r < rows; r++)
+        for (long h = 0; h < heads; h++) {
+            const Element* in = static_cast<const Element*>(x.data) + r * x.row_stride + h * x.head_stride;
+            Element* to = static_cast<Element*>(out) + (r * heads + h) * dim;
+            const float *c = cos + r * half, *s = sin + r * half;
+            for (long i = 0; i < half; i++) {
+                float a = T::widen(in[i]), b = T::widen(in[i + half]);
+                to[i] = T::round(a * c[i] - b * s[i]);
+                to[i + half] = T::round(b * c[i] + a * s[i]);
+            }
+        }
+}
+
+// Where element d of a position lies in a head's keys and values (offsets in elements).
+template <class T> long key_at(const Store& s, long place, long d) {
+    return (((place / LANES) * (s.padded / T::STEP) + d / T::STEP) * LANES + place % LANES) * T::STEP + d % T::STEP;
+}
+template <class T> long value_at(const Store& s, long place, long d) {
+    return ((place / T::STEP) * s.padded + d) * T::STEP + place % T::STEP;
+}
+
+template <class T> void write_as(Store& s, long start, Rows k, Rows v, long rows) {
+    using Element = typename T::Element;
+    for (long r = 0; r < rows; r++) {
+        long block = (start + r) / SPLIT, place = (start + r) % SPLIT;
+        for (long h = 0; h < s.heads; h++) {
+            const Element* from_k = static_cast<const Element*>(k.data) + r * k.row_stride + h * k.head_stride;
+            const Element* from_v = static_cast<const Element*>(v.data) + r * v.row_stride + h * v.head_stride;
+            auto* to_k = reinterpret_cast<Element*>(s.key(block, h));
+            auto* to_v = reinterpret_cast<Element*>(s.value(block, h));
+            for (long d = 0; d < s.dim; d++) {
+                to_k[key_at<T>(s, place, d)] = from_k[d];
+                to_v[value_at<T>(s, place, d)] = from_v[d];
+            }
+        }
+    }
+}
+
+// positions [heads, count] -> k, v [heads, count, dim]
+template <class T> void read_as(const Store& s, const int64_t* positions, long count, void* k, void* v) {
+    using Element = typename T::Element;
+    for (long h = 0; h < s.heads; h++)
+        for (long i = 0; i < count; i++) {
+            long block = positions[h * count + i] / SPLIT, place = positions[h * count + i] % SPLIT;
+            const auto* from_k = reinterpret_cast<const Element*>(s.key(block, h));
+            const auto* from_v = reinterpret_cast<const Element*>(s.value(block, h));
+            Element* to_k = static_cast<Element*>(k) + (h * count + i) * s.dim;
+            Element* to_v = static_cast<Element*>(v) + (h * count + i) * s.dim;
+            for (long d = 0; d < s.dim; d++) {
+                to_k[d] = from_k[key_at<T>(s, place, d)];
+                to_v[d] = from_v[value_at<T>(s, place, d)];
+            }
+        }
+}
+
+}  // namespace

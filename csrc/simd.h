@@ -1,0 +1,148 @@
+// Sixteen float lanes and the one multiply-accumulate that differs between processors.
+//
+// Everything is built of 32-bit *words*: a word is one float, or two bfloat16 that are multiplied and added
+// in order. Weights, keys and values are laid out so that one 64-byte load holds a word for each of 16 lanes,
+// and `mac` adds lane * word to 16 running sums. Each lane's sum is therefore formed in one fixed order,
+// whatever else is computed beside it: that is row invariance.
+//
+// Compiled once for each variant, with that variant's flags and LONGDRAFT_VARIANT naming its namespace. Never
+// with fast-math, always with -ffp-contract=off: the only fused operations are the explicit ones.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace longdraft::LONGDRAFT_VARIANT {
+
+constexpr int LANES = 16;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+inline Floats load(const float* p) { Floats x; std::memcpy(&x, p, sizeof x); return x; }
+inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+inline Floats all(float x) { return x - Floats{}; }
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+// 16 lanes to one, always in the same tree.
+inline float sum(Floats x) {
+    float v[LANES];
+    store(v, x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) v[i] += v[i + half];
+    return v[0];
+}
+
+inline float max(Floats x) {
+    float v[LANES];
+    store(v, x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
+    return v[0];
+}
+
+// 2^x for x in [-126, 126]; below that exactly 0 (so that masked lanes weigh nothing). About 2 ulp.
+inline Floats exp2(Floats x) {
+    const Floats shifter = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    Floats clamped = max(x, all(-126.0f));
+    Floats shifted = clamped + shifter;
+    Floats f = clamped - (shifted - shifter);  // in [-1/2, 1/2]
+    Floats p = all(1.54035304e-4f);            // Taylor of 2^f: ln(2)^k / k!
+    p = p * f + all(1.33335581e-3f);
+    p = p * f + all(9.61812911e-3f);
+    p = p * f + all(5.55041087e-2f);
+    p = p * f + all(2.40226507e-1f);
+    p = p * f + all(6.93147181e-1f);
+    p = p * f + all(1.0f);
+    Ints scaled = (Ints)p + (((Ints)shifted) << 23);  // the low bits of `shifted` are the whole number
+    return x < all(-126.0f) ? Floats{} : (Floats)scaled;
+}
+
+inline float exp2(float x) { return exp2(all(x))[0]; }
+
+// Round to nearest even, as every library does (the processor's own instruction flushes denormals).
+inline Halves to_bf16(Floats x) {
+#if defined(__AVX512BF16__)
+    __m256bh rounded_by_hardware = _mm512_cvtneps_pbh((__m512)x);
+    Halves h;
+    std::memcpy(&h, &rounded_by_hardware, sizeof h);
+    return h;
+#else
+    Words w = (Words)x;
+    Words rounded = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
+    Words quiet = (w >> 16) | 0x40u;  // a NaN stays one
+    return __builtin_convertvector(x == x ? rounded : quiet, Halves);
+#endif
+}
+
+inline uint16_t to_bf16(float x) { return to_bf16(all(x))[0]; }
+
+inline float from_bf16(uint16_t x) {
+    uint32_t w = static_cast<uint32_t>(x) << 16;
+    float f;
+    std::memcpy(&f, &w, 4);
+    return f;
+}
+
+inline Floats from_bf16(Halves x) { return (Floats)(__builtin_convertvector(x, Words) << 16); }
+
+// a * b + c, fused where the processor has it.
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    __m256 x[2], y[2], z[2];
+    std::memcpy(x, &a, 64);
+    std::memcpy(y, &b, 64);
+    std::memcpy(z, &c, 64);
+    z[0] = _mm256_fmadd_ps(x[0], y[0], z[0]);
+    z[1] = _mm256_fmadd_ps(x[1], y[1], z[1]);
+    std::memcpy(&c, z, 64);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
+inline float as_float(uint32_t word) { float f; std::memcpy(&f, &word, 4); return f; }
+
+// Element types: how many of them make a word, and the multiply-accumulate of 16 words with one.
+struct F32 {
+    using Element = float;
+    static constexpr int STEP = 1;
+    static Floats mac(Floats acc, const uint32_t* lanes, uint32_t word) {
+        return fma(load(reinterpret_cast<const float*>(lanes)), all(as_float(word)), acc);
+    }
+    static float widen(float x) { return x; }
+    static Floats widen(const float* p) { return load(p); }
+    static void narrow(float* p, Floats x) { store(p, x); }
+    static float round(float x) { return x; }
+};
+
+struct BF16 {
+    using Element = uint16_t;
+    static constexpr int STEP = 2;
+    static Floats mac(Floats acc, const uint32_t* lanes, uint32_t word) {
+#if defined(__AVX512BF16__)
+        return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(lanes),
+                                        (__m512bh)_mm512_set1_epi32(static_cast<int>(word)));
+#else
+        Words w;
+        std::memcpy(&w, lanes, sizeof w);
+        acc = fma((Floats)(w << 16), all(as_float(word << 16)), acc);
+        return fma((Floats)(w & 0xffff0000u), all(as_float(word & 0xffff0000u)), acc);
+#endif
+    }
+    static float widen(uint16_t x) { return from_bf16(x); }
+    static Floats widen(const uint16_t* p) { Halves h; std::memcpy(&h, p, sizeof h); return from_bf16(h); }
+    static void narrow(uint16_t* p, Floats x) { Halves h = to_bf16(x); std::memcpy(p, &h, sizeof h); }
+    static uint16_t round(float x) { return to_bf16(x); }
+};
+
+}  // namespace

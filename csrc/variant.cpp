@@ -1,0 +1,62 @@
+// One variant of every operation: compiled several times, each with another processor's instructions.
+#include "attention.h"
+#include "layout.h"
+#include "linear.h"
+#include "rows.h"
+#include "simd.h"
+
+#define STRINGIFY_(x) #x
+#define STRINGIFY(x) STRINGIFY_(x)
+
+namespace longdraft {
+namespace LONGDRAFT_VARIANT {
+namespace {
+
+void pack(Linear& w, const void* weight) {
+    w.is_bf16 ? pack_as<BF16>(w, static_cast<const uint16_t*>(weight)) : pack_as<F32>(w, static_cast<const float*>(weight));
+}
+
+void linear(const Linear& w, const void* x, long rows, void* out, bool keep_float) {
+    w.is_bf16 ? linear_as<BF16>(w, x, rows, out, keep_float) : linear_as<F32>(w, x, rows, out, keep_float);
+}
+
+void embed(const Linear& table, const int64_t* tokens, long rows, void* out) {
+    table.is_bf16 ? embed_as<BF16>(table, tokens, rows, static_cast<uint16_t*>(out))
+                  : embed_as<F32>(table, tokens, rows, static_cast<float*>(out));
+}
+
+void rms_norm(bool bf16, const void* x, const void* weight, long rows, long width, float eps, void* out) {
+    bf16 ? rms_norm_as<BF16>(x, weight, rows, width, eps, out) : rms_norm_as<F32>(x, weight, rows, width, eps, out);
+}
+
+void swiglu(bool bf16, const void* gate_up, long rows, long width, void* out) {
+    bf16 ? swiglu_as<BF16>(gate_up, rows, width, out) : swiglu_as<F32>(gate_up, rows, width, out);
+}
+
+void rope(bool bf16, Rows x, const float* cos, const float* sin, long rows, long heads, long dim, void* out) {
+    bf16 ? rope_as<BF16>(x, cos, sin, rows, heads, dim, out) : rope_as<F32>(x, cos, sin, rows, heads, dim, out);
+}
+
+void write(Store& s, long start, Rows k, Rows v, long rows) {
+    s.is_bf16 ? write_as<BF16>(s, start, k, v, rows) : write_as<F32>(s, start, k, v, rows);
+}
+
+void read(const Store& s, const int64_t* positions, long count, void* k, void* v) {
+    s.is_bf16 ? read_as<BF16>(s, positions, count, k, v) : read_as<F32>(s, positions, count, k, v);
+}
+
+void weights(const Store& s, long length, const void* q, long rows, long heads, float scale, float* out) {
+    s.is_bf16 ? weights_as<BF16>(s, length, q, rows, heads, scale, out)
+              : weights_as<F32>(s, length, q, rows, heads, scale, out);
+}
+
+void attention(const Attention& a) { a.store->is_bf16 ? attention_as<BF16>(a) : attention_as<F32>(a); }
+
+}  // namespace
+
+extern const Kernels table;
+const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, linear, embed, rms_norm, swiglu, rope,
+                       write, read, weights, attention};
+
+}  // namespace LONGDRAFT_VARIANT
+}  // namespace longdraft

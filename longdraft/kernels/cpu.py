@@ -1,0 +1,198 @@
+"""The fast CPU kernels: `csrc/`, compiled into `_cpu`, behind the interface.
+
+Everything that crosses over is checked here (dtype, shape, bounds, alignment); the C++ below trusts it.
+The variants (AVX-512 with BF16, AVX2 with FMA, portable) are each row-invariant to the bit; between them,
+and to the reference, results agree within float rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels.interface import KV, KVStore, Linear
+
+try:
+    from longdraft.kernels import _cpu
+    WHY_MISSING = ""
+except ImportError as error:  # built without a compiler, or for another Python
+    _cpu = None
+    WHY_MISSING = str(error)
+
+
+def variants() -> list[str]:
+    """What this processor can run, the fastest first; empty where the extension is missing."""
+    return list(_cpu.variants()) if _cpu else []
+
+
+def set_threads(count: int) -> None:
+    if _cpu:
+        _cpu.set_threads(count)
+
+
+class CpuStore:
+    """Keys and values of one layer in the kernels' layout."""
+
+    def __init__(self, native: Any, dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> None:
+        self._native = native
+        self._dtype = dtype
+        self._heads, self._dim = num_kv_heads, head_dim
+        self.native = _cpu.Store(dtype == torch.bfloat16, num_kv_heads, head_dim)
+
+    def reserve(self, length: int) -> None:
+        self.native.reserve(length)
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        self._write(start, len(k), self.rows(k, 0), self.rows(v, 0))
+
+    def write_heads(self, start: int, k: Tensor, v: Tensor) -> None:
+        self._write(start, k.shape[1], self.rows(k, 1), self.rows(v, 1))
+
+    def _write(self, start: int, count: int, k: Tensor, v: Tensor) -> None:
+        _require(start >= 0 and len(k) == len(v) == count, "as many values as keys", (start, k.shape, v.shape))
+        self.reserve(start + count)
+        self._native.write(self.native, start, count, *_strided(k), *_strided(v))
+
+    def rows(self, x: Tensor, row_axis: int) -> Tensor:
+        """x as [T, Hkv, D] (a view where that is possible) in the store's dtype."""
+        x = x.transpose(0, row_axis).to(self._dtype)
+        _require(x.shape[1:] == (self._heads, self._dim), f"[T, {self._heads}, {self._dim}]", x.shape)
+        return x if x.stride(-1) == 1 else x.contiguous()
+
+    def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        positions = positions.to(torch.int64).contiguous()
+        _require(positions.ndim == 2 and len(positions) == self._heads, f"[{self._heads}, N] positions", positions.shape)
+        if positions.numel():
+            low, high = positions.aminmax()
+            _require(low >= 0 and high < self.native.capacity, "positions that are held", (low, high))
+        k = torch.empty(*positions.shape, self._dim, dtype=self._dtype)
+        v = torch.empty_like(k)
+        self._native.read(self.native, positions.data_ptr(), positions.shape[1], k.data_ptr(), v.data_ptr())
+        return k, v
+
+    def weights(self, queries: Tensor, length: int) -> Tensor:
+        queries = queries.to(self._dtype).contiguous()
+        num, heads, dim = queries.shape
+        _require(dim == self._dim and heads % self._heads == 0, "queries [Q, H, D] of the store's heads", queries.shape)
+        _require(0 < length <= self.native.capacity, "positions that are held", length)
+        out = torch.empty(self._heads, length)
+        scale = 1 / math.sqrt(dim)
+        self._native.weights(self.native, length, queries.data_ptr(), num, heads, scale, out.data_ptr())
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.native.nbytes)
+
+
+class CpuLinear:
+    """A weight in tiles of 64 rows."""
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        self.out_features = int(native.n)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.native.nbytes)
+
+
+class CpuKernels:
+    """See :class:`longdraft.kernels.interface.Kernels` for shapes and meaning."""
+
+    is_row_invariant = True
+
+    def __init__(self, variant: str, dtype: str) -> None:
+        self.name = f"cpu-{variant}"
+        self.device = torch.device("cpu")
+        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        self._is_bf16 = self.dtype == torch.bfloat16
+        self._native = _cpu.Kernels.get(variant)
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
+        weight = weight.to(self.dtype).contiguous()
+        rows, columns = weight.shape
+        if bias is not None:
+            bias = bias.to(self.dtype).float().contiguous()
+            _require(bias.shape == (rows,), f"a bias [{rows}]", bias.shape)
+        address = 0 if bias is None else bias.data_ptr()
+        return CpuLinear(self._native.pack(self._is_bf16, rows, columns, weight.data_ptr(), address))
+
+    def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
+        assert isinstance(table, CpuLinear)
+        ids = torch.tensor(tokens, dtype=torch.int64)
+        low, high = ids.aminmax()
+        _require(low >= 0 and high < table.out_features, f"token ids below {table.out_features}", (low, high))
+        out = torch.empty(len(ids), table.native.k, dtype=self.dtype)
+        self._native.embed(table.native, ids.data_ptr(), len(ids), out.data_ptr())
+        return out
+
+    def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
+        assert isinstance(weight, CpuLinear)
+        x = self._input(x, weight.native.k)
+        out = torch.empty(len(x), weight.out_features, dtype=torch.float32 if keep_float else self.dtype)
+        self._native.linear(weight.native, x.data_ptr(), len(x), out.data_ptr(), keep_float)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, weight = self._input(x, x.shape[1]), self._input(weight[None], x.shape[1])
+        out = torch.empty_like(x)
+        self._native.rms_norm(self._is_bf16, x.data_ptr(), weight.data_ptr(), len(x), x.shape[1], eps, out.data_ptr())
+        return out
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        gate_up = self._input(gate_up, gate_up.shape[1])
+        width = gate_up.shape[1] // 2
+        _require(gate_up.shape[1] == 2 * width, "an even width", gate_up.shape)
+        out = torch.empty(len(gate_up), width, dtype=self.dtype)
+        self._native.swiglu(self._is_bf16, gate_up.data_ptr(), len(gate_up), width, out.data_ptr())
+        return out
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rows, heads, dim = x.shape
+        cos, sin = cos.float().contiguous(), sin.float().contiguous()
+        _require(cos.shape == sin.shape == (rows, dim // 2) and dim % 2 == 0, "cos, sin [R, D / 2]", cos.shape)
+        x = x.to(self.dtype)
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        out = torch.empty(rows, heads, dim, dtype=self.dtype)
+        self._native.rope(self._is_bf16, *_strided(x), cos.data_ptr(), sin.data_ptr(), rows, heads, dim, out.data_ptr())
+        return out
+
+    def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
+        return CpuStore(self._native, self.dtype, num_kv_heads, head_dim)
+
+    def attention(self, q: Tensor, kv: KV, parents: Sequence[int]) -> Tensor:
+        store, length = kv.store, kv.length
+        assert isinstance(store, CpuStore)
+        rows, heads, dim = q.shape
+        q = q.to(self.dtype).contiguous()
+        k, v = store.rows(kv.k, 0), store.rows(kv.v, 0)
+        _require(len(k) == len(v) == len(parents) == rows, f"{rows} keys, values and parents", (k.shape, v.shape))
+        _require(heads % k.shape[1] == 0 and dim == k.shape[2], "query heads in groups of KV heads", q.shape)
+        _require(all(-1 <= parent < row for row, parent in enumerate(parents)), "parents before children", parents)
+        _require(0 <= length <= store.native.capacity, "positions that are held", length)
+        store.reserve(length + rows)
+        ancestry = torch.tensor(parents, dtype=torch.int32)
+        out = torch.empty_like(q)
+        self._native.attention(store.native, length, rows, heads, q.data_ptr(), *_strided(k), *_strided(v),
+                               ancestry.data_ptr(), 1 / math.sqrt(dim), out.data_ptr())
+        return out
+
+    def _input(self, x: Tensor, width: int) -> Tensor:
+        """x [R, width] in our dtype, contiguous and aligned to words."""
+        _require(x.ndim == 2 and x.shape[1] == width, f"[R, {width}]", x.shape)
+        x = x.to(self.dtype).contiguous()
+        return x if x.data_ptr() % 4 == 0 else x.clone()
+
+
+def _strided(x: Tensor) -> tuple[int, int, int]:
+    return x.data_ptr(), x.stride(0), x.stride(1)
+
+
+def _require(condition: bool | Tensor, wanted: str, got: object) -> None:
+    if not condition:
+        raise ValueError(f"CPU kernels want {wanted}, got {got}")
