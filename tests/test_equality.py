@@ -51,7 +51,11 @@ def params_of(name: str) -> SamplingParams:
     return SamplingParams(max_new_tokens=NEW, seed=11, **SETTINGS[name])
 
 
-MODELS = {"mha": ("mha", "float32", None), "gqa": ("gqa", "bfloat16", None), "gqa, reference": ("gqa", "float32", "reference")}
+MODELS = {
+    "mha": ("mha", "float32", None),
+    "gqa": ("gqa", "bfloat16", None),
+    "gqa, reference": ("gqa", "float32", "reference"),
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)

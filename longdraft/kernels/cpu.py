@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,26 +17,26 @@ from longdraft.kernels.interface import KV, KVStore, Linear
 
 try:
     from longdraft.kernels import _cpu
-    WHY_MISSING = ""
 except ImportError as error:  # built without a compiler, or for another Python
-    _cpu = None
     WHY_MISSING = str(error)
+else:
+    WHY_MISSING = ""
 
 
 def variants() -> list[str]:
     """What this processor can run, the fastest first; empty where the extension is missing."""
-    return list(_cpu.variants()) if _cpu else []
+    return [] if WHY_MISSING else _cpu.variants()
 
 
 def set_threads(count: int) -> None:
-    if _cpu:
+    if not WHY_MISSING:
         _cpu.set_threads(count)
 
 
 class CpuStore:
     """Keys and values of one layer in the kernels' layout."""
 
-    def __init__(self, native: Any, dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, native: _cpu.Kernels, dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> None:
         self._native = native
         self._dtype = dtype
         self._heads, self._dim = num_kv_heads, head_dim
@@ -65,7 +64,8 @@ class CpuStore:
 
     def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         positions = positions.to(torch.int64).contiguous()
-        _require(positions.ndim == 2 and len(positions) == self._heads, f"[{self._heads}, N] positions", positions.shape)
+        fits = positions.ndim == 2 and len(positions) == self._heads
+        _require(fits, f"[{self._heads}, N] positions", positions.shape)
         if positions.numel():
             low, high = positions.aminmax()
             _require(low >= 0 and high < self.native.capacity, "positions that are held", (low, high))
@@ -86,19 +86,19 @@ class CpuStore:
 
     @property
     def nbytes(self) -> int:
-        return int(self.native.nbytes)
+        return self.native.nbytes
 
 
 class CpuLinear:
     """A weight in tiles of 64 rows."""
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: _cpu.Linear) -> None:
         self.native = native
-        self.out_features = int(native.n)
+        self.out_features = native.n
 
     @property
     def nbytes(self) -> int:
-        return int(self.native.nbytes)
+        return self.native.nbytes
 
 
 class CpuKernels:

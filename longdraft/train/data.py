@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longdraft.errors import ModelError, UsageError
+from longdraft.version import __version__
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -205,4 +206,4 @@ def versions() -> dict[str, Any]:
     from importlib import metadata
 
     found = {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")}
-    return found | {"python": platform.python_version()}
+    return found | {"longdraft": __version__, "python": platform.python_version()}
