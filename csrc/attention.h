@@ -222,7 +222,7 @@ template <class T> void attention_as(const Attention& a) {
     }
     long longest = *std::max_element(lengths.begin(), lengths.end());
     // A chain's rows follow the committed ones as plain decoding would put them: write them there at once.
-    if (is_chain) write_as<T>(s, a.length, a.k, a.v, a.rows);
+    if (is_chain) write_as<T>(s, a.length, a.k, a.v, nullptr, a.rows);
     long in_place = is_chain ? round_up(longest, LANES) : a.length / LANES * LANES;
 
     // Queries padded to whole groups of dimensions, words in a row.

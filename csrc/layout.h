@@ -104,9 +104,10 @@ struct Kernels {
     void (*linear)(const Linear&, const void* x, long rows, void* out, bool keep_float);
     void (*embed)(const Linear&, const int64_t* tokens, long rows, void* out);
     void (*rms_norm)(bool bf16, const void* x, const void* weight, long rows, long width, float eps, void* out);
+    void (*add)(bool bf16, const void* a, const void* b, long count, void* out);
     void (*swiglu)(bool bf16, const void* gate_up, long rows, long width, void* out);
     void (*rope)(bool bf16, Rows x, const float* cos, const float* sin, long rows, long heads, long dim, void* out);
-    void (*write)(Store&, long start, Rows k, Rows v, long rows);
+    void (*write)(Store&, long start, Rows k, Rows v, const int64_t* which, long rows);
     void (*read)(const Store&, const int64_t* positions, long count, void* k, void* v);
     void (*weights)(const Store&, long length, const void* q, long rows, long heads, float scale, float* out);
     void (*attention)(const Attention&);

@@ -15,7 +15,7 @@ constexpr int TILE_ROWS = 6;  // 6 x 4 sums, 4 weights and a broadcast fill the 
 #else
 constexpr int TILE_ROWS = 2;
 #endif
-constexpr long SMALL = 1 << 18;  // multiply-adds below which waking another thread costs more than it saves
+constexpr long SMALL = 1 << 16;  // multiply-adds below which waking another thread costs more than it saves
 
 template <class T> void pack_as(Linear& w, const typename T::Element* weight) {
     auto* out = reinterpret_cast<typename T::Element*>(w.data->words());

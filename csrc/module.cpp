@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "layer.h"
 #include "layout.h"
 #include "pool.h"
 
@@ -91,9 +92,18 @@ NB_MODULE(_cpu, m) {
         .def("rope", [](const Kernels& k, bool bf16, Address x, long row_stride, long head_stride, Address cos, Address sin,
                         long rows, long heads, long dim, Address out) {
             k.rope(bf16, rows_at(x, row_stride, head_stride), at<float>(cos), at<float>(sin), rows, heads, dim, at<void>(out)); })
-        .def("write", [](const Kernels& k, Store& s, long start, long rows, Address key, long key_row, long key_head,
-                         Address value, long value_row, long value_head) {
-            k.write(s, start, rows_at(key, key_row, key_head), rows_at(value, value_row, value_head), rows); })
+        .def("write", [](const Kernels& k, Store& s, long start, Address which, long rows, Address key, long key_row,
+                         long key_head, Address value, long value_row, long value_head) {
+            k.write(s, start, rows_at(key, key_row, key_head), rows_at(value, value_row, value_head),
+                    at<int64_t>(which), rows); })
+        .def("decoder_layer", [](const Kernels& kernels, Address attention_norm, const Linear& qkv, const Linear& out,
+                                 Address mlp_norm, const Linear& gate_up, const Linear& down, float eps, long heads,
+                                 long kv_heads, long dim, Store& store, long length, long rows, Address x, Address cos,
+                                 Address sin, Address parent, Address q, Address k, Address v, Address result) {
+            decoder_layer(kernels, {at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), &gate_up, &down, eps,
+                                    heads, kv_heads, dim},
+                          {at<void>(x), rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<void>(q),
+                           at<void>(k), at<void>(v), at<void>(result)}, store, length); }, free_gil)
         .def("read", [](const Kernels& k, const Store& s, Address positions, long count, Address key, Address value) {
             k.read(s, at<int64_t>(positions), count, at<void>(key), at<void>(value)); })
         .def("weights", [](const Kernels& k, const Store& s, long length, Address q, long rows, long heads, float scale,

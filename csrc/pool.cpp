@@ -76,9 +76,9 @@ class Pool {
         }
     }
 
-    // Forward passes follow one another within microseconds: worth waiting for, but not for long.
+    // Within a generation the next piece of work comes at once: worth waiting for. Longer, and nobody asks.
     void await(long seen) {
-        auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(60);
+        auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(300);
         for (int i = 0; round_.load(std::memory_order_acquire) == seen; i++) {
             relax();
             if (i % 64 == 63 && std::chrono::steady_clock::now() > until) break;

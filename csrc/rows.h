@@ -30,9 +30,25 @@ template <class T> void rms_norm_as(const void* x, const void* weight, long rows
             squares = fma(v, v, squares);
         }
         float by = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
-        for (long i = 0; i < width; i++)
+        long i = 0;
+        for (; i + LANES <= width; i += LANES) {
+            typename T::Element scaled[LANES];
+            T::narrow(scaled, T::widen(in + i) * by);
+            T::narrow(to + i, T::widen(gain + i) * T::widen(scaled));
+        }
+        for (; i < width; i++)
             to[i] = T::round(T::widen(gain[i]) * T::widen(T::round(T::widen(in[i]) * by)));
     }
+}
+
+// a + b, rounded; `out` may be either of them.
+template <class T> void add_as(const void* a, const void* b, long count, void* out) {
+    using Element = typename T::Element;
+    const auto *x = static_cast<const Element*>(a), *y = static_cast<const Element*>(b);
+    auto* to = static_cast<Element*>(out);
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) T::narrow(to + i, T::widen(x + i) + T::widen(y + i));
+    for (; i < count; i++) to[i] = T::round(T::widen(x[i]) + T::widen(y[i]));
 }
 
 // silu(gate) * up with gate_up [rows, 2 width], gate first.
@@ -49,7 +65,13 @@ template <class T> void swiglu_as(const void* gate_up, long rows, long width, vo
             power = power > 126.0f ? all(126.0f) : max(power, all(-126.0f));
             float lanes[LANES];
             store(lanes, g / (1.0f + exp2(power)));
-            for (long j = 0; j < some; j++) to[i + j] = T::round(T::widen(T::round(lanes[j])) * T::widen(up[i + j]));
+            if (some == LANES) {
+                Element active[LANES];
+                T::narrow(active, load(lanes));
+                T::narrow(to + i, T::widen(active) * T::widen(up + i));
+            } else {
+                for (long j = 0; j < some; j++) to[i + j] = T::round(T::widen(T::round(lanes[j])) * T::widen(up[i + j]));
+            }
         }
     }
 }
@@ -80,10 +102,11 @@ template <class T> long value_at(const Store& s, long place, long d) {
     return ((place / T::STEP) * s.padded + d) * T::STEP + place % T::STEP;
 }
 
-template <class T> void write_as(Store& s, long start, Rows k, Rows v, long rows) {
+// Rows which[0], which[1], ... (null: all in order) of k and v to positions start, start + 1, ...
+template <class T> void write_as(Store& s, long start, Rows k, Rows v, const int64_t* which, long rows) {
     using Element = typename T::Element;
-    for (long r = 0; r < rows; r++) {
-        long block = (start + r) / SPLIT, place = (start + r) % SPLIT;
+    for (long i = 0; i < rows; i++) {
+        long block = (start + i) / SPLIT, place = (start + i) % SPLIT, r = which ? which[i] : i;
         for (long h = 0; h < s.heads; h++) {
             const Element* from_k = static_cast<const Element*>(k.data) + r * k.row_stride + h * k.head_stride;
             const Element* from_v = static_cast<const Element*>(v.data) + r * v.row_stride + h * v.head_stride;

@@ -29,6 +29,10 @@ void rms_norm(bool bf16, const void* x, const void* weight, long rows, long widt
     bf16 ? rms_norm_as<BF16>(x, weight, rows, width, eps, out) : rms_norm_as<F32>(x, weight, rows, width, eps, out);
 }
 
+void add(bool bf16, const void* a, const void* b, long count, void* out) {
+    bf16 ? add_as<BF16>(a, b, count, out) : add_as<F32>(a, b, count, out);
+}
+
 void swiglu(bool bf16, const void* gate_up, long rows, long width, void* out) {
     bf16 ? swiglu_as<BF16>(gate_up, rows, width, out) : swiglu_as<F32>(gate_up, rows, width, out);
 }
@@ -37,8 +41,8 @@ void rope(bool bf16, Rows x, const float* cos, const float* sin, long rows, long
     bf16 ? rope_as<BF16>(x, cos, sin, rows, heads, dim, out) : rope_as<F32>(x, cos, sin, rows, heads, dim, out);
 }
 
-void write(Store& s, long start, Rows k, Rows v, long rows) {
-    s.is_bf16 ? write_as<BF16>(s, start, k, v, rows) : write_as<F32>(s, start, k, v, rows);
+void write(Store& s, long start, Rows k, Rows v, const int64_t* which, long rows) {
+    s.is_bf16 ? write_as<BF16>(s, start, k, v, which, rows) : write_as<F32>(s, start, k, v, which, rows);
 }
 
 void read(const Store& s, const int64_t* positions, long count, void* k, void* v) {
@@ -55,7 +59,7 @@ void attention(const Attention& a) { a.store->is_bf16 ? attention_as<BF16>(a) : 
 }  // namespace
 
 extern const Kernels table;
-const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, linear, embed, rms_norm, swiglu, rope,
+const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, linear, embed, rms_norm, add, swiglu, rope,
                        write, read, weights, attention};
 
 }  // namespace LONGDRAFT_VARIANT

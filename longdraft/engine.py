@@ -205,7 +205,7 @@ class Generation(Iterator[Event]):
             chunk = step.context.slice(start, min(start + PREFILL_CHUNK, last)).tolist()
             result = self._engine.model.forward(chain_rows(chunk, start), step.cache)
             step.cache.commit(range(len(chunk)))
-            verified = Verified(result.hidden[-_QUERY_ROWS:], tuple(q[-_QUERY_ROWS:] for q in result.queries))
+            verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
             if self._on_prefill:
                 self._on_prefill(start + len(chunk), last)
         step.drafter.begin(step.context, verified)

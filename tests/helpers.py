@@ -34,7 +34,7 @@ def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
         rows = list(prompt[start : min(start + chunk, len(prompt) - 1)])
         result = model.forward(chain_rows(rows, start), cache)
         cache.commit(range(len(rows)))
-        verified = Verified(result.hidden[-1:], tuple(q[-1:] for q in result.queries))
+        verified = Verified(result, [-1])
     drafter.begin(context, verified)
     step = Step(model, cache, drafter, sampler, context, Timings(), Tally())
     while context.num_new < params.max_new_tokens:

@@ -106,7 +106,7 @@ def test_a_partial_cache_stays_within_its_budget_and_keeps_sinks_and_recent_rows
     partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
     for number, count in enumerate([prompt, *steps]):
         write(full, count, 1000 * seed + 10 * number)
-        partial.refresh(queries(seed + number))
+        partial.refresh(lambda number=number: queries(seed + number))
         assert partial.length <= SIZE.budget
         for layer in range(LAYERS):
             for head in range(HEADS):
@@ -122,7 +122,7 @@ def test_between_selections_only_new_rows_are_written(monkeypatch):
     full = new_full()
     partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
     write(full, 100, 1)
-    partial.refresh(queries(1))
+    partial.refresh(lambda: queries(1))
     written = []
     original = type(full.stores[0]).write_heads
     monkeypatch.setattr(type(full.stores[0]), "write_heads",
@@ -131,7 +131,7 @@ def test_between_selections_only_new_rows_are_written(monkeypatch):
         full.append(layer, *rows(3, 50 + layer))
     full.commit(range(3))
     written.clear()
-    partial.refresh(queries(2))
+    partial.refresh(lambda: queries(2))
     assert written == [3] * LAYERS
     assert partial.num_selections == 1
 
@@ -141,11 +141,11 @@ def test_modes_for_the_ablation():
     static = PartialCache(full, KERNELS, HEADS, DIM, SIZE, "static")
     whole = PartialCache(full, KERNELS, HEADS, DIM, SIZE, "full")
     write(full, 100, 1)
-    static.refresh(queries(1))
+    static.refresh(lambda: queries(1))
     before = positions_held(full, static, 0, 0)
     write(full, 5, 50)
-    static.refresh(queries(2))
-    whole.refresh(queries(2))
+    static.refresh(lambda: queries(2))
+    whole.refresh(lambda: queries(2))
     assert positions_held(full, static, 0, 0) == before
     assert whole.length == 105 and whole.nbytes == 0
 
@@ -154,7 +154,7 @@ def test_drafted_rows_are_dropped():
     full = new_full()
     partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
     write(full, 20, 1)
-    partial.refresh(queries(1))
+    partial.refresh(lambda: queries(1))
     for layer in range(LAYERS):
         partial.append(layer, *rows(3, 9))
     partial.commit(())

@@ -135,7 +135,7 @@ def tokenswift(tiny: dict[str, Path], prompt: list[int], **options: object):
     parsed = drafters.parse_options("tokenswift", options)
     drafter = drafters.KINDS["tokenswift"].build(parsed, given)
     context = Context(prompt)
-    drafter.begin(context, Verified(result.hidden[-1:], tuple(q[-1:] for q in result.queries)))
+    drafter.begin(context, Verified(result, [-1]))
     return drafter, context
 
 

@@ -50,9 +50,13 @@ def obvious_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
     return torch.einsum("hn,nhd->hd", weights, v).float()
 
 
-def random_parents(rows: int, seed: int) -> list[int]:
+def random_parents(rows: int, seed: int) -> torch.Tensor:
     pick = random.Random(seed)
-    return [pick.randrange(-1, row) for row in range(rows)]
+    return parents_of([pick.randrange(-1, row) for row in range(rows)])
+
+
+def parents_of(parents: list[int]) -> torch.Tensor:
+    return torch.tensor(parents, dtype=torch.int32)
 
 
 def path_of(parents: list[int], row: int) -> list[int]:
@@ -82,11 +86,12 @@ def test_a_tree_node_gets_the_bits_of_plain_decoding(name, dtype, length, rows, 
     store.write(0, prefix_k, prefix_v)
     got = kernel.attention(q, KV(store, length, k, v), parents)
     for row in range(rows):
-        path = path_of(parents, row)
+        path = path_of(parents.tolist(), row)
         flat = kernel.new_store(kv_heads, dim)
         flat.reserve(length + len(path))
         flat.write(0, torch.cat([prefix_k, k[path[:-1]]]), torch.cat([prefix_v, v[path[:-1]]]))
-        plain = kernel.attention(q[row : row + 1], KV(flat, length + len(path) - 1, k[[row]], v[[row]]), [-1])
+        kv = KV(flat, length + len(path) - 1, k[[row]], v[[row]])
+        plain = kernel.attention(q[row : row + 1], kv, parents_of([-1]))
         assert torch.equal(got[row], plain[0])
         exact = obvious_attention(q[row], torch.cat([prefix_k, k[path]]), torch.cat([prefix_v, v[path]]))
         tolerance = 1e-5 if dtype == "float32" else 1e-2
@@ -200,10 +205,10 @@ def test_hostile_tensors_are_refused_or_handled(name):
         lambda: store.read(torch.tensor([[0], [10**9]])),
         lambda: store.read(torch.tensor([[0]])),
         lambda: store.weights(q, 10**9),
-        lambda: kernel.attention(q, KV(store, 10**9, rows, rows), [-1, 0, 1]),
-        lambda: kernel.attention(q, KV(store, 3, rows, rows), [-1, 0, 2]),
-        lambda: kernel.attention(q, KV(store, 3, rows, rows), [-1, 0]),
-        lambda: kernel.attention(q[:2], KV(store, 3, rows, rows), [-1, 0]),
+        lambda: kernel.attention(q, KV(store, 10**9, rows, rows), parents_of([-1, 0, 1])),
+        lambda: kernel.attention(q, KV(store, 3, rows, rows), parents_of([-1, 0, 2])),
+        lambda: kernel.attention(q, KV(store, 3, rows, rows), parents_of([-1, 0])),
+        lambda: kernel.attention(q[:2], KV(store, 3, rows, rows), parents_of([-1, 0])),
         lambda: kernel.rope(q, torch.zeros(3, 3), torch.zeros(3, 3)),
         lambda: kernel.swiglu(x[:, :5]),
     ):

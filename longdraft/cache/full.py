@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from longdraft.kernels import KV, Kernels, KVStore
@@ -22,7 +23,10 @@ class KVCache(Protocol):
         """Committed rows."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> KV:
-        """Provisional rows k, v [T, Hkv, D] of one layer at the tail; returns what attention reads."""
+        """Provisional rows k, v [T, Hkv, D] of one layer at the tail; returns what attention reads.
+
+        The cache keeps the tensors themselves: they may be filled after this call, before `commit`.
+        """
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these provisional rows, in this order; drop the others."""
@@ -42,12 +46,12 @@ class FullCache:
         return KV(self.stores[layer], self.length, k, v)
 
     def commit(self, rows: Sequence[int]) -> None:
-        kept = list(rows)
+        kept = torch.tensor(rows, dtype=torch.int64)
         for layer, store in enumerate(self.stores):
             tail = self._tail[layer]
-            assert tail is not None or not kept, "commit without a forward"
-            if tail is not None and kept:
-                store.write(self.length, tail[0][kept], tail[1][kept])
+            assert tail is not None or not len(kept), "commit without a forward"
+            if tail is not None and len(kept):
+                store.keep(self.length, *tail, kept)
             self._tail[layer] = None
         self.length += len(kept)
 

@@ -12,7 +12,7 @@ never changes; "full" drafts on a view of the full cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,8 +53,8 @@ class PartialBudget:
 class PartialCache:
     """Rows of `full` held for drafting; itself a KVCache.
 
-    `refresh(queries)` after the prompt and after every step brings in what `full` gained. The queries
-    [layers][Q, H, D] are those of the last accepted tokens.
+    `refresh(queries)` after the prompt and after every step brings in what `full` gained. `queries()`
+    gives those of the last accepted tokens, [layers][Q, H, D]; it is called only where a choice is made.
     """
 
     def __init__(self, full: FullCache, kernels: Kernels, num_kv_heads: int, head_dim: int,
@@ -80,7 +80,7 @@ class PartialCache:
         assert not rows, "a partial cache takes its rows from the full one"
         (self._full if self._mode == "full" else self._rows).commit(())
 
-    def refresh(self, queries: Sequence[Tensor] | None) -> None:
+    def refresh(self, queries: Callable[[], Sequence[Tensor]] | None) -> None:
         """Take in the rows the full cache gained, or choose anew where the budget is full."""
         new = self._full.length - self._seen
         if self._mode == "full" or (self._mode == "static" and self.num_selections):
@@ -88,7 +88,7 @@ class PartialCache:
         if self._rows.length + new <= self._size.budget:
             self._copy(torch.arange(self._seen, self._full.length).expand(self._num_kv_heads, -1))
         elif queries is not None:
-            self._select(queries)
+            self._select(queries())
         else:  # nothing to ask with: keep the sinks and the latest
             size = self._size
             held = torch.arange(self._full.length)

@@ -100,7 +100,7 @@ class TokenSwiftDrafter:
         self._follow(context, accepted.verified)
 
     def _follow(self, context: Context, verified: Verified | None) -> None:
-        self.partial.refresh(verified.queries if verified else None)
+        self.partial.refresh((lambda: verified.queries) if verified else None)
         if self._table:
             self._table.follow(context)
 

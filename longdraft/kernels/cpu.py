@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longdraft.kernels.interface import KV, KVStore, Linear
+from longdraft.kernels.interface import KV, Geometry, KVStore, LayerWeights, Linear
 
 try:
     from longdraft.kernels import _cpu
@@ -54,7 +54,17 @@ class CpuStore:
     def _write(self, start: int, count: int, k: Tensor, v: Tensor) -> None:
         _require(start >= 0 and len(k) == len(v) == count, "as many values as keys", (start, k.shape, v.shape))
         self.reserve(start + count)
-        self._native.write(self.native, start, count, *_strided(k), *_strided(v))
+        self._native.write(self.native, start, 0, count, *_strided(k), *_strided(v))
+
+    def keep(self, start: int, k: Tensor, v: Tensor, rows: Tensor) -> None:
+        k, v = self.rows(k, 0), self.rows(v, 0)
+        _require(start >= 0 and len(k) == len(v), "as many values as keys", (start, k.shape, v.shape))
+        _require(rows.dtype == torch.int64 and rows.is_contiguous(), "rows as int64", rows.dtype)
+        if len(rows):
+            low, high = int(rows.min()), int(rows.max())
+            _require(low >= 0 and high < len(k), f"rows below {len(k)}", (low, high))
+            self.reserve(start + len(rows))
+            self._native.write(self.native, start, rows.data_ptr(), len(rows), *_strided(k), *_strided(v))
 
     def rows(self, x: Tensor, row_axis: int) -> Tensor:
         """x as [T, Hkv, D] (a view where that is possible) in the store's dtype."""
@@ -165,28 +175,67 @@ class CpuKernels:
     def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
         return CpuStore(self._native, self.dtype, num_kv_heads, head_dim)
 
-    def attention(self, q: Tensor, kv: KV, parents: Sequence[int]) -> Tensor:
+    def decoder_layer(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
+                      parents: Tensor) -> tuple[Tensor, Tensor]:
+        heads, kv_heads, dim, eps = geometry
+        rows, hidden = x.shape
+        store, qkv, out, gate_up, down = kv.store, layer.qkv, layer.out, layer.gate_up, layer.down
+        assert isinstance(store, CpuStore) and isinstance(qkv, CpuLinear) and isinstance(out, CpuLinear)
+        assert isinstance(gate_up, CpuLinear) and isinstance(down, CpuLinear)
+        _check_layer(hidden, layer, geometry)
+        x = self._input(x, hidden)
+        for name, tensor, shape, dtype in (
+            ("keys", kv.k, (rows, kv_heads, dim), self.dtype), ("values", kv.v, (rows, kv_heads, dim), self.dtype),
+            ("cos", cos, (rows, dim // 2), torch.float32), ("sin", sin, (rows, dim // 2), torch.float32),
+        ):
+            fits = tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
+            _require(fits, f"{name} {shape}", tensor.shape)
+        self._check_tail(store, kv.length, rows, parents)
+        q = torch.empty(rows, heads, dim, dtype=self.dtype)
+        result = torch.empty_like(x)
+        self._native.decoder_layer(
+            layer.attention_norm.data_ptr(), qkv.native, out.native, layer.mlp_norm.data_ptr(), gate_up.native,
+            down.native, eps, heads, kv_heads, dim, store.native, kv.length, rows, x.data_ptr(), cos.data_ptr(),
+            sin.data_ptr(), parents.data_ptr(), q.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), result.data_ptr())
+        return result, q
+
+    def attention(self, q: Tensor, kv: KV, parents: Tensor) -> Tensor:
         store, length = kv.store, kv.length
         assert isinstance(store, CpuStore)
         rows, heads, dim = q.shape
         q = q.to(self.dtype).contiguous()
         k, v = store.rows(kv.k, 0), store.rows(kv.v, 0)
-        _require(len(k) == len(v) == len(parents) == rows, f"{rows} keys, values and parents", (k.shape, v.shape))
+        _require(len(k) == len(v) == rows, f"{rows} keys and values", (k.shape, v.shape))
         _require(heads % k.shape[1] == 0 and dim == k.shape[2], "query heads in groups of KV heads", q.shape)
-        _require(all(-1 <= parent < row for row, parent in enumerate(parents)), "parents before children", parents)
-        _require(0 <= length <= store.native.capacity, "positions that are held", length)
+        self._check_tail(store, length, rows, parents)
         store.reserve(length + rows)
-        ancestry = torch.tensor(parents, dtype=torch.int32)
         out = torch.empty_like(q)
         self._native.attention(store.native, length, rows, heads, q.data_ptr(), *_strided(k), *_strided(v),
-                               ancestry.data_ptr(), 1 / math.sqrt(dim), out.data_ptr())
+                               parents.data_ptr(), 1 / math.sqrt(dim), out.data_ptr())
         return out
+
+    def _check_tail(self, store: CpuStore, length: int, rows: int, parents: Tensor) -> None:
+        _require(parents.shape == (rows,) and parents.dtype == torch.int32, f"{rows} parents as int32", parents.shape)
+        is_ordered = rows < 2 or bool((parents < torch.arange(rows)).all())
+        _require(is_ordered and bool((parents >= -1).all()), "parents before children", parents)
+        _require(0 <= length <= store.native.capacity, "positions that are held", length)
 
     def _input(self, x: Tensor, width: int) -> Tensor:
         """x [R, width] in our dtype, contiguous and aligned to words."""
         _require(x.ndim == 2 and x.shape[1] == width, f"[R, {width}]", x.shape)
         x = x.to(self.dtype).contiguous()
         return x if x.data_ptr() % 4 == 0 else x.clone()
+
+
+def _check_layer(hidden: int, layer: LayerWeights, geometry: Geometry) -> None:
+    """Weights that fit one another and the rows."""
+    heads, kv_heads, dim, _ = geometry
+    inner = layer.gate_up.out_features // 2
+    shapes = [(w.native.n, w.native.k) for w in (layer.qkv, layer.out, layer.gate_up, layer.down)
+              if isinstance(w, CpuLinear)]
+    wanted = [((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)]
+    norms = (layer.attention_norm.shape, layer.mlp_norm.shape)
+    _require(shapes == wanted and norms == ((hidden,), (hidden,)), f"weights {wanted}", shapes)
 
 
 def _strided(x: Tensor) -> tuple[int, int, int]:

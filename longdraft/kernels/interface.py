@@ -24,6 +24,26 @@ class Linear(Protocol):
     def nbytes(self) -> int: ...
 
 
+class LayerWeights(NamedTuple):
+    """A decoder layer: q, k, v stacked to one weight, gate and up likewise; norms [hidden] in the model's dtype."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Geometry(NamedTuple):
+    """What a decoder layer must know beside its weights."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+
+
 class KVStore(Protocol):
     """Keys and values of one layer, position by position, in the layout its kernels want."""
 
@@ -32,6 +52,9 @@ class KVStore(Protocol):
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
         """Put rows k, v [T, Hkv, D] at positions start, start + 1, ..."""
+
+    def keep(self, start: int, k: Tensor, v: Tensor, rows: Tensor) -> None:
+        """Put rows k[rows], v[rows] (rows int64 on the CPU) at positions start, start + 1, ..."""
 
     def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rows at positions [Hkv, N] (each KV head its own): k, v [Hkv, N, D]."""
@@ -86,8 +109,15 @@ class Kernels(Protocol):
 
     def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore: ...
 
-    def attention(self, q: Tensor, kv: KV, parents: Sequence[int]) -> Tensor:
+    def decoder_layer(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
+                      parents: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows x [T, hidden] through one layer: the new rows, and their queries [T, H, D].
+
+        Fills kv.k and kv.v with the rows' keys and values. `parents` as for `attention`.
+        """
+
+    def attention(self, q: Tensor, kv: KV, parents: Tensor) -> Tensor:
         """Each row of q [T, H, D] over the committed positions and its own path: [T, H, D].
 
-        parents[i] < i is the provisional row before row i, -1 where row i follows the committed part.
+        parents [T] int32 on the CPU: the provisional row before each row, -1 where that is the committed part.
         """

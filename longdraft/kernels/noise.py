@@ -33,10 +33,13 @@ def _mix(x: UInt64s) -> UInt64s:
     return x ^ (x >> np.uint64(31))
 
 
-def bits(seed: int, position: int, tokens: NDArray[np.integer]) -> UInt64s:
-    """The 52 random bits of each token id at one position, as integers below 2**52."""
+Positions = int | NDArray[np.integer]  # one for all tokens, or one for each
+
+
+def bits(seed: int, positions: Positions, tokens: NDArray[np.integer]) -> UInt64s:
+    """The 52 random bits of each token id at its position, as integers below 2**52."""
     key = _mix(np.array([seed], dtype=np.uint64))
-    key = _mix(key + np.array([position], dtype=np.uint64) * _POSITION)
+    key = _mix(key + np.atleast_1d(np.asarray(positions, dtype=np.uint64)) * _POSITION)
     return _mix(key + tokens.astype(np.uint64) * _TOKEN) >> np.uint64(12)
 
 
@@ -46,9 +49,9 @@ def from_bits(random_bits: UInt64s) -> NDArray[np.float64]:
     return -exact.log(-exact.log(u))
 
 
-def gumbel(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Noise of each token id at one position: float64, same shape as `tokens`."""
-    return from_bits(bits(seed, position, tokens))
+def gumbel(seed: int, positions: Positions, tokens: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Noise of each token id at its position: float64, same shape as `tokens`."""
+    return from_bits(bits(seed, positions, tokens))
 
 
 def bits_reaching(noise: float) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.kernels.interface import KV, KVStore, Linear
+from longdraft.kernels.interface import KV, Geometry, KVStore, LayerWeights, Linear
 
 SPLIT = 4096  # positions in a block of storage; each is reduced by one call, splits merge in order
 STEP = 256  # the last split is computed up to the next multiple of this, the rest masked
@@ -72,6 +72,9 @@ class ReferenceStore:
             self.k[block][:, offset : offset + count] = k[:, done : done + count]
             self.v[block][:, offset : offset + count] = v[:, done : done + count]
             done += count
+
+    def keep(self, start: int, k: Tensor, v: Tensor, rows: Tensor) -> None:
+        self.write(start, k[rows], v[rows])
 
     def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         heads = torch.arange(self._shape[0], device=self._device)[:, None]
@@ -145,7 +148,19 @@ class ReferenceKernels:
     def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
         return ReferenceStore(num_kv_heads, head_dim, self.device)
 
-    def attention(self, q: Tensor, kv: KV, parents: Sequence[int]) -> Tensor:
+    def decoder_layer(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
+                      parents: Tensor) -> tuple[Tensor, Tensor]:
+        heads, kv_heads, dim, eps = geometry
+        normed = self.rms_norm(x, layer.attention_norm, eps)
+        qkv = self.linear(normed, layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
+        q = self.rope(qkv[:, :heads], cos, sin)
+        kv.k.copy_(self.rope(qkv[:, heads : heads + kv_heads], cos, sin))
+        kv.v.copy_(qkv[:, heads + kv_heads :])
+        x = x + self.linear(self.attention(q, kv, parents).flatten(1), layer.out)
+        normed = self.rms_norm(x, layer.mlp_norm, eps)
+        return x + self.linear(self.swiglu(self.linear(normed, layer.gate_up)), layer.down), q
+
+    def attention(self, q: Tensor, kv: KV, parents: Tensor) -> Tensor:
         """One row after the other; a row's path is laid behind the committed part, where plain decoding
         would have put it, and then the row reads one run of positions:
 
@@ -156,13 +171,14 @@ class ReferenceKernels:
         depths: list[int] = []
         laid: list[int] = []  # rows now lying at positions length, length + 1, ...
         out = torch.empty_like(q)
-        for row, parent in enumerate(parents):
+        before: list[int] = parents.tolist()
+        for row, parent in enumerate(before):
             depths.append(0 if parent < 0 else depths[parent] + 1)
             path, node = [row], parent
             # Rows below the deepest one that is laid already need not be written again.
             while node >= 0 and not (depths[node] < len(laid) and laid[depths[node]] == node):
                 path.append(node)
-                node = parents[node]
+                node = before[node]
             first = 0 if node < 0 else depths[node] + 1
             path.reverse()
             store.write(length + first, k[path], v[path])

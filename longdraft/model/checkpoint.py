@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longdraft.errors import ModelError
-from longdraft.kernels import Kernels
+from longdraft.kernels import Kernels, LayerWeights
 from longdraft.model.config import ModelConfig, read_json
-from longdraft.model.transformer import LayerWeights, Transformer, Weights
+from longdraft.model.transformer import Transformer, Weights
 
 HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
 

@@ -76,25 +76,26 @@ def _yarn(rope: RopeConfig, inverse: Tensor, head_dim: int) -> tuple[Tensor, flo
 
 
 class RopeTable:
-    """cos and sin by position, computed in aligned chunks on first use."""
+    """cos and sin by position, computed in aligned chunks up to the farthest position asked for."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         self._inverse, self._factor = frequencies(rope, head_dim)
         self._device = device
-        self._chunks: dict[int, tuple[Tensor, Tensor]] = {}
+        self._cos = self._sin = torch.empty(0, head_dim // 2, device=device)
 
     def at(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos, sin [R, D / 2] float32."""
-        chunks = [self._chunk(position // _CHUNK) for position in positions]
-        places = [position % _CHUNK for position in positions]
-        cos = torch.stack([cos[place] for (cos, _), place in zip(chunks, places, strict=True)])
-        sin = torch.stack([sin[place] for (_, sin), place in zip(chunks, places, strict=True)])
-        return cos, sin
+        if max(positions) >= len(self._cos):
+            self._grow(max(positions) + 1)
+        places = torch.tensor(positions, device=self._device)
+        return self._cos[places], self._sin[places]
 
-    def _chunk(self, index: int) -> tuple[Tensor, Tensor]:
-        if index not in self._chunks:
-            positions = torch.arange(index * _CHUNK, (index + 1) * _CHUNK).float()
-            angles = positions[:, None] * self._inverse  # [_CHUNK, D / 2]
-            cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-            self._chunks[index] = (cos.to(self._device), sin.to(self._device))
-        return self._chunks[index]
+    def _grow(self, length: int) -> None:
+        """Double at least, so that a long text grows the table a few times only."""
+        have = len(self._cos) // _CHUNK
+        want = max(-(-length // _CHUNK), 2 * have)
+        starts = range(have * _CHUNK, want * _CHUNK, _CHUNK)
+        angles = [torch.arange(start, start + _CHUNK).float()[:, None] * self._inverse for start in starts]
+        cos = [(a.cos() * self._factor).to(self._device) for a in angles]
+        sin = [(a.sin() * self._factor).to(self._device) for a in angles]
+        self._cos, self._sin = torch.cat([self._cos, *cos]), torch.cat([self._sin, *sin])

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from longdraft.cache.full import FullCache, KVCache
-from longdraft.kernels import Kernels, Linear
+from longdraft.kernels import Geometry, Kernels, LayerWeights, Linear
 from longdraft.model.config import ModelConfig
 from longdraft.model.rope import RopeTable
 from longdraft.tree import Tree
@@ -28,17 +29,6 @@ def tree_rows(tree: Tree, root_position: int) -> Rows:
 
 def chain_rows(tokens: Sequence[int], start: int) -> Rows:
     return Rows(tokens, range(start, start + len(tokens)), range(-1, len(tokens) - 1))
-
-
-class LayerWeights(NamedTuple):
-    """q, k, v stacked to one weight, gate and up likewise; norms are float32 vectors [hidden]."""
-
-    attention_norm: Tensor
-    qkv: Linear
-    out: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
 
 
 class Weights(NamedTuple):
@@ -62,6 +52,7 @@ class Transformer:
         self.config = config
         self.weights = weights
         self.kernels = kernels
+        self._geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
         self._rope = RopeTable(config.rope, config.head_dim, kernels.device)
 
     def new_cache(self) -> FullCache:
@@ -69,26 +60,17 @@ class Transformer:
 
     def forward(self, rows: Rows, cache: KVCache) -> Forward:
         """Run rows over a cache; their keys and values stay provisional until the cache commits them."""
-        kernels, eps = self.kernels, self.config.rms_norm_eps
+        kernels, geometry = self.kernels, self._geometry
         cos, sin = self._rope.at(rows.positions)
+        parents = torch.tensor(rows.parents, dtype=torch.int32)
+        shape = (len(rows.tokens), geometry.num_kv_heads, geometry.head_dim)
         x = kernels.embed(self.weights.embedding, rows.tokens)
         queries = []
         for index, layer in enumerate(self.weights.layers):
-            normed = kernels.rms_norm(x, layer.attention_norm, eps)
-            q, k, v = self._split(kernels.linear(normed, layer.qkv))
-            q, k = kernels.rope(q, cos, sin), kernels.rope(k, cos, sin)
-            mixed = kernels.attention(q, cache.append(index, k, v), rows.parents)
-            x = x + kernels.linear(mixed.flatten(1), layer.out)
-            normed = kernels.rms_norm(x, layer.mlp_norm, eps)
-            x = x + kernels.linear(kernels.swiglu(kernels.linear(normed, layer.gate_up)), layer.down)
+            k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
+            x, q = kernels.decoder_layer(x, layer, geometry, cos, sin, cache.append(index, k, v), parents)
             queries.append(q)
         return Forward(x, tuple(queries))
-
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[R, (H + 2 Hkv) D] -> q [R, H, D], k and v [R, Hkv, D]."""
-        heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        x = qkv.view(len(qkv), heads + 2 * kv_heads, dim)
-        return x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 of hidden rows [R, hidden] (before the final norm)."""

@@ -46,12 +46,15 @@ def penalise(logits: NDArray[np.float32], penalty: float) -> NDArray[np.float32]
 
 def support(row: NDArray[np.float32], params: SamplingParams) -> Support:
     """What temperature (> 0) and the filters leave of one penalised row [V]."""
-    kept = Support(np.arange(len(row)), row.astype(np.float64) / params.temperature)
-    best = float(kept.scores.max())
+    best = float(row.max())
     if not math.isfinite(best):
         raise NumericalError("the model's logits are not finite; its weights may be damaged")
-    if np.isneginf(kept.scores).any():
-        kept = kept.keep(~np.isneginf(kept.scores))
+    # With min_p alone most tokens fall to a threshold that float32 can see, with a nat to spare.
+    lowest = -math.inf
+    if params.min_p > 0 and params.top_p == 1 and params.top_k == 0 and params.min_tokens_to_keep == 1:
+        lowest = best + params.temperature * (math.log(params.min_p) - 1.0)
+    ids = np.flatnonzero(row > lowest)
+    kept = Support(ids, row[ids].astype(np.float64) / params.temperature)
     if 0 < params.top_k < len(kept.ids):
         kept = top_k(kept, params.top_k)
     if params.top_p < 1:

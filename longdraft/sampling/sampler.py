@@ -42,7 +42,10 @@ class Sampler:
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
         """The target's token behind each node, from its logits [nodes, V] float32."""
         rows = self._penalised(logits, [tree.path(node)[1:] for node in range(len(tree))], tree, context)
-        return [self._take(row, len(context) + depth) for row, depth in zip(rows, tree.depths, strict=True)]
+        if self.params.temperature == 0:
+            return [process.best_token(row) for row in rows]
+        supports = [process.support(row, self.params) for row in rows]
+        return gumbel_argmaxes(supports, self._seed, [len(context) + depth for depth in tree.depths])
 
     def rank(self, logits: torch.Tensor, position: int, context: Context, num: int) -> list[int]:
         """A drafter's `num` best guesses, best first, of the token at `position` from its logits [V].
@@ -65,11 +68,6 @@ class Sampler:
             scores = row[others].astype(np.float64) / self.params.temperature
             ranked += _by_noise(Support(others, scores), self._seed, position)[: num - len(ranked)]
         return ranked
-
-    def _take(self, row: NDArray[np.float32], position: int) -> int:
-        if self.params.temperature == 0:
-            return process.best_token(row)
-        return gumbel_argmax(process.support(row, self.params), self._seed, position)
 
     def _penalised(self, logits: torch.Tensor, paths: Sequence[Sequence[int]], tree: Tree | None,
                    context: Context, ahead: int = 0) -> NDArray[np.float32]:
@@ -107,6 +105,20 @@ def _by_noise(kept: Support, seed: int, position: int) -> list[int]:
     total = kept.scores + noise.gumbel(seed, position, kept.ids)
     order: list[int] = kept.ids[np.lexsort((kept.ids, -total))].tolist()
     return order
+
+
+def gumbel_argmaxes(supports: Sequence[Support], seed: int, positions: Sequence[int]) -> list[int]:
+    """`gumbel_argmax` of each support at its position; the noise of small ones is computed together."""
+    sizes = [len(kept.ids) for kept in supports]
+    if sum(sizes) > _DIRECT:
+        return [gumbel_argmax(kept, seed, position) for kept, position in zip(supports, positions, strict=True)]
+    ids = np.concatenate([kept.ids for kept in supports])
+    total = np.concatenate([kept.scores for kept in supports]) + noise.gumbel(seed, np.repeat(positions, sizes), ids)
+    chosen, start = [], 0
+    for size in sizes:
+        chosen.append(int(ids[start + int(total[start : start + size].argmax())]))
+        start += size
+    return chosen
 
 
 def gumbel_argmax(kept: Support, seed: int, position: int) -> int:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from longdraft.core import Context
+from longdraft.model.transformer import Forward
 from longdraft.tree import Tree
 
 
 class Verified(NamedTuple):
-    """What the target computed for the rows that have just become text.
+    """What the target computed for the rows that have just become text: some rows of a forward."""
 
-    hidden   [rows, hidden], last layer's output before the final norm
-    queries  [layers][rows, H, D]
-    """
+    result: Forward
+    rows: Sequence[int]
 
-    hidden: Tensor
-    queries: tuple[Tensor, ...]
+    @property
+    def hidden(self) -> Tensor:
+        """[rows, hidden], the last layer's output before the final norm."""
+        return self.result.hidden[list(self.rows)]
+
+    @property
+    def queries(self) -> tuple[Tensor, ...]:
+        """[layers][rows, H, D]"""
+        return tuple(q[list(self.rows)] for q in self.result.queries)
 
 
 class Accepted(NamedTuple):

@@ -78,9 +78,8 @@ class Step(NamedTuple):
         with timings.measure("commit"):
             cache.commit(path)
             context.extend(choices[node] for node in path)
-            verified = Verified(result.hidden[path], tuple(q[path] for q in result.queries))
         accepted = Accepted(tuple(choices[node] for node in path), tuple(path),
-                            tuple(tree.sources[node] for node in path[1:]), verified)
+                            tuple(tree.sources[node] for node in path[1:]), Verified(result, path))
         with timings.measure("draft"):
             drafter.observe(context, accepted)
         tally.steps += 1

@@ -1,0 +1,31 @@
+// A whole decoder layer in one call, made of one variant's operations: what Python would do step by step,
+// without the steps through Python.
+#pragma once
+
+#include "layout.h"
+
+namespace longdraft {
+
+struct Layer {
+    const void* attention_norm;
+    const Linear* qkv;  // q, k, v stacked
+    const Linear* out;
+    const void* mlp_norm;
+    const Linear* gate_up;  // gate, up stacked
+    const Linear* down;
+    float eps;
+    long heads, kv_heads, dim;
+};
+
+struct LayerRows {
+    const void* x;  // [rows, hidden]
+    long rows;
+    const float *cos, *sin;  // [rows, dim / 2]
+    const int32_t* parent;   // [rows]
+    void *q, *k, *v;         // made here: [rows, heads, dim], [rows, kv_heads, dim] twice
+    void* out;               // [rows, hidden]
+};
+
+void decoder_layer(const Kernels& kernels, const Layer& layer, const LayerRows& rows, Store& store, long length);
+
+}  // namespace longdraft
