@@ -23,6 +23,7 @@ namespace longdraft::LONGDRAFT_VARIANT {
 
 constexpr int BATCH = 8;                  // rows that share one reading of the cache
 constexpr long TILE = 4 * BLOCK;          // positions that all batches visit while they are in the L2 cache
+constexpr long AHEAD = 512;               // words between a load and the prefetch beside it (measured: 2 KiB)
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.44269504f;
 
@@ -33,8 +34,10 @@ void score_groups(const uint32_t* const* q, const uint32_t* keys, long steps, lo
                   float (*out)[BLOCK], long at) {
     Floats sums[GROUPS][ROWS] = {};
     for (long s = 0; s < steps; s++)
-        for (int g = 0; g < GROUPS; g++)
+        for (int g = 0; g < GROUPS; g++) {
+            __builtin_prefetch(keys + g * stride + s * LANES + AHEAD);
             for (int r = 0; r < ROWS; r++) sums[g][r] = T::mac(sums[g][r], keys + g * stride + s * LANES, q[r][s]);
+        }
     for (int g = 0; g < GROUPS; g++)
         for (int r = 0; r < ROWS; r++) store(out[r] + at + g * LANES, sums[g][r] * scale);
 }
@@ -55,9 +58,11 @@ void mix(const uint32_t* const* weights, const uint32_t* values, long steps, lon
     Floats sums[ROWS][WIDE];
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDE; v++) sums[r][v] = load(out[r] + v * LANES);
-    for (long s = 0; s < steps; s++, values += stride)
+    for (long s = 0; s < steps; s++, values += stride) {
+        for (int v = 0; v < WIDE; v++) __builtin_prefetch(values + v * LANES + AHEAD);
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < WIDE; v++) sums[r][v] = T::mac(sums[r][v], values + v * LANES, weights[r][s]);
+    }
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < WIDE; v++) store(out[r] + v * LANES, sums[r][v]);
 }

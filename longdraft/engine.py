@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from longdraft import drafters, kernels, statistics
 from longdraft.core import Context, Event, Finish, SamplingParams
+from longdraft.drafters.auto import AutoDrafter
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.model import checkpoint, heads, library
 from longdraft.model import config as model_config
@@ -60,16 +61,16 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
         raise UsageError("device is 'cuda', but PyTorch sees no CUDA device; use cpu or auto")
     if threads:
         kernels.set_threads(threads)
+    drafters.check_name(drafter)
     folder = library.resolve(model)
     config = model_config.read(folder)
     chosen = kernels.choose("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"),
                             config.dtype if dtype == "auto" else dtype)
-    name = drafters.resolve(drafter, chosen)
-    options = drafters.parse_options(name, drafter_options or {})
+    options = drafters.parse_options(drafter, drafter_options or {})
     files = checkpoint.TensorFiles(folder)
     transformer = checkpoint.load(files, config, chosen)
-    log.info("%s: %s kernels, %s on %s, drafter %s", model, chosen.name, chosen.dtype, chosen.device, name)
-    return Engine(model, files, transformer, Tokenizer(folder), name, options, heads)
+    log.info("%s: %s kernels, %s on %s, drafter %s", model, chosen.name, chosen.dtype, chosen.device, drafter)
+    return Engine(model, files, transformer, Tokenizer(folder), drafter, options, heads)
 
 
 class Engine:
@@ -87,12 +88,17 @@ class Engine:
         self.options = options
         self._files = files
         self._heads_name = heads_name
-        if drafters.KINDS[drafter].needs_heads:
-            self.heads  # noqa: B018 - missing heads are an error of loading, not of the first text
+        if heads_name is not None and drafter not in drafters.WITH_HEADS:
+            raise UsageError(f"drafter {drafter!r} uses no heads; leave --heads out, or use --drafter tokenswift")
+        self.heads = self._load_heads()
+        if drafters.KINDS[drafter].needs_heads and self.heads is None:
+            raise ModelError(f"drafter {drafter!r} needs trained heads and {files.folder} has none; give --heads, "
+                             "train them with `longdraft train heads`, or use --drafter ngram")
 
-    @cached_property
-    def heads(self) -> heads.Heads:
-        """The trained heads: those asked for, else those in the model's own files or beside them."""
+    def _load_heads(self) -> heads.Heads | None:
+        """The trained heads: those asked for, else those in the model's own files or beside them, if any."""
+        if self.drafter not in drafters.WITH_HEADS:
+            return None
         if self._heads_name is not None:
             own = self._files.folder.resolve() == Path(self._heads_name).resolve()
             return heads.load(library.resolve(self._heads_name), self.model, None if own else self._fingerprint)
@@ -101,8 +107,7 @@ class Engine:
         beside = self._files.folder / "heads"
         if (beside / "config.json").exists():
             return heads.load(beside, self.model, self._fingerprint)
-        raise ModelError(f"drafter {self.drafter!r} needs trained heads and {self._files.folder} has none; give "
-                         "--heads, train them with `longdraft train heads`, or use --drafter ngram")
+        return None
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -150,9 +155,8 @@ class Generation(Iterator[Event]):
         self._eos = set() if params.ignore_eos else set(model.config.eos_token_ids)
         self._stop_ids = self._eos | set(params.stop_token_ids)
         cache, sampler = model.new_cache(), Sampler(params, self._stop_ids)
-        kind = drafters.KINDS[engine.drafter]
-        resources = drafters.Resources(model, cache, sampler, params, engine.heads if kind.needs_heads else None)
-        drafter: Drafter = kind.build(engine.options, resources)
+        resources = drafters.Resources(model, cache, sampler, params, engine.heads)
+        drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
         self._step = Step(model, cache, drafter, sampler, Context(prompt), Timings(), Tally())
         self._accepted = 0
         self._num_new = 0
@@ -253,6 +257,7 @@ class Generation(Iterator[Event]):
             "model": engine.name,
             "drafter": engine.drafter,
             "drafter_options": asdict(engine.options),
+            **({"tokens_by_choice": step.drafter.turns} if isinstance(step.drafter, AutoDrafter) else {}),
             "sampling": sampling,
             "longdraft_version": __version__,
         }

@@ -13,12 +13,14 @@ from test_equality import prompt_of
 
 from longdraft import drafters
 from longdraft.core import Context, SamplingParams
+from longdraft.drafters.auto import PROBE_EVERY, AutoDrafter
 from longdraft.drafters.ngram import DelayedTable, NgramDrafter, NgramOptions
 from longdraft.drafters.table import RANKED, NgramTable
 from longdraft.drafters.tokenswift import TokenSwiftOptions
 from longdraft.errors import ModelError, UsageError
 from longdraft.model import heads
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Accepted
 from longdraft.speculation.verify import walk
 from longdraft.tree import Trie, chain, from_paths, root_only
 
@@ -99,19 +101,26 @@ def test_the_table_is_bounded_and_forgets_what_is_rare():
     assert table.continuations(7, 1) == [(8,)]
 
 
+def test_only_ngrams_seen_often_enough_are_given():
+    table = NgramTable(2)
+    table.extend([0, 1, 0, 2, 0, 2])
+    assert table.continuations(0, 5, seen=2) == [(2,)]
+    assert table.continuations(0, 5, seen=3) == []
+
+
 def test_ngrams_of_the_penalty_window_wait():
     context = Context([1, 2, 3, 4, 1])
-    now = DelayedTable(NgramOptions(delay=0), SamplingParams())
-    waits = DelayedTable(NgramOptions(), SamplingParams(repetition_penalty=1.2, penalty_window=3))
+    now = DelayedTable(NgramOptions(delay=0, seen=1), SamplingParams())
+    waits = DelayedTable(NgramOptions(seen=1), SamplingParams(repetition_penalty=1.2, penalty_window=3))
     for table, expected in ((now, 4), (waits, 1)):
         table.follow(context)
         trie = Trie(1)
-        table.graft(trie, 0, 1, 5, 3)
+        table.graft(trie, 0, 1, 3)
         assert len(trie) == expected
     context.extend([9, 9])
     waits.follow(context)
     trie = Trie(1)
-    waits.graft(trie, 0, 1, 5, 2)  # cut to two tokens
+    waits.graft(trie, 0, 1, 2)  # cut to two tokens
     assert trie.tree() == chain(1, [2, 3], "ngram")
 
 
@@ -140,7 +149,7 @@ def tokenswift(tiny: dict[str, Path], prompt: list[int], **options: object):
 
 
 def test_tokenswift_builds_the_papers_tree(tiny):
-    drafter, context = tokenswift(tiny, prompt_of(60), continuations=0)
+    drafter, context = tokenswift(tiny, prompt_of(60), tree="1,3,3,3", continuations=0)
     tree = drafter.propose(context, 100)
     assert len(tree) == 41
     assert Counter(tree.depths) == {0: 1, 1: 1, 2: 3, 3: 9, 4: 27}
@@ -151,7 +160,7 @@ def test_tokenswift_grafts_ngrams_behind_its_first_token(tiny):
     bare, context = tokenswift(tiny, prompt, continuations=0)
     first = bare.propose(context, 1).tokens[1]
     prompt = [first, 40, 41, 42, *prompt]
-    drafter, context = tokenswift(tiny, prompt, tree="1", delay=0, budget=500)
+    drafter, context = tokenswift(tiny, prompt, tree="1", delay=0, seen=1, budget=500)
     tree = drafter.propose(context, 100)
     if tree.tokens[1] == first:  # the longer prompt may have changed the model's mind
         assert [tree.tokens[n] for n in tree.path(len(tree) - 1)[1:]] == [first, 40, 41, 42]
@@ -196,8 +205,49 @@ def test_heads_of_another_model_are_refused(tiny, tmp_path):
         heads.load(tmp_path / "foreign", load(tmp_path / "model"), "f" * 64)
 
 
+class Paced:
+    """A drafter whose steps take a known time and write a known number of tokens."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        self.clock, self.seconds, self.observed = clock, seconds, 0
+
+    def begin(self, context, verified):
+        pass
+
+    def propose(self, context, max_depth):
+        self.clock[0] += self.seconds
+        return root_only(context.last)
+
+    def observe(self, context, accepted):
+        self.observed = len(context)
+
+
+def test_auto_drafts_with_the_fastest_and_notices_when_that_changes():
+    clock = [0.0]
+    paces = {name: Paced(clock, seconds) for name, seconds in (("plain", 1.0), ("slow", 3.0), ("fast", 0.5))}
+    drafter = AutoDrafter(paces, clock=lambda: clock[0])
+    context = Context([1])
+    drafter.begin(context, None)
+
+    def write(steps: int) -> None:
+        for _ in range(steps):
+            drafter.propose(context, 9)
+            context.extend([1])
+            drafter.observe(context, Accepted((1,), (0,), (), None))
+            assert paces[drafter._active].observed == len(context), "whoever drafts next has seen the whole text"
+
+    write(20 * PROBE_EVERY)
+    assert drafter.turns["fast"] > 0.9 * 20 * PROBE_EVERY
+    best_possible = 20 * PROBE_EVERY * 0.5
+    assert clock[0] < 1.12 * best_possible
+    paces["fast"].seconds = 2.0  # the context has grown: drafting no longer pays
+    before = drafter.turns["plain"]
+    write(10 * PROBE_EVERY)
+    assert drafter.turns["plain"] - before > 0.8 * 10 * PROBE_EVERY
+
+
 @pytest.mark.parametrize("name, options, message", [
-    ("ngram", {"budget": "3"}, "no option 'budget'; known: continuations, order, capacity, delay"),
+    ("ngram", {"budget": "3"}, "no option 'budget'; known: continuations, seen, order, capacity, delay"),
     ("plain", {"tree": "1"}, "no option 'tree'; known: none"),
     ("ngram", {"order": "1"}, "order is 1; allowed: 2 to 16"),
     ("ngram", {"order": "four"}, "order is 'four'; allowed: int"),

@@ -220,6 +220,18 @@ def test_what_cannot_be_loaded_says_why(settings, error, message):
         longdraft.load(**settings)
 
 
+def test_heads_for_a_drafter_without_heads_are_refused():
+    with pytest.raises(UsageError, match="drafter 'ngram' uses no heads"):
+        longdraft.load(drafter="ngram", heads="novelist")
+
+
+def test_auto_uses_the_heads_it_finds_and_reports_its_choices(tiny):
+    engine = longdraft.load(str(tiny["gqa"]))
+    stats = run(engine, max_new_tokens=100)[1][-1].stats
+    assert set(stats["tokens_by_choice"]) == {"plain", "ngram", "tokenswift"}
+    assert sum(stats["tokens_by_choice"].values()) == 100
+
+
 def test_tokenswift_without_heads_says_where_to_get_them(tmp_path):
     from conftest import make_checkpoint
 

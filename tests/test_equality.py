@@ -28,10 +28,12 @@ SETTINGS = {
                       repetition_penalty=1.1, penalty_window=30),
 }
 DRAFTERS = {
-    "ngram": ("ngram", dict(delay=0)),
+    "auto": ("auto", {}),
+    "ngram": ("ngram", dict(delay=0, seen=1)),
     "ngram, delayed": ("ngram", dict(continuations=20)),
+    "tokenswift, the paper's": ("tokenswift", dict(tree="1,3,3,3", continuations=20, seen=1)),
     "tokenswift": ("tokenswift", {}),
-    "tokenswift, small cache": ("tokenswift", dict(budget=40, sinks=4, recent=8, room=8, delay=0)),
+    "tokenswift, small cache": ("tokenswift", dict(tree="2,2", budget=40, sinks=4, recent=8, room=8, delay=0)),
     "tokenswift, static cache": ("tokenswift", dict(cache="static", budget=40, sinks=4, recent=8, room=8)),
     "tokenswift, full cache": ("tokenswift", dict(cache="full", tree="2,2,2")),
 }

@@ -83,7 +83,6 @@ def _report() -> dict[str, Any]:
         "kernels_available": ", ".join(kernels.available()),
         "kernels_missing": cpu.WHY_MISSING or "none",
         "exactness": "bit-exact" if chosen.is_row_invariant else "distribution",
-        "auto_drafter": drafters.resolve(drafters.AUTO, chosen),
         "drafters": ", ".join(drafters.KINDS),
         "bundled_models": ", ".join(library.bundled()),
     }

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
+from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.ngram import NgramDrafter, NgramOptions
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.tokenswift import TokenSwiftDrafter, TokenSwiftOptions
 from longdraft.errors import UsageError
-from longdraft.kernels import Kernels
 from longdraft.model.heads import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
@@ -35,7 +35,7 @@ class Resources(NamedTuple):
 
 @dataclass(frozen=True)
 class NoOptions:
-    """`plain` has no options."""
+    """`plain` and `auto` have no options."""
 
 
 class Kind(NamedTuple):
@@ -46,11 +46,19 @@ class Kind(NamedTuple):
 
 
 def _tokenswift(options: TokenSwiftOptions, given: Resources) -> Drafter:
-    assert given.heads is not None
+    if given.heads is None:
+        raise UsageError("drafter 'tokenswift' needs trained heads; give --heads or train them")
     return TokenSwiftDrafter(options, given.model, given.cache, given.sampler, given.params, given.heads)
 
 
+def _auto(options: NoOptions, given: Resources) -> Drafter:
+    """Every drafter for which there is what it needs, with its default options."""
+    return AutoDrafter({name: kind.build(kind.options(), given) for name, kind in KINDS.items()
+                        if name != AUTO and (given.heads or not kind.needs_heads)})
+
+
 KINDS: dict[str, Kind] = {
+    AUTO: Kind(NoOptions, _auto, False, "whichever of the others is fastest here and now, measured while writing"),
     "plain": Kind(NoOptions, lambda options, given: PlainDrafter(), False,
                   "no drafting: one token for each forward"),
     "ngram": Kind(NgramOptions, lambda options, given: NgramDrafter(options, given.params), False,
@@ -60,18 +68,13 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def names() -> list[str]:
-    return [AUTO, *KINDS]
+WITH_HEADS = (AUTO, *(name for name, kind in KINDS.items() if kind.needs_heads))
 
 
-def resolve(name: str, kernels: Kernels) -> str:
-    """The drafter that a name stands for. UsageError lists the known ones."""
-    if name != AUTO and name not in KINDS:
-        raise UsageError(f"unknown drafter {name!r}; known: {', '.join(names())}")
-    if name != AUTO:
-        return name
-    # A row costs the reference kernels as much as a step of plain decoding, so no draft can pay there.
-    return "plain" if kernels.name == "reference" else "tokenswift"
+def check_name(name: str) -> None:
+    """UsageError, listing the known drafters, for a name that is none of them."""
+    if name not in KINDS:
+        raise UsageError(f"unknown drafter {name!r}; known: {', '.join(KINDS)}")
 
 
 def parse_options(name: str, given: Mapping[str, Any]) -> Any:

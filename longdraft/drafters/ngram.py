@@ -18,6 +18,7 @@ class NgramOptions:
     """Options of `ngram`.
 
     continuations  n-grams tried in each step at most
+    seen           how often an n-gram must have stood in the text to be tried
     order          tokens of an n-gram, the first of which is looked up
     capacity       n-grams remembered at most
     delay          tokens of the text's end that are not yet in the table; -1: the penalty window while
@@ -25,12 +26,14 @@ class NgramOptions:
     """
 
     continuations: int = 5
+    seen: int = 2
     order: int = 4
     capacity: int = 262_144
     delay: int = -1
 
     def __post_init__(self) -> None:
         check(1 <= self.continuations <= RANKED, "continuations", self.continuations, f"1 to {RANKED}")
+        check(self.seen >= 1, "seen", self.seen, "1 or more")
         check(2 <= self.order <= 16, "order", self.order, "2 to 16")
         check(self.capacity >= 16, "capacity", self.capacity, "16 or more")
         check(self.delay >= -1, "delay", self.delay, "0 or more, or -1 for the penalty window")
@@ -41,6 +44,7 @@ class DelayedTable:
 
     def __init__(self, options: NgramOptions, params: SamplingParams) -> None:
         self._table = NgramTable(options.order, options.capacity)
+        self._num, self._seen = options.continuations, options.seen
         self._delay = options.delay
         if options.delay < 0:
             self._delay = params.penalty_window if params.repetition_penalty != 1 else 0
@@ -51,15 +55,14 @@ class DelayedTable:
         self._table.extend(context.slice(self._taken, end).tolist())
         self._taken = end
 
-    def graft(self, trie: Trie, node: int, token: int, num: int, max_length: int) -> None:
+    def graft(self, trie: Trie, node: int, token: int, max_length: int) -> None:
         """Add the continuations of `token` below `node`, cut to `max_length`."""
-        for continuation in self._table.continuations(token, num):
+        for continuation in self._table.continuations(token, self._num, self._seen):
             trie.graft(node, continuation[:max_length], SOURCE)
 
 
 class NgramDrafter:
     def __init__(self, options: NgramOptions, params: SamplingParams) -> None:
-        self._options = options
         self._table = DelayedTable(options, params)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
@@ -67,7 +70,7 @@ class NgramDrafter:
 
     def propose(self, context: Context, max_depth: int) -> Tree:
         trie = Trie(context.last)
-        self._table.graft(trie, 0, context.last, self._options.continuations, max_depth)
+        self._table.graft(trie, 0, context.last, max_depth)
         return trie.tree()
 
     def observe(self, context: Context, accepted: Accepted) -> None:

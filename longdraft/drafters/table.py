@@ -62,10 +62,10 @@ class NgramTable:
                 first, *rest = self._recent
                 self._count(first, tuple(rest))
 
-    def continuations(self, token: int, num: int) -> list[tuple[int, ...]]:
-        """At most `num` (up to RANKED) continuations of `token`, the best first."""
+    def continuations(self, token: int, num: int, seen: int = 1) -> list[tuple[int, ...]]:
+        """At most `num` (up to RANKED) continuations of `token` that stood there `seen` times, the best first."""
         row = self._rows.get(token)
-        return row.ranked[:num] if row else []
+        return [rest for rest in row.ranked[:num] if row.entries[rest].count >= seen] if row else []
 
     def _count(self, first: int, rest: tuple[int, ...]) -> None:
         row = self._rows.setdefault(first, _Row())

@@ -4,8 +4,9 @@
                                     └ head 1 ─ head 2 ─ head 3 ── tokens 2, 3, 4
 
 Candidates at each depth are ranked with the noise that the target will use. They are combined as the
-tree template says ([1, 3, 3, 3]: one first token, three children for each node below), and behind each
-first token stand the n-grams that followed it before.
+tree template says (the paper's [1, 3, 3, 3]: one first token, three children for each node below), and
+behind each first token stand the n-grams that followed it before. The default template is the one that
+was fastest where it was measured (docs/notebook.md); where rows are cheaper, wider ones pay.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class TokenSwiftOptions:
     """Options of `tokenswift`.
 
     tree           children of each node, depth by depth; at most one depth more than there are heads
+                   (the paper: 1,3,3,3)
     continuations  n-grams grafted behind each first token at most; 0: none (the paper: 20)
+    seen           how often an n-gram must have stood in the text to be tried (the paper: 1)
     order          tokens of an n-gram
     capacity       n-grams remembered at most
     delay          as for `ngram`
@@ -46,8 +49,9 @@ class TokenSwiftOptions:
     cache          dynamic | static | full: how the partial cache is kept (ablation)
     """
 
-    tree: tuple[int, ...] = (1, 3, 3, 3)
-    continuations: int = 5
+    tree: tuple[int, ...] = (1, 1)
+    continuations: int = 2
+    seen: int = 2
     order: int = 4
     capacity: int = 262_144
     delay: int = -1
@@ -75,7 +79,7 @@ class TokenSwiftOptions:
         return total
 
     def ngrams(self) -> NgramOptions:
-        return NgramOptions(max(1, self.continuations), self.order, self.capacity, self.delay)
+        return NgramOptions(max(1, self.continuations), self.seen, self.order, self.capacity, self.delay)
 
 
 class TokenSwiftDrafter:
@@ -114,7 +118,7 @@ class TokenSwiftDrafter:
             level = [trie.add(node, token, source) for node in level for token in candidates]
             if depth == 0 and self._table:
                 for node, token in zip(level, candidates, strict=True):
-                    self._table.graft(trie, node, token, self._options.continuations, max_depth - 1)
+                    self._table.graft(trie, node, token, max_depth - 1)
         return trie.tree()
 
     def _candidates(self, context: Context, depth: int) -> list[list[int]]:
