@@ -298,8 +298,17 @@ template <class T> void attention_as(const Attention& a) {
                 sum[padded + 1] = sum[padded + 1] * mine + other[padded + 1] * theirs;
                 sum[padded] = top;
             }
+            if (a.rest) {
+                const float* rest = a.rest + h * (s.dim + 1);
+                float theirs_top = rest[s.dim] * LOG2_E, top = std::max(sum[padded], theirs_top);
+                float mine = exp2(sum[padded] - top), theirs = exp2(theirs_top - top);
+                for (long d = 0; d < s.dim; d++) sum[d] = sum[d] * mine + rest[d] * theirs;
+                sum[padded + 1] = sum[padded + 1] * mine + theirs;
+                sum[padded] = top;
+            }
             Element* out = static_cast<Element*>(a.out) + (node * a.heads + h) * s.dim;
             for (long d = 0; d < s.dim; d++) out[d] = T::round(sum[d] / sum[padded + 1]);
+            a.lse[node * a.heads + h] = sum[padded] / LOG2_E + std::log(sum[padded + 1]);
         }
 }
 

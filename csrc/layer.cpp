@@ -34,8 +34,8 @@ void decoder_layer(const Kernels& kernels, const Layer& l, const LayerRows& r, S
                     static_cast<size_t>(kv_width * size));
     store.reserve(length + rows);
     kernels.attention({&store, length, rows, l.heads, r.q, {r.k, kv_width, l.dim}, {r.v, kv_width, l.dim}, r.parent,
-                       1.0f / std::sqrt(static_cast<float>(l.dim)), first});
-    kernels.linear(*l.out, first, rows, second, false);
+                       1.0f / std::sqrt(static_cast<float>(l.dim)), r.rest, r.attended, r.lse});
+    kernels.linear(*l.out, r.attended, rows, second, false);
     kernels.add(bf16, r.x, second, rows * hidden, r.out);
     kernels.rms_norm(bf16, r.out, l.mlp_norm, rows, hidden, l.eps, first);
     kernels.linear(*l.gate_up, first, rows, second, false);

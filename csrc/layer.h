@@ -22,7 +22,10 @@ struct LayerRows {
     long rows;
     const float *cos, *sin;  // [rows, dim / 2]
     const int32_t* parent;   // [rows]
+    const float* rest;       // as in Attention
     void *q, *k, *v;         // made here: [rows, heads, dim], [rows, kv_heads, dim] twice
+    void* attended;          // made here: [rows, heads, dim]
+    float* lse;              // made here: [rows, heads]
     void* out;               // [rows, hidden]
 };
 

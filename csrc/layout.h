@@ -106,7 +106,9 @@ struct Attention {
     Rows k, v;             // provisional keys and values
     const int32_t* parent; // [rows], -1: follows the committed part
     float scale;
+    const float* rest;     // [heads, dim + 1] or null: what keys that are not here give, output then log-sum-exp
     void* out;             // [rows, heads, dim]
+    float* lse;            // [rows, heads]: log of the sum of exp(score)
 };
 
 // One variant's operations. `bf16` chooses the element type where the data does not say.

@@ -99,18 +99,20 @@ NB_MODULE(_cpu, m) {
         .def("decoder_layer", [](const Kernels& kernels, Address attention_norm, const Linear& qkv, const Linear& out,
                                  Address mlp_norm, const Linear& gate_up, const Linear& down, float eps, long heads,
                                  long kv_heads, long dim, Store& store, long length, long rows, Address x, Address cos,
-                                 Address sin, Address parent, Address q, Address k, Address v, Address result) {
+                                 Address sin, Address parent, Address rest, Address q, Address k, Address v, Address attended,
+                                 Address lse, Address result) {
             decoder_layer(kernels, {at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), &gate_up, &down, eps,
                                     heads, kv_heads, dim},
-                          {at<void>(x), rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<void>(q),
-                           at<void>(k), at<void>(v), at<void>(result)}, store, length); }, free_gil)
+                          {at<void>(x), rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<float>(rest),
+                           at<void>(q), at<void>(k), at<void>(v), at<void>(attended), at<float>(lse), at<void>(result)}, store, length); }, free_gil)
         .def("read", [](const Kernels& k, const Store& s, Address positions, long count, Address key, Address value) {
             k.read(s, at<int64_t>(positions), count, at<void>(key), at<void>(value)); })
         .def("weights", [](const Kernels& k, const Store& s, long length, Address q, long rows, long heads, float scale,
                            Address out) { k.weights(s, length, at<void>(q), rows, heads, scale, at<float>(out)); }, free_gil)
         .def("attention", [](const Kernels& k, Store& s, long length, long rows, long heads, Address q, Address key,
                              long key_row, long key_head, Address value, long value_row, long value_head, Address parent,
-                             float scale, Address out) {
+                             float scale, Address rest, Address out, Address lse) {
             k.attention({&s, length, rows, heads, at<void>(q), rows_at(key, key_row, key_head),
-                         rows_at(value, value_row, value_head), at<int32_t>(parent), scale, at<void>(out)}); }, free_gil);
+                         rows_at(value, value_row, value_head), at<int32_t>(parent), scale,
+                         at<float>(rest), at<void>(out), at<float>(lse)}); }, free_gil);
 }

@@ -83,8 +83,13 @@ def write(full: FullCache, count: int, seed: int) -> None:
     full.commit(range(count))
 
 
-def queries(seed: int) -> list[torch.Tensor]:
-    return [torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(seed + i)) for i in range(LAYERS)]
+def queries(seed: int) -> list[kernels.Attended]:
+    """Some accepted tokens' queries; what attention gave for them does not matter to the choice of rows."""
+    made = []
+    for layer in range(LAYERS):
+        q = torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(seed + layer))
+        made.append(kernels.Attended(q, torch.zeros_like(q), torch.zeros(2, 4)))
+    return made
 
 
 def positions_held(full: FullCache, partial: PartialCache, layer: int, head: int) -> list[int]:
@@ -157,8 +162,33 @@ def test_drafted_rows_are_dropped():
     partial.refresh(lambda: queries(1))
     for layer in range(LAYERS):
         partial.append(layer, *rows(3, 9))
-    partial.commit(())
+    partial.commit([0, 2])
+    for layer in range(LAYERS):
+        assert partial.append(layer, *rows(1, 9)).length == 22, "a draft sees the drafts before it"
+    partial.commit([0])
+    partial.forget()
     assert partial.length == full.length == 20
+
+
+def test_the_remainder_is_what_the_keys_left_out_give():
+    """With it, one row's attention over the partial cache is its attention over the whole text."""
+    for kernel in (KERNELS, REFERENCE):
+        full = new_full(kernel)
+        partial = PartialCache(full, kernel, HEADS, DIM, SIZE)
+        write(full, 99, 1)
+        tail = [rows(1, 70 + layer) for layer in range(LAYERS)]
+        q = torch.randn(1, 4, DIM, generator=torch.Generator().manual_seed(3))
+        root = torch.tensor([-1], dtype=torch.int32)
+        whole = [kernel.attention(q, full.append(layer, *tail[layer]), root) for layer in range(LAYERS)]
+        full.commit([0])
+        partial.refresh(lambda whole=whole: whole)
+        assert partial.length < full.length
+        for layer in range(LAYERS):
+            # The same query again, on what the partial cache holds but its last row, that row, and the remainder.
+            kv = partial.append(layer, *tail[layer])
+            again = kernel.attention(q, kv._replace(length=kv.length - 1), root)
+            torch.testing.assert_close(again.output, whole[layer].output, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(again.lse, whole[layer].lse, atol=1e-5, rtol=1e-4)
 
 
 def test_without_queries_the_sinks_and_the_latest_rows_are_held():

@@ -149,7 +149,7 @@ def tokenswift(tiny: dict[str, Path], prompt: list[int], **options: object):
 
 
 def test_tokenswift_builds_the_papers_tree(tiny):
-    drafter, context = tokenswift(tiny, prompt_of(60), tree="1,3,3,3", continuations=0)
+    drafter, context = tokenswift(tiny, prompt_of(60), chain=1, tree="1,3,3,3", continuations=0)
     tree = drafter.propose(context, 100)
     assert len(tree) == 41
     assert Counter(tree.depths) == {0: 1, 1: 1, 2: 3, 3: 9, 4: 27}
@@ -157,10 +157,10 @@ def test_tokenswift_builds_the_papers_tree(tiny):
 
 def test_tokenswift_grafts_ngrams_behind_its_first_token(tiny):
     prompt = prompt_of(60)
-    bare, context = tokenswift(tiny, prompt, continuations=0)
+    bare, context = tokenswift(tiny, prompt, chain=1, continuations=0)
     first = bare.propose(context, 1).tokens[1]
     prompt = [first, 40, 41, 42, *prompt]
-    drafter, context = tokenswift(tiny, prompt, tree="1", delay=0, seen=1, budget=500)
+    drafter, context = tokenswift(tiny, prompt, chain=1, tree="1", delay=0, seen=1, budget=500)
     tree = drafter.propose(context, 100)
     if tree.tokens[1] == first:  # the longer prompt may have changed the model's mind
         assert [tree.tokens[n] for n in tree.path(len(tree) - 1)[1:]] == [first, 40, 41, 42]
@@ -169,14 +169,25 @@ def test_tokenswift_grafts_ngrams_behind_its_first_token(tiny):
 
 
 def test_with_a_partial_cache_that_holds_everything_the_first_guess_is_right(tiny):
-    """Drafting on all of the cache is the target itself: at depth 1 the guess is the target's token."""
-    drafter, context = tokenswift(tiny, prompt_of(60), budget=500)
+    """Drafting on all of the cache is the target itself: every token of the chain is the target's."""
+    drafter, context = tokenswift(tiny, prompt_of(60), budget=500, chain=4, tree="1", continuations=0)
     model = load(tiny["gqa"])
     from longdraft.model.transformer import chain_rows
 
     ids = context.slice(0, len(context)).tolist()
-    logits = model.logits(model.forward(chain_rows(ids, 0), model.new_cache()).hidden)
-    assert drafter.propose(context, 4).tokens[1] == int(logits[-1].argmax())
+    for token in drafter.propose(context, 9).tokens[1:]:
+        logits = model.logits(model.forward(chain_rows(ids, 0), model.new_cache()).hidden)
+        assert token == int(logits[-1].argmax())
+        ids.append(token)
+    assert len(ids) == 64
+
+
+@pytest.mark.parametrize("max_depth", [0, 1, 2, 3, 5, 9])
+def test_drafts_stay_within_the_depth_allowed_and_leave_the_cache_as_it_was(tiny, max_depth):
+    drafter, context = tokenswift(tiny, prompt_of(60), chain=3, tree="2,2,1", delay=0, seen=1)
+    held = drafter.partial.length
+    assert max(drafter.propose(context, max_depth).depths) == min(max_depth, 5 if max_depth > 5 else max_depth)
+    assert drafter.partial.length == held
 
 
 def test_released_checkpoints_carry_their_heads(tiny, tmp_path):
@@ -250,7 +261,7 @@ def test_auto_drafts_with_the_fastest_and_notices_when_that_changes():
     ("ngram", {"budget": "3"}, "no option 'budget'; known: continuations, seen, order, capacity, delay"),
     ("plain", {"tree": "1"}, "no option 'tree'; known: none"),
     ("ngram", {"order": "1"}, "order is 1; allowed: 2 to 16"),
-    ("ngram", {"order": "four"}, "order is 'four'; allowed: int"),
+    ("ngram", {"order": "four"}, "order is 'four'; allowed: a whole number"),
     ("tokenswift", {"tree": "1,x"}, "allowed: whole numbers such as 1,3,3,3"),
     ("tokenswift", {"tree": "9,9,9,9"}, "at most 1024 nodes"),
     ("tokenswift", {"budget": "20"}, r"budget is 20; allowed: at least sinks \+ recent \+ room"),

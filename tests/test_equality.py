@@ -31,10 +31,11 @@ DRAFTERS = {
     "auto": ("auto", {}),
     "ngram": ("ngram", dict(delay=0, seen=1)),
     "ngram, delayed": ("ngram", dict(continuations=20)),
-    "tokenswift, the paper's": ("tokenswift", dict(tree="1,3,3,3", continuations=20, seen=1)),
+    "tokenswift, the paper's": ("tokenswift", dict(chain=1, tree="1,3,3,3", continuations=20, seen=1)),
     "tokenswift": ("tokenswift", {}),
-    "tokenswift, small cache": ("tokenswift", dict(tree="2,2", budget=40, sinks=4, recent=8, room=8, delay=0)),
+    "tokenswift, small cache": ("tokenswift", dict(chain=2, tree="2,2", budget=40, sinks=4, recent=8, room=8, delay=0)),
     "tokenswift, static cache": ("tokenswift", dict(cache="static", budget=40, sinks=4, recent=8, room=8)),
+    "tokenswift, no remainder": ("tokenswift", dict(remainder="false", budget=40, sinks=4, recent=8, room=8)),
     "tokenswift, full cache": ("tokenswift", dict(cache="full", tree="2,2,2")),
 }
 

@@ -84,14 +84,14 @@ def test_a_tree_node_gets_the_bits_of_plain_decoding(name, dtype, length, rows, 
     store = kernel.new_store(kv_heads, dim)
     store.reserve(length + rows)
     store.write(0, prefix_k, prefix_v)
-    got = kernel.attention(q, KV(store, length, k, v), parents)
+    got = kernel.attention(q, KV(store, length, k, v), parents).output
     for row in range(rows):
         path = path_of(parents.tolist(), row)
         flat = kernel.new_store(kv_heads, dim)
         flat.reserve(length + len(path))
         flat.write(0, torch.cat([prefix_k, k[path[:-1]]]), torch.cat([prefix_v, v[path[:-1]]]))
         kv = KV(flat, length + len(path) - 1, k[[row]], v[[row]])
-        plain = kernel.attention(q[row : row + 1], kv, parents_of([-1]))
+        plain = kernel.attention(q[row : row + 1], kv, parents_of([-1])).output
         assert torch.equal(got[row], plain[0])
         exact = obvious_attention(q[row], torch.cat([prefix_k, k[path]]), torch.cat([prefix_v, v[path]]))
         tolerance = 1e-5 if dtype == "float32" else 1e-2
@@ -138,7 +138,8 @@ def test_the_number_of_threads_changes_no_bits(name, dtype):
     results = []
     for threads in (1, 2, 3):
         kernels.set_threads(threads)
-        results.append((kernel.linear(x, weight, keep_float=True), kernel.attention(q, kv, random_parents(rows, 2))))
+        attended = kernel.attention(q, kv, random_parents(rows, 2))
+        results.append((kernel.linear(x, weight, keep_float=True), attended.output, attended.lse))
     kernels.set_threads(1)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
@@ -157,7 +158,7 @@ def test_fast_kernels_agree_with_the_reference(name, dtype, group, dim):
     for kernel in (fast, slow):
         store = kernel.new_store(kv_heads, dim)
         store.write(0, k, v)
-        results.append(kernel.attention(q, KV(store, length, *tail), random_parents(rows, dim + group)).float())
+        results.append(kernel.attention(q, KV(store, length, *tail), random_parents(rows, dim + group)).output.float())
     tolerance = 1e-5 if dtype == "float32" else 1e-2
     torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
 

@@ -158,7 +158,7 @@ def test_a_drafter_with_the_targets_logits_ranks_the_targets_token_first(tempera
     for seed in range(50):
         row = torch.tensor(logits(seed, 200))
         taken = sampler.choose(row[None], root_only(context.last), context)
-        ranked = sampler.rank(row, len(context), context, 150)
+        ranked = sampler.rank(row, context, [], 150)
         assert ranked[0] == taken[0]
         assert len(set(ranked)) == 150
         context.extend(taken)

@@ -55,6 +55,11 @@ class FullCache:
             self._tail[layer] = None
         self.length += len(kept)
 
+    def truncate(self, length: int) -> None:
+        """Drop the rows from position `length` on."""
+        assert 0 <= length <= self.length
+        self.length = length
+
     @property
     def nbytes(self) -> int:
         return sum(store.nbytes for store in self.stores)

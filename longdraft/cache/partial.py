@@ -1,10 +1,14 @@
 """A small cache over a full one: sinks, heavy hitters, recent rows (TokenSwift 3.2, StreamingLLM, H2O).
 
-    [ sinks | heavy hitters | recent rows, growing to the budget ]
+    [ sinks | heavy hitters | recent rows, growing to the budget ]   + the remainder
 
 Chosen for each layer and KV head by the attention of the last accepted tokens' queries. Each step
 appends only its new rows; when the budget is full, the choice is made again. A prompt shorter than the
 budget is held whole. Keys carry their rotation, so their order here is free.
+
+The *remainder* is what the keys left out gave the last verified row: for each layer and query head an output
+and a log-sum-exp, "full minus partial". It changes slowly from one token to the next, so drafts merge it into
+their attention as one more key, and a small cache need not forget the mass of a long text.
 
 Modes (the paper's ablation, table 5): "dynamic" as above; "static" is chosen once after the prompt and
 never changes; "full" drafts on a view of the full cache.
@@ -22,9 +26,10 @@ from torch import Tensor
 from longdraft.cache import select
 from longdraft.cache.full import FullCache
 from longdraft.errors import check
-from longdraft.kernels import KV, Kernels
+from longdraft.kernels import KV, Attended, Kernels
 
 CacheMode = Literal["dynamic", "static", "full"]
+_NOTHING = 1e-3  # a share of attention too small to be told from rounding
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,16 @@ class PartialBudget:
 class PartialCache:
     """Rows of `full` held for drafting; itself a KVCache.
 
-    `refresh(queries)` after the prompt and after every step brings in what `full` gained. `queries()`
-    gives those of the last accepted tokens, [layers][Q, H, D]; it is called only where a choice is made.
+    `refresh(attended)` after the prompt and after every step brings in what `full` gained. `attended()` gives
+    what each layer's attention did for the last accepted tokens; it is called only where it is needed.
     """
 
     def __init__(self, full: FullCache, kernels: Kernels, num_kv_heads: int, head_dim: int,
-                 size: PartialBudget, mode: CacheMode = "dynamic") -> None:
+                 size: PartialBudget, mode: CacheMode = "dynamic", has_remainder: bool = True) -> None:
         self._full = full
+        self._kernels = kernels
+        self._has_remainder = has_remainder and mode != "full"
+        self._rest: list[Tensor] | None = None
         self._size = size
         self._mode = mode
         self._rows = FullCache(kernels, len(full.stores), num_kv_heads, head_dim)
@@ -67,28 +75,43 @@ class PartialCache:
         self._device = kernels.device
         self._seen = 0  # committed rows of the full cache that were taken in or left out
         self.num_selections = 0
+        self._drafted = 0  # rows at the end that are guesses
 
     @property
     def length(self) -> int:
         return self._full.length if self._mode == "full" else self._rows.length
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> KV:
-        return (self._full if self._mode == "full" else self._rows).append(layer, k, v)
+        if self._mode == "full":
+            return self._full.append(layer, k, v)
+        kv = self._rows.append(layer, k, v)
+        return kv if self._rest is None else kv._replace(rest=self._rest[layer])
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Drafted rows are guesses of rows that verification will write: none of them is kept."""
-        assert not rows, "a partial cache takes its rows from the full one"
-        (self._full if self._mode == "full" else self._rows).commit(())
+        """Keep drafted rows for the drafts behind them, until `forget`."""
+        (self._full if self._mode == "full" else self._rows).commit(rows)
+        self._drafted += len(rows)
 
-    def refresh(self, queries: Callable[[], Sequence[Tensor]] | None) -> None:
+    def forget(self) -> None:
+        """Drop what was drafted: verification writes these rows, or others, into the full cache."""
+        (self._full if self._mode == "full" else self._rows).truncate(self.length - self._drafted)
+        self._drafted = 0
+
+    def refresh(self, attended: Callable[[], Sequence[Attended]] | None) -> None:
         """Take in the rows the full cache gained, or choose anew where the budget is full."""
-        new = self._full.length - self._seen
-        if self._mode == "full" or (self._mode == "static" and self.num_selections):
+        if self._mode == "full":
             return
+        if self._mode == "dynamic" or not self.num_selections:
+            self._take_in(attended)
+        is_whole = self._rows.length == self._full.length
+        self._rest = self._remainder(attended()) if self._has_remainder and attended and not is_whole else None
+
+    def _take_in(self, attended: Callable[[], Sequence[Attended]] | None) -> None:
+        new = self._full.length - self._seen
         if self._rows.length + new <= self._size.budget:
             self._copy(torch.arange(self._seen, self._full.length).expand(self._num_kv_heads, -1))
-        elif queries is not None:
-            self._select(queries())
+        elif attended is not None:
+            self._select([layer.queries for layer in attended()])
         else:  # nothing to ask with: keep the sinks and the latest
             size = self._size
             held = torch.arange(self._full.length)
@@ -97,6 +120,23 @@ class PartialCache:
         self._seen = self._full.length
         if self._mode == "static":
             self.num_selections = max(1, self.num_selections)
+
+    def _remainder(self, attended: Sequence[Attended]) -> list[Tensor]:
+        """Full minus partial for the last verified row: [H, D + 1] for each layer."""
+        parents = torch.tensor([-1], dtype=torch.int32)
+        last = torch.full((self._num_kv_heads, 1), self._rows.length - 1, device=self._device)
+        parts = []
+        for store, layer in zip(self._rows.stores, attended, strict=True):
+            k, v = (x.transpose(0, 1) for x in store.read(last))
+            parts.append(self._kernels.attention(layer.queries[-1:], KV(store, self._rows.length - 1, k, v), parents))
+        whole, part = (torch.stack([layer.output[-1] for layer in of]).float() for of in (attended, parts))
+        whole_lse, part_lse = (torch.stack([layer.lse[-1] for layer in of])[..., None] for of in (attended, parts))
+        share = (part_lse - whole_lse).exp()  # of the attention that the partial cache holds
+        left = 1 - share
+        is_nothing = left < _NOTHING
+        output = ((whole - share * part) / left).masked_fill(is_nothing, 0.0)
+        lse = (whole_lse + left.clamp_min(_NOTHING).log()).masked_fill(is_nothing, -torch.inf)
+        return list(torch.cat([output, lse], -1).unbind())
 
     def _select(self, queries: Sequence[Tensor]) -> None:
         size, length = self._size, self._full.length

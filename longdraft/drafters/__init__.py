@@ -98,7 +98,10 @@ def _parse(key: str, value: Any, hint: Any) -> Any:
             return tuple(int(part) for part in parts)
         if hint in (int, float):
             return hint(value)
+        if hint is bool and isinstance(value, str):
+            return {"true": True, "false": False}[value.lower()]
         return value
-    except (TypeError, ValueError) as error:
-        kind = "whole numbers such as 1,3,3,3" if isinstance(hint, types.GenericAlias) else hint.__name__
-        raise UsageError(f"option {key} is {value!r}; allowed: {kind}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        names = {bool: "true or false", int: "a whole number", float: "a number"}
+        raise UsageError(f"option {key} is {value!r}; allowed: "
+                         f"{names.get(hint, 'whole numbers such as 1,3,3,3')}") from error

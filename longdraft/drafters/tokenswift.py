@@ -1,7 +1,10 @@
 """TokenSwift's drafter: one forward of the target over a partial cache, chained heads, n-grams, one trie.
 
-    root ─ partial-cache forward ─ h_0 ── LM head ─────── token 1
-                                    └ head 1 ─ head 2 ─ head 3 ── tokens 2, 3, 4
+    root ─ forward on the partial cache ─ h_0 ── LM head ─────── token 1
+                                           └ head 1 ─ head 2 ─ head 3 ── tokens 2, 3, 4
+
+With `chain` > 1 that many tokens are drafted by forwards of the model, one behind the other (the self-speculation
+of MagicDec), and the template stands at the end of the chain.
 
 Candidates at each depth are ranked with the noise that the target will use. They are combined as the
 tree template says (the paper's [1, 3, 3, 3]: one first token, three children for each node below), and
@@ -14,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import CacheMode, PartialBudget, PartialCache
@@ -35,6 +39,8 @@ _MAX_NODES = 1024
 class TokenSwiftOptions:
     """Options of `tokenswift`.
 
+    chain          tokens drafted by forwards on the partial cache, one behind the other (the paper: 1)
+    remainder      drafts count what the keys that are left out gave the last verified token
     tree           children of each node, depth by depth; at most one depth more than there are heads
                    (the paper: 1,3,3,3)
     continuations  n-grams grafted behind each first token at most; 0: none (the paper: 20)
@@ -49,6 +55,8 @@ class TokenSwiftOptions:
     cache          dynamic | static | full: how the partial cache is kept (ablation)
     """
 
+    chain: int = 4
+    remainder: bool = True
     tree: tuple[int, ...] = (1, 1)
     continuations: int = 2
     seen: int = 2
@@ -62,6 +70,7 @@ class TokenSwiftOptions:
     cache: CacheMode = "dynamic"
 
     def __post_init__(self) -> None:
+        check(1 <= self.chain <= 64, "chain", self.chain, "1 to 64")
         check(len(self.tree) >= 1 and all(width >= 1 for width in self.tree), "tree", list(self.tree),
               "whole numbers of 1 or more, such as 1,3,3,3")
         check(self.num_nodes <= _MAX_NODES, "tree", list(self.tree), f"at most {_MAX_NODES} nodes")
@@ -95,7 +104,8 @@ class TokenSwiftDrafter:
         self._table = DelayedTable(options.ngrams(), params) if options.continuations else None
         size = PartialBudget(options.budget, options.sinks, options.recent, options.room)
         config = model.config
-        self.partial = PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size, options.cache)
+        self.partial = PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size, options.cache,
+                                    options.remainder)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
         self._follow(context, verified)
@@ -104,30 +114,41 @@ class TokenSwiftDrafter:
         self._follow(context, accepted.verified)
 
     def _follow(self, context: Context, verified: Verified | None) -> None:
-        self.partial.refresh((lambda: verified.queries) if verified else None)
+        self.partial.refresh((lambda: verified.attended) if verified else None)
         if self._table:
             self._table.follow(context)
 
     def propose(self, context: Context, max_depth: int) -> Tree:
         trie = Trie(context.last)
-        if max_depth == 0:
-            return trie.tree()
-        level = [0]
-        for depth, candidates in enumerate(self._candidates(context, min(max_depth, len(self._options.tree)))):
-            source = SELF if depth == 0 else HEADS
-            level = [trie.add(node, token, source) for node in level for token in candidates]
-            if depth == 0 and self._table:
-                for node, token in zip(level, candidates, strict=True):
-                    self._table.graft(trie, node, token, max_depth - 1)
+        chain = min(self._options.chain, max_depth)
+        if chain:
+            node, path = 0, [context.last]
+            for _ in range(chain - 1):
+                logits, _ = self._forward(context, path)
+                path += self._sampler.rank(logits[0], context, path[1:], 1)
+                node = trie.add(node, path[-1], SELF)
+            self._spread(trie, node, context, path, max_depth - chain + 1)
+            self.partial.forget()
         return trie.tree()
 
-    def _candidates(self, context: Context, depth: int) -> list[list[int]]:
-        """Ranked guesses for each of the next `depth` tokens."""
-        position = len(context) - 1
-        result = self._model.forward(Rows([context.last], [position], [-1]), self.partial)
-        self.partial.commit(())
-        logits = self._model.logits(result.hidden)
-        if depth > 1:
-            logits = torch.cat([logits, self._heads.logits(result.hidden)])
-        return [self._sampler.rank(logits[i], position + 1 + i, context, self._options.tree[i])
-                for i in range(depth)]
+    def _spread(self, trie: Trie, node: int, context: Context, path: list[int], max_depth: int) -> None:
+        """The template below the end of the chain, and n-grams behind its first tokens."""
+        template = self._options.tree[:max_depth]
+        logits, hidden = self._forward(context, path)
+        if len(template) > 1:
+            logits = torch.cat([logits, self._heads.logits(hidden)])
+        level = [node]
+        for ahead, width in enumerate(template):
+            candidates = self._sampler.rank(logits[ahead], context, path[1:], width, ahead)
+            source = HEADS if ahead else SELF
+            level = [trie.add(parent, token, source) for parent in level for token in candidates]
+            if ahead == 0 and self._table:
+                for child, token in zip(level, candidates, strict=True):
+                    self._table.graft(trie, child, token, max_depth - 1)
+
+    def _forward(self, context: Context, path: list[int]) -> tuple[Tensor, Tensor]:
+        """Logits [1, V] and hidden row behind `path` (the root, then drafted tokens), whose last token is new."""
+        position = len(context) - 2 + len(path)
+        result = self._model.forward(Rows(path[-1:], [position], [-1]), self.partial)
+        self.partial.commit([0])
+        return self._model.logits(result.hidden), result.hidden

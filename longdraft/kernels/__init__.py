@@ -9,10 +9,11 @@ import torch
 
 from longdraft.errors import UsageError
 from longdraft.kernels import cpu
-from longdraft.kernels.interface import KV, Geometry, Kernels, KVStore, LayerWeights, Linear
+from longdraft.kernels.interface import KV, Attended, Geometry, Kernels, KVStore, LayerWeights, Linear
 from longdraft.kernels.reference import ReferenceKernels
 
-__all__ = ["KV", "Geometry", "KVStore", "Kernels", "LayerWeights", "Linear", "available", "choose", "set_threads"]
+__all__ = ["KV", "Attended", "Geometry", "KVStore", "Kernels", "LayerWeights", "Linear", "available", "choose",
+           "set_threads"]
 
 log = logging.getLogger(__name__)
 VARIABLE = "LONGDRAFT_KERNELS"

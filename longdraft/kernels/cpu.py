@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longdraft.kernels.interface import KV, Geometry, KVStore, LayerWeights, Linear
+from longdraft.kernels.interface import KV, Attended, Geometry, KVStore, LayerWeights, Linear
 
 try:
     from longdraft.kernels import _cpu
@@ -176,7 +176,7 @@ class CpuKernels:
         return CpuStore(self._native, self.dtype, num_kv_heads, head_dim)
 
     def decoder_layer(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
-                      parents: Tensor) -> tuple[Tensor, Tensor]:
+                      parents: Tensor) -> tuple[Tensor, Attended]:
         heads, kv_heads, dim, eps = geometry
         rows, hidden = x.shape
         store, qkv, out, gate_up, down = kv.store, layer.qkv, layer.out, layer.gate_up, layer.down
@@ -191,15 +191,18 @@ class CpuKernels:
             fits = tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
             _require(fits, f"{name} {shape}", tensor.shape)
         self._check_tail(store, kv.length, rows, parents)
-        q = torch.empty(rows, heads, dim, dtype=self.dtype)
+        rest = _rest(kv.rest, heads, dim)
+        q, attended = (torch.empty(rows, heads, dim, dtype=self.dtype) for _ in range(2))
+        lse = torch.empty(rows, heads)
         result = torch.empty_like(x)
         self._native.decoder_layer(
             layer.attention_norm.data_ptr(), qkv.native, out.native, layer.mlp_norm.data_ptr(), gate_up.native,
             down.native, eps, heads, kv_heads, dim, store.native, kv.length, rows, x.data_ptr(), cos.data_ptr(),
-            sin.data_ptr(), parents.data_ptr(), q.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), result.data_ptr())
-        return result, q
+            sin.data_ptr(), parents.data_ptr(), rest, q.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(),
+            attended.data_ptr(), lse.data_ptr(), result.data_ptr())
+        return result, Attended(q, attended, lse)
 
-    def attention(self, q: Tensor, kv: KV, parents: Tensor) -> Tensor:
+    def attention(self, q: Tensor, kv: KV, parents: Tensor) -> Attended:
         store, length = kv.store, kv.length
         assert isinstance(store, CpuStore)
         rows, heads, dim = q.shape
@@ -209,10 +212,11 @@ class CpuKernels:
         _require(heads % k.shape[1] == 0 and dim == k.shape[2], "query heads in groups of KV heads", q.shape)
         self._check_tail(store, length, rows, parents)
         store.reserve(length + rows)
-        out = torch.empty_like(q)
+        out, lse = torch.empty_like(q), torch.empty(rows, heads)
         self._native.attention(store.native, length, rows, heads, q.data_ptr(), *_strided(k), *_strided(v),
-                               parents.data_ptr(), 1 / math.sqrt(dim), out.data_ptr())
-        return out
+                               parents.data_ptr(), 1 / math.sqrt(dim), _rest(kv.rest, heads, dim), out.data_ptr(),
+                               lse.data_ptr())
+        return Attended(q, out, lse)
 
     def _check_tail(self, store: CpuStore, length: int, rows: int, parents: Tensor) -> None:
         _require(parents.shape == (rows,) and parents.dtype == torch.int32, f"{rows} parents as int32", parents.shape)
@@ -236,6 +240,14 @@ def _check_layer(hidden: int, layer: LayerWeights, geometry: Geometry) -> None:
     wanted = [((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)]
     norms = (layer.attention_norm.shape, layer.mlp_norm.shape)
     _require(shapes == wanted and norms == ((hidden,), (hidden,)), f"weights {wanted}", shapes)
+
+
+def _rest(rest: Tensor | None, heads: int, dim: int) -> int:
+    if rest is None:
+        return 0
+    fits = rest.shape == (heads, dim + 1) and rest.dtype == torch.float32 and rest.is_contiguous()
+    _require(fits, f"a rest [{heads}, {dim + 1}] of float32", rest.shape)
+    return rest.data_ptr()
 
 
 def _strided(x: Tensor) -> tuple[int, int, int]:

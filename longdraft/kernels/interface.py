@@ -73,12 +73,25 @@ class KVStore(Protocol):
 
 
 class KV(NamedTuple):
-    """What attention reads: `length` committed positions of a store, then T provisional rows."""
+    """What attention reads: `length` committed positions of a store, then T provisional rows.
+
+    rest  [H, D + 1] float32: what keys that are not in the store would give, as an output and its
+          log-sum-exp, merged into every row's attention as one more key; None where nothing is left out
+    """
 
     store: KVStore
     length: int
     k: Tensor  # [T, Hkv, D]
     v: Tensor  # [T, Hkv, D]
+    rest: Tensor | None = None
+
+
+class Attended(NamedTuple):
+    """What attention did for some rows: queries and outputs [T, H, D], log-sum-exp of the scores [T, H]."""
+
+    queries: Tensor
+    output: Tensor
+    lse: Tensor  # float32
 
 
 class Kernels(Protocol):
@@ -110,14 +123,14 @@ class Kernels(Protocol):
     def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore: ...
 
     def decoder_layer(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
-                      parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows x [T, hidden] through one layer: the new rows, and their queries [T, H, D].
+                      parents: Tensor) -> tuple[Tensor, Attended]:
+        """Rows x [T, hidden] through one layer: the new rows, and what attention did for them.
 
         Fills kv.k and kv.v with the rows' keys and values. `parents` as for `attention`.
         """
 
-    def attention(self, q: Tensor, kv: KV, parents: Tensor) -> Tensor:
-        """Each row of q [T, H, D] over the committed positions and its own path: [T, H, D].
+    def attention(self, q: Tensor, kv: KV, parents: Tensor) -> Attended:
+        """Each row of q [T, H, D] over the committed positions and its own path.
 
         parents [T] int32 on the CPU: the provisional row before each row, -1 where that is the committed part.
         """

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.kernels.interface import KV, Geometry, KVStore, LayerWeights, Linear
+from longdraft.kernels.interface import KV, Attended, Geometry, KVStore, LayerWeights, Linear
 
 SPLIT = 4096  # positions in a block of storage; each is reduced by one call, splits merge in order
 STEP = 256  # the last split is computed up to the next multiple of this, the rest masked
@@ -149,28 +149,29 @@ class ReferenceKernels:
         return ReferenceStore(num_kv_heads, head_dim, self.device)
 
     def decoder_layer(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
-                      parents: Tensor) -> tuple[Tensor, Tensor]:
+                      parents: Tensor) -> tuple[Tensor, Attended]:
         heads, kv_heads, dim, eps = geometry
         normed = self.rms_norm(x, layer.attention_norm, eps)
         qkv = self.linear(normed, layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
         q = self.rope(qkv[:, :heads], cos, sin)
         kv.k.copy_(self.rope(qkv[:, heads : heads + kv_heads], cos, sin))
         kv.v.copy_(qkv[:, heads + kv_heads :])
-        x = x + self.linear(self.attention(q, kv, parents).flatten(1), layer.out)
+        attended = self.attention(q, kv, parents)
+        x = x + self.linear(attended.output.flatten(1), layer.out)
         normed = self.rms_norm(x, layer.mlp_norm, eps)
-        return x + self.linear(self.swiglu(self.linear(normed, layer.gate_up)), layer.down), q
+        return x + self.linear(self.swiglu(self.linear(normed, layer.gate_up)), layer.down), attended
 
-    def attention(self, q: Tensor, kv: KV, parents: Tensor) -> Tensor:
+    def attention(self, q: Tensor, kv: KV, parents: Tensor) -> Attended:
         """One row after the other; a row's path is laid behind the committed part, where plain decoding
         would have put it, and then the row reads one run of positions:
 
             [ committed 0 .. length ) [ path 0 .. depth ] [ masked up to a multiple of STEP )
         """
-        store, length, k, v = kv
+        store, length, k, v, rest = kv
         assert isinstance(store, ReferenceStore)
         depths: list[int] = []
         laid: list[int] = []  # rows now lying at positions length, length + 1, ...
-        out = torch.empty_like(q)
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
         before: list[int] = parents.tolist()
         for row, parent in enumerate(before):
             depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -184,13 +185,14 @@ class ReferenceKernels:
             store.write(length + first, k[path], v[path])
             laid[first:] = path
             with _one_thread():
-                out[row] = _attend(q[row].float(), store, length + depths[row] + 1).to(self.dtype)
-        return out
+                out[row], lse[row] = _attend(q[row].float(), store, length + depths[row] + 1, rest)
+        return Attended(q, out, lse)
 
 
-def _attend(q: Tensor, store: ReferenceStore, length: int) -> Tensor:
-    """One query [H, D] over positions [0, length): softmax over each split, splits merged in order."""
+def _attend(q: Tensor, store: ReferenceStore, length: int, rest: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One query [H, D] over positions [0, length): softmax over each split, splits merged in order, then `rest`."""
     num_kv_heads, _, head_dim = store.k[0].shape
+    num_heads = len(q)
     q = q.view(num_kv_heads, -1, head_dim) / math.sqrt(head_dim)
     top = total = acc = None
     for start in range(0, length, SPLIT):
@@ -209,5 +211,10 @@ def _attend(q: Tensor, store: ReferenceStore, length: int) -> Tensor:
         new_top = torch.maximum(top, peak)
         old, new = (top - new_top).exp(), (peak - new_top).exp()
         top, total, acc = new_top, total * old + mass * new, acc * old + mixed * new
-    assert acc is not None and total is not None
-    return (acc / total).reshape(-1, head_dim)
+    assert acc is not None and total is not None and top is not None
+    if rest is not None:
+        theirs, peak = rest[:, :-1].view_as(acc), rest[:, -1].view_as(top)
+        new_top = torch.maximum(top, peak)
+        old, new = (top - new_top).exp(), (peak - new_top).exp()
+        top, total, acc = new_top, total * old + new, acc * old + theirs * new
+    return (acc / total).reshape(num_heads, head_dim), (top + total.log()).reshape(num_heads)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longdraft.cache.full import FullCache, KVCache
-from longdraft.kernels import Geometry, Kernels, LayerWeights, Linear
+from longdraft.kernels import Attended, Geometry, Kernels, LayerWeights, Linear
 from longdraft.model.config import ModelConfig
 from longdraft.model.rope import RopeTable
 from longdraft.tree import Tree
@@ -39,10 +39,10 @@ class Weights(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a forward leaves: hidden [R, hidden] before the final norm; queries [layers][R, H, D]."""
+    """What a forward leaves: hidden [R, hidden] before the final norm, and each layer's attention."""
 
     hidden: Tensor
-    queries: tuple[Tensor, ...]
+    attended: tuple[Attended, ...]
 
 
 class Transformer:
@@ -65,12 +65,12 @@ class Transformer:
         parents = torch.tensor(rows.parents, dtype=torch.int32)
         shape = (len(rows.tokens), geometry.num_kv_heads, geometry.head_dim)
         x = kernels.embed(self.weights.embedding, rows.tokens)
-        queries = []
+        attended = []
         for index, layer in enumerate(self.weights.layers):
             k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
-            x, q = kernels.decoder_layer(x, layer, geometry, cos, sin, cache.append(index, k, v), parents)
-            queries.append(q)
-        return Forward(x, tuple(queries))
+            x, mixed = kernels.decoder_layer(x, layer, geometry, cos, sin, cache.append(index, k, v), parents)
+            attended.append(mixed)
+        return Forward(x, tuple(attended))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 of hidden rows [R, hidden] (before the final norm)."""

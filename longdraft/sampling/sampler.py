@@ -41,20 +41,25 @@ class Sampler:
 
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
         """The target's token behind each node, from its logits [nodes, V] float32."""
-        rows = self._penalised(logits, [tree.path(node)[1:] for node in range(len(tree))], tree, context)
+        paths = [[tree.tokens[n] for n in tree.path(node)[1:]] for node in range(len(tree))]
+        rows = self._penalised(logits, context, paths)
         if self.params.temperature == 0:
             return [process.best_token(row) for row in rows]
         supports = [process.support(row, self.params) for row in rows]
         return gumbel_argmaxes(supports, self._seed, [len(context) + depth for depth in tree.depths])
 
-    def rank(self, logits: torch.Tensor, position: int, context: Context, num: int) -> list[int]:
-        """A drafter's `num` best guesses, best first, of the token at `position` from its logits [V].
+    def rank(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0) -> list[int]:
+        """A drafter's `num` best guesses, best first, from its logits [V].
+
+        path   drafted tokens behind the text (root excluded); the guesses follow them
+        ahead  unknown tokens between the path and the guesses (a head that looks further)
 
         They are ranked with the noise the target will use, so a draft that agrees with the target's
         logits agrees with its samples, at any temperature. Tokens that the filters remove come last:
         a drafter's logits are only an estimate.
         """
-        row = self._penalised(logits[None], [[]], None, context, position - len(context))[0]
+        position = len(context) + len(path) + ahead
+        row = self._penalised(logits[None], context, [path], ahead)[0]
         num = min(num, len(row))
         if self.params.temperature == 0:
             best = np.argpartition(-row, num - 1)[:num]
@@ -69,9 +74,9 @@ class Sampler:
             ranked += _by_noise(Support(others, scores), self._seed, position)[: num - len(ranked)]
         return ranked
 
-    def _penalised(self, logits: torch.Tensor, paths: Sequence[Sequence[int]], tree: Tree | None,
-                   context: Context, ahead: int = 0) -> NDArray[np.float32]:
-        """Rows [R, V] after penalty and bans. `paths` are nodes of the tree behind the root."""
+    def _penalised(self, logits: torch.Tensor, context: Context, paths: Sequence[Sequence[int]],
+                   ahead: int = 0) -> NDArray[np.float32]:
+        """Rows [R, V] after penalty and bans; row i stands behind the text and the tokens of paths[i]."""
         raw: NDArray[np.float32] = logits.detach().float().cpu().numpy()
         rows = raw.copy()
         if self._window is not None:
@@ -80,8 +85,7 @@ class Sampler:
             rows[:, common] = process.penalise(raw[:, common], self.params.repetition_penalty)
             for i, path in enumerate(paths):
                 if path:
-                    assert tree is not None
-                    added, left = self._window.change(context, [tree.tokens[node] for node in path])
+                    added, left = self._window.change(context, path)
                     _restore(rows[i], raw[i], left)
                     _penalise(rows[i], raw[i], added, self.params.repetition_penalty)
         for i, path in enumerate(paths):

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from longdraft.core import Context
+from longdraft.kernels import Attended
 from longdraft.model.transformer import Forward
 from longdraft.tree import Tree
 
@@ -24,9 +25,10 @@ class Verified(NamedTuple):
         return self.result.hidden[list(self.rows)]
 
     @property
-    def queries(self) -> tuple[Tensor, ...]:
-        """[layers][rows, H, D]"""
-        return tuple(q[list(self.rows)] for q in self.result.queries)
+    def attended(self) -> list[Attended]:
+        """What each layer's attention did for these rows."""
+        rows = list(self.rows)
+        return [Attended(*(part[rows] for part in layer)) for layer in self.result.attended]
 
 
 class Accepted(NamedTuple):
