@@ -9,8 +9,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TOKENS ?= 4000
+
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
 .PHONY: demo test lint clean
 

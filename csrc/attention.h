@@ -162,6 +162,7 @@ template <class T> struct Blocks {
             mass = mass + weight;
             T::narrow(weights + g * LANES, weight);
         }
+        if (!(top > LOWEST && top < -LOWEST)) *row.total = top - top;  // only NaN or infinite scores: NaN
         *row.total = *row.total * shrink + sum(mass);
         *row.top = top;
         if (shrink != 1.0f)

@@ -45,6 +45,14 @@ const Kernels& by_name(const std::string& name) {
     throw std::invalid_argument("this processor cannot run the variant " + name);
 }
 
+void require(bool condition, const char* wanted) {
+    if (!condition) throw std::invalid_argument(std::string("CPU kernels want ") + wanted);
+}
+
+void require_order(const int32_t* parent, long rows) {
+    for (long row = 0; row < rows; row++) require(-1 <= parent[row] && parent[row] < row, "parents before children");
+}
+
 template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
 Rows rows_at(Address address, long row_stride, long head_stride) { return {at<void>(address), row_stride, head_stride}; }
 
@@ -68,11 +76,14 @@ NB_MODULE(_cpu, m) {
     m.def("threads", &threads);
     m.def("set_threads", &set_threads);
 
-    nb::class_<Linear>(m, "Linear").def_ro("n", &Linear::n).def_ro("k", &Linear::k).def_prop_ro("nbytes", &Linear::bytes);
+    nb::class_<Linear>(m, "Linear").def_ro("is_bf16", &Linear::is_bf16).def_ro("n", &Linear::n).def_ro("k", &Linear::k).def_prop_ro("nbytes", &Linear::bytes);
 
     nb::class_<Store>(m, "Store")
         .def(nb::init<bool, long, long>())
         .def("reserve", &Store::reserve)
+        .def_ro("is_bf16", &Store::is_bf16)
+        .def_ro("heads", &Store::heads)
+        .def_ro("dim", &Store::dim)
         .def_prop_ro("capacity", &Store::capacity)
         .def_prop_ro("nbytes", &Store::bytes);
 
@@ -93,7 +104,10 @@ NB_MODULE(_cpu, m) {
                         long rows, long heads, long dim, Address out) {
             k.rope(bf16, rows_at(x, row_stride, head_stride), at<float>(cos), at<float>(sin), rows, heads, dim, at<void>(out)); })
         .def("write", [](const Kernels& k, Store& s, long start, Address which, long rows, Address key, long key_row,
-                         long key_head, Address value, long value_row, long value_head) {
+                         long key_head, Address value, long value_row, long value_head, long held) {
+            for (long i = 0; which && i < rows; i++)
+                require(0 <= at<int64_t>(which)[i] && at<int64_t>(which)[i] < held, "rows that are there");
+            s.reserve(start + rows);
             k.write(s, start, rows_at(key, key_row, key_head), rows_at(value, value_row, value_head),
                     at<int64_t>(which), rows); })
         .def("decoder_layer", [](const Kernels& kernels, Address attention_norm, const Linear& qkv, const Linear& out,
@@ -101,6 +115,7 @@ NB_MODULE(_cpu, m) {
                                  long kv_heads, long dim, Store& store, long length, long rows, Address x, Address cos,
                                  Address sin, Address parent, Address rest, Address q, Address k, Address v, Address attended,
                                  Address lse, Address result) {
+            require_order(at<int32_t>(parent), rows);
             decoder_layer(kernels, {at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), &gate_up, &down, eps,
                                     heads, kv_heads, dim},
                           {at<void>(x), rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<float>(rest),
@@ -112,6 +127,8 @@ NB_MODULE(_cpu, m) {
         .def("attention", [](const Kernels& k, Store& s, long length, long rows, long heads, Address q, Address key,
                              long key_row, long key_head, Address value, long value_row, long value_head, Address parent,
                              float scale, Address rest, Address out, Address lse) {
+            require_order(at<int32_t>(parent), rows);
+            s.reserve(length + rows);
             k.attention({&s, length, rows, heads, at<void>(q), rows_at(key, key_row, key_head),
                          rows_at(value, value_row, value_head), at<int32_t>(parent), scale,
                          at<float>(rest), at<void>(out), at<float>(lse)}); }, free_gil);

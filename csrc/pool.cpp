@@ -3,12 +3,16 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
 #endif
 
 namespace longdraft {
@@ -24,12 +28,47 @@ void relax() {
 
 class Pool {
   public:
-    ~Pool() { resize(1); }
+    ~Pool() { stop(); }
 
-    int size() const { return static_cast<int>(workers_.size()) + 1; }
+    int size() const { return size_; }
 
+    // Threads are started by the first piece of work that wants them.
     void resize(int count) {
         std::lock_guard<std::mutex> one_caller(callers_);
+        stop();
+        size_ = count;
+    }
+
+    void run(long count, const std::function<void(long)>& work) {
+        std::unique_lock<std::mutex> one_caller(callers_, std::try_to_lock);
+        if (count <= 1 || size_ <= 1 || !one_caller.owns_lock()) {
+            for (long i = 0; i < count; i++) work(i);
+            return;
+        }
+        if (workers_.empty()) start();
+        work_ = &work;
+        count_ = count;
+        failure_ = nullptr;
+        next_.store(0);
+        busy_.store(static_cast<int>(workers_.size()));
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            round_.fetch_add(1, std::memory_order_release);
+        }
+        if (sleeping_.load()) wake_.notify_all();
+        take();
+        for (int i = 1; busy_.load(std::memory_order_acquire); i++)
+            if (i % 4096) relax();
+            else std::this_thread::yield();  // fewer cores than threads: let the others run
+        if (failure_) std::rethrow_exception(failure_);
+    }
+
+  private:
+    void start() {
+        for (int i = 1; i < size_; i++) workers_.emplace_back([this, seen = round_.load()] { serve(seen); });
+    }
+
+    void stop() {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             stopping_ = true;
@@ -39,31 +78,17 @@ class Pool {
         for (std::thread& worker : workers_) worker.join();
         workers_.clear();
         stopping_ = false;
-        for (int i = 1; i < count; i++) workers_.emplace_back([this, seen = round_.load()] { serve(seen); });
     }
 
-    void run(long count, const std::function<void(long)>& work) {
-        std::unique_lock<std::mutex> one_caller(callers_, std::try_to_lock);
-        if (workers_.empty() || count <= 1 || !one_caller.owns_lock()) {
-            for (long i = 0; i < count; i++) work(i);
-            return;
-        }
-        work_ = &work;
-        count_ = count;
-        next_.store(0);
-        busy_.store(static_cast<int>(workers_.size()));
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            round_.fetch_add(1, std::memory_order_release);
-        }
-        if (sleeping_.load()) wake_.notify_all();
-        take();
-        while (busy_.load(std::memory_order_acquire)) relax();
-    }
-
-  private:
+    // The first exception of any thread ends the round, and is thrown where the work was asked for.
     void take() {
-        for (long i; (i = next_.fetch_add(1)) < count_;) (*work_)(i);
+        try {
+            for (long i; (i = next_.fetch_add(1)) < count_;) (*work_)(i);
+        } catch (...) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            if (!failure_) failure_ = std::current_exception();
+            next_.store(count_);
+        }
     }
 
     void serve(long seen) {
@@ -96,13 +121,28 @@ class Pool {
     std::atomic<long> round_{0}, next_{0};
     std::atomic<int> busy_{0}, sleeping_{0};
     std::atomic<bool> stopping_{false};
+    std::atomic<int> size_{1};
+    std::exception_ptr failure_;
     const std::function<void(long)>* work_ = nullptr;
     long count_ = 0;
 };
 
+// Never destroyed, and replaced in a forked child, which inherits the pool's data but none of its threads.
+Pool* the_pool = nullptr;
+
 Pool& pool() {
-    static Pool the_pool;
-    return the_pool;
+    static std::once_flag once;
+    std::call_once(once, [] {
+        the_pool = new Pool;
+#if defined(__unix__) || defined(__APPLE__)
+        pthread_atfork(nullptr, nullptr, [] {
+            int size = the_pool->size();
+            the_pool = new Pool;
+            the_pool->resize(size);
+        });
+#endif
+    });
+    return *the_pool;
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ typedef uint16_t Halves __attribute__((vector_size(32)));
 inline Floats load(const float* p) { Floats x; std::memcpy(&x, p, sizeof x); return x; }
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 inline Floats all(float x) { return x - Floats{}; }
-inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }  // b where either is NaN
 
 // 16 lanes to one, always in the same tree.
 inline float sum(Floats x) {
@@ -61,7 +61,8 @@ inline Floats exp2(Floats x) {
     p = p * f + all(6.93147181e-1f);
     p = p * f + all(1.0f);
     Ints scaled = (Ints)p + (((Ints)shifted) << 23);  // the low bits of `shifted` are the whole number
-    return x < all(-126.0f) ? Floats{} : (Floats)scaled;
+    Floats power = x < all(-126.0f) ? Floats{} : (Floats)scaled;
+    return x == x ? power : x;  // NaN stays NaN: damaged weights must not become plausible text
 }
 
 inline float exp2(float x) { return exp2(all(x))[0]; }

@@ -1,4 +1,4 @@
-"""longdraft writes ultra-long texts several times faster than plain decoding, and exactly the same text.
+"""longdraft writes ultra-long texts by speculative decoding: faster, and exactly the text of plain decoding.
 
     import longdraft
     engine = longdraft.load("novelist")

@@ -17,13 +17,13 @@ def run(arguments: list[str]) -> int:
     import typer
 
     from longdraft.cli import app
-    from longdraft.errors import LongdraftError, NumericalError
+    from longdraft.errors import LongdraftError, ModelError, UsageError
 
     command = typer.main.get_command(app)
     try:
         status = command.main(arguments, prog_name="longdraft", standalone_mode=False)
     except LongdraftError as error:
-        return _fail(str(error), 1 if isinstance(error, NumericalError) else 2)
+        return _fail(str(error), 2 if isinstance(error, UsageError | ModelError) else 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except MemoryError:
@@ -32,6 +32,8 @@ def run(arguments: list[str]) -> int:
         # Click's own errors (unknown option, missing argument, bad number) know how to say themselves.
         if not hasattr(error, "format_message"):
             raise
+        if not error.format_message():  # no arguments: the help was shown
+            return 2
         return _fail(f"{error.format_message().rstrip('.')}; see --help", 2)
     return status if isinstance(status, int) else 0
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
@@ -37,7 +38,7 @@ class SamplingParams:
     max_new_tokens      tokens to write at most, >= 1
     min_new_tokens      end-of-text and stop ids are impossible before this many tokens
     seed                0 .. 2**64-1; None: one is drawn and reported
-    temperature         >= 0; 0 takes the most likely token
+    temperature         0 takes the most likely token; else 0.001 or more
     top_k               keep the k most likely tokens; 0: all
     top_p               keep the smallest set of tokens with this much probability, (0, 1]
     min_p               keep tokens at least this fraction as likely as the likeliest, [0, 1)
@@ -70,7 +71,7 @@ class SamplingParams:
             check(_is_int(getattr(self, name)), name, getattr(self, name), "a whole number")
         for name in ("temperature", "top_p", "min_p", "eta_cutoff", "repetition_penalty"):
             value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
             check(is_number and math.isfinite(value), name, value, "a finite number")
         check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
         check(self.min_new_tokens >= 0, "min_new_tokens", self.min_new_tokens, "0 or more")
@@ -78,7 +79,8 @@ class SamplingParams:
               f"at most max_new_tokens ({self.max_new_tokens})")
         check(self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED), "seed", self.seed,
               "0 to 2**64-1")
-        check(self.temperature >= 0, "temperature", self.temperature, "0 or more", "0 is greedy")
+        check(self.temperature == 0 or self.temperature >= 1e-3, "temperature", self.temperature,
+              "0, or 0.001 and more", "0 is greedy")
         check(self.top_k >= 0, "top_k", self.top_k, "0 or more", "0 keeps every token")
         check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, at most 1", "1 keeps every token")
         check(0 <= self.min_p < 1, "min_p", self.min_p, "0 to below 1", "0 keeps every token")
@@ -91,8 +93,9 @@ class SamplingParams:
         stop: object = self.stop
         check(isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop), "stop", stop,
               "a tuple of non-empty texts")
-        check(all(_is_int(i) and i >= 0 for i in self.stop_token_ids), "stop_token_ids",
-              self.stop_token_ids, "token ids, 0 or more")
+        ids: object = self.stop_token_ids
+        check(isinstance(ids, tuple) and all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", ids,
+              "a tuple of token ids, 0 or more")
 
     @classmethod
     def from_names(cls, settings: Mapping[str, Any]) -> SamplingParams:
@@ -106,6 +109,8 @@ class SamplingParams:
             target = ALIASES.get(name, name)
             if name == "do_sample":
                 target, value = "temperature", settings.get("temperature", 1.0) if value else 0.0
+            if value is None and target != "seed":
+                continue  # not set
             if target not in known:
                 raise UsageError(f"unknown sampling setting {name!r}; known: {', '.join(sorted(known))}")
             if target in chosen and chosen[target] != value and name != "temperature":
@@ -124,7 +129,7 @@ class SamplingParams:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 class Context:

@@ -56,7 +56,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     """
     check(device in ("auto", "cpu", "cuda"), "device", device, "auto, cpu or cuda")
     check(dtype in ("auto", "float32", "bfloat16"), "dtype", dtype, "auto, float32 or bfloat16")
-    check(threads is None or threads >= 1, "threads", threads, "1 or more")
+    check(threads is None or 1 <= threads <= 1024, "threads", threads, "1 to 1024")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device is 'cuda', but PyTorch sees no CUDA device; use cpu or auto")
     if threads:
@@ -106,12 +106,21 @@ class Engine:
             return heads.load(self._files.folder, self.model)
         beside = self._files.folder / "heads"
         if (beside / "config.json").exists():
-            return heads.load(beside, self.model, self._fingerprint)
+            try:
+                return heads.load(beside, self.model, self._fingerprint)
+            except ModelError as error:
+                if self.drafter != drafters.AUTO:
+                    raise
+                log.warning("going on without heads: %s", error)
         return None
 
     @cached_property
     def _fingerprint(self) -> str:
         return self._files.fingerprint()
+
+    def chat(self, message: str) -> list[int]:
+        """Token ids of one user message in the model's chat template (which writes its own special tokens)."""
+        return self.tokenizer.encode(self.tokenizer.chat(message), add_special_tokens=False)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt (ids are checked and taken as they are). UsageError if it is empty."""
@@ -174,6 +183,11 @@ class Generation(Iterator[Event]):
         self._events.close()
         if self.finish_reason is None:
             self.finish_reason = "cancelled"
+
+    @property
+    def held_text(self) -> str:
+        """Text of the last tokens that was held back as the possible beginning of a stop text."""
+        return self._stops.flush()
 
     def __enter__(self) -> Generation:
         return self

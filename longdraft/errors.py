@@ -18,6 +18,10 @@ class ModelError(LongdraftError):
     """A model, tokenizer or heads folder that is missing, corrupt or not supported."""
 
 
+class OutputError(LongdraftError):
+    """What was to be written could not be: the disk is full, the device is gone."""
+
+
 class NumericalError(LongdraftError):
     """The model produced logits that are not numbers."""
 

@@ -23,8 +23,8 @@ def by_name(name: str, heads: object = None, **options: object) -> Factory:
 
 
 def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, factory: Factory, *,
-             chunk: int = 512, banned: Sequence[int] = ()) -> list[int]:
-    """New tokens (exactly params.max_new_tokens; stops are the engine's business)."""
+             chunk: int = 512, banned: Sequence[int] = (), tally: Tally | None = None) -> list[int]:
+    """New tokens (exactly params.max_new_tokens; stops are the engine's business). Fills `tally`, if given."""
     cache = model.new_cache()
     sampler = Sampler(params, banned)
     drafter = factory(drafters.Resources(model, cache, sampler, params, None))
@@ -36,7 +36,7 @@ def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
         cache.commit(range(len(rows)))
         verified = Verified(result, [-1])
     drafter.begin(context, verified)
-    step = Step(model, cache, drafter, sampler, context, Timings(), Tally())
+    step = Step(model, cache, drafter, sampler, context, Timings(), Tally() if tally is None else tally)
     while context.num_new < params.max_new_tokens:
         step.run(params.max_new_tokens - context.num_new)
     return context.slice(len(prompt), len(context)).tolist()

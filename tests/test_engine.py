@@ -172,7 +172,7 @@ def test_requests_that_cannot_be_served_say_why(engine, prompt, settings, messag
 
 
 @pytest.mark.parametrize("settings, message", [
-    (dict(temperature=-1), "temperature is -1; allowed: 0 or more"),
+    (dict(temperature=-1), "temperature is -1; allowed: 0, or 0.001 and more"),
     (dict(temperature=float("nan")), "a finite number"),
     (dict(top_p=0), "top_p is 0"),
     (dict(top_p=1.1), "top_p is 1.1"),
@@ -189,6 +189,8 @@ def test_requests_that_cannot_be_served_say_why(engine, prompt, settings, messag
     (dict(stop="x"), "a tuple of non-empty texts"),
     (dict(stop=("",)), "non-empty"),
     (dict(stop_token_ids=(-3,)), "token ids"),
+    (dict(stop_token_ids=5), "a tuple of token ids"),
+    (dict(temperature=1e-8), "0, or 0.001 and more"),
     (dict(min_tokens_to_keep=0), "min_tokens_to_keep is 0"),
 ])
 def test_settings_out_of_range_name_the_value_and_the_range(settings, message):
@@ -201,6 +203,8 @@ def test_spellings_of_other_tools_are_understood():
     assert SamplingParams.from_names({"do_sample": False, "temperature": 0.7}).temperature == 0.0
     assert SamplingParams.from_names({"temperature": 0.7, "do_sample": True}).temperature == 0.7
     assert SamplingParams.from_names({"repeat_last_n": 64}).penalty_window == 64
+    assert SamplingParams.from_names({"stop": None, "max_tokens": None}) == SamplingParams()
+    assert SamplingParams(max_new_tokens=np.int64(3), min_p=np.float32(0.5)).max_new_tokens == 3
     with pytest.raises(UsageError, match="unknown sampling setting 'temprature'; known: "):
         SamplingParams.from_names({"temprature": 1})
     with pytest.raises(UsageError, match="contradicts"):
@@ -238,6 +242,33 @@ def test_tokenswift_without_heads_says_where_to_get_them(tmp_path):
     make_checkpoint(tmp_path)
     with pytest.raises(ModelError, match="needs trained heads"):
         longdraft.load(str(tmp_path), drafter="tokenswift")
+
+
+def test_auto_goes_on_without_heads_that_do_not_fit(tiny, tmp_path, caplog):
+    from conftest import make_checkpoint, make_heads
+
+    base = make_checkpoint(tmp_path)
+    make_heads(tmp_path / "heads", base, base_sha256="0" * 64)
+    engine = longdraft.load(str(tmp_path))
+    assert engine.heads is None and "trained on other weights" in caplog.text
+    with pytest.raises(ModelError, match="trained on other weights"):
+        longdraft.load(str(tmp_path), drafter="tokenswift")
+
+
+def test_a_chat_prompt_has_the_special_tokens_its_template_writes_and_no_more(tmp_path):
+    import json
+
+    from conftest import make_checkpoint
+    from tokenizers import Tokenizer, processors
+
+    make_checkpoint(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"chat_template": "{{ bos_token }}[{{ messages[0].content }}]", "bos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    engine = longdraft.load(str(tmp_path))
+    assert engine.chat("hi").count(0) == engine.encode("hi").count(0) == 1
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):

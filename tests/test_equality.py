@@ -13,6 +13,7 @@ from longdraft import kernels
 from longdraft.core import Context, SamplingParams
 from longdraft.model import heads
 from longdraft.model.transformer import Transformer
+from longdraft.speculation.step import Tally
 from longdraft.tree import Tree, chain, from_paths, root_only
 
 NEW = 48
@@ -82,6 +83,34 @@ def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafter, settin
     trained = heads.load(folder / "heads", model)
     factory = by_name(name, trained, **options)
     assert generate(model, prompt_of(90), params_of(settings), factory, banned=[1]) == plain[settings]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "tokenswift", "auto"])
+def test_drafts_are_accepted_so_the_equality_is_not_that_of_plain_with_plain(model, plain, tiny, drafter):
+    folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
+    options = {} if drafter == "auto" else {"delay": 0, "seen": 1}
+    tally = Tally()
+    factory = by_name(drafter, heads.load(folder / "heads", model), **options)
+    params = SamplingParams(max_new_tokens=150, temperature=0.0)
+    written = generate(model, prompt_of(90), params, factory, tally=tally)
+    assert written == generate(model, prompt_of(90), params, by_name("plain"))
+    accepted = tally.accepted.total()
+    assert accepted > 3 and tally.steps == 150 - accepted
+    if drafter == "auto":
+        assert {"ngram", "self"} & set(tally.accepted)
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+def test_threads_change_nothing(tiny, name):
+    """Through our own pool, on a model large enough for it to be used."""
+    model = load(tiny["mha"], "bfloat16", name)
+    factory = by_name("tokenswift", heads.load(tiny["mha"] / "heads", model), delay=0)
+    texts = set()
+    for threads in (1, 2, 3):
+        kernels.set_threads(threads)
+        texts.add(tuple(generate(model, prompt_of(3000), params_of("paper"), factory)))
+    kernels.set_threads(1)
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])

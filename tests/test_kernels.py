@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import time
 
 import pytest
 import torch
@@ -229,3 +231,56 @@ def test_without_the_extension_the_reference_serves_and_says_so(monkeypatch, cap
     monkeypatch.setattr(cpu, "WHY_MISSING", "no module named _cpu")
     assert kernels.choose("cpu", "float32").name == "reference"
     assert "reinstall longdraft with a C++ compiler" in caplog.text
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@every_dtype
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_damaged_numbers_stay_visible(name, dtype, bad):
+    """NaN weights must end as an error about the model, not as plausible text."""
+    kernel = kernels.choose("cpu", dtype, name)
+    store = kernel.new_store(2, 16)
+    store.write(0, random_rows(300, 2, 16), random_rows(300, 2, 16))
+    q = random_rows(2, 2, 16, dtype=kernel.dtype)
+    q[1, 0, 3] = bad
+    kv = KV(store, 300, *(random_rows(2, 2, 16, seed=s, dtype=kernel.dtype) for s in (1, 2)))
+    output = kernel.attention(q, kv, parents_of([-1, 0])).output
+    assert output[0].isfinite().all() and output[1, 1].isfinite().all()
+    assert output[1, 0].isnan().all()
+    gate_up = random_rows(2, 32, dtype=kernel.dtype)
+    gate_up[0, 3] = float("nan")
+    assert kernel.swiglu(gate_up)[0, 3].isnan()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_has_threads_of_its_own():
+    kernel = kernels.choose("cpu", "float32")
+    x, weight = random_rows(8, 512), kernel.pack(random_rows(2048, 512, seed=1))
+    kernels.set_threads(2)
+    expected = kernel.linear(x, weight)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(kernel.linear(x, weight), expected) else 1)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    kernels.set_threads(1)
+    if done == (0, 0):
+        os.kill(child, 9)
+    assert done == (child, 0)
+
+
+def test_weights_of_another_dtype_are_refused():
+    bf16, float32 = (kernels.choose("cpu", dtype) for dtype in ("bfloat16", "float32"))
+    weight = float32.pack(random_rows(8, 16))
+    for wrong in (lambda: bf16.linear(random_rows(2, 16, dtype=bf16.dtype), weight), lambda: bf16.embed(weight, [1]),
+                  lambda: bf16.embed(bf16.pack(random_rows(8, 16)), [])):
+        with pytest.raises(ValueError, match="CPU kernels want"):
+            wrong()
+    store = bf16.new_store(2, 8)
+    rows = random_rows(4, 2, 8, dtype=bf16.dtype)
+    store.write(0, rows, rows)
+    strided = torch.tensor([-1, 7, 0, 7, 1, 7, 2, 7], dtype=torch.int32)[::2]
+    for parents in (strided, parents_of([])):
+        with pytest.raises(ValueError, match="CPU kernels want"):
+            bf16.attention(rows[: len(parents)], KV(store, 4, rows[: len(parents)], rows[: len(parents)]), parents)

@@ -22,8 +22,10 @@ from longdraft.errors import NumericalError
 from longdraft.kernels import noise
 from longdraft.sampling import process
 from longdraft.sampling.process import Support
-from longdraft.sampling.sampler import Sampler, gumbel_argmax
+from longdraft.sampling.sampler import DAMAGED, Sampler, gumbel_argmax, gumbel_argmaxes
 from longdraft.tree import chain, from_paths, root_only
+
+SMALL = 12  # tokens in a small vocabulary
 
 
 def logits(seed: int, size: int, spread: float = 3.0) -> np.ndarray:
@@ -103,6 +105,24 @@ def test_logits_that_are_no_numbers_are_an_error(bad):
         process.best_token(row)
 
 
+def test_a_damaged_row_matters_only_where_the_text_goes():
+    rows = torch.tensor(np.stack([logits(1, SMALL), np.full(SMALL, np.nan, dtype=np.float32), logits(2, SMALL)]))
+    for temperature in (0.0, 1.0):
+        sampler = Sampler(SamplingParams(seed=1, temperature=temperature))
+        tree = from_paths(2, [[5], [6]], "test")
+        chosen = sampler.choose(rows, tree, Context([1, 2]))
+        assert chosen[1] == DAMAGED and chosen[0] >= 0 and chosen[2] >= 0
+        assert sampler.rank(rows[1], Context([1, 2]), [], 3) == []
+
+
+def test_noise_computed_together_chooses_as_noise_computed_apart():
+    supports = [Support(np.arange(3, 40, 1 + i), np.random.default_rng(i).normal(size=len(range(3, 40, 1 + i))))
+                for i in range(6)]
+    positions = [7, 7, 8, 9, 9, 10]
+    apart = [gumbel_argmax(kept, 5, position) for kept, position in zip(supports, positions, strict=True)]
+    assert gumbel_argmaxes(supports, 5, positions) == apart
+
+
 @given(st.integers(0, 10**6), st.integers(1, 3000), st.sampled_from([0.1, 1.0, 6.0]))
 def test_noise_is_skipped_only_where_it_cannot_win(seed, size, spread):
     scores = np.random.default_rng(seed).normal(0, spread, size)
@@ -112,8 +132,6 @@ def test_noise_is_skipped_only_where_it_cannot_win(seed, size, spread):
 
 
 # The penalty window, exact for each node of a tree.
-
-SMALL = 12  # tokens in the vocabulary of these tests
 
 
 def obvious_choice(row: np.ndarray, text: list[int], params: SamplingParams) -> int:

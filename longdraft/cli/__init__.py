@@ -11,7 +11,7 @@ from longdraft.train.cli import app as train
 from longdraft.version import __version__
 
 app = typer.Typer(name="longdraft", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
-                  help="Writes ultra-long texts several times faster than plain decoding, and exactly the same text.")
+                  help="Writes ultra-long texts by speculative decoding: exactly the text of plain decoding.")
 app.command("generate")(generate.generate)
 app.command("models")(doctor.models)
 app.command("doctor")(doctor.doctor)

@@ -6,6 +6,7 @@ below the text.
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from types import TracebackType
@@ -37,6 +38,8 @@ class Display:
                           get_renderable=self._render) if is_live else None
 
     def __enter__(self) -> Display:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows '?'
         if self._live:
             self._live.start()
         return self

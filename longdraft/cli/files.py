@@ -2,46 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from longdraft.errors import UsageError
+from longdraft.errors import OutputError, UsageError
 
 
 class OutputFile:
     """Writes to `<path>.partial`; `finish` gives it its name. Devices and pipes are written directly."""
 
     def __init__(self, path: Path, option: str) -> None:
-        self.path = path
-        is_special = path.exists() and not path.is_file()
-        self._partial = path if is_special else path.with_name(path.name + ".partial")
-        if path.is_dir():
-            raise UsageError(f"{option} {path} is a folder; give the name of a file")
-        if path.is_file() and not os.access(path, os.W_OK):
-            raise UsageError(f"{option} cannot write {path}: it is write-protected; choose another name")
+        self._option = option
         try:
+            # A link stays a link, and /dev/stdout the device it is: what they lead to is written.
+            self.path = Path(os.path.realpath(path))
+            is_special = str(path).startswith("/dev/") or (self.path.exists() and not self.path.is_file())
+            if self.path.is_dir():
+                raise UsageError(f"{option} {path} is a folder; give the name of a file")
+            if self.path.is_file() and not os.access(self.path, os.W_OK):
+                raise UsageError(f"{option} cannot write {path}: it is write-protected; choose another name")
+            self._partial = path if is_special else self.path.with_name(self.path.name + ".partial")
             self._file: IO[bytes] = open(self._partial, "wb")  # noqa: SIM115 - held until `finish`
         except OSError as error:
             reason = error.strerror or error
             raise UsageError(f"{option} cannot write {path}: {reason}; choose another place") from error
+        self._is_special = is_special
 
     def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._file.flush()
+        try:
+            self._file.write(data)
+            self._file.flush()
+        except OSError as error:
+            raise OutputError(f"{self._option} cannot write {self.path}: {error.strerror or error}; what was "
+                              f"written so far is in {self._partial}") from error
 
     def finish(self) -> None:
-        """What was written is all there is: give the file its name."""
+        """What was written is all there is: give the file its name (and the mode of the one it replaces)."""
         self._file.close()
-        if self._partial != self.path:
+        if not self._is_special:
+            if self.path.exists():
+                os.chmod(self._partial, self.path.stat().st_mode)
             os.replace(self._partial, self.path)
 
     def abandon(self) -> None:
-        """Nothing worth a name was written."""
-        if not self._file.closed:
+        """Leave what was written as clearly partial; remove it if that is nothing."""
+        if self._file.closed:
+            return
+        with contextlib.suppress(OSError):
             self._file.close()
-            if self._partial != self.path and self._partial.stat().st_size == 0:
-                self._partial.unlink()
+        if not self._is_special and self._partial.exists() and self._partial.stat().st_size == 0:
+            self._partial.unlink()
+
+
+def open_outputs(paths: Mapping[str, Path | None]) -> dict[str, OutputFile]:
+    """Option -> its file, for the options that are given. Two options may not name the same file."""
+    files: dict[str, OutputFile] = {}
+    try:
+        for option, path in paths.items():
+            if path is None:
+                continue
+            twin = next((name for name, file in files.items() if file.path == Path(os.path.realpath(path))), None)
+            if twin and not str(path).startswith("/dev/"):
+                raise UsageError(f"{twin} and {option} both name {path}; give each its own file")
+            files[option] = OutputFile(path, option)
+    except UsageError:
+        for file in files.values():
+            file.abandon()
+        raise
+    return files
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
@@ -51,6 +82,8 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
         raise UsageError("a prompt and --prompt-file are both given; give one of them")
     if prompt is not None:
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise UsageError("the prompt is not UTF-8 text; put it into a UTF-8 file and give --prompt-file")
         return prompt
     if file is None:
         raise UsageError("no prompt; give it as an argument or with --prompt-file FILE ('-' reads stdin)")

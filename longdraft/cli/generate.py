@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longdraft.core import SamplingParams
+from longdraft.core import Event, SamplingParams
 from longdraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def generate(
     drafter_option: Annotated[list[str] | None, _option("KEY=VALUE for the drafter; repeatable.", _RUNNING)] = None,
     heads: Annotated[str | None, _option("Folder or hub id of heads; default: the model's.", _RUNNING)] = None,
     device: Annotated[str, _option("auto, cpu or cuda.", _RUNNING)] = "auto",
-    dtype: Annotated[str, _option("auto (the checkpoint's), float32 or bfloat16.", _RUNNING)] = "auto",
-    threads: Annotated[int | None, _option("CPU threads; default: one for each core.", _RUNNING)] = None,
+    dtype: Annotated[str, _option("auto (the file's; float16: bfloat16), float32 or bfloat16.", _RUNNING)] = "auto",
+    threads: Annotated[int | None, _option("CPU threads; default: PyTorch's choice.", _RUNNING)] = None,
     max_new_tokens: Annotated[int, _option("Tokens to write at most.", _SAMPLING)] = SamplingParams.max_new_tokens,
     min_new_tokens: Annotated[int, _option("Tokens before the text may end by itself.", _SAMPLING)] = 0,
     seed: Annotated[int | None, _option("0 to 2**64-1; default: drawn, and reported in --stats.", _SAMPLING)] = None,
@@ -61,7 +61,7 @@ def generate(
 
     The text depends on model, prompt, seed and sampling settings only, never on the drafter.
     """
-    from longdraft.cli.files import OutputFile, read_prompt
+    from longdraft.cli.files import open_outputs, read_prompt
 
     params = SamplingParams(
         max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, seed=seed, temperature=temperature, top_k=top_k,
@@ -70,16 +70,13 @@ def generate(
         stop_token_ids=tuple(stop_token_id or ()), ignore_eos=ignore_eos)
     options = parse_pairs(drafter_option or ())
     text = read_prompt(prompt, prompt_file)
-    files: dict[str, OutputFile] = {}
+    files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats})
     try:
-        for name, path in (("--output", output), ("--tokens-out", tokens_out), ("--stats", stats)):
-            if path is not None:
-                files[name] = OutputFile(path, name)
         from longdraft.engine import load
 
         engine = load(model, drafter=drafter, drafter_options=options, heads=heads, device=device, dtype=dtype,
                       threads=threads)
-        ids = _shortened(engine.encode(engine.tokenizer.chat(text) if chat else text), prefill)
+        ids = _shortened(engine.chat(text) if chat else engine.encode(text), prefill)
         return _write(lambda progress: engine.generate(ids, params, on_prefill=progress), params, files, quiet)
     finally:
         for file in files.values():
@@ -124,9 +121,10 @@ def _write(start: Any, params: SamplingParams, files: dict[str, OutputFile], qui
             try:
                 _stream(generation, display, interrupt, files.get("--output"))
             except BrokenPipeError:
-                # The reader has gone. Nothing more can be shown, so Python must not try at exit either.
-                sys.stdout = open("/dev/null", "w")  # noqa: SIM115
-                status = 1
+                status = _silence()  # the reader has gone
+            except OSError as error:
+                print(f"longdraft: cannot write to stdout: {error.strerror or error}", file=sys.stderr)
+                status = _silence()
             generation.close()
         _finish(generation, files)
         if interrupt.number:
@@ -134,6 +132,12 @@ def _write(start: Any, params: SamplingParams, files: dict[str, OutputFile], qui
                   file=sys.stderr)
             status = 128 + interrupt.number
     return status
+
+
+def _silence() -> int:
+    """Nothing more can be shown, so Python must not try at exit either."""
+    sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+    return 1
 
 
 def _stream(generation: Generation, display: Display, interrupt: Interrupt, output: OutputFile | None) -> None:
@@ -147,6 +151,10 @@ def _stream(generation: Generation, display: Display, interrupt: Interrupt, outp
             interrupt.check()
     except Interrupted:
         generation.close()
+        rest = Event((), generation.held_text)
+        if output:
+            output.write(rest.text.encode())
+        display.show(rest)
 
 
 def _finish(generation: Generation, files: dict[str, OutputFile]) -> None:

@@ -73,14 +73,13 @@ class AutoDrafter:
             speed = self._speeds[self._active]
             speed.tokens += count
             speed.seconds += self._clock() - self._since
+        before = self._active
         if self._queue and self._steps > PROBE_STEPS:
             self._next()
         elif not self._queue and self._tokens >= PROBE_EVERY:
             self._start_round()
-        else:
-            return
-        # Whoever takes over has missed what was written meanwhile, and takes it in at once.
-        self._drafters[self._active].observe(context, accepted)
+        if self._active != before:  # who takes over has missed what was written meanwhile
+            self._drafters[self._active].observe(context, accepted)
 
     def _start_round(self) -> None:
         """Probe the candidates anew, the fastest first (it goes on without a break)."""

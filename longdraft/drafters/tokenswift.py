@@ -125,9 +125,13 @@ class TokenSwiftDrafter:
             node, path = 0, [context.last]
             for _ in range(chain - 1):
                 logits, _ = self._forward(context, path)
-                path += self._sampler.rank(logits[0], context, path[1:], 1)
+                guess = self._sampler.rank(logits[0], context, path[1:], 1)
+                if not guess:
+                    break
+                path += guess
                 node = trie.add(node, path[-1], SELF)
-            self._spread(trie, node, context, path, max_depth - chain + 1)
+            else:
+                self._spread(trie, node, context, path, max_depth - chain + 1)
             self.partial.forget()
         return trie.tree()
 

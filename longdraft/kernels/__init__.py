@@ -34,6 +34,8 @@ def choose(device: str, dtype: str, name: str | None = None) -> Kernels:
     asked = name or os.environ.get(VARIABLE, "auto")
     if asked not in ("auto", *available()):
         raise UsageError(f"{VARIABLE} is {asked!r}; allowed here: auto, {', '.join(available())}")
+    if device != "cpu" and asked not in ("auto", REFERENCE):
+        raise UsageError(f"{VARIABLE} is {asked!r}, which runs on the CPU; use --device cpu, or leave it out")
     if device != "cpu" or asked == REFERENCE:
         return ReferenceKernels(device, dtype)
     if not cpu.variants():

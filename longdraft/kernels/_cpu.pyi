@@ -1,11 +1,15 @@
 """The compiled module of `csrc/module.cpp`. Addresses are data pointers, strides are in elements."""
 
 class Linear:
+    is_bf16: bool
     n: int
     k: int
     nbytes: int
 
 class Store:
+    is_bf16: bool
+    heads: int
+    dim: int
     capacity: int
     nbytes: int
     def __init__(self, bf16: bool, num_kv_heads: int, head_dim: int) -> None: ...
@@ -23,7 +27,7 @@ class Kernels:
     def rope(self, bf16: bool, x: int, row_stride: int, head_stride: int, cos: int, sin: int, rows: int, heads: int,
              dim: int, out: int) -> None: ...
     def write(self, store: Store, start: int, which: int, rows: int, key: int, key_row: int, key_head: int,
-              value: int, value_row: int, value_head: int) -> None: ...
+              value: int, value_row: int, value_head: int, held: int) -> None: ...
     def decoder_layer(self, attention_norm: int, qkv: Linear, out: Linear, mlp_norm: int, gate_up: Linear,
                       down: Linear, eps: float, heads: int, kv_heads: int, dim: int, store: Store, length: int,
                       rows: int, x: int, cos: int, sin: int, parent: int, rest: int, q: int, k: int, v: int,

@@ -53,22 +53,19 @@ class CpuStore:
 
     def _write(self, start: int, count: int, k: Tensor, v: Tensor) -> None:
         _require(start >= 0 and len(k) == len(v) == count, "as many values as keys", (start, k.shape, v.shape))
-        self.reserve(start + count)
-        self._native.write(self.native, start, 0, count, *_strided(k), *_strided(v))
+        self._native.write(self.native, start, 0, count, *_strided(k), *_strided(v), count)
 
     def keep(self, start: int, k: Tensor, v: Tensor, rows: Tensor) -> None:
         k, v = self.rows(k, 0), self.rows(v, 0)
         _require(start >= 0 and len(k) == len(v), "as many values as keys", (start, k.shape, v.shape))
         _require(rows.dtype == torch.int64 and rows.is_contiguous(), "rows as int64", rows.dtype)
-        if len(rows):
-            low, high = int(rows.min()), int(rows.max())
-            _require(low >= 0 and high < len(k), f"rows below {len(k)}", (low, high))
-            self.reserve(start + len(rows))
-            self._native.write(self.native, start, rows.data_ptr(), len(rows), *_strided(k), *_strided(v))
+        count = len(rows)
+        if count:
+            self._native.write(self.native, start, rows.data_ptr(), count, *_strided(k), *_strided(v), len(k))
 
     def rows(self, x: Tensor, row_axis: int) -> Tensor:
         """x as [T, Hkv, D] (a view where that is possible) in the store's dtype."""
-        x = x.transpose(0, row_axis).to(self._dtype)
+        x = (x.transpose(0, 1) if row_axis else x).to(self._dtype)
         _require(x.shape[1:] == (self._heads, self._dim), f"[T, {self._heads}, {self._dim}]", x.shape)
         return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -117,7 +114,7 @@ class CpuKernels:
     is_row_invariant = True
 
     def __init__(self, variant: str, dtype: str) -> None:
-        self.name = f"cpu-{variant}"
+        self.name = variant
         self.device = torch.device("cpu")
         self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         self._is_bf16 = self.dtype == torch.bfloat16
@@ -134,6 +131,7 @@ class CpuKernels:
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, CpuLinear)
+        _require(table.native.is_bf16 == self._is_bf16 and len(tokens) > 0, "a table of our dtype, and tokens", tokens)
         ids = torch.tensor(tokens, dtype=torch.int64)
         low, high = ids.aminmax()
         _require(low >= 0 and high < table.out_features, f"token ids below {table.out_features}", (low, high))
@@ -143,6 +141,7 @@ class CpuKernels:
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, CpuLinear)
+        _require(weight.native.is_bf16 == self._is_bf16, f"a weight packed as {self.dtype}", weight.native.is_bf16)
         x = self._input(x, weight.native.k)
         out = torch.empty(len(x), weight.out_features, dtype=torch.float32 if keep_float else self.dtype)
         self._native.linear(weight.native, x.data_ptr(), len(x), out.data_ptr(), keep_float)
@@ -182,7 +181,7 @@ class CpuKernels:
         store, qkv, out, gate_up, down = kv.store, layer.qkv, layer.out, layer.gate_up, layer.down
         assert isinstance(store, CpuStore) and isinstance(qkv, CpuLinear) and isinstance(out, CpuLinear)
         assert isinstance(gate_up, CpuLinear) and isinstance(down, CpuLinear)
-        _check_layer(hidden, layer, geometry)
+        self._check_layer(hidden, layer, geometry, store)
         x = self._input(x, hidden)
         for name, tensor, shape, dtype in (
             ("keys", kv.k, (rows, kv_heads, dim), self.dtype), ("values", kv.v, (rows, kv_heads, dim), self.dtype),
@@ -211,17 +210,31 @@ class CpuKernels:
         _require(len(k) == len(v) == rows, f"{rows} keys and values", (k.shape, v.shape))
         _require(heads % k.shape[1] == 0 and dim == k.shape[2], "query heads in groups of KV heads", q.shape)
         self._check_tail(store, length, rows, parents)
-        store.reserve(length + rows)
         out, lse = torch.empty_like(q), torch.empty(rows, heads)
         self._native.attention(store.native, length, rows, heads, q.data_ptr(), *_strided(k), *_strided(v),
                                parents.data_ptr(), 1 / math.sqrt(dim), _rest(kv.rest, heads, dim), out.data_ptr(),
                                lse.data_ptr())
         return Attended(q, out, lse)
 
+    def _check_layer(self, hidden: int, layer: LayerWeights, geometry: Geometry, store: CpuStore) -> None:
+        """Weights that fit one another, the rows and the store."""
+        heads, kv_heads, dim, _ = geometry
+        inner = layer.gate_up.out_features // 2
+        weights = [w.native for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CpuLinear)]
+        shapes = [(w.n, w.k) for w in weights]
+        wanted = [((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)]
+        _require(shapes == wanted, f"weights {wanted}", shapes)
+        is_ours = all(w.is_bf16 == self._is_bf16 for w in weights) and store.native.is_bf16 == self._is_bf16
+        _require(is_ours, f"weights and cache of {self.dtype}", "others")
+        for norm in (layer.attention_norm, layer.mlp_norm):
+            fits = norm.shape == (hidden,) and norm.dtype == self.dtype and norm.is_contiguous()
+            _require(fits, f"norms [{hidden}] of {self.dtype}", (norm.shape, norm.dtype))
+        held = (store.native.heads, store.native.dim)
+        _require(held == (kv_heads, dim) and heads % kv_heads == 0, f"a store of {(kv_heads, dim)}", held)
+
     def _check_tail(self, store: CpuStore, length: int, rows: int, parents: Tensor) -> None:
-        _require(parents.shape == (rows,) and parents.dtype == torch.int32, f"{rows} parents as int32", parents.shape)
-        is_ordered = rows < 2 or bool((parents < torch.arange(rows)).all())
-        _require(is_ordered and bool((parents >= -1).all()), "parents before children", parents)
+        fits = parents.shape == (rows,) and parents.dtype == torch.int32 and parents.is_contiguous() and rows > 0
+        _require(fits, f"{rows} parents (one or more) as int32", parents.shape)
         _require(0 <= length <= store.native.capacity, "positions that are held", length)
 
     def _input(self, x: Tensor, width: int) -> Tensor:
@@ -229,17 +242,6 @@ class CpuKernels:
         _require(x.ndim == 2 and x.shape[1] == width, f"[R, {width}]", x.shape)
         x = x.to(self.dtype).contiguous()
         return x if x.data_ptr() % 4 == 0 else x.clone()
-
-
-def _check_layer(hidden: int, layer: LayerWeights, geometry: Geometry) -> None:
-    """Weights that fit one another and the rows."""
-    heads, kv_heads, dim, _ = geometry
-    inner = layer.gate_up.out_features // 2
-    shapes = [(w.native.n, w.native.k) for w in (layer.qkv, layer.out, layer.gate_up, layer.down)
-              if isinstance(w, CpuLinear)]
-    wanted = [((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)]
-    norms = (layer.attention_norm.shape, layer.mlp_norm.shape)
-    _require(shapes == wanted and norms == ((hidden,), (hidden,)), f"weights {wanted}", shapes)
 
 
 def _rest(rest: Tensor | None, heads: int, dim: int) -> int:

@@ -29,8 +29,10 @@ def _one_thread() -> Iterator[None]:
     """With more, the library cuts one row's sums into as many pieces as there are threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class ReferenceLinear:
@@ -101,10 +103,9 @@ class ReferenceKernels:
     """See :class:`longdraft.kernels.interface.Kernels` for shapes and meaning."""
 
     name = "reference"
-    is_row_invariant = True
-
     def __init__(self, device: str, dtype: str) -> None:
         self.device = torch.device(device)
+        self.is_row_invariant = self.device.type == "cpu"  # elsewhere it is not yet tested, so not claimed
         self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:

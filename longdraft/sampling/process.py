@@ -53,7 +53,7 @@ def support(row: NDArray[np.float32], params: SamplingParams) -> Support:
     lowest = -math.inf
     if params.min_p > 0 and params.top_p == 1 and params.top_k == 0 and params.min_tokens_to_keep == 1:
         lowest = best + params.temperature * (math.log(params.min_p) - 1.0)
-    ids = np.flatnonzero(row > lowest)
+    ids = np.flatnonzero(row > np.float64(lowest))  # not in float32: the nat to spare may be less than its step
     kept = Support(ids, row[ids].astype(np.float64) / params.temperature)
     if 0 < params.top_k < len(kept.ids):
         kept = top_k(kept, params.top_k)

@@ -21,6 +21,7 @@ from longdraft.sampling.process import Support
 from longdraft.sampling.window import PenaltyWindow
 from longdraft.tree import Tree
 
+DAMAGED = -1  # what `choose` gives where there is nothing to choose from
 _DIRECT = 512  # up to this many candidates the noise of each is computed
 _CANDIDATES = 128  # beyond the support, a drafter's guesses come from this many best logits
 
@@ -40,13 +41,22 @@ class Sampler:
         self._window = PenaltyWindow(params.penalty_window) if params.repetition_penalty != 1 else None
 
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
-        """The target's token behind each node, from its logits [nodes, V] float32."""
+        """The target's token behind each node, from its logits [nodes, V] float32.
+
+        DAMAGED where a row's logits are not finite: an error only if the text gets there.
+        """
         paths = [[tree.tokens[n] for n in tree.path(node)[1:]] for node in range(len(tree))]
         rows = self._penalised(logits, context, paths)
+        sound = np.flatnonzero(np.isfinite(rows.max(axis=1))).tolist()
+        chosen = [DAMAGED] * len(rows)
         if self.params.temperature == 0:
-            return [process.best_token(row) for row in rows]
-        supports = [process.support(row, self.params) for row in rows]
-        return gumbel_argmaxes(supports, self._seed, [len(context) + depth for depth in tree.depths])
+            taken = [process.best_token(rows[node]) for node in sound]
+        else:
+            supports = [process.support(rows[node], self.params) for node in sound]
+            taken = gumbel_argmaxes(supports, self._seed, [len(context) + tree.depths[node] for node in sound])
+        for node, token in zip(sound, taken, strict=True):
+            chosen[node] = token
+        return chosen
 
     def rank(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0) -> list[int]:
         """A drafter's `num` best guesses, best first, from its logits [V].
@@ -56,11 +66,13 @@ class Sampler:
 
         They are ranked with the noise the target will use, so a draft that agrees with the target's
         logits agrees with its samples, at any temperature. Tokens that the filters remove come last:
-        a drafter's logits are only an estimate.
+        a drafter's logits are only an estimate. Logits that are not finite give no guesses.
         """
         position = len(context) + len(path) + ahead
         row = self._penalised(logits[None], context, [path], ahead)[0]
         num = min(num, len(row))
+        if not np.isfinite(row.max()):
+            return []
         if self.params.temperature == 0:
             best = np.argpartition(-row, num - 1)[:num]
             return [int(token) for token in best[np.lexsort((best, -row[best]))]]
@@ -114,7 +126,7 @@ def _by_noise(kept: Support, seed: int, position: int) -> list[int]:
 def gumbel_argmaxes(supports: Sequence[Support], seed: int, positions: Sequence[int]) -> list[int]:
     """`gumbel_argmax` of each support at its position; the noise of small ones is computed together."""
     sizes = [len(kept.ids) for kept in supports]
-    if sum(sizes) > _DIRECT:
+    if not supports or sum(sizes) > _DIRECT:
         return [gumbel_argmax(kept, seed, position) for kept, position in zip(supports, positions, strict=True)]
     ids = np.concatenate([kept.ids for kept in supports])
     total = np.concatenate([kept.scores for kept in supports]) + noise.gumbel(seed, np.repeat(positions, sizes), ids)

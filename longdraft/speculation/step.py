@@ -13,8 +13,9 @@ from torch import Tensor
 
 from longdraft.cache.full import KVCache
 from longdraft.core import Context
+from longdraft.errors import NumericalError
 from longdraft.model.transformer import Forward, Rows, tree_rows
-from longdraft.sampling.sampler import Sampler
+from longdraft.sampling.sampler import DAMAGED, Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
 from longdraft.speculation.verify import walk
 
@@ -39,8 +40,10 @@ class Timings:
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        setattr(self, part, getattr(self, part) + time.perf_counter() - start)
+        try:
+            yield
+        finally:
+            setattr(self, part, getattr(self, part) + time.perf_counter() - start)
 
 
 @dataclass
@@ -75,6 +78,8 @@ class Step(NamedTuple):
         with timings.measure("sample"):
             choices = sampler.choose(logits, tree, context)
             path = walk(tree, choices)
+            if DAMAGED in (choices[node] for node in path):
+                raise NumericalError("the model's logits are not finite; its weights may be damaged")
         with timings.measure("commit"):
             cache.commit(path)
             context.extend(choices[node] for node in path)
