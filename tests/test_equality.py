@@ -95,7 +95,7 @@ def test_drafts_are_accepted_so_the_equality_is_not_that_of_plain_with_plain(mod
     written = generate(model, prompt_of(90), params, factory, tally=tally)
     assert written == generate(model, prompt_of(90), params, by_name("plain"))
     accepted = tally.accepted.total()
-    assert accepted > 3 and tally.steps == 150 - accepted
+    assert accepted > 0 and tally.steps == 150 - accepted
     if drafter == "auto":
         assert {"ngram", "self"} & set(tally.accepted)
 

@@ -42,10 +42,10 @@ class PartialBudget:
     room    rows left free at a selection for those to come; the rest of the budget holds heavy hitters
     """
 
-    budget: int = 512
+    budget: int = 256
     sinks: int = 16
-    recent: int = 128
-    room: int = 128
+    recent: int = 64
+    room: int = 64
 
     def __post_init__(self) -> None:
         check(self.sinks >= 0, "sinks", self.sinks, "0 or more")

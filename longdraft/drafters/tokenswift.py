@@ -8,8 +8,8 @@ of MagicDec), and the template stands at the end of the chain.
 
 Candidates at each depth are ranked with the noise that the target will use. They are combined as the
 tree template says (the paper's [1, 3, 3, 3]: one first token, three children for each node below), and
-behind each first token stand the n-grams that followed it before. The default template is the one that
-was fastest where it was measured (docs/notebook.md); where rows are cheaper, wider ones pay.
+behind each first token stand the n-grams that followed it before. The defaults were measured on the bundled
+model and a CPU (docs/notebook.md), where rows are dear; where they are cheaper, wider templates pay.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class TokenSwiftOptions:
     chain: int = 4
     remainder: bool = True
     tree: tuple[int, ...] = (1, 1)
-    continuations: int = 2
+    continuations: int = 1
     seen: int = 2
     order: int = 4
     capacity: int = 262_144
     delay: int = -1
-    budget: int = 512
+    budget: int = 256
     sinks: int = 16
-    recent: int = 128
-    room: int = 128
+    recent: int = 64
+    room: int = 64
     cache: CacheMode = "dynamic"
 
     def __post_init__(self) -> None:
