@@ -256,6 +256,7 @@ class Generation(Iterator[Event]):
         sampling = asdict(self._params)
         return {
             "prompt_tokens": step.context.prompt_length,
+            "sha256_prompt": statistics.sha256_tokens(step.context.slice(0, step.context.prompt_length)),
             "new_tokens": self._num_new,
             "finish_reason": self.finish_reason,
             "seed": self._params.seed,
@@ -274,4 +275,5 @@ class Generation(Iterator[Event]):
             **({"tokens_by_choice": step.drafter.turns} if isinstance(step.drafter, AutoDrafter) else {}),
             "sampling": sampling,
             "longdraft_version": __version__,
+            "torch_version": str(torch.__version__),
         }

@@ -19,7 +19,7 @@ FLOORS = {
     "model": 2,
     "speculation": 3,
     "drafters": 4, "statistics": 4,
-    "engine": 5,
+    "engine": 5, "console": 5,
     "cli": 6, "train": 6,
     "__main__": 7, "__init__": 7,
 }

@@ -15,6 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from longdraft.console import clock
 from longdraft.core import Event
 
 _REFRESH = 8  # times a second
@@ -94,10 +95,3 @@ class Display:
         left = clock((self._goal - self._tokens) / speed)
         return (f"{self._tokens:,} of {self._goal:,} tokens · {speed:.1f} tokens/s · "
                 f"{self._tokens / max(1, self._steps):.2f} per step · {left} left")
-
-
-def clock(seconds: float) -> str:
-    """3661 -> 1:01:01"""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -16,7 +16,7 @@ from longdraft.errors import UsageError
 if TYPE_CHECKING:
     from longdraft.cli.display import Display
     from longdraft.cli.files import OutputFile
-    from longdraft.cli.interrupt import Interrupt
+    from longdraft.console import Interrupt
     from longdraft.engine import Generation
 
 _SAMPLING, _RUNNING, _FILES = "Sampling and stopping", "Model, drafter and machine", "Input and output"
@@ -107,7 +107,7 @@ def _shortened(ids: list[int], prefill: int | None) -> list[int]:
 def _write(start: Any, params: SamplingParams, files: dict[str, OutputFile], quiet: bool) -> int:
     """Run a generation to its end or to the first signal; returns the exit status."""
     from longdraft.cli.display import Display
-    from longdraft.cli.interrupt import Interrupt
+    from longdraft.console import Interrupt
 
     status = 0
     with Interrupt() as interrupt:
@@ -141,7 +141,7 @@ def _silence() -> int:
 
 
 def _stream(generation: Generation, display: Display, interrupt: Interrupt, output: OutputFile | None) -> None:
-    from longdraft.cli.interrupt import Interrupted
+    from longdraft.console import Interrupted
 
     try:
         for event in generation:

@@ -8,21 +8,18 @@ follows from step and seconds, the data from the step, so a resumed training rep
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import FrameType
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from longdraft.console import Interrupt, clock
 from longdraft.errors import NumericalError
 from longdraft.train.data import Sequences, Tokens
-from longdraft.train.progress import MetricsFile, Progress, duration
+from longdraft.train.progress import MetricsFile, Progress
 from longdraft.train.settings import HeadSettings
 
 BETAS = (0.9, 0.999)
@@ -61,32 +58,6 @@ class Outcome(NamedTuple):
     last_losses: list[float]
 
 
-@dataclass
-class StopRequest:
-    """Set by the first SIGINT or SIGTERM; a second one does what it always did."""
-
-    signal: int | None = None
-    _previous: dict[int, Any] = field(default_factory=dict)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    @contextmanager
-    def listening(self) -> Iterator[StopRequest]:
-        # Only the main thread may set handlers; elsewhere the caller's own apply.
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            self._restore()
-
-
 def progress_of(settings: HeadSettings, position: Position) -> float:
     """The part of the training behind us, by steps or by the clock, whichever is further."""
     by_clock = position.seconds / settings.max_seconds if settings.max_seconds else 0.0
@@ -116,7 +87,7 @@ class Loop:
         """Train from `position` to the end, or until a signal asks to stop after the step at hand."""
         began, before, first = time.monotonic(), position.seconds, position.step
         losses: list[float] = []
-        with StopRequest().listening() as stop:
+        with Interrupt() as stop:
             while progress_of(self._settings, position) < 1:
                 rate = learning_rate(self._settings, position)
                 losses, norm = self._step(position, rate)
@@ -126,10 +97,10 @@ class Loop:
                 self._tell(position, losses, rate, norm, speed)
                 if _due(position.step, self._settings.eval_every):
                     self._validate(position)
-                if stop.signal is not None or _due(position.step, self._settings.checkpoint_every):
+                if stop.number or _due(position.step, self._settings.checkpoint_every):
                     self._save(position)
-                if stop.signal is not None:
-                    return Outcome(position, stop.signal, losses)
+                if stop.number:
+                    return Outcome(position, stop.number, losses)
         return Outcome(position, None, losses)
 
     def _tokens_per_step(self) -> int:
@@ -161,7 +132,7 @@ class Loop:
             "grad_norm": norm, "tokens": position.step * self._tokens_per_step(),
             "elapsed_s": position.seconds, "tokens_per_second": speed,
         })
-        left = duration(position.seconds * (1 - done) / done)
+        left = clock(position.seconds * (1 - done) / done)
         each = " ".join(f"{loss:.2f}" for loss in losses)
         self._progress.step(done, f"step {position.step}  loss {sum(losses):.3f} ({each})  "
                                   f"{speed:,.0f} tokens/s  ETA {left}")

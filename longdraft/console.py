@@ -1,0 +1,46 @@
+"""What the doors share: the first signal asks the work to end, and how a length of time is written."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupted(Exception):
+    """Raised where work may be left because a signal has arrived."""
+
+
+class Interrupt:
+    """While entered, SIGINT and SIGTERM are remembered in `number`; a second one ends the work at once."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of the signal that arrived
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():  # elsewhere the caller's handlers apply
+            self._before = {number: signal.signal(number, self._arrived) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if self.number:
+            raise KeyboardInterrupt
+        self.number = number
+
+    def check(self) -> None:
+        if self.number:
+            raise Interrupted
+
+
+def clock(seconds: float) -> str:
+    """3661 -> 1:01:01"""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
