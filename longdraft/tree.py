@@ -100,9 +100,6 @@ class Trie:
             parent = self.add(parent, token, source)
         return parent
 
-    def child(self, parent: int, token: int) -> int | None:
-        return self._child.get((parent, token))
-
     def tree(self) -> Tree:
         return Tree(tuple(self._tokens), tuple(self._parents), tuple(self._sources))
 
