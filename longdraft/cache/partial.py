@@ -78,30 +78,33 @@ class PartialCache:
         self._drafted = 0  # rows at the end that are guesses
 
     @property
+    def _held(self) -> FullCache:
+        """What drafts are written behind."""
+        return self._full if self._mode == "full" else self._rows
+
+    @property
     def length(self) -> int:
-        return self._full.length if self._mode == "full" else self._rows.length
+        return self._held.length
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> KV:
-        if self._mode == "full":
-            return self._full.append(layer, k, v)
-        kv = self._rows.append(layer, k, v)
+        kv = self._held.append(layer, k, v)
         return kv if self._rest is None else kv._replace(rest=self._rest[layer])
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep drafted rows for the drafts behind them, until `forget`."""
-        (self._full if self._mode == "full" else self._rows).commit(rows)
+        self._held.commit(rows)
         self._drafted += len(rows)
 
     def forget(self) -> None:
         """Drop what was drafted: verification writes these rows, or others, into the full cache."""
-        (self._full if self._mode == "full" else self._rows).truncate(self.length - self._drafted)
+        self._held.truncate(self.length - self._drafted)
         self._drafted = 0
 
     def refresh(self, attended: Callable[[], Sequence[Attended]] | None) -> None:
         """Take in the rows the full cache gained, or choose anew where the budget is full."""
         if self._mode == "full":
             return
-        if self._mode == "dynamic" or not self.num_selections:
+        if self._mode == "dynamic" or not self._seen:
             self._take_in(attended)
         is_whole = self._rows.length == self._full.length
         self._rest = self._remainder(attended()) if self._has_remainder and attended and not is_whole else None
@@ -118,8 +121,6 @@ class PartialCache:
             self._restart([torch.cat([held[: size.sinks], held[-(size.budget - size.sinks - size.room):]]).expand(
                 self._num_kv_heads, -1)] * len(self._rows.stores))
         self._seen = self._full.length
-        if self._mode == "static":
-            self.num_selections = max(1, self.num_selections)
 
     def _remainder(self, attended: Sequence[Attended]) -> list[Tensor]:
         """Full minus partial for the last verified row: [H, D + 1] for each layer."""
