@@ -5,23 +5,12 @@
 #include <cstring>
 
 namespace longdraft {
-namespace {
-
-// Scratch for intermediate rows; one forward at a time runs in a thread.
-char* scratch(size_t bytes) {
-    thread_local std::vector<char> memory;
-    if (memory.size() < bytes + 64) memory.resize(bytes + 64);
-    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t{63});
-}
-
-}  // namespace
-
 void decoder_layer(const Kernels& kernels, const Layer& l, const LayerRows& r, Store& store, long length) {
     const bool bf16 = store.is_bf16;
     const long size = bf16 ? 2 : 4, rows = r.rows, hidden = l.out->n, inner = l.down->k;
     const long q_width = l.heads * l.dim, kv_width = l.kv_heads * l.dim, wide = q_width + 2 * kv_width;
     const long width = std::max({hidden, wide, 2 * inner});
-    char* first = scratch(static_cast<size_t>(3 * round_up(rows * width * size, 64)));
+    char* first = static_cast<char*>(workspace<2>(static_cast<size_t>(3 * round_up(rows * width * size, 64))));
     char* second = first + round_up(rows * width * size, 64);
     char* third = second + round_up(rows * width * size, 64);
 
@@ -34,7 +23,7 @@ void decoder_layer(const Kernels& kernels, const Layer& l, const LayerRows& r, S
                     static_cast<size_t>(kv_width * size));
     store.reserve(length + rows);
     kernels.attention({&store, length, rows, l.heads, r.q, {r.k, kv_width, l.dim}, {r.v, kv_width, l.dim}, r.parent,
-                       1.0f / std::sqrt(static_cast<float>(l.dim)), r.rest, r.attended, r.lse});
+                       1.0f / std::sqrt(static_cast<float>(l.dim)), l.window, r.rest, r.attended, r.lse});
     kernels.linear(*l.out, r.attended, rows, second, false);
     kernels.add(bf16, r.x, second, rows * hidden, r.out);
     kernels.rms_norm(bf16, r.out, l.mlp_norm, rows, hidden, l.eps, first);

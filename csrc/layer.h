@@ -15,6 +15,7 @@ struct Layer {
     const Linear* down;
     float eps;
     long heads, kv_heads, dim;
+    long window;  // positions a row sees; 0: all
 };
 
 struct LayerRows {

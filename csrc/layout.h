@@ -18,6 +18,7 @@ namespace longdraft {
 
 constexpr long SPLIT = 4096;  // positions in a block of storage and in one online softmax; splits merge in order
 constexpr long BLOCK = 256;   // positions of one softmax step, counted from position 0
+constexpr long GROUP = 32;     // positions that are read where they lie together or not at all
 constexpr int COLUMNS = 64;   // output columns of a packed tile
 
 inline long round_up(long x, long to) { return (x + to - 1) / to * to; }
@@ -46,7 +47,21 @@ class Memory {
     void* data_;
 };
 
-// A weight [n, k]: tiles of 64 rows of it, [n / 64][k / STEP][64] words. `bias` is [n] or empty.
+// Room for intermediate values, kept by each thread and grown as needed; each SLOT is one user's.
+template <int SLOT> void* workspace(size_t bytes) {
+    thread_local std::unique_ptr<Memory> memory;
+    thread_local size_t held = 0;
+    if (held < bytes) {
+        memory.reset();
+        held = 0;
+        memory.reset(new Memory(bytes + bytes / 2));
+        held = bytes + bytes / 2;
+    }
+    return memory->words();
+}
+
+// A weight [n, k]: tiles of 64 rows of it, [n / 64][k / STEP][64] words, k padded with zeros to a multiple of 32
+// where it is bfloat16 (what the matrix unit sums at once). `bias` is [n] or empty.
 struct Linear {
     bool is_bf16;
     long n, k, steps;
@@ -54,7 +69,7 @@ struct Linear {
     std::vector<float> bias;
 
     Linear(bool bf16, long rows, long columns)
-        : is_bf16(bf16), n(rows), k(columns), steps(round_up(columns, bf16 ? 2 : 1) / (bf16 ? 2 : 1)),
+        : is_bf16(bf16), n(rows), k(columns), steps(bf16 ? round_up(columns, 32) / 2 : columns),
           data(new Memory(static_cast<size_t>(round_up(rows, COLUMNS) * steps) * 4)) {}
     Linear(const Linear&) = delete;
     const uint32_t* tile(long index) const { return data->words() + index * steps * COLUMNS; }
@@ -64,7 +79,7 @@ struct Linear {
 // Keys and values of one layer in blocks of SPLIT positions, for each KV head
 //   keys    [SPLIT / 16][dim / STEP][16] words     one load: a word of the same dimension for 16 positions
 //   values  [SPLIT / STEP][dim] words              one load: 16 dimensions of the same position(s)
-// with `dim` padded to a multiple of 16.
+// with `dim` padded to a multiple of 16. What lies beyond the written positions is finite: zeros, or older rows.
 struct Store {
     bool is_bf16;
     long heads, dim, padded;
@@ -106,6 +121,7 @@ struct Attention {
     Rows k, v;             // provisional keys and values
     const int32_t* parent; // [rows], -1: follows the committed part
     float scale;
+    long window;           // positions a row sees, itself included; 0: all
     const float* rest;     // [heads, dim + 1] or null: what keys that are not here give, output then log-sum-exp
     void* out;             // [rows, heads, dim]
     float* lse;            // [rows, heads]: log of the sum of exp(score)

@@ -1,11 +1,13 @@
 // Few rows times a packed weight. Each output is one running sum over the inner dimension, in order.
 #pragma once
 
+#include "amx.h"
 #include "layout.h"
 #include "pool.h"
 #include "simd.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace longdraft::LONGDRAFT_VARIANT {
 
@@ -59,6 +61,36 @@ void linear_rows(int rows, const uint32_t* x, long stride, const uint32_t* w, lo
     linear_tile<T, ROWS>(x, stride, w, steps, out);
 }
 
+// How a variant multiplies: rows that share one reading of the weights, and what surrounds the work of a thread.
+template <class T> struct Multiply {
+    static constexpr int ROWS = TILE_ROWS;
+    static constexpr bool WHOLE = false;  // all ROWS rows must be there to be read
+    static void tile(int rows, const uint32_t* x, const uint32_t* w, long steps, float (*out)[COLUMNS]) {
+        linear_rows<T>(rows, x, steps, w, steps, out);
+    }
+};
+
+#if defined(__AMX_BF16__)
+template <> struct Multiply<BF16> : amx::Unit {
+    static constexpr int ROWS = amx::ROWS;
+    static constexpr bool WHOLE = true;
+    static void tile(int, const uint32_t* x, const uint32_t* w, long steps, float (*out)[COLUMNS]) {
+        constexpr int WORDS = amx::INNER / 2;
+        amx::each<VECTORS>([](auto v) { amx::zero<amx::SUM + v>(); });
+        for (long s = 0; s < steps; s += WORDS, w += WORDS * COLUMNS) {
+            amx::load<amx::LEFT>(x + s, steps * 4);
+            amx::each<VECTORS>([&](auto v) {
+                amx::prefetch(w + v * LANES + AHEAD_TILES * WORDS * COLUMNS, WORDS, COLUMNS);
+                amx::load<amx::RIGHT>(w + v * LANES, COLUMNS * 4);
+                amx::multiply<amx::SUM + v, amx::LEFT, amx::RIGHT>();
+            });
+        }
+        amx::each<VECTORS>([&](auto v) { amx::store<amx::SUM + v>(out[0] + v * LANES, COLUMNS * 4); });
+    }
+    static constexpr long AHEAD_TILES = 1;  // of 4 KiB, from the one being multiplied to the one fetched
+};
+#endif
+
 template <class T> void narrow_some(typename T::Element* out, const float* x, long count) {
     for (; count >= LANES; count -= LANES, out += LANES, x += LANES) T::narrow(out, load(x));
     for (long i = 0; i < count; i++) out[i] = T::round(x[i]);
@@ -66,26 +98,28 @@ template <class T> void narrow_some(typename T::Element* out, const float* x, lo
 
 template <class T> void linear_as(const Linear& w, const void* x, long rows, void* out, bool keep_float) {
     using Element = typename T::Element;
-    // Rows are read as words; an odd inner dimension gets a zero behind it.
+    using Unit = Multiply<T>;
+    // Rows are read as words, some variants read several rows at once: zeros where there are none.
     std::vector<Element> padded;
     const Element* in = static_cast<const Element*>(x);
-    long width = w.steps * T::STEP;
-    if (width != w.k) {
-        padded.assign(static_cast<size_t>(rows * width), Element{});
+    long width = w.steps * T::STEP, held = Unit::WHOLE ? round_up(rows, Unit::ROWS) : rows;
+    if (width != w.k || held != rows) {
+        padded.assign(static_cast<size_t>(held * width), Element{});
         for (long r = 0; r < rows; r++) std::copy_n(in + r * w.k, w.k, padded.data() + r * width);
         in = padded.data();
     }
     long tiles = round_up(w.n, COLUMNS) / COLUMNS;
     long in_one = rows * w.k * w.n < SMALL ? tiles : std::max<long>(1, tiles / (4 * threads()));
     parallel((tiles + in_one - 1) / in_one, [&](long job) {
-        float sums[TILE_ROWS][COLUMNS];
+        alignas(64) float sums[Unit::ROWS][COLUMNS];
+        [[maybe_unused]] Unit unit;
         for (long tile = job * in_one; tile < std::min(tiles, (job + 1) * in_one); tile++) {
             long first = tile * COLUMNS, columns = std::min<long>(COLUMNS, w.n - first);
             const float* bias = w.bias.empty() ? nullptr : w.bias.data() + first;
-            for (long r = 0; r < rows; r += TILE_ROWS) {
-                int some = static_cast<int>(std::min<long>(TILE_ROWS, rows - r));
+            for (long r = 0; r < rows; r += Unit::ROWS) {
+                int some = static_cast<int>(std::min<long>(Unit::ROWS, rows - r));
                 const auto* words = reinterpret_cast<const uint32_t*>(in + r * width);
-                linear_rows<T>(some, words, w.steps, w.tile(tile), w.steps, sums);
+                Unit::tile(some, words, w.tile(tile), w.steps, sums);
                 for (int i = 0; i < some; i++) {
                     if (bias)
                         for (long c = 0; c < columns; c++) sums[i][c] += bias[c];

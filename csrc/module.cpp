@@ -10,12 +10,20 @@
 
 #include <string>
 
+#if defined(LONGDRAFT_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace nb = nanobind;
 using Address = uintptr_t;
 
 namespace longdraft {
 
 #define VARIANT(name) namespace name { extern const Kernels table; }
+#if defined(LONGDRAFT_AMX)
+VARIANT(amx)
+#endif
 #if defined(LONGDRAFT_X86)
 VARIANT(avx512bf16)
 VARIANT(avx2)
@@ -25,14 +33,27 @@ VARIANT(portable)
 
 namespace {
 
+#if defined(LONGDRAFT_AMX)
+// The matrix unit's registers must be asked for, once in a process.
+bool may_use_tiles() {
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    static const bool may = __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return may;
+}
+#endif
+
 // The variants that this processor can run, the fastest first.
 std::vector<const Kernels*> runnable() {
     std::vector<const Kernels*> found;
 #if defined(LONGDRAFT_X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16"))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16")) {
+#if defined(LONGDRAFT_AMX)
+        if (may_use_tiles()) found.push_back(&amx::table);
+#endif
         found.push_back(&avx512bf16::table);
+    }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::table);
 #endif
     found.push_back(&portable::table);
@@ -112,12 +133,12 @@ NB_MODULE(_cpu, m) {
                     at<int64_t>(which), rows); })
         .def("decoder_layer", [](const Kernels& kernels, Address attention_norm, const Linear& qkv, const Linear& out,
                                  Address mlp_norm, const Linear& gate_up, const Linear& down, float eps, long heads,
-                                 long kv_heads, long dim, Store& store, long length, long rows, Address x, Address cos,
+                                 long kv_heads, long dim, long window, Store& store, long length, long rows, Address x, Address cos,
                                  Address sin, Address parent, Address rest, Address q, Address k, Address v, Address attended,
                                  Address lse, Address result) {
             require_order(at<int32_t>(parent), rows);
             decoder_layer(kernels, {at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), &gate_up, &down, eps,
-                                    heads, kv_heads, dim},
+                                    heads, kv_heads, dim, window},
                           {at<void>(x), rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<float>(rest),
                            at<void>(q), at<void>(k), at<void>(v), at<void>(attended), at<float>(lse), at<void>(result)}, store, length); }, free_gil)
         .def("read", [](const Kernels& k, const Store& s, Address positions, long count, Address key, Address value) {
@@ -126,10 +147,10 @@ NB_MODULE(_cpu, m) {
                            Address out) { k.weights(s, length, at<void>(q), rows, heads, scale, at<float>(out)); }, free_gil)
         .def("attention", [](const Kernels& k, Store& s, long length, long rows, long heads, Address q, Address key,
                              long key_row, long key_head, Address value, long value_row, long value_head, Address parent,
-                             float scale, Address rest, Address out, Address lse) {
+                             float scale, long window, Address rest, Address out, Address lse) {
             require_order(at<int32_t>(parent), rows);
             s.reserve(length + rows);
             k.attention({&s, length, rows, heads, at<void>(q), rows_at(key, key_row, key_head),
                          rows_at(value, value_row, value_head), at<int32_t>(parent), scale,
-                         at<float>(rest), at<void>(out), at<float>(lse)}); }, free_gil);
+                         window, at<float>(rest), at<void>(out), at<float>(lse)}); }, free_gil);
 }

@@ -102,6 +102,18 @@ template <class T> long value_at(const Store& s, long place, long d) {
     return ((place / T::STEP) * s.padded + d) * T::STEP + place % T::STEP;
 }
 
+// Whether all numbers of some rows are finite.
+template <class T> bool finite_rows(Rows x, long rows, long heads, long dim) {
+    using Element = typename T::Element;
+    float nothing = 0;  // 0 * x is NaN where x is not finite
+    for (long r = 0; r < rows; r++)
+        for (long h = 0; h < heads; h++) {
+            const Element* in = static_cast<const Element*>(x.data) + r * x.row_stride + h * x.head_stride;
+            for (long d = 0; d < dim; d++) nothing += 0.0f * T::widen(in[d]);
+        }
+    return nothing == nothing;
+}
+
 // Rows which[0], which[1], ... (null: all in order) of k and v to positions start, start + 1, ...
 template <class T> void write_as(Store& s, long start, Rows k, Rows v, const int64_t* which, long rows) {
     using Element = typename T::Element;

@@ -47,22 +47,49 @@ inline float max(Floats x) {
     return v[0];
 }
 
-// 2^x for x in [-126, 126]; below that exactly 0 (so that masked lanes weigh nothing). About 2 ulp.
+// a * b + c, fused where the processor has it.
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    __m256 x[2], y[2], z[2];
+    std::memcpy(x, &a, 64);
+    std::memcpy(y, &b, 64);
+    std::memcpy(z, &c, 64);
+    z[0] = _mm256_fmadd_ps(x[0], y[0], z[0]);
+    z[1] = _mm256_fmadd_ps(x[1], y[1], z[1]);
+    std::memcpy(&c, z, 64);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
+// 2^x for x <= 126; far below 0 exactly 0 (so that masked lanes weigh nothing), NaN for NaN (damaged weights must
+// not become plausible text). About 2 ulp: Taylor of 2^f for f in [-1/2, 1/2], coefficients ln(2)^k / k!.
 inline Floats exp2(Floats x) {
+    const Floats lowest = all(-160.0f);
+    x = lowest > x ? lowest : x;  // in this order, which leaves a NaN as it is
+#if defined(__AVX512F__)
+    Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     const Floats shifter = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    Floats clamped = max(x, all(-126.0f));
-    Floats shifted = clamped + shifter;
-    Floats f = clamped - (shifted - shifter);  // in [-1/2, 1/2]
-    Floats p = all(1.54035304e-4f);            // Taylor of 2^f: ln(2)^k / k!
-    p = p * f + all(1.33335581e-3f);
-    p = p * f + all(9.61812911e-3f);
-    p = p * f + all(5.55041087e-2f);
-    p = p * f + all(2.40226507e-1f);
-    p = p * f + all(6.93147181e-1f);
-    p = p * f + all(1.0f);
-    Ints scaled = (Ints)p + (((Ints)shifted) << 23);  // the low bits of `shifted` are the whole number
-    Floats power = x < all(-126.0f) ? Floats{} : (Floats)scaled;
-    return x == x ? power : x;  // NaN stays NaN: damaged weights must not become plausible text
+    Floats shifted = x + shifter, whole = shifted - shifter;
+#endif
+    Floats f = x - whole;
+    Floats p = fma(all(1.54035304e-4f), f, all(1.33335581e-3f));
+    p = fma(p, f, all(9.61812911e-3f));
+    p = fma(p, f, all(5.55041087e-2f));
+    p = fma(p, f, all(2.40226507e-1f));
+    p = fma(p, f, all(6.93147181e-1f));
+    p = fma(p, f, all(1.0f));
+#if defined(__AVX512F__)
+    return (Floats)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
+    Floats power = (Floats)((Ints)p + (((Ints)shifted) << 23));  // its low bits are the whole number
+    power = whole < all(-126.0f) ? Floats{} : power;
+    return x == x ? power : x;
+#endif
 }
 
 inline float exp2(float x) { return exp2(all(x))[0]; }
@@ -92,24 +119,6 @@ inline float from_bf16(uint16_t x) {
 }
 
 inline Floats from_bf16(Halves x) { return (Floats)(__builtin_convertvector(x, Words) << 16); }
-
-// a * b + c, fused where the processor has it.
-inline Floats fma(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    __m256 x[2], y[2], z[2];
-    std::memcpy(x, &a, 64);
-    std::memcpy(y, &b, 64);
-    std::memcpy(z, &c, 64);
-    z[0] = _mm256_fmadd_ps(x[0], y[0], z[0]);
-    z[1] = _mm256_fmadd_ps(x[1], y[1], z[1]);
-    std::memcpy(&c, z, 64);
-    return c;
-#else
-    return a * b + c;
-#endif
-}
 
 inline float as_float(uint32_t word) { float f; std::memcpy(&f, &word, 4); return f; }
 

@@ -72,30 +72,32 @@ def path_of(parents: list[int], row: int) -> list[int]:
 @every_kernel
 @every_dtype
 @given(length=st.sampled_from([0, 1, 15, 16, 100, STEP - 3, STEP, 3 * STEP + 1, SPLIT - 5, SPLIT, SPLIT + 7]),
-       rows=st.integers(1, 14), kv_heads=st.sampled_from([1, 2, 4]), dim=st.sampled_from([8, 16, 64, 80]),
+       rows=st.integers(1, 20), kv_heads=st.sampled_from([1, 2]), group=st.sampled_from([1, 2, 3, 4, 7, 8]),
+       dim=st.sampled_from([8, 16, 64, 80, 96]), window=st.sampled_from([0, 0, 1, 40, 300, 4100]),
        seed=st.integers(0, 10**6))
 @settings(max_examples=20, deadline=None)
-def test_a_tree_node_gets_the_bits_of_plain_decoding(name, dtype, length, rows, kv_heads, dim, seed):
+def test_a_tree_node_gets_the_bits_of_plain_decoding(name, dtype, length, rows, kv_heads, group, dim, window, seed):
     """Every node, against the same text laid out flat and decoded one row at a time; and against the formula."""
     kernel = kernels.choose("cpu", dtype, name)
-    heads = 4
+    heads = kv_heads * group
     prefix_k, prefix_v = (random_rows(length, kv_heads, dim, seed=s, dtype=kernel.dtype) for s in (1, 2))
     k, v = (random_rows(rows, kv_heads, dim, seed=seed + s, dtype=kernel.dtype) for s in (3, 4))
     q = random_rows(rows, heads, dim, seed=seed + 5, dtype=kernel.dtype)
-    parents = random_parents(rows, seed)
+    parents = random_parents(rows, seed) if seed % 4 else torch.arange(-1, rows - 1, dtype=torch.int32)  # or a chain
     store = kernel.new_store(kv_heads, dim)
     store.reserve(length + rows)
     store.write(0, prefix_k, prefix_v)
-    got = kernel.attention(q, KV(store, length, k, v), parents).output
+    got = kernel.attention(q, KV(store, length, k, v), parents, window).output
     for row in range(rows):
         path = path_of(parents.tolist(), row)
         flat = kernel.new_store(kv_heads, dim)
         flat.reserve(length + len(path))
         flat.write(0, torch.cat([prefix_k, k[path[:-1]]]), torch.cat([prefix_v, v[path[:-1]]]))
         kv = KV(flat, length + len(path) - 1, k[[row]], v[[row]])
-        plain = kernel.attention(q[row : row + 1], kv, parents_of([-1])).output
+        plain = kernel.attention(q[row : row + 1], kv, parents_of([-1]), window).output
         assert torch.equal(got[row], plain[0])
-        exact = obvious_attention(q[row], torch.cat([prefix_k, k[path]]), torch.cat([prefix_v, v[path]]))
+        seen = [torch.cat([before, own[path]])[-window:] for before, own in ((prefix_k, k), (prefix_v, v))]
+        exact = obvious_attention(q[row], *seen)
         tolerance = 1e-5 if dtype == "float32" else 1e-2
         torch.testing.assert_close(got[row].float(), exact, atol=tolerance, rtol=tolerance)
 
@@ -250,6 +252,25 @@ def test_damaged_numbers_stay_visible(name, dtype, bad):
     gate_up = random_rows(2, 32, dtype=kernel.dtype)
     gate_up[0, 3] = float("nan")
     assert kernel.swiglu(gate_up)[0, 3].isnan()
+
+
+@every_kernel
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_a_damaged_guess_spoils_nobody_else(name, is_chain):
+    """A drafted token whose values are not finite weighs nothing for the rows before and beside it, now and later."""
+    kernel = kernels.choose("cpu", "bfloat16", name)
+    store = kernel.new_store(1, 16)
+    prefix = random_rows(20, 1, 16, dtype=kernel.dtype)
+    store.write(0, prefix, prefix)
+    q, k, v = (random_rows(3, 1, 16, seed=s, dtype=kernel.dtype) for s in (1, 2, 3))
+    parents = parents_of([-1, 0, 1] if is_chain else [-1, 0, 0])
+    sound = kernel.attention(q, KV(store, 20, k, v), parents).output
+    v[1] = float("inf")
+    got = kernel.attention(q, KV(store, 20, k, v), parents).output
+    assert torch.equal(got[0], sound[0]) and not got[1].isfinite().all()
+    store.keep(20, k, v, torch.tensor([0]))
+    later = kernel.attention(q[:1], KV(store, 21, k[:1], v[:1]), parents_of([-1])).output
+    assert later.isfinite().all()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

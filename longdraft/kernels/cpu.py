@@ -176,7 +176,7 @@ class CpuKernels:
 
     def decoder_layer(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
                       parents: Tensor) -> tuple[Tensor, Attended]:
-        heads, kv_heads, dim, eps = geometry
+        heads, kv_heads, dim, eps, window = geometry
         rows, hidden = x.shape
         store, qkv, out, gate_up, down = kv.store, layer.qkv, layer.out, layer.gate_up, layer.down
         assert isinstance(store, CpuStore) and isinstance(qkv, CpuLinear) and isinstance(out, CpuLinear)
@@ -196,12 +196,12 @@ class CpuKernels:
         result = torch.empty_like(x)
         self._native.decoder_layer(
             layer.attention_norm.data_ptr(), qkv.native, out.native, layer.mlp_norm.data_ptr(), gate_up.native,
-            down.native, eps, heads, kv_heads, dim, store.native, kv.length, rows, x.data_ptr(), cos.data_ptr(),
+            down.native, eps, heads, kv_heads, dim, window, store.native, kv.length, rows, x.data_ptr(), cos.data_ptr(),
             sin.data_ptr(), parents.data_ptr(), rest, q.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(),
             attended.data_ptr(), lse.data_ptr(), result.data_ptr())
         return result, Attended(q, attended, lse)
 
-    def attention(self, q: Tensor, kv: KV, parents: Tensor) -> Attended:
+    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:
         store, length = kv.store, kv.length
         assert isinstance(store, CpuStore)
         rows, heads, dim = q.shape
@@ -210,15 +210,16 @@ class CpuKernels:
         _require(len(k) == len(v) == rows, f"{rows} keys and values", (k.shape, v.shape))
         _require(heads % k.shape[1] == 0 and dim == k.shape[2], "query heads in groups of KV heads", q.shape)
         self._check_tail(store, length, rows, parents)
+        _require(window >= 0, "a window of 0 or more positions", window)
         out, lse = torch.empty_like(q), torch.empty(rows, heads)
         self._native.attention(store.native, length, rows, heads, q.data_ptr(), *_strided(k), *_strided(v),
-                               parents.data_ptr(), 1 / math.sqrt(dim), _rest(kv.rest, heads, dim), out.data_ptr(),
+                               parents.data_ptr(), 1 / math.sqrt(dim), window, _rest(kv.rest, heads, dim), out.data_ptr(),
                                lse.data_ptr())
         return Attended(q, out, lse)
 
     def _check_layer(self, hidden: int, layer: LayerWeights, geometry: Geometry, store: CpuStore) -> None:
         """Weights that fit one another, the rows and the store."""
-        heads, kv_heads, dim, _ = geometry
+        heads, kv_heads, dim, _, window = geometry
         inner = layer.gate_up.out_features // 2
         weights = [w.native for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CpuLinear)]
         shapes = [(w.n, w.k) for w in weights]
@@ -231,6 +232,7 @@ class CpuKernels:
             _require(fits, f"norms [{hidden}] of {self.dtype}", (norm.shape, norm.dtype))
         held = (store.native.heads, store.native.dim)
         _require(held == (kv_heads, dim) and heads % kv_heads == 0, f"a store of {(kv_heads, dim)}", held)
+        _require(window >= 0, "a window of 0 or more positions", window)
 
     def _check_tail(self, store: CpuStore, length: int, rows: int, parents: Tensor) -> None:
         fits = parents.shape == (rows,) and parents.dtype == torch.int32 and parents.is_contiguous() and rows > 0

@@ -42,6 +42,7 @@ class Geometry(NamedTuple):
     num_kv_heads: int
     head_dim: int
     eps: float
+    window: int = 0  # positions a row sees, itself included (sliding window attention); 0: all
 
 
 class KVStore(Protocol):
@@ -129,8 +130,9 @@ class Kernels(Protocol):
         Fills kv.k and kv.v with the rows' keys and values. `parents` as for `attention`.
         """
 
-    def attention(self, q: Tensor, kv: KV, parents: Tensor) -> Attended:
-        """Each row of q [T, H, D] over the committed positions and its own path.
+    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:
+        """Each row of q [T, H, D] over the committed positions and its own path, of these the last `window`
+        where that is not 0.
 
         parents [T] int32 on the CPU: the provisional row before each row, -1 where that is the committed part.
         """

@@ -151,18 +151,18 @@ class ReferenceKernels:
 
     def decoder_layer(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
                       parents: Tensor) -> tuple[Tensor, Attended]:
-        heads, kv_heads, dim, eps = geometry
+        heads, kv_heads, dim, eps, window = geometry
         normed = self.rms_norm(x, layer.attention_norm, eps)
         qkv = self.linear(normed, layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
         q = self.rope(qkv[:, :heads], cos, sin)
         kv.k.copy_(self.rope(qkv[:, heads : heads + kv_heads], cos, sin))
         kv.v.copy_(qkv[:, heads + kv_heads :])
-        attended = self.attention(q, kv, parents)
+        attended = self.attention(q, kv, parents, window)
         x = x + self.linear(attended.output.flatten(1), layer.out)
         normed = self.rms_norm(x, layer.mlp_norm, eps)
         return x + self.linear(self.swiglu(self.linear(normed, layer.gate_up)), layer.down), attended
 
-    def attention(self, q: Tensor, kv: KV, parents: Tensor) -> Attended:
+    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:
         """One row after the other; a row's path is laid behind the committed part, where plain decoding
         would have put it, and then the row reads one run of positions:
 
@@ -186,22 +186,26 @@ class ReferenceKernels:
             store.write(length + first, k[path], v[path])
             laid[first:] = path
             with _one_thread():
-                out[row], lse[row] = _attend(q[row].float(), store, length + depths[row] + 1, rest)
+                out[row], lse[row] = _attend(q[row].float(), store, length + depths[row] + 1, rest, window)
         return Attended(q, out, lse)
 
 
-def _attend(q: Tensor, store: ReferenceStore, length: int, rest: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One query [H, D] over positions [0, length): softmax over each split, splits merged in order, then `rest`."""
+def _attend(q: Tensor, store: ReferenceStore, length: int, rest: Tensor | None,
+            window: int) -> tuple[Tensor, Tensor]:
+    """One query [H, D] over positions [0, length) or the last `window` of them: softmax over each split, splits
+    merged in order, then `rest`."""
     num_kv_heads, _, head_dim = store.k[0].shape
     num_heads = len(q)
     q = q.view(num_kv_heads, -1, head_dim) / math.sqrt(head_dim)
     top = total = acc = None
-    for start in range(0, length, SPLIT):
+    first = max(0, length - window) if window else 0
+    for start in range(first // SPLIT * SPLIT, length, SPLIT):
         inside = min(length - start, SPLIT)
         padded = -(-inside // STEP) * STEP
         block = start // SPLIT
         scores = q @ store.k[block][:, :padded].transpose(1, 2)  # [Hkv, g, padded]
         scores[..., inside:] = -math.inf
+        scores[..., : max(0, first - start)] = -math.inf
         peak = scores.amax(-1, keepdim=True)
         weights = (scores - peak).exp()
         mass = weights.sum(-1, keepdim=True)

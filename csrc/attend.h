@@ -1,0 +1,155 @@
+// The two products of attention, for a few rows at once: scores of queries with keys, and weighted values.
+//
+// `Attend<T>` says how many rows share one reading of the cache (BATCH) and does both. Rows lie `stride` apart.
+#pragma once
+
+#include "amx.h"
+#include "layout.h"
+#include "simd.h"
+
+#include <type_traits>
+
+namespace longdraft::LONGDRAFT_VARIANT {
+
+constexpr long AHEAD = 512;  // words between a load and the prefetch beside it (measured: 2 KiB)
+
+// Scores of ROWS queries with groups of 16 keys: out[row * BLOCK + 16 * group + lane]. Each lane's sum is a chain of
+// dependent operations, so with few rows several groups are under way at once.
+template <class T, int ROWS, int GROUPS>
+void score_groups(const uint32_t* q, long q_stride, const uint32_t* keys, long steps, float* out) {
+    Floats sums[GROUPS][ROWS] = {};
+    for (long s = 0; s < steps; s++)
+        for (int g = 0; g < GROUPS; g++) {
+            const uint32_t* lanes = keys + (g * steps + s) * LANES;
+            __builtin_prefetch(lanes + AHEAD);
+            for (int r = 0; r < ROWS; r++) sums[g][r] = T::mac(sums[g][r], lanes, q[r * q_stride + s]);
+        }
+    for (int g = 0; g < GROUPS; g++)
+        for (int r = 0; r < ROWS; r++) store(out + r * BLOCK + g * LANES, sums[g][r]);
+}
+
+template <class T, int ROWS>
+void score_rows(const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps, float* out) {
+    constexpr int MANY = ROWS > 4 ? 1 : 8 / ROWS;
+    long p = 0;
+    for (; p + MANY * LANES <= count; p += MANY * LANES)
+        score_groups<T, ROWS, MANY>(q, q_stride, keys + p * steps, steps, out + p);
+    for (; p < count; p += LANES) score_groups<T, ROWS, 1>(q, q_stride, keys + p * steps, steps, out + p);
+}
+
+// sums[row] += weights[row] . values, WIDE * 16 dimensions at a time, positions in order.
+template <class T, int ROWS, int WIDE>
+void mix_wide(const typename T::Element* weights, const uint32_t* values, long steps, long padded, float* sums, long stride) {
+    Floats acc[ROWS][WIDE];
+    const uint32_t* words[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        words[r] = reinterpret_cast<const uint32_t*>(weights + r * BLOCK);
+        for (int v = 0; v < WIDE; v++) acc[r][v] = load(sums + r * stride + v * LANES);
+    }
+    for (long s = 0; s < steps; s++, values += padded) {
+        for (int v = 0; v < WIDE; v++) __builtin_prefetch(values + v * LANES + AHEAD);
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < WIDE; v++) acc[r][v] = T::mac(acc[r][v], values + v * LANES, words[r][s]);
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < WIDE; v++) store(sums + r * stride + v * LANES, acc[r][v]);
+}
+
+// The vector units: rows in registers, as many as there are.
+template <class T> struct Attend {
+    using Element = typename T::Element;
+    static constexpr int BATCH = 8;
+
+    // out[row][position] = q[row] . keys[position], for `count` positions (a multiple of 16)
+    static void score(int rows, const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps,
+                      float (*out)[BLOCK]) {
+        some<BATCH>(rows, [&](auto n) { score_rows<T, n>(q, q_stride, keys, count, steps, out[0]); });
+    }
+
+    // sums[row] += weights[row] . values, for `count` positions. Four rows at a time: more would not fit registers.
+    static void mix(int rows, const Element* weights, const uint32_t* values, long count, long padded, float* sums,
+                    long stride) {
+        for (int r = 0; r < rows; r += 4)
+            some<4>(std::min(4, rows - r), [&](auto n) {
+                constexpr int ROWS = n;
+                const Element* mine = weights + r * BLOCK;
+                float* to = sums + r * stride;
+                long steps = count / T::STEP, d = 0;
+                for (; d + 4 * LANES <= padded; d += 4 * LANES)
+                    mix_wide<T, ROWS, 4>(mine, values + d, steps, padded, to + d, stride);
+                for (; d < padded; d += LANES) mix_wide<T, ROWS, 1>(mine, values + d, steps, padded, to + d, stride);
+            });
+    }
+
+  private:
+    // f(rows), with the number known to the compiler.
+    template <int MOST, class F> static void some(int rows, F f) {
+        if constexpr (MOST > 1)
+            if (rows < MOST) return some<MOST - 1>(rows, f);
+        f(std::integral_constant<int, MOST>{});
+    }
+};
+
+#if defined(__AMX_BF16__)
+// The matrix unit: always sixteen rows. A lone row stands for all of them (stride 0), so none need be made up.
+template <> struct Attend<BF16> : amx::Unit {
+    using Element = BF16::Element;
+    static constexpr int BATCH = amx::ROWS;
+    static constexpr int WORDS = amx::INNER / 2;
+
+    static void score(int rows, const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps,
+                      float (*out)[BLOCK]) {
+        long from = rows == 1 ? 0 : q_stride * 4, to = rows == 1 ? 0 : BLOCK * 4, p = 0;
+        for (; p + 4 * LANES <= count; p += 4 * LANES) score_wide<4>(q, from, keys + p * steps, steps, out[0] + p, to);
+        for (; p < count; p += LANES) score_wide<1>(q, from, keys + p * steps, steps, out[0] + p, to);
+    }
+
+    static void mix(int rows, const Element* weights, const uint32_t* values, long count, long padded, float* sums,
+                    long stride) {
+        long from = rows == 1 ? 0 : BLOCK * 2, to = rows == 1 ? 0 : stride * 4, d = 0;
+        for (; d + 4 * LANES <= padded; d += 4 * LANES) mix_wide<4>(weights, from, values + d, count, padded, sums + d, to);
+        for (; d < padded; d += LANES) mix_wide<1>(weights, from, values + d, count, padded, sums + d, to);
+    }
+
+  private:
+    template <int WIDE>
+    static void score_wide(const uint32_t* q, long from, const uint32_t* keys, long steps, float* out, long to) {
+        amx::each<WIDE>([](auto v) { amx::zero<amx::SUM + v>(); });
+        long s = 0;
+        for (; s + WORDS <= steps; s += WORDS) {
+            amx::load<amx::LEFT>(q + s, from);
+            amx::each<WIDE>([&](auto v) {
+                const uint32_t* lanes = keys + (v * steps + s) * LANES;
+                amx::prefetch(lanes + AHEAD, WORDS, LANES);
+                amx::load<amx::RIGHT>(lanes, LANES * 4);
+                amx::multiply<amx::SUM + v, amx::LEFT, amx::RIGHT>();
+            });
+        }
+        if (s < steps) {  // head_dim 80, or another odd multiple of 16
+            amx::load<amx::HALF_LEFT>(q + s, from);
+            amx::each<WIDE>([&](auto v) {
+                amx::load<amx::HALF_RIGHT>(keys + (v * steps + s) * LANES, LANES * 4);
+                amx::multiply<amx::SUM + v, amx::HALF_LEFT, amx::HALF_RIGHT>();
+            });
+        }
+        amx::each<WIDE>([&](auto v) { amx::store<amx::SUM + v>(out + v * LANES, to); });
+    }
+
+    template <int WIDE>
+    static void mix_wide(const Element* weights, long from, const uint32_t* values, long count, long padded, float* sums,
+                         long to) {
+        amx::each<WIDE>([&](auto v) { amx::load<amx::SUM + v>(sums + v * LANES, to); });
+        for (long p = 0; p < count; p += amx::INNER, values += WORDS * padded) {
+            amx::load<amx::LEFT>(weights + p, from);
+            amx::each<WIDE>([&](auto v) {
+                amx::prefetch(values + v * LANES + AHEAD, WORDS, padded);
+                amx::load<amx::RIGHT>(values + v * LANES, padded * 4);
+                amx::multiply<amx::SUM + v, amx::LEFT, amx::RIGHT>();
+            });
+        }
+        amx::each<WIDE>([&](auto v) { amx::store<amx::SUM + v>(sums + v * LANES, to); });
+    }
+};
+#endif
+
+}  // namespace
