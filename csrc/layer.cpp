@@ -5,32 +5,52 @@
 #include <cstring>
 
 namespace longdraft {
-void decoder_layer(const Kernels& kernels, const Layer& l, const LayerRows& r, Store& store, long length) {
+namespace {
+
+// One layer: x in place; the pointers of `r` are this layer's own.
+void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, const DecoderRows& r, Store& store, long length) {
     const bool bf16 = store.is_bf16;
     const long size = bf16 ? 2 : 4, rows = r.rows, hidden = l.out->n, inner = l.down->k;
-    const long q_width = l.heads * l.dim, kv_width = l.kv_heads * l.dim, wide = q_width + 2 * kv_width;
-    const long width = std::max({hidden, wide, 2 * inner});
-    char* first = static_cast<char*>(workspace<2>(static_cast<size_t>(3 * round_up(rows * width * size, 64))));
-    char* second = first + round_up(rows * width * size, 64);
-    char* third = second + round_up(rows * width * size, 64);
+    const long q_width = d.heads * d.dim, kv_width = d.kv_heads * d.dim, wide = q_width + 2 * kv_width;
+    const long step = round_up(rows * std::max({hidden, wide, 2 * inner}) * size, 64);
+    char* first = static_cast<char*>(workspace<2>(static_cast<size_t>(3 * step)));
+    char *second = first + step, *third = second + step;
 
-    kernels.rms_norm(bf16, r.x, l.attention_norm, rows, hidden, l.eps, first);
+    kernels.rms_norm(bf16, r.x, l.attention_norm, rows, hidden, d.eps, first);
     kernels.linear(*l.qkv, first, rows, second, false);
-    kernels.rope(bf16, {second, wide, l.dim}, r.cos, r.sin, rows, l.heads, l.dim, r.q);
-    kernels.rope(bf16, {second + q_width * size, wide, l.dim}, r.cos, r.sin, rows, l.kv_heads, l.dim, r.k);
+    kernels.rope(bf16, {second, wide, d.dim}, r.cos, r.sin, rows, d.heads, d.dim, r.q);
+    kernels.rope(bf16, {second + q_width * size, wide, d.dim}, r.cos, r.sin, rows, d.kv_heads, d.dim, r.k);
     for (long i = 0; i < rows; i++)
         std::memcpy(static_cast<char*>(r.v) + i * kv_width * size, second + (i * wide + q_width + kv_width) * size,
                     static_cast<size_t>(kv_width * size));
     store.reserve(length + rows);
-    kernels.attention({&store, length, rows, l.heads, r.q, {r.k, kv_width, l.dim}, {r.v, kv_width, l.dim}, r.parent,
-                       1.0f / std::sqrt(static_cast<float>(l.dim)), l.window, r.rest, r.attended, r.lse});
+    kernels.attention({&store, length, rows, d.heads, r.q, {r.k, kv_width, d.dim}, {r.v, kv_width, d.dim}, r.parent,
+                       1.0f / std::sqrt(static_cast<float>(d.dim)), l.window, r.rest, r.attended, r.lse});
     kernels.linear(*l.out, r.attended, rows, second, false);
-    kernels.add(bf16, r.x, second, rows * hidden, r.out);
-    kernels.rms_norm(bf16, r.out, l.mlp_norm, rows, hidden, l.eps, first);
+    kernels.add(bf16, r.x, second, rows * hidden, r.x);
+    kernels.rms_norm(bf16, r.x, l.mlp_norm, rows, hidden, d.eps, first);
     kernels.linear(*l.gate_up, first, rows, second, false);
     kernels.swiglu(bf16, second, rows, inner, third);
     kernels.linear(*l.down, third, rows, second, false);
-    kernels.add(bf16, r.out, second, rows * hidden, r.out);
+    kernels.add(bf16, r.x, second, rows * hidden, r.x);
+}
+
+}  // namespace
+
+void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, const std::vector<Store*>& stores,
+             long length) {
+    DecoderRows r = rows;
+    auto skip = [](void*& at, long bytes) { at = static_cast<char*>(at) + bytes; };
+    for (size_t i = 0; i < d.layers.size(); i++) {
+        layer_forward(kernels, d, d.layers[i], r, *stores[i], length);
+        const long size = stores[i]->is_bf16 ? 2 : 4, q_bytes = r.rows * d.heads * d.dim * size;
+        skip(r.q, q_bytes);
+        skip(r.attended, q_bytes);
+        skip(r.k, r.rows * d.kv_heads * d.dim * size);
+        skip(r.v, r.rows * d.kv_heads * d.dim * size);
+        r.lse += r.rows * d.heads;
+        if (r.rest) r.rest += d.heads * (d.dim + 1);
+    }
 }
 
 }  // namespace longdraft

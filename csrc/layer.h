@@ -1,5 +1,5 @@
-// A whole decoder layer in one call, made of one variant's operations: what Python would do step by step,
-// without the steps through Python.
+// All decoder layers in one call, made of one variant's operations: what Python would do step by step, without the
+// steps through Python.
 #pragma once
 
 #include "layout.h"
@@ -13,23 +13,28 @@ struct Layer {
     const void* mlp_norm;
     const Linear* gate_up;  // gate, up stacked
     const Linear* down;
-    float eps;
-    long heads, kv_heads, dim;
     long window;  // positions a row sees; 0: all
 };
 
-struct LayerRows {
-    const void* x;  // [rows, hidden]
+struct Decoder {
+    long heads, kv_heads, dim;
+    float eps;
+    std::vector<Layer> layers;
+};
+
+// Rows on their way through the layers; what is made for each layer has the layers as its first axis.
+struct DecoderRows {
     long rows;
     const float *cos, *sin;  // [rows, dim / 2]
     const int32_t* parent;   // [rows]
-    const float* rest;       // as in Attention
-    void *q, *k, *v;         // made here: [rows, heads, dim], [rows, kv_heads, dim] twice
-    void* attended;          // made here: [rows, heads, dim]
-    float* lse;              // made here: [rows, heads]
-    void* out;               // [rows, hidden]
+    const float* rest;       // [layers, heads, dim + 1] or null, as in Attention
+    void* x;                 // [rows, hidden], replaced by the result
+    void *q, *k, *v;         // made here: [layers, rows, heads, dim], [layers, rows, kv_heads, dim] twice
+    void* attended;          // made here: [layers, rows, heads, dim]
+    float* lse;              // made here: [layers, rows, heads]
 };
 
-void decoder_layer(const Kernels& kernels, const Layer& layer, const LayerRows& rows, Store& store, long length);
+void forward(const Kernels& kernels, const Decoder& decoder, const DecoderRows& rows, const std::vector<Store*>& stores,
+             long length);
 
 }  // namespace longdraft

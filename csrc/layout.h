@@ -1,6 +1,7 @@
 // What the kernels of every variant share: the data they work on and the table of operations they offer.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -76,13 +77,15 @@ struct Linear {
     size_t bytes() const { return static_cast<size_t>(round_up(n, COLUMNS) * steps) * 4 + bias.size() * 4; }
 };
 
-// Keys and values of one layer in blocks of SPLIT positions, for each KV head
+// Keys and values of one layer in blocks of SPLIT positions (a short text's only block is smaller, and grows), for
+// each KV head
 //   keys    [SPLIT / 16][dim / STEP][16] words     one load: a word of the same dimension for 16 positions
 //   values  [SPLIT / STEP][dim] words              one load: 16 dimensions of the same position(s)
 // with `dim` padded to a multiple of 16. What lies beyond the written positions is finite: zeros, or older rows.
 struct Store {
     bool is_bf16;
     long heads, dim, padded;
+    long room = 0;  // positions of the first block
     std::vector<std::unique_ptr<Memory>> keys, values;
 
     Store(bool bf16, long num_heads, long head_dim)
@@ -91,20 +94,39 @@ struct Store {
     Store(const Store&) = delete;
 
     int step() const { return is_bf16 ? 2 : 1; }
-    long words_per_head() const { return SPLIT * padded / step(); }
-    long capacity() const { return static_cast<long>(keys.size()) * SPLIT; }
-    uint32_t* key(long block, long head) const { return keys[block]->words() + head * words_per_head(); }
-    uint32_t* value(long block, long head) const { return values[block]->words() + head * words_per_head(); }
+    long words_of(long block) const { return (block ? SPLIT : room) * padded / step(); }  // for one head
+    long capacity() const { return keys.empty() ? 0 : room + (static_cast<long>(keys.size()) - 1) * SPLIT; }
+    uint32_t* key(long block, long head) const { return keys[block]->words() + head * words_of(block); }
+    uint32_t* value(long block, long head) const { return values[block]->words() + head * words_of(block); }
 
     void reserve(long length) {
+        if (length > room && room < SPLIT) grow_first(std::min(SPLIT, std::max(2 * room, round_up(length, BLOCK))));
         while (capacity() < length) {
-            size_t bytes = static_cast<size_t>(heads * words_per_head()) * 4;
-            std::unique_ptr<Memory> k(new Memory(bytes)), v(new Memory(bytes));
+            std::unique_ptr<Memory> k = new_block(SPLIT), v = new_block(SPLIT);
             keys.push_back(std::move(k));
             values.push_back(std::move(v));
         }
     }
-    size_t bytes() const { return keys.size() * 2 * static_cast<size_t>(heads * words_per_head()) * 4; }
+    size_t bytes() const { return static_cast<size_t>(capacity() * heads * padded / step()) * 8; }
+
+  private:
+    std::unique_ptr<Memory> new_block(long positions) const {
+        return std::unique_ptr<Memory>(new Memory(static_cast<size_t>(heads * positions * padded / step()) * 4));
+    }
+
+    void grow_first(long positions) {
+        std::unique_ptr<Memory> k = new_block(positions), v = new_block(positions);
+        const long words = positions * padded / step(), held = words_of(0);
+        for (long head = 0; head < heads && !keys.empty(); head++) {
+            std::memcpy(k->words() + head * words, key(0, head), static_cast<size_t>(held) * 4);
+            std::memcpy(v->words() + head * words, value(0, head), static_cast<size_t>(held) * 4);
+        }
+        keys.clear();
+        values.clear();
+        keys.push_back(std::move(k));
+        values.push_back(std::move(v));
+        room = positions;
+    }
 };
 
 // Rows given or wanted by a caller: element (row, head, i) lies at row * row_stride + head * head_stride + i.

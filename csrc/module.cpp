@@ -6,6 +6,7 @@
 
 #include "layer.h"
 #include "layout.h"
+#include "partial.h"
 #include "pool.h"
 
 #include <string>
@@ -108,6 +109,13 @@ NB_MODULE(_cpu, m) {
         .def_prop_ro("capacity", &Store::capacity)
         .def_prop_ro("nbytes", &Store::bytes);
 
+    nb::class_<Decoder>(m, "Decoder")
+        .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps) {
+            new (d) Decoder{heads, kv_heads, dim, eps, {}}; })
+        .def("add", [](Decoder& d, Address attention_norm, const Linear& qkv, const Linear& out, Address mlp_norm,
+                       const Linear& gate_up, const Linear& down, long window) {
+            d.layers.push_back({at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), &gate_up, &down, window}); });
+
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
     nb::class_<Kernels>(m, "Kernels")
         .def_static("get", &by_name, nb::rv_policy::reference)
@@ -131,16 +139,38 @@ NB_MODULE(_cpu, m) {
             s.reserve(start + rows);
             k.write(s, start, rows_at(key, key_row, key_head), rows_at(value, value_row, value_head),
                     at<int64_t>(which), rows); })
-        .def("decoder_layer", [](const Kernels& kernels, Address attention_norm, const Linear& qkv, const Linear& out,
-                                 Address mlp_norm, const Linear& gate_up, const Linear& down, float eps, long heads,
-                                 long kv_heads, long dim, long window, Store& store, long length, long rows, Address x, Address cos,
-                                 Address sin, Address parent, Address rest, Address q, Address k, Address v, Address attended,
-                                 Address lse, Address result) {
+        .def("forward", [](const Kernels& k, const Decoder& decoder, const std::vector<Store*>& stores, long length,
+                           long rows, Address x, Address cos, Address sin, Address parent, Address rest, Address q,
+                           Address key, Address value, Address attended, Address lse) {
             require_order(at<int32_t>(parent), rows);
-            decoder_layer(kernels, {at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), &gate_up, &down, eps,
-                                    heads, kv_heads, dim, window},
-                          {at<void>(x), rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<float>(rest),
-                           at<void>(q), at<void>(k), at<void>(v), at<void>(attended), at<float>(lse), at<void>(result)}, store, length); }, free_gil)
+            forward(k, decoder, {rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<float>(rest), at<void>(x),
+                                 at<void>(q), at<void>(key), at<void>(value), at<void>(attended), at<float>(lse)},
+                    stores, length); }, free_gil)
+        .def("keep", [](const Kernels& k, const std::vector<Store*>& stores, long start, const std::vector<int64_t>& rows,
+                        long held, Address key, Address value) {
+            for (int64_t row : rows) require(0 <= row && row < held, "rows that are there");
+            for (size_t i = 0; i < stores.size(); i++) {
+                Store& s = *stores[i];
+                const long width = s.heads * s.dim, skipped = static_cast<long>(i) * held * width * (s.is_bf16 ? 2 : 4);
+                s.reserve(start + static_cast<long>(rows.size()));
+                k.write(s, start, rows_at(key + skipped, width, s.dim), rows_at(value + skipped, width, s.dim), rows.data(),
+                        static_cast<long>(rows.size()));
+            } })
+        .def("copy", [](const Kernels& k, const std::vector<Store*>& sources, const std::vector<Store*>& targets,
+                        Address positions, long count, long start) {
+            const int64_t* from = at<int64_t>(positions);
+            for (size_t i = 0; i < sources.size(); i++, from += sources[0]->heads * count) {
+                for (long p = 0; p < sources[i]->heads * count; p++)
+                    require(0 <= from[p] && from[p] < sources[i]->capacity(), "positions that are held");
+                copy(k, *sources[i], *targets[i], from, count, start);
+            } })
+        .def("remainder", [](const Kernels& k, const std::vector<Store*>& parts, long length, long heads, Address q,
+                             Address whole, Address lse, Address rest) {
+            for (size_t i = 0; i < parts.size(); i++) {
+                const long layer = static_cast<long>(i), width = heads * parts[i]->dim, size = parts[i]->is_bf16 ? 2 : 4;
+                remainder(k, *parts[i], length, heads, at<void>(q + layer * width * size), at<void>(whole + layer * width * size),
+                          at<float>(lse) + layer * heads, at<float>(rest) + layer * (width + heads));
+            } }, free_gil)
         .def("read", [](const Kernels& k, const Store& s, Address positions, long count, Address key, Address value) {
             k.read(s, at<int64_t>(positions), count, at<void>(key), at<void>(value)); })
         .def("weights", [](const Kernels& k, const Store& s, long length, Address q, long rows, long heads, float scale,

@@ -23,6 +23,11 @@ def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(count, HEADS, DIM, generator=generator) for _ in range(2))
 
 
+def layered(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [L, count, Hkv, D]."""
+    return tuple(torch.stack(of) for of in zip(*(rows(count, seed + layer) for layer in range(LAYERS)), strict=True))
+
+
 def new_full(chosen: kernels.Kernels = KERNELS) -> FullCache:
     return FullCache(chosen, LAYERS, HEADS, DIM)
 
@@ -37,11 +42,9 @@ def test_commit_keeps_the_rows_asked_for_in_order_and_drops_the_others(steps):
     cache, expected = new_full(), [torch.zeros(0, HEADS, DIM)] * LAYERS
     for number, (count, pick) in enumerate(steps):
         kept = sorted(pick.sample(range(count), pick.randint(0, count)))
-        for layer in range(LAYERS):
-            k, v = rows(count, 100 * number + layer)
-            view = cache.append(layer, k, v)
-            assert view.length == cache.length
-            expected[layer] = torch.cat([expected[layer], k[kept]])
+        k, v = layered(count, 100 * number)
+        assert cache.append(k, v).length == cache.length
+        expected = [torch.cat([before, new[kept]]) for before, new in zip(expected, k, strict=True)]
         cache.commit(kept)
     assert all(torch.equal(held(cache, layer), expected[layer]) for layer in range(LAYERS))
 
@@ -51,8 +54,7 @@ def test_growing_never_moves_what_is_held():
     k, v = rows(3000, 1)
     places = []
     for _ in range(4):
-        for layer in range(LAYERS):
-            cache.append(layer, k, v)
+        cache.append(*(torch.stack([x] * LAYERS) for x in (k, v)))
         cache.commit(range(3000))
         places.append(cache.stores[0].k[0].data_ptr())
     assert len(set(places)) == 1
@@ -78,18 +80,14 @@ def test_selection_holds_sinks_recent_and_the_heaviest_between(length, sinks, re
 
 
 def write(full: FullCache, count: int, seed: int) -> None:
-    for layer in range(LAYERS):
-        full.append(layer, *rows(count, seed + layer))
+    full.append(*layered(count, seed))
     full.commit(range(count))
 
 
-def queries(seed: int) -> list[kernels.Attended]:
+def queries(seed: int) -> kernels.Attended:
     """Some accepted tokens' queries; what attention gave for them does not matter to the choice of rows."""
-    made = []
-    for layer in range(LAYERS):
-        q = torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(seed + layer))
-        made.append(kernels.Attended(q, torch.zeros_like(q), torch.zeros(2, 4)))
-    return made
+    q = torch.randn(LAYERS, 2, 4, DIM, generator=torch.Generator().manual_seed(seed))
+    return kernels.Attended(q, torch.zeros_like(q), torch.zeros(LAYERS, 2, 4))
 
 
 def positions_held(full: FullCache, partial: PartialCache, layer: int, head: int) -> list[int]:
@@ -128,16 +126,13 @@ def test_between_selections_only_new_rows_are_written(monkeypatch):
     partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
     write(full, 100, 1)
     partial.refresh(lambda: queries(1))
-    written = []
-    original = type(full.stores[0]).write_heads
-    monkeypatch.setattr(type(full.stores[0]), "write_heads",
-                        lambda self, start, k, v: (written.append(k.shape[1]), original(self, start, k, v))[1])
-    for layer in range(LAYERS):
-        full.append(layer, *rows(3, 50 + layer))
-    full.commit(range(3))
-    written.clear()
+    copied = []
+    original = type(KERNELS).copy
+    monkeypatch.setattr(type(KERNELS), "copy", lambda self, sources, targets, positions, start: (
+        copied.append(positions.shape[-1]), original(self, sources, targets, positions, start))[1])
+    write(full, 3, 50)
     partial.refresh(lambda: queries(2))
-    assert written == [3] * LAYERS
+    assert copied == [3]
     assert partial.num_selections == 1
 
 
@@ -160,11 +155,9 @@ def test_drafted_rows_are_dropped():
     partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
     write(full, 20, 1)
     partial.refresh(lambda: queries(1))
-    for layer in range(LAYERS):
-        partial.append(layer, *rows(3, 9))
+    partial.append(*layered(3, 9))
     partial.commit([0, 2])
-    for layer in range(LAYERS):
-        assert partial.append(layer, *rows(1, 9)).length == 22, "a draft sees the drafts before it"
+    assert partial.append(*layered(1, 9)).length == 22, "a draft sees the drafts before it"
     partial.commit([0])
     partial.forget()
     assert partial.length == full.length == 20
@@ -176,19 +169,21 @@ def test_the_remainder_is_what_the_keys_left_out_give():
         full = new_full(kernel)
         partial = PartialCache(full, kernel, HEADS, DIM, SIZE)
         write(full, 99, 1)
-        tail = [rows(1, 70 + layer) for layer in range(LAYERS)]
+        tail = layered(1, 70)
         q = torch.randn(1, 4, DIM, generator=torch.Generator().manual_seed(3))
         root = torch.tensor([-1], dtype=torch.int32)
-        whole = [kernel.attention(q, full.append(layer, *tail[layer]), root) for layer in range(LAYERS)]
+        kv = full.append(*tail)
+        each = [kernel.attention(q, kv.layer(layer), root) for layer in range(LAYERS)]
+        whole = kernels.Attended(*(torch.stack(part) for part in zip(*each, strict=True)))
         full.commit([0])
         partial.refresh(lambda whole=whole: whole)
         assert partial.length < full.length
         for layer in range(LAYERS):
             # The same query again, on what the partial cache holds but its last row, that row, and the remainder.
-            kv = partial.append(layer, *tail[layer])
+            kv = partial.append(*tail).layer(layer)
             again = kernel.attention(q, kv._replace(length=kv.length - 1), root)
-            torch.testing.assert_close(again.output, whole[layer].output, atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(again.lse, whole[layer].lse, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(again.output, whole.output[layer], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(again.lse, whole.lse[layer], atol=1e-5, rtol=1e-4)
 
 
 def test_without_queries_the_sinks_and_the_latest_rows_are_held():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from longdraft import kernels
 from longdraft.errors import UsageError
-from longdraft.kernels import KV
+from longdraft.kernels import KV, Attended, LayersKV
 from longdraft.kernels.reference import SPLIT, STEP
 
 every_kernel = pytest.mark.parametrize("name", kernels.available())
@@ -214,11 +214,40 @@ def test_hostile_tensors_are_refused_or_handled(name):
         lambda: kernel.attention(q, KV(store, 3, rows, rows), parents_of([-1, 0, 2])),
         lambda: kernel.attention(q, KV(store, 3, rows, rows), parents_of([-1, 0])),
         lambda: kernel.attention(q[:2], KV(store, 3, rows, rows), parents_of([-1, 0])),
+        lambda: kernel.keep(LayersKV([store], 3, rows[None], rows[None]), [3]),
+        lambda: kernel.keep(LayersKV([store, store], 3, rows[None], rows[None]), [0]),
+        lambda: kernel.copy([store], [store], torch.full((1, 2, 1), 10**9), 0),
+        lambda: kernel.remainder([store], 10**9, Attended(q[None], q[None], torch.zeros(1, 3, 4))),
         lambda: kernel.rope(q, torch.zeros(3, 3), torch.zeros(3, 3)),
         lambda: kernel.swiglu(x[:, :5]),
     ):
         with pytest.raises(ValueError, match="CPU kernels want"):
             wrong()
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@every_dtype
+def test_what_a_partial_cache_needs_agrees_with_the_reference(name, dtype):
+    """Copies between stores, and the remainder of the last verified row."""
+    layers, kv_heads, heads, dim, length = 2, 2, 6, 24, 500
+    k, v = (random_rows(layers, length, kv_heads, dim, seed=s) for s in (1, 2))
+    q = random_rows(layers, 3, heads, dim, seed=3)
+    pick = torch.Generator().manual_seed(4)
+    chosen = torch.stack([torch.randperm(length, generator=pick)[:40] for _ in range(layers * kv_heads)])
+    results = []
+    for kernel in (kernels.choose("cpu", dtype, name), kernels.choose("cpu", dtype, "reference")):
+        full, part = ([kernel.new_store(kv_heads, dim) for _ in range(layers)] for _ in range(2))
+        rows = LayersKV(full, 0, k.to(kernel.dtype), v.to(kernel.dtype))
+        kernel.keep(rows, range(length))
+        kernel.copy(full, part, chosen.view(layers, kv_heads, 40), 0)
+        held = [store.read(torch.arange(40).expand(kv_heads, -1))[0].float() for store in part]
+        asked = q.to(kernel.dtype)
+        kv = [KV(full[i], length - 1, rows.k[i, -1:], rows.v[i, -1:]) for i in range(layers)]
+        whole = [kernel.attention(asked[i, -1:], kv[i], parents_of([-1])) for i in range(layers)]
+        rest = kernel.remainder(part, 40, Attended(*(torch.stack(part) for part in zip(*whole, strict=True))))
+        results.append((torch.stack(held), rest))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4 if dtype == "float32" else 2e-2, rtol=1e-2)
 
 
 def test_an_unknown_variant_is_refused_and_the_known_ones_are_listed(monkeypatch):
@@ -268,7 +297,7 @@ def test_a_damaged_guess_spoils_nobody_else(name, is_chain):
     v[1] = float("inf")
     got = kernel.attention(q, KV(store, 20, k, v), parents).output
     assert torch.equal(got[0], sound[0]) and not got[1].isfinite().all()
-    store.keep(20, k, v, torch.tensor([0]))
+    kernel.keep(LayersKV([store], 20, k[None], v[None]), [0])
     later = kernel.attention(q[:1], KV(store, 21, k[:1], v[:1]), parents_of([-1])).output
     assert later.isfinite().all()
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from longdraft.kernels import KV, Kernels, KVStore
+from longdraft.kernels import Kernels, KVStore, LayersKV
 
 
 class KVCache(Protocol):
@@ -22,8 +21,8 @@ class KVCache(Protocol):
     def length(self) -> int:
         """Committed rows."""
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> KV:
-        """Provisional rows k, v [T, Hkv, D] of one layer at the tail; returns what attention reads.
+    def append(self, k: Tensor, v: Tensor) -> LayersKV:
+        """Provisional rows k, v [L, T, Hkv, D] of all layers at the tail; returns what attention reads.
 
         The cache keeps the tensors themselves: they may be filled after this call, before `commit`.
         """
@@ -36,24 +35,23 @@ class FullCache:
     """Committed rows of all layers in stores that grow by blocks and never copy what they hold."""
 
     def __init__(self, kernels: Kernels, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
+        self._kernels = kernels
         self.stores: list[KVStore] = [kernels.new_store(num_kv_heads, head_dim) for _ in range(num_layers)]
         self.length = 0
-        self._tail: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._tail: LayersKV | None = None
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> KV:
-        self.stores[layer].reserve(self.length + len(k))
-        self._tail[layer] = (k, v)
-        return KV(self.stores[layer], self.length, k, v)
+    def append(self, k: Tensor, v: Tensor) -> LayersKV:
+        for store in self.stores:
+            store.reserve(self.length + k.shape[1])
+        self._tail = LayersKV(self.stores, self.length, k, v)
+        return self._tail
 
     def commit(self, rows: Sequence[int]) -> None:
-        kept = torch.tensor(rows, dtype=torch.int64)
-        for layer, store in enumerate(self.stores):
-            tail = self._tail[layer]
-            assert tail is not None or not len(kept), "commit without a forward"
-            if tail is not None and len(kept):
-                store.keep(self.length, *tail, kept)
-            self._tail[layer] = None
-        self.length += len(kept)
+        assert self._tail is not None or not len(rows), "commit without a forward"
+        if self._tail is not None and len(rows):
+            self._kernels.keep(self._tail, rows)
+        self._tail = None
+        self.length += len(rows)
 
     def truncate(self, length: int) -> None:
         """Drop the rows from position `length` on."""

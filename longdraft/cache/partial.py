@@ -26,10 +26,9 @@ from torch import Tensor
 from longdraft.cache import select
 from longdraft.cache.full import FullCache
 from longdraft.errors import check
-from longdraft.kernels import KV, Attended, Kernels
+from longdraft.kernels import Attended, Kernels, LayersKV
 
 CacheMode = Literal["dynamic", "static", "full"]
-_NOTHING = 1e-3  # a share of attention too small to be told from rounding
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,11 @@ class PartialCache:
         self._full = full
         self._kernels = kernels
         self._has_remainder = has_remainder and mode != "full"
-        self._rest: list[Tensor] | None = None
+        self._rest: Tensor | None = None
         self._size = size
         self._mode = mode
         self._rows = FullCache(kernels, len(full.stores), num_kv_heads, head_dim)
         self._num_kv_heads = num_kv_heads
-        self._device = kernels.device
         self._seen = 0  # committed rows of the full cache that were taken in or left out
         self.num_selections = 0
         self._drafted = 0  # rows at the end that are guesses
@@ -86,9 +84,9 @@ class PartialCache:
     def length(self) -> int:
         return self._held.length
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> KV:
-        kv = self._held.append(layer, k, v)
-        return kv if self._rest is None else kv._replace(rest=self._rest[layer])
+    def append(self, k: Tensor, v: Tensor) -> LayersKV:
+        kv = self._held.append(k, v)
+        return kv if self._rest is None else kv._replace(rest=self._rest)
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep drafted rows for the drafts behind them, until `forget`."""
@@ -100,65 +98,44 @@ class PartialCache:
         self._held.truncate(self.length - self._drafted)
         self._drafted = 0
 
-    def refresh(self, attended: Callable[[], Sequence[Attended]] | None) -> None:
+    def refresh(self, attended: Callable[[], Attended] | None) -> None:
         """Take in the rows the full cache gained, or choose anew where the budget is full."""
         if self._mode == "full":
             return
         if self._mode == "dynamic" or not self._seen:
             self._take_in(attended)
         is_whole = self._rows.length == self._full.length
-        self._rest = self._remainder(attended()) if self._has_remainder and attended and not is_whole else None
+        self._rest = None
+        if self._has_remainder and attended and not is_whole:
+            self._rest = self._kernels.remainder(self._rows.stores, self._rows.length, attended())
 
-    def _take_in(self, attended: Callable[[], Sequence[Attended]] | None) -> None:
+    def _take_in(self, attended: Callable[[], Attended] | None) -> None:
         new = self._full.length - self._seen
         if self._rows.length + new <= self._size.budget:
             self._copy(torch.arange(self._seen, self._full.length).expand(self._num_kv_heads, -1))
         elif attended is not None:
-            self._select([layer.queries for layer in attended()])
+            self._select(attended().queries)
         else:  # nothing to ask with: keep the sinks and the latest
-            size = self._size
-            held = torch.arange(self._full.length)
-            self._restart([torch.cat([held[: size.sinks], held[-(size.budget - size.sinks - size.room):]]).expand(
-                self._num_kv_heads, -1)] * len(self._rows.stores))
+            size, length = self._size, self._full.length
+            self._rows.length = 0
+            recent = torch.arange(length - (size.budget - size.sinks - size.room), length)
+            self._copy(torch.cat([torch.arange(size.sinks), recent]).expand(self._num_kv_heads, -1))
         self._seen = self._full.length
 
-    def _remainder(self, attended: Sequence[Attended]) -> list[Tensor]:
-        """Full minus partial for the last verified row: [H, D + 1] for each layer."""
-        parents = torch.tensor([-1], dtype=torch.int32)
-        last = torch.full((self._num_kv_heads, 1), self._rows.length - 1, device=self._device)
-        parts = []
-        for store, layer in zip(self._rows.stores, attended, strict=True):
-            k, v = (x.transpose(0, 1) for x in store.read(last))
-            parts.append(self._kernels.attention(layer.queries[-1:], KV(store, self._rows.length - 1, k, v), parents))
-        whole, part = (torch.stack([layer.output[-1] for layer in of]).float() for of in (attended, parts))
-        whole_lse, part_lse = (torch.stack([layer.lse[-1] for layer in of])[..., None] for of in (attended, parts))
-        share = (part_lse - whole_lse).exp()  # of the attention that the partial cache holds
-        left = 1 - share
-        is_nothing = left < _NOTHING
-        output = ((whole - share * part) / left).masked_fill(is_nothing, 0.0)
-        lse = (whole_lse + left.clamp_min(_NOTHING).log()).masked_fill(is_nothing, -torch.inf)
-        return list(torch.cat([output, lse], -1).unbind())
-
-    def _select(self, queries: Sequence[Tensor]) -> None:
+    def _select(self, queries: Tensor) -> None:
         size, length = self._size, self._full.length
         held = size.budget - size.room
-        self._restart([
-            select.positions(store.weights(asked, length), held, size.sinks, size.recent)
-            for store, asked in zip(self._full.stores, queries, strict=True)
-        ])
+        chosen = [select.positions(store.weights(asked, length), held, size.sinks, size.recent)
+                  for store, asked in zip(self._full.stores, queries, strict=True)]
+        self._rows.length = 0
+        self._copy(torch.stack(chosen))
         self.num_selections += 1
 
-    def _restart(self, positions: Sequence[Tensor]) -> None:
-        self._rows.length = 0
-        for source, target, chosen in zip(self._full.stores, self._rows.stores, positions, strict=True):
-            target.write_heads(0, *source.read(chosen.to(self._device)))
-        self._rows.length = positions[0].shape[1]
-
     def _copy(self, positions: Tensor) -> None:
-        """Append the rows at these positions [Hkv, N] of the full cache."""
-        for source, target in zip(self._full.stores, self._rows.stores, strict=True):
-            target.write_heads(self._rows.length, *source.read(positions.to(self._device)))
-        self._rows.length += positions.shape[1]
+        """Append the rows at these positions [Hkv, N], or [L, Hkv, N], of the full cache."""
+        positions = positions.expand(len(self._rows.stores), -1, -1)
+        self._kernels.copy(self._full.stores, self._rows.stores, positions, self._rows.length)
+        self._rows.length += positions.shape[-1]
 
     @property
     def nbytes(self) -> int:

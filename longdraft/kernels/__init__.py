@@ -9,11 +9,21 @@ import torch
 
 from longdraft.errors import UsageError
 from longdraft.kernels import cpu
-from longdraft.kernels.interface import KV, Attended, Geometry, Kernels, KVStore, LayerWeights, Linear
+from longdraft.kernels.interface import (
+    KV,
+    Attended,
+    Decoder,
+    Geometry,
+    Kernels,
+    KVStore,
+    LayersKV,
+    LayerWeights,
+    Linear,
+)
 from longdraft.kernels.reference import ReferenceKernels
 
-__all__ = ["KV", "Attended", "Geometry", "KVStore", "Kernels", "LayerWeights", "Linear", "available", "choose",
-           "set_threads"]
+__all__ = ["KV", "Attended", "Decoder", "Geometry", "KVStore", "Kernels", "LayerWeights", "LayersKV", "Linear",
+           "available", "choose", "set_threads"]
 
 log = logging.getLogger(__name__)
 VARIABLE = "LONGDRAFT_KERNELS"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longdraft.kernels.interface import KV, Attended, Geometry, KVStore, LayerWeights, Linear
+from longdraft.kernels.interface import KV, Attended, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
 
 try:
     from longdraft.kernels import _cpu
@@ -54,14 +54,6 @@ class CpuStore:
     def _write(self, start: int, count: int, k: Tensor, v: Tensor) -> None:
         _require(start >= 0 and len(k) == len(v) == count, "as many values as keys", (start, k.shape, v.shape))
         self._native.write(self.native, start, 0, count, *_strided(k), *_strided(v), count)
-
-    def keep(self, start: int, k: Tensor, v: Tensor, rows: Tensor) -> None:
-        k, v = self.rows(k, 0), self.rows(v, 0)
-        _require(start >= 0 and len(k) == len(v), "as many values as keys", (start, k.shape, v.shape))
-        _require(rows.dtype == torch.int64 and rows.is_contiguous(), "rows as int64", rows.dtype)
-        count = len(rows)
-        if count:
-            self._native.write(self.native, start, rows.data_ptr(), count, *_strided(k), *_strided(v), len(k))
 
     def rows(self, x: Tensor, row_axis: int) -> Tensor:
         """x as [T, Hkv, D] (a view where that is possible) in the store's dtype."""
@@ -118,7 +110,7 @@ class CpuKernels:
         self.device = torch.device("cpu")
         self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         self._is_bf16 = self.dtype == torch.bfloat16
-        self._native = _cpu.Kernels.get(variant)
+        self.native = _cpu.Kernels.get(variant)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
         weight = weight.to(self.dtype).contiguous()
@@ -127,7 +119,7 @@ class CpuKernels:
             bias = bias.to(self.dtype).float().contiguous()
             _require(bias.shape == (rows,), f"a bias [{rows}]", bias.shape)
         address = 0 if bias is None else bias.data_ptr()
-        return CpuLinear(self._native.pack(self._is_bf16, rows, columns, weight.data_ptr(), address))
+        return CpuLinear(self.native.pack(self._is_bf16, rows, columns, weight.data_ptr(), address))
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, CpuLinear)
@@ -136,7 +128,7 @@ class CpuKernels:
         low, high = ids.aminmax()
         _require(low >= 0 and high < table.out_features, f"token ids below {table.out_features}", (low, high))
         out = torch.empty(len(ids), table.native.k, dtype=self.dtype)
-        self._native.embed(table.native, ids.data_ptr(), len(ids), out.data_ptr())
+        self.native.embed(table.native, ids.data_ptr(), len(ids), out.data_ptr())
         return out
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
@@ -144,13 +136,13 @@ class CpuKernels:
         _require(weight.native.is_bf16 == self._is_bf16, f"a weight packed as {self.dtype}", weight.native.is_bf16)
         x = self._input(x, weight.native.k)
         out = torch.empty(len(x), weight.out_features, dtype=torch.float32 if keep_float else self.dtype)
-        self._native.linear(weight.native, x.data_ptr(), len(x), out.data_ptr(), keep_float)
+        self.native.linear(weight.native, x.data_ptr(), len(x), out.data_ptr(), keep_float)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, weight = self._input(x, x.shape[1]), self._input(weight[None], x.shape[1])
         out = torch.empty_like(x)
-        self._native.rms_norm(self._is_bf16, x.data_ptr(), weight.data_ptr(), len(x), x.shape[1], eps, out.data_ptr())
+        self.native.rms_norm(self._is_bf16, x.data_ptr(), weight.data_ptr(), len(x), x.shape[1], eps, out.data_ptr())
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -158,7 +150,7 @@ class CpuKernels:
         width = gate_up.shape[1] // 2
         _require(gate_up.shape[1] == 2 * width, "an even width", gate_up.shape)
         out = torch.empty(len(gate_up), width, dtype=self.dtype)
-        self._native.swiglu(self._is_bf16, gate_up.data_ptr(), len(gate_up), width, out.data_ptr())
+        self.native.swiglu(self._is_bf16, gate_up.data_ptr(), len(gate_up), width, out.data_ptr())
         return out
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -168,38 +160,52 @@ class CpuKernels:
         x = x.to(self.dtype)
         x = x if x.stride(-1) == 1 else x.contiguous()
         out = torch.empty(rows, heads, dim, dtype=self.dtype)
-        self._native.rope(self._is_bf16, *_strided(x), cos.data_ptr(), sin.data_ptr(), rows, heads, dim, out.data_ptr())
+        self.native.rope(self._is_bf16, *_strided(x), cos.data_ptr(), sin.data_ptr(), rows, heads, dim, out.data_ptr())
         return out
 
     def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
-        return CpuStore(self._native, self.dtype, num_kv_heads, head_dim)
+        return CpuStore(self.native, self.dtype, num_kv_heads, head_dim)
 
-    def decoder_layer(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
-                      parents: Tensor) -> tuple[Tensor, Attended]:
-        heads, kv_heads, dim, eps, window = geometry
-        rows, hidden = x.shape
-        store, qkv, out, gate_up, down = kv.store, layer.qkv, layer.out, layer.gate_up, layer.down
-        assert isinstance(store, CpuStore) and isinstance(qkv, CpuLinear) and isinstance(out, CpuLinear)
-        assert isinstance(gate_up, CpuLinear) and isinstance(down, CpuLinear)
-        self._check_layer(hidden, layer, geometry, store)
-        x = self._input(x, hidden)
-        for name, tensor, shape, dtype in (
-            ("keys", kv.k, (rows, kv_heads, dim), self.dtype), ("values", kv.v, (rows, kv_heads, dim), self.dtype),
-            ("cos", cos, (rows, dim // 2), torch.float32), ("sin", sin, (rows, dim // 2), torch.float32),
-        ):
-            fits = tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
-            _require(fits, f"{name} {shape}", tensor.shape)
-        self._check_tail(store, kv.length, rows, parents)
-        rest = _rest(kv.rest, heads, dim)
-        q, attended = (torch.empty(rows, heads, dim, dtype=self.dtype) for _ in range(2))
-        lse = torch.empty(rows, heads)
-        result = torch.empty_like(x)
-        self._native.decoder_layer(
-            layer.attention_norm.data_ptr(), qkv.native, out.native, layer.mlp_norm.data_ptr(), gate_up.native,
-            down.native, eps, heads, kv_heads, dim, window, store.native, kv.length, rows, x.data_ptr(), cos.data_ptr(),
-            sin.data_ptr(), parents.data_ptr(), rest, q.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(),
-            attended.data_ptr(), lse.data_ptr(), result.data_ptr())
-        return result, Attended(q, attended, lse)
+    def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
+        return CpuDecoder(self, layers, geometry)
+
+    def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
+        num_layers, held, heads, dim = kv.k.shape
+        for x in (kv.k, kv.v):
+            fits = x.shape == kv.k.shape and x.dtype == self.dtype and x.is_contiguous()
+            _require(fits, f"{self.dtype} [L, T, Hkv, D]", (x.shape, x.dtype))
+        stores = self.stores(kv.stores, num_layers, heads, dim)
+        _require(kv.length >= 0, "positions of 0 or more", kv.length)
+        if len(rows):
+            self.native.keep(stores, kv.length, rows, held, kv.k.data_ptr(), kv.v.data_ptr())
+
+    def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
+        num_layers, heads, count = positions.shape
+        positions = positions.to(torch.int64).contiguous()
+        source, target = (self.stores(stores, num_layers, heads) for stores in (sources, targets))
+        _require(start >= 0 and len({store.dim for store in (*source, *target)}) == 1, "stores of one shape", start)
+        self.native.copy(source, target, positions.data_ptr(), count, start)
+
+    def remainder(self, stores: Sequence[KVStore], length: int, whole: Attended) -> Tensor:
+        num_layers, _, heads, dim = whole.queries.shape
+        q, output, lse = (part[:, -1].contiguous() for part in whole)
+        _require(q.dtype == output.dtype == self.dtype and lse.dtype == torch.float32, f"rows of {self.dtype}", q.dtype)
+        native = self.stores(stores, num_layers, None, dim)
+        fits = all(heads % store.heads == 0 and 0 < length <= store.capacity for store in native)
+        _require(fits, "positions and heads that are held", (heads, length))
+        rest = torch.empty(num_layers, heads, dim + 1)
+        self.native.remainder(native, length, heads, q.data_ptr(), output.data_ptr(), lse.data_ptr(), rest.data_ptr())
+        return rest
+
+    def stores(self, stores: Sequence[KVStore], num_layers: int, heads: int | None,
+               dim: int | None = None) -> list[_cpu.Store]:
+        """The native stores of all layers, checked."""
+        native = [store.native for store in stores if isinstance(store, CpuStore)]
+        fits = len(native) == num_layers and all(
+            store.is_bf16 == self._is_bf16 and heads in (None, store.heads) and dim in (None, store.dim)
+            for store in native)
+        _require(fits, f"{num_layers} stores of {self.dtype}, {heads} heads of {dim}", len(native))
+        return native
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:
         store, length = kv.store, kv.length
@@ -209,35 +215,13 @@ class CpuKernels:
         k, v = store.rows(kv.k, 0), store.rows(kv.v, 0)
         _require(len(k) == len(v) == rows, f"{rows} keys and values", (k.shape, v.shape))
         _require(heads % k.shape[1] == 0 and dim == k.shape[2], "query heads in groups of KV heads", q.shape)
-        self._check_tail(store, length, rows, parents)
+        check_tail([store.native], length, rows, parents)
         _require(window >= 0, "a window of 0 or more positions", window)
         out, lse = torch.empty_like(q), torch.empty(rows, heads)
-        self._native.attention(store.native, length, rows, heads, q.data_ptr(), *_strided(k), *_strided(v),
-                               parents.data_ptr(), 1 / math.sqrt(dim), window, _rest(kv.rest, heads, dim), out.data_ptr(),
-                               lse.data_ptr())
+        self.native.attention(store.native, length, rows, heads, q.data_ptr(), *_strided(k), *_strided(v),
+                              parents.data_ptr(), 1 / math.sqrt(dim), window, _rest(kv.rest, (heads, dim + 1)),
+                              out.data_ptr(), lse.data_ptr())
         return Attended(q, out, lse)
-
-    def _check_layer(self, hidden: int, layer: LayerWeights, geometry: Geometry, store: CpuStore) -> None:
-        """Weights that fit one another, the rows and the store."""
-        heads, kv_heads, dim, _, window = geometry
-        inner = layer.gate_up.out_features // 2
-        weights = [w.native for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CpuLinear)]
-        shapes = [(w.n, w.k) for w in weights]
-        wanted = [((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)]
-        _require(shapes == wanted, f"weights {wanted}", shapes)
-        is_ours = all(w.is_bf16 == self._is_bf16 for w in weights) and store.native.is_bf16 == self._is_bf16
-        _require(is_ours, f"weights and cache of {self.dtype}", "others")
-        for norm in (layer.attention_norm, layer.mlp_norm):
-            fits = norm.shape == (hidden,) and norm.dtype == self.dtype and norm.is_contiguous()
-            _require(fits, f"norms [{hidden}] of {self.dtype}", (norm.shape, norm.dtype))
-        held = (store.native.heads, store.native.dim)
-        _require(held == (kv_heads, dim) and heads % kv_heads == 0, f"a store of {(kv_heads, dim)}", held)
-        _require(window >= 0, "a window of 0 or more positions", window)
-
-    def _check_tail(self, store: CpuStore, length: int, rows: int, parents: Tensor) -> None:
-        fits = parents.shape == (rows,) and parents.dtype == torch.int32 and parents.is_contiguous() and rows > 0
-        _require(fits, f"{rows} parents (one or more) as int32", parents.shape)
-        _require(0 <= length <= store.native.capacity, "positions that are held", length)
 
     def _input(self, x: Tensor, width: int) -> Tensor:
         """x [R, width] in our dtype, contiguous and aligned to words."""
@@ -246,11 +230,72 @@ class CpuKernels:
         return x if x.data_ptr() % 4 == 0 else x.clone()
 
 
-def _rest(rest: Tensor | None, heads: int, dim: int) -> int:
+class CpuDecoder:
+    """All layers in one call. What never changes is checked here, once."""
+
+    def __init__(self, kernels: CpuKernels, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
+        self._kernels = kernels
+        self._layers = tuple(layers)  # keeps alive what the native decoder points to
+        self._geometry = heads, kv_heads, dim, eps = geometry
+        self._hidden = len(layers[0].attention_norm)
+        _require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
+        self._native = _cpu.Decoder(heads, kv_heads, dim, eps)
+        for layer in self._layers:
+            qkv, out, gate_up, down = self._check(layer)
+            self._native.add(layer.attention_norm.data_ptr(), qkv, out, layer.mlp_norm.data_ptr(), gate_up, down,
+                             layer.window)
+
+    def _check(self, layer: LayerWeights) -> list[_cpu.Linear]:
+        """Weights that fit one another."""
+        heads, kv_heads, dim, _ = self._geometry
+        hidden, inner, dtype = self._hidden, layer.gate_up.out_features // 2, self._kernels.dtype
+        weights = [w.native for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CpuLinear)]
+        shapes = [(w.n, w.k) for w in weights]
+        wanted = [((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)]
+        _require(shapes == wanted, f"weights {wanted}", shapes)
+        _require(all(w.is_bf16 == (dtype == torch.bfloat16) for w in weights), f"weights of {dtype}", "others")
+        for norm in (layer.attention_norm, layer.mlp_norm):
+            fits = norm.shape == (hidden,) and norm.dtype == dtype and norm.is_contiguous()
+            _require(fits, f"norms [{hidden}] of {dtype}", (norm.shape, norm.dtype))
+        _require(layer.window >= 0, "a window of 0 or more positions", layer.window)
+        return weights
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, Attended]:
+        heads, kv_heads, dim, _ = self._geometry
+        num_layers, rows, dtype = len(self._layers), len(x), self._kernels.dtype
+        _require(x.shape == (rows, self._hidden), f"rows [T, {self._hidden}]", x.shape)
+        for name, tensor, shape, kind in (
+            ("keys", kv.k, (num_layers, rows, kv_heads, dim), dtype),
+            ("values", kv.v, (num_layers, rows, kv_heads, dim), dtype),
+            ("cos", cos, (rows, dim // 2), torch.float32), ("sin", sin, (rows, dim // 2), torch.float32),
+        ):
+            _require(tensor.shape == shape and tensor.dtype == kind and tensor.is_contiguous(), f"{name} {shape}",
+                     (tensor.shape, tensor.dtype))
+        stores = self._kernels.stores(kv.stores, num_layers, kv_heads, dim)
+        check_tail(stores, kv.length, rows, parents)
+        result = x.to(dtype, copy=True).contiguous()
+        q, attended = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(2))
+        lse = torch.empty(num_layers, rows, heads)
+        self._kernels.native.forward(
+            self._native, stores, kv.length, rows,
+            result.data_ptr(), cos.data_ptr(), sin.data_ptr(), parents.data_ptr(),
+            _rest(kv.rest, (num_layers, heads, dim + 1)), q.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(),
+            attended.data_ptr(), lse.data_ptr())
+        return result, Attended(q, attended, lse)
+
+
+def check_tail(stores: Sequence[_cpu.Store], length: int, rows: int, parents: Tensor) -> None:
+    """Provisional rows behind positions that are held."""
+    fits = parents.shape == (rows,) and parents.dtype == torch.int32 and parents.is_contiguous() and rows > 0
+    _require(fits, f"{rows} parents (one or more) as int32", parents.shape)
+    _require(0 <= length <= min(store.capacity for store in stores), "positions that are held", length)
+
+
+def _rest(rest: Tensor | None, shape: tuple[int, ...]) -> int:
     if rest is None:
         return 0
-    fits = rest.shape == (heads, dim + 1) and rest.dtype == torch.float32 and rest.is_contiguous()
-    _require(fits, f"a rest [{heads}, {dim + 1}] of float32", rest.shape)
+    fits = rest.shape == shape and rest.dtype == torch.float32 and rest.is_contiguous()
+    _require(fits, f"a rest {shape} of float32", rest.shape)
     return rest.data_ptr()
 
 

@@ -25,7 +25,10 @@ class Linear(Protocol):
 
 
 class LayerWeights(NamedTuple):
-    """A decoder layer: q, k, v stacked to one weight, gate and up likewise; norms [hidden] in the model's dtype."""
+    """A decoder layer: q, k, v stacked to one weight, gate and up likewise; norms [hidden] in the model's dtype.
+
+    window  positions a row's attention sees, itself included (sliding window attention); 0: all
+    """
 
     attention_norm: Tensor
     qkv: Linear
@@ -33,16 +36,16 @@ class LayerWeights(NamedTuple):
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+    window: int = 0
 
 
 class Geometry(NamedTuple):
-    """What a decoder layer must know beside its weights."""
+    """What a decoder's layers must know beside their weights."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     eps: float
-    window: int = 0  # positions a row sees, itself included (sliding window attention); 0: all
 
 
 class KVStore(Protocol):
@@ -53,9 +56,6 @@ class KVStore(Protocol):
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
         """Put rows k, v [T, Hkv, D] at positions start, start + 1, ..."""
-
-    def keep(self, start: int, k: Tensor, v: Tensor, rows: Tensor) -> None:
-        """Put rows k[rows], v[rows] (rows int64 on the CPU) at positions start, start + 1, ..."""
 
     def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rows at positions [Hkv, N] (each KV head its own): k, v [Hkv, N, D]."""
@@ -87,12 +87,44 @@ class KV(NamedTuple):
     rest: Tensor | None = None
 
 
+class LayersKV(NamedTuple):
+    """The same for all L layers of a model: k, v [L, T, Hkv, D], rest [L, H, D + 1]."""
+
+    stores: Sequence[KVStore]
+    length: int
+    k: Tensor
+    v: Tensor
+    rest: Tensor | None = None
+
+    def layer(self, index: int) -> KV:
+        rest = None if self.rest is None else self.rest[index]
+        return KV(self.stores[index], self.length, self.k[index], self.v[index], rest)
+
+
 class Attended(NamedTuple):
-    """What attention did for some rows: queries and outputs [T, H, D], log-sum-exp of the scores [T, H]."""
+    """What attention did for some rows: queries and outputs [T, H, D], log-sum-exp of the scores [T, H].
+
+    Of several layers: [L, T, H, D] and [L, T, H].
+    """
 
     queries: Tensor
     output: Tensor
     lse: Tensor  # float32
+
+    def rows(self, rows: Sequence[int]) -> Attended:
+        """Some rows of several layers."""
+        chosen = list(rows)
+        return Attended(self.queries[:, chosen], self.output[:, chosen], self.lse[:, chosen])
+
+
+class Decoder(Protocol):
+    """The layers of a model, ready to run."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, Attended]:
+        """Rows x [T, hidden] through all layers: the new rows, and what each layer's attention did for them.
+
+        cos, sin [T, D / 2] float32. Fills kv.k and kv.v with the rows' keys and values. `parents` as for `attention`.
+        """
 
 
 class Kernels(Protocol):
@@ -123,11 +155,18 @@ class Kernels(Protocol):
 
     def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore: ...
 
-    def decoder_layer(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
-                      parents: Tensor) -> tuple[Tensor, Attended]:
-        """Rows x [T, hidden] through one layer: the new rows, and what attention did for them.
+    def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder: ...
 
-        Fills kv.k and kv.v with the rows' keys and values. `parents` as for `attention`.
+    def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
+        """Put these provisional rows, in this order, at positions kv.length, kv.length + 1, ... of every layer."""
+
+    def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
+        """Rows at positions [L, Hkv, N] (int64) of each source to positions start, start + 1, ... of its target."""
+
+    def remainder(self, stores: Sequence[KVStore], length: int, whole: Attended) -> Tensor:
+        """What keys that are not among these stores' `length` positions gave the last row of `whole`.
+
+        "Full minus part", for each layer and query head an output and its log-sum-exp: [L, H, D + 1] float32.
         """
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:

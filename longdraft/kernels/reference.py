@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.kernels.interface import KV, Attended, Geometry, KVStore, LayerWeights, Linear
+from longdraft.kernels.interface import KV, Attended, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
 
 SPLIT = 4096  # positions in a block of storage; each is reduced by one call, splits merge in order
+NOTHING = 1e-3  # a share of attention too small to be told from rounding
 STEP = 256  # the last split is computed up to the next multiple of this, the rest masked
 
 
@@ -52,6 +53,7 @@ class ReferenceStore:
     """Blocks of SPLIT positions, [Hkv, SPLIT, D] float32, zero where nothing was written."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+        self.num_kv_heads = num_kv_heads
         self._shape = (num_kv_heads, SPLIT, head_dim)
         self._device = device
         self.k: list[Tensor] = []
@@ -74,9 +76,6 @@ class ReferenceStore:
             self.k[block][:, offset : offset + count] = k[:, done : done + count]
             self.v[block][:, offset : offset + count] = v[:, done : done + count]
             done += count
-
-    def keep(self, start: int, k: Tensor, v: Tensor, rows: Tensor) -> None:
-        self.write(start, k[rows], v[rows])
 
     def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         heads = torch.arange(self._shape[0], device=self._device)[:, None]
@@ -149,15 +148,43 @@ class ReferenceKernels:
     def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
         return ReferenceStore(num_kv_heads, head_dim, self.device)
 
-    def decoder_layer(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
+    def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
+        return ReferenceDecoder(self, layers, geometry)
+
+    def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
+        for store, k, v in zip(kv.stores, kv.k, kv.v, strict=True):
+            store.write(kv.length, k[list(rows)], v[list(rows)])
+
+    def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
+        for source, target, chosen in zip(sources, targets, positions.to(self.device), strict=True):
+            target.write_heads(start, *source.read(chosen))
+
+    def remainder(self, stores: Sequence[KVStore], length: int, whole: Attended) -> Tensor:
+        parts = []
+        for index, store in enumerate(stores):
+            assert isinstance(store, ReferenceStore)
+            last = torch.full((store.num_kv_heads, 1), length - 1, device=self.device)
+            k, v = (x.transpose(0, 1) for x in store.read(last))
+            kv = KV(store, length - 1, k, v)
+            parts.append(self.attention(whole.queries[index, -1:], kv, torch.tensor([-1], dtype=torch.int32)))
+        output, lse = (torch.stack([part[i][0] for part in parts]).float() for i in (1, 2))
+        share = (lse - whole.lse[:, -1]).exp()[..., None]  # of the attention that the part holds
+        left = 1 - share
+        is_nothing = left < NOTHING
+        output = ((whole.output[:, -1].float() - share * output) / left).masked_fill(is_nothing, 0.0)
+        lse = (whole.lse[:, -1, :, None] + left.clamp_min(NOTHING).log()).masked_fill(is_nothing, -math.inf)
+        return torch.cat([output, lse], -1)
+
+    def layer_forward(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
                       parents: Tensor) -> tuple[Tensor, Attended]:
-        heads, kv_heads, dim, eps, window = geometry
+        """Rows x [T, hidden] through one layer; fills kv.k and kv.v."""
+        heads, kv_heads, dim, eps = geometry
         normed = self.rms_norm(x, layer.attention_norm, eps)
         qkv = self.linear(normed, layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
         q = self.rope(qkv[:, :heads], cos, sin)
         kv.k.copy_(self.rope(qkv[:, heads : heads + kv_heads], cos, sin))
         kv.v.copy_(qkv[:, heads + kv_heads :])
-        attended = self.attention(q, kv, parents, window)
+        attended = self.attention(q, kv, parents, layer.window)
         x = x + self.linear(attended.output.flatten(1), layer.out)
         normed = self.rms_norm(x, layer.mlp_norm, eps)
         return x + self.linear(self.swiglu(self.linear(normed, layer.gate_up)), layer.down), attended
@@ -188,6 +215,22 @@ class ReferenceKernels:
             with _one_thread():
                 out[row], lse[row] = _attend(q[row].float(), store, length + depths[row] + 1, rest, window)
         return Attended(q, out, lse)
+
+
+class ReferenceDecoder:
+    """One layer after the other."""
+
+    def __init__(self, kernels: ReferenceKernels, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
+        self._kernels = kernels
+        self._layers = layers
+        self._geometry = geometry
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, Attended]:
+        attended = []
+        for index, layer in enumerate(self._layers):
+            x, mixed = self._kernels.layer_forward(x, layer, self._geometry, cos, sin, kv.layer(index), parents)
+            attended.append(mixed)
+        return x, Attended(*(torch.stack(part) for part in zip(*attended, strict=True)))
 
 
 def _attend(q: Tensor, store: ReferenceStore, length: int, rest: Tensor | None,

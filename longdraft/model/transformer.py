@@ -39,10 +39,10 @@ class Weights(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a forward leaves: hidden [R, hidden] before the final norm, and each layer's attention."""
+    """What a forward leaves: hidden [R, hidden] before the final norm, and all layers' attention."""
 
     hidden: Tensor
-    attended: tuple[Attended, ...]
+    attended: Attended
 
 
 class Transformer:
@@ -52,7 +52,8 @@ class Transformer:
         self.config = config
         self.weights = weights
         self.kernels = kernels
-        self._geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
+        geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
+        self._decoder = kernels.new_decoder(weights.layers, geometry)
         self._rope = RopeTable(config.rope, config.head_dim, kernels.device)
 
     def new_cache(self) -> FullCache:
@@ -60,17 +61,13 @@ class Transformer:
 
     def forward(self, rows: Rows, cache: KVCache) -> Forward:
         """Run rows over a cache; their keys and values stay provisional until the cache commits them."""
-        kernels, geometry = self.kernels, self._geometry
+        kernels, config = self.kernels, self.config
         cos, sin = self._rope.at(rows.positions)
         parents = torch.tensor(rows.parents, dtype=torch.int32)
-        shape = (len(rows.tokens), geometry.num_kv_heads, geometry.head_dim)
+        shape = (config.num_layers, len(rows.tokens), config.num_kv_heads, config.head_dim)
+        k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
         x = kernels.embed(self.weights.embedding, rows.tokens)
-        attended = []
-        for index, layer in enumerate(self.weights.layers):
-            k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
-            x, mixed = kernels.decoder_layer(x, layer, geometry, cos, sin, cache.append(index, k, v), parents)
-            attended.append(mixed)
-        return Forward(x, tuple(attended))
+        return Forward(*self._decoder.forward(x, cos, sin, cache.append(k, v), parents))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 of hidden rows [R, hidden] (before the final norm)."""

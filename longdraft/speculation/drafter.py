@@ -25,10 +25,9 @@ class Verified(NamedTuple):
         return self.result.hidden[list(self.rows)]
 
     @property
-    def attended(self) -> list[Attended]:
-        """What each layer's attention did for these rows."""
-        rows = list(self.rows)
-        return [Attended(*(part[rows] for part in layer)) for layer in self.result.attended]
+    def attended(self) -> Attended:
+        """What all layers' attention did for these rows."""
+        return self.result.attended.rows(self.rows)
 
 
 class Accepted(NamedTuple):
