@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "choice.h"
 #include "layer.h"
 #include "layout.h"
 #include "partial.h"
@@ -108,6 +109,24 @@ NB_MODULE(_cpu, m) {
         .def_ro("dim", &Store::dim)
         .def_prop_ro("capacity", &Store::capacity)
         .def_prop_ro("nbytes", &Store::bytes);
+
+    nb::class_<Choice>(m, "Choice")
+        .def("__init__", [](Choice* choice, double temperature, double lowest, double least, float penalty, long window,
+                            uint64_t seed, long vocabulary, std::vector<int64_t> banned) {
+            require(vocabulary > 0 && (penalty == 1.0f || window > 0), "a vocabulary and a window");
+            for (int64_t token : banned) require(0 <= token && token < vocabulary, "banned ids of the vocabulary");
+            new (choice) Choice({temperature, lowest, least, penalty, window, seed}, vocabulary, std::move(banned)); })
+        .def("extend", [](Choice& choice, Address tokens, long count) { choice.extend(at<int32_t>(tokens), count); })
+        .def("choose", [](const Choice& choice, Address logits, const std::vector<int32_t>& tokens,
+                          const std::vector<int32_t>& parents, long position, long banned_depth) {
+            require_order(parents.data(), static_cast<long>(parents.size()));
+            std::vector<int64_t> chosen(tokens.size());
+            choice.choose(at<float>(logits), tokens.data(), parents.data(), static_cast<long>(tokens.size()), position,
+                          banned_depth, chosen.data());
+            return chosen; })
+        .def("rank", [](const Choice& choice, Address logits, const std::vector<int32_t>& path, long position,
+                        bool is_banned, long count) {
+            return choice.rank(at<float>(logits), path.data(), static_cast<long>(path.size()), position, is_banned, count); });
 
     nb::class_<Decoder>(m, "Decoder")
         .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps) {

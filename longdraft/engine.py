@@ -163,7 +163,8 @@ class Generation(Iterator[Event]):
         model = engine.model
         self._eos = set() if params.ignore_eos else set(model.config.eos_token_ids)
         self._stop_ids = self._eos | set(params.stop_token_ids)
-        cache, sampler = model.new_cache(), Sampler(params, self._stop_ids)
+        cache = model.new_cache()
+        sampler = Sampler(params, self._stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
         self._step = Step(model, cache, drafter, sampler, Context(prompt), Timings(), Tally())

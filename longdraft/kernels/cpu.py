@@ -33,6 +33,12 @@ def set_threads(count: int) -> None:
         _cpu.set_threads(count)
 
 
+def new_choice(temperature: float, lowest: float, least: float, penalty: float, window: int, seed: int,
+               vocabulary: int, banned: Sequence[int]) -> _cpu.Choice:
+    """The compiled sampler of one request; see `csrc/choice.h`."""
+    return _cpu.Choice(temperature, lowest, least, penalty, window, seed, vocabulary, banned)
+
+
 class CpuStore:
     """Keys and values of one layer in the kernels' layout."""
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from longdraft.core import Context, SamplingParams
 from longdraft.kernels import noise
-from longdraft.sampling import process
+from longdraft.sampling import fast, process
+from longdraft.sampling.fast import FastSampler
 from longdraft.sampling.process import Support
 from longdraft.sampling.window import PenaltyWindow
 from longdraft.tree import Tree
@@ -29,22 +30,27 @@ _CANDIDATES = 128  # beyond the support, a drafter's guesses come from this many
 class Sampler:
     """Chooses tokens of one request.
 
-    params  the request's settings; `params.seed` must be set when temperature > 0
-    banned  ids that cannot be chosen before params.min_new_tokens (end of text, stop ids)
+    params   the request's settings; `params.seed` must be set when temperature > 0
+    banned   ids that cannot be chosen before params.min_new_tokens (end of text, stop ids)
+    is_fast  leave to the compiled sampler what it knows (the same tokens, sooner)
     """
 
-    def __init__(self, params: SamplingParams, banned: Iterable[int] = ()) -> None:
+    def __init__(self, params: SamplingParams, banned: Iterable[int] = (), is_fast: bool = True) -> None:
         assert params.seed is not None or params.temperature == 0
         self.params = params
         self._seed = params.seed or 0
         self._banned = np.array(sorted(set(banned)), dtype=np.int64)
         self._window = PenaltyWindow(params.penalty_window) if params.repetition_penalty != 1 else None
+        self._is_fast = is_fast and fast.serves(params)
+        self._fast: FastSampler | None = None
 
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
         """The target's token behind each node, from its logits [nodes, V] float32.
 
         DAMAGED where a row's logits are not finite: an error only if the text gets there.
         """
+        if self._is_fast:
+            return self._compiled(logits.shape[1]).choose(logits, tree, context)
         paths = [[tree.tokens[n] for n in tree.path(node)[1:]] for node in range(len(tree))]
         rows = self._penalised(logits, context, paths)
         sound = np.flatnonzero(np.isfinite(rows.max(axis=1))).tolist()
@@ -68,6 +74,8 @@ class Sampler:
         logits agrees with its samples, at any temperature. Tokens that the filters remove come last:
         a drafter's logits are only an estimate. Logits that are not finite give no guesses.
         """
+        if self._is_fast:
+            return self._compiled(len(logits)).rank(logits, context, path, num, ahead)
         position = len(context) + len(path) + ahead
         row = self._penalised(logits[None], context, [path], ahead)[0]
         num = min(num, len(row))
@@ -85,6 +93,11 @@ class Sampler:
             scores = row[others].astype(np.float64) / self.params.temperature
             ranked += _by_noise(Support(others, scores), self._seed, position)[: num - len(ranked)]
         return ranked
+
+    def _compiled(self, vocabulary: int) -> FastSampler:
+        if self._fast is None:
+            self._fast = FastSampler(self.params, self._banned, vocabulary)
+        return self._fast
 
     def _penalised(self, logits: torch.Tensor, context: Context, paths: Sequence[Sequence[int]],
                    ahead: int = 0) -> NDArray[np.float32]:

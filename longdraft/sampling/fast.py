@@ -1,0 +1,68 @@
+"""The compiled sampler, for settings that need no sums: temperature, penalty, min-p. The same tokens, to the bit.
+
+Everything it does is defined by the Python beside it (`sampler`, `process`, `window`), which serves where the
+compiled module is missing, where a filter needs a sum or a sort, and in the tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longdraft.core import Context, SamplingParams
+from longdraft.kernels import cpu
+from longdraft.tree import Tree
+
+
+def serves(params: SamplingParams) -> bool:
+    """Whether the compiled sampler knows these settings, and is there."""
+    no_sums = params.top_k == 0 and params.top_p == 1 and params.eta_cutoff == 0
+    return not cpu.WHY_MISSING and (params.temperature == 0 or (no_sums and params.min_tokens_to_keep == 1))
+
+
+class FastSampler:
+    """`choose` and `rank` of :class:`longdraft.sampling.sampler.Sampler`."""
+
+    def __init__(self, params: SamplingParams, banned: NDArray[np.int64], vocabulary: int) -> None:
+        self._params = params
+        self._vocabulary = vocabulary
+        lowest = least = -math.inf
+        if params.min_p > 0:
+            least = math.log(params.min_p)
+            lowest = params.temperature * (least - 1.0)
+        inside = [int(token) for token in banned if token < vocabulary]
+        self._native = cpu.new_choice(params.temperature, lowest, least, params.repetition_penalty,
+                                      params.penalty_window, params.seed or 0, vocabulary, inside)
+        self._seen = 0
+
+    def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:
+        self._sync(context)
+        rows = self._rows(logits)
+        assert len(rows) == len(tree), "a row of logits for each node"
+        return self._native.choose(rows.data_ptr(), tree.tokens, tree.parents, len(context), self._left(context))
+
+    def rank(self, logits: Tensor, context: Context, path: Sequence[int], num: int, ahead: int) -> list[int]:
+        self._sync(context)
+        row, known = self._rows(logits[None]), len(path) + ahead
+        return self._native.rank(row.data_ptr(), path, len(context) + known, known < self._left(context), num)
+
+    def _left(self, context: Context) -> int:
+        """Tokens still to be written before the text may end."""
+        return max(0, self._params.min_new_tokens - context.num_new)
+
+    def _sync(self, context: Context) -> None:
+        """Hand in what the text gained, of which the last window counts."""
+        if self._seen < len(context):
+            new = context.slice(max(self._seen, len(context) - self._params.penalty_window), len(context))
+            self._native.extend(new.ctypes.data, len(new))
+            self._seen = len(context)
+
+    def _rows(self, logits: Tensor) -> Tensor:
+        rows = logits.detach().to("cpu", torch.float32).contiguous()
+        assert rows.ndim == 2 and rows.shape[1] == self._vocabulary, "logits [R, V] of one vocabulary"
+        return rows

@@ -1,0 +1,81 @@
+"""The compiled sampler takes the tokens that the obvious one takes, to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longdraft.core import Context, SamplingParams
+from longdraft.sampling import fast
+from longdraft.sampling.sampler import Sampler
+from longdraft.tree import Tree
+
+VOCABULARY = 40
+
+
+@st.composite
+def trees(draw, root: int) -> Tree:
+    count = draw(st.integers(0, 7))
+    tokens = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=count, max_size=count))
+    parents = [draw(st.integers(0, node)) for node in range(count)]
+    return Tree((root, *tokens), (-1, *parents), ("",) + ("test",) * count)
+
+
+@st.composite
+def sampling(draw) -> SamplingParams:
+    return SamplingParams(
+        seed=draw(st.integers(0, 2**64 - 1)), temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 1.7])),
+        min_p=draw(st.sampled_from([0.0, 0.02, 0.1, 0.9])), repetition_penalty=draw(st.sampled_from([1.0, 1.2, 0.8])),
+        penalty_window=draw(st.integers(1, 30)), max_new_tokens=100, min_new_tokens=draw(st.sampled_from([0, 3, 50])))
+
+
+@st.composite
+def logits(draw, rows: int) -> torch.Tensor:
+    """Rows with ties, bans and, sometimes, damage."""
+    numbers = np.random.default_rng(draw(st.integers(0, 10**6)))
+    made = numbers.normal(0, draw(st.sampled_from([0.1, 3.0, 30.0])), (rows, VOCABULARY))
+    if draw(st.booleans()):
+        made = made.round()
+    for value in draw(st.lists(st.sampled_from([-np.inf, np.inf, np.nan, 0.0, -0.0]), max_size=2)):
+        made[draw(st.integers(0, rows - 1)), draw(st.integers(0, VOCABULARY - 1))] = value
+    return torch.tensor(made, dtype=torch.float32)
+
+
+@pytest.mark.skipif(not fast.serves(SamplingParams()), reason="the compiled module is missing")
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_the_compiled_sampler_is_the_obvious_one(data):
+    params, banned = data.draw(sampling()), data.draw(st.sets(st.integers(0, VOCABULARY - 1), max_size=3))
+    samplers = [Sampler(params, banned, is_fast) for is_fast in (True, False)]
+    context = Context(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=50)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        tree = data.draw(trees(context.last))
+        rows = data.draw(logits(len(tree)))
+        compiled, obvious = (sampler.choose(rows, tree, context) for sampler in samplers)
+        assert compiled == obvious
+        path, ahead = data.draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=6)), data.draw(st.integers(0, 2))
+        num = data.draw(st.integers(1, VOCABULARY + 3))
+        if not rows[0].unique().numel() < VOCABULARY:  # among equal logits beyond the support any may be guessed
+            compiled, obvious = (sampler.rank(rows[0], context, path, num, ahead) for sampler in samplers)
+            assert compiled == obvious
+        context.extend(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9)))
+
+
+@pytest.mark.parametrize("setting", [dict(top_p=0.9), dict(top_k=5), dict(eta_cutoff=0.1), dict(min_tokens_to_keep=2)])
+def test_what_needs_a_sum_or_a_sort_is_left_to_the_obvious_one(setting):
+    assert not fast.serves(SamplingParams(**setting))
+    assert fast.serves(SamplingParams(temperature=0, **setting)) == fast.serves(SamplingParams())
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(1000, 200_000), st.sampled_from([0.05, 1.0, 12.0]))
+@settings(max_examples=25, deadline=None)
+def test_large_vocabularies_without_a_filter(seed, size, spread):
+    rows = torch.tensor(np.random.default_rng(seed).normal(0, spread, (1, size)), dtype=torch.float32)
+    context = Context([3, 4])
+    root = Tree((4,), (-1,), ("",))
+    compiled, obvious = (Sampler(SamplingParams(seed=seed), (), is_fast).choose(rows, root, context)
+                         for is_fast in (True, False))
+    assert compiled == obvious
