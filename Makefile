@@ -4,6 +4,7 @@
 #   make demo    install, then write a long text with the bundled model
 #   make test    install what tests need, then run them all
 #   make lint    ruff and mypy
+#   make sanitize  the kernels' tests with addresses and undefined behaviour watched (GCC or Clang; minutes)
 #   make clean   remove .venv and everything built
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ TOKENS ?= 4000
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/longdraft generate --prompt-file examples/chapter.txt --max-new-tokens $(TOKENS) --seed 7 \
@@ -27,8 +28,18 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# A set-up of its own, whose kernels are compiled with -fsanitize=address,undefined.
+WATCHED := $(VENV)-sanitize
+RUNTIME  = $$($(or $(CXX),c++) -print-file-name=libasan.so) $$($(or $(CXX),c++) -print-file-name=libstdc++.so)
+
+sanitize:
+	test -x $(WATCHED)/bin/python || $(PYTHON) -m venv $(WATCHED)
+	$(WATCHED)/bin/python -m pip install --quiet --disable-pip-version-check --config-settings cmake.define.LONGDRAFT_SANITIZE=ON --editable '.[dev]'
+	LD_PRELOAD="$(RUNTIME)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(WATCHED)/bin/python -m pytest \
+	    --timeout 900 tests/test_kernels.py tests/test_cache.py tests/test_fast_sampler.py tests/test_equality.py
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(WATCHED) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
