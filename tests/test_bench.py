@@ -8,7 +8,7 @@ import math
 import pytest
 
 from longdraft.__main__ import run
-from longdraft.bench import measure
+from longdraft.bench import measure, peers
 
 TINY = ["--repeats", "1", "--memory", "0.0005"]
 TIMES = {"ms", "ms_low", "ms_high"}
@@ -108,6 +108,11 @@ MISTAKES = {
     "model": (["roofline", "--model", "no-such"], "no model 'no-such'"),
     "plot": (["roofline", "--plot", "plot.txt"], "allowed: a name that ends with .png"),
     "plot's folder": (["roofline", "--plot", "/no/such/plot.png"], "no such folder"),
+    "peers": (["peers", "--peers", "vllm"], "names with commas between them: longdraft, transformers, llama.cpp"),
+    "python": (["peers", "--python", "/no/such/python"], "--python is /no/such/python, which cannot be run"),
+    "peers beyond the model": (["peers", "--contexts", "131072"], "the model's context limit"),
+    "steps": (["peers", "--steps", "0"], "--steps is 0"),
+    "limit": (["peers", "--limit", "0"], "--limit is 0"),
     "output": (["machine", "--output", "/no/such/file"], "--output cannot write"),
 }
 
@@ -136,6 +141,55 @@ def test_interleaved_gives_every_work_its_rounds():
 
 
 def test_every_benchmark_has_help(capfd):
-    for command in ([], ["machine"], ["kernels"], ["roofline"]):
+    for command in ([], ["machine"], ["kernels"], ["roofline"], ["peers"]):
         assert run(["bench", *command, "--help"]) == 0
         assert "Usage" in capfd.readouterr().out
+
+
+def test_peers_side_by_side(capfd, tmp_path, tiny):
+    report, out = bench(capfd, tmp_path, "peers", "--model", str(tiny["gqa"]), "--peers", "longdraft,transformers",
+                        "--contexts", "20,60", "--prefill", "70", "--steps", "2", "--repeats", "2", "--threads", "1")
+    assert [engine["engine"] for engine in report["engines"]] == ["longdraft", "transformers"]
+    for engine in report["engines"]:
+        assert engine["version"] and len(engine["greedy_tokens"]) == engine["greedy_asked"]
+    assert report["engines"][0]["greedy_agreement"] == report["engines"][0]["greedy_asked"]
+    assert [(r["context"], r["engine"]) for r in report["steps"]] == [
+        (context, engine) for context in (20, 60) for engine in ("longdraft", "transformers")]
+    for record in report["steps"]:
+        assert record.keys() >= TIMES | {"to_longdraft"}
+        assert record["cache"] == "random" and record["context_reached"] == record["context"]
+    assert [r["tokens"] for r in report["prefill"]] == [70, 70]
+    assert "A step of plain decoding" in out and "Prefill" in out
+
+
+def test_a_peer_that_is_missing_or_fails_is_reported_and_the_others_go_on(capfd, tmp_path, tiny, monkeypatch):
+    missing = peers.Kind("openvino", ("no_such_package", "no_such.part"), "pip install no-such-package")
+    failing = peers.Kind("transformers", options={"no_such_option": 1})
+    monkeypatch.setitem(peers.KINDS, "openvino", {"openvino": missing, "failing": failing})
+    report, out = bench(capfd, tmp_path, "peers", "--model", str(tiny["mha"]), "--peers", "openvino,longdraft",
+                        "--contexts", "20", "--prefill", "0", "--steps", "1", "--repeats", "1")
+    assert report["engines"][0]["error"] == ("not installed: pip install no-such-package "
+                                             "(missing: no_such_package, no_such.part)")
+    assert "no_such_option" in report["engines"][1]["error"]
+    assert [r["engine"] for r in report["steps"]] == ["longdraft"] and report["prefill"] == []
+    assert "pip install no-such-package" in out
+
+
+def test_a_peer_that_takes_too_long_is_stopped(tmp_path, tiny):
+    slow = pytest.raises(peers.Failed, match="no answer to 'open' within 0 s")
+    with peers.Worker(peers.KINDS["longdraft"]["longdraft"], "unused") as worker, slow:
+        worker.ask(0, do="open", folder=str(tiny["mha"]), threads=1, longest=64, needs=[], options={})
+
+
+def test_the_folder_for_peers_has_both_spellings_of_rope(tmp_path):
+    model, place = tmp_path / "model", tmp_path / "place"
+    for folder in (model, place):
+        folder.mkdir()
+    (model / "model.safetensors").write_text("weights")
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "rope_parameters": rope}))
+    peers.portable(model, place)
+    config = json.loads((place / "config.json").read_text())
+    assert config["rope_parameters"] == rope and config["rope_theta"] == 5e5
+    assert config["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
+    assert (place / "model.safetensors").read_text() == "weights"

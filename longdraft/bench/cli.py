@@ -140,6 +140,39 @@ def roofline_command(
             plots.roofline(filled, plot)
 
 
+@app.command("peers")
+def peers_command(
+    model: Model = "novelist",
+    peers: Annotated[str, typer.Option(help="Engines to measure.")] = "longdraft,transformers,llama.cpp,openvino",
+    python: Annotated[Path | None, typer.Option(
+        help="Interpreter that has the peers' packages; default: this one.")] = None,
+    contexts: Contexts = "1024,8192,32768,100000",
+    prefill: Annotated[int, typer.Option(help="Tokens of a prompt to time; 0: none.")] = 30_000,
+    steps: Annotated[int, typer.Option(help="Steps of an engine in one round.")] = 4,
+    repeats: Repeats = 5,
+    limit: Annotated[float, typer.Option(help="Seconds that one answer of an engine may take.")] = 600,
+    threads: Threads = None, output: Output = None,
+) -> None:
+    """Measure plain decoding of the same weights by other engines, side by side, each in a process of its own.
+
+    Peers that are not installed are named and left out. Greedy, 16-bit weights and caches, the same threads.
+    """
+    from longdraft.bench import peers as engines
+    from longdraft.bench import report, tables
+
+    lengths = numbers("--contexts", contexts, 10**8)
+    check(0 <= prefill <= 10**8, "--prefill", prefill, "0 to 100000000")
+    check(1 <= steps <= 1000, "--steps", steps, "1 to 1000")
+    check(1 <= limit <= 86400, "--limit", limit, "1 to 86400 seconds")
+    _prepare(threads, repeats, 1)
+    plan = engines.Plan(model, engines.named(peers), engines.interpreter(python), lengths, prefill, steps, repeats,
+                        limit)
+    plan.check()
+    with report.document(output) as filled:
+        engines.measure(plan, filled, report.doing)
+        tables.peers(filled)
+
+
 def numbers(option: str, text: str, most: int) -> list[int]:
     """'1,2,4' -> [1, 2, 4]"""
     parts = [part.strip() for part in text.split(",")]

@@ -49,8 +49,9 @@ class Models:
         self.kernels = kernels
         self.config: ModelConfig = model_config.read(folder)
         self._files = checkpoint.TensorFiles(folder)
-        self._loaded = [checkpoint.load(self._files, self.config, kernels)]
-        self.weights_bytes = sum(weight.nbytes for weight in linears(self._loaded[0]))
+        self.model = checkpoint.load(self._files, self.config, kernels)
+        self._loaded = [self.model]
+        self.weights_bytes = sum(weight.nbytes for weight in linears(self.model))
 
     def cache_bytes(self, context: int) -> int:
         config = self.config

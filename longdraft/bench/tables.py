@@ -45,3 +45,17 @@ def roofline(records: Sequence[Record]) -> None:
     counts = [row["rows"] for row in records[0]["rows"]] if records else []
     table("Forwards by rows, nothing cached, ms", (
         ("context", "context", ","), *((str(count), str(count), ".2f") for count in counts)), rows)
+
+
+def peers(report: Record) -> None:
+    table("Engines", (
+        ("engine", "engine", ""), ("version", "version", ""), ("greedy tokens as the first", "greedy_agreement", ""),
+        ("of", "greedy_asked", ""), ("error", "error", "")), report["engines"])
+    table("A step of plain decoding", (
+        ("context", "context", ","), ("engine", "engine", ""), ("cache", "cache", ""),
+        ("reached", "context_reached", ","), ("ms", "ms", ".2f"), ("low", "ms_low", ".2f"), ("high", "ms_high", ".2f"),
+        ("to longdraft", "to_longdraft", ".2f"), ("error", "error", "")), report["steps"])
+    if report["prefill"]:
+        table("Prefill", (
+            ("engine", "engine", ""), ("tokens", "tokens", ","), ("seconds", "seconds", ".2f"),
+            ("tokens/s", "tokens_per_second", ",.0f"), ("error", "error", "")), report["prefill"])
