@@ -57,7 +57,7 @@ def kernels_command(
     kv_heads: Annotated[int | None, typer.Option(help="Heads of keys and values.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Size of a head.")] = None,
     rows: Annotated[str, typer.Option(help="Numbers of rows.")] = "1,2,4,8,16,32",
-    prefill_rows: Annotated[int, typer.Option(help="Rows of a chunk of a prompt; 0: no prefill.")] = 512,
+    prefill_rows: Annotated[int, typer.Option(help="Rows of a prompt's chunk, measured too; 0: none.")] = 512,
     shapes: Annotated[str | None, typer.Option(
         help="Weights as NxK,NxK; default: the model's and those of a 1.5B and an 8B model.")] = None,
     contexts: Contexts = "1024,8192,32768,100000",
@@ -87,12 +87,10 @@ def kernels_command(
         limits = _limits(size, repeats)
         filled |= {"bench": "kernels", "machine": machine.describe(chosen) | limits.details, "model": model,
                    "repeats": repeats, "parents": "chain", "attention": [], "linear": []}
-        sizes = Sizes(counts, positions, size, repeats)
-        chunk = sizes._replace(rows=[prefill_rows], repeats=min(3, repeats)) if prefill_rows else None
+        sizes = Sizes(counts, prefill_rows, positions, size, repeats)
         for shape in attended:
             with report.doing(f"attention {shape.heads} heads over {shape.kv_heads} of {shape.head_dim}"):
                 filled["attention"] += kernels.attention(chosen, shape, sizes, limits)
-                filled["attention"] += kernels.attention(chosen, shape, chunk, limits) if chunk else []
         tables.attention(filled["attention"])
         for name, weight in weights.items():
             with report.doing(f"linear {name}"):
@@ -159,14 +157,15 @@ def peers_command(
     """
     from longdraft.bench import peers as engines
     from longdraft.bench import report, tables
+    from longdraft.model import library
 
     lengths = numbers("--contexts", contexts, 10**8)
     check(0 <= prefill <= 10**8, "--prefill", prefill, "0 to 100000000")
     check(1 <= steps <= 1000, "--steps", steps, "1 to 1000")
     check(1 <= limit <= 86400, "--limit", limit, "1 to 86400 seconds")
     _prepare(threads, repeats, 1)
-    plan = engines.Plan(model, engines.named(peers), engines.interpreter(python), lengths, prefill, steps, repeats,
-                        limit)
+    plan = engines.Plan(model, library.resolve(model), engines.named(peers), engines.interpreter(python), lengths,
+                        prefill, steps, repeats, limit)
     plan.check()
     with report.document(output) as filled:
         engines.measure(plan, filled, report.doing)

@@ -6,7 +6,7 @@ from the call before. Times include the call from Python, as the model makes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longdraft.bench.machine import dtype_name
-from longdraft.bench.measure import Limits, Work, copies, figures, interleaved
+from longdraft.bench.measure import Limits, Timing, Work, copies, figures, interleaved
 from longdraft.core import Context, SamplingParams
 from longdraft.kernels import KV, Kernels, KVStore, Linear
 from longdraft.model.config import ModelConfig
@@ -37,9 +37,17 @@ class Sizes(NamedTuple):
     """How much is measured."""
 
     rows: Sequence[int]
+    chunk: int  # rows of a prompt's chunk, measured beside them; 0: none
     positions: int
     memory: int  # bytes in rotation
     repeats: int
+
+    def timings(self, work: Callable[[int], Work]) -> list[tuple[int, Timing]]:
+        """The work with each number of rows. A chunk takes long and gets three repeats at most."""
+        found = interleaved([work(rows) for rows in self.rows], self.repeats)
+        if self.chunk:
+            found += interleaved([work(self.chunk)], min(3, self.repeats))
+        return list(zip([*self.rows, self.chunk], found))
 
 
 LINEAR_SHAPES = {  # name -> rows and columns of the weight [N, K]
@@ -79,12 +87,11 @@ def attention(kernels: Kernels, shape: Shape, sizes: Sizes, limits: Limits) -> l
         parents = torch.arange(-1, rows - 1, dtype=torch.int32)
         return lambda: kernels.attention(q, KV(next(turn), sizes.positions, k, v), parents)
 
-    timings = interleaved([work(rows) for rows in sizes.rows], sizes.repeats)
     return [
         {**shape._asdict(), "positions": sizes.positions, "rows": rows, "bytes_in_rotation": nbytes * len(stores),
          **figures(timing, limits, dtype_name(kernels), bytes_read=nbytes,
                    flops=4 * rows * heads * dim * sizes.positions)}
-        for rows, timing in zip(sizes.rows, timings, strict=True)
+        for rows, timing in sizes.timings(work)
     ]
 
 
@@ -100,12 +107,12 @@ def linear(kernels: Kernels, name: str, shape: tuple[int, int], sizes: Sizes, li
         x = _random(kernels, rows, k)
         return lambda: kernels.linear(x, next(turn))
 
-    timings = interleaved([work(rows) for rows in sizes.rows], sizes.repeats)
+    timings = sizes.timings(work)
     return [
         {"weight": name, "n": n, "k": k, "rows": rows, "bytes_in_rotation": nbytes * len(weights),
-         "to_one_row": timing.median_s / timings[0].median_s,
+         "to_one_row": timing.median_s / timings[0][1].median_s,
          **figures(timing, limits, dtype_name(kernels), bytes_read=nbytes, flops=2 * rows * n * k)}
-        for rows, timing in zip(sizes.rows, timings, strict=True)
+        for rows, timing in timings
     ]
 
 

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple
@@ -26,7 +25,6 @@ from longdraft.bench import machine
 from longdraft.bench.measure import Timing
 from longdraft.errors import UsageError, check
 from longdraft.model import config as model_config
-from longdraft.model import library
 from longdraft.model.tokenizer import Tokenizer
 
 _SERVE = Path(__file__).parent / "workers" / "serve.py"
@@ -73,11 +71,11 @@ def interpreter(path: Path | None) -> str:
     return found
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What is to be measured."""
 
     model: str
+    folder: Path
     kinds: Mapping[str, Kind]
     python: str
     contexts: Sequence[int]
@@ -85,10 +83,6 @@ class Plan:
     steps: int
     repeats: int
     limit_s: float
-    folder: Path = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", library.resolve(self.model))
 
     @property
     def longest(self) -> int:

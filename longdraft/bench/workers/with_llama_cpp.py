@@ -75,6 +75,7 @@ class Engine:
         status = llama.llama_decode(self._context, llama.llama_batch_get_one(given, len(tokens)))
         if status:
             raise RuntimeError(f"llama_decode gave {status}")
+        llama.llama_synchronize(self._context)
 
     def _forget(self) -> None:
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
@@ -89,9 +90,9 @@ class Engine:
 def random_state(sample: bytes, cells: int, length: int) -> Any:
     """The state of a sequence of `length` random positions, in the format of one that has `cells`; None: unknown.
 
-    u32 streams, u32 cells, for each cell i32 position, u32 1, i32 sequence; u32 transposed, u32 layers; for each
-    layer its keys: i32 type, u64 bytes of a row, rows; then the values alike, or transposed: i32 type, u32 bytes of
-    an element, u32 rows, rows by dimension.
+        a few words; u32 streams, u32 cells; for each cell i32 position, u32 1, i32 sequence; u32 transposed, u32 layers
+        keys of each layer      i32 type, u64 bytes of a row, rows
+        values of each layer    alike; where transposed i32 type, u32 bytes of an element, u32 rows, rows by dimension
     """
     try:
         pieces = list(_pieces(sample, cells, length))
@@ -105,24 +106,25 @@ def random_state(sample: bytes, cells: int, length: int) -> Any:
 
 def _pieces(sample: bytes, cells: int, length: int) -> Iterator[bytes | None]:
     """The state's parts; None where the sample is not of the format."""
-    at = 8 + 12 * cells
-    if struct.unpack_from("<II", sample) != (1, cells) or struct.unpack_from("<iIi", sample, 8) != (0, 1, 0):
+    start = sample.find(struct.pack("<IIiIi", 1, cells, 0, 1, 0), 0, 64)
+    if start < 0:
         yield None
         return
-    transposed, layers = struct.unpack_from("<II", sample, at)
+    yield sample[:start]
     yield struct.pack("<II", 1, length) + b"".join(struct.pack("<iIi", place, 1, 0) for place in range(length))
+    at = start + 8 + 12 * cells
+    transposed, layers = struct.unpack_from("<II", sample, at)
     yield sample[at : at + 8]
     at += 8
     for part in range(2 * layers):
         if part >= layers and transposed:
             _, element, rows = struct.unpack_from("<iII", sample, at)
-            head, width = 12, element * rows
+            width = element * rows
         else:
             _, width = struct.unpack_from("<iQ", sample, at)
-            head = 12
-        yield sample[at : at + head]
+        yield sample[at : at + 12]
         yield _random_float16(length * width)
-        at += head + cells * width
+        at += 12 + cells * width
     if at != len(sample):
         yield None
 
