@@ -108,8 +108,7 @@ def roofline_command(
     model: Model = "novelist",
     dtype: Dtype = "bfloat16",
     contexts: Contexts = "1024,8192,32768,100000",
-    rows: Annotated[str, typer.Option(help="Numbers of rows of a forward; the first is what others relate to.")]
-        = "1,2,4,8,16",
+    rows: Annotated[str, typer.Option(help="Numbers of rows of a forward; one is measured anyway.")] = "1,2,4,8,16",
     plot: Annotated[Path | None, typer.Option(help="Draw this .png, .svg or .pdf (needs matplotlib).")] = None,
     threads: Threads = None, repeats: Repeats = 9, memory: Memory = 2.0, output: Output = None,
 ) -> None:
@@ -120,7 +119,7 @@ def roofline_command(
     from longdraft.bench import decode, machine, report, roofline, tables
     from longdraft.bench import plot as plots
 
-    counts, lengths = numbers("--rows", rows, 512), numbers("--contexts", contexts, 10**8)
+    counts, lengths = sorted({1, *numbers("--rows", rows, 512)}), numbers("--contexts", contexts, 10**8)
     if plot:
         plots.check(plot)
     size = _prepare(threads, repeats, memory)

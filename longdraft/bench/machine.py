@@ -24,10 +24,12 @@ from longdraft.kernels import Kernels
 from longdraft.version import __version__
 
 _SIZES = (256, 512, 1024, 2048, 4096)  # of square matrices
+_ROUNDS = 9  # at least: a limit is the best round, and one may be disturbed
 
 
 def limits(memory: int, repeats: int) -> Limits:
     """Measured with the threads in use; `memory` bytes are read for the bandwidth."""
+    repeats = max(repeats, _ROUNDS)
     reads = _reads(memory, repeats)
     products = {name: _products(dtype, memory, repeats)
                 for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32))}

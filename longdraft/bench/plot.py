@@ -33,11 +33,13 @@ def roofline(report: dict[str, Any], path: Path) -> None:
     left.plot(contexts, [record["forward_cold_ms"] for record in records], "s--", label="forward, nothing cached")
     left.plot(contexts, [record["floor_ms"] for record in records], "k:", label="floor at read bandwidth")
     left.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="ms")
+    counts = [row["rows"] for row in records[0]["rows"]]
     for record in records:
-        counts, times = zip(*((row["rows"], row["ms"]) for row in record["rows"]), strict=True)
-        right.plot(counts, times, "o-", label=f"{record['context']:,} tokens")
+        right.plot(counts, [row["ms"] for row in record["rows"]], "o-", label=f"{record['context']:,} tokens")
     right.set(xscale="log", yscale="log", xlabel="rows of one forward", ylabel="ms")
-    for axes in (left, right):
+    for axes, ticks in ((left, contexts), (right, counts)):
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.set_xticks([], minor=True)
         axes.legend()
         axes.grid(alpha=0.3, which="both")
     machine = report["machine"]
