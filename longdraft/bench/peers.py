@@ -87,7 +87,7 @@ class Plan(NamedTuple):
     @property
     def longest(self) -> int:
         """Positions that an engine must have room for: a context, and the steps behind it."""
-        return max(max(self.contexts) + self.steps * self.repeats + 8, self.prefill, 64)
+        return max(max(self.contexts) + self.steps * self.repeats + 8, self.prefill, 256)
 
     def check(self) -> None:
         limit = model_config.read(self.folder).max_positions
