@@ -1,0 +1,1 @@
+"""Measurements: through the public doors, data first, prose later."""
