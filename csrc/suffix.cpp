@@ -190,6 +190,8 @@ void SuffixAutomaton::expand(Place place, int32_t parent, int32_t depth, double 
         contexts[num++] = place;
     int32_t seen_tokens[MAX_CONTEXTS * RECENT];
     long num_seen = 0;
+    double escapes[MAX_CONTEXTS];
+    for (long i = 0; i < num; i++) escapes[i] = ESCAPE * states_[contexts[i].state].degree / contexts[i].length;
     double left = probability;  // what the longer contexts leave to this one
     for (long level = 0; level < num; level++) {
         const State& state = states_[contexts[level].state];
@@ -207,13 +209,13 @@ void SuffixAutomaton::expand(Place place, int32_t parent, int32_t depth, double 
                 const int32_t found = i == level ? edge : find(contexts[i].state, token);
                 if (found != NONE) child = {edges_[found].target, std::min(contexts[i].length + 1, longest_)};
                 const double times = found == NONE ? 0 : edges_[found].count;
-                estimate = (times + context.degree * estimate) / (context.followed + context.degree);
+                estimate = (times + escapes[i] * estimate) / (context.followed + escapes[i]);
             }
             if (probability * estimate < limits.min_probability) continue;
             settle(child);
             out.push_back({token, parent, depth, child, probability * estimate});
         }
-        left = left * state.degree / (state.followed + state.degree);
+        left = left * escapes[level] / (state.followed + escapes[level]);
     }
 }
 

@@ -6,8 +6,9 @@
 //   N(s, t)  how often that token was t;    T(s)  how many different tokens that were
 //   contexts of a text x: its suffixes s with min_match <= |s| <= longest and N(s) >= seen, longest first; suffixes that
 //            end at the same places are one context, known by the longest; at most `contexts` of them: s0, s1, ...
-//   P(t | x) = P0, where Pj = (N(sj, t) + T(sj) * Pj+1) / (N(sj) + T(sj)) and P behind the last context is 0:
-//            a context trusts itself by what it has seen and leaves the rest to the next shorter one (Witten-Bell)
+//   P(t | x) = P0, where Pj = (N(sj, t) + E(sj) * Pj+1) / (N(sj) + E(sj)), and 0 behind the last context, and
+//            E(s) = ESCAPE * T(s) / |s|: a context that has seen little leaves something to the next shorter one (as
+//            Witten and Bell do), and the less the longer it is (docs/notebook.md has the measurement)
 //   guesses  the tokens seen behind a context of x, the RECENT latest of each; a guess's probability is the product of
 //            P along its path; the tree is grown from the likeliest guess on
 #pragma once
@@ -20,6 +21,7 @@ namespace longdraft {
 
 constexpr int RECENT = 16;       // successors of a context that are looked at, the latest first
 constexpr int MAX_CONTEXTS = 8;  // that Limits::contexts may ask for
+constexpr double ESCAPE = 4;
 
 struct Limits {
     long budget, depth;      // nodes of the tree, tokens ahead

@@ -26,7 +26,8 @@ except ImportError:
 
 RECENT = 16  # successors of a context that are looked at, the latest first
 MAX_CONTEXTS = 8
-SEPARATOR = -1  # stands between texts: it is indexed, but never guessed
+ESCAPE = 4.0
+SEPARATOR = -1  # stands between texts: it is indexed, but, like all that is negative, never guessed
 
 Tokens = NDArray[np.int32]
 Guesses = tuple[list[int], list[int], list[float]]
@@ -58,6 +59,7 @@ def new_index(capacity: int, longest: int) -> Index:
 class _Context(NamedTuple):
     """A suffix of the text so far: where in the indexed text a token follows it, and which tokens those are."""
 
+    length: int
     followed: list[int]  # positions of the tokens behind it, in order
     successors: dict[int, int]  # token -> how often
 
@@ -108,7 +110,7 @@ class ObviousIndex:
                 return
             behind = self._contexts((tail.tolist() + path)[-self._longest:], min_match, seen, contexts)
             for token, estimate in self._estimates(behind).items():
-                if token != SEPARATOR and probability * estimate >= min_probability:
+                if token >= 0 and probability * estimate >= min_probability:
                     heapq.heappush(queue, (-probability * estimate, len(candidates)))
                     candidates.append((token, parent, [*path, token], probability * estimate))
 
@@ -140,7 +142,7 @@ class ObviousIndex:
                 successors: dict[int, int] = defaultdict(int)
                 for position in followed:
                     successors[self._text[position]] += 1
-                found.append(_Context(followed, successors))
+                found.append(_Context(length, followed, successors))
         return found
 
     def _estimates(self, behind: list[_Context]) -> dict[int, float]:
@@ -150,8 +152,8 @@ class ObviousIndex:
             for token in context.latest(self._text):
                 estimate = 0.0
                 for shorter in reversed(behind):
-                    distinct = len(shorter.successors)
-                    estimate = ((shorter.successors.get(token, 0) + distinct * estimate)
-                                / (len(shorter.followed) + distinct))
+                    escape = ESCAPE * len(shorter.successors) / shorter.length
+                    estimate = ((shorter.successors.get(token, 0) + escape * estimate)
+                                / (len(shorter.followed) + escape))
                 estimates.setdefault(token, estimate)
         return estimates

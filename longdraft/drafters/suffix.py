@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class SuffixOptions:
     budget: int = 16
     depth: int = 8
     min_match: int = 2
-    max_match: int = 16
+    max_match: int = 32
     seen: int = 1
     contexts: int = 3
     min_probability: float = 0.3
@@ -61,6 +62,8 @@ class SuffixOptions:
         check(0 <= self.min_probability < 1, "min_probability", self.min_probability, "0 to below 1")
         check(16 <= self.capacity <= 2**28, "capacity", self.capacity, "16 to 268435456")
         check(self.delay >= -1, "delay", self.delay, "0 or more, or -1 for the penalty window")
+        check(not self.corpus or Path(self.corpus).exists(), "corpus", self.corpus,
+              "a UTF-8 text, a .npy file of token ids, or a folder of those, that is there")
 
 
 class SuffixText:
