@@ -191,7 +191,10 @@ void SuffixAutomaton::expand(Place place, int32_t parent, int32_t depth, double 
     int32_t seen_tokens[MAX_CONTEXTS * RECENT];
     long num_seen = 0;
     double escapes[MAX_CONTEXTS];
-    for (long i = 0; i < num; i++) escapes[i] = ESCAPE * states_[contexts[i].state].degree / contexts[i].length;
+    for (long i = 0; i < num; i++) {
+        const State& context = states_[contexts[i].state];
+        escapes[i] = ESCAPE * context.degree / (static_cast<double>(context.followed) * contexts[i].length);
+    }
     double left = probability;  // what the longer contexts leave to this one
     for (long level = 0; level < num; level++) {
         const State& state = states_[contexts[level].state];

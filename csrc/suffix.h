@@ -7,8 +7,8 @@
 //   contexts of a text x: its suffixes s with min_match <= |s| <= longest and N(s) >= seen, longest first; suffixes that
 //            end at the same places are one context, known by the longest; at most `contexts` of them: s0, s1, ...
 //   P(t | x) = P0, where Pj = (N(sj, t) + E(sj) * Pj+1) / (N(sj) + E(sj)), and 0 behind the last context, and
-//            E(s) = ESCAPE * T(s) / |s|: a context that has seen little leaves something to the next shorter one (as
-//            Witten and Bell do), and the less the longer it is (docs/notebook.md has the measurement)
+//            E(s) = ESCAPE * T(s) / (N(s) * |s|): what a context leaves to the next shorter one. It is the more the
+//            oftener something new followed it (as with Witten and Bell) and the less the longer it is
 //   guesses  the tokens seen behind a context of x, the RECENT latest of each; a guess's probability is the product of
 //            P along its path; the tree is grown from the likeliest guess on
 #pragma once
@@ -21,7 +21,7 @@ namespace longdraft {
 
 constexpr int RECENT = 16;       // successors of a context that are looked at, the latest first
 constexpr int MAX_CONTEXTS = 8;  // that Limits::contexts may ask for
-constexpr double ESCAPE = 4;
+constexpr double ESCAPE = 8;
 
 struct Limits {
     long budget, depth;      // nodes of the tree, tokens ahead

@@ -75,23 +75,26 @@ def test_they_agree_where_a_token_has_more_successors_than_are_looked_at():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_counts_are_those_of_what_followed(kind):
-    """Behind `1 2` stood 3 twice and 4 once: N = 3, T = 2, E = 4 * 2 / 2."""
+    """Behind `1 2` stood 3 twice and 4 once: N = 3, T = 2, E = 8 * 2 / (3 * 2)."""
     index = made(kind, [1, 2, 3, 0, 1, 2, 4, 9, 1, 2, 3, 5, 1, 2])
-    expected = ([3, 4], [-1, -1], [2 / (3 + 4), 1 / (3 + 4)])
+    escape = 8 * 2 / (3 * 2)
+    expected = ([3, 4], [-1, -1], [2 / (3 + escape), 1 / (3 + escape)])
     assert index.guess(ids(1, 2), **LIMITS | {"depth": 1}) == expected
     # The shorter context `2` ends at the same places: it is no context of its own.
     assert index.guess(ids(1, 2), **LIMITS | {"depth": 1, "contexts": 2}) == expected
-    # But where only `2` matches it is trusted less: E = 4 * 2 / 1.
-    assert index.guess(ids(8, 2), **LIMITS | {"depth": 1}) == ([3, 4], [-1, -1], [2 / (3 + 8), 1 / (3 + 8)])
+    # But where only `2` matches it is trusted less.
+    escape = 8 * 2 / (3 * 1)
+    expected = ([3, 4], [-1, -1], [2 / (3 + escape), 1 / (3 + escape)])
+    assert index.guess(ids(8, 2), **LIMITS | {"depth": 1}) == expected
     assert index.guess(ids(8, 2), **LIMITS | {"min_match": 2})[0] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_match_leaves_a_rest_to_shorter_ones(kind):
     index = made(kind, [1, 2, 3, 9, 2, 4, 9, 2, 4, 8, 2, 4])
-    behind_2 = {3: 1 / (4 + 8), 4: 3 / (4 + 8)}
+    behind_2 = {3: 1 / (4 + 4), 4: 3 / (4 + 4)}  # N = 4, T = 2, E = 8 * 2 / (4 * 1); and E(1 2) = 8 / (1 * 2)
     tokens, _, probabilities = index.guess(ids(1, 2), **LIMITS | {"depth": 1, "contexts": 2})
-    assert dict(zip(tokens, probabilities)) == {3: (1 + 2 * behind_2[3]) / (1 + 2), 4: 2 * behind_2[4] / (1 + 2)}
+    assert dict(zip(tokens, probabilities)) == {3: (1 + 4 * behind_2[3]) / (1 + 4), 4: 4 * behind_2[4] / (1 + 4)}
     # `1 2` was followed once only: where two are asked for, the shorter match alone speaks.
     seen_twice = index.guess(ids(1, 2), **LIMITS | {"depth": 1, "seen": 2})
     assert dict(zip(seen_twice[0], seen_twice[2])) == behind_2
@@ -222,13 +225,13 @@ def test_a_corpus_is_guessed_from_beside_the_text(tmp_path):
     np.save(tmp_path / "a.npy", np.array([1, 2, 3, 4], np.int32))
     np.save(tmp_path / "b.npy", np.array([1, 2, 5], np.int64))
     index = corpora().index(str(tmp_path), 8)
-    drafter = SuffixDrafter(SuffixOptions(min_probability=0.0, depth=2), SamplingParams(), index)
+    drafter = SuffixDrafter(SuffixOptions(min_match=2, min_probability=0.0, depth=2), SamplingParams(), index)
     context = Context([1, 2, 9, 9, 1, 2])
     drafter.begin(context, None)
     tree = drafter.propose(context, 9)
     paths = {tuple(tree.tokens[n] for n in tree.path(node)[1:]): tree.sources[node] for node in range(1, len(tree))}
     assert paths == {(9,): "suffix", (9, 9): "suffix", (3,): "corpus", (3, 4): "corpus", (5,): "corpus"}
-    few = SuffixDrafter(SuffixOptions(min_probability=0.0, depth=2, budget=3), SamplingParams(), index)
+    few = SuffixDrafter(SuffixOptions(min_match=2, min_probability=0.0, depth=2, budget=3), SamplingParams(), index)
     few.begin(context, None)
     assert len(few.propose(context, 9)) == 4
 

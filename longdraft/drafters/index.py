@@ -26,7 +26,7 @@ except ImportError:
 
 RECENT = 16  # successors of a context that are looked at, the latest first
 MAX_CONTEXTS = 8
-ESCAPE = 4.0
+ESCAPE = 8.0
 SEPARATOR = -1  # stands between texts: it is indexed, but, like all that is negative, never guessed
 
 Tokens = NDArray[np.int32]
@@ -152,8 +152,8 @@ class ObviousIndex:
             for token in context.latest(self._text):
                 estimate = 0.0
                 for shorter in reversed(behind):
-                    escape = ESCAPE * len(shorter.successors) / shorter.length
-                    estimate = ((shorter.successors.get(token, 0) + escape * estimate)
-                                / (len(shorter.followed) + escape))
+                    seen = len(shorter.followed)
+                    escape = ESCAPE * len(shorter.successors) / (seen * shorter.length)
+                    estimate = (shorter.successors.get(token, 0) + escape * estimate) / (seen + escape)
                 estimates.setdefault(token, estimate)
         return estimates

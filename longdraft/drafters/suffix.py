@@ -1,7 +1,7 @@
 """Reuse of the text's own passages, of any length: a tree of what followed the longest suffix of the text before.
 
-    ... it was the best of times ...... it was the ── best ── of ── times     N(it was the, best) = 1
-                                        (matched)   └ worst                   N(was the, worst) = 1, a shorter match
+    ... it was the best of times ...... it was the ┬ best ── of ── times     followed the longest match
+                                        (matched)  └ end                     followed the shorter match `the`
 
 The index (csrc/suffix.h says what it counts) follows the text some tokens behind its end; what is matched is always
 the real end. A corpus of earlier texts may stand beside it.
@@ -42,12 +42,12 @@ class SuffixOptions:
     """
 
     budget: int = 16
-    depth: int = 8
-    min_match: int = 2
+    depth: int = 16
+    min_match: int = 1
     max_match: int = 32
     seen: int = 1
-    contexts: int = 3
-    min_probability: float = 0.3
+    contexts: int = 2
+    min_probability: float = 0.25
     capacity: int = 262_144
     delay: int = -1
     corpus: str = ""
