@@ -33,9 +33,9 @@ from longdraft.speculation.drafter import Accepted, Drafter
 from longdraft.tree import Tree
 
 Tokens = NDArray[np.int32]
-DEFAULT = ("ngram", "ngram,seen=1", "ngram,seen=1,continuations=20", "suffix", "suffix,min_probability=0.1",
-           "suffix,min_probability=0.5", "suffix,contexts=1", "suffix,contexts=3", "suffix,min_match=3",
-           "suffix,depth=4", "suffix,max_match=8", "suffix,budget=4")
+DEFAULT = ("ngram", "ngram,seen=1,continuations=20", "suffix", "suffix,min_probability=0.5",
+           "suffix,min_probability=0.1", "suffix,min_probability=0.03,budget=64", "suffix,contexts=1",
+           "suffix,min_match=3")
 
 
 @dataclass(frozen=True)
