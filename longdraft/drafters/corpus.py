@@ -40,7 +40,8 @@ class Corpora:
                 return np.array(self._encode(file.read_bytes().decode("utf-8")), np.int32)
             ids = np.load(file, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not what its name says"
+            what = "a .npy file of numbers" if file.suffix == ".npy" else "UTF-8 text"
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else f"it is not {what}"
             raise UsageError(f"corpus cannot read {file}: {reason}; {_CURE}") from error
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise UsageError(f"corpus {file} holds {ids.dtype} of shape {list(ids.shape)}; allowed: one row of ids")

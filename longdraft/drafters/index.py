@@ -106,7 +106,7 @@ class ObviousIndex:
         queue: list[tuple[float, int]] = []
 
         def grow(path: list[int], parent: int, probability: float) -> None:
-            if len(path) == depth:
+            if len(path) >= depth:
                 return
             behind = self._contexts((tail.tolist() + path)[-self._longest:], min_match, seen, contexts)
             for token, estimate in self._estimates(behind).items():
