@@ -160,9 +160,9 @@ def test_what_is_matched_is_the_end_of_the_text_though_the_index_lags_behind():
     assert trie.tree() == chain(2, [3, 4], "suffix")
 
 
-def test_the_delay_is_the_penalty_window_while_there_is_a_penalty():
+def test_the_delay_may_be_the_penalty_window_while_there_is_a_penalty():
     context = Context([1, 2, 3, 1, 2])
-    now, waits = (SuffixDrafter(SuffixOptions(min_probability=0.0), params) for params in (
+    now, waits = (SuffixDrafter(SuffixOptions(min_probability=0.0, delay=-1), params) for params in (
         SamplingParams(), SamplingParams(repetition_penalty=1.2, penalty_window=4)))
     for drafter, expected in ((now, 3), (waits, 1)):
         drafter.begin(context, None)
@@ -284,7 +284,7 @@ def test_an_engine_reads_its_corpus_and_writes_the_same_text(tiny, tmp_path):
     list(plain)
     np.save(tmp_path / "earlier.npy", plain.tokens)
     engine = longdraft.load(str(tiny["mha"]), drafter="suffix",
-                            drafter_options={"corpus": str(tmp_path / "earlier.npy"), "delay": "0"})
+                            drafter_options={"corpus": str(tmp_path / "earlier.npy")})
     for _ in range(2):
         written = engine.generate("It was", params)
         *_, last = written

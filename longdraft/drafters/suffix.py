@@ -37,7 +37,7 @@ class SuffixOptions:
     min_probability  estimated probability of a guess and all before it, below which it is not made
     capacity         tokens indexed at most: of a longer text the last ones, at least half as many
     delay            tokens of the text's end that are not yet indexed; -1: the penalty window while there is a
-                     penalty (what followed them is being penalised), else 0
+                     penalty, as for `ngram` (what followed them is being penalised, but measured, 0 is better)
     corpus           earlier texts to reuse as well: a UTF-8 text, a .npy file of token ids, or a folder of those
     """
 
@@ -49,7 +49,7 @@ class SuffixOptions:
     contexts: int = 2
     min_probability: float = 0.25
     capacity: int = 262_144
-    delay: int = -1
+    delay: int = 0
     corpus: str = ""
 
     def __post_init__(self) -> None:
