@@ -22,6 +22,8 @@ using Address = uintptr_t;
 
 namespace longdraft {
 
+void bind_suffix(nb::module_& m);  // suffix_module.cpp
+
 #define VARIANT(name) namespace name { extern const Kernels table; }
 #if defined(LONGDRAFT_AMX)
 VARIANT(amx)
@@ -98,6 +100,7 @@ NB_MODULE(_cpu, m) {
     });
     m.def("threads", &threads);
     m.def("set_threads", &set_threads);
+    bind_suffix(m);
 
     nb::class_<Linear>(m, "Linear").def_ro("is_bf16", &Linear::is_bf16).def_ro("n", &Linear::n).def_ro("k", &Linear::k).def_prop_ro("nbytes", &Linear::bytes);
 

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from longdraft import drafters, kernels, statistics
 from longdraft.core import Context, Event, Finish, SamplingParams
 from longdraft.drafters.auto import AutoDrafter
+from longdraft.drafters.corpus import Corpora
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.model import checkpoint, heads, library
 from longdraft.model import config as model_config
@@ -45,7 +46,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
          dtype: str = "auto", threads: int | None = None) -> Engine:
     """An engine for a bundled name, a model folder or a hub id.
 
-    drafter          auto | plain | ngram | tokenswift
+    drafter          auto | plain | ngram | suffix | tokenswift
     drafter_options  see the drafter's options, values as texts or as what they are
     heads            folder or hub id of trained heads; default: those found in or beside the model
     device           auto | cpu | cuda
@@ -91,6 +92,7 @@ class Engine:
         if heads_name is not None and drafter not in drafters.WITH_HEADS:
             raise UsageError(f"drafter {drafter!r} uses no heads; leave --heads out, or use --drafter tokenswift")
         self.heads = self._load_heads()
+        self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
         if drafters.KINDS[drafter].needs_heads and self.heads is None:
             raise ModelError(f"drafter {drafter!r} needs trained heads and {files.folder} has none; give --heads, "
                              "train them with `longdraft train heads`, or use --drafter ngram")
@@ -165,7 +167,7 @@ class Generation(Iterator[Event]):
         self._stop_ids = self._eos | set(params.stop_token_ids)
         cache = model.new_cache()
         sampler = Sampler(params, self._stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
-        resources = drafters.Resources(model, cache, sampler, params, engine.heads)
+        resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.corpora)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
         self._step = Step(model, cache, drafter, sampler, Context(prompt), Timings(), Tally())
         self._accepted = 0

@@ -32,6 +32,9 @@ DRAFTERS = {
     "auto": ("auto", {}),
     "ngram": ("ngram", dict(delay=0, seen=1)),
     "ngram, delayed": ("ngram", dict(continuations=20)),
+    "suffix": ("suffix", {}),
+    "suffix, delayed": ("suffix", dict(delay=20, min_probability=0, min_match=1)),
+    "suffix, small index": ("suffix", dict(delay=0, capacity=24, budget=40, min_probability=0, min_match=1)),
     "tokenswift, the paper's": ("tokenswift", dict(chain=1, tree="1,3,3,3", continuations=20, seen=1)),
     "tokenswift": ("tokenswift", {}),
     "tokenswift, small cache": ("tokenswift", dict(chain=2, tree="2,2", budget=40, sinks=4, recent=8, room=8, delay=0)),
@@ -85,10 +88,11 @@ def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafter, settin
     assert generate(model, prompt_of(90), params_of(settings), factory, banned=[1]) == plain[settings]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "tokenswift", "auto"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "tokenswift", "auto"])
 def test_drafts_are_accepted_so_the_equality_is_not_that_of_plain_with_plain(model, plain, tiny, drafter):
     folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
-    options = {} if drafter == "auto" else {"delay": 0, "seen": 1}
+    options = {"ngram": {"seen": 1}, "suffix": {"min_match": 1, "min_probability": 0},
+               "tokenswift": {"delay": 0, "seen": 1}}.get(drafter, {})
     tally = Tally()
     factory = by_name(drafter, heads.load(folder / "heads", model), **options)
     params = SamplingParams(max_new_tokens=150, temperature=0.0)
@@ -97,7 +101,7 @@ def test_drafts_are_accepted_so_the_equality_is_not_that_of_plain_with_plain(mod
     accepted = tally.accepted.total()
     assert accepted > 0 and tally.steps == 150 - accepted
     if drafter == "auto":
-        assert {"ngram", "self"} & set(tally.accepted)
+        assert {"ngram", "suffix", "self"} & set(tally.accepted)
 
 
 @pytest.mark.parametrize("name", kernels.available()[:-1])
@@ -136,7 +140,7 @@ def test_a_text_cut_anywhere_goes_on_as_if_it_had_not_been(model, plain, written
 def test_every_kernel_keeps_the_promise(tiny, name, dtype):
     model = load(tiny["gqa"], dtype, name)
     expected = generate(model, prompt_of(90), params_of("paper"), by_name("plain"))
-    for drafter in ("ngram", "tokenswift"):
+    for drafter in ("ngram", "suffix", "tokenswift"):
         factory = by_name(drafter, heads.load(tiny["gqa"] / "heads", model), delay=0)
         assert generate(model, prompt_of(90), params_of("paper"), factory) == expected
     drafter = liar("half true", expected, 90)

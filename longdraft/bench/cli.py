@@ -171,6 +171,25 @@ def peers_command(
         tables.peers(filled)
 
 
+@app.command("replay")
+def replay_command(
+    files: Annotated[list[Path], typer.Argument(help="Token ids: .npy files as --tokens-out writes them.")],
+    drafter: Annotated[list[str] | None, typer.Option(
+        help="ngram or suffix with options, such as suffix,depth=4; repeatable. Default: several of each.")] = None,
+    prefill: Annotated[int, typer.Option(help="Tokens of each file that are the prompt.")] = 1024,
+    penalty_window: Annotated[int, typer.Option(help="Of the penalty the texts were written with; 0: none.")] = 0,
+    model: Annotated[str, typer.Option(help="Whose tokenizer reads a text given as corpus.")] = "novelist",
+    output: Output = None,
+) -> None:
+    """Replay written texts through the drafters that need no model: what they would have guessed, and its cost."""
+    from longdraft.bench import machine, replay, report
+
+    with report.document(output) as filled:
+        filled |= {"bench": "replay", "machine": machine.describe(), "prefill": prefill,
+                   "penalty_window": penalty_window,
+                   "files": replay.run(files, drafter or replay.DEFAULT, prefill, penalty_window, model)}
+
+
 def numbers(option: str, text: str, most: int) -> list[int]:
     """'1,2,4' -> [1, 2, 4]"""
     parts = [part.strip() for part in text.split(",")]

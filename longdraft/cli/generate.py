@@ -36,7 +36,7 @@ def generate(
     stats: Annotated[Path | None, _option("Write statistics to this JSON file.", _FILES)] = None,
     quiet: Annotated[bool, _option("No live line on stderr.", _FILES, "--quiet")] = False,
     model: Annotated[str, _option("Bundled name, model folder or hub id.", _RUNNING)] = "novelist",
-    drafter: Annotated[str, _option("auto, plain, ngram or tokenswift.", _RUNNING)] = "auto",
+    drafter: Annotated[str, _option("auto, plain, ngram, suffix or tokenswift.", _RUNNING)] = "auto",
     drafter_option: Annotated[list[str] | None, _option("KEY=VALUE for the drafter; repeatable.", _RUNNING)] = None,
     heads: Annotated[str | None, _option("Folder or hub id of heads; default: the model's.", _RUNNING)] = None,
     device: Annotated[str, _option("auto, cpu or cuda.", _RUNNING)] = "auto",

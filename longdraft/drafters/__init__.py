@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
 from longdraft.drafters.auto import AutoDrafter
+from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.ngram import NgramDrafter, NgramOptions
 from longdraft.drafters.plain import PlainDrafter
+from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions
 from longdraft.drafters.tokenswift import TokenSwiftDrafter, TokenSwiftOptions
 from longdraft.errors import UsageError
 from longdraft.model.heads import Heads
@@ -31,6 +33,7 @@ class Resources(NamedTuple):
     sampler: Sampler
     params: SamplingParams
     heads: Heads | None
+    corpora: Corpora | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,14 @@ def _tokenswift(options: TokenSwiftOptions, given: Resources) -> Drafter:
     return TokenSwiftDrafter(options, given.model, given.cache, given.sampler, given.params, given.heads)
 
 
+def _suffix(options: SuffixOptions, given: Resources) -> Drafter:
+    corpus = None
+    if options.corpus:
+        assert given.corpora, "the engine knows how to read a corpus"
+        corpus = given.corpora.index(options.corpus, options.max_match)
+    return SuffixDrafter(options, given.params, corpus)
+
+
 def _auto(options: NoOptions, given: Resources) -> Drafter:
     """Every drafter for which there is what it needs, with its default options."""
     return AutoDrafter({name: kind.build(kind.options(), given) for name, kind in KINDS.items()
@@ -63,6 +74,8 @@ KINDS: dict[str, Kind] = {
                   "no drafting: one token for each forward"),
     "ngram": Kind(NgramOptions, lambda options, given: NgramDrafter(options, given.params), False,
                   "continuations of the last token from a table of the text's 4-grams"),
+    "suffix": Kind(SuffixOptions, _suffix, False,
+                   "what followed the longest suffix of the text before, from a suffix automaton; a corpus beside it"),
     "tokenswift": Kind(TokenSwiftOptions, _tokenswift, True,
                        "the model on a partial cache, three trained heads, n-grams, one tree"),
 }

@@ -2,6 +2,17 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+class SuffixIndex:
+    nbytes: int
+    def __init__(self, capacity: int, longest: int) -> None: ...
+    def __len__(self) -> int: ...
+    def extend(self, tokens: NDArray[np.int32]) -> None: ...
+    def guess(self, tail: NDArray[np.int32], budget: int, depth: int, min_match: int, seen: int, contexts: int,
+              min_probability: float) -> tuple[list[int], list[int], list[float]]: ...
+
 class Linear:
     is_bf16: bool
     n: int

@@ -1,0 +1,62 @@
+"""Earlier texts beside the one being written: read and indexed once for each engine, then only asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from longdraft.drafters.index import SEPARATOR, Index, Tokens, new_index
+from longdraft.errors import UsageError
+
+_CURE = "give a UTF-8 text, a .npy file of token ids as --tokens-out writes them, or a folder of .txt and .npy files"
+
+
+class Corpora:
+    """The corpora that an engine's drafters have asked for.
+
+    encode      text to token ids, without special tokens
+    vocab_size  ids are smaller
+    """
+
+    def __init__(self, encode: Callable[[str], Sequence[int]], vocab_size: int) -> None:
+        self._encode, self._vocab_size = encode, vocab_size
+        self._indexed: dict[tuple[str, int], Index] = {}
+
+    def index(self, path: str, longest: int) -> Index:
+        """The index of the texts at `path` with contexts of up to `longest` tokens. UsageError if there are none."""
+        if (path, longest) not in self._indexed:
+            index = new_index(0, longest)
+            for file in _files(Path(path)):
+                index.extend(self._tokens(file))
+                index.extend(np.array([SEPARATOR], np.int32))
+            self._indexed[path, longest] = index
+        return self._indexed[path, longest]
+
+    def _tokens(self, file: Path) -> Tokens:
+        try:
+            if file.suffix != ".npy":
+                return np.array(self._encode(file.read_bytes().decode("utf-8")), np.int32)
+            ids = np.load(file, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            what = "a .npy file of numbers" if file.suffix == ".npy" else "UTF-8 text"
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else f"it is not {what}"
+            raise UsageError(f"corpus cannot read {file}: {reason}; {_CURE}") from error
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise UsageError(f"corpus {file} holds {ids.dtype} of shape {list(ids.shape)}; allowed: one row of ids")
+        if ids.size and not (ids.min() >= 0 and ids.max() < self._vocab_size):
+            bad = int(ids.min() if ids.min() < 0 else ids.max())
+            raise UsageError(f"corpus {file} holds the token id {bad}; allowed: 0 to {self._vocab_size - 1}")
+        return np.ascontiguousarray(ids, np.int32)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise UsageError(f"corpus {path} is not there; {_CURE}")
+    files = sorted(file for file in path.iterdir() if file.suffix in (".txt", ".npy") and file.is_file())
+    if not files:
+        raise UsageError(f"corpus {path} is a folder without .txt or .npy files; {_CURE}")
+    return files
