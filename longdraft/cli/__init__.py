@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from longdraft.bench.cli import app as bench
 from longdraft.cli import doctor, generate
 from longdraft.train.cli import app as train
 from longdraft.version import __version__
@@ -16,6 +17,7 @@ app.command("generate")(generate.generate)
 app.command("models")(doctor.models)
 app.command("doctor")(doctor.doctor)
 app.add_typer(train, name="train", help="Train drafters for a model.")
+app.add_typer(bench, name="bench", help="Measure kernels, decoding and other engines on this machine.")
 
 
 def _version(asked: bool) -> None:

@@ -15,9 +15,9 @@ from longdraft.errors import UsageError
 
 if TYPE_CHECKING:
     from longdraft.cli.display import Display
-    from longdraft.cli.files import OutputFile
     from longdraft.console import Interrupt
     from longdraft.engine import Generation
+    from longdraft.files import OutputFile
 
 _SAMPLING, _RUNNING, _FILES = "Sampling and stopping", "Model, drafter and machine", "Input and output"
 
@@ -61,7 +61,7 @@ def generate(
 
     The text depends on model, prompt, seed and sampling settings only, never on the drafter.
     """
-    from longdraft.cli.files import open_outputs, read_prompt
+    from longdraft.files import open_outputs, read_prompt
 
     params = SamplingParams(
         max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, seed=seed, temperature=temperature, top_k=top_k,

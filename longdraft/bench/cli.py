@@ -1,0 +1,226 @@
+"""`longdraft bench ...`. Heavy imports wait inside the commands, so that --help is quick.
+
+    longdraft bench kernels --output kernels.json
+    longdraft bench roofline --plot roofline.svg
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from longdraft.errors import check
+
+if TYPE_CHECKING:
+    from longdraft.bench.measure import Limits
+    from longdraft.kernels import Kernels
+
+app = typer.Typer(no_args_is_help=True, help="Measure kernels, decoding and other engines on this machine.")
+
+Output = Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")]
+Model = Annotated[str, typer.Option(help="Bundled name, model folder or hub id.")]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Threads = Annotated[int | None, typer.Option(help="Threads; default: PyTorch's choice.")]
+Repeats = Annotated[int, typer.Option(help="Rounds; a figure is the median over them.")]
+Memory = Annotated[float, typer.Option(
+    help="GiB that are read in rotation, more than the processor's caches hold; a quarter of the free memory at most.")]
+Contexts = Annotated[str, typer.Option(help="Lengths of context, tokens.")]
+
+
+@app.callback()
+def _group() -> None:
+    """Measure kernels, decoding and other engines on this machine."""
+
+
+@app.command("machine")
+def machine_command(threads: Threads = None, repeats: Repeats = 9, memory: Memory = 2.0, output: Output = None) -> None:
+    """Measure what this machine can do at most: read bandwidth, and arithmetic of matrix products."""
+    from longdraft.bench import machine, report
+
+    size = _prepare(threads, repeats, memory)
+    with report.document(output) as filled:
+        limits = _limits(size, repeats)
+        filled |= {"bench": "machine", "machine": machine.describe() | limits.details}
+        for name in ("processor", "threads"):
+            print(f"{name}: {filled['machine'][name]}")
+
+
+@app.command("kernels")
+def kernels_command(
+    model: Model = "novelist",
+    dtype: Dtype = "bfloat16",
+    positions: Annotated[int, typer.Option(help="Keys and values that attention reads.")] = 100_000,
+    heads: Annotated[int | None, typer.Option(
+        help="Query heads; this and the next two: default the model's, and 8 over 2 of 64.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Heads of keys and values.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Size of a head.")] = None,
+    rows: Annotated[str, typer.Option(help="Numbers of rows.")] = "1,2,4,8,16,32",
+    prefill_rows: Annotated[int, typer.Option(help="Rows of a prompt's chunk, measured too; 0: none.")] = 512,
+    shapes: Annotated[str | None, typer.Option(
+        help="Weights as NxK,NxK; default: the model's and those of a 1.5B and an 8B model.")] = None,
+    contexts: Contexts = "1024,8192,32768,100000",
+    threads: Threads = None, repeats: Repeats = 9, memory: Memory = 2.0, output: Output = None,
+) -> None:
+    """Measure each kernel by itself, by rows, as a part of the machine's limits.
+
+    LONGDRAFT_KERNELS chooses the kernels. Attention and linear read stores and weights in rotation.
+    """
+    from longdraft.bench import decode, kernels, machine, report, tables
+    from longdraft.bench.kernels import Shape, Sizes
+
+    counts, lengths = numbers("--rows", rows, 512), numbers("--contexts", contexts, 10**8)
+    check(1 <= positions <= 10**8, "--positions", positions, "1 to 100000000")
+    check(0 <= prefill_rows <= 4096, "--prefill-rows", prefill_rows, "0 to 4096")
+    size = _prepare(threads, repeats, memory)
+    chosen = _choose(dtype)
+    models = decode.Models(model, chosen)
+    models.check(lengths, 1)
+    config = models.config
+    own = Shape(config.num_heads, config.num_kv_heads, config.head_dim)
+    asked = Shape(heads or own.heads, kv_heads or own.kv_heads, head_dim or own.head_dim)
+    _check_shape(asked)
+    attended = [asked] if (heads, kv_heads, head_dim) != (None, None, None) else [own, Shape(8, 2, 64)]
+    weights = _shapes(shapes) if shapes else kernels.model_shapes(model, config) | kernels.LINEAR_SHAPES
+    with report.document(output) as filled:
+        limits = _limits(size, repeats)
+        filled |= {"bench": "kernels", "machine": machine.describe(chosen) | limits.details, "model": model,
+                   "repeats": repeats, "parents": "chain", "attention": [], "linear": []}
+        sizes = Sizes(counts, prefill_rows, positions, size, repeats)
+        for shape in attended:
+            with report.doing(f"attention {shape.heads} heads over {shape.kv_heads} of {shape.head_dim}"):
+                filled["attention"] += kernels.attention(chosen, shape, sizes, limits)
+        tables.attention(filled["attention"])
+        for name, weight in weights.items():
+            with report.doing(f"linear {name}"):
+                filled["linear"] += kernels.linear(chosen, name, weight, sizes, limits)
+        tables.linear(filled["linear"])
+        filled["row_wise"] = kernels.row_wise(chosen, config, sizes)
+        tables.row_wise(filled["row_wise"])
+        with report.doing("forwards"):
+            filled["forward"] = decode.breakdown(models, lengths, size, repeats, limits)
+        tables.forward(filled["forward"])
+
+
+@app.command("roofline")
+def roofline_command(
+    model: Model = "novelist",
+    dtype: Dtype = "bfloat16",
+    contexts: Contexts = "1024,8192,32768,100000",
+    rows: Annotated[str, typer.Option(help="Numbers of rows of a forward; one is measured anyway.")] = "1,2,4,8,16",
+    plot: Annotated[Path | None, typer.Option(help="Draw this .png, .svg or .pdf (needs matplotlib).")] = None,
+    threads: Threads = None, repeats: Repeats = 9, memory: Memory = 2.0, output: Output = None,
+) -> None:
+    """Measure steps of plain decoding against their floor: the bytes of weights and cache over read bandwidth.
+
+    Contexts are reached by random keys and values in the cache, without a prefill.
+    """
+    from longdraft.bench import decode, machine, report, roofline, tables
+    from longdraft.bench import plot as plots
+
+    counts, lengths = sorted({1, *numbers("--rows", rows, 512)}), numbers("--contexts", contexts, 10**8)
+    if plot:
+        plots.check(plot)
+    size = _prepare(threads, repeats, memory)
+    models = decode.Models(model, _choose(dtype))
+    models.check(lengths, roofline.STEPS_PER_REPEAT * repeats + max(counts))
+    with report.document(output) as filled:
+        limits = _limits(size, repeats)
+        filled |= {"bench": "roofline", "machine": machine.describe(models.kernels) | limits.details, "model": model,
+                   "repeats": repeats, "cache": "random", "sampling": decode.sampling(), "contexts": []}
+        for context in lengths:
+            with report.doing(f"{context:,} tokens of context"):
+                filled["contexts"].append(roofline.measure(models, context, counts, size, repeats, limits))
+        tables.roofline(filled["contexts"])
+        if plot:
+            plots.roofline(filled, plot)
+
+
+@app.command("peers")
+def peers_command(
+    model: Model = "novelist",
+    peers: Annotated[str, typer.Option(help="Engines to measure.")] = "longdraft,transformers,llama.cpp,openvino",
+    python: Annotated[Path | None, typer.Option(
+        help="Interpreter that has the peers' packages; default: this one.")] = None,
+    contexts: Contexts = "1024,8192,32768,100000",
+    prefill: Annotated[int, typer.Option(help="Tokens of a prompt to time; 0: none.")] = 30_000,
+    steps: Annotated[int, typer.Option(help="Steps of an engine in one round.")] = 4,
+    repeats: Repeats = 5,
+    limit: Annotated[float, typer.Option(help="Seconds that one answer of an engine may take.")] = 600,
+    threads: Threads = None, output: Output = None,
+) -> None:
+    """Measure plain decoding of the same weights by other engines, side by side, each in a process of its own.
+
+    Peers that are not installed are named and left out. Greedy, 16-bit weights and caches, the same threads.
+    """
+    from longdraft.bench import peers as engines
+    from longdraft.bench import report, tables
+    from longdraft.model import library
+
+    lengths = numbers("--contexts", contexts, 10**8)
+    check(0 <= prefill <= 10**8, "--prefill", prefill, "0 to 100000000")
+    check(1 <= steps <= 1000, "--steps", steps, "1 to 1000")
+    check(1 <= limit <= 86400, "--limit", limit, "1 to 86400 seconds")
+    _prepare(threads, repeats, 1)
+    plan = engines.Plan(model, library.resolve(model), engines.named(peers), engines.interpreter(python), lengths,
+                        prefill, steps, repeats, limit)
+    plan.check()
+    with report.document(output) as filled:
+        engines.measure(plan, filled, report.doing)
+        tables.peers(filled)
+
+
+def numbers(option: str, text: str, most: int) -> list[int]:
+    """'1,2,4' -> [1, 2, 4]"""
+    parts = [part.strip() for part in text.split(",")]
+    right = all(part.isdecimal() and 1 <= int(part) <= most for part in parts)
+    check(right, option, text, f"whole numbers from 1 to {most} with commas between them")
+    return [int(part) for part in parts]
+
+
+def _shapes(text: str) -> dict[str, tuple[int, int]]:
+    """'64x32,8x8' -> {"64x32": (64, 32), "8x8": (8, 8)}"""
+    found = {}
+    for part in text.split(","):
+        n, _, k = part.strip().partition("x")
+        right = n.isdecimal() and k.isdecimal() and 1 <= int(n) <= 1 << 20 and 1 <= int(k) <= 1 << 20
+        check(right, "--shapes", text, "NxK with commas between them, such as 4096x4096,14336x4096")
+        found[part.strip()] = (int(n), int(k))
+    return found
+
+
+def _check_shape(shape: tuple[int, int, int]) -> None:
+    heads, kv_heads, dim = shape
+    check(1 <= heads <= 1024, "--heads", heads, "1 to 1024")
+    check(1 <= kv_heads <= heads and heads % kv_heads == 0, "--kv-heads", kv_heads, f"a divisor of {heads} heads")
+    check(2 <= dim <= 1024 and dim % 2 == 0, "--head-dim", dim, "an even number up to 1024")
+
+
+def _prepare(threads: int | None, repeats: int, memory: float) -> int:
+    """Check what all commands share, set the threads; returns the bytes to rotate through."""
+    check(1 <= repeats <= 1000, "--repeats", repeats, "1 to 1000")
+    check(0 < memory <= 1024, "--memory", memory, "above 0, at most 1024 GiB")
+    check(threads is None or 1 <= threads <= 1024, "--threads", threads, "1 to 1024")
+    from longdraft import kernels
+    from longdraft.bench import machine
+
+    if threads:
+        kernels.set_threads(threads)
+    return machine.affordable(int(memory * (1 << 30)))
+
+
+def _choose(dtype: str) -> Kernels:
+    from longdraft import kernels
+
+    check(dtype in ("float32", "bfloat16"), "--dtype", dtype, "float32 or bfloat16")
+    return kernels.choose("cpu", dtype)
+
+
+def _limits(memory: int, repeats: int) -> Limits:
+    from longdraft.bench import machine, report
+
+    with report.doing("this machine's limits"):
+        limits = machine.limits(memory, repeats)
+    report.limits_line(limits.details)
+    return limits

@@ -1,0 +1,200 @@
+"""llama.cpp through llama-cpp-python: the weights as GGUF, keys and values as float16 (its default).
+
+Long contexts are reached by a state of random keys and values in the format that llama.cpp saves; where
+that format is another one than known here, by reading tokens until the time is up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp as llama
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+_CHUNK = 512
+_BLOCK = 1024  # positions of random numbers, repeated
+
+
+class Engine:
+    def __init__(self, folder: str, threads: int, longest: int, flash: bool = False, weights: str = "bf16") -> None:
+        self.version = f"{llama.__version__} ({weights}, flash attention {'on' if flash else 'off'})"
+        llama.llama_backend_init()
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place) / "model.gguf"
+            self._vocabulary = convert(Path(folder), path, weights)
+            settings = llama.llama_model_default_params()
+            settings.use_mmap = False  # the file goes away
+            self._model = llama.llama_model_load_from_file(str(path).encode(), settings)
+        wanted = llama.llama_context_default_params()
+        wanted.n_ctx = longest
+        wanted.n_batch = wanted.n_ubatch = _CHUNK
+        wanted.n_threads = wanted.n_threads_batch = threads
+        wanted.flash_attn_type = (llama.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash
+                                  else llama.LLAMA_FLASH_ATTN_TYPE_DISABLED)
+        self._context = llama.llama_init_from_model(self._model, wanted)
+        if not self._context:
+            raise MemoryError("llama.cpp made no context")
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self._forget()
+        for start in range(0, len(tokens), _CHUNK):
+            self._decode(tokens[start : start + _CHUNK])
+
+    def fill(self, length: int, limit_s: float) -> tuple[str, int]:
+        self.prefill([5] * 8)
+        state = random_state(self._state(), 8, length)
+        self._forget()
+        if state is not None and llama.llama_state_seq_set_data(self._context, state, len(state), 0):
+            return "random", length
+        self._forget()
+        end = time.monotonic() + limit_s
+        done = 0
+        while done < length and time.monotonic() < end:
+            count = min(_CHUNK, length - done)
+            self._decode([5] * count)
+            done += count
+        return "prefill", done
+
+    def step(self, token: int) -> int:
+        self._decode([token])
+        logits = llama.llama_get_logits_ith(self._context, -1)
+        return int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
+
+    def _decode(self, tokens: Sequence[int]) -> None:
+        given = (llama.llama_token * len(tokens))(*tokens)
+        status = llama.llama_decode(self._context, llama.llama_batch_get_one(given, len(tokens)))
+        if status:
+            raise RuntimeError(f"llama_decode gave {status}")
+        llama.llama_synchronize(self._context)
+
+    def _forget(self) -> None:
+        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+
+    def _state(self) -> bytes:
+        size = llama.llama_state_seq_get_size(self._context, 0)
+        buffer = (ctypes.c_uint8 * size)()
+        llama.llama_state_seq_get_data(self._context, buffer, size, 0)
+        return bytes(buffer)
+
+
+def random_state(sample: bytes, cells: int, length: int) -> Any:
+    """The state of a sequence of `length` random positions, in the format of one that has `cells`; None: unknown.
+
+        a few words; u32 streams, u32 cells; for each cell i32 position, u32 1, i32 sequence; u32 transposed, u32 layers
+        keys of each layer      i32 type, u64 bytes of a row, rows
+        values of each layer    alike; where transposed i32 type, u32 bytes of an element, u32 rows, rows by dimension
+    """
+    try:
+        pieces = list(_pieces(sample, cells, length))
+    except struct.error:
+        return None
+    if None in pieces:
+        return None
+    data = b"".join(piece for piece in pieces if piece is not None)
+    return (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+
+
+def _pieces(sample: bytes, cells: int, length: int) -> Iterator[bytes | None]:
+    """The state's parts; None where the sample is not of the format."""
+    start = sample.find(struct.pack("<IIiIi", 1, cells, 0, 1, 0), 0, 64)
+    if start < 0:
+        yield None
+        return
+    yield sample[:start]
+    yield struct.pack("<II", 1, length) + b"".join(struct.pack("<iIi", place, 1, 0) for place in range(length))
+    at = start + 8 + 12 * cells
+    transposed, layers = struct.unpack_from("<II", sample, at)
+    yield sample[at : at + 8]
+    at += 8
+    for part in range(2 * layers):
+        if part >= layers and transposed:
+            _, element, rows = struct.unpack_from("<iII", sample, at)
+            width = element * rows
+        else:
+            _, width = struct.unpack_from("<iQ", sample, at)
+        yield sample[at : at + 12]
+        yield _random_float16(length * width)
+        at += 12 + cells * width
+    if at != len(sample):
+        yield None
+
+
+def _random_float16(nbytes: int) -> bytes:
+    block = np.random.default_rng(5).standard_normal(_BLOCK * 256, dtype=np.float32).astype(np.float16).tobytes()
+    return (block * (nbytes // len(block) + 1))[:nbytes]
+
+
+def convert(folder: Path, path: Path, weights: str) -> int:
+    """A Llama folder as a GGUF file without a tokenizer; returns the size of the vocabulary."""
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("rope_scaling"):
+        raise ValueError(f"this conversion knows plain rotary positions only, not {config['rope_scaling']}")
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    kv_heads, dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_rope_dimension_count(dim)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    kind = gguf.GGMLQuantizationType[weights.upper()]
+    for name, tensor in _tensors(folder):
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = _interleaved(tensor, heads if "q_proj" in name else kv_heads)
+        is_matrix = tensor.ndim == 2
+        data = gguf.quants.quantize(tensor, kind) if is_matrix else tensor
+        writer.add_tensor(_name(name), data, raw_dtype=kind if is_matrix else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return int(config["vocab_size"])
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                yield name, file.get_tensor(name).float().numpy()
+
+
+def _interleaved(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Rows of each head in the order of llama.cpp's rotation: pairs side by side, not in halves."""
+    rows, columns = weight.shape
+    halves = weight.reshape(heads, 2, rows // heads // 2, columns)
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
+
+
+_NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+}
+
+
+def _name(name: str) -> str:
+    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
+    stem, kind = name.rsplit(".", 1)
+    if not stem.startswith("model.layers."):
+        return f"{_NAMES[stem]}.{kind}"
+    _, _, index, part = stem.split(".", 3)
+    return f"blk.{index}.{_NAMES[part]}.{kind}"

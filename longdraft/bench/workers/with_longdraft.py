@@ -1,0 +1,48 @@
+"""longdraft itself, decoding plainly, for `longdraft bench peers`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from longdraft import kernels
+from longdraft.bench.decode import Models, random_cache
+from longdraft.cache.full import FullCache
+from longdraft.core import Context, SamplingParams
+from longdraft.drafters.plain import PlainDrafter
+from longdraft.model.transformer import chain_rows
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.version import __version__
+
+_CHUNK = 512
+
+
+class Engine:
+    def __init__(self, folder: str, threads: int, longest: int) -> None:
+        kernels.set_threads(threads)
+        models = Models(folder, kernels.choose("cpu", "bfloat16"))
+        self._model = models.model
+        self.version = f"{__version__} ({models.kernels.name})"
+        self._begin(self._model.new_cache(), [])
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        cache = self._model.new_cache()
+        for start in range(0, len(tokens), _CHUNK):
+            chunk = tokens[start : start + _CHUNK]
+            self._model.forward(chain_rows(chunk, start), cache)
+            cache.commit(range(len(chunk)))
+        self._begin(cache, tokens)
+
+    def fill(self, length: int, limit_s: float) -> tuple[str, int]:
+        self._begin(random_cache(self._model, length), [5] * length)
+        return "random", length
+
+    def step(self, token: int) -> int:
+        if len(self._context) == self._cache.length:  # the first step behind a prompt brings its own root
+            self._context.extend([token])
+        return self._step.run(1).tokens[0]
+
+    def _begin(self, cache: FullCache, tokens: Sequence[int]) -> None:
+        self._cache, self._context = cache, Context(tokens)
+        sampler = Sampler(SamplingParams(temperature=0))
+        self._step = Step(self._model, cache, PlainDrafter(), sampler, self._context, Timings(), Tally())

@@ -1,0 +1,42 @@
+"""transformers: bfloat16, scaled-dot-product attention, DynamicCache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache
+
+
+class Engine:
+    def __init__(self, folder: str, threads: int, longest: int) -> None:
+        torch.set_num_threads(threads)
+        self.version = f"{transformers.__version__} (torch {torch.__version__})"
+        self._model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.bfloat16,
+                                                           attn_implementation="sdpa").eval()
+        self._cache = DynamicCache()
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self._cache = DynamicCache()
+        if tokens:
+            self._forward(tokens)
+
+    def fill(self, length: int, limit_s: float) -> tuple[str, int]:
+        config = self._model.config
+        heads = config.num_key_value_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._cache = DynamicCache()
+        for layer in range(config.num_hidden_layers):
+            k, v = (torch.randn(1, heads, length, dim).to(torch.bfloat16) for _ in range(2))
+            self._cache.update(k, v, layer)
+        return "random", length
+
+    def step(self, token: int) -> int:
+        return int(self._forward([token]).argmax())
+
+    @torch.inference_mode()
+    def _forward(self, tokens: Sequence[int]) -> torch.Tensor:
+        given = torch.tensor([list(tokens)])
+        logits: torch.Tensor = self._model(given, past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits
+        return logits[0, -1]

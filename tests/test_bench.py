@@ -1,0 +1,195 @@
+"""The benchmarks run on tiny sizes and say what they promise. Nothing here depends on how long anything takes."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from longdraft.__main__ import run
+from longdraft.bench import measure, peers
+
+TINY = ["--repeats", "1", "--memory", "0.0005"]
+TIMES = {"ms", "ms_low", "ms_high"}
+
+
+def bench(capfd, tmp_path, *arguments: str) -> tuple[dict[str, object], str]:
+    """A command's JSON and what it printed."""
+    output = tmp_path / "report.json"
+    assert run(["bench", *arguments, "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    assert_sane(report)
+    return report, capfd.readouterr().out
+
+
+def assert_sane(value: object, name: str = "") -> None:
+    """No number is negative or infinite; only what is a difference may be below zero."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            assert_sane(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            assert_sane(inner, name)
+    elif isinstance(value, float):
+        assert math.isfinite(value)
+        assert value > 0 or name in ("rest_ms", "other_ms", "load_average", "temperature", "min_p", "eta_cutoff"), name
+
+
+def test_the_machines_limits(capfd, tmp_path):
+    report, out = bench(capfd, tmp_path, "machine", *TINY)
+    machine = report["machine"]
+    assert machine.keys() >= {"processor", "threads", "date", "torch", "longdraft", "read_bandwidth_gb_per_s"}
+    assert machine["peak_gflop_per_s"].keys() == {"bfloat16", "float32"}
+    assert max(machine["read_bandwidth_methods"].values()) == machine["read_bandwidth_gb_per_s"]
+    assert "measured limits" in out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels(capfd, tmp_path, tiny, dtype):
+    report, out = bench(capfd, tmp_path, "kernels", *TINY, "--model", str(tiny["gqa"]), "--dtype", dtype, "--positions",
+                        "70", "--rows", "1,3", "--prefill-rows", "20", "--shapes", "64x32", "--contexts", "10,300")
+    assert report["machine"]["dtype"] == dtype and report["machine"]["kernels"]
+    shapes = [(r["heads"], r["kv_heads"], r["head_dim"], r["rows"]) for r in report["attention"]]
+    assert shapes == [(4, 1, 12, rows) for rows in (1, 3, 20)] + [(8, 2, 64, rows) for rows in (1, 3, 20)]
+    for record in report["attention"]:
+        assert record.keys() >= TIMES | {"bytes_read", "bytes_in_rotation", "gb_per_s", "of_bandwidth", "of_peak"}
+        assert record["ms_low"] <= record["ms"] <= record["ms_high"]
+    width = 4 if dtype == "float32" else 2
+    assert [(r["n"], r["k"], r["rows"], r["bytes_read"]) for r in report["linear"]] == [
+        (64, 32, rows, 64 * 32 * width) for rows in (1, 3, 20)]
+    assert {r["kernel"].split(",")[0] for r in report["row_wise"]} == {"rms_norm", "rope", "swiglu", "choose"}
+    assert [r["context"] for r in report["forward"]] == [10, 300]
+    assert report["forward"][0].keys() >= {"forward_ms", "attention_ms", "linear_ms", "rest_ms", "floor_ms"}
+    assert "Attention, one layer" in out and "Linear" in out and "of floor" in out
+
+
+def test_one_shape_of_attention_and_the_kernels_asked_for(capfd, tmp_path, tiny, monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_KERNELS", "reference")
+    report, _ = bench(capfd, tmp_path, "kernels", *TINY, "--model", str(tiny["mha"]), "--positions", "9", "--rows", "2",
+                      "--heads", "6", "--kv-heads", "3", "--head-dim", "8", "--prefill-rows", "0", "--shapes", "8x8",
+                      "--contexts", "5")
+    assert report["machine"]["kernels"] == "reference"
+    assert [(r["heads"], r["kv_heads"], r["rows"]) for r in report["attention"]] == [(6, 3, 2)]
+
+
+def test_roofline(capfd, tmp_path, tiny):
+    report, out = bench(capfd, tmp_path, "roofline", *TINY, "--model", str(tiny["mha"]), "--contexts", "20,50",
+                        "--rows", "1,2")
+    assert report["cache"] == "random" and report["sampling"]["seed"] == 7
+    assert [r["context"] for r in report["contexts"]] == [20, 50]
+    for record in report["contexts"]:
+        assert record.keys() >= {"step_ms", "forward_ms", "sample_ms", "commit_ms", "other_ms", "floor_ms",
+                                 "share_of_floor", "forward_cold_ms", "share_of_floor_cold", "bytes_in_rotation"}
+        assert [row["rows"] for row in record["rows"]] == [1, 2]
+        assert record["cache_bytes"] == 2 * 2 * 4 * 12 * 2 * record["context"]
+    assert "A step of plain decoding" in out
+
+
+def test_a_roofline_is_drawn(capfd, tmp_path, tiny):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "plot.svg"
+    bench(capfd, tmp_path, "roofline", *TINY, "--model", str(tiny["mha"]), "--contexts", "20", "--plot", str(plot))
+    assert "<svg" in plot.read_text()
+
+
+MISTAKES = {
+    "no numbers": (["kernels", "--rows", "1,x"], "--rows is '1,x'; allowed: whole numbers from 1 to 512"),
+    "zero": (["roofline", "--contexts", "0"], "--contexts is '0'"),
+    "beyond the model": (["roofline", "--contexts", "200000"], "the model's context limit"),
+    "dtype": (["kernels", "--dtype", "float16"], "--dtype is 'float16'; allowed: float32 or bfloat16"),
+    "heads": (["kernels", "--heads", "4", "--kv-heads", "3"], "--kv-heads is 3; allowed: a divisor of 4 heads"),
+    "shapes": (["kernels", "--shapes", "64"], "allowed: NxK with commas between them"),
+    "positions": (["kernels", "--positions", "0"], "--positions is 0"),
+    "prefill": (["kernels", "--prefill-rows", "-1"], "--prefill-rows is -1"),
+    "repeats": (["machine", "--repeats", "0"], "--repeats is 0"),
+    "memory": (["machine", "--memory", "0"], "--memory is 0.0"),
+    "threads": (["machine", "--threads", "0"], "--threads is 0"),
+    "model": (["roofline", "--model", "no-such"], "no model 'no-such'"),
+    "plot": (["roofline", "--plot", "plot.txt"], "allowed: a name that ends with .png"),
+    "plot's folder": (["roofline", "--plot", "/no/such/plot.png"], "no such folder"),
+    "peers": (["peers", "--peers", "vllm"], "names with commas between them: longdraft, transformers, llama.cpp"),
+    "python": (["peers", "--python", "/no/such/python"], "--python is /no/such/python, which cannot be run"),
+    "peers beyond the model": (["peers", "--contexts", "131072"], "the model's context limit"),
+    "steps": (["peers", "--steps", "0"], "--steps is 0"),
+    "limit": (["peers", "--limit", "0"], "--limit is 0"),
+    "output": (["machine", "--output", "/no/such/file"], "--output cannot write"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_clear_line_and_status_2(mistake, capfd):
+    arguments, message = MISTAKES[mistake]
+    assert run(["bench", *arguments]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("longdraft: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(capfd, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert run(["bench", "roofline", "--plot", "plot.png"]) == 2
+    assert "pip install 'longdraft[bench]'" in capfd.readouterr().err
+
+
+def test_interleaved_gives_every_work_its_rounds():
+    calls = []
+    timings = measure.interleaved([lambda: calls.append("a"), lambda: calls.append("b")], repeats=3)
+    assert len(timings) == 2 and all(t.low_s <= t.median_s <= t.high_s for t in timings)
+    assert calls.count("a") > 3 and calls[2:4] == ["b", "b"]  # two calls each to warm up
+
+
+def test_every_benchmark_has_help(capfd):
+    for command in ([], ["machine"], ["kernels"], ["roofline"], ["peers"]):
+        assert run(["bench", *command, "--help"]) == 0
+        assert "Usage" in capfd.readouterr().out
+
+
+def test_peers_side_by_side(capfd, tmp_path, tiny):
+    report, out = bench(capfd, tmp_path, "peers", "--model", str(tiny["gqa"]), "--peers", "longdraft,transformers",
+                        "--contexts", "20,60", "--prefill", "70", "--steps", "2", "--repeats", "2", "--threads", "1")
+    assert [engine["engine"] for engine in report["engines"]] == ["longdraft", "transformers"]
+    for engine in report["engines"]:
+        assert engine["version"] and len(engine["greedy_tokens"]) == engine["greedy_asked"]
+    assert report["engines"][0]["greedy_agreement"] == report["engines"][0]["greedy_asked"]
+    assert [(r["context"], r["engine"]) for r in report["steps"]] == [
+        (context, engine) for context in (20, 60) for engine in ("longdraft", "transformers")]
+    for record in report["steps"]:
+        assert record.keys() >= TIMES | {"to_longdraft"}
+        assert record["cache"] == "random" and record["context_reached"] == record["context"]
+    assert [r["tokens"] for r in report["prefill"]] == [70, 70]
+    assert "A step of plain decoding" in out and "Prefill" in out
+
+
+def test_a_peer_that_is_missing_or_fails_is_reported_and_the_others_go_on(capfd, tmp_path, tiny, monkeypatch):
+    missing = peers.Kind("openvino", ("no_such_package", "no_such.part"), "pip install no-such-package")
+    failing = peers.Kind("transformers", options={"no_such_option": 1})
+    monkeypatch.setitem(peers.KINDS, "openvino", {"openvino": missing, "failing": failing})
+    report, out = bench(capfd, tmp_path, "peers", "--model", str(tiny["mha"]), "--peers", "openvino,longdraft",
+                        "--contexts", "20", "--prefill", "0", "--steps", "1", "--repeats", "1")
+    assert report["engines"][0]["error"] == ("not installed: pip install no-such-package "
+                                             "(missing: no_such_package, no_such.part)")
+    assert "no_such_option" in report["engines"][1]["error"]
+    assert [r["engine"] for r in report["steps"]] == ["longdraft"] and report["prefill"] == []
+    assert "pip install no-such-package" in out
+
+
+def test_a_peer_that_takes_too_long_is_stopped(tmp_path, tiny):
+    slow = pytest.raises(peers.Failed, match="no answer to 'open' within 0 s")
+    with peers.Worker(peers.KINDS["longdraft"]["longdraft"], "unused") as worker, slow:
+        worker.ask(0, do="open", folder=str(tiny["mha"]), threads=1, longest=64, needs=[], options={})
+
+
+def test_the_folder_for_peers_has_both_spellings_of_rope(tmp_path):
+    model, place = tmp_path / "model", tmp_path / "place"
+    for folder in (model, place):
+        folder.mkdir()
+    (model / "model.safetensors").write_text("weights")
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "rope_parameters": rope}))
+    peers.portable(model, place)
+    config = json.loads((place / "config.json").read_text())
+    assert config["rope_parameters"] == rope and config["rope_theta"] == 5e5
+    assert config["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
+    assert (place / "model.safetensors").read_text() == "weights"
