@@ -41,12 +41,10 @@ DRAFTERS = {
     "tokenswift, full cache": ("tokenswift", dict(cache="full", tree="2,2,2")),
     "medusa": ("medusa", dict(tree="3,2,1")),
     "medusa, choices": ("medusa", dict(tree="0 1 2 0.0 0.1 1.0 0.0.0")),
-    "magicdec": ("magicdec", {}),
     "magicdec, streaming": ("magicdec", dict(budget=24, sinks=4, refresh=5, width=2)),
     "magicdec, snapkv": ("magicdec", dict(selection="snapkv", budget=40, sinks=0, refresh=7, remainder="false")),
-    "draft-model": ("draft-model", dict(model="another", width=2)),
-    "draft-model, full": ("draft-model", dict(model="another", cache="full", chain=1)),
-    "draft-model, window": ("draft-model", dict(model="another", budget=40, sinks=3, refresh=9, chain=6)),
+    "draft-model, itself": ("draft-model", dict(model="itself", cache="full")),
+    "draft-model, window": ("draft-model", dict(model="another", budget=40, sinks=3, refresh=9, width=2)),
     "triforce": ("triforce", dict(model="another", budget=48, stride=10, window=30, sinks=2, refresh=8)),
     "triforce, n-grams": ("triforce", dict(budget=48, stride=4, floor=0.9, guesses=3)),
 }
@@ -87,10 +85,11 @@ def plain(model: Transformer) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def drafts(model: Transformer, tiny: dict[str, Path]) -> list[Transformer]:
+def drafts(model: Transformer, tiny: dict[str, Path]) -> dict[str, Transformer]:
     """Models to draft with, on the target's kernels: another one, which is mostly wrong, and the target itself."""
     other = tiny["mha" if model.config.num_kv_heads == 1 else "gqa"]
-    return [checkpoint.load(checkpoint.TensorFiles(other), model_config.read(other), model.kernels), model]
+    another = checkpoint.load(checkpoint.TensorFiles(other), model_config.read(other), model.kernels)
+    return {"another": another, "itself": model}
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -99,7 +98,7 @@ def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafts, drafter
     name, options = DRAFTERS[drafter]
     folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
     trained = heads.load(folder / "heads", model)
-    draft = drafts[drafter == "draft-model, full"] if "model" in options else None
+    draft = drafts.get(options.get("model"))
     factory = by_name(name, trained, draft, **options)
     assert generate(model, prompt_of(90), params_of(settings), factory, banned=[1]) == plain[settings]
 

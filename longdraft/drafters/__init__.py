@@ -94,7 +94,7 @@ KINDS: dict[str, Kind] = {
     "tokenswift": Kind(TokenSwiftOptions, _tokenswift, True,
                        "the model on a partial cache, three trained heads, n-grams, one tree"),
     "medusa": Kind(MedusaOptions, _medusa, True, "trained heads on the last verified row, one static tree"),
-    "magicdec": Kind(MagicDecOptions, _magicdec, False, "the model itself on a compressed cache", in_auto=False),
+    "magicdec": Kind(MagicDecOptions, _magicdec, False, "the model itself on a compressed cache"),
     "draft-model": Kind(DraftModelOptions, _draft_model, False, "a smaller model with the same vocabulary",
                         in_auto=False),
     "triforce": Kind(TriForceOptions, _triforce, False,
