@@ -86,6 +86,8 @@ MISTAKES = {
                                "known: continuations"),
     "drafter option shape": (["generate", "a", "--drafter-option", "x"], "allowed: KEY=VALUE"),
     "drafter option twice": (["generate", "a", "--drafter-option", "x=1", "--drafter-option", "x=2"], "given twice"),
+    "no draft model": (["generate", "a", "--drafter", "draft-model"], "give --drafter-option model=NAME"),
+    "tree too deep": (["generate", "a", "--drafter", "medusa", "--drafter-option", "tree=1,1,1,1"], "at most 3, the"),
     "no chat template": (["generate", "a", "--chat"], "no chat template"),
     "unwritable output": (["generate", "a", "--output", "/no/such/folder/x"], "--output cannot write"),
     "output with a name too long": (["generate", "a", "--output", "x" * 300], "--output cannot write"),
