@@ -31,10 +31,11 @@ class MedusaOptions:
     """Options of `medusa`.
 
     tree  widths (1,3: one guess, three behind it), choices ("0 1 0.0": ranks from the root), or mc_sim_7b_63;
-          at most as deep as there are heads
+          at most as deep as there are heads. The default was measured with the bundled model's weak heads
+          (docs/notebook.md); with good ones deeper trees pay.
     """
 
-    tree: str = "1"
+    tree: str = "2"
 
     def __post_init__(self) -> None:
         template.parse(self.tree)
