@@ -208,14 +208,14 @@ def test_streaming_holds_the_first_and_the_last():
     assert select.latest(100, 20, 4).tolist() == [*range(4), *range(84, 100)]
     full = new_full()
     write(full, 100, 1)
-    chosen = select.streaming(HEADS, 20, 4)(0, full.stores[0], 100, queries(1)[0].queries)
+    chosen = select.streaming(HEADS, 20, 4)(0, full.stores[0], 100, queries(1).queries[0])
     assert chosen.tolist() == [[*range(4), *range(84, 100)]] * HEADS
 
 
 def test_pooled_weights_bring_the_neighbours_along():
     full = new_full()
     write(full, 100, 1)
-    asked = queries(1)[0].queries
+    asked = queries(1).queries[0]
     weights = full.stores[0].weights(asked, 100)
     chosen = select.pooled(30, 4, 8)(0, full.stores[0], 100, asked)
     for head in range(HEADS):
@@ -246,11 +246,11 @@ def test_chunks_are_chosen_by_their_mean_key_however_the_text_grew(length, recen
     chunks = select.Chunks(LAYERS, HEADS, 48, recent)
     for number, count in enumerate([length // 2, length - length // 2]):
         write(full, count, 10 * number)
-        for layer, made in enumerate(queries(number)):
-            got = chunks(layer, full.stores[layer], full.length, made.queries)
+        for layer, asked in enumerate(queries(number).queries):
+            got = chunks(layer, full.stores[layer], full.length, asked)
             if full.length > 48:
                 keys = held(full, layer).transpose(0, 1)
-                assert got.tolist() == obvious_chunks(keys, made.queries[-1], 48, recent)
+                assert got.tolist() == obvious_chunks(keys, asked[-1], 48, recent)
             else:
                 assert got.tolist() == [list(range(full.length))] * HEADS
     assert chunks.nbytes == LAYERS * HEADS * (length // 8) * DIM * 4
@@ -265,7 +265,7 @@ def test_the_means_of_old_chunks_are_not_computed_again(monkeypatch):
                         lambda self, at: (read.append(at.shape[1]), original(self, at))[1])
     for count, expected in ((1000, [1000]), (7, []), (1, [8]), (20, [16])):
         write(full, count, count)
-        chunks(0, full.stores[0], full.length, queries(1)[0].queries)
+        chunks(0, full.stores[0], full.length, queries(1).queries[0])
         assert read == expected
         read.clear()
 
