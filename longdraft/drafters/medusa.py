@@ -35,7 +35,7 @@ class MedusaOptions:
           (docs/notebook.md); with good ones deeper trees pay.
     """
 
-    tree: str = "2"
+    tree: str = "3"
 
     def __post_init__(self) -> None:
         template.parse(self.tree)
