@@ -27,10 +27,10 @@ from longdraft.drafters.corpus import Corpora
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.model import checkpoint, heads, library
 from longdraft.model import config as model_config
-from longdraft.model.tokenizer import StopText, Tokenizer
+from longdraft.model.tokenizer import StopText, Tokenizer, require_same_vocabulary
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Drafter, Verified
+from longdraft.speculation.drafter import Drafter, Verified, memory_of
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.version import __version__
 
@@ -46,7 +46,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
          dtype: str = "auto", threads: int | None = None) -> Engine:
     """An engine for a bundled name, a model folder or a hub id.
 
-    drafter          auto | plain | ngram | suffix | tokenswift
+    drafter          auto | plain | ngram | suffix | tokenswift | medusa | magicdec | draft-model | triforce
     drafter_options  see the drafter's options, values as texts or as what they are
     heads            folder or hub id of trained heads; default: those found in or beside the model
     device           auto | cpu | cuda
@@ -79,9 +79,7 @@ class Engine:
 
     def __init__(self, name: str, files: checkpoint.TensorFiles, model: Transformer, tokenizer: Tokenizer,
                  drafter: str, options: Any, heads_name: str | None) -> None:
-        if tokenizer.size > model.config.vocab_size:
-            raise ModelError(f"the tokenizer in {files.folder} has ids up to {tokenizer.size - 1}, the model a "
-                             f"vocabulary of {model.config.vocab_size}; they do not belong together")
+        _require_fit(tokenizer, model, files.folder)
         self.name = name
         self.model = model
         self.tokenizer = tokenizer
@@ -93,6 +91,7 @@ class Engine:
             raise UsageError(f"drafter {drafter!r} uses no heads; leave --heads out, or use --drafter tokenswift")
         self.heads = self._load_heads()
         self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
+        self.draft = self._load_draft(drafters.draft_model_of(options))
         if drafters.KINDS[drafter].needs_heads and self.heads is None:
             raise ModelError(f"drafter {drafter!r} needs trained heads and {files.folder} has none; give --heads, "
                              "train them with `longdraft train heads`, or use --drafter ngram")
@@ -115,6 +114,17 @@ class Engine:
                     raise
                 log.warning("going on without heads: %s", error)
         return None
+
+    def _load_draft(self, name: str) -> Transformer | None:
+        """The smaller model that drafts, on the same kernels; it must speak of the same tokens."""
+        if not name:
+            return None
+        folder = library.resolve(name)
+        config = model_config.read(folder)
+        require_same_vocabulary(self.tokenizer, Tokenizer(folder), name)
+        draft = checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels)
+        _require_fit(self.tokenizer, draft, folder)
+        return draft
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -153,6 +163,12 @@ class Engine:
         return Generation(self, ids, params.with_seed(seed), on_prefill)
 
 
+def _require_fit(tokenizer: Tokenizer, model: Transformer, folder: Path) -> None:
+    if tokenizer.size > model.config.vocab_size:
+        raise ModelError(f"the tokenizer in {folder} has ids up to {tokenizer.size - 1}, the model a "
+                         f"vocabulary of {model.config.vocab_size}; they do not belong together")
+
+
 class Generation(Iterator[Event]):
     """One text being written: an iterator of events that can be closed and asked for its statistics."""
 
@@ -167,7 +183,7 @@ class Generation(Iterator[Event]):
         self._stop_ids = self._eos | set(params.stop_token_ids)
         cache = model.new_cache()
         sampler = Sampler(params, self._stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
-        resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.corpora)
+        resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.corpora, engine.draft)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
         self._step = Step(model, cache, drafter, sampler, Context(prompt), Timings(), Tally())
         self._accepted = 0
@@ -272,6 +288,7 @@ class Generation(Iterator[Event]):
             "dtype": str(model.kernels.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "peak_memory_bytes": statistics.peak_memory_bytes(),
+            "drafter_memory_bytes": memory_of(step.drafter),
             "model": engine.name,
             "drafter": engine.drafter,
             "drafter_options": asdict(engine.options),

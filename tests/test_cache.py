@@ -198,3 +198,91 @@ def test_without_queries_the_sinks_and_the_latest_rows_are_held():
 def test_a_budget_that_cannot_be_is_refused(sizes):
     with pytest.raises(UsageError, match="allowed"):
         PartialBudget(**sizes)
+
+
+# Other selections.
+
+
+def test_streaming_holds_the_first_and_the_last():
+    assert select.latest(10, 20, 4).tolist() == list(range(10))
+    assert select.latest(100, 20, 4).tolist() == [*range(4), *range(84, 100)]
+    full = new_full()
+    write(full, 100, 1)
+    chosen = select.streaming(HEADS, 20, 4)(0, full.stores[0], 100, queries(1).queries[0])
+    assert chosen.tolist() == [[*range(4), *range(84, 100)]] * HEADS
+
+
+def test_pooled_weights_bring_the_neighbours_along():
+    full = new_full()
+    write(full, 100, 1)
+    asked = queries(1).queries[0]
+    weights = full.stores[0].weights(asked, 100)
+    chosen = select.pooled(30, 4, 8)(0, full.stores[0], 100, asked)
+    for head in range(HEADS):
+        mean = [weights[head, max(0, i - 2) : i + 3].sum().item() for i in range(100)]
+        heavy = sorted(range(4, 92), key=lambda i: -mean[i])[:18]
+        assert chosen[head].tolist() == sorted([*range(4), *heavy, *range(92, 100)])
+
+
+def obvious_chunks(keys: torch.Tensor, query: torch.Tensor, budget: int, recent: int) -> list[list[int]]:
+    """TriForce's choice from all keys [Hkv, n, D] at once, head by head, with lists of positions."""
+    length, chosen = keys.shape[1], []
+    for head, group in enumerate(query.view(HEADS, -1, DIM)):
+        chunks = [list(range(start, min(start + 8, length))) for start in range(0, length, 8)]
+        late = [chunk for chunk in chunks if chunk[-1] >= length - recent]
+        others = chunks[1 : len(chunks) - len(late)]
+        scores = torch.stack([group @ keys[head, chunk].mean(0) for chunk in others], -1) / DIM**0.5  # [g, chunks]
+        order = scores.softmax(-1).sum(0).argsort(descending=True).tolist()
+        num = (budget - 8 - sum(len(chunk) for chunk in late)) // 8
+        held = [chunks[0], *(others[i] for i in order[:num]), *late]
+        chosen.append(sorted(place for chunk in held for place in chunk))
+    return chosen
+
+
+@pytest.mark.parametrize("length", [49, 60, 64, 71, 200, 5000])
+@pytest.mark.parametrize("recent", [8, 11])
+def test_chunks_are_chosen_by_their_mean_key_however_the_text_grew(length, recent):
+    full = new_full()
+    chunks = select.Chunks(LAYERS, HEADS, 48, recent)
+    for number, count in enumerate([length // 2, length - length // 2]):
+        write(full, count, 10 * number)
+        for layer, asked in enumerate(queries(number).queries):
+            got = chunks(layer, full.stores[layer], full.length, asked)
+            if full.length > 48:
+                keys = held(full, layer).transpose(0, 1)
+                assert got.tolist() == obvious_chunks(keys, asked[-1], 48, recent)
+            else:
+                assert got.tolist() == [list(range(full.length))] * HEADS
+    assert chunks.nbytes == LAYERS * HEADS * (length // 8) * DIM * 4
+
+
+def test_the_means_of_old_chunks_are_not_computed_again(monkeypatch):
+    full = new_full()
+    chunks = select.Chunks(1, HEADS, 48, 8)
+    read = []
+    original = type(full.stores[0]).read
+    monkeypatch.setattr(type(full.stores[0]), "read",
+                        lambda self, at: (read.append(at.shape[1]), original(self, at))[1])
+    for count, expected in ((1000, [1000]), (7, []), (1, [8]), (20, [16])):
+        write(full, count, count)
+        chunks(0, full.stores[0], full.length, queries(1).queries[0])
+        assert read == expected
+        read.clear()
+
+
+def test_an_expired_choice_is_made_anew_unless_everything_is_held():
+    full = new_full()
+    partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
+    for count, expected in ((20, 0), (100, 1), (1, 1)):
+        write(full, count, count)
+        partial.refresh(lambda: queries(1))
+        assert partial.num_selections == expected
+    partial.expire()
+    write(full, 1, 9)
+    partial.refresh(lambda: queries(2))
+    assert partial.num_selections == 2 and partial.length == SIZE.held
+    small = PartialCache(full, KERNELS, HEADS, DIM, PartialBudget(500, 4, 8, 8))
+    small.refresh(lambda: queries(1))
+    small.expire()
+    small.refresh(lambda: queries(1))
+    assert small.num_selections == 0 and positions_held(full, small, 1, 1) == list(range(full.length))

@@ -213,7 +213,7 @@ def test_spellings_of_other_tools_are_understood():
 
 @pytest.mark.parametrize("settings, error, message", [
     (dict(model="no-such-model"), ModelError, "no model 'no-such-model'; give a bundled name"),
-    (dict(drafter="psychic"), UsageError, "unknown drafter 'psychic'; known: auto, plain, ngram, tokenswift"),
+    (dict(drafter="psychic"), UsageError, "unknown drafter 'psychic'; known: auto, plain, ngram, suffix, tokenswift"),
     (dict(dtype="float8"), UsageError, "dtype is 'float8'"),
     (dict(device="abacus"), UsageError, "device is 'abacus'"),
     (dict(threads=0), UsageError, "threads is 0"),
@@ -232,7 +232,7 @@ def test_heads_for_a_drafter_without_heads_are_refused():
 def test_auto_uses_the_heads_it_finds_and_reports_its_choices(tiny):
     engine = longdraft.load(str(tiny["gqa"]))
     stats = run(engine, max_new_tokens=100)[1][-1].stats
-    assert set(stats["tokens_by_choice"]) == {"plain", "ngram", "tokenswift"}
+    assert set(stats["tokens_by_choice"]) == {"plain", "ngram", "suffix", "tokenswift", "medusa", "magicdec"}
     assert sum(stats["tokens_by_choice"].values()) == 100
 
 

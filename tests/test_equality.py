@@ -11,7 +11,8 @@ from helpers import TreeDrafter, by_name, generate
 
 from longdraft import kernels
 from longdraft.core import Context, SamplingParams
-from longdraft.model import heads
+from longdraft.model import checkpoint, heads
+from longdraft.model import config as model_config
 from longdraft.model.transformer import Transformer
 from longdraft.speculation.step import Tally
 from longdraft.tree import Tree, chain, from_paths, root_only
@@ -41,6 +42,14 @@ DRAFTERS = {
     "tokenswift, static cache": ("tokenswift", dict(cache="static", budget=40, sinks=4, recent=8, room=8)),
     "tokenswift, no remainder": ("tokenswift", dict(remainder="false", budget=40, sinks=4, recent=8, room=8)),
     "tokenswift, full cache": ("tokenswift", dict(cache="full", tree="2,2,2")),
+    "medusa": ("medusa", dict(tree="3,2,1")),
+    "medusa, choices": ("medusa", dict(tree="0 1 2 0.0 0.1 1.0 0.0.0")),
+    "magicdec, streaming": ("magicdec", dict(budget=24, sinks=4, refresh=5, width=2)),
+    "magicdec, snapkv": ("magicdec", dict(selection="snapkv", budget=40, sinks=0, refresh=7, remainder="false")),
+    "draft-model, itself": ("draft-model", dict(model="itself", cache="full")),
+    "draft-model, window": ("draft-model", dict(model="another", budget=40, sinks=3, refresh=9, width=2)),
+    "triforce": ("triforce", dict(model="another", budget=48, stride=10, window=30, sinks=2, refresh=8)),
+    "triforce, n-grams": ("triforce", dict(budget=48, stride=4, floor=0.9, guesses=3)),
 }
 
 
@@ -78,13 +87,22 @@ def plain(model: Transformer) -> dict[str, list[int]]:
     return {name: generate(model, prompt_of(90), params_of(name), by_name("plain"), banned=[1]) for name in SETTINGS}
 
 
+@pytest.fixture(scope="module")
+def drafts(model: Transformer, tiny: dict[str, Path]) -> dict[str, Transformer]:
+    """Models to draft with, on the target's kernels: another one, which is mostly wrong, and the target itself."""
+    other = tiny["mha" if model.config.num_kv_heads == 1 else "gqa"]
+    another = checkpoint.load(checkpoint.TensorFiles(other), model_config.read(other), model.kernels)
+    return {"another": another, "itself": model}
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafter, settings):
+def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafts, drafter, settings):
     name, options = DRAFTERS[drafter]
     folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
     trained = heads.load(folder / "heads", model)
-    factory = by_name(name, trained, **options)
+    draft = drafts.get(options.get("model"))
+    factory = by_name(name, trained, draft, **options)
     assert generate(model, prompt_of(90), params_of(settings), factory, banned=[1]) == plain[settings]
 
 

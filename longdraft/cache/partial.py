@@ -53,6 +53,11 @@ class PartialBudget:
         check(self.budget >= self.sinks + self.recent + self.room, "budget", self.budget,
               f"at least sinks + recent + room ({self.sinks + self.recent + self.room})")
 
+    @property
+    def held(self) -> int:
+        """Rows held right after a selection."""
+        return self.budget - self.room
+
 
 class PartialCache:
     """Rows of `full` held for drafting; itself a KVCache.
@@ -62,12 +67,15 @@ class PartialCache:
     """
 
     def __init__(self, full: FullCache, kernels: Kernels, num_kv_heads: int, head_dim: int,
-                 size: PartialBudget, mode: CacheMode = "dynamic", has_remainder: bool = True) -> None:
+                 size: PartialBudget, mode: CacheMode = "dynamic", has_remainder: bool = True,
+                 selection: select.Selection | None = None) -> None:
         self._full = full
         self._kernels = kernels
         self._has_remainder = has_remainder and mode != "full"
         self._rest: Tensor | None = None
         self._size = size
+        self._selection = selection or select.heavy_hitters(size.held, size.sinks, size.recent)
+        self._is_stale = False  # asked to choose anew
         self._mode = mode
         self._rows = FullCache(kernels, len(full.stores), num_kv_heads, head_dim)
         self._num_kv_heads = num_kv_heads
@@ -109,24 +117,29 @@ class PartialCache:
         if self._has_remainder and attended and not is_whole:
             self._rest = self._kernels.remainder(self._rows.stores, self._rows.length, attended())
 
+    def expire(self) -> None:
+        """Choose anew at the next refresh, wherever the budget stands."""
+        self._is_stale = True
+
     def _take_in(self, attended: Callable[[], Attended] | None) -> None:
         new = self._full.length - self._seen
-        if self._rows.length + new <= self._size.budget:
+        is_whole = self._rows.length == self._seen
+        has_room = self._rows.length + new <= self._size.budget
+        if has_room and (is_whole or not self._is_stale):
             self._copy(torch.arange(self._seen, self._full.length).expand(self._num_kv_heads, -1))
         elif attended is not None:
             self._select(attended().queries)
         else:  # nothing to ask with: keep the sinks and the latest
-            size, length = self._size, self._full.length
             self._rows.length = 0
-            recent = torch.arange(length - (size.budget - size.sinks - size.room), length)
-            self._copy(torch.cat([torch.arange(size.sinks), recent]).expand(self._num_kv_heads, -1))
+            latest = select.latest(self._full.length, self._size.held, self._size.sinks)
+            self._copy(latest.expand(self._num_kv_heads, -1))
+        self._is_stale = False
         self._seen = self._full.length
 
     def _select(self, queries: Tensor) -> None:
-        size, length = self._size, self._full.length
-        held = size.budget - size.room
-        chosen = [select.positions(store.weights(asked, length), held, size.sinks, size.recent)
-                  for store, asked in zip(self._full.stores, queries, strict=True)]
+        length = self._full.length
+        chosen = [self._selection(layer, store, length, asked)
+                  for layer, (store, asked) in enumerate(zip(self._full.stores, queries, strict=True))]
         self._rows.length = 0
         self._copy(torch.stack(chosen))
         self.num_selections += 1

@@ -12,10 +12,14 @@ from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
+from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
+from longdraft.drafters.magicdec import MagicDecDrafter, MagicDecOptions
+from longdraft.drafters.medusa import MedusaDrafter, MedusaOptions
 from longdraft.drafters.ngram import NgramDrafter, NgramOptions
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions
 from longdraft.drafters.tokenswift import TokenSwiftDrafter, TokenSwiftOptions
+from longdraft.drafters.triforce import TriForceDrafter, TriForceOptions
 from longdraft.errors import UsageError
 from longdraft.model.heads import Heads
 from longdraft.model.transformer import Transformer
@@ -26,7 +30,7 @@ AUTO = "auto"
 
 
 class Resources(NamedTuple):
-    """What a drafter of one request may use."""
+    """What a drafter of one request may use. `draft` is the smaller model that the option `model` names."""
 
     model: Transformer
     cache: FullCache
@@ -34,6 +38,7 @@ class Resources(NamedTuple):
     params: SamplingParams
     heads: Heads | None
     corpora: Corpora | None = None
+    draft: Transformer | None = None
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,35 @@ class Kind(NamedTuple):
     build: Callable[[Any, Resources], Drafter]
     needs_heads: bool
     summary: str
+    in_auto: bool = True  # whether `auto` tries it where there is what it needs
+
+
+def _heads(name: str, given: Resources) -> Heads:
+    if given.heads is None:
+        raise UsageError(f"drafter {name!r} needs trained heads; give --heads or train them")
+    return given.heads
 
 
 def _tokenswift(options: TokenSwiftOptions, given: Resources) -> Drafter:
-    if given.heads is None:
-        raise UsageError("drafter 'tokenswift' needs trained heads; give --heads or train them")
-    return TokenSwiftDrafter(options, given.model, given.cache, given.sampler, given.params, given.heads)
+    heads = _heads("tokenswift", given)
+    return TokenSwiftDrafter(options, given.model, given.cache, given.sampler, given.params, heads)
+
+
+def _medusa(options: MedusaOptions, given: Resources) -> Drafter:
+    return MedusaDrafter(options, given.sampler, _heads("medusa", given))
+
+
+def _magicdec(options: MagicDecOptions, given: Resources) -> Drafter:
+    return MagicDecDrafter(options, given.model, given.cache, given.sampler)
+
+
+def _draft_model(options: DraftModelOptions, given: Resources) -> Drafter:
+    assert given.draft is not None, "the options name a model"
+    return DraftModelDrafter(options, given.draft, given.model, given.sampler)
+
+
+def _triforce(options: TriForceOptions, given: Resources) -> Drafter:
+    return TriForceDrafter(options, given.model, given.cache, given.sampler, given.params, given.draft)
 
 
 def _suffix(options: SuffixOptions, given: Resources) -> Drafter:
@@ -65,7 +93,7 @@ def _suffix(options: SuffixOptions, given: Resources) -> Drafter:
 def _auto(options: NoOptions, given: Resources) -> Drafter:
     """Every drafter for which there is what it needs, with its default options."""
     return AutoDrafter({name: kind.build(kind.options(), given) for name, kind in KINDS.items()
-                        if name != AUTO and (given.heads or not kind.needs_heads)})
+                        if name != AUTO and kind.in_auto and (given.heads or not kind.needs_heads)})
 
 
 KINDS: dict[str, Kind] = {
@@ -78,6 +106,12 @@ KINDS: dict[str, Kind] = {
                    "what followed the longest suffix of the text before, from a suffix automaton; a corpus beside it"),
     "tokenswift": Kind(TokenSwiftOptions, _tokenswift, True,
                        "the model on a partial cache, three trained heads, n-grams, one tree"),
+    "medusa": Kind(MedusaOptions, _medusa, True, "trained heads on the last verified row, one static tree"),
+    "magicdec": Kind(MagicDecOptions, _magicdec, False, "the model itself on a compressed cache"),
+    "draft-model": Kind(DraftModelOptions, _draft_model, False, "a smaller model with the same vocabulary",
+                        in_auto=False),
+    "triforce": Kind(TriForceOptions, _triforce, False,
+                     "a smaller model for the model on a retrieval cache for the model", in_auto=False),
 }
 
 
@@ -88,6 +122,11 @@ def check_name(name: str) -> None:
     """UsageError, listing the known drafters, for a name that is none of them."""
     if name not in KINDS:
         raise UsageError(f"unknown drafter {name!r}; known: {', '.join(KINDS)}")
+
+
+def draft_model_of(options: Any) -> str:
+    """The smaller model that a drafter's options name; empty: none."""
+    return str(getattr(options, "model", ""))
 
 
 def parse_options(name: str, given: Mapping[str, Any]) -> Any:

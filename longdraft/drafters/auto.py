@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from longdraft.core import Context
-from longdraft.speculation.drafter import Accepted, Drafter, Verified
+from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
 from longdraft.tree import Tree
 
 PROBE_STEPS = 12  # steps of a probe; the first two are not counted, they may have to catch up and warm up
@@ -85,6 +85,10 @@ class AutoDrafter:
             self._lead()  # a lucky probe does not last
         if self._active != before:  # who takes over has missed what was written meanwhile
             self._drafters[self._active].observe(context, accepted)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory_of(drafter) for drafter in self._drafters.values())
 
     def _count(self, tokens: int) -> None:
         self._steps += 1

@@ -17,16 +17,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import CacheMode, PartialBudget, PartialCache
 from longdraft.core import Context, SamplingParams
+from longdraft.drafters.chain import Chain, SelfReader
 from longdraft.drafters.ngram import DelayedTable, NgramOptions
 from longdraft.drafters.table import RANKED
 from longdraft.errors import UsageError, check
 from longdraft.model.heads import Heads
-from longdraft.model.transformer import Rows, Transformer
+from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
@@ -106,12 +106,18 @@ class TokenSwiftDrafter:
         config = model.config
         self.partial = PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size, options.cache,
                                     options.remainder)
+        self._reader = SelfReader(model, self.partial)
+        self._chain = Chain(self._reader, sampler, width=1, source=SELF)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
         self._follow(context, verified)
 
     def observe(self, context: Context, accepted: Accepted) -> None:
         self._follow(context, accepted.verified)
+
+    @property
+    def nbytes(self) -> int:
+        return self.partial.nbytes
 
     def _follow(self, context: Context, verified: Verified | None) -> None:
         self.partial.refresh((lambda: verified.attended) if verified else None)
@@ -122,15 +128,8 @@ class TokenSwiftDrafter:
         trie = Trie(context.last)
         chain = min(self._options.chain, max_depth)
         if chain:
-            node, path = 0, [context.last]
-            for _ in range(chain - 1):
-                logits, _ = self._forward(context, path)
-                guess = self._sampler.rank(logits[0], context, path[1:], 1)
-                if not guess:
-                    break
-                path += guess
-                node = trie.add(node, path[-1], SELF)
-            else:
+            node, path = self._chain.grow(trie, context, [context.last], chain - 1)
+            if len(path) == chain:
                 self._spread(trie, node, context, path, max_depth - chain + 1)
             self.partial.forget()
         return trie.tree()
@@ -138,7 +137,8 @@ class TokenSwiftDrafter:
     def _spread(self, trie: Trie, node: int, context: Context, path: list[int], max_depth: int) -> None:
         """The template below the end of the chain, and n-grams behind its first tokens."""
         template = self._options.tree[:max_depth]
-        logits, hidden = self._forward(context, path)
+        hidden = self._reader.hidden(context, path)
+        logits = self._model.logits(hidden)
         if len(template) > 1:
             logits = torch.cat([logits, self._heads.logits(hidden)])
         level = [node]
@@ -149,10 +149,3 @@ class TokenSwiftDrafter:
             if ahead == 0 and self._table:
                 for child, token in zip(level, candidates, strict=True):
                     self._table.graft(trie, child, token, max_depth - 1)
-
-    def _forward(self, context: Context, path: list[int]) -> tuple[Tensor, Tensor]:
-        """Logits [1, V] and hidden row behind `path` (the root, then drafted tokens), whose last token is new."""
-        position = len(context) - 2 + len(path)
-        result = self._model.forward(Rows(path[-1:], [position], [-1]), self.partial)
-        self.partial.commit([0])
-        return self._model.logits(result.hidden), result.hidden

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import torch
@@ -20,12 +20,12 @@ HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model
 
 
 class TensorFiles:
-    """The tensors of a folder by name, read when asked for."""
+    """The tensors of a folder by name, read when asked for. `single` is the file where there are no shards."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, single: str = "model.safetensors") -> None:
         self.folder = folder
         self._where: dict[str, Path] = {}
-        for path in _files(folder):
+        for path in _files(folder, single):
             with _open(path) as file:
                 for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
                     if name in self._where:
@@ -47,6 +47,16 @@ class TensorFiles:
         with _open(self._where[name]) as file:
             return tuple(file.get_slice(name).get_shape())
 
+    def check(self, expected: Mapping[str, tuple[int, ...]], present: Set[str], what: str) -> None:
+        """ModelError naming every tensor of `present` that is missing, surplus or misshapen beside `expected`."""
+        problems = [f"missing {name}" for name in sorted(expected.keys() - present)]
+        problems += [f"surplus {name}" for name in sorted(present - expected.keys())]
+        problems += [f"{name} is {list(self.shape(name))}, not {list(expected[name])}"
+                     for name in sorted(expected.keys() & present) if self.shape(name) != expected[name]]
+        if problems:
+            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+            raise ModelError(f"{self.folder} does not match {what}: {shown}")
+
     def fingerprint(self) -> str:
         """sha256 over names, shapes, dtypes and the bytes of every tensor but heads'."""
         digest = hashlib.sha256()
@@ -58,7 +68,7 @@ class TensorFiles:
         return digest.hexdigest()
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path, single: str) -> Iterator[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         shards = read_json(index).get("weight_map")
@@ -69,7 +79,7 @@ def _files(folder: Path) -> Iterator[Path]:
                 raise ModelError(f"{index} names {shard!r}, which is not a file of the folder")
             yield folder / shard
     else:
-        yield folder / "model.safetensors"
+        yield folder / single
 
 
 def _open(path: Path) -> safe_open:
@@ -145,13 +155,7 @@ def _check(files: TensorFiles, config: ModelConfig) -> None:
                if not name.startswith(HEADS_PREFIX) and not name.endswith("rotary_emb.inv_freq")}
     if config.is_tied:
         present.discard("lm_head.weight")  # some files repeat the tied table
-    problems = [f"missing {name}" for name in sorted(expected.keys() - present)]
-    problems += [f"surplus {name}" for name in sorted(present - expected.keys())]
-    problems += [f"{name} is {list(files.shape(name))}, not {list(expected[name])}"
-                 for name in sorted(expected.keys() & present) if files.shape(name) != expected[name]]
-    if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise ModelError(f"{files.folder} does not match its config.json: {shown}")
+    files.check(expected, present, "its config.json")
 
 
 def dump_json(path: Path, data: object) -> None:

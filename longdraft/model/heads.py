@@ -1,4 +1,4 @@
-"""TokenSwift's chained heads (paper 3.1; `model.medusa_layers.*` in its checkpoints).
+"""TokenSwift's chained heads (paper 3.1; `model.medusa_layers.*` in its checkpoints), and loading of all heads.
 
 Head j turns the hidden state of the one before it into a guess one token further:
 
@@ -11,18 +11,31 @@ so head j of a row at position p speaks of the token at position p + 1 + j.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.kernels import Linear
+from longdraft.model import medusa
 from longdraft.model.checkpoint import HEADS_PREFIX, TensorFiles
 from longdraft.model.config import read_json
 from longdraft.model.transformer import Transformer
 
 KIND = "tokenswift-heads"
+
+
+class Heads(Protocol):
+    """Heads of either kind: guesses at the tokens further on, from one row of the target."""
+
+    def __len__(self) -> int: ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [heads, V] float32 of one row's hidden state [1, hidden] (before the final norm).
+
+        Row i of a position p speaks of the token at p + 2 + i.
+        """
 
 
 class Head(NamedTuple):
@@ -31,7 +44,7 @@ class Head(NamedTuple):
     output_norm: Tensor  # [hidden]
 
 
-class Heads:
+class ChainedHeads:
     """The heads of one target model. `layers[j]` is head j + 1."""
 
     def __init__(self, layers: tuple[Head, ...], model: Transformer) -> None:
@@ -56,13 +69,15 @@ def has_heads(files: TensorFiles) -> bool:
 
 
 def load(folder: Path, model: Transformer, fingerprint: str | None = None) -> Heads:
-    """Heads from their own folder, or from a whole model's that carries them.
+    """Heads from their own folder, or from a whole model's that carries them; Medusa's from theirs.
 
     A folder of their own has a config.json that names kind, sizes and the weights they were trained on;
     what does not fit `model` (or the weights' `fingerprint`, where given) is a ModelError.
     """
-    files = TensorFiles(folder)
     config = read_json(folder / "config.json")
+    if medusa.is_medusa(config):
+        return medusa.load(folder, config, model)
+    files = TensorFiles(folder)
     if config.get("kind") == KIND:
         _check(folder, config, model, fingerprint)
     elif not has_heads(files):
@@ -85,7 +100,7 @@ def load(folder: Path, model: Transformer, fingerprint: str | None = None) -> He
         kernels = model.kernels
         norms = [p.to(kernels.device).to(kernels.dtype) for p in parts[1:]]
         layers.append(Head(kernels.pack(parts[0]), norms[0], norms[1]))
-    return Heads(tuple(layers), model)
+    return ChainedHeads(tuple(layers), model)
 
 
 def _check(folder: Path, config: dict[str, Any], model: Transformer, fingerprint: str | None) -> None:

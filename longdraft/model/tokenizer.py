@@ -12,6 +12,7 @@ from longdraft.errors import ModelError, UsageError
 from longdraft.model.config import read_json
 
 _BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
+_SHOWN = 3  # differing tokens that an error names
 _MAX_PENDING = 16  # tokens held back for a character; no character has more bytes than 4
 
 
@@ -31,7 +32,12 @@ class Tokenizer:
     @property
     def size(self) -> int:
         """One more than the largest token id it can give."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.vocabulary().values()) + 1
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id, added ones included."""
+        found: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return found
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -76,6 +82,19 @@ def _render(template: str, message: str, settings: dict[str, Any]) -> str:
             bos_token=token("bos_token"), eos_token=token("eos_token"))
     except TemplateError as error:
         raise ModelError(f"the model's chat template fails: {error}") from error
+
+
+def require_same_vocabulary(ours: Tokenizer, theirs: Tokenizer, name: str) -> None:
+    """UsageError unless both give every token the same id; `name` is what the user calls the second."""
+    first, second = ours.vocabulary(), theirs.vocabulary()
+    if first == second:
+        return
+    differing = sorted((token for token in first.keys() | second.keys() if first.get(token) != second.get(token)),
+                       key=lambda token: first.get(token, second.get(token, 0)))
+    shown = ", ".join(f"{token!r} is {first.get(token, 'missing')} here and {second.get(token, 'missing')} there"
+                      for token in differing[:_SHOWN])
+    raise UsageError(f"draft model {name!r} has another vocabulary, {len(differing)} tokens differ: {shown}; "
+                     "give a model with the same tokenizer")
 
 
 class TextStream:

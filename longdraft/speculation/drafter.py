@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -56,3 +56,16 @@ class Drafter(Protocol):
 
     def observe(self, context: Context, accepted: Accepted) -> None:
         """A step is done: `accepted.tokens` end the context, their rows but the last's are committed."""
+
+
+@runtime_checkable
+class HoldsMemory(Protocol):
+    """A drafter with caches of its own may say how large they are."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches of this request; weights, which requests share, are not counted."""
+
+
+def memory_of(drafter: Drafter) -> int:
+    return drafter.nbytes if isinstance(drafter, HoldsMemory) else 0

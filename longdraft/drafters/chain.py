@@ -1,0 +1,66 @@
+"""Chains: tokens drafted by forwards of a model, one behind the other.
+
+What `tokenswift`, `magicdec`, `draft-model` and `triforce` share; they differ in who reads: the target itself
+on a partial cache, or a smaller model on a cache of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from longdraft.cache.partial import PartialCache
+from longdraft.core import Context
+from longdraft.model.transformer import Rows, Transformer
+from longdraft.sampling.sampler import Sampler
+from longdraft.tree import Trie
+
+
+class Reader(Protocol):
+    """A model that reads the text and what is drafted behind it."""
+
+    def read(self, context: Context, path: Sequence[int]) -> Tensor | None:
+        """Logits [1, V] behind `path`: the last token of the text, then drafted ones. None: nothing to say yet."""
+
+
+class Chain(NamedTuple):
+    """How a chain grows. `width` guesses stand at each place and the chain follows the best; the others cost a row
+    of verification each, no draft."""
+
+    reader: Reader
+    sampler: Sampler
+    width: int
+    source: str
+
+    def grow(self, trie: Trie, context: Context, path: Sequence[int], length: int) -> tuple[int, list[int]]:
+        """Add `length` tokens to a trie whose root is the end of `path`; the chain's last node, and the path to it."""
+        node, path = 0, list(path)
+        for _ in range(length):
+            logits = self.reader.read(context, path)
+            guesses = [] if logits is None else self.sampler.rank(logits[0], context, path[1:], self.width)
+            if not guesses:
+                break
+            node, *_ = [trie.add(node, guess, self.source) for guess in guesses]
+            path.append(guesses[0])
+        return node, path
+
+
+class SelfReader:
+    """The target on a partial cache. Each call reads the last token of `path`; what was read for those before it
+    is in the cache until its `forget`."""
+
+    def __init__(self, model: Transformer, cache: PartialCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    def read(self, context: Context, path: Sequence[int]) -> Tensor:
+        return self._model.logits(self.hidden(context, path))
+
+    def hidden(self, context: Context, path: Sequence[int]) -> Tensor:
+        """The last layer's output [1, hidden] for the last token of `path`."""
+        position = len(context) - 2 + len(path)
+        result = self._model.forward(Rows(path[-1:], [position], [-1]), self._cache)
+        self._cache.commit([0])
+        return result.hidden

@@ -1,0 +1,94 @@
+"""MagicDec's self-speculation (arXiv 2408.11049): the target drafts a chain for itself on a compressed cache.
+
+    [ sinks | the window ]                            selection=streaming (StreamingLLM)
+    [ sinks | heavy hitters, pooled | the latest ]    selection=snapkv (SnapKV)
+
+The original chooses once, after the prompt, and so stops after some 100 tokens; here the choice is made anew every
+`refresh` tokens. Rows drafted on the compressed cache never stay: verification's own take their place. No heads
+are needed. What the keys left out would have given is merged in as the remainder (longdraft/cache/partial.py),
+without which a window this small forgets too much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from longdraft.cache import select
+from longdraft.cache.full import FullCache
+from longdraft.cache.partial import PartialBudget, PartialCache
+from longdraft.core import Context
+from longdraft.drafters.chain import Chain, SelfReader
+from longdraft.errors import check
+from longdraft.model.transformer import Transformer
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Accepted, Verified
+from longdraft.tree import Tree, Trie
+
+SELF = "self"
+_WINDOW = 32  # latest rows that SnapKV always holds
+
+
+@dataclass(frozen=True)
+class MagicDecOptions:
+    """Options of `magicdec`.
+
+    chain      tokens drafted in each step (the paper: 3 to 7)
+    width      guesses at each place of the chain, which follows the best
+    selection  streaming | snapkv
+    budget     rows of the compressed cache for each layer and KV head at each choice (the paper: 257, 4097)
+    sinks      first positions of the text, always held
+    refresh    tokens written between two choices; their rows join the cache meanwhile
+    remainder  drafts count what the keys that are left out gave the last verified token
+    """
+
+    chain: int = 4
+    width: int = 1
+    selection: Literal["streaming", "snapkv"] = "streaming"
+    budget: int = 192
+    sinks: int = 16
+    refresh: int = 64
+    remainder: bool = True
+
+    def __post_init__(self) -> None:
+        check(1 <= self.chain <= 64, "chain", self.chain, "1 to 64")
+        check(1 <= self.width <= 16, "width", self.width, "1 to 16")
+        check(self.selection in ("streaming", "snapkv"), "selection", self.selection, "streaming or snapkv")
+        check(self.sinks >= 0, "sinks", self.sinks, "0 or more")
+        check(self.refresh >= 1, "refresh", self.refresh, "1 or more")
+        least = self.sinks + self.window
+        check(self.budget >= least, "budget", self.budget, f"at least {least} (sinks and the latest rows)")
+
+    @property
+    def window(self) -> int:
+        return _WINDOW if self.selection == "snapkv" else 1
+
+
+class MagicDecDrafter:
+    def __init__(self, options: MagicDecOptions, model: Transformer, cache: FullCache, sampler: Sampler) -> None:
+        self._length = options.chain
+        config = model.config
+        if options.selection == "snapkv":
+            selection = select.pooled(options.budget, options.sinks, options.window)
+        else:
+            selection = select.streaming(config.num_kv_heads, options.budget, options.sinks)
+        size = PartialBudget(options.budget + options.refresh, options.sinks, options.window, options.refresh)
+        self.partial = PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size,
+                                    has_remainder=options.remainder, selection=selection)
+        self._chain = Chain(SelfReader(model, self.partial), sampler, options.width, SELF)
+
+    @property
+    def nbytes(self) -> int:
+        return self.partial.nbytes
+
+    def begin(self, context: Context, verified: Verified | None) -> None:
+        self.partial.refresh((lambda: verified.attended) if verified else None)
+
+    def propose(self, context: Context, max_depth: int) -> Tree:
+        trie = Trie(context.last)
+        self._chain.grow(trie, context, [context.last], min(self._length, max_depth))
+        self.partial.forget()
+        return trie.tree()
+
+    def observe(self, context: Context, accepted: Accepted) -> None:
+        self.begin(context, accepted.verified)

@@ -1,0 +1,75 @@
+"""Medusa's drafter (arXiv 2401.10774): heads on the last verified row, one static tree, no forward of its own.
+
+    the last verified row ── LM head ── the root (already chosen)
+                          ├─ head 1 ─── depth 1
+                          └─ head 2 ─── depth 2
+
+Guesses at each depth are ranked once, with the noise that the target will use, and combined as the template says
+(longdraft/drafters/template.py). Medusa's own heads or TokenSwift's, which read the same row. The original accepts
+what is merely typical, which is another distribution; here, as everywhere, the target's own choice decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longdraft.core import Context
+from longdraft.drafters import template
+from longdraft.errors import UsageError
+from longdraft.model.heads import Heads
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Accepted, Verified
+from longdraft.tree import Tree, Trie, root_only
+
+HEADS = "heads"
+
+
+@dataclass(frozen=True)
+class MedusaOptions:
+    """Options of `medusa`.
+
+    tree  widths (1,3: one guess, three behind it), choices ("0 1 0.0": ranks from the root), or mc_sim_7b_63;
+          at most as deep as there are heads. The default was measured with the bundled model's weak heads
+          (docs/notebook.md); with good ones deeper trees pay.
+    """
+
+    tree: str = "3"
+
+    def __post_init__(self) -> None:
+        template.parse(self.tree)
+
+
+class MedusaDrafter:
+    def __init__(self, options: MedusaOptions, sampler: Sampler, heads: Heads) -> None:
+        self._choices = template.parse(options.tree)
+        if template.depth(self._choices) > len(heads):
+            raise UsageError(f"tree {options.tree!r} is {template.depth(self._choices)} deep; allowed: at most "
+                             f"{len(heads)}, the number of heads")
+        self._widths = [1 + max(path[depth] for path in self._choices if len(path) > depth)
+                        for depth in range(template.depth(self._choices))]
+        self._sampler = sampler
+        self._heads = heads
+        self._hidden: Tensor | None = None  # [1, hidden] of the row that the root was chosen from
+
+    def begin(self, context: Context, verified: Verified | None) -> None:
+        # The prompt's last token is the first root, and its own row is not computed yet.
+        self._hidden = verified.hidden[-1:] if verified else None
+
+    def propose(self, context: Context, max_depth: int) -> Tree:
+        if self._hidden is None or not max_depth:
+            return root_only(context.last)
+        logits = self._heads.logits(self._hidden)
+        ranked = [self._sampler.rank(logits[ahead], context, (), width, ahead)
+                  for ahead, width in enumerate(self._widths[:max_depth])]
+        trie = Trie(context.last)
+        nodes: dict[tuple[int, ...], int] = {(): 0}
+        for path in self._choices:
+            place, rank = len(path) - 1, path[-1]
+            if place < len(ranked) and rank < len(ranked[place]) and path[:-1] in nodes:
+                nodes[path] = trie.add(nodes[path[:-1]], ranked[place][rank], HEADS)
+        return trie.tree()
+
+    def observe(self, context: Context, accepted: Accepted) -> None:
+        self._hidden = accepted.verified.hidden[-1:]

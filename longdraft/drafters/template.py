@@ -1,0 +1,57 @@
+"""Static trees of guesses: which ranks of the candidates at each depth are tried together.
+
+    "1,3"                  widths: the best first token, its three best successors
+    "0 0.0 1 0.1"          Medusa's choices: each node as the ranks from the root (0 is the best)
+    "mc_sim_7b_63"         Medusa's published choices for Vicuna 7B
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from longdraft.errors import UsageError, check
+
+_MAX_NODES = 1024
+# 63 nodes (10, 28, 23 and 2 at depths 1 to 4), grown by expected acceptance on a calibration set (Medusa, 2.1.2).
+PUBLISHED = {"mc_sim_7b_63": (
+    "0 1 2 3 4 5 6 7 8 9 "
+    "0.0 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1.0 1.1 1.2 1.3 1.4 1.5 1.6 2.0 2.1 2.2 3.0 3.1 4.0 5.0 6.0 7.0 8.0 9.0 "
+    "0.0.0 0.0.1 0.0.2 0.0.3 0.0.4 0.0.5 0.0.6 0.0.7 0.0.8 0.0.9 0.1.0 0.1.1 0.1.2 0.2.0 0.2.1 0.3.0 0.4.0 0.5.0 "
+    "0.6.0 0.7.0 1.0.0 1.0.1 2.0.0 "
+    "0.0.0.0 0.0.0.1")}
+
+Choices = tuple[tuple[int, ...], ...]
+
+
+def parse(text: str) -> Choices:
+    """The nodes of a template as paths of ranks, parents first. UsageError for what is none."""
+    text = PUBLISHED.get(text, text)
+    try:
+        if "." in text or " " in text.strip():
+            choices = {tuple(int(rank) for rank in word.split(".")) for word in text.split()}
+        else:
+            choices = set(_product([int(width) for width in text.strip("[]").split(",")]))
+    except ValueError as error:
+        raise UsageError(f"tree is {text!r}; allowed: widths such as 1,3, choices such as '0 1 0.0', or "
+                         f"{', '.join(PUBLISHED)}") from error
+    check(0 < len(choices) <= _MAX_NODES, "tree", text, f"1 to {_MAX_NODES} nodes")
+    check(all(rank >= 0 for path in choices for rank in path), "tree", text, "ranks of 0 and more")
+    orphan = next((path for path in sorted(choices) if len(path) > 1 and path[:-1] not in choices), None)
+    check(orphan is None, "tree", text, f"each node's parent, that of {orphan} too")
+    return tuple(sorted(choices, key=lambda path: (len(path), path)))
+
+
+def _product(widths: list[int]) -> Iterable[tuple[int, ...]]:
+    """Every combination of ranks below the widths, depth by depth."""
+    total = 0
+    for depth in range(1, len(widths) + 1):
+        check(widths[depth - 1] >= 1, "tree", widths, "whole numbers of 1 or more, such as 1,3")
+        for path in itertools.product(*(range(width) for width in widths[:depth])):
+            total += 1
+            check(total <= _MAX_NODES, "tree", widths, f"at most {_MAX_NODES} nodes")
+            yield path
+
+
+def depth(choices: Choices) -> int:
+    return len(choices[-1])

@@ -1,0 +1,90 @@
+"""Medusa's independent heads (arXiv 2401.10774), in the format of the public files.
+
+Head i reads the target's last hidden state *after* the final norm and speaks of the token i places further:
+
+    x <- x + SiLU(W_ij x + b_ij)    for each of its residual blocks j      logits_i = U_i x
+
+A folder holds config.json (medusa_num_heads, medusa_num_layers) and medusa_lm_head.safetensors with the tensors
+`{i}.{j}.linear.weight`, `{i}.{j}.linear.bias` and `{i}.{layers}.weight` (U_i [V, hidden]). Where no head has a U,
+the target's own output head serves. The .pt files that the authors published are pickles, which can run code:
+they are never loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longdraft.errors import ModelError
+from longdraft.kernels import Linear
+from longdraft.model.checkpoint import TensorFiles
+from longdraft.model.transformer import Transformer
+
+FILE = "medusa_lm_head.safetensors"
+
+
+class MedusaHead(NamedTuple):
+    blocks: tuple[Linear, ...]
+    output: Linear | None  # None: the target's own
+
+
+class MedusaHeads:
+    """The heads of one target model. `layers[i]` is head i + 1."""
+
+    def __init__(self, layers: tuple[MedusaHead, ...], model: Transformer) -> None:
+        self.layers = layers
+        self._model = model
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [heads, V] float32 of one row's hidden state [1, hidden] (before the final norm)."""
+        model = self._model
+        kernels = model.kernels
+        normed = kernels.rms_norm(hidden, model.weights.norm, model.config.rms_norm_eps)
+        rows = []
+        for head in self.layers:
+            x = normed
+            for block in head.blocks:
+                x = x + functional.silu(kernels.linear(x, block))
+            rows.append(kernels.linear(x, head.output, keep_float=True) if head.output else model.head(x))
+        return torch.cat(rows)
+
+
+def is_medusa(config: dict[str, Any]) -> bool:
+    """Whether a config.json is that of Medusa heads."""
+    return "medusa_num_heads" in config
+
+
+def load(folder: Path, config: dict[str, Any], model: Transformer) -> MedusaHeads:
+    """Heads from a folder of the public format; what does not fit `model` is a ModelError."""
+    if not (folder / FILE).exists():
+        raise ModelError(f"{folder / FILE} is missing; Medusa's .pt files are pickles, which can run code, and are not "
+                         f"loaded; convert one with safetensors.torch.save_file(torch.load('medusa_lm_head.pt', "
+                         f"weights_only=True), '{FILE}')")
+    count, num_blocks = (_number(folder, config, name) for name in ("medusa_num_heads", "medusa_num_layers"))
+    files = TensorFiles(folder, FILE)
+    hidden, vocabulary = model.config.hidden_size, model.config.vocab_size
+    own: dict[str, tuple[int, ...]] = {f"{i}.{num_blocks}.weight": (vocabulary, hidden) for i in range(count)}
+    expected = dict(own) if files.names() & own.keys() else {}
+    for i in range(count):
+        for j in range(num_blocks):
+            expected |= {f"{i}.{j}.linear.weight": (hidden, hidden), f"{i}.{j}.linear.bias": (hidden,)}
+    files.check(expected, files.names(), "its config.json and this model")
+    pack = model.kernels.pack
+    return MedusaHeads(tuple(MedusaHead(
+        tuple(pack(*(files.read(f"{i}.{j}.linear.{part}") for part in ("weight", "bias"))) for j in range(num_blocks)),
+        pack(files.read(f"{i}.{num_blocks}.weight")) if f"{i}.{num_blocks}.weight" in expected else None,
+    ) for i in range(count)), model)
+
+
+def _number(folder: Path, config: dict[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or not 1 <= value <= 16:
+        raise ModelError(f"{folder}: {name} is {value!r} in config.json; allowed: 1 to 16")
+    return value
