@@ -292,7 +292,7 @@ class Generation(Iterator[Event]):
             "model": engine.name,
             "drafter": engine.drafter,
             "drafter_options": asdict(engine.options),
-            **({"tokens_by_choice": step.drafter.turns} if isinstance(step.drafter, AutoDrafter) else {}),
+            **(step.drafter.summary() if isinstance(step.drafter, AutoDrafter) else {}),
             "sampling": sampling,
             "longdraft_version": __version__,
             "torch_version": str(torch.__version__),

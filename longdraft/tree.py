@@ -63,12 +63,16 @@ class Tree:
 
     def pruned(self, max_depth: int) -> Tree:
         """The tree without the nodes deeper than `max_depth`."""
-        if max(self.depths) <= max_depth:
+        return self.kept([depth <= max_depth for depth in self.depths])
+
+    def kept(self, wanted: Sequence[bool]) -> Tree:
+        """The tree of the wanted nodes whose ancestors are wanted too, and the root."""
+        if all(wanted[1:]):
             return self
         trie = Trie(self.tokens[0])
         moved = {0: 0}
         for node in range(1, len(self)):
-            if self.depths[node] <= max_depth:
+            if wanted[node] and self.parents[node] in moved:
                 moved[node] = trie.add(moved[self.parents[node]], self.tokens[node], self.sources[node])
         return trie.tree()
 

@@ -13,7 +13,7 @@ from test_equality import prompt_of
 
 from longdraft import drafters
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.auto import PROBE_EVERY, AutoDrafter
+from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.ngram import DelayedTable, NgramDrafter, NgramOptions
 from longdraft.drafters.table import RANKED, NgramTable
 from longdraft.drafters.tokenswift import TokenSwiftOptions
@@ -245,14 +245,15 @@ def test_auto_drafts_with_the_fastest_and_notices_when_that_changes():
             drafter.observe(context, Accepted((1,), (0,), (), None))
             assert paces[drafter._active].observed == len(context), "whoever drafts next has seen the whole text"
 
-    write(20 * PROBE_EVERY)
-    assert drafter.turns["fast"] > 0.9 * 20 * PROBE_EVERY
-    best_possible = 20 * PROBE_EVERY * 0.5
-    assert clock[0] < 1.12 * best_possible
-    paces["fast"].seconds = 2.0  # the context has grown: drafting no longer pays
-    before = drafter.turns["plain"]
-    write(10 * PROBE_EVERY)
-    assert drafter.turns["plain"] - before > 0.8 * 10 * PROBE_EVERY
+    write(10_000)
+    assert drafter.turns["fast"] > 0.95 * 10_000
+    assert clock[0] < 1.03 * 10_000 * 0.5, "probing costs little more than its budget"
+    paces["fast"].seconds = 2.0  # drafting no longer pays
+    before, began = drafter.turns["plain"], clock[0]
+    write(5_000)
+    assert drafter.turns["plain"] - before > 0.95 * 5_000
+    assert clock[0] - began < 1.04 * 5_000
+    assert sum(sum(counts.values()) for counts in drafter.choices) == 15_000
 
 
 @pytest.mark.parametrize("name, options, message", [

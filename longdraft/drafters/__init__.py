@@ -51,7 +51,7 @@ class Kind(NamedTuple):
     build: Callable[[Any, Resources], Drafter]
     needs_heads: bool
     summary: str
-    in_auto: bool = True  # whether `auto` tries it where there is what it needs
+    in_auto: Mapping[str, Any] | None = None  # options with which `auto` tries it, where there is what it needs
 
 
 def _heads(name: str, given: Resources) -> Heads:
@@ -91,27 +91,29 @@ def _suffix(options: SuffixOptions, given: Resources) -> Drafter:
 
 
 def _auto(options: NoOptions, given: Resources) -> Drafter:
-    """Every drafter for which there is what it needs, with its default options."""
-    return AutoDrafter({name: kind.build(kind.options(), given) for name, kind in KINDS.items()
-                        if name != AUTO and kind.in_auto and (given.heads or not kind.needs_heads)})
+    """Every drafter that is worth a try and for which there is what it needs."""
+    contenders = {name: kind.build(kind.options(**kind.in_auto), given) for name, kind in KINDS.items()
+                  if kind.in_auto is not None and (given.heads or not kind.needs_heads)}
+    return AutoDrafter(contenders, given.model.weights_in_tokens)
 
 
 KINDS: dict[str, Kind] = {
     AUTO: Kind(NoOptions, _auto, False, "whichever of the others is fastest here and now, measured while writing"),
     "plain": Kind(NoOptions, lambda options, given: PlainDrafter(), False,
-                  "no drafting: one token for each forward"),
+                  "no drafting: one token for each forward", {}),
     "ngram": Kind(NgramOptions, lambda options, given: NgramDrafter(options, given.params), False,
                   "continuations of the last token from a table of the text's 4-grams"),
     "suffix": Kind(SuffixOptions, _suffix, False,
-                   "what followed the longest suffix of the text before, from a suffix automaton; a corpus beside it"),
+                   "what followed the longest suffix of the text before, from a suffix automaton; a corpus beside it",
+                   {}),
     "tokenswift": Kind(TokenSwiftOptions, _tokenswift, True,
-                       "the model on a partial cache, three trained heads, n-grams, one tree"),
-    "medusa": Kind(MedusaOptions, _medusa, True, "trained heads on the last verified row, one static tree"),
-    "magicdec": Kind(MagicDecOptions, _magicdec, False, "the model itself on a compressed cache"),
-    "draft-model": Kind(DraftModelOptions, _draft_model, False, "a smaller model with the same vocabulary",
-                        in_auto=False),
+                       "the model on a partial cache, three trained heads, n-grams, one tree", {}),
+    "medusa": Kind(MedusaOptions, _medusa, True, "trained heads on the last verified row, one static tree", {}),
+    "magicdec": Kind(MagicDecOptions, _magicdec, False, "the model itself on a compressed cache",
+                     {"chain": 10, "width": 2}),
+    "draft-model": Kind(DraftModelOptions, _draft_model, False, "a smaller model with the same vocabulary"),
     "triforce": Kind(TriForceOptions, _triforce, False,
-                     "a smaller model for the model on a retrieval cache for the model", in_auto=False),
+                     "a smaller model for the model on a retrieval cache for the model"),
 }
 
 

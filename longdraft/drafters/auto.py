@@ -1,125 +1,161 @@
-"""The drafter that chooses: whichever of several has been writing the most tokens per second.
+"""The drafter that chooses, at every step: who drafts, how deep, and which guesses are worth a row.
 
-Which one pays depends on the machine, the model, the length of the context and the text, so it is measured
-while writing: in rounds, each candidate drafts for PROBE_STEPS steps (one that was far behind only in every
-fourth round), and the fastest drafts until it falls behind or the next round begins. Plain decoding is the
-first candidate, is in every round and keeps the lead against less than MARGIN, so that drafting which does
-not pay stops soon. Rounds are close to one another at the beginning of a text, when measurements are cold,
-and PROBE_EVERY apart later. The clock may decide, because no choice can change the text.
+What each contender's drafts cost and bring, and what a verification of r rows costs at this context, is learned
+while writing (longdraft/drafters/costs.py). Each step takes the contender and the depth with the fewest expected
+seconds for each token, plain decoding among them, and leaves out guesses whose expected gain is worth less than
+their row. So drafting begins where the context has grown long enough for it to pay, and grows deeper with it.
+
+What is not used is tried again now and then, and pays for it: a contender is probed when the time since its last
+probe, times BUDGET, covers what the probe is expected to lose. Probing everything together costs at most that share
+of the time, after a first round in which nothing is known. The clock may decide, because no choice can change the
+text.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from longdraft.core import Context
+from longdraft.drafters.costs import Acceptance, Contender, VerifyCost
 from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
 from longdraft.tree import Tree
 
-PROBE_STEPS = 12  # steps of a probe; the first two are not counted, they may have to catch up and warm up
-PROBE_FIRST = 96  # tokens to the second round; the distance doubles from there ...
-PROBE_EVERY = 768  # ... up to this
-MARGIN = 1.05  # how much faster than plain decoding another must be
-FAR_BEHIND = 0.8  # of the fastest's speed: probed less often
-_REMEMBERED = 64  # last steps that a speed is computed from
-
-
-class _Speed:
-    """Tokens and seconds of a candidate's last counted steps."""
-
-    def __init__(self) -> None:
-        self._tokens: deque[int] = deque(maxlen=_REMEMBERED)
-        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
-
-    def add(self, tokens: int, seconds: float) -> None:
-        self._tokens.append(tokens)
-        self._seconds.append(seconds)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Mean tokens over the median time of a step: one hiccup of the machine decides nothing."""
-        if not self._tokens:
-            return 0.0
-        return statistics.fmean(self._tokens) / max(statistics.median(self._seconds), 1e-9)
+BUDGET = 0.01  # share of the time that probing may lose, all contenders together
+FIRST_STEPS = 6  # of the first probe; the step that takes over is not counted, it may have to catch up
+PROBE_STEPS = 4
+HOPELESS = 2.0  # times the best's seconds for each token: a first probe ends after two counted steps
+STICKY = 0.97  # another must be this much faster to take over
+DEEPEST = 16
+_OPEN_EVERY = 24  # steps after which one is drafted as deep and wide as the drafter likes, to learn what that brings
+_BUCKET = 1024  # tokens for which the choices are reported together
 
 
 class AutoDrafter:
-    """Drafts with one of `candidates` (name -> drafter, plain decoding first) at a time."""
+    """Drafts with one of `contenders` (name -> drafter, plain decoding first) at a time.
 
-    def __init__(self, candidates: Mapping[str, Drafter], clock: Callable[[], float] = time.perf_counter) -> None:
-        self._drafters = dict(candidates)
+    weights  tokens of context whose cache is as large as the model's weights
+    """
+
+    def __init__(self, contenders: Mapping[str, Drafter], weights: float = 1.0,
+                 clock: Callable[[], float] = time.perf_counter) -> None:
+        self._drafters = dict(contenders)
         self._plain = next(iter(self._drafters))
         self._clock = clock
-        self._speeds = {name: _Speed() for name in self._drafters}
-        self._queue: list[str] = []  # candidates still to be probed in this round
-        self._active = self._plain
-        self._round = 0
-        self._distance = PROBE_FIRST  # tokens from this round to the next
-        self._steps = 0  # of the active one since it was made active
-        self._tokens = 0  # written since this round began
-        self._since = 0.0
-        self.turns: dict[str, int] = dict.fromkeys(self._drafters, 0)  # tokens written with each
-
-    def begin(self, context: Context, verified: Verified | None) -> None:
-        for drafter in self._drafters.values():
-            drafter.begin(context, verified)
-        self._start_round()
-
-    def propose(self, context: Context, max_depth: int) -> Tree:
-        self._since = self._clock()
-        return self._drafters[self._active].propose(context, max_depth)
-
-    def observe(self, context: Context, accepted: Accepted) -> None:
-        before = self._active
-        self._drafters[before].observe(context, accepted)
-        self._count(len(accepted.tokens))
-        if self._queue and self._steps >= PROBE_STEPS:
-            self._next()
-        elif not self._queue and self._tokens >= self._distance:
-            self._distance = min(2 * self._distance, PROBE_EVERY)
-            self._start_round()
-        elif not self._queue and self._steps % PROBE_STEPS == 0:
-            self._lead()  # a lucky probe does not last
-        if self._active != before:  # who takes over has missed what was written meanwhile
-            self._drafters[self._active].observe(context, accepted)
+        self._known = {name: Contender(DEEPEST if name != self._plain else 0) for name in self._drafters}
+        self._verify = VerifyCost(weights)
+        self._acceptance = Acceptance()
+        self._active = self._leader = self._plain
+        self._probing = FIRST_STEPS  # steps left of a probe
+        self._is_new = False  # took over just now
+        self._steps = 0
+        self._waited = dict.fromkeys(self._drafters, 0.0)  # seconds since its last probe
+        self._allowed = 0
+        self._times = (0.0, 0.0)  # propose began, ended
+        self._tree: Tree | None = None
+        self.turns: Counter[str] = Counter(dict.fromkeys(self._drafters, 0))  # tokens written with each
+        self.choices: list[Counter[str]] = []  # the same, for each _BUCKET of the text's new tokens
 
     @property
     def nbytes(self) -> int:
         return sum(memory_of(drafter) for drafter in self._drafters.values())
 
-    def _count(self, tokens: int) -> None:
+    def begin(self, context: Context, verified: Verified | None) -> None:
+        for drafter in self._drafters.values():
+            drafter.begin(context, verified)
+
+    def propose(self, context: Context, max_depth: int) -> Tree:
+        began = self._clock()
+        is_open = bool(self._probing) or self._steps % _OPEN_EVERY == 0
+        depth = DEEPEST
+        if not is_open:
+            depth = max(1, self._known[self._active].best(self._verify, len(context))[1])
+        self._allowed = min(max_depth, depth)
+        tree = self._drafters[self._active].propose(context, self._allowed)
+        if not is_open and len(tree) > 1:
+            whole, tree = tree, self._worth_verifying(tree, context)
+            if tree is not whole:  # says nothing of the depths that were cut off
+                self._allowed = max(tree.depths)
+        self._tree = tree
+        self._times = began, self._clock()
+        return tree
+
+    def _worth_verifying(self, tree: Tree, context: Context) -> Tree:
+        """Without the guesses whose chance to become text is worth less time than their row takes."""
+        speed = self._known[self._active].best(self._verify, len(context))[0]  # seconds for each token
+        row = self._verify.per_row(len(context))
+        return tree.kept([reach * speed >= row for reach in self._acceptance.reach(tree)])
+
+    def observe(self, context: Context, accepted: Accepted) -> None:
+        verified_at = self._clock()
+        self._drafters[self._active].observe(context, accepted)
+        self._learn(context, accepted, verified_at)
+        self._report(context, len(accepted.tokens))
+        before = self._active
+        self._decide(context)
+        self._is_new = self._active != before
+        if self._is_new:  # who takes over has missed what was written meanwhile
+            self._drafters[self._active].observe(context, accepted)
+
+    def _learn(self, context: Context, accepted: Accepted, verified_at: float) -> None:
+        began, proposed = self._times
+        now, guesses = self._clock(), len(accepted.tokens) - 1
+        tree = self._tree
+        assert tree is not None, "observed without a proposal"
         self._steps += 1
-        self._tokens += tokens
-        self.turns[self._active] += tokens
-        if self._steps > 2:
-            self._speeds[self._active].add(tokens, self._clock() - self._since)
+        self._acceptance.add(tree, accepted.rows)
+        for name in self._waited:
+            self._waited[name] += now - began
+        if self._is_new or self._steps == 1:
+            return  # it had to catch up, or the machine to wake up
+        self._verify.add(len(tree), len(context), verified_at - proposed)
+        self._known[self._active].add(self._allowed, len(tree), guesses, (proposed - began) + (now - verified_at))
 
-    def _start_round(self) -> None:
-        """Probe the candidates anew, the fastest first (it goes on without a break)."""
-        order = sorted(self._drafters, key=lambda name: -self._merit(name))
-        near = FAR_BEHIND * self._merit(order[0])
-        self._queue = [name for name in order
-                       if self._round % 4 == 0 or name == self._plain or self._merit(name) >= near]
-        self._round += 1
-        self._tokens = self._steps = 0
-        self._active = self._queue[0]
+    def _report(self, context: Context, written: int) -> None:
+        self.turns[self._active] += written
+        while len(self.choices) <= context.num_new // _BUCKET:
+            self.choices.append(Counter())
+        self.choices[context.num_new // _BUCKET][self._active] += written
 
-    def _next(self) -> None:
-        self._queue.remove(self._active)
-        if self._queue:
-            self._active, self._steps = self._queue[0], 0
+    def _decide(self, context: Context) -> None:
+        """Who drafts the next step."""
+        paces = {name: known.best(self._verify, len(context))[0]
+                 for name, known in self._known.items() if known.steps}
+        if not paces:
+            return
+        best = min(paces, key=paces.__getitem__)
+        if paces[best] < STICKY * paces[self._leader]:
+            self._leader = best
+        if self._probing:
+            self._probing -= 1
+            is_hopeless = self._known[self._active].steps == 2 and paces[self._active] > HOPELESS * paces[best]
+            if self._probing and not is_hopeless:
+                return
+            self._probing = 0
+            self._waited[self._active] = 0.0
+        unknown = next((name for name, known in self._known.items() if not known.steps), None)
+        due = max((name for name in paces if name != self._leader), default=None,
+                  key=lambda name: self._credit(name, paces, context))
+        if unknown:
+            self._active, self._probing = unknown, FIRST_STEPS
+        elif due and self._credit(due, paces, context) > 0:
+            self._active, self._probing = due, PROBE_STEPS
         else:
-            self._lead()
+            self._active = self._leader
 
-    def _lead(self) -> None:
-        """Let the fastest draft."""
-        fastest = max(self._drafters, key=self._merit)
-        if fastest != self._active:
-            self._active, self._steps = fastest, 0
+    def _credit(self, name: str, paces: Mapping[str, float], context: Context) -> float:
+        """Seconds that may be lost on a probe, less those that it will probably lose."""
+        known = self._known[name]
+        step = known.seconds(self._verify, len(context), known.best(self._verify, len(context))[1])
+        lost = step * (1 - paces[self._leader] / paces[name]) * PROBE_STEPS + step  # catching up takes a step's time
+        return self._waited[name] * BUDGET / max(1, len(self._known) - 1) - lost
 
-    def _merit(self, name: str) -> float:
-        """Tokens per second, with plain decoding's head start."""
-        return self._speeds[name].tokens_per_second * (MARGIN if name == self._plain else 1.0)
+    def summary(self) -> dict[str, Any]:
+        """What was chosen and why, for the statistics."""
+        return {
+            "tokens_by_choice": dict(self.turns),
+            "choices_per_tokens": _BUCKET,
+            "choices": [dict(counts) for counts in self.choices],
+        }

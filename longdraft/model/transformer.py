@@ -56,6 +56,15 @@ class Transformer:
         self._decoder = kernels.new_decoder(weights.layers, geometry)
         self._rope = RopeTable(config.rope, config.head_dim, kernels.device)
 
+    @property
+    def weights_in_tokens(self) -> float:
+        """Tokens of context whose cache is as large as the weights that a forward reads."""
+        config = self.config
+        linears = [linear for layer in self.weights.layers
+                   for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.kernels.dtype.itemsize
+        return (self.weights.head.nbytes + sum(linear.nbytes for linear in linears)) / per_token
+
     def new_cache(self) -> FullCache:
         return FullCache(self.kernels, self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
 
