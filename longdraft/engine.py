@@ -222,11 +222,13 @@ class Generation(Iterator[Event]):
 
     def _run(self) -> Generator[Event, None, None]:
         start = time.perf_counter()
-        self._prefill()
+        with kernels.alone(self._engine.model.kernels):
+            self._prefill()
         self._prefill_seconds = time.perf_counter() - start
         while self.finish_reason is None:
             start = time.perf_counter()
-            accepted = self._step.run(self._params.max_new_tokens - self._num_new)
+            with kernels.alone(self._engine.model.kernels):
+                accepted = self._step.run(self._params.max_new_tokens - self._num_new)
             tokens, text = self._emit(accepted.tokens)
             self._accepted += min(len(tokens), len(accepted.sources))
             self._decode_seconds += time.perf_counter() - start
@@ -286,7 +288,7 @@ class Generation(Iterator[Event]):
             "kernels": model.kernels.name,
             "device": str(model.kernels.device),
             "dtype": str(model.kernels.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
+            "threads": kernels.threads(model.kernels),
             "peak_memory_bytes": statistics.peak_memory_bytes(),
             "drafter_memory_bytes": memory_of(step.drafter),
             "model": engine.name,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -23,7 +25,7 @@ from longdraft.kernels.interface import (
 from longdraft.kernels.reference import ReferenceKernels
 
 __all__ = ["KV", "Attended", "Decoder", "Geometry", "KVStore", "Kernels", "LayerWeights", "LayersKV", "Linear",
-           "available", "choose", "set_threads"]
+           "alone", "available", "choose", "set_threads", "threads"]
 
 log = logging.getLogger(__name__)
 VARIABLE = "LONGDRAFT_KERNELS"
@@ -59,6 +61,29 @@ def set_threads(count: int) -> None:
     """Threads for arithmetic on the CPU, PyTorch's and ours. Results do not depend on it."""
     torch.set_num_threads(count)
     cpu.set_threads(count)
+
+
+def threads(kernels: Kernels) -> int:
+    """How many threads these kernels use on the CPU."""
+    return cpu.threads() if isinstance(kernels, cpu.CpuKernels) else torch.get_num_threads()
+
+
+@contextmanager
+def alone(kernels: Kernels) -> Iterator[None]:
+    """Within this, PyTorch works in one thread where the compiled kernels have threads of their own.
+
+    Its other threads go on spinning for a while after each of its operations, on the very cores that ours need:
+    two to three times slower drafts (docs/notebook.md).
+    """
+    before = torch.get_num_threads()
+    if not isinstance(kernels, cpu.CpuKernels) or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 cpu.set_threads(torch.get_num_threads())

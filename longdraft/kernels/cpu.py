@@ -39,6 +39,10 @@ def new_choice(temperature: float, lowest: float, least: float, penalty: float, 
     return _cpu.Choice(temperature, lowest, least, penalty, window, seed, vocabulary, banned)
 
 
+def threads() -> int:
+    return 1 if WHY_MISSING else _cpu.threads()
+
+
 class CpuStore:
     """Keys and values of one layer in the kernels' layout."""
 
