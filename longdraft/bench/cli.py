@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longdraft.errors import check
+from longdraft.errors import UsageError, check
 
 if TYPE_CHECKING:
     from longdraft.bench.measure import Limits
@@ -188,6 +188,46 @@ def replay_command(
         filled |= {"bench": "replay", "machine": machine.describe(), "prefill": prefill,
                    "penalty_window": penalty_window,
                    "files": replay.run(files, drafter or replay.DEFAULT, prefill, penalty_window, model)}
+
+
+@app.command("length")
+def length_command(
+    prompt_file: Annotated[Path, typer.Option(help="The prompt, a text file.")],
+    drafters: Annotated[str, typer.Option(
+        help="Drafters to compare, with options such as magicdec,chain=6; separated by spaces.")] = "plain auto",
+    model: Model = "novelist",
+    prefill: Annotated[int, typer.Option(help="Tokens of the prompt that are used.")] = 4096,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 100_000,
+    bucket: Annotated[int, typer.Option(help="New tokens that a drafter writes before the next one's turn.")] = 10_000,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    threads: Threads = None,
+    output: Output = None,
+) -> None:
+    """Write one long text with several drafters in turns: speed by length, and that it is one text.
+
+    Sampling as in the paper: min-p 0.1, repetition penalty 1.2 within 1,024 tokens; seed 7.
+    """
+    import longdraft
+    from longdraft.bench import length, machine, report, tables
+
+    check(prefill >= 1, "prefill", prefill, "1 or more")
+    check(bucket >= 1, "bucket", bucket, "1 or more")
+    if not prompt_file.is_file():
+        raise UsageError(f"--prompt-file {prompt_file} is not a file; give a text")
+    settings = drafters.split()
+    check(bool(settings), "drafters", drafters, "at least one name")
+    params = longdraft.SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, min_p=0.1, seed=7,
+                                      repetition_penalty=1.2, ignore_eos=True)
+    engine = longdraft.load(model, threads=threads)
+    prompt = engine.encode(prompt_file.read_text(encoding="utf-8"))[:prefill]
+    about = {"bench": "length", "machine": machine.describe(engine.model.kernels), "prefill": len(prompt)}
+
+    def save(figures: length.Figures) -> None:
+        with report.document(output) as filled:
+            filled |= about | {"drafters": figures}
+
+    save({})  # fails at once where it cannot be written
+    tables.length(length.run(engine, settings, prompt, params, bucket, save))
 
 
 def numbers(option: str, text: str, most: int) -> list[int]:

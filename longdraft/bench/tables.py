@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from longdraft.bench.report import Record, table
 
@@ -59,3 +60,15 @@ def peers(report: Record) -> None:
         table("Prefill", (
             ("engine", "engine", ""), ("tokens", "tokens", ","), ("seconds", "seconds", ".2f"),
             ("tokens/s", "tokens_per_second", ",.0f"), ("error", "error", "")), report["prefill"])
+
+
+def length(figures: Mapping[str, Any]) -> None:
+    """Speed by length, and how it compares with the first drafter's in the same bucket."""
+    first = next(iter(figures.values()))["buckets"]
+    records = [bucket | {"drafter": name, "to_first": bucket["tokens_per_second"] / first[place]["tokens_per_second"]}
+               for place in range(len(first)) for name, figure in figures.items()
+               for bucket in figure["buckets"][place : place + 1]]
+    table("Speed by length", (
+        ("until", "until", ","), ("drafter", "drafter", ""), ("seconds", "seconds", ".1f"),
+        ("tokens/s", "tokens_per_second", ",.1f"), ("mean accepted length", "mean_accepted_length", ".2f"),
+        ("to the first", "to_first", ".2f")), records)

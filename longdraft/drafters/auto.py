@@ -29,7 +29,8 @@ PROBE_STEPS = 4
 HOPELESS = 2.0  # times the best's seconds for each token: a first probe ends after two counted steps
 STICKY = 0.97  # another must be this much faster to take over
 DEEPEST = 16
-_OPEN_EVERY = 24  # steps after which one is drafted as deep and wide as the drafter likes, to learn what that brings
+_OPEN_EVERY = 32  # steps after which one is drafted a little deeper than is thought best, and verified whole
+_DEEPER = 2
 _BUCKET = 1024  # tokens for which the choices are reported together
 
 
@@ -69,9 +70,10 @@ class AutoDrafter:
     def propose(self, context: Context, max_depth: int) -> Tree:
         began = self._clock()
         is_open = bool(self._probing) or self._steps % _OPEN_EVERY == 0
-        depth = DEEPEST
-        if not is_open:
-            depth = max(1, self._known[self._active].best(self._verify, len(context))[1])
+        if self._probing:  # as deep as it goes, and less, to learn what depth costs
+            depth = DEEPEST if self._probing % 2 else DEEPEST // 4
+        else:
+            depth = max(1, self._known[self._active].best(self._verify, len(context))[1]) + _DEEPER * is_open
         self._allowed = min(max_depth, depth)
         tree = self._drafters[self._active].propose(context, self._allowed)
         if not is_open and len(tree) > 1:
@@ -111,7 +113,7 @@ class AutoDrafter:
         if self._is_new or self._steps == 1:
             return  # it had to catch up, or the machine to wake up
         self._verify.add(len(tree), len(context), verified_at - proposed)
-        self._known[self._active].add(self._allowed, len(tree), guesses, (proposed - began) + (now - verified_at))
+        self._known[self._active].add(self._allowed, tree, guesses, (proposed - began) + (now - verified_at))
 
     def _report(self, context: Context, written: int) -> None:
         self.turns[self._active] += written

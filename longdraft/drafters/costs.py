@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from longdraft.tree import Tree
 
-_FORGET = 0.97  # weight of what was known, at each new measurement: the last 30 or so count
+_FORGET = 0.97  # weight of what was known, at each new measurement of time: the last 30 or so count
+_FORGET_LUCK = 0.985  # at each new outcome, which varies more
 _UNUSUAL = 3.0  # a measurement this many times what was expected is a hiccup of the machine, not news
 
 
@@ -37,7 +38,7 @@ class Line:
         spread = self._xx / self._weight - mean * mean
         if self._weight > 3 and spread > 0.05 and level > 0:
             slope = (self._xy / self._weight - mean * level) / spread
-            self._share += 0.2 * (min(1.0, max(0.0, slope * mean / level)) - self._share)
+            self._share += 0.5 * (min(1.0, max(0.0, slope * mean / level)) - self._share)
 
     def at(self, x: float) -> float:
         """The y expected at x; 0 while nothing is known."""
@@ -80,8 +81,8 @@ class Depths:
 
     def add(self, allowed: int, accepted: int) -> None:
         for depth in range(min(allowed, len(self._hits))):
-            self._weight[depth] = _FORGET * self._weight[depth] + 1
-            self._hits[depth] = _FORGET * self._hits[depth] + (depth < accepted)
+            self._weight[depth] = _FORGET_LUCK * self._weight[depth] + 1
+            self._hits[depth] = _FORGET_LUCK * self._hits[depth] + (depth < accepted)
 
     def reached(self) -> list[float]:
         """For d = 1, 2, ..., falling; nothing is expected of depths that were not tried."""
@@ -114,8 +115,8 @@ class Acceptance:
         taken = set(path)
         for node, kind in enumerate(self._kinds(tree)):
             if node and tree.parents[node] in taken:
-                self._tries[kind] = _FORGET * self._tries[kind] + 1
-                self._hits[kind] = _FORGET * self._hits[kind] + (node in taken)
+                self._tries[kind] = _FORGET_LUCK * self._tries[kind] + 1
+                self._hits[kind] = _FORGET_LUCK * self._hits[kind] + (node in taken)
 
     def reach(self, tree: Tree) -> list[float]:
         """P(each node becomes text)."""
@@ -129,23 +130,25 @@ class Contender:
     """What is known of one drafter: what its drafts cost and bring, by how deep they may go."""
 
     def __init__(self, deepest: int) -> None:
-        self._deepest = deepest
+        self._deepest = 0  # that it ever drafted
         self._draft = Line(0.5)
         self._rows = Line(0.5)
         self._depths = Depths(deepest)
         self.steps = 0
 
-    def add(self, allowed: int, rows: int, accepted: int, draft_seconds: float) -> None:
+    def add(self, allowed: int, tree: Tree, accepted: int, draft_seconds: float) -> None:
+        """A step that might draft `allowed` deep, and verified `tree`."""
         self.steps += 1
+        self._deepest = max(self._deepest, *tree.depths)
         self._draft.add(min(allowed, self._deepest), draft_seconds)
-        self._rows.add(min(allowed, self._deepest), rows)
+        self._rows.add(min(allowed, self._deepest), len(tree))
         self._depths.add(allowed, accepted)
 
     def best(self, verify: VerifyCost, context: int) -> tuple[float, int]:
         """(seconds for each token, depth) at the depth that is fastest."""
         tokens, reached = 1.0, self._depths.reached()
         choices = [(self.seconds(verify, context, 0), 0)] if not reached else []
-        for depth, probability in enumerate(reached, 1):
+        for depth, probability in enumerate(reached[: max(1, self._deepest)], 1):
             tokens += probability
             choices.append((self.seconds(verify, context, depth) / tokens, depth))
         return min(choices)
