@@ -198,7 +198,7 @@ def test_the_folder_for_peers_has_both_spellings_of_rope(tmp_path):
 def test_length_writes_one_text_with_each_drafter_in_turns(tmp_path, capsys):
     (tmp_path / "prompt.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 9)
     command = ["bench", "length", "--prompt-file", str(tmp_path / "prompt.txt"), "--output", str(tmp_path / "out.json"),
-               "--prefill", "60", "--max-new-tokens", "90", "--bucket", "40", "--drafters", "plain magicdec,chain=3 auto"]
+               "--prefill", "60", "--max-new-tokens", "90", "--bucket", "40", "--drafters", "plain magicdec auto"]
     assert run(command) == 0
     figures = json.loads((tmp_path / "out.json").read_text())["drafters"]
     assert len({figure["stats"]["sha256_tokens"] for figure in figures.values()}) == 1
