@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,6 +70,7 @@ def kernels_command(
     """
     from longdraft.bench import decode, kernels, machine, report, tables
     from longdraft.bench.kernels import Shape, Sizes
+    from longdraft.kernels import alone
 
     counts, lengths = numbers("--rows", rows, 512), numbers("--contexts", contexts, 10**8)
     check(1 <= positions <= 10**8, "--positions", positions, "1 to 100000000")
@@ -83,8 +85,9 @@ def kernels_command(
     _check_shape(asked)
     attended = [asked] if (heads, kv_heads, head_dim) != (None, None, None) else [own, Shape(8, 2, 64)]
     weights = _shapes(shapes) if shapes else kernels.model_shapes(model, config) | kernels.LINEAR_SHAPES
-    with report.document(output) as filled:
+    with report.document(output) as filled, ExitStack() as stack:
         limits = _limits(size, repeats)
+        stack.enter_context(alone(chosen))
         filled |= {"bench": "kernels", "machine": machine.describe(chosen) | limits.details, "model": model,
                    "repeats": repeats, "parents": "chain", "attention": [], "linear": []}
         sizes = Sizes(counts, prefill_rows, positions, size, repeats)
@@ -118,6 +121,7 @@ def roofline_command(
     """
     from longdraft.bench import decode, machine, report, roofline, tables
     from longdraft.bench import plot as plots
+    from longdraft.kernels import alone
 
     counts, lengths = sorted({1, *numbers("--rows", rows, 512)}), numbers("--contexts", contexts, 10**8)
     if plot:
@@ -125,8 +129,9 @@ def roofline_command(
     size = _prepare(threads, repeats, memory)
     models = decode.Models(model, _choose(dtype))
     models.check(lengths, roofline.STEPS_PER_REPEAT * repeats + max(counts))
-    with report.document(output) as filled:
+    with report.document(output) as filled, ExitStack() as stack:
         limits = _limits(size, repeats)
+        stack.enter_context(alone(models.kernels))
         filled |= {"bench": "roofline", "machine": machine.describe(models.kernels) | limits.details, "model": model,
                    "repeats": repeats, "cache": "random", "sampling": decode.sampling(), "contexts": []}
         for context in lengths:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from longdraft import kernels
 from longdraft.bench.decode import Models, random_cache
 from longdraft.cache.full import FullCache
@@ -20,6 +22,7 @@ _CHUNK = 512
 class Engine:
     def __init__(self, folder: str, threads: int, longest: int) -> None:
         kernels.set_threads(threads)
+        torch.set_num_threads(1)  # as generation does: its threads would spin where ours work
         models = Models(folder, kernels.choose("cpu", "bfloat16"))
         self._model = models.model
         self.version = f"{__version__} ({models.kernels.name})"
