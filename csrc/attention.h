@@ -84,19 +84,22 @@ template <class T> struct Blocks {
         float &top = state[store.padded], &total = state[store.padded + 1];
         for (long i = 0; i < from; i++) scores[i] = LOWEST;
         for (long i = to; i < count; i++) scores[i] = LOWEST;
-        Floats highest = all(LOWEST);
-        for (long i = 0; i < count; i += LANES) highest = max(highest, load(scores + i));
+        // Two of everything (a group is two vectors), so that one need not wait for the other.
+        Floats high[2] = {all(LOWEST), all(LOWEST)};
+        for (long i = 0; i < count; i += GROUP)
+            for (int v = 0; v < 2; v++) high[v] = max(high[v], load(scores + i + v * LANES));
         float before = top;
-        top = std::max(top, max(highest) * scale);
-        Floats mass = {}, by = all(scale), less = all(-top);
-        for (long i = 0; i < count; i += LANES) {
-            Floats weight = exp2(fma(load(scores + i), by, less));
-            mass = mass + weight;
-            T::narrow(weights + i, weight);
-        }
-        float shrink = exp2(before - top);
+        top = std::max(top, max(max(high[0], high[1])) * scale);
+        Floats mass[2] = {}, by = all(scale), less = all(-top);
+        for (long i = 0; i < count; i += GROUP)
+            for (int v = 0; v < 2; v++) {
+                Floats weight = exp2(fma(load(scores + i + v * LANES), by, less));
+                mass[v] = mass[v] + weight;
+                T::narrow(weights + i + v * LANES, weight);
+            }
+        float shrink = before == top ? 1.0f : exp2(before - top);
         if (!(top > LOWEST && top < -LOWEST)) total = top - top;  // only NaN or infinite scores: NaN
-        total = total * shrink + sum(mass);
+        total = total * shrink + sum(mass[0] + mass[1]);
         if (shrink != 1.0f)
             for (long d = 0; d < store.padded; d += LANES) put(state + d, load(state + d) * shrink);
     }

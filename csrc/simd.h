@@ -30,22 +30,16 @@ inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 inline Floats all(float x) { return x - Floats{}; }
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }  // b where either is NaN
 
-// 16 lanes to one, always in the same tree.
-inline float sum(Floats x) {
-    float v[LANES];
-    store(v, x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) v[i] += v[i + half];
-    return v[0];
+// 16 lanes to one, always in the same tree: each step adds (or compares) the upper half of what is left to the lower.
+template <class F> float reduce(Floats x, F f) {
+    x = f(x, (Floats)__builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15));
+    x = f(x, (Floats)__builtin_shufflevector(x, x, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7));
+    x = f(x, (Floats)__builtin_shufflevector(x, x, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3));
+    x = f(x, (Floats)__builtin_shufflevector(x, x, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1));
+    return x[0];
 }
-
-inline float max(Floats x) {
-    float v[LANES];
-    store(v, x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
-    return v[0];
-}
+inline float sum(Floats x) { return reduce(x, [](Floats a, Floats b) { return a + b; }); }
+inline float max(Floats x) { return reduce(x, [](Floats a, Floats b) { return max(a, b); }); }
 
 // a * b + c, fused where the processor has it.
 inline Floats fma(Floats a, Floats b, Floats c) {

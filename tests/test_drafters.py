@@ -13,14 +13,12 @@ from test_equality import prompt_of
 
 from longdraft import drafters
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.ngram import DelayedTable, NgramDrafter, NgramOptions
 from longdraft.drafters.table import RANKED, NgramTable
 from longdraft.drafters.tokenswift import TokenSwiftOptions
 from longdraft.errors import ModelError, UsageError
 from longdraft.model import heads
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Accepted
 from longdraft.speculation.verify import walk
 from longdraft.tree import Trie, chain, from_paths, root_only
 
@@ -212,48 +210,6 @@ def test_heads_of_another_model_are_refused(tiny, tmp_path):
         heads.load(tmp_path / "heads", load(tiny["mha"]))
     with pytest.raises(ModelError, match="trained on other weights"):
         heads.load(tmp_path / "foreign", load(tmp_path / "model"), "f" * 64)
-
-
-class Paced:
-    """A drafter whose steps take a known time and write a known number of tokens."""
-
-    def __init__(self, clock: list[float], seconds: float) -> None:
-        self.clock, self.seconds, self.observed = clock, seconds, 0
-
-    def begin(self, context, verified):
-        pass
-
-    def propose(self, context, max_depth):
-        self.clock[0] += self.seconds
-        return root_only(context.last)
-
-    def observe(self, context, accepted):
-        self.observed = len(context)
-
-
-def test_auto_drafts_with_the_fastest_and_notices_when_that_changes():
-    clock = [0.0]
-    paces = {name: Paced(clock, seconds) for name, seconds in (("plain", 1.0), ("slow", 3.0), ("fast", 0.5))}
-    drafter = AutoDrafter(paces, clock=lambda: clock[0])
-    context = Context([1])
-    drafter.begin(context, None)
-
-    def write(steps: int) -> None:
-        for _ in range(steps):
-            drafter.propose(context, 9)
-            context.extend([1])
-            drafter.observe(context, Accepted((1,), (0,), (), None))
-            assert paces[drafter._active].observed == len(context), "whoever drafts next has seen the whole text"
-
-    write(10_000)
-    assert drafter.turns["fast"] > 0.95 * 10_000
-    assert clock[0] < 1.03 * 10_000 * 0.5, "probing costs little more than its budget"
-    paces["fast"].seconds = 2.0  # drafting no longer pays
-    before, began = drafter.turns["plain"], clock[0]
-    write(5_000)
-    assert drafter.turns["plain"] - before > 0.95 * 5_000
-    assert clock[0] - began < 1.04 * 5_000
-    assert sum(sum(counts.values()) for counts in drafter.choices) == 15_000
 
 
 @pytest.mark.parametrize("name, options, message", [

@@ -27,6 +27,7 @@ BUDGET = 0.01  # share of the time that probing may lose, all contenders togethe
 FIRST_STEPS = 6  # of the first probe; the step that takes over is not counted, it may have to catch up
 PROBE_STEPS = 4
 HOPELESS = 2.0  # times the best's seconds for each token: a first probe ends after two counted steps
+SURE_AFTER = 20  # steps from which a contender's figures are believed
 STICKY = 0.97  # another must be this much faster to take over
 DEEPEST = 16
 _OPEN_EVERY = 32  # steps after which one is drafted a little deeper than is thought best, and verified whole
@@ -152,6 +153,7 @@ class AutoDrafter:
         known = self._known[name]
         step = known.seconds(self._verify, len(context), known.best(self._verify, len(context))[1])
         lost = step * (1 - paces[self._leader] / paces[name]) * PROBE_STEPS + step  # catching up takes a step's time
+        lost *= min(1.0, known.steps / SURE_AFTER)  # a few steps may have been unlucky ones
         return self._waited[name] * BUDGET / max(1, len(self._known) - 1) - lost
 
     def summary(self) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""`auto`: what it learns of costs and acceptance, and what it makes of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from longdraft.core import Context
+from longdraft.drafters.auto import AutoDrafter
+from longdraft.drafters.costs import Acceptance, Contender, Depths, Line, VerifyCost
+from longdraft.speculation.drafter import Accepted
+from longdraft.tree import Tree, chain, from_paths, root_only
+
+
+def test_a_line_is_found_from_scattered_points():
+    line, numbers = Line(0.5), random.Random(1)
+    for _ in range(200):
+        x = numbers.randint(1, 12)
+        line.add(x, 2 + 3 * x + numbers.gauss(0, 0.5))
+    assert line.at(5) == pytest.approx(17, rel=0.05) and line.at(12) == pytest.approx(38, rel=0.05)
+    assert line.per_x == pytest.approx(3, rel=0.1)
+
+
+def test_a_line_keeps_its_slope_while_all_points_are_alike_and_shrugs_off_a_hiccup():
+    line = Line(0.5)
+    for _ in range(60):
+        line.add(4, 8.0)
+    assert line.at(8) == pytest.approx(12) and line.at(0) == pytest.approx(4)
+    line.add(4, 1000.0)
+    assert line.at(4) < 9
+
+
+def test_a_verification_grows_with_the_context_that_it_reads():
+    verify = VerifyCost(weights=1000)
+    for rows in (1, 4, 8, 1, 4, 8):
+        verify.add(rows, 1000, 0.002 * (1 + 0.02 * rows))
+    assert verify.at(4, 9000) == pytest.approx(5 * verify.at(4, 1000))
+    assert verify.per_row(1000) == pytest.approx(0.00004, rel=0.3)
+
+
+def test_depths_that_were_not_tried_promise_nothing():
+    depths = Depths(4)
+    for accepted in (0, 1, 2, 3) * 30:
+        depths.add(2, accepted)
+    first, second, third, fourth = depths.reached()
+    assert first == pytest.approx(0.75, abs=0.05) and second == pytest.approx(0.5, abs=0.05) and third == fourth == 0
+
+
+def test_a_guess_is_worth_what_its_kind_was():
+    acceptance = Acceptance()
+    tree = from_paths(1, [(2, 4), (3,)], "self")
+    for step in range(300):
+        acceptance.add(tree, [0, 1, 2] if step % 2 else [0, 3] if step % 10 == 0 else [0])
+    reach = acceptance.reach(tree)
+    assert reach[0] == 1 and reach[1] == reach[2] / (reach[2] / reach[1])
+    assert reach[1] == pytest.approx(0.5, abs=0.1) and reach[2] == pytest.approx(reach[1], abs=0.05)
+    assert reach[3] == pytest.approx(0.1, abs=0.06)
+
+
+def test_a_tree_keeps_the_wanted_nodes_below_wanted_ones():
+    tree = from_paths(1, [(2, 4), (3, 5)], "self")
+    kept = tree.kept([True, False, True, True, True])
+    assert kept == from_paths(1, [(3, 5)], "self")
+    assert tree.kept([True] * 5) is tree
+
+
+@pytest.mark.parametrize("draft_seconds, expected", [(0.1, range(5, 17)), (2.0, range(2, 5)), (30.0, range(1, 2))])
+def test_the_best_depth_follows_from_what_drafts_cost(draft_seconds, expected):
+    contender, verify, numbers = Contender(16), VerifyCost(1), random.Random(3)
+    for step in range(400):
+        depth = 1 + step % 16
+        accepted = next((d for d in range(depth) if numbers.random() > 0.7), depth)
+        verify.add(1 + depth, 99, 5.0)
+        contender.add(depth, chain(1, range(2, 2 + depth), "self"), accepted, draft_seconds * depth)
+    assert contender.best(verify, 99)[1] in expected
+
+
+class Paced:
+    """A drafter whose steps take a known time and write a known number of tokens."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        self.clock, self.seconds, self.observed = clock, seconds, 0
+
+    def begin(self, context, verified):
+        pass
+
+    def propose(self, context, max_depth):
+        self.clock[0] += self.seconds
+        return root_only(context.last)
+
+    def observe(self, context, accepted):
+        self.observed = len(context)
+
+
+def test_auto_drafts_with_the_fastest_and_notices_when_that_changes():
+    clock = [0.0]
+    paces = {name: Paced(clock, seconds) for name, seconds in (("plain", 1.0), ("slow", 3.0), ("fast", 0.5))}
+    drafter = AutoDrafter(paces, clock=lambda: clock[0])
+    context = Context([1])
+    drafter.begin(context, None)
+
+    def write(steps: int) -> None:
+        for _ in range(steps):
+            drafter.propose(context, 9)
+            context.extend([1])
+            drafter.observe(context, Accepted((1,), (0,), (), None))
+            assert paces[drafter._active].observed == len(context), "whoever drafts next has seen the whole text"
+
+    write(10_000)
+    assert drafter.turns["fast"] > 0.95 * 10_000
+    assert clock[0] < 1.03 * 10_000 * 0.5, "probing costs little more than its budget"
+    paces["fast"].seconds = 2.0  # drafting no longer pays
+    before, began = drafter.turns["plain"], clock[0]
+    write(5_000)
+    assert drafter.turns["plain"] - before > 0.95 * 5_000
+    assert clock[0] - began < 1.04 * 5_000
+    assert sum(sum(counts.values()) for counts in drafter.choices) == 15_000
+
+
+class Chained(Paced):
+    """Drafts a chain that costs `seconds` for each token; `wanted` says how many of them are right."""
+
+    def propose(self, context, max_depth):
+        self.depth = min(max_depth, 10)
+        self.clock[0] += self.seconds * self.depth
+        return chain(context.last, [2] * self.depth, "self")
+
+
+def test_auto_drafts_as_deep_as_pays_and_leaves_out_what_is_not_worth_its_row():
+    clock, numbers = [0.0], random.Random(5)
+    chained = Chained(clock, 1.0)
+    drafter = AutoDrafter({"plain": Paced(clock, 0.0), "chain": chained}, weights=1e6, clock=lambda: clock[0])
+    context = Context([2])
+    drafter.begin(context, None)
+    rows: list[int] = []
+    for _ in range(3000):
+        tree = drafter.propose(context, 99)
+        clock[0] += 10.0 + 0.05 * len(tree)
+        right = next((d for d in range(max(tree.depths)) if numbers.random() > 0.6), max(tree.depths))
+        path = tuple(range(right + 1))
+        context.extend([2] * len(path))
+        drafter.observe(context, Accepted((2,) * len(path), path, ("self",) * right, None))
+        rows.append(len(tree))
+    assert drafter.turns["chain"] > 0.95 * sum(drafter.turns.values())
+    assert 3 <= sum(rows[-500:]) / 500 <= 6, "1 + .6 + .36 + ... over 10 + depth is best at three or four"
+    assert isinstance(tree, Tree) and drafter.nbytes == 0
