@@ -77,7 +77,7 @@ def _report() -> dict[str, Any]:
         "numpy": numpy.__version__,
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
+        "threads": kernels.threads(chosen),
         "memory_bytes": _memory_bytes(),
         "kernels": chosen.name,
         "kernels_available": ", ".join(kernels.available()),

@@ -70,7 +70,7 @@ def _medusa(options: MedusaOptions, given: Resources) -> Drafter:
 
 
 def _magicdec(options: MagicDecOptions, given: Resources) -> Drafter:
-    return MagicDecDrafter(options, given.model, given.cache, given.sampler)
+    return MagicDecDrafter(options, given.model, given.cache, given.sampler, given.params)
 
 
 def _draft_model(options: DraftModelOptions, given: Resources) -> Drafter:

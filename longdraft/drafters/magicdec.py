@@ -17,8 +17,9 @@ from typing import Literal
 from longdraft.cache import select
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialBudget, PartialCache
-from longdraft.core import Context
+from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain, SelfReader
+from longdraft.drafters.suffix import SuffixOptions, SuffixText
 from longdraft.errors import check
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
@@ -40,6 +41,8 @@ class MagicDecOptions:
     sinks      first positions of the text, always held
     refresh    tokens written between two choices; their rows join the cache meanwhile
     remainder  drafts count what the keys that are left out gave the last verified token
+    suffix     graft in what followed the longest suffix of the text before: behind the root, where a text that
+               repeats itself is guessed farther than the chain reaches, and behind the chain
     """
 
     chain: int = 4
@@ -49,6 +52,7 @@ class MagicDecOptions:
     sinks: int = 16
     refresh: int = 64
     remainder: bool = True
+    suffix: bool = True
 
     def __post_init__(self) -> None:
         check(1 <= self.chain <= 64, "chain", self.chain, "1 to 64")
@@ -65,7 +69,8 @@ class MagicDecOptions:
 
 
 class MagicDecDrafter:
-    def __init__(self, options: MagicDecOptions, model: Transformer, cache: FullCache, sampler: Sampler) -> None:
+    def __init__(self, options: MagicDecOptions, model: Transformer, cache: FullCache, sampler: Sampler,
+                 params: SamplingParams) -> None:
         self._length = options.chain
         config = model.config
         if options.selection == "snapkv":
@@ -76,18 +81,25 @@ class MagicDecDrafter:
         self.partial = PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size,
                                     has_remainder=options.remainder, selection=selection)
         self._chain = Chain(SelfReader(model, self.partial), sampler, options.width, SELF)
+        self._text = SuffixText(SuffixOptions(), params) if options.suffix else None
 
     @property
     def nbytes(self) -> int:
-        return self.partial.nbytes
+        return self.partial.nbytes + (self._text.nbytes if self._text else 0)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
         self.partial.refresh((lambda: verified.attended) if verified else None)
+        if self._text:
+            self._text.follow(context)
 
     def propose(self, context: Context, max_depth: int) -> Tree:
         trie = Trie(context.last)
-        self._chain.grow(trie, context, [context.last], min(self._length, max_depth))
+        node, path = self._chain.grow(trie, context, [context.last], min(self._length, max_depth))
         self.partial.forget()
+        if self._text:
+            self._text.graft(trie, 0, context, (), max_depth)
+            if node and max_depth > len(path) - 1:
+                self._text.graft(trie, node, context, path[1:], max_depth - len(path) + 1)
         return trie.tree()
 
     def observe(self, context: Context, accepted: Accepted) -> None:
