@@ -16,10 +16,10 @@
 namespace longdraft::LONGDRAFT_VARIANT::amx {
 
 constexpr int ROWS = 16;   // of a tile
-constexpr int INNER = 32;  // bfloat16 that one instruction sums over: half of them in a half step
+constexpr int INNER = 32;  // bfloat16 that one instruction sums over
 
-// Tile registers: four sums, the left and right operand, and the two operands of a half step.
-enum Tile { SUM = 0, LEFT = 4, RIGHT = 5, HALF_LEFT = 6, HALF_RIGHT = 7 };
+// Tile registers: four sums, two left operands and a right one.
+enum Tile { SUM = 0, LEFT = 4, RIGHT = 6 };
 
 // The unit set up for this thread, and put to rest again: a thread with live tiles is dear to switch away from.
 class Unit {
@@ -28,8 +28,8 @@ class Unit {
         struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {};
         shape.palette = 1;
         for (int t = 0; t < 8; t++) {
-            shape.bytes[t] = t == HALF_LEFT ? INNER : 2 * INNER;
-            shape.rows[t] = t == HALF_RIGHT ? ROWS / 2 : ROWS;
+            shape.bytes[t] = 2 * INNER;
+            shape.rows[t] = ROWS;
         }
         asm volatile("ldtilecfg %0" ::"m"(shape));
     }

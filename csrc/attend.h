@@ -91,63 +91,66 @@ template <class T> struct Attend {
 };
 
 #if defined(__AMX_BF16__)
-// The matrix unit: always sixteen rows. A lone row stands for all of them (stride 0), so none need be made up.
+// The matrix unit: sixteen rows to a tile, and two tiles share one reading where there are more. A lone row stands for
+// all sixteen (stride 0), so none need be made up.
 template <> struct Attend<BF16> : amx::Unit {
     using Element = BF16::Element;
-    static constexpr int BATCH = amx::ROWS;
+    static constexpr int BATCH = 2 * amx::ROWS;
     static constexpr int WORDS = amx::INNER / 2;
 
     static void score(int rows, const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps,
                       float (*out)[BLOCK]) {
         long from = rows == 1 ? 0 : q_stride * 4, to = rows == 1 ? 0 : BLOCK * 4, p = 0;
-        for (; p + 4 * LANES <= count; p += 4 * LANES) score_wide<4>(q, from, keys + p * steps, steps, out[0] + p, to);
-        for (; p < count; p += LANES) score_wide<1>(q, from, keys + p * steps, steps, out[0] + p, to);
+        if (rows > amx::ROWS)
+            for (; p < count; p += 2 * LANES) score_wide<2, 2>(q, from, keys + p * steps, steps, out[0] + p, to);
+        for (; p + 4 * LANES <= count; p += 4 * LANES) score_wide<1, 4>(q, from, keys + p * steps, steps, out[0] + p, to);
+        for (; p < count; p += LANES) score_wide<1, 1>(q, from, keys + p * steps, steps, out[0] + p, to);
     }
 
     static void mix(int rows, const Element* weights, const uint32_t* values, long count, long padded, float* sums,
                     long stride) {
         long from = rows == 1 ? 0 : BLOCK * 2, to = rows == 1 ? 0 : stride * 4, d = 0;
-        for (; d + 4 * LANES <= padded; d += 4 * LANES) mix_wide<4>(weights, from, values + d, count, padded, sums + d, to);
-        for (; d < padded; d += LANES) mix_wide<1>(weights, from, values + d, count, padded, sums + d, to);
+        if (rows > amx::ROWS)
+            for (; d < padded; d += 2 * LANES) mix_wide<2, 2>(weights, from, values + d, count, padded, sums + d, to);
+        for (; d + 4 * LANES <= padded; d += 4 * LANES)
+            mix_wide<1, 4>(weights, from, values + d, count, padded, sums + d, to);
+        for (; d < padded; d += LANES) mix_wide<1, 1>(weights, from, values + d, count, padded, sums + d, to);
     }
 
   private:
-    template <int WIDE>
+    // TILES * 16 rows with WIDE groups of 16 keys; `from` and `to` are the rows' distances in bytes.
+    template <int TILES, int WIDE>
     static void score_wide(const uint32_t* q, long from, const uint32_t* keys, long steps, float* out, long to) {
-        amx::each<WIDE>([](auto v) { amx::zero<amx::SUM + v>(); });
-        long s = 0;
-        for (; s + WORDS <= steps; s += WORDS) {
-            amx::load<amx::LEFT>(q + s, from);
+        amx::each<TILES * WIDE>([](auto i) { amx::zero<amx::SUM + i>(); });
+        for (long s = 0; s < steps; s += WORDS) {
+            amx::each<TILES>([&](auto t) { amx::load<amx::LEFT + t>(q + t * amx::ROWS * from / 4 + s, from); });
             amx::each<WIDE>([&](auto v) {
                 const uint32_t* lanes = keys + (v * steps + s) * LANES;
                 amx::prefetch(lanes + AHEAD, WORDS, LANES);
                 amx::load<amx::RIGHT>(lanes, LANES * 4);
-                amx::multiply<amx::SUM + v, amx::LEFT, amx::RIGHT>();
+                amx::each<TILES>([&](auto t) { amx::multiply<amx::SUM + t * WIDE + v, amx::LEFT + t, amx::RIGHT>(); });
             });
         }
-        if (s < steps) {  // head_dim 80, or another odd multiple of 16
-            amx::load<amx::HALF_LEFT>(q + s, from);
-            amx::each<WIDE>([&](auto v) {
-                amx::load<amx::HALF_RIGHT>(keys + (v * steps + s) * LANES, LANES * 4);
-                amx::multiply<amx::SUM + v, amx::HALF_LEFT, amx::HALF_RIGHT>();
-            });
-        }
-        amx::each<WIDE>([&](auto v) { amx::store<amx::SUM + v>(out + v * LANES, to); });
+        amx::each<TILES * WIDE>([&](auto i) {
+            amx::store<amx::SUM + i>(out + i / WIDE * amx::ROWS * to / 4 + i % WIDE * LANES, to);
+        });
     }
 
-    template <int WIDE>
+    // The same with WIDE * 16 dimensions of the values.
+    template <int TILES, int WIDE>
     static void mix_wide(const Element* weights, long from, const uint32_t* values, long count, long padded, float* sums,
                          long to) {
-        amx::each<WIDE>([&](auto v) { amx::load<amx::SUM + v>(sums + v * LANES, to); });
+        auto at = [&](auto i) { return sums + i / WIDE * amx::ROWS * to / 4 + i % WIDE * LANES; };
+        amx::each<TILES * WIDE>([&](auto i) { amx::load<amx::SUM + i>(at(i), to); });
         for (long p = 0; p < count; p += amx::INNER, values += WORDS * padded) {
-            amx::load<amx::LEFT>(weights + p, from);
+            amx::each<TILES>([&](auto t) { amx::load<amx::LEFT + t>(weights + t * amx::ROWS * from / 2 + p, from); });
             amx::each<WIDE>([&](auto v) {
                 amx::prefetch(values + v * LANES + AHEAD, WORDS, padded);
                 amx::load<amx::RIGHT>(values + v * LANES, padded * 4);
-                amx::multiply<amx::SUM + v, amx::LEFT, amx::RIGHT>();
+                amx::each<TILES>([&](auto t) { amx::multiply<amx::SUM + t * WIDE + v, amx::LEFT + t, amx::RIGHT>(); });
             });
         }
-        amx::each<WIDE>([&](auto v) { amx::store<amx::SUM + v>(sums + v * LANES, to); });
+        amx::each<TILES * WIDE>([&](auto i) { amx::store<amx::SUM + i>(at(i), to); });
     }
 };
 #endif

@@ -81,7 +81,7 @@ struct Linear {
 // each KV head
 //   keys    [SPLIT / 16][dim / STEP][16] words     one load: a word of the same dimension for 16 positions
 //   values  [SPLIT / STEP][dim] words              one load: 16 dimensions of the same position(s)
-// with `dim` padded to a multiple of 16. What lies beyond the written positions is finite: zeros, or older rows.
+// with `dim` padded to a multiple of 16, of 32 in bfloat16 (what the matrix unit sums at once). What lies beyond the written positions is finite: zeros, or older rows.
 struct Store {
     bool is_bf16;
     long heads, dim, padded;
@@ -89,7 +89,7 @@ struct Store {
     std::vector<std::unique_ptr<Memory>> keys, values;
 
     Store(bool bf16, long num_heads, long head_dim)
-        : is_bf16(bf16), heads(num_heads), dim(head_dim), padded(round_up(head_dim, 16)) {}
+        : is_bf16(bf16), heads(num_heads), dim(head_dim), padded(round_up(head_dim, bf16 ? 32 : 16)) {}
 
     Store(const Store&) = delete;
 
