@@ -212,8 +212,9 @@ def length_command(
 
     Sampling as in the paper: min-p 0.1, repetition penalty 1.2 within 1,024 tokens; seed 7.
     """
-    import longdraft
     from longdraft.bench import length, machine, report, tables
+    from longdraft.core import SamplingParams
+    from longdraft.engine import load
 
     check(prefill >= 1, "prefill", prefill, "1 or more")
     check(bucket >= 1, "bucket", bucket, "1 or more")
@@ -221,9 +222,9 @@ def length_command(
         raise UsageError(f"--prompt-file {prompt_file} is not a file; give a text")
     settings = drafters.split()
     check(bool(settings), "drafters", drafters, "at least one name")
-    params = longdraft.SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, min_p=0.1, seed=7,
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, min_p=0.1, seed=7,
                                       repetition_penalty=1.2, ignore_eos=True)
-    engine = longdraft.load(model, threads=threads)
+    engine = load(model, threads=threads)
     prompt = engine.encode(prompt_file.read_text(encoding="utf-8"))[:prefill]
     about = {"bench": "length", "machine": machine.describe(engine.model.kernels), "prefill": len(prompt)}
 
