@@ -22,7 +22,7 @@ from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.errors import UsageError
-from longdraft.kernels import KV, Kernels, Linear
+from longdraft.kernels import KV, Kernels
 from longdraft.model import checkpoint, library
 from longdraft.model import config as model_config
 from longdraft.model.config import ModelConfig
@@ -51,12 +51,10 @@ class Models:
         self._files = checkpoint.TensorFiles(folder)
         self.model = checkpoint.load(self._files, self.config, kernels)
         self._loaded = [self.model]
-        self.weights_bytes = sum(weight.nbytes for weight in linears(self.model))
+        self.weights_bytes = sum(weight.nbytes for weight in self.model.linears)
 
     def cache_bytes(self, context: int) -> int:
-        config = self.config
-        width = config.num_layers * config.num_kv_heads * config.head_dim
-        return 2 * context * width * self.kernels.dtype.itemsize
+        return context * self.model.cache_bytes_per_token
 
     def texts(self, context: int, memory: int) -> list[Text]:
         """Texts of `context` random positions, each with weights of its own, that fill `memory`; at least one."""
@@ -70,12 +68,6 @@ class Models:
         if longest > self.config.max_positions:
             raise UsageError(f"--contexts is {max(contexts)}, and {steps} steps follow; allowed: "
                              f"{self.config.max_positions} in all (the model's context limit)")
-
-
-def linears(model: Transformer) -> list[Linear]:
-    """Every weight that a row meets, in order."""
-    layers = [weight for layer in model.weights.layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    return [*layers, model.weights.head]
 
 
 def random_cache(model: Transformer, context: int) -> FullCache:
@@ -140,7 +132,7 @@ def parts(texts: Sequence[Text], context: int, repeats: int) -> dict[str, float]
             kernels.attention(q, KV(store, context, kv, kv), parents)
 
     def linear() -> None:
-        for weight, width in zip(linears(next(turn).model), widths, strict=True):
+        for weight, width in zip(next(turn).model.linears, widths, strict=True):
             kernels.linear(inputs[width], weight)
 
     whole, attending, multiplying = (timing.median_s * 1e3 for timing in

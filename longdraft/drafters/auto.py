@@ -47,6 +47,7 @@ class AutoDrafter:
         self._plain = next(iter(self._drafters))
         self._clock = clock
         self._known = {name: Contender(DEEPEST if name != self._plain else 0) for name in self._drafters}
+        self._best = dict.fromkeys(self._drafters, (0.0, 0))  # seconds for each token, and the depth that gives them
         self._verify = VerifyCost(weights)
         self._acceptance = Acceptance()
         self._active = self._leader = self._plain
@@ -74,7 +75,7 @@ class AutoDrafter:
         if self._probing:  # as deep as it goes, and less, to learn what depth costs
             depth = DEEPEST if self._probing % 2 else DEEPEST // 4
         else:
-            depth = max(1, self._known[self._active].best(self._verify, len(context))[1]) + _DEEPER * is_open
+            depth = max(1, self._best[self._active][1]) + _DEEPER * is_open
         self._allowed = min(max_depth, depth)
         tree = self._drafters[self._active].propose(context, self._allowed)
         if not is_open and len(tree) > 1:
@@ -87,9 +88,8 @@ class AutoDrafter:
 
     def _worth_verifying(self, tree: Tree, context: Context) -> Tree:
         """Without the guesses whose chance to become text is worth less time than their row takes."""
-        speed = self._known[self._active].best(self._verify, len(context))[0]  # seconds for each token
-        row = self._verify.per_row(len(context))
-        return tree.kept([reach * speed >= row for reach in self._acceptance.reach(tree)])
+        pace, row = self._best[self._active][0], self._verify.per_row(len(context))
+        return tree.kept([reach * pace >= row for reach in self._acceptance.reach(tree)])
 
     def observe(self, context: Context, accepted: Accepted) -> None:
         verified_at = self._clock()
@@ -124,8 +124,11 @@ class AutoDrafter:
 
     def _decide(self, context: Context) -> None:
         """Who drafts the next step."""
-        paces = {name: known.best(self._verify, len(context))[0]
-                 for name, known in self._known.items() if known.steps}
+        paces: dict[str, float] = {}
+        for name, known in self._known.items():
+            if known.steps:
+                self._best[name] = known.best(self._verify, len(context))
+                paces[name] = self._best[name][0]
         if not paces:
             return
         best = min(paces, key=paces.__getitem__)
@@ -151,7 +154,7 @@ class AutoDrafter:
     def _credit(self, name: str, paces: Mapping[str, float], context: Context) -> float:
         """Seconds that may be lost on a probe, less those that it will probably lose."""
         known = self._known[name]
-        step = known.seconds(self._verify, len(context), known.best(self._verify, len(context))[1])
+        step = known.seconds(self._verify, len(context), self._best[name][1])
         lost = step * (1 - paces[self._leader] / paces[name]) * PROBE_STEPS + step  # catching up takes a step's time
         lost *= min(1.0, known.steps / SURE_AFTER)  # a few steps may have been unlucky ones
         return self._waited[name] * BUDGET / max(1, len(self._known) - 1) - lost

@@ -156,7 +156,3 @@ class Contender:
     def seconds(self, verify: VerifyCost, context: int, depth: int) -> float:
         """Of a step that drafts `depth` deep."""
         return self._draft.at(depth) + verify.at(max(1.0, self._rows.at(depth)), context)
-
-    def tokens(self, depth: int) -> float:
-        """Expected of such a step."""
-        return 1 + sum(self._depths.reached()[:depth])

@@ -59,11 +59,19 @@ class Transformer:
     @property
     def weights_in_tokens(self) -> float:
         """Tokens of context whose cache is as large as the weights that a forward reads."""
+        return sum(linear.nbytes for linear in self.linears) / self.cache_bytes_per_token
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Every weight that a row meets, in order."""
+        layers = [linear for layer in self.weights.layers
+                  for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return [*layers, self.weights.head]
+
+    @property
+    def cache_bytes_per_token(self) -> int:
         config = self.config
-        linears = [linear for layer in self.weights.layers
-                   for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.kernels.dtype.itemsize
-        return (self.weights.head.nbytes + sum(linear.nbytes for linear in linears)) / per_token
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.kernels.dtype.itemsize
 
     def new_cache(self) -> FullCache:
         return FullCache(self.kernels, self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
