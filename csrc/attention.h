@@ -260,7 +260,7 @@ template <class T> class Walk {
             add(sum, other, other[padded], other[padded + 1]);
         }
         if (a_.rest) {
-            const float* rest = a_.rest + h * (s_.dim + 1);
+            const float* rest = a_.rest + (node * a_.heads + h) * (s_.dim + 1);
             add(sum, rest, rest[s_.dim] * LOG2_E, 1.0f);
         }
         Element* out = static_cast<Element*>(a_.out) + (node * a_.heads + h) * s_.dim;

@@ -27,9 +27,10 @@ struct DecoderRows {
     long rows;
     const float *cos, *sin;  // [rows, dim / 2]
     const int32_t* parent;   // [rows]
-    const float* rest;       // [layers, heads, dim + 1] or null, as in Attention
+    const float* rest;       // [layers, heads, dim + 1, dim + 1] or null: maps to what is left out (rests_as)
     void* x;                 // [rows, hidden], replaced by the result
     void *q, *k, *v;         // made here: [layers, rows, heads, dim], [layers, rows, kv_heads, dim] twice
+    void* content;           // made here: queries before rotation [layers, rows, heads, dim]
     void* attended;          // made here: [layers, rows, heads, dim]
     float* lse;              // made here: [layers, rows, heads]
 };

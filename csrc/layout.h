@@ -144,7 +144,7 @@ struct Attention {
     const int32_t* parent; // [rows], -1: follows the committed part
     float scale;
     long window;           // positions a row sees, itself included; 0: all
-    const float* rest;     // [heads, dim + 1] or null: what keys that are not here give, output then log-sum-exp
+    const float* rest;     // [rows, heads, dim + 1] or null: what keys that are not here give, output then log-sum-exp
     void* out;             // [rows, heads, dim]
     float* lse;            // [rows, heads]: log of the sum of exp(score)
 };
@@ -163,6 +163,7 @@ struct Kernels {
     void (*read)(const Store&, const int64_t* positions, long count, void* k, void* v);
     void (*weights)(const Store&, long length, const void* q, long rows, long heads, float scale, float* out);
     void (*attention)(const Attention&);
+    void (*rests)(bool bf16, const void* content, const float* map, long rows, long heads, long dim, float* out);
 };
 
 }  // namespace longdraft

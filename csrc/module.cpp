@@ -163,10 +163,10 @@ NB_MODULE(_cpu, m) {
                     at<int64_t>(which), rows); })
         .def("forward", [](const Kernels& k, const Decoder& decoder, const std::vector<Store*>& stores, long length,
                            long rows, Address x, Address cos, Address sin, Address parent, Address rest, Address q,
-                           Address key, Address value, Address attended, Address lse) {
+                           Address content, Address key, Address value, Address attended, Address lse) {
             require_order(at<int32_t>(parent), rows);
             forward(k, decoder, {rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<float>(rest), at<void>(x),
-                                 at<void>(q), at<void>(key), at<void>(value), at<void>(attended), at<float>(lse)},
+                                 at<void>(q), at<void>(key), at<void>(value), at<void>(content), at<void>(attended), at<float>(lse)},
                     stores, length); }, free_gil)
         .def("keep", [](const Kernels& k, const std::vector<Store*>& stores, long start, const std::vector<int64_t>& rows,
                         long held, Address key, Address value) {
@@ -186,12 +186,12 @@ NB_MODULE(_cpu, m) {
                     require(0 <= from[p] && from[p] < sources[i]->capacity(), "positions that are held");
                 copy(k, *sources[i], *targets[i], from, count, start);
             } })
-        .def("remainder", [](const Kernels& k, const std::vector<Store*>& parts, long length, long heads, Address q,
+        .def("remainder", [](const Kernels& k, const std::vector<Store*>& parts, long length, long rows, long heads, Address q,
                              Address whole, Address lse, Address rest) {
             for (size_t i = 0; i < parts.size(); i++) {
-                const long layer = static_cast<long>(i), width = heads * parts[i]->dim, size = parts[i]->is_bf16 ? 2 : 4;
-                remainder(k, *parts[i], length, heads, at<void>(q + layer * width * size), at<void>(whole + layer * width * size),
-                          at<float>(lse) + layer * heads, at<float>(rest) + layer * (width + heads));
+                const long before = static_cast<long>(i) * rows * heads, skipped = before * parts[i]->dim * (parts[i]->is_bf16 ? 2 : 4);
+                remainder(k, *parts[i], length, rows, heads, at<void>(q + skipped), at<void>(whole + skipped),
+                          at<float>(lse) + before, at<float>(rest) + before * (parts[i]->dim + 1));
             } }, free_gil)
         .def("read", [](const Kernels& k, const Store& s, Address positions, long count, Address key, Address value) {
             k.read(s, at<int64_t>(positions), count, at<void>(key), at<void>(value)); })

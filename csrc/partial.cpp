@@ -27,19 +27,21 @@ void copy(const Kernels& kernels, const Store& source, Store& target, const int6
                   nullptr, count);
 }
 
-void remainder(const Kernels& kernels, Store& part, long length, long heads, const void* q, const void* whole,
+void remainder(const Kernels& kernels, Store& part, long length, long rows, long heads, const void* q, const void* whole,
                const float* whole_lse, float* rest) {
-    // Attention wants a provisional row: the last position, read and handed in once more.
-    const long dim = part.dim, size = part.is_bf16 ? 2 : 4;
-    std::vector<int64_t> last(static_cast<size_t>(part.heads), length - 1);
-    std::vector<char> k(static_cast<size_t>(part.heads * dim * size)), v(k.size());
-    std::vector<char> out(static_cast<size_t>(heads * dim * size));
-    std::vector<float> lse(static_cast<size_t>(heads));
-    const int32_t parent = -1;
-    kernels.read(part, last.data(), 1, k.data(), v.data());
-    kernels.attention({&part, length - 1, 1, heads, q, {k.data(), part.heads * dim, dim}, {v.data(), part.heads * dim, dim},
-                       &parent, 1.0f / std::sqrt(static_cast<float>(dim)), 0, nullptr, out.data(), lse.data()});
-    for (long h = 0; h < heads; h++, rest += dim + 1) {
+    // The rows' own keys and values are the last ones: read, and handed in again as a chain behind the others.
+    const long dim = part.dim, size = part.is_bf16 ? 2 : 4, held = part.heads * rows;
+    std::vector<int64_t> last(static_cast<size_t>(held));
+    for (long i = 0; i < held; i++) last[static_cast<size_t>(i)] = length - rows + i % rows;
+    std::vector<char> k(static_cast<size_t>(held * dim * size)), v(k.size());
+    std::vector<char> out(static_cast<size_t>(rows * heads * dim * size));
+    std::vector<float> lse(static_cast<size_t>(rows * heads));
+    std::vector<int32_t> parent(static_cast<size_t>(rows));
+    for (long i = 0; i < rows; i++) parent[static_cast<size_t>(i)] = static_cast<int32_t>(i - 1);
+    kernels.read(part, last.data(), rows, k.data(), v.data());
+    kernels.attention({&part, length - rows, rows, heads, q, {k.data(), dim, rows * dim}, {v.data(), dim, rows * dim},
+                       parent.data(), 1.0f / std::sqrt(static_cast<float>(dim)), 0, nullptr, out.data(), lse.data()});
+    for (long h = 0; h < rows * heads; h++, rest += dim + 1) {
         const float share = std::exp(lse[static_cast<size_t>(h)] - whole_lse[h]), left = 1.0f - share;
         const bool is_nothing = !(left >= NOTHING);
         for (long i = 0; i < dim; i++)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "layout.h"
+#include "pool.h"
 #include "simd.h"
 
 #include <algorithm>
@@ -92,6 +93,28 @@ void rope_as(Rows x, const float* cos, const float* sin, long rows, long heads, 
                 to[i + half] = T::round(b * c[i] + a * s[i]);
             }
         }
+}
+
+// The remainder (partial.h) of each row and head: a map [dim + 1, dim + 1] for each head, whose last row is what is
+// given to the zero query. content [rows, heads, dim] -> out [rows, heads, dim + 1]
+template <class T>
+void rests_as(const void* content, const float* map, long rows, long heads, long dim, float* out) {
+    const long wide = dim + 1;
+    parallel(heads, [&](long h) {
+        const float* mine = map + h * wide * wide;
+        for (long r = 0; r < rows; r++) {
+            const auto* u = static_cast<const typename T::Element*>(content) + (r * heads + h) * dim;
+            float* to = out + (r * heads + h) * wide;
+            std::copy_n(mine + dim * wide, wide, to);
+            for (long d = 0; d < dim; d++) {
+                const float by = T::widen(u[d]);
+                const float* row = mine + d * wide;
+                long i = 0;
+                for (; i + LANES <= wide; i += LANES) store(to + i, fma(load(row + i), all(by), load(to + i)));
+                for (; i < wide; i++) to[i] += by * row[i];
+            }
+        }
+    });
 }
 
 // Where element d of a position lies in a head's keys and values (offsets in elements).

@@ -54,13 +54,17 @@ void weights(const Store& s, long length, const void* q, long rows, long heads, 
               : weights_as<F32>(s, length, q, rows, heads, scale, out);
 }
 
+void rests(bool bf16, const void* content, const float* map, long rows, long heads, long dim, float* out) {
+    bf16 ? rests_as<BF16>(content, map, rows, heads, dim, out) : rests_as<F32>(content, map, rows, heads, dim, out);
+}
+
 void attention(const Attention& a) { a.store->is_bf16 ? attention_as<BF16>(a) : attention_as<F32>(a); }
 
 }  // namespace
 
 extern const Kernels table;
 const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, linear, embed, rms_norm, add, swiglu, rope,
-                       write, read, weights, attention};
+                       write, read, weights, attention, rests};
 
 }  // namespace LONGDRAFT_VARIANT
 }  // namespace longdraft

@@ -36,7 +36,7 @@ from longdraft.version import __version__
 
 log = logging.getLogger(__name__)
 PREFILL_CHUNK = 512  # prompt tokens in one forward; any number gives the same text
-_QUERY_ROWS = 8  # last prompt rows whose queries choose the first partial cache
+_QUERY_ROWS = 128  # last prompt rows that drafters are told of
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 

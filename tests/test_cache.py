@@ -11,6 +11,7 @@ from longdraft import kernels
 from longdraft.cache import select
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialBudget, PartialCache
+from longdraft.cache.remainder import Remainder
 from longdraft.errors import UsageError
 
 LAYERS, HEADS, DIM = 2, 2, 8
@@ -87,7 +88,7 @@ def write(full: FullCache, count: int, seed: int) -> None:
 def queries(seed: int) -> kernels.Attended:
     """Some accepted tokens' queries; what attention gave for them does not matter to the choice of rows."""
     q = torch.randn(LAYERS, 2, 4, DIM, generator=torch.Generator().manual_seed(seed))
-    return kernels.Attended(q, torch.zeros_like(q), torch.zeros(LAYERS, 2, 4))
+    return kernels.Attended(q, torch.zeros_like(q), torch.zeros(LAYERS, 2, 4), q)
 
 
 def positions_held(full: FullCache, partial: PartialCache, layer: int, head: int) -> list[int]:
@@ -164,26 +165,77 @@ def test_drafted_rows_are_dropped():
 
 
 def test_the_remainder_is_what_the_keys_left_out_give():
-    """With it, one row's attention over the partial cache is its attention over the whole text."""
+    """With it, the last rows' attention over the partial cache is their attention over the whole text."""
+    chain = torch.tensor([-1, 0, 1], dtype=torch.int32)
     for kernel in (KERNELS, REFERENCE):
         full = new_full(kernel)
         partial = PartialCache(full, kernel, HEADS, DIM, SIZE)
-        write(full, 99, 1)
-        tail = layered(1, 70)
-        q = torch.randn(1, 4, DIM, generator=torch.Generator().manual_seed(3))
-        root = torch.tensor([-1], dtype=torch.int32)
+        write(full, 97, 1)
+        tail = layered(3, 70)
+        q = torch.randn(3, 4, DIM, generator=torch.Generator().manual_seed(3))
         kv = full.append(*tail)
-        each = [kernel.attention(q, kv.layer(layer), root) for layer in range(LAYERS)]
+        each = [kernel.attention(q, kv.layer(layer), chain) for layer in range(LAYERS)]
         whole = kernels.Attended(*(torch.stack(part) for part in zip(*each, strict=True)))
-        full.commit([0])
+        full.commit([0, 1, 2])
         partial.refresh(lambda whole=whole: whole)
         assert partial.length < full.length
+        held = partial.append(*tail)
+        rests = kernel.remainder(held.stores, held.length, whole)
         for layer in range(LAYERS):
-            # The same query again, on what the partial cache holds but its last row, that row, and the remainder.
-            kv = partial.append(*tail).layer(layer)
-            again = kernel.attention(q, kv._replace(length=kv.length - 1), root)
+            # The same queries again, on what the partial cache holds but the last rows, those, and the remainders.
+            again = kernel.attention(q, held.layer(layer)._replace(length=held.length - 3, rest=rests[layer]), chain)
             torch.testing.assert_close(again.output, whole.output[layer], atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(again.lse, whole.lse[layer], atol=1e-5, rtol=1e-4)
+
+
+def random_rests(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_fit_is_the_weighted_ridge_regression_of_all_rows_so_far():
+    """Beside the running sums: all rows at once, centred, one head at a time."""
+    steps, layers, heads, dim = [5, 3, 1, 7, 9, 4, 3] * 3, 2, 3, 6
+    fit = Remainder(layers, heads, dim, torch.device("cpu"))
+    contents = [random_rests(layers, rows, heads, dim, seed=i) for i, rows in enumerate(steps)]
+    rests = [random_rests(layers, rows, heads, dim + 1, seed=100 + i) for i, rows in enumerate(steps)]
+    total, fitted, seen = 0, 0, 0
+    for rows, content, rest in zip(steps, contents, rests, strict=True):
+        got = fit.learn(content, rest)
+        total, seen = total + rows, seen + rows
+        if seen >= 32 or total == rows:
+            fitted, seen = total, 0
+    x, y = (torch.cat(parts, 1).double() for parts in (contents, rests))
+    age = torch.arange(fitted - 1, -1, -1).double()
+    weight = (-age / 128).exp()
+    for layer in range(layers):
+        for head in range(heads):
+            u, r = x[layer, :fitted, head], y[layer, :fitted, head]
+            mean_u, mean_r = ((weight[:, None] * part).sum(0) / weight.sum() for part in (u, r))
+            spread = (weight[:, None] * (u - mean_u) ** 2).sum(0).mean() / weight.sum()
+            gram = (weight[:, None] * (u - mean_u)).T @ (u - mean_u)
+            gram += (0.05 * weight.sum() + 4) * spread * torch.eye(dim)
+            slope = torch.linalg.solve(gram, (weight[:, None] * (u - mean_u)).T @ (r - mean_r))
+            base = mean_r - mean_u @ slope
+            base = base + 0.4 * (y[layer, -1, head] - x[layer, -1, head] @ slope - base)
+            torch.testing.assert_close(got[layer, head, :dim].double(), slope, atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(got[layer, head, dim].double(), base, atol=1e-4, rtol=1e-3)
+
+
+def test_the_fit_knows_a_linear_world_and_heads_that_miss_nothing():
+    dim = 4
+    truth, base = random_rests(2, dim, dim + 1, seed=1), random_rests(2, dim + 1, seed=2)
+    fit = Remainder(1, 3, dim, torch.device("cpu"))
+    for step in range(200):
+        content = random_rests(1, 5, 3, dim, seed=3 + step)
+        rests = torch.empty(1, 5, 3, dim + 1)
+        rests[:, :, :2] = torch.einsum("lthd,hde->lthe", content[:, :, :2], truth) + base
+        rests[:, :, 2] = 0.0
+        rests[:, :, 2, -1] = -torch.inf  # nothing is left out for this head
+        got = fit.learn(content, rests)
+    torch.testing.assert_close(got[0, :2, :dim], truth, atol=0.2, rtol=0.1)
+    torch.testing.assert_close(got[0, :2, dim], base, atol=0.3, rtol=0.1)
+    assert got.isfinite().all()
+    assert (got[0, 2, dim] @ torch.eye(dim + 1))[-1] < -1e20, "weighs nothing"
 
 
 def test_without_queries_the_sinks_and_the_latest_rows_are_held():

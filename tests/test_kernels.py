@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from longdraft import kernels
 from longdraft.errors import UsageError
-from longdraft.kernels import KV, Attended, LayersKV
+from longdraft.kernels import KV, Attended, Geometry, LayersKV, LayerWeights
 from longdraft.kernels.reference import SPLIT, STEP
 
 every_kernel = pytest.mark.parametrize("name", kernels.available())
@@ -217,7 +217,8 @@ def test_hostile_tensors_are_refused_or_handled(name):
         lambda: kernel.keep(LayersKV([store], 3, rows[None], rows[None]), [3]),
         lambda: kernel.keep(LayersKV([store, store], 3, rows[None], rows[None]), [0]),
         lambda: kernel.copy([store], [store], torch.full((1, 2, 1), 10**9), 0),
-        lambda: kernel.remainder([store], 10**9, Attended(q[None], q[None], torch.zeros(1, 3, 4))),
+        lambda: kernel.remainder([store], 10**9, Attended(q[None], q[None], torch.zeros(1, 3, 4), q[None])),
+        lambda: kernel.remainder([store], 2, Attended(q[None], q[None], torch.zeros(1, 3, 4), q[None])),
         lambda: kernel.rope(q, torch.zeros(3, 3), torch.zeros(3, 3)),
         lambda: kernel.swiglu(x[:, :5]),
     ):
@@ -228,7 +229,7 @@ def test_hostile_tensors_are_refused_or_handled(name):
 @pytest.mark.parametrize("name", kernels.available()[:-1])
 @every_dtype
 def test_what_a_partial_cache_needs_agrees_with_the_reference(name, dtype):
-    """Copies between stores, and the remainder of the last verified row."""
+    """Copies between stores, and the remainders of the last rows."""
     layers, kv_heads, heads, dim, length = 2, 2, 6, 24, 500
     k, v = (random_rows(layers, length, kv_heads, dim, seed=s) for s in (1, 2))
     q = random_rows(layers, 3, heads, dim, seed=3)
@@ -242,12 +243,41 @@ def test_what_a_partial_cache_needs_agrees_with_the_reference(name, dtype):
         kernel.copy(full, part, chosen.view(layers, kv_heads, 40), 0)
         held = [store.read(torch.arange(40).expand(kv_heads, -1))[0].float() for store in part]
         asked = q.to(kernel.dtype)
-        kv = [KV(full[i], length - 1, rows.k[i, -1:], rows.v[i, -1:]) for i in range(layers)]
-        whole = [kernel.attention(asked[i, -1:], kv[i], parents_of([-1])) for i in range(layers)]
+        kv = [KV(full[i], length - 3, rows.k[i, -3:], rows.v[i, -3:]) for i in range(layers)]
+        whole = [kernel.attention(asked[i], kv[i], parents_of([-1, 0, 1])) for i in range(layers)]
         rest = kernel.remainder(part, 40, Attended(*(torch.stack(part) for part in zip(*whole, strict=True))))
         results.append((torch.stack(held), rest))
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4 if dtype == "float32" else 2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@every_dtype
+def test_layers_whose_cache_leaves_something_out_agree_with_the_reference(name, dtype):
+    """One layer over a store and a remainder that is a function of the query."""
+    heads, kv_heads, dim, hidden, rows = 6, 2, 20, 48, 3
+    results = []
+    for kernel in (kernels.choose("cpu", dtype, name), kernels.choose("cpu", dtype, "reference")):
+        layer = LayerWeights(
+            torch.ones(hidden, dtype=kernel.dtype),
+            kernel.pack(random_rows((heads + 2 * kv_heads) * dim, hidden, seed=1) / 7),
+            kernel.pack(random_rows(hidden, heads * dim, seed=2) / 11),
+            torch.ones(hidden, dtype=kernel.dtype),
+            kernel.pack(random_rows(64, hidden, seed=3) / 7), kernel.pack(random_rows(hidden, 32, seed=4) / 6))
+        store = kernel.new_store(kv_heads, dim)
+        held = random_rows(40, kv_heads, dim, seed=5, dtype=kernel.dtype)
+        store.write(0, held, held)
+        rest = random_rows(1, heads, dim + 1, dim + 1, seed=6).contiguous()
+        k, v = (torch.empty(1, rows, kv_heads, dim, dtype=kernel.dtype) for _ in range(2))
+        angles = random_rows(rows, dim // 2, seed=7)
+        decoder = kernel.new_decoder([layer], Geometry(heads, kv_heads, dim, 1e-5))
+        x, attended = decoder.forward(random_rows(rows, hidden, seed=8, dtype=kernel.dtype), angles.cos(), angles.sin(),
+                                      LayersKV([store], 40, k, v, rest), parents_of([-1, 0, 0]))
+        rotated = kernel.rope(attended.content[0], angles.cos(), angles.sin())
+        torch.testing.assert_close(rotated, attended.queries[0])
+        results.append([part.float() for part in (x, *attended)])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4 if dtype == "float32" else 5e-2, rtol=2e-2)
 
 
 def test_an_unknown_variant_is_refused_and_the_known_ones_are_listed(monkeypatch):

@@ -6,9 +6,9 @@ Chosen for each layer and KV head by the attention of the last accepted tokens' 
 appends only its new rows; when the budget is full, the choice is made again. A prompt shorter than the
 budget is held whole. Keys carry their rotation, so their order here is free.
 
-The *remainder* is what the keys left out gave the last verified row: for each layer and query head an output
-and a log-sum-exp, "full minus partial". It changes slowly from one token to the next, so drafts merge it into
-their attention as one more key, and a small cache need not forget the mass of a long text.
+The *remainder* is what the keys left out gave a verified row: for each layer and query head an output and a
+log-sum-exp, "full minus partial". Drafts merge it into their attention as one more key, as a function of their query
+that is fitted to the verified rows (remainder.py), so that a small cache need not forget the mass of a long text.
 
 Modes (the paper's ablation, table 5): "dynamic" as above; "static" is chosen once after the prompt and
 never changes; "full" drafts on a view of the full cache.
@@ -25,10 +25,12 @@ from torch import Tensor
 
 from longdraft.cache import select
 from longdraft.cache.full import FullCache
+from longdraft.cache.remainder import Remainder
 from longdraft.errors import check
 from longdraft.kernels import Attended, Kernels, LayersKV
 
 CacheMode = Literal["dynamic", "static", "full"]
+_ASKING = 8  # last verified rows whose queries choose
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class PartialCache:
         self._full = full
         self._kernels = kernels
         self._has_remainder = has_remainder and mode != "full"
+        self._remainder: Remainder | None = None
         self._rest: Tensor | None = None
         self._size = size
         self._selection = selection or select.heavy_hitters(size.held, size.sinks, size.recent)
@@ -115,7 +118,14 @@ class PartialCache:
         is_whole = self._rows.length == self._full.length
         self._rest = None
         if self._has_remainder and attended and not is_whole:
-            self._rest = self._kernels.remainder(self._rows.stores, self._rows.length, attended())
+            self._rest = self._learn(attended().last(self._size.recent if self._mode == "dynamic" else 1))
+
+    def _learn(self, whole: Attended) -> Tensor:
+        """From the text's last rows, which end this cache (a static one takes none in)."""
+        if self._remainder is None:
+            num_layers, _, num_heads, head_dim = whole.content.shape
+            self._remainder = Remainder(num_layers, num_heads, head_dim, whole.content.device)
+        return self._remainder.learn(whole.content, self._kernels.remainder(self._rows.stores, self._rows.length, whole))
 
     def expire(self) -> None:
         """Choose anew at the next refresh, wherever the budget stands."""
@@ -128,7 +138,7 @@ class PartialCache:
         if has_room and (is_whole or not self._is_stale):
             self._copy(torch.arange(self._seen, self._full.length).expand(self._num_kv_heads, -1))
         elif attended is not None:
-            self._select(attended().queries)
+            self._select(attended().last(_ASKING).queries)
         else:  # nothing to ask with: keep the sinks and the latest
             self._rows.length = 0
             latest = select.latest(self._full.length, self._size.held, self._size.sinks)
@@ -152,4 +162,5 @@ class PartialCache:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._mode == "full" else self._rows.nbytes
+        rows = 0 if self._mode == "full" else self._rows.nbytes
+        return rows + (self._remainder.nbytes if self._remainder else 0)

@@ -77,7 +77,8 @@ class MagicDecDrafter:
             selection = select.pooled(options.budget, options.sinks, options.window)
         else:
             selection = select.streaming(config.num_kv_heads, options.budget, options.sinks)
-        size = PartialBudget(options.budget + options.refresh, options.sinks, options.window, options.refresh)
+        latest = options.window if options.selection == "snapkv" else options.budget - options.sinks
+        size = PartialBudget(options.budget + options.refresh, options.sinks, latest, options.refresh)
         self.partial = PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size,
                                     has_remainder=options.remainder, selection=selection)
         self._chain = Chain(SelfReader(model, self.partial), sampler, options.width, SELF)

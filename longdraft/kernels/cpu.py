@@ -197,14 +197,15 @@ class CpuKernels:
         self.native.copy(source, target, positions.data_ptr(), count, start)
 
     def remainder(self, stores: Sequence[KVStore], length: int, whole: Attended) -> Tensor:
-        num_layers, _, heads, dim = whole.queries.shape
-        q, output, lse = (part[:, -1].contiguous() for part in whole)
+        num_layers, rows, heads, dim = whole.queries.shape
+        q, output, lse = (part.contiguous() for part in (whole.queries, whole.output, whole.lse))
         _require(q.dtype == output.dtype == self.dtype and lse.dtype == torch.float32, f"rows of {self.dtype}", q.dtype)
         native = self.stores(stores, num_layers, None, dim)
-        fits = all(heads % store.heads == 0 and 0 < length <= store.capacity for store in native)
+        fits = all(heads % store.heads == 0 and 0 < rows <= length <= store.capacity for store in native)
         _require(fits, "positions and heads that are held", (heads, length))
-        rest = torch.empty(num_layers, heads, dim + 1)
-        self.native.remainder(native, length, heads, q.data_ptr(), output.data_ptr(), lse.data_ptr(), rest.data_ptr())
+        rest = torch.empty(num_layers, rows, heads, dim + 1)
+        self.native.remainder(native, length, rows, heads, q.data_ptr(), output.data_ptr(), lse.data_ptr(),
+                              rest.data_ptr())
         return rest
 
     def stores(self, stores: Sequence[KVStore], num_layers: int, heads: int | None,
@@ -229,9 +230,9 @@ class CpuKernels:
         _require(window >= 0, "a window of 0 or more positions", window)
         out, lse = torch.empty_like(q), torch.empty(rows, heads)
         self.native.attention(store.native, length, rows, heads, q.data_ptr(), *_strided(k), *_strided(v),
-                              parents.data_ptr(), 1 / math.sqrt(dim), window, _rest(kv.rest, (heads, dim + 1)),
+                              parents.data_ptr(), 1 / math.sqrt(dim), window, _rest(kv.rest, (rows, heads, dim + 1)),
                               out.data_ptr(), lse.data_ptr())
-        return Attended(q, out, lse)
+        return Attended(q, out, lse, q)
 
     def _input(self, x: Tensor, width: int) -> Tensor:
         """x [R, width] in our dtype, contiguous and aligned to words."""
@@ -284,14 +285,14 @@ class CpuDecoder:
         stores = self._kernels.stores(kv.stores, num_layers, kv_heads, dim)
         check_tail(stores, kv.length, rows, parents)
         result = x.to(dtype, copy=True).contiguous()
-        q, attended = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(2))
+        q, content, attended = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(3))
         lse = torch.empty(num_layers, rows, heads)
         self._kernels.native.forward(
             self._native, stores, kv.length, rows,
             result.data_ptr(), cos.data_ptr(), sin.data_ptr(), parents.data_ptr(),
-            _rest(kv.rest, (num_layers, heads, dim + 1)), q.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(),
-            attended.data_ptr(), lse.data_ptr())
-        return result, Attended(q, attended, lse)
+            _rest(kv.rest, (num_layers, heads, dim + 1, dim + 1)), q.data_ptr(), content.data_ptr(), kv.k.data_ptr(),
+            kv.v.data_ptr(), attended.data_ptr(), lse.data_ptr())
+        return result, Attended(q, attended, lse, content)
 
 
 def check_tail(stores: Sequence[_cpu.Store], length: int, rows: int, parents: Tensor) -> None:

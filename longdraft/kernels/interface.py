@@ -76,8 +76,8 @@ class KVStore(Protocol):
 class KV(NamedTuple):
     """What attention reads: `length` committed positions of a store, then T provisional rows.
 
-    rest  [H, D + 1] float32: what keys that are not in the store would give, as an output and its
-          log-sum-exp, merged into every row's attention as one more key; None where nothing is left out
+    rest  [T, H, D + 1] float32: what keys that are not in the store would give each row, as an output and its
+          log-sum-exp, merged into its attention as one more key; None where nothing is left out
     """
 
     store: KVStore
@@ -88,7 +88,11 @@ class KV(NamedTuple):
 
 
 class LayersKV(NamedTuple):
-    """The same for all L layers of a model: k, v [L, T, Hkv, D], rest [L, H, D + 1]."""
+    """The same for all L layers of a model: k, v [L, T, Hkv, D].
+
+    rest  [L, H, D + 1, D + 1] float32: `KV.rest` as a function of each row's query before its rotation,
+          rest[:D] times the query plus rest[D] (longdraft/cache/remainder.py)
+    """
 
     stores: Sequence[KVStore]
     length: int
@@ -97,24 +101,32 @@ class LayersKV(NamedTuple):
     rest: Tensor | None = None
 
     def layer(self, index: int) -> KV:
-        rest = None if self.rest is None else self.rest[index]
-        return KV(self.stores[index], self.length, self.k[index], self.v[index], rest)
+        """One layer's, without the rest."""
+        return KV(self.stores[index], self.length, self.k[index], self.v[index])
 
 
 class Attended(NamedTuple):
     """What attention did for some rows: queries and outputs [T, H, D], log-sum-exp of the scores [T, H].
 
-    Of several layers: [L, T, H, D] and [L, T, H].
+    Of several layers: [L, T, H, D] and [L, T, H]. `content` are the queries as they were before their rotation
+    (`Kernels.attention`, which rotates nothing, gives them as they are).
     """
 
     queries: Tensor
     output: Tensor
     lse: Tensor  # float32
+    content: Tensor
 
     def rows(self, rows: Sequence[int]) -> Attended:
         """Some rows of several layers."""
-        chosen = list(rows)
-        return Attended(self.queries[:, chosen], self.output[:, chosen], self.lse[:, chosen])
+        return self._each(list(rows))
+
+    def last(self, count: int) -> Attended:
+        """The last rows of several layers."""
+        return self._each(slice(-count, None))
+
+    def _each(self, rows: list[int] | slice) -> Attended:
+        return Attended(self.queries[:, rows], self.output[:, rows], self.lse[:, rows], self.content[:, rows])
 
 
 class Decoder(Protocol):
@@ -164,9 +176,10 @@ class Kernels(Protocol):
         """Rows at positions [L, Hkv, N] (int64) of each source to positions start, start + 1, ... of its target."""
 
     def remainder(self, stores: Sequence[KVStore], length: int, whole: Attended) -> Tensor:
-        """What keys that are not among these stores' `length` positions gave the last row of `whole`.
+        """What keys that are not among these stores' positions gave the T rows of `whole`, of several layers.
 
-        "Full minus part", for each layer and query head an output and its log-sum-exp: [L, H, D + 1] float32.
+        The rows are the last T of the stores' `length` positions, in order. "Full minus part", each beyond the
+        positions up to its own: an output and its log-sum-exp (-inf where there is nothing), [L, T, H, D + 1] float32.
         """
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:

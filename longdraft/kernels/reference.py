@@ -160,31 +160,35 @@ class ReferenceKernels:
             target.write_heads(start, *source.read(chosen))
 
     def remainder(self, stores: Sequence[KVStore], length: int, whole: Attended) -> Tensor:
+        rows = whole.queries.shape[1]
+        last = torch.arange(length - rows, length, device=self.device)
+        chain = torch.arange(-1, rows - 1, dtype=torch.int32)
         parts = []
         for index, store in enumerate(stores):
             assert isinstance(store, ReferenceStore)
-            last = torch.full((store.num_kv_heads, 1), length - 1, device=self.device)
-            k, v = (x.transpose(0, 1) for x in store.read(last))
-            kv = KV(store, length - 1, k, v)
-            parts.append(self.attention(whole.queries[index, -1:], kv, torch.tensor([-1], dtype=torch.int32)))
-        output, lse = (torch.stack([part[i][0] for part in parts]).float() for i in (1, 2))
-        share = (lse - whole.lse[:, -1]).exp()[..., None]  # of the attention that the part holds
+            k, v = (x.transpose(0, 1) for x in store.read(last.expand(store.num_kv_heads, -1)))
+            parts.append(self.attention(whole.queries[index], KV(store, length - rows, k, v), chain))
+        output, lse = torch.stack([part.output for part in parts]).float(), torch.stack([part.lse for part in parts])
+        share = (lse - whole.lse).exp()[..., None]  # of the attention that the part holds
         left = 1 - share
         is_nothing = left < NOTHING
-        output = ((whole.output[:, -1].float() - share * output) / left).masked_fill(is_nothing, 0.0)
-        lse = (whole.lse[:, -1, :, None] + left.clamp_min(NOTHING).log()).masked_fill(is_nothing, -math.inf)
+        output = ((whole.output.float() - share * output) / left).masked_fill(is_nothing, 0.0)
+        lse = (whole.lse[..., None] + left.clamp_min(NOTHING).log()).masked_fill(is_nothing, -math.inf)
         return torch.cat([output, lse], -1)
 
     def layer_forward(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
-                      parents: Tensor) -> tuple[Tensor, Attended]:
-        """Rows x [T, hidden] through one layer; fills kv.k and kv.v."""
+                      parents: Tensor, rest: Tensor | None = None) -> tuple[Tensor, Attended]:
+        """Rows x [T, hidden] through one layer; fills kv.k and kv.v. `rest` [H, D + 1, D + 1] as in LayersKV."""
         heads, kv_heads, dim, eps = geometry
         normed = self.rms_norm(x, layer.attention_norm, eps)
         qkv = self.linear(normed, layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
-        q = self.rope(qkv[:, :heads], cos, sin)
+        content = qkv[:, :heads]
+        q = self.rope(content, cos, sin)
         kv.k.copy_(self.rope(qkv[:, heads : heads + kv_heads], cos, sin))
         kv.v.copy_(qkv[:, heads + kv_heads :])
-        attended = self.attention(q, kv, parents, layer.window)
+        if rest is not None:
+            kv = kv._replace(rest=torch.einsum("thd,hde->the", content.float(), rest[:, :-1]) + rest[:, -1])
+        attended = self.attention(q, kv, parents, layer.window)._replace(content=content)
         x = x + self.linear(attended.output.flatten(1), layer.out)
         normed = self.rms_norm(x, layer.mlp_norm, eps)
         return x + self.linear(self.swiglu(self.linear(normed, layer.gate_up)), layer.down), attended
@@ -213,8 +217,9 @@ class ReferenceKernels:
             store.write(length + first, k[path], v[path])
             laid[first:] = path
             with _one_thread():
-                out[row], lse[row] = _attend(q[row].float(), store, length + depths[row] + 1, rest, window)
-        return Attended(q, out, lse)
+                out[row], lse[row] = _attend(q[row].float(), store, length + depths[row] + 1,
+                                              None if rest is None else rest[row], window)
+        return Attended(q, out, lse, q)
 
 
 class ReferenceDecoder:
@@ -228,7 +233,8 @@ class ReferenceDecoder:
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, Attended]:
         attended = []
         for index, layer in enumerate(self._layers):
-            x, mixed = self._kernels.layer_forward(x, layer, self._geometry, cos, sin, kv.layer(index), parents)
+            rest = None if kv.rest is None else kv.rest[index]
+            x, mixed = self._kernels.layer_forward(x, layer, self._geometry, cos, sin, kv.layer(index), parents, rest)
             attended.append(mixed)
         return x, Attended(*(torch.stack(part) for part in zip(*attended, strict=True)))
 
