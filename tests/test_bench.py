@@ -198,13 +198,17 @@ def test_the_folder_for_peers_has_both_spellings_of_rope(tmp_path):
 def test_length_writes_one_text_with_each_drafter_in_turns(tmp_path, capsys):
     (tmp_path / "prompt.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 9)
     command = ["bench", "length", "--prompt-file", str(tmp_path / "prompt.txt"), "--output", str(tmp_path / "out.json"),
-               "--prefill", "60", "--max-new-tokens", "90", "--bucket", "40", "--drafters", "plain magicdec auto"]
+               "--prefill", "60", "--max-new-tokens", "90", "--bucket", "40", "--turn", "10", "--drafters",
+               "plain magicdec auto"]
     assert run(command) == 0
     figures = json.loads((tmp_path / "out.json").read_text())["drafters"]
     assert len({figure["stats"]["sha256_tokens"] for figure in figures.values()}) == 1
     for figure in figures.values():
         assert len(figure["buckets"]) == 3 and sum(bucket["tokens"] for bucket in figure["buckets"]) == 90
         assert all(bucket["seconds"] > 0 for bucket in figure["buckets"])
+        accepted = sum(sum(bucket["accepted_by_source"].values()) for bucket in figure["buckets"])
+        assert accepted == sum(source["accepted"] for source in figure["stats"]["by_source"].values())
+    assert all(bucket["to_first"] == 1 for bucket in figures["plain"]["buckets"])
     assert "Speed by length" in capsys.readouterr().out
     assert run([*command[:3], str(tmp_path / "missing.txt")]) == 2
     assert "is not a file" in capsys.readouterr().err

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure kernels, decoding and other engines on this machine.")
 
+Plot = Annotated[Path | None, typer.Option(help="Draw this .png, .svg or .pdf (needs matplotlib).")]
 Output = Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")]
 Model = Annotated[str, typer.Option(help="Bundled name, model folder or hub id.")]
 Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
@@ -112,7 +113,7 @@ def roofline_command(
     dtype: Dtype = "bfloat16",
     contexts: Contexts = "1024,8192,32768,100000",
     rows: Annotated[str, typer.Option(help="Numbers of rows of a forward; one is measured anyway.")] = "1,2,4,8,16",
-    plot: Annotated[Path | None, typer.Option(help="Draw this .png, .svg or .pdf (needs matplotlib).")] = None,
+    plot: Plot = None,
     threads: Threads = None, repeats: Repeats = 9, memory: Memory = 2.0, output: Output = None,
 ) -> None:
     """Measure steps of plain decoding against their floor: the bytes of weights and cache over read bandwidth.
@@ -203,21 +204,27 @@ def length_command(
     model: Model = "novelist",
     prefill: Annotated[int, typer.Option(help="Tokens of the prompt that are used.")] = 4096,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 100_000,
-    bucket: Annotated[int, typer.Option(help="New tokens that a drafter writes before the next one's turn.")] = 10_000,
+    bucket: Annotated[int, typer.Option(help="New tokens that are reported together.")] = 10_000,
+    turn: Annotated[int, typer.Option(help="New tokens that a drafter writes before the next one's turn.")] = 1_000,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     threads: Threads = None,
     output: Output = None,
+    plot: Plot = None,
 ) -> None:
     """Write one long text with several drafters in turns: speed by length, and that it is one text.
 
     Sampling as in the paper: min-p 0.1, repetition penalty 1.2 within 1,024 tokens; seed 7.
     """
     from longdraft.bench import length, machine, report, tables
+    from longdraft.bench import plot as plots
     from longdraft.core import SamplingParams
     from longdraft.engine import load
 
     check(prefill >= 1, "prefill", prefill, "1 or more")
-    check(bucket >= 1, "bucket", bucket, "1 or more")
+    check(turn >= 1, "turn", turn, "1 or more")
+    check(bucket >= turn, "bucket", bucket, f"a turn's tokens ({turn}) or more")
+    if plot:
+        plots.check(plot)
     if not prompt_file.is_file():
         raise UsageError(f"--prompt-file {prompt_file} is not a file; give a text")
     settings = drafters.split()
@@ -233,7 +240,10 @@ def length_command(
             filled |= about | {"drafters": figures}
 
     save({})  # fails at once where it cannot be written
-    tables.length(length.run(engine, settings, prompt, params, bucket, save))
+    figures = length.run(engine, settings, prompt, params, bucket, turn, save)
+    tables.length(figures)
+    if plot:
+        plots.length(about | {"drafters": figures}, plot)
 
 
 def numbers(option: str, text: str, most: int) -> list[int]:

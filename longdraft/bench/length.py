@@ -2,12 +2,15 @@
 
     longdraft bench length --prompt-file novel.txt --prefill 4096 --max-new-tokens 100000 --drafters plain,auto
 
-Each drafter writes the next `bucket` tokens in turn, so that the machine's moods meet all of them alike.
+The drafters take turns of some thousand tokens, so that the machine's moods meet all of them alike; what one is
+to the first is the median over the turns of a bucket.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,23 +22,49 @@ from longdraft.errors import ModelError, UsageError
 Figures = dict[str, Any]
 
 
-def run(engine: Engine, settings: Sequence[str], prompt: Prompt, params: SamplingParams, bucket: int,
+def run(engine: Engine, settings: Sequence[str], prompt: Prompt, params: SamplingParams, bucket: int, turn: int,
         done: Callable[[Figures], None]) -> Figures:
     """All figures: for each setting ("plain", "magicdec,chain=6") its buckets and final statistics.
 
-    `done` gets the figures so far after every bucket. ModelError if two drafters wrote different texts.
+    Each writes `turn` tokens in turn. `done` gets the figures so far after every round of turns. ModelError if two
+    drafters wrote different texts.
     """
     texts = {setting: start(engine, setting, prompt, params) for setting in settings}
-    figures: Figures = {setting: {"buckets": [], "stats": None} for setting in settings}
-    for end in range(bucket, params.max_new_tokens + bucket, bucket):
+    turns: dict[str, list[Figures]] = {setting: [] for setting in settings}
+    figures: Figures = {}
+    for end in range(turn, params.max_new_tokens + turn, turn):
         for setting, text in texts.items():
-            figures[setting]["buckets"].append(write(text, min(end, params.max_new_tokens)))
-            figures[setting]["stats"] = text.stats()
+            turns[setting].append(write(text, min(end, params.max_new_tokens)))
         _require_one_text(texts)
+        figures = {setting: {"buckets": buckets(turns[setting], turns[settings[0]], bucket), "stats": text.stats()}
+                   for setting, text in texts.items()}
         done(figures)
         if all(text.finish_reason for text in texts.values()):
             break
     return figures
+
+
+def buckets(turns: Sequence[Figures], first: Sequence[Figures], size: int) -> list[Figures]:
+    """The turns of one drafter in buckets of `size` new tokens, and how fast they were beside those of the first."""
+    found: dict[int, list[int]] = {}
+    for place, figure in enumerate(turns):
+        found.setdefault((figure["until"] - figure["tokens"] // 2) // size, []).append(place)
+    return [_bucket([turns[place] for place in places], [first[place] for place in places])
+            for places in found.values()]
+
+
+def _bucket(turns: Sequence[Figures], first: Sequence[Figures]) -> Figures:
+    tokens, seconds, steps = (sum(turn[key] for turn in turns) for key in ("tokens", "seconds", "steps"))
+    ratios = [mine["tokens"] / mine["seconds"] * other["seconds"] / other["tokens"]
+              for mine, other in zip(turns, first, strict=True) if mine["tokens"] and other["tokens"]]
+    return {
+        "until": turns[-1]["until"], "tokens": tokens, "seconds": seconds,
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "to_first": statistics.median(ratios) if ratios else None,
+        "mean_accepted_length": tokens / steps if steps else 0.0,
+        **{key: dict(sum((Counter(turn[key]) for turn in turns), Counter()))
+           for key in ("tokens_by_choice", "accepted_by_source")},
+    }
 
 
 def start(engine: Engine, setting: str, prompt: Prompt, params: SamplingParams) -> Generation:
@@ -59,17 +88,15 @@ def write(text: Generation, end: int) -> Figures:
     after = text.stats()
     if not before["new_tokens"]:
         seconds -= after["prefill_seconds"]
-    tokens, steps = after["new_tokens"] - before["new_tokens"], after["steps"] - before["steps"]
+    def gained(count: Callable[[Mapping[str, Any]], Mapping[str, int]]) -> dict[str, int]:
+        return {name: number - count(before).get(name, 0) for name, number in count(after).items()}
+
     return {
-        "until": after["new_tokens"], "tokens": tokens, "seconds": seconds,
-        "tokens_per_second": tokens / seconds if seconds else 0.0,
-        "mean_accepted_length": tokens / steps if steps else 0.0,
-        "tokens_by_choice": _gained(before, after, "tokens_by_choice"),
+        "until": after["new_tokens"], "tokens": after["new_tokens"] - before["new_tokens"], "seconds": seconds,
+        "steps": after["steps"] - before["steps"],
+        "tokens_by_choice": gained(lambda stats: stats.get("tokens_by_choice", {})),
+        "accepted_by_source": gained(lambda stats: {name: of["accepted"] for name, of in stats["by_source"].items()}),
     }
-
-
-def _gained(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> dict[str, int]:
-    return {name: count - before.get(key, {}).get(name, 0) for name, count in after.get(key, {}).items()}
 
 
 def _require_one_text(texts: Mapping[str, Generation]) -> None:

@@ -1,11 +1,14 @@
-"""A picture of a roofline report: steps and their floor by context, and forwards by rows."""
+"""Pictures of reports: steps and their floor by context, forwards by rows; speed by length."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longdraft.errors import OutputError, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -23,6 +26,7 @@ def check(path: Path) -> None:
 
 
 def roofline(report: dict[str, Any], path: Path) -> None:
+    """Steps and their floor by context, and forwards by rows."""
     from matplotlib.figure import Figure
 
     records = report["contexts"]
@@ -42,8 +46,33 @@ def roofline(report: dict[str, Any], path: Path) -> None:
         axes.set_xticks([], minor=True)
         axes.legend()
         axes.grid(alpha=0.3, which="both")
+    _finish(figure, f"{report['model']}: {_machine(report)}", path)
+
+
+def length(report: dict[str, Any], path: Path) -> None:
+    """Speed and mean accepted length by what was written, a line for each drafter."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    for axes, key, name in zip(figure.subplots(1, 2), ("tokens_per_second", "mean_accepted_length"),
+                               ("tokens per second", "mean accepted length"), strict=True):
+        for drafter, figures in report["drafters"].items():
+            buckets = figures["buckets"]
+            axes.plot([bucket["until"] / 1000 for bucket in buckets], [bucket[key] for bucket in buckets], "o-",
+                      label=drafter)
+        axes.set(xlabel="thousand new tokens", ylabel=name, ylim=(0, None))
+        axes.legend()
+        axes.grid(alpha=0.3)
+    _finish(figure, f"behind {report['prefill']:,} tokens of prompt: {_machine(report)}", path)
+
+
+def _machine(report: dict[str, Any]) -> str:
     machine = report["machine"]
-    figure.suptitle(f"{report['model']}: {machine['kernels']}, {machine['dtype']}, {machine['threads']} threads")
+    return f"{machine['kernels']}, {machine['dtype']}, {machine['threads']} threads"
+
+
+def _finish(figure: Figure, title: str, path: Path) -> None:
+    figure.suptitle(title)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

@@ -64,10 +64,8 @@ def peers(report: Record) -> None:
 
 def length(figures: Mapping[str, Any]) -> None:
     """Speed by length, and how it compares with the first drafter's in the same bucket."""
-    first = next(iter(figures.values()))["buckets"]
-    records = [bucket | {"drafter": name, "to_first": bucket["tokens_per_second"] / first[place]["tokens_per_second"]}
-               for place in range(len(first)) for name, figure in figures.items()
-               for bucket in figure["buckets"][place : place + 1]]
+    rounds = zip(*(figure["buckets"] for figure in figures.values()), strict=False)
+    records = [bucket | {"drafter": name} for each in rounds for name, bucket in zip(figures, each, strict=True)]
     table("Speed by length", (
         ("until", "until", ","), ("drafter", "drafter", ""), ("seconds", "seconds", ".1f"),
         ("tokens/s", "tokens_per_second", ",.1f"), ("mean accepted length", "mean_accepted_length", ".2f"),

@@ -125,7 +125,8 @@ class PartialCache:
         if self._remainder is None:
             num_layers, _, num_heads, head_dim = whole.content.shape
             self._remainder = Remainder(num_layers, num_heads, head_dim, whole.content.device)
-        return self._remainder.learn(whole.content, self._kernels.remainder(self._rows.stores, self._rows.length, whole))
+        rests = self._kernels.remainder(self._rows.stores, self._rows.length, whole)
+        return self._remainder.learn(whole.content, rests)
 
     def expire(self) -> None:
         """Choose anew at the next refresh, wherever the budget stands."""
