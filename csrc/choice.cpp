@@ -181,7 +181,7 @@ void Choice::choose(const float* logits, const int32_t* tokens, const int32_t* p
 }
 
 std::vector<int64_t> Choice::rank(const float* logits, const int32_t* path, long length, long position, bool is_banned,
-                                  long count) const {
+                                  long count, double within) const {
     float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(vocabulary_) * sizeof(float)));
     long best;
     count = std::min(count, vocabulary_);
@@ -209,8 +209,10 @@ std::vector<int64_t> Choice::rank(const float* logits, const int32_t* path, long
         }
         guesses.insert(guesses.end(), others.begin(), others.end());
     }
+    guesses.resize(std::min(guesses.size(), static_cast<size_t>(count)));
     std::vector<int64_t> tokens;
-    for (long i = 0; i < std::min<long>(count, static_cast<long>(guesses.size())); i++) tokens.push_back(guesses[static_cast<size_t>(i)].token);
+    for (const Guess& guess : guesses)
+        if (guess.score >= guesses[0].score - within) tokens.push_back(guess.token);
     return tokens;
 }
 

@@ -31,9 +31,10 @@ class Choice {
     void choose(const float* logits, const int32_t* tokens, const int32_t* parents, long nodes, long position,
                 long banned_depth, int64_t* chosen) const;
 
-    // A drafter's best guesses behind `path` (tokens after the root), best first; fewer than `count` if there are.
+    // A drafter's best guesses behind `path` (tokens after the root), best first, none whose score is more than `within`
+    // below the first's; fewer than `count` if there are.
     std::vector<int64_t> rank(const float* logits, const int32_t* path, long length, long position, bool is_banned,
-                              long count) const;
+                              long count, double within) const;
 
   private:
     struct Change { std::vector<int64_t> added, left; };

@@ -128,8 +128,9 @@ NB_MODULE(_cpu, m) {
                           banned_depth, chosen.data());
             return chosen; })
         .def("rank", [](const Choice& choice, Address logits, const std::vector<int32_t>& path, long position,
-                        bool is_banned, long count) {
-            return choice.rank(at<float>(logits), path.data(), static_cast<long>(path.size()), position, is_banned, count); });
+                        bool is_banned, long count, double within) {
+            return choice.rank(at<float>(logits), path.data(), static_cast<long>(path.size()), position, is_banned, count,
+                               within); });
 
     nb::class_<Decoder>(m, "Decoder")
         .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps) {

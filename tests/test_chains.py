@@ -96,8 +96,8 @@ def test_vocabularies_padded_to_different_sizes_fit(model, tmp_path):
 PERFECT = {
     "draft-model": dict(model="self", cache="full", chain=5),
     "draft-model, window": dict(model="self", budget=1000, refresh=100),
-    "magicdec": dict(budget=400, chain=3, suffix=False),
-    "magicdec, snapkv": dict(budget=400, selection="snapkv", suffix=False),
+    "magicdec": dict(budget=400, chain=3, width=1, suffix=False),
+    "magicdec, snapkv": dict(budget=400, selection="snapkv", width=1, suffix=False),
     "triforce": dict(model="self", budget=400),
     "triforce, n-grams": dict(budget=400, chain=6),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -59,7 +61,8 @@ def test_the_compiled_sampler_is_the_obvious_one(data):
         path, ahead = data.draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=6)), data.draw(st.integers(0, 2))
         num = data.draw(st.integers(1, VOCABULARY - 6))  # leaving out the impossible ones, which are equal
         if not rows[0].unique().numel() < VOCABULARY:  # among equal logits beyond the support any may be guessed
-            compiled, obvious = (sampler.rank(rows[0], context, path, num, ahead) for sampler in samplers)
+            within = data.draw(st.sampled_from([math.inf, 0.0, 0.5, 3.0]))
+            compiled, obvious = (sampler.rank(rows[0], context, path, num, ahead, within) for sampler in samplers)
             assert compiled == obvious
         context.extend(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9)))
 

@@ -6,6 +6,7 @@ on a partial cache, or a smaller model on a cache of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -26,20 +27,23 @@ class Reader(Protocol):
 
 
 class Chain(NamedTuple):
-    """How a chain grows. `width` guesses stand at each place and the chain follows the best; the others cost a row
-    of verification each, no draft."""
+    """How a chain grows. At most `width` guesses stand at each place and the chain follows the best; the others cost
+    a row of verification each, no draft, and are made where the draft is unsure: where their score (`Sampler.rank`)
+    is within `margin` of the best one's."""
 
     reader: Reader
     sampler: Sampler
     width: int
     source: str
+    margin: float = math.inf
 
     def grow(self, trie: Trie, context: Context, path: Sequence[int], length: int) -> tuple[int, list[int]]:
         """Add `length` tokens to a trie whose root is the end of `path`; the chain's last node, and the path to it."""
         node, path = 0, list(path)
         for _ in range(length):
             logits = self.reader.read(context, path)
-            guesses = [] if logits is None else self.sampler.rank(logits[0], context, path[1:], self.width)
+            guesses = [] if logits is None else self.sampler.rank(logits[0], context, path[1:], self.width,
+                                                                    within=self.margin)
             if not guesses:
                 break
             node, *_ = [trie.add(node, guess, self.source) for guess in guesses]

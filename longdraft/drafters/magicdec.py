@@ -35,7 +35,8 @@ class MagicDecOptions:
     """Options of `magicdec`.
 
     chain      tokens drafted in each step (the paper: 3 to 7)
-    width      guesses at each place of the chain, which follows the best
+    width      guesses at each place of the chain at most; it follows the best
+    margin     how much less likely than the best the others may look, as a logarithm: 1 is exp(1) times
     selection  streaming | snapkv
     budget     rows of the compressed cache for each layer and KV head at each choice (the paper: 257, 4097)
     sinks      first positions of the text, always held
@@ -46,7 +47,8 @@ class MagicDecOptions:
     """
 
     chain: int = 4
-    width: int = 1
+    width: int = 2
+    margin: float = 1.5
     selection: Literal["streaming", "snapkv"] = "streaming"
     budget: int = 192
     sinks: int = 16
@@ -57,6 +59,7 @@ class MagicDecOptions:
     def __post_init__(self) -> None:
         check(1 <= self.chain <= 64, "chain", self.chain, "1 to 64")
         check(1 <= self.width <= 16, "width", self.width, "1 to 16")
+        check(self.margin >= 0, "margin", self.margin, "0 or more")
         check(self.selection in ("streaming", "snapkv"), "selection", self.selection, "streaming or snapkv")
         check(self.sinks >= 0, "sinks", self.sinks, "0 or more")
         check(self.refresh >= 1, "refresh", self.refresh, "1 or more")
@@ -81,7 +84,7 @@ class MagicDecDrafter:
         size = PartialBudget(options.budget + options.refresh, options.sinks, latest, options.refresh)
         self.partial = PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size,
                                     has_remainder=options.remainder, selection=selection)
-        self._chain = Chain(SelfReader(model, self.partial), sampler, options.width, SELF)
+        self._chain = Chain(SelfReader(model, self.partial), sampler, options.width, SELF, options.margin)
         self._text = SuffixText(SuffixOptions(), params) if options.suffix else None
 
     @property

@@ -46,10 +46,12 @@ class FastSampler:
         assert len(rows) == len(tree), "a row of logits for each node"
         return self._native.choose(rows.data_ptr(), tree.tokens, tree.parents, len(context), self._left(context))
 
-    def rank(self, logits: Tensor, context: Context, path: Sequence[int], num: int, ahead: int) -> list[int]:
+    def rank(self, logits: Tensor, context: Context, path: Sequence[int], num: int, ahead: int,
+             within: float) -> list[int]:
         self._sync(context)
         row, known = self._rows(logits[None]), len(path) + ahead
-        return self._native.rank(row.data_ptr(), path, len(context) + known, known < self._left(context), num)
+        return self._native.rank(row.data_ptr(), path, len(context) + known, known < self._left(context), num,
+                                 within)
 
     def _left(self, context: Context) -> int:
         """Tokens still to be written before the text may end."""

@@ -8,6 +8,7 @@ T = 0 is plain argmax. The token is a deterministic function of the target's log
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -64,18 +65,20 @@ class Sampler:
             chosen[node] = token
         return chosen
 
-    def rank(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0) -> list[int]:
+    def rank(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0,
+             within: float = math.inf) -> list[int]:
         """A drafter's `num` best guesses, best first, from its logits [V].
 
         path   drafted tokens behind the text (root excluded); the guesses follow them
         ahead  unknown tokens between the path and the guesses (a head that looks further)
+        within how far a guess's score (logit / temperature + noise; at T = 0 the logit) may be below the first's
 
         They are ranked with the noise the target will use, so a draft that agrees with the target's
         logits agrees with its samples, at any temperature. Tokens that the filters remove come last:
         a drafter's logits are only an estimate. Logits that are not finite give no guesses.
         """
         if self._is_fast:
-            return self._compiled(len(logits)).rank(logits, context, path, num, ahead)
+            return self._compiled(len(logits)).rank(logits, context, path, num, ahead, within)
         position = len(context) + len(path) + ahead
         row = self._penalised(logits[None], context, [path], ahead)[0]
         num = min(num, len(row))
@@ -83,7 +86,8 @@ class Sampler:
             return []
         if self.params.temperature == 0:
             best = np.argpartition(-row, num - 1)[:num]
-            return [int(token) for token in best[np.lexsort((best, -row[best]))]]
+            best = best[np.lexsort((best, -row[best]))]
+            return [int(token) for token in best if float(row[token]) >= float(row[best[0]]) - within]
         inside = process.support(row, self.params)
         ranked = _by_noise(inside, self._seed, position)[:num]
         if len(ranked) < num:
@@ -92,7 +96,7 @@ class Sampler:
             others = np.setdiff1d(best, inside.ids)
             scores = row[others].astype(np.float64) / self.params.temperature
             ranked += _by_noise(Support(others, scores), self._seed, position)[: num - len(ranked)]
-        return ranked
+        return [token for score, token in ranked if score >= ranked[0][0] - within]
 
     def _compiled(self, vocabulary: int) -> FastSampler:
         if self._fast is None:
@@ -129,11 +133,11 @@ def _penalise(row: NDArray[np.float32], raw: NDArray[np.float32], tokens: set[in
     row[ids] = process.penalise(raw[ids], penalty)
 
 
-def _by_noise(kept: Support, seed: int, position: int) -> list[int]:
-    """Ids by score plus noise, best first."""
+def _by_noise(kept: Support, seed: int, position: int) -> list[tuple[float, int]]:
+    """(score plus noise, id), best first."""
     total = kept.scores + noise.gumbel(seed, position, kept.ids)
-    order: list[int] = kept.ids[np.lexsort((kept.ids, -total))].tolist()
-    return order
+    order = np.lexsort((kept.ids, -total))
+    return list(zip(total[order].tolist(), kept.ids[order].tolist(), strict=True))
 
 
 def gumbel_argmaxes(supports: Sequence[Support], seed: int, positions: Sequence[int]) -> list[int]:
