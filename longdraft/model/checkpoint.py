@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from math import prod
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from longdraft.model.tensor_file import FLOATS, TensorFile
 from longdraft.model.transformer import Transformer, Weights
 
 WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -130,18 +131,22 @@ def _temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=dtype, count=prod(shape)).view(shape)
 
 
-def _files(folder: Path, single: str) -> Iterator[Path]:
-    index = folder / "model.safetensors.index.json"
-    if single != WEIGHTS or not index.exists():
-        yield folder / single
-        return
+def _files(folder: Path, single: str) -> list[Path]:
+    index = folder / INDEX
+    names = shard_names(index) if single == WEIGHTS and index.exists() else [single]
+    return [folder / name for name in names]
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that an index names: plain names, so that no index leads out of its folder."""
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(s, str) for s in shards.values()):
         raise ModelError(f"{index} has no weight_map of names to files")
-    for shard in sorted(set(shards.values())):
-        if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ModelError(f"{index} names {shard[:200]!r}, which is not a safetensors file of the folder")
-        yield folder / shard
+    names = sorted(set(shards.values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index} names {name[:200]!r}, which is not a safetensors file of the folder")
+    return names
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
