@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence, Set
-from math import prod
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights
+from longdraft.model import rope
 from longdraft.model.config import ModelConfig, read_json
 from longdraft.model.tensor_file import FLOATS, TensorFile
 from longdraft.model.transformer import Transformer, Weights
@@ -127,8 +128,8 @@ def _temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     The allocator's would lie between the weights, and what is packed next would not fit where it lay: 1.25 times
     the memory for a model of 80 MB.
     """
-    nbytes = prod(shape) * dtype.itemsize
-    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=dtype, count=prod(shape)).view(shape)
+    nbytes = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 def _files(folder: Path, single: str) -> list[Path]:
@@ -216,6 +217,18 @@ def _check(files: TensorFiles, config: ModelConfig) -> None:
     if config.is_tied:
         present.discard("lm_head.weight")  # some files repeat the tied table
     files.check(expected, present, "its config.json")
+    _check_rope(config)
+
+
+def _check_rope(config: ModelConfig) -> None:
+    try:
+        inverse, factor = rope.frequencies(config.rope, config.head_dim)
+        is_sound = bool(inverse.isfinite().all()) and math.isfinite(factor)
+    except (ArithmeticError, AssertionError, TypeError, ValueError):  # whatever numbers that make no sense lead to
+        is_sound = False
+    if not is_sound:
+        raise ModelError(f"config.json: rope type {config.rope.kind!r} with base {config.rope.theta} and "
+                         f"{dict(config.rope.settings)} gives no angles")
 
 
 def dump_json(path: Path, data: object) -> None:
