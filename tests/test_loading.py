@@ -13,9 +13,10 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from conftest import make_checkpoint
+from conftest import make_checkpoint, make_heads
 from huggingface_hub import errors
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 import longdraft
 from longdraft.core import SamplingParams
@@ -222,6 +223,21 @@ def test_progress_ends_where_all_is_read(tmp_path):
     sizes = sum(tensor.nbytes for path in tmp_path.glob("*.safetensors") for tensor in load_file(path).values())
     assert seen[-1] == (sizes, sizes)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_loaded_model_needs_its_files_no_more(tmp_path, dtype):
+    make_checkpoint(tmp_path, dtype=dtype)
+    make_heads(tmp_path / "heads", LlamaForCausalLM.from_pretrained(tmp_path))
+    engine = longdraft.load(str(tmp_path), drafter="tokenswift")
+    params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+    texts = []
+    for _ in range(2):
+        texts.append([event.tokens for event in engine.generate("It was a dark and stormy night", params)])
+        for path in tmp_path.rglob("*.safetensors"):
+            with path.open("r+b") as file:
+                file.write(b"\0" * path.stat().st_size)
+    assert texts[0] == texts[1]
 
 
 def on_a_terminal(command: list[str]) -> str:

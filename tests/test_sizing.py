@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import make_checkpoint
 
+import longdraft
 from longdraft.__main__ import run
 from longdraft.errors import ModelError
 from longdraft.model import config, sizing
@@ -101,3 +104,28 @@ def test_the_bandwidth_is_measured():
     from longdraft.bench import machine
 
     assert 1e8 < machine.read_bandwidth(1 << 24) < 1e13
+
+
+@pytest.fixture
+def random_model(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    import random_model
+
+    yield random_model
+    for name in ("random_model", "shapes"):
+        sys.modules.pop(name, None)
+
+
+def test_random_models_are_what_they_are_said_to_be(random_model, tmp_path, monkeypatch):
+    """Shards, tokenizer and heads of `benchmarks/random_model.py`, in small."""
+    monkeypatch.setattr(random_model, "SHARD_BYTES", 1 << 19)
+    shape = random_model.SHAPES["qwen2.5-1.5b"] | dict(
+        vocab_size=5000, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512)
+    random_model.write(shape, tmp_path / "model", seed=1)
+    assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1
+    engine = longdraft.load(str(tmp_path / "model"), drafter="tokenswift")
+    assert engine.tokenizer.size == 5000 and len(engine.heads) == 3
+    params = longdraft.SamplingParams(max_new_tokens=20, seed=1, ignore_eos=True)
+    text = "".join(event.text for event in engine.generate("It was", params))
+    assert "word" in text

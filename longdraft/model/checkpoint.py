@@ -54,7 +54,7 @@ class TensorFiles:
         return sum(self._size(name) for name in self._where)
 
     def read(self, name: str) -> Tensor:
-        """A floating-point tensor without NaN or infinity: a view of the file, never to be written into."""
+        """A floating-point tensor without NaN or infinity: a view of the file, not to be kept or written into."""
         file = self._where[name]
         if problem := self._wrong_type(name):
             raise ModelError(f"{file.path}: {problem}")
@@ -188,7 +188,7 @@ def load(files: TensorFiles, config: ModelConfig, kernels: Kernels) -> Transform
         return files.stack(weight, kernels.dtype), files.stack(bias, kernels.dtype) if has_bias else None
 
     def norm(name: str) -> Tensor:
-        return files.read(name).to(kernels.device).to(kernels.dtype)
+        return files.read(name).to(kernels.device, kernels.dtype, copy=True)
 
     # The largest first, while nothing else is in memory: packing one takes room for it twice.
     embedding = kernels.pack(files.stack(("model.embed_tokens.weight",), kernels.dtype))

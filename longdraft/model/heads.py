@@ -129,7 +129,7 @@ def load(folder: Path, model: Transformer, fingerprint: Callable[[], str] | None
             raise ModelError(f"{folder}: head {i} has shapes {[list(p.shape) for p in parts]}; the model's "
                              f"hidden size is {hidden}")
         kernels = model.kernels
-        norms = [p.to(kernels.device).to(kernels.dtype) for p in parts[1:]]
+        norms = [p.to(kernels.device, kernels.dtype, copy=True) for p in parts[1:]]
         layers.append(Head(kernels.pack(parts[0]), norms[0], norms[1]))
     return ChainedHeads(tuple(layers), model)
 

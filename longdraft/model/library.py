@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ class Hub:
     """
 
     revision: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     cache_dir: str | Path | None = None
     offline: bool = False
 
