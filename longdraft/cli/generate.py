@@ -35,7 +35,7 @@ def generate(
     tokens_out: Annotated[Path | None, _option("Write the new token ids to this .npy file (int32).", _FILES)] = None,
     stats: Annotated[Path | None, _option("Write statistics to this JSON file.", _FILES)] = None,
     quiet: Annotated[bool, _option("No live line on stderr.", _FILES, "--quiet")] = False,
-    model: Annotated[str, _option("Bundled name, folder, or hub id (owner/model or owner/model@revision).", _RUNNING)] = "novelist",
+    model: Annotated[str, _option("Bundled name, folder, owner/model or owner/model@revision.", _RUNNING)] = "novelist",
     revision: Annotated[str | None, _option("Branch, tag or commit of a hub id; default: main.", _RUNNING)] = None,
     cache_dir: Annotated[Path | None, _option("Where files from the hub are kept; default: HF_HOME's.",
                                               _RUNNING)] = None,
