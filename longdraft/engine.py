@@ -11,8 +11,8 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from functools import cached_property, partial
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from longdraft.core import Context, Event, Finish, SamplingParams
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
 from longdraft.errors import ModelError, UsageError, check
-from longdraft.model import checkpoint, heads, library
+from longdraft.model import checkpoint, fingerprint, heads, library
 from longdraft.model import config as model_config
+from longdraft.model.heads import require_model
 from longdraft.model.tokenizer import StopText, Tokenizer, require_same_vocabulary
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.sampling.sampler import Sampler
@@ -43,7 +44,9 @@ Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 
 def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
          drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, device: str = "auto",
-         dtype: str = "auto", threads: int | None = None) -> Engine:
+         dtype: str = "auto", threads: int | None = None, revision: str | None = None, token: str | None = None,
+         cache_dir: str | Path | None = None, offline: bool = False,
+         on_load: Callable[[int, int], None] | None = None) -> Engine:
     """An engine for a bundled name, a model folder or a hub id.
 
     drafter          auto | plain | ngram | suffix | tokenswift | medusa | magicdec | draft-model | triforce
@@ -52,6 +55,11 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     device           auto | cpu | cuda
     dtype            auto (the checkpoint's) | float32 | bfloat16
     threads          threads for arithmetic on the CPU; default: PyTorch's choice
+    revision         branch, tag or commit of a hub id (or as owner/model@revision)
+    token            for private and gated repositories; default: HF_TOKEN, or where the hub's client was logged in
+    cache_dir        where files from the hub are kept; default: HF_HOME's
+    offline          use what was fetched before, ask nobody; default: HF_HUB_OFFLINE
+    on_load          called with (bytes read, bytes in all) while the weights are read
 
     Raises ModelError for files that are missing, corrupt or unsupported, UsageError for settings.
     """
@@ -63,23 +71,26 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     if threads:
         kernels.set_threads(threads)
     drafters.check_name(drafter)
-    folder = library.resolve(model)
+    hub = library.Hub(revision, token, cache_dir, offline)
+    folder = library.resolve(model, hub)
+    require_model(folder)
     config = model_config.read(folder)
     chosen = kernels.choose("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"),
                             config.dtype if dtype == "auto" else dtype)
     options = drafters.parse_options(drafter, drafter_options or {})
-    files = checkpoint.TensorFiles(folder)
+    tokenizer = Tokenizer(folder)
+    _require_fit(tokenizer, config, folder)
+    files = checkpoint.TensorFiles(folder, on_read=on_load)
     transformer = checkpoint.load(files, config, chosen)
     log.info("%s: %s kernels, %s on %s, drafter %s", model, chosen.name, chosen.dtype, chosen.device, drafter)
-    return Engine(model, files, transformer, Tokenizer(folder), drafter, options, heads)
+    return Engine(model, files, transformer, tokenizer, drafter, options, heads, replace(hub, revision=None))
 
 
 class Engine:
     """A loaded model and how it drafts. Holds no state of any text."""
 
     def __init__(self, name: str, files: checkpoint.TensorFiles, model: Transformer, tokenizer: Tokenizer,
-                 drafter: str, options: Any, heads_name: str | None) -> None:
-        _require_fit(tokenizer, model, files.folder)
+                 drafter: str, options: Any, heads_name: str | None, hub: library.Hub) -> None:
         self.name = name
         self.model = model
         self.tokenizer = tokenizer
@@ -87,6 +98,7 @@ class Engine:
         self.options = options
         self._files = files
         self._heads_name = heads_name
+        self._hub = hub
         if heads_name is not None and drafter not in drafters.WITH_HEADS:
             raise UsageError(f"drafter {drafter!r} uses no heads; leave --heads out, or use --drafter tokenswift")
         self.heads = self._load_heads()
@@ -100,35 +112,27 @@ class Engine:
         """The trained heads: those asked for, else those in the model's own files or beside them, if any."""
         if self.drafter not in drafters.WITH_HEADS:
             return None
+        weights = partial(fingerprint.of, self._files)
         if self._heads_name is not None:
-            own = self._files.folder.resolve() == Path(self._heads_name).resolve()
-            return heads.load(library.resolve(self._heads_name), self.model, None if own else self._fingerprint)
-        if heads.has_heads(self._files):
-            return heads.load(self._files.folder, self.model)
-        beside = self._files.folder / "heads"
-        if (beside / "config.json").exists():
-            try:
-                return heads.load(beside, self.model, self._fingerprint)
-            except ModelError as error:
-                if self.drafter != drafters.AUTO:
-                    raise
-                log.warning("going on without heads: %s", error)
-        return None
+            return heads.load(library.resolve(self._heads_name, self._hub), self.model, weights)
+        try:
+            found = heads.find(self._files.folder)
+            return None if found is None else heads.load(found, self.model, weights)
+        except ModelError as error:
+            if self.drafter != drafters.AUTO:
+                raise
+            log.warning("going on without heads: %s", error)
+            return None
 
     def _load_draft(self, name: str) -> Transformer | None:
         """The smaller model that drafts, on the same kernels; it must speak of the same tokens."""
         if not name:
             return None
-        folder = library.resolve(name)
+        folder = library.resolve(name, self._hub)
         config = model_config.read(folder)
         require_same_vocabulary(self.tokenizer, Tokenizer(folder), name)
-        draft = checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels)
-        _require_fit(self.tokenizer, draft, folder)
-        return draft
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        return self._files.fingerprint()
+        _require_fit(self.tokenizer, config, folder)
+        return checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels)
 
     def chat(self, message: str) -> list[int]:
         """Token ids of one user message in the model's chat template (which writes its own special tokens)."""
@@ -163,10 +167,10 @@ class Engine:
         return Generation(self, ids, params.with_seed(seed), on_prefill)
 
 
-def _require_fit(tokenizer: Tokenizer, model: Transformer, folder: Path) -> None:
-    if tokenizer.size > model.config.vocab_size:
+def _require_fit(tokenizer: Tokenizer, config: model_config.ModelConfig, folder: Path) -> None:
+    if tokenizer.size > config.vocab_size:
         raise ModelError(f"the tokenizer in {folder} has ids up to {tokenizer.size - 1}, the model a "
-                         f"vocabulary of {model.config.vocab_size}; they do not belong together")
+                         f"vocabulary of {config.vocab_size}; they do not belong together")
 
 
 class Generation(Iterator[Event]):

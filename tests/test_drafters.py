@@ -209,7 +209,7 @@ def test_heads_of_another_model_are_refused(tiny, tmp_path):
     with pytest.raises(ModelError, match="hidden_size 32, the model has 48"):
         heads.load(tmp_path / "heads", load(tiny["mha"]))
     with pytest.raises(ModelError, match="trained on other weights"):
-        heads.load(tmp_path / "foreign", load(tmp_path / "model"), "f" * 64)
+        heads.load(tmp_path / "foreign", load(tmp_path / "model"), lambda: "f" * 64)
 
 
 @pytest.mark.parametrize("name, options, message", [

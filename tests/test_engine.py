@@ -279,14 +279,6 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
         longdraft.load(str(tmp_path))
 
 
-def test_a_hub_id_without_a_network_is_one_clear_error(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with pytest.raises(ModelError, match="cannot get 'owner/model' from the hub") as caught:
-        longdraft.load("owner/model")
-    assert len(str(caught.value).splitlines()) == 1
-
-
 def test_a_context_grows_and_its_views_cannot_be_written():
     context = Context([1, 2, 3])
     context.extend(range(5000))

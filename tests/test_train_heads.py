@@ -79,7 +79,7 @@ def test_trained_heads_load_in_the_engine_and_speak_of_the_right_tokens(base, tm
     result = job.train_heads(settings(base, steps=200, learning_rate=0.1, gradient_accumulation=2), output)
     assert all(part["top1"] > 0.99 and part["top3"] >= part["top1"] for part in result.validation)
     model = load(base)
-    loaded = trained_heads.load(output, model, TensorFiles(base).fingerprint())
+    loaded = trained_heads.load(output, model, TensorFiles(base).fingerprint)
     ids = data.load_tokenizer(base, model.config.vocab_size).encode(ALPHABET * 3).ids
     hidden = model.forward(chain_rows(ids[:60], 0), model.new_cache()).hidden
     for row in range(30, 60):

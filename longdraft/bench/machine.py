@@ -44,6 +44,11 @@ def limits(memory: int, repeats: int) -> Limits:
     return Limits(max(reads.values()), {name: max(found.values()) for name, found in products.items()}, details)
 
 
+def read_bandwidth(memory: int) -> float:
+    """Bytes a second: the first part of `limits`, which takes a second or two."""
+    return max(_reads(affordable(memory), _ROUNDS).values())
+
+
 def _reads(memory: int, repeats: int) -> dict[str, float]:
     """Bytes a second by method, the best round of each."""
     data = _large(memory)

@@ -13,12 +13,38 @@ from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from longdraft.console import clock
 from longdraft.core import Event
 
 _REFRESH = 8  # times a second
+_LARGE = 1 << 30  # bytes of weights from which reading them takes long enough to be shown
+
+
+class LoadBar:
+    """How far the reading of a large model's weights has come, on a terminal's stderr. Use as a context manager."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        console = Console(file=sys.stderr)
+        self._progress = Progress(TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
+                                  console=console, transient=True)
+        self._is_shown = console.is_terminal and not quiet
+        self._task = self._progress.add_task("loading")
+
+    def __enter__(self) -> LoadBar:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._progress.live.is_started:
+            self._progress.stop()
+
+    def show(self, done: int, total: int) -> None:
+        if self._is_shown and total >= _LARGE:
+            self._progress.start()
+            self._progress.update(self._task, completed=done, total=total)
 
 
 class Display:

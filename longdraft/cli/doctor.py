@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+_CONTEXTS = (4096, 100_000)  # tokens, for which a model's time is told
+_READ_BYTES = 1 << 29  # read again and again to measure the bandwidth; larger than any cache
 _Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
 
 
@@ -23,38 +26,86 @@ def models(as_json: _Json = False) -> None:
 
 
 def _describe(name: str) -> dict[str, Any]:
-    from longdraft.model import checkpoint, config, library
+    from longdraft.model import config, library, sizing
 
     folder = library.resolve(name)
     parsed = config.read(folder)
-    parameters = sum(_product(shape) for shape in checkpoint.expected_shapes(parsed).values())
-    width = 4 if parsed.dtype == "float32" else 2
+    sizes = sizing.of(parsed, parsed.dtype)
     return {
         "model": name,
-        "parameters": parameters,
+        "parameters": sizes.parameters,
         "dtype": parsed.dtype,
-        "weights_bytes": parameters * width,
+        "weights_bytes": sizes.weights_bytes,
         "context_limit": parsed.max_positions,
-        "cache_bytes_per_token": 2 * parsed.num_layers * parsed.num_kv_heads * parsed.head_dim * width,
+        "cache_bytes_per_token": sizes.cache_bytes_per_token,
         "heads": (folder / "heads" / "config.json").exists(),
     }
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    from math import prod
-
-    return prod(shape)
-
-
-def doctor(as_json: _Json = False) -> None:
-    """Show versions, hardware and the kernels that would run, with what is missing."""
-    report = _report()
+def doctor(
+    model: Annotated[str | None, typer.Option(help="What this model needs here and how fast memory lets it be, from "
+                                              "its config.json alone: bundled name, folder or hub id.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Where hub files are kept; default: HF_HOME's.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Use what was fetched from the hub before.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Show versions, hardware and the kernels that would run, with what is missing; or what a model needs."""
+    report = _report() if model is None else _needs(model, cache_dir, offline)
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    width = max(len(name) for name in report)
-    for name, value in report.items():
+    shown = report if model is None else _in_words(report)
+    width = max(len(name) for name in shown)
+    for name, value in shown.items():
         print(f"{name:{width}}  {value}")
+
+
+def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
+    """What a model takes of this machine's memory, and the floor of its time for a token, in bfloat16 on the CPU."""
+    from longdraft.bench import machine
+    from longdraft.model import config, library, sizing
+    from longdraft.model.heads import require_model
+
+    folder = library.resolve(model, library.Hub(cache_dir=cache_dir, offline=offline), is_config_enough=True)
+    require_model(folder)
+    sizes = sizing.of(config.read(folder))
+    memory = _memory_bytes()
+    bandwidth = machine.read_bandwidth(_READ_BYTES)
+    return {
+        "model": model,
+        "dtype": "bfloat16",
+        "parameters": sizes.parameters,
+        "weights_bytes": sizes.weights_bytes,
+        "cache_bytes_per_1k_tokens": 1024 * sizes.cache_bytes_per_token,
+        "context_limit": sizes.context_limit,
+        "memory_bytes": memory,
+        "max_context_in_memory": None if memory is None else sizes.max_context(memory),
+        "read_bandwidth_gb_per_s": bandwidth / 1e9,
+        "ms_per_token": {str(context): sizes.ms_per_token(context, bandwidth) for context in _CONTEXTS},
+    }
+
+
+def _in_words(needs: dict[str, Any]) -> dict[str, str]:
+    fits, limit = needs["max_context_in_memory"], needs["context_limit"]
+    if fits is None:
+        room = "unknown: this system does not say how much memory it has"
+    elif not fits:
+        room = "nothing: the weights alone are too large"
+    else:
+        room = f"{fits:,} tokens" + (" (the model's limit)" if fits == limit else "")
+    times = {f"at {int(context):,} tokens": f"{ms:,.1f} ms for each token at least, without drafts"
+             + (f"; the model's limit is {limit:,}" if int(context) > limit else "")
+             for context, ms in needs["ms_per_token"].items()}
+    memory = "" if needs["memory_bytes"] is None else f" ({needs['memory_bytes'] / 1e9:.1f} GB)"
+    return {
+        "model": needs["model"],
+        "parameters": f"{needs['parameters']:,}",
+        "weights": f"{needs['weights_bytes'] / 1e9:,.2f} GB in bfloat16",
+        "cache": f"{needs['cache_bytes_per_1k_tokens'] / 1e6:,.1f} MB for 1,024 tokens",
+        f"fits here{memory}": room,
+        "read bandwidth": f"{needs['read_bandwidth_gb_per_s']:.1f} GB/s, measured now",
+        **times,
+    }
 
 
 def _report() -> dict[str, Any]:

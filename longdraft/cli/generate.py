@@ -35,7 +35,11 @@ def generate(
     tokens_out: Annotated[Path | None, _option("Write the new token ids to this .npy file (int32).", _FILES)] = None,
     stats: Annotated[Path | None, _option("Write statistics to this JSON file.", _FILES)] = None,
     quiet: Annotated[bool, _option("No live line on stderr.", _FILES, "--quiet")] = False,
-    model: Annotated[str, _option("Bundled name, model folder or hub id.", _RUNNING)] = "novelist",
+    model: Annotated[str, _option("Bundled name, folder, owner/model or owner/model@revision.", _RUNNING)] = "novelist",
+    revision: Annotated[str | None, _option("Branch, tag or commit of a hub id; default: main.", _RUNNING)] = None,
+    cache_dir: Annotated[Path | None, _option("Where files from the hub are kept; default: HF_HOME's.",
+                                              _RUNNING)] = None,
+    offline: Annotated[bool, _option("Use what was fetched from the hub before.", _RUNNING, "--offline")] = False,
     drafter: Annotated[str, _option("auto, plain, ngram, suffix, tokenswift, medusa, magicdec, draft-model, triforce.",
                                     _RUNNING)] = "auto",
     drafter_option: Annotated[list[str] | None, _option("KEY=VALUE for the drafter; repeatable.", _RUNNING)] = None,
@@ -73,10 +77,12 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats})
     try:
+        from longdraft.cli.display import LoadBar
         from longdraft.engine import load
 
-        engine = load(model, drafter=drafter, drafter_options=options, heads=heads, device=device, dtype=dtype,
-                      threads=threads)
+        with LoadBar(quiet=quiet) as bar:
+            engine = load(model, drafter=drafter, drafter_options=options, heads=heads, device=device, dtype=dtype,
+                          threads=threads, revision=revision, cache_dir=cache_dir, offline=offline, on_load=bar.show)
         ids = _shortened(engine.chat(text) if chat else engine.encode(text), prefill)
         return _write(lambda progress: engine.generate(ids, params, on_prefill=progress), params, files, quiet)
     finally:

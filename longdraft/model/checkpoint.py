@@ -4,55 +4,108 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Set
+import math
+import mmap
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights
+from longdraft.model import rope
 from longdraft.model.config import ModelConfig, read_json
+from longdraft.model.tensor_file import FLOATS, TensorFile
 from longdraft.model.transformer import Transformer, Weights
 
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class TensorFiles:
-    """The tensors of a folder by name, read when asked for. `single` is the file where there are no shards."""
+    """The tensors of a folder by name, read when asked for.
 
-    def __init__(self, folder: Path, single: str = "model.safetensors") -> None:
+    single   the file where there are no shards
+    on_read  called with (bytes read, bytes in all) after each tensor
+    """
+
+    def __init__(self, folder: Path, single: str = WEIGHTS, on_read: Progress | None = None) -> None:
         self.folder = folder
-        self._where: dict[str, Path] = {}
-        for path in _files(folder, single):
-            with _open(path) as file:
-                for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                    if name in self._where:
-                        raise ModelError(f"{name} stands in {self._where[name]} and in {path}")
-                    self._where[name] = path
+        self.files = [TensorFile(path) for path in _files(folder, single)]
+        self._where: dict[str, TensorFile] = {}
+        for file in self.files:
+            for name in file.entries:
+                if name in self._where:
+                    raise ModelError(f"{name} stands in {self._where[name].path} and in {file.path}")
+                self._where[name] = file
+        self._on_read = on_read
+        self._read: set[str] = set()
+        self._last = ""  # of which pages may be in memory
 
     def names(self) -> set[str]:
         return set(self._where)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(self._size(name) for name in self._where)
+
     def read(self, name: str) -> Tensor:
-        try:
-            with _open(self._where[name]) as file:
-                tensor: Tensor = file.get_tensor(name)
-                return tensor
-        except SafetensorError as error:
-            raise ModelError(f"cannot read {name} from {self._where[name]}: {error}") from error
+        """A floating-point tensor without NaN or infinity: a view of the file, not to be kept or written into."""
+        file = self._where[name]
+        if problem := self._wrong_type(name):
+            raise ModelError(f"{file.path}: {problem}")
+        self._forget()
+        self._last = name
+        tensor = file.view(name)
+        # A sum with a NaN or an infinity in it is none, and takes a fraction of the time that reading does.
+        # One that overflows by itself is looked into.
+        if not tensor.sum().isfinite() and (bad := int((~tensor.isfinite()).sum())):
+            raise ModelError(f"{file.path}: {name} has {bad} values that are NaN or infinite; the file is damaged, or "
+                             "its training failed; get it again")
+        if self._on_read:
+            self._read.add(name)
+            self._on_read(sum(map(self._size, self._read)), self.nbytes)
+        return tensor
+
+    def stack(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+        """Tensors as one of this dtype, one below the other: no more in memory than that and the part being read."""
+        if len(names) == 1 and FLOATS[self._where[names[0]].entries[names[0]].dtype] == dtype:
+            return self.read(names[0])
+        stacked = _temporary((sum(self.shape(name)[0] for name in names), *self.shape(names[0])[1:]), dtype)
+        row = 0
+        for name in names:
+            stacked[row : row + self.shape(name)[0]] = self.read(name)
+            row += self.shape(name)[0]
+        self._forget()
+        return stacked
+
+    def _forget(self) -> None:
+        if self._last:
+            self._where[self._last].forget(self._last)
+
+    def _size(self, name: str) -> int:
+        entry = self._where[name].entries[name]
+        return entry.stop - entry.start
+
+    def _wrong_type(self, name: str) -> str:
+        dtype = self._where[name].entries[name].dtype
+        return "" if dtype in FLOATS else f"{name} holds {dtype}, allowed: {', '.join(FLOATS)}"
 
     def shape(self, name: str) -> tuple[int, ...]:
-        with _open(self._where[name]) as file:
-            return tuple(file.get_slice(name).get_shape())
+        return self._where[name].entries[name].shape
 
     def check(self, expected: Mapping[str, tuple[int, ...]], present: Set[str], what: str) -> None:
         """ModelError naming every tensor of `present` that is missing, surplus or misshapen beside `expected`."""
+        both = sorted(expected.keys() & present)
         problems = [f"missing {name}" for name in sorted(expected.keys() - present)]
         problems += [f"surplus {name}" for name in sorted(present - expected.keys())]
         problems += [f"{name} is {list(self.shape(name))}, not {list(expected[name])}"
-                     for name in sorted(expected.keys() & present) if self.shape(name) != expected[name]]
+                     for name in both if self.shape(name) != expected[name]]
+        problems += [problem for name in both if (problem := self._wrong_type(name))]
         if problems:
             shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
             raise ModelError(f"{self.folder} does not match {what}: {shown}")
@@ -62,34 +115,39 @@ class TensorFiles:
         digest = hashlib.sha256()
         for name in sorted(self.names()):
             if not name.startswith(HEADS_PREFIX):
-                tensor = self.read(name)
+                tensor = self._where[name].view(name)
                 digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-                digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+                digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                self._where[name].forget(name)
         return digest.hexdigest()
 
 
-def _files(folder: Path, single: str) -> Iterator[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
-            raise ModelError(f"{index} has no weight_map of names to files")
-        for shard in sorted(set(shards.values())):
-            if Path(shard).name != shard:
-                raise ModelError(f"{index} names {shard!r}, which is not a file of the folder")
-            yield folder / shard
-    else:
-        yield folder / single
+def _temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory of its own, which the system has back as soon as nobody needs it.
+
+    The allocator's would lie between the weights, and what is packed next would not fit where it lay: 1.25 times
+    the memory for a model of 80 MB.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=dtype, count=math.prod(shape)).view(shape)
 
 
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} is missing; a model folder holds config.json, tokenizer.json and "
-                         "model.safetensors (or shards with their index)") from error
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
+def _files(folder: Path, single: str) -> list[Path]:
+    index = folder / INDEX
+    names = shard_names(index) if single == WEIGHTS and index.exists() else [single]
+    return [folder / name for name in names]
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that an index names: plain names, so that no index leads out of its folder."""
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(s, str) for s in shards.values()):
+        raise ModelError(f"{index} has no weight_map of names to files")
+    names = sorted(set(shards.values()))
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(f"{index} names {name[:200]!r}, which is not a safetensors file of the folder")
+    return names
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -126,12 +184,15 @@ def load(files: TensorFiles, config: ModelConfig, kernels: Kernels) -> Transform
     _check(files, config)
 
     def stacked(layer: str, names: tuple[str, ...], has_bias: bool) -> tuple[Tensor, Tensor | None]:
-        weight = torch.cat([files.read(f"{layer}{name}.weight") for name in names])
-        return weight, torch.cat([files.read(f"{layer}{name}.bias") for name in names]) if has_bias else None
+        weight, bias = ([f"{layer}{name}.{part}" for name in names] for part in ("weight", "bias"))
+        return files.stack(weight, kernels.dtype), files.stack(bias, kernels.dtype) if has_bias else None
 
     def norm(name: str) -> Tensor:
-        return files.read(name).to(kernels.device).to(kernels.dtype)
+        return files.read(name).to(kernels.device, kernels.dtype, copy=True)
 
+    # The largest first, while nothing else is in memory: packing one takes room for it twice.
+    embedding = kernels.pack(files.stack(("model.embed_tokens.weight",), kernels.dtype))
+    head = embedding if config.is_tied else kernels.pack(files.stack(("lm_head.weight",), kernels.dtype))
     layers = []
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
@@ -144,18 +205,30 @@ def load(files: TensorFiles, config: ModelConfig, kernels: Kernels) -> Transform
             gate_up=kernels.pack(*stacked(layer + "mlp.", ("gate_proj", "up_proj"), config.mlp_bias)),
             down=kernels.pack(*stacked(layer + "mlp.", ("down_proj",), config.mlp_bias)),
         ))
-    embedding = kernels.pack(files.read("model.embed_tokens.weight"))
-    head = embedding if config.is_tied else kernels.pack(files.read("lm_head.weight"))
     return Transformer(config, Weights(embedding, tuple(layers), norm("model.norm.weight"), head), kernels)
 
 
 def _check(files: TensorFiles, config: ModelConfig) -> None:
+    if config.num_layers > len(files.names()):  # before all their names are written down
+        raise ModelError(f"config.json has {config.num_layers} layers, {files.folder} {len(files.names())} tensors")
     expected = expected_shapes(config)
     present = {name for name in files.names()
                if not name.startswith(HEADS_PREFIX) and not name.endswith("rotary_emb.inv_freq")}
     if config.is_tied:
         present.discard("lm_head.weight")  # some files repeat the tied table
     files.check(expected, present, "its config.json")
+    _check_rope(config)
+
+
+def _check_rope(config: ModelConfig) -> None:
+    try:
+        inverse, factor = rope.frequencies(config.rope, config.head_dim)
+        is_sound = bool(inverse.isfinite().all()) and math.isfinite(factor)
+    except (ArithmeticError, AssertionError, TypeError, ValueError):  # whatever numbers that make no sense lead to
+        is_sound = False
+    if not is_sound:
+        raise ModelError(f"config.json: rope type {config.rope.kind!r} with base {config.rope.theta} and "
+                         f"{dict(config.rope.settings)} gives no angles")
 
 
 def dump_json(path: Path, data: object) -> None:

@@ -15,6 +15,7 @@ from longdraft.errors import ModelError
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 SUPPORTED = ("llama",)
+_MAX_JSON = 1 << 25  # bytes; the shard index of the largest public models has a quarter of that
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -57,7 +58,12 @@ def read(folder: Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The object of a file. What is no plain file of a sensible size is not opened: it may block, or never end."""
     try:
+        if path.exists() and not path.is_file():
+            raise ModelError(f"{path} is not a file")
+        if (size := path.stat().st_size) > _MAX_JSON:
+            raise ModelError(f"{path} has {size} bytes; allowed: {_MAX_JSON}")
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
@@ -97,7 +103,7 @@ def from_hf(config: Mapping[str, Any], generation_eos: Any = None) -> ModelConfi
         )
     except KeyError as error:
         raise ModelError(f"config.json lacks {error.args[0]!r}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"config.json holds a value of the wrong kind: {error}") from error
     sizes = (parsed.vocab_size, hidden, parsed.intermediate_size, parsed.num_layers, heads,
              parsed.num_kv_heads, parsed.head_dim, parsed.max_positions)

@@ -10,6 +10,7 @@ so head j of a row at position p speaks of the token at position p + 1 + j.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from longdraft.errors import ModelError
 from longdraft.kernels import Linear
 from longdraft.model import medusa
-from longdraft.model.checkpoint import HEADS_PREFIX, TensorFiles
+from longdraft.model.checkpoint import HEADS_PREFIX, INDEX, WEIGHTS, TensorFiles
 from longdraft.model.config import read_json
 from longdraft.model.transformer import Transformer
 
@@ -68,20 +69,50 @@ def has_heads(files: TensorFiles) -> bool:
     return any(name.startswith(HEADS_PREFIX) for name in files.names())
 
 
-def load(folder: Path, model: Transformer, fingerprint: str | None = None) -> Heads:
-    """Heads from their own folder, or from a whole model's that carries them; Medusa's from theirs.
+def find(folder: Path) -> Path | None:
+    """Where a folder's heads are: in it, or beside its model in the sub-folder `heads`; None: nowhere."""
+    if (folder / "config.json").exists() and _kind(folder) is not None:
+        return folder
+    beside = folder / "heads"
+    return beside if (beside / "config.json").exists() else None
 
-    A folder of their own has a config.json that names kind, sizes and the weights they were trained on;
-    what does not fit `model` (or the weights' `fingerprint`, where given) is a ModelError.
+
+def _kind(folder: Path) -> str | None:
+    """"chained", "medusa", or None for a folder that holds no heads itself.
+
+    A whole model that carries heads tells by its tensors, not by what else its config.json says.
     """
     config = read_json(folder / "config.json")
-    if medusa.is_medusa(config):
+    has_weights = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
+    if config.get("kind") == KIND or (has_weights and has_heads(TensorFiles(folder))):
+        return "chained"
+    is_medusa = medusa.is_medusa(config) or (folder / medusa.FILE).exists()
+    return "medusa" if is_medusa and not has_weights else None
+
+
+def require_model(folder: Path) -> None:
+    """ModelError, saying how they are used, for a folder of heads where a model is wanted."""
+    config = read_json(folder / "config.json")
+    if "model_type" not in config and (config.get("kind") == KIND or medusa.is_medusa(config)):
+        base = config.get("base_model") or config.get("base_model_name_or_path") or "the model they were trained for"
+        raise ModelError(f"{folder} holds heads, not a model; give --model {base} --heads {folder}")
+
+
+def load(folder: Path, model: Transformer, fingerprint: Callable[[], str] | None = None) -> Heads:
+    """Heads of either kind: from their own folder, from a whole model's that carries them, or from beside a model.
+
+    A folder of their own has a config.json that names kind, sizes and the weights they were trained on; what does
+    not fit `model` (or its weights' `fingerprint`, where given; asked for only where it decides) is a ModelError.
+    """
+    found = find(folder)
+    if found is None:
+        raise ModelError(f"{folder} holds no heads: neither TokenSwift's (config.json with kind {KIND!r}, or tensors "
+                         f"{HEADS_PREFIX}*) nor Medusa's (medusa_num_heads and {medusa.FILE})")
+    folder, config = found, read_json(found / "config.json")
+    if _kind(folder) == "medusa":
         return medusa.load(folder, config, model)
+    _check(folder, config, model, fingerprint)
     files = TensorFiles(folder)
-    if config.get("kind") == KIND:
-        _check(folder, config, model, fingerprint)
-    elif not has_heads(files):
-        raise ModelError(f"{folder} holds no heads: config.json has kind {config.get('kind')!r}, wanted {KIND!r}")
     names = sorted(name for name in files.names() if name.startswith(HEADS_PREFIX))
     count = len(names) // 3
     wanted = {f"{HEADS_PREFIX}{i}.{part}.weight"
@@ -98,17 +129,18 @@ def load(folder: Path, model: Transformer, fingerprint: str | None = None) -> He
             raise ModelError(f"{folder}: head {i} has shapes {[list(p.shape) for p in parts]}; the model's "
                              f"hidden size is {hidden}")
         kernels = model.kernels
-        norms = [p.to(kernels.device).to(kernels.dtype) for p in parts[1:]]
+        norms = [p.to(kernels.device, kernels.dtype, copy=True) for p in parts[1:]]
         layers.append(Head(kernels.pack(parts[0]), norms[0], norms[1]))
     return ChainedHeads(tuple(layers), model)
 
 
-def _check(folder: Path, config: dict[str, Any], model: Transformer, fingerprint: str | None) -> None:
-    for name, actual in (("hidden_size", model.config.hidden_size), ("vocab_size", model.config.vocab_size)):
-        if config.get(name) != actual:
-            raise ModelError(f"{folder}: heads were trained for {name} {config.get(name)}, the model has {actual}")
+def _check(folder: Path, config: dict[str, Any], model: Transformer,
+           fingerprint: Callable[[], str] | None) -> None:
+    for name, wanted in (("hidden_size", model.config.hidden_size), ("vocab_size", model.config.vocab_size)):
+        if config.get(name) != wanted:
+            raise ModelError(f"{folder}: heads were trained for {name} {config.get(name)}, the model has {wanted}")
     trained_on = config.get("base_sha256")
-    if fingerprint and trained_on and trained_on != fingerprint:
+    if fingerprint and trained_on and trained_on != (actual := fingerprint()):
         raise ModelError(f"{folder}: heads were trained on other weights of {config.get('base_model')!r} "
-                         f"(sha256 {trained_on[:12]}, this model's is {fingerprint[:12]}); train heads for this "
+                         f"(sha256 {str(trained_on)[:12]}, this model's is {actual[:12]}); train heads for this "
                          "model or give those of its own with --heads")

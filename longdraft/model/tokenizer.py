@@ -21,7 +21,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
-        if not path.exists():
+        if not path.is_file():  # nor is a pipe or a device opened, which may never end
             raise ModelError(f"{path} is missing; longdraft needs the model's tokenizer.json")
         try:
             self._tokenizer = HFTokenizer.from_file(str(path))
@@ -32,7 +32,7 @@ class Tokenizer:
     @property
     def size(self) -> int:
         """One more than the largest token id it can give."""
-        return max(self.vocabulary().values()) + 1
+        return max(self.vocabulary().values(), default=-1) + 1
 
     def vocabulary(self) -> dict[str, int]:
         """Every token with its id, added ones included."""

@@ -1,0 +1,102 @@
+"""A model of a known one's shape with random weights, to measure time and memory without its weights.
+
+    python benchmarks/random_model.py --like qwen2.5-1.5b OUT
+    python benchmarks/random_model.py --like qwen2.5-1.5b --layers 2 DRAFT      # its first layers: a draft model
+    longdraft generate "It was" --model OUT
+
+Written shard by shard, so that no more than a shard is in memory. The tokenizer is the bundled model's, with made-up
+words for the rest of the vocabulary; `heads` holds TokenSwift's heads as they are before training. What it writes
+means nothing, and how many drafts are accepted neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from shapes import SHAPES
+
+from longdraft.model import config, library
+from longdraft.model.checkpoint import HEADS_PREFIX, INDEX, dump_json, expected_shapes
+from longdraft.model.heads import KIND
+
+HEADS = 3
+SHARD_BYTES = 1 << 29
+SPREAD = 0.02  # standard deviation of the weights, as models are initialised
+
+
+def write(shape: dict[str, Any], folder: Path, seed: int) -> None:
+    folder.mkdir(parents=True)
+    write_tokenizer(folder, shape["vocab_size"])
+    dump_json(folder / "config.json", shape)
+    shards = split(expected_shapes(config.from_hf(shape)))
+    generator = torch.Generator().manual_seed(seed)
+    where: dict[str, str] = {}
+    for number, tensors in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file({tensor: weight(tensors[tensor], generator) for tensor in tensors}, folder / file, {"format": "pt"})
+        where |= dict.fromkeys(tensors, file)
+        print(f"{file}: {len(tensors)} tensors")
+    dump_json(folder / INDEX, {"metadata": {}, "weight_map": where})
+    write_heads(folder / "heads", shape)
+
+
+def split(shapes: dict[str, tuple[int, ...]]) -> list[dict[str, tuple[int, ...]]]:
+    """Tensors in shards of SHARD_BYTES, but for those that are larger alone."""
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    room = SHARD_BYTES
+    for name, shape in shapes.items():
+        nbytes = 2 * torch.Size(shape).numel()
+        if nbytes > room and shards[-1]:
+            shards.append({})
+            room = SHARD_BYTES
+        shards[-1][name] = shape
+        room -= nbytes
+    return shards
+
+
+def weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)  # norms
+    return torch.empty(shape, dtype=torch.bfloat16).normal_(0, SPREAD, generator=generator)
+
+
+def write_heads(folder: Path, shape: dict[str, Any]) -> None:
+    """Heads that add nothing to the row they read."""
+    folder.mkdir()
+    hidden = shape["hidden_size"]
+    tensors = {}
+    for head in range(HEADS):
+        tensors[f"{HEADS_PREFIX}{head}.linear.weight"] = torch.zeros(hidden, hidden, dtype=torch.bfloat16)
+        for norm in ("input_layernorm", "post_layernorm"):
+            tensors[f"{HEADS_PREFIX}{head}.{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors")
+    dump_json(folder / "config.json", {"kind": KIND, "hidden_size": hidden, "vocab_size": shape["vocab_size"]})
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    tokenizer = json.loads((library.BUNDLED_DIR / library.DEFAULT / "tokenizer.json").read_text(encoding="utf-8"))
+    known = tokenizer["model"]["vocab"]
+    known |= {f"Ġword{i}": i for i in range(len(known), vocabulary)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--like", required=True, choices=SHAPES, help="whose shape")
+    parser.add_argument("--layers", type=int, help="only the first so many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("folder", type=Path, help="a new folder")
+    given = parser.parse_args()
+    if given.folder.exists():
+        parser.error(f"{given.folder} exists; name a new folder")
+    shape = SHAPES[given.like]
+    write(shape | {"num_hidden_layers": given.layers or shape["num_hidden_layers"]}, given.folder, given.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The sizes of known models, as their config.json gives them: all that memory and time for a token depend on.
+
+Described as Llamas: what other families add (biases, norms of queries and keys) is less than a thousandth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _shape(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, limit: int, *,
+           head_dim: int | None = None, is_tied: bool = False) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocabulary, "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head_dim or hidden // heads, "max_position_embeddings": limit,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": is_tied, "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "bos_token_id": 0, "eos_token_id": 1,
+    }
+
+
+SHAPES = {
+    "llama-3.2-1b": _shape(128256, 2048, 8192, 16, 32, 8, 131072, is_tied=True),
+    "qwen2.5-1.5b": _shape(151936, 1536, 8960, 28, 12, 2, 131072, is_tied=True),
+    "smollm2-1.7b": _shape(49152, 2048, 8192, 24, 32, 32, 8192, is_tied=True),
+    "llama-3.2-3b": _shape(128256, 3072, 8192, 28, 24, 8, 131072, is_tied=True),
+    "yarn-llama-2-7b-128k": _shape(32000, 4096, 11008, 32, 32, 32, 131072),
+    "mistral-7b-v0.3": _shape(32768, 4096, 14336, 32, 32, 8, 32768),
+    "qwen2.5-7b": _shape(152064, 3584, 18944, 28, 28, 4, 131072),
+    "llama-3.1-8b": _shape(128256, 4096, 14336, 32, 32, 8, 131072),
+    "qwen3-8b": _shape(151936, 4096, 12288, 36, 32, 8, 40960, head_dim=128),
+    "qwen2.5-14b": _shape(152064, 5120, 13824, 48, 40, 8, 131072),
+    "qwen2.5-32b": _shape(152064, 5120, 27648, 64, 40, 8, 131072),  # DeepSeek-R1-Distill-Qwen-32B and QwQ-32B too
+    "llama-3.1-70b": _shape(128256, 8192, 28672, 80, 64, 8, 131072),
+}

@@ -1,0 +1,55 @@
+"""What a model needs and how fast memory lets it be, from its config.json alone.
+
+    ms for a token = (bytes of the weights that a forward reads + bytes of the cache) / read bandwidth
+
+is the floor of plain decoding: each token reads all of both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from longdraft.errors import ModelError
+from longdraft.model.checkpoint import expected_shapes
+from longdraft.model.config import ModelConfig
+
+USABLE = 0.9  # share of a machine's memory that weights and cache may take; the rest is the system's and ours
+_MAX_PARAMETERS = 10**14  # a hundred times the largest public model
+_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a model of these parameters takes in one dtype."""
+
+    parameters: int
+    weights_bytes: int
+    read_bytes: int  # of these, what a forward of one token reads: of an untied embedding, only a row
+    cache_bytes_per_token: int
+    context_limit: int
+
+    def max_context(self, memory_bytes: int) -> int:
+        """Tokens whose cache fits beside the weights, at most those the model is made for; 0: not even the weights."""
+        free = int(memory_bytes * USABLE) - self.weights_bytes
+        return max(0, min(self.context_limit, free // self.cache_bytes_per_token))
+
+    def ms_per_token(self, context: int, bytes_per_s: float) -> float:
+        return (self.read_bytes + context * self.cache_bytes_per_token) / bytes_per_s * 1e3
+
+
+def of(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
+    """Sizes of a configuration. Layers are alike, so one is counted, however many there are."""
+    outside = _count(replace(config, num_layers=0))
+    parameters = outside + config.num_layers * (_count(replace(config, num_layers=1)) - outside)
+    if parameters > _MAX_PARAMETERS:
+        raise ModelError(f"config.json describes a model of 10**{len(str(parameters)) - 1} parameters or more; "
+                         f"allowed: {_MAX_PARAMETERS:,}")
+    width = _BYTES[dtype]
+    unread = 0 if config.is_tied else config.vocab_size * config.hidden_size
+    return Sizes(parameters, parameters * width, (parameters - unread) * width,
+                 2 * config.num_layers * config.num_kv_heads * config.head_dim * width, config.max_positions)
+
+
+def _count(config: ModelConfig) -> int:
+    return sum(prod(shape) for shape in expected_shapes(config).values())

@@ -1,0 +1,181 @@
+"""Which heads belong to a model: in it, beside it, or named; and the hash that says whose they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import load, make_checkpoint, make_heads
+from safetensors.torch import load_file, save_file
+from test_medusa import write_medusa
+
+import longdraft
+from longdraft.core import SamplingParams
+from longdraft.errors import ModelError
+from longdraft.model import fingerprint, heads
+from longdraft.model.checkpoint import TensorFiles
+from longdraft.model.heads import ChainedHeads
+from longdraft.model.medusa import MedusaHeads
+
+
+def released(folder: Path, tiny: Path) -> Path:
+    """TokenSwift's files: the whole model plus model.medusa_layers.*, in one folder."""
+    shutil.copytree(tiny, folder)
+    shutil.rmtree(folder / "heads")
+    save_file(load_file(tiny / "model.safetensors") | load_file(tiny / "heads" / "model.safetensors"),
+              folder / "model.safetensors")
+    return folder
+
+
+def write(engine: longdraft.Engine) -> dict[str, object]:
+    prompt = engine.encode("It was a dark and stormy night. " * 4)
+    return [event.stats for event in engine.generate(prompt, SamplingParams(max_new_tokens=40, seed=1))][-1]
+
+
+def test_whole_models_with_heads_are_served_with_them(tiny, tmp_path):
+    folder = released(tmp_path / "released", tiny["mha"])
+    # Some say so in their config.json too, in Medusa's words.
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"medusa_num_heads": 3, "medusa_num_layers": 1}))
+    engine = longdraft.load(str(folder))
+    assert isinstance(engine.heads, ChainedHeads) and len(engine.heads) == 3
+    stats = write(engine)
+    assert {"tokenswift", "medusa"} <= stats["tokens_by_choice"].keys()
+    assert stats["sha256_tokens"] == write(longdraft.load(str(tiny["mha"]), drafter="plain"))["sha256_tokens"]
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("kind", ["medusa", "chained", "whole model", "beside a model"])
+def test_heads_of_every_kind_need_no_drafter_named(tiny, tmp_path, kind, num_heads):
+    bare = tmp_path / "bare"
+    base = make_checkpoint(bare, num_key_value_heads=4, seed=4)
+    where = tmp_path / "heads"
+    if kind == "medusa":
+        write_medusa(where, num_heads=num_heads, num_blocks=1)
+    elif kind == "chained":
+        make_heads(where, base, num_heads, base_sha256=TensorFiles(bare).fingerprint())
+    else:
+        shutil.copytree(bare, tmp_path / "with")
+        make_heads(tmp_path / "with" / "heads", base, num_heads)
+        where = released(where, tmp_path / "with") if kind == "whole model" else tmp_path / "with"
+    engine = longdraft.load(str(bare), heads=str(where))
+    assert isinstance(engine.heads, MedusaHeads if kind == "medusa" else ChainedHeads)
+    assert len(engine.heads) == num_heads
+    stats = write(engine)
+    assert {"tokenswift", "medusa"} <= stats["tokens_by_choice"].keys()
+    assert stats["sha256_tokens"] == write(longdraft.load(str(bare), drafter="plain"))["sha256_tokens"]
+
+
+def test_a_bundled_name_lends_its_heads():
+    engine = longdraft.load("novelist", heads="novelist")
+    assert isinstance(engine.heads, ChainedHeads) and len(engine.heads) == 3
+
+
+def test_a_folder_without_heads_says_what_heads_are(tiny, tmp_path):
+    make_checkpoint(tmp_path)
+    with pytest.raises(ModelError, match=r"holds no heads: neither TokenSwift's .* nor Medusa's"):
+        longdraft.load(str(tiny["mha"]), heads=str(tmp_path))
+
+
+def test_heads_of_a_whole_model_of_another_size_are_refused(tiny, tmp_path):
+    base = make_checkpoint(tmp_path / "wide", hidden_size=64)
+    make_heads(tmp_path / "wide" / "heads", base)
+    with pytest.raises(ModelError, match="hidden_size 64, the model has 48"):
+        longdraft.load(str(tiny["mha"]), heads=str(released(tmp_path / "released", tmp_path / "wide")))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "chained"])
+def test_heads_where_a_model_is_wanted_say_how_they_are_used(tiny, tmp_path, kind):
+    if kind == "medusa":
+        write_medusa(tmp_path)
+    else:
+        shutil.copytree(tiny["mha"] / "heads", tmp_path, dirs_exist_ok=True)
+    base = "lmsys/vicuna" if kind == "medusa" else "tiny"
+    with pytest.raises(ModelError, match=f"holds heads, not a model; give --model {base} --heads"):
+        longdraft.load(str(tmp_path))
+
+
+def test_damaged_heads_beside_a_model_cost_speed_only(tiny, tmp_path, caplog):
+    folder = released(tmp_path / "released", tiny["mha"])
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.medusa_layers.0.linear.weight"][0, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    assert longdraft.load(str(folder)).heads is None
+    assert "going on without heads" in caplog.text and "NaN" in caplog.text
+    with pytest.raises(ModelError, match="NaN"):
+        longdraft.load(str(folder), drafter="tokenswift")
+
+
+# The hash of the weights
+
+
+@pytest.fixture
+def counted(monkeypatch, tmp_path):
+    """Hashes that were really computed; every model is large, and files are settled at once."""
+    monkeypatch.setattr(fingerprint, "_WORTH_KEEPING", 0)
+    monkeypatch.setattr(fingerprint, "_TICK_S", 0.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    computed: list[str] = []
+    real = TensorFiles.fingerprint
+
+    def fingerprint_of(files: TensorFiles) -> str:
+        computed.append(real(files))
+        return computed[-1]
+
+    monkeypatch.setattr(TensorFiles, "fingerprint", fingerprint_of)
+    return computed
+
+
+def test_the_weights_are_hashed_once(tmp_path, counted):
+    make_checkpoint(tmp_path / "model")
+    first = fingerprint.of(TensorFiles(tmp_path / "model"))
+    assert fingerprint.of(TensorFiles(tmp_path / "model")) == first == counted[0] and len(counted) == 1
+
+
+def test_weights_that_changed_are_hashed_again_however_old_they_claim_to_be(tmp_path, counted):
+    make_checkpoint(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    before = fingerprint.of(TensorFiles(tmp_path / "model"))
+    about = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert path.stat().st_mtime_ns == about.st_mtime_ns and path.stat().st_size == about.st_size
+    assert fingerprint.of(TensorFiles(tmp_path / "model")) != before
+
+
+def test_a_hash_of_files_that_were_just_written_is_not_kept(tmp_path, counted, monkeypatch):
+    monkeypatch.setattr(fingerprint, "_TICK_S", 60.0)
+    make_checkpoint(tmp_path / "model")
+    fingerprint.of(TensorFiles(tmp_path / "model"))
+    fingerprint.of(TensorFiles(tmp_path / "model"))
+    assert len(counted) == 2
+
+
+@pytest.mark.parametrize("damage", ["garbage", "folder"])
+def test_a_cache_that_is_of_no_use_costs_time_only(tmp_path, counted, damage):
+    make_checkpoint(tmp_path / "model")
+    first = fingerprint.of(TensorFiles(tmp_path / "model"))
+    kept, = fingerprint.cache_dir().iterdir()
+    kept.unlink()
+    kept.write_text("[1]") if damage == "garbage" else kept.mkdir()
+    assert fingerprint.of(TensorFiles(tmp_path / "model")) == first and len(counted) == 2
+
+
+def test_weights_are_hashed_only_where_heads_say_whose_they_are(tiny, tmp_path, counted):
+    longdraft.load(str(tiny["mha"]))  # its heads do not say
+    assert not counted
+    shutil.copytree(tiny["mha"], tmp_path / "model")
+    config = json.loads((tmp_path / "model/heads/config.json").read_text())
+    (tmp_path / "model/heads/config.json").write_text(json.dumps(config | {"base_sha256": "0" * 64}))
+    assert longdraft.load(str(tmp_path / "model")).heads is None and len(counted) == 1
+
+
+def test_the_heads_folder_is_found(tiny):
+    assert heads.find(tiny["mha"]) == tiny["mha"] / "heads" == heads.find(tiny["mha"] / "heads")
+    assert len(heads.load(tiny["mha"], load(tiny["mha"]))) == 3

@@ -1,0 +1,131 @@
+"""What a model needs, from its config.json alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import make_checkpoint
+
+import longdraft
+from longdraft.__main__ import run
+from longdraft.errors import ModelError
+from longdraft.model import config, sizing
+
+LLAMA_8B = dict(model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, torch_dtype="bfloat16")
+LLAMA_2_7B = dict(model_type="llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+                  num_attention_heads=32, max_position_embeddings=4096, torch_dtype="float16")
+LLAMA_70B = LLAMA_8B | dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
+
+
+def sizes_of(settings: dict[str, object], dtype: str = "bfloat16") -> sizing.Sizes:
+    return sizing.of(config.from_hf(settings), dtype)
+
+
+@pytest.mark.parametrize("settings, parameters", [  # as published
+    (LLAMA_8B, 8_030_261_248), (LLAMA_2_7B, 6_738_415_616), (LLAMA_70B, 70_553_706_496)])
+def test_parameters_of_known_models(settings, parameters):
+    assert sizes_of(settings).parameters == parameters
+
+
+@pytest.mark.parametrize("dtype, width", [("bfloat16", 2), ("float32", 4)])
+def test_bytes_follow_from_the_dtype(dtype, width):
+    sizes = sizes_of(LLAMA_8B, dtype)
+    assert sizes.weights_bytes == 8_030_261_248 * width
+    assert sizes.read_bytes == (8_030_261_248 - 128256 * 4096) * width
+    assert sizes.cache_bytes_per_token == 32 * 2 * 8 * 128 * width
+
+
+def test_a_tied_embedding_is_read_as_the_head():
+    sizes = sizes_of(LLAMA_8B | {"tie_word_embeddings": True})
+    assert sizes.read_bytes == sizes.weights_bytes == (8_030_261_248 - 128256 * 4096) * 2
+
+
+def test_what_fits_is_memory_less_weights():
+    sizes = sizes_of(LLAMA_8B)
+    assert sizes.max_context(10 << 30) == 0
+    assert sizes.max_context(1 << 40) == sizes.context_limit == 131072
+    tokens = sizes.max_context(20 << 30)
+    needed = sizes.weights_bytes + tokens * sizes.cache_bytes_per_token
+    assert 0 <= (20 << 30) * sizing.USABLE - needed < sizes.cache_bytes_per_token
+
+
+def test_time_is_bytes_over_bandwidth():
+    sizes = sizes_of(LLAMA_8B)
+    assert sizes.ms_per_token(0, 1e12) == pytest.approx(sizes.read_bytes / 1e9)
+    assert sizes.ms_per_token(1000, 1e9) - sizes.ms_per_token(0, 1e9) == pytest.approx(131_072_000 / 1e6)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "vocab_size"])
+def test_absurd_sizes_are_one_line_at_once(name):
+    began = time.monotonic()
+    with pytest.raises(ModelError, match=r"describes a model of 10\*\*\d+ parameters or more; allowed"):
+        sizes_of(LLAMA_8B | {name: 10**300, "head_dim": 128})
+    assert time.monotonic() - began < 1
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    from longdraft.bench import machine
+
+    monkeypatch.setattr(machine, "read_bandwidth", lambda memory: 20e9)
+
+
+def test_doctor_reads_no_weights(quick, capfd, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    assert run(["doctor", "--model", str(tmp_path), "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    sizes = sizes_of(LLAMA_70B)
+    assert report["weights_bytes"] == sizes.weights_bytes
+    assert report["cache_bytes_per_1k_tokens"] == 1024 * sizes.cache_bytes_per_token
+    assert report["ms_per_token"] == {str(context): sizes.ms_per_token(context, 20e9) for context in (4096, 100_000)}
+    assert run(["doctor", "--model", str(tmp_path)]) == 0
+    shown = capfd.readouterr().out
+    assert "141.11 GB in bfloat16" in shown and "335.5 MB for 1,024 tokens" in shown and "at 4,096 tokens" in shown
+
+
+def test_doctor_says_what_is_beyond_the_model(quick, capfd, tmp_path):
+    make_checkpoint(tmp_path)
+    assert run(["doctor", "--model", str(tmp_path)]) == 0
+    shown = capfd.readouterr().out
+    assert "the model's limit is 4,096" in shown and "4,096 tokens (the model's limit)" in shown
+
+
+def test_doctor_has_one_line_for_what_is_no_model(capfd, tmp_path):
+    assert run(["doctor", "--model", str(tmp_path)]) == 2
+    assert "cannot read" in (line := capfd.readouterr().err) and line.count("\n") == 1
+
+
+def test_the_bandwidth_is_measured():
+    from longdraft.bench import machine
+
+    assert 1e8 < machine.read_bandwidth(1 << 24) < 1e13
+
+
+@pytest.fixture
+def random_model(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    import random_model
+
+    yield random_model
+    for name in ("random_model", "shapes"):
+        sys.modules.pop(name, None)
+
+
+def test_random_models_are_what_they_are_said_to_be(random_model, tmp_path, monkeypatch):
+    """Shards, tokenizer and heads of `benchmarks/random_model.py`, in small."""
+    monkeypatch.setattr(random_model, "SHARD_BYTES", 1 << 19)
+    shape = random_model.SHAPES["qwen2.5-1.5b"] | dict(
+        vocab_size=5000, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512)
+    random_model.write(shape, tmp_path / "model", seed=1)
+    assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1
+    engine = longdraft.load(str(tmp_path / "model"), drafter="tokenswift")
+    assert engine.tokenizer.size == 5000 and len(engine.heads) == 3
+    params = longdraft.SamplingParams(max_new_tokens=20, seed=1, ignore_eos=True)
+    text = "".join(event.text for event in engine.generate("It was", params))
+    assert "word" in text
