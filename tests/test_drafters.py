@@ -166,7 +166,7 @@ def test_tokenswift_grafts_ngrams_behind_its_first_token(tiny):
 
 def test_with_a_partial_cache_that_holds_everything_the_first_guess_is_right(tiny):
     """Drafting on all of the cache is the target itself: every token of the chain is the target's."""
-    drafter, context = tokenswift(tiny, prompt_of(60), budget=500, chain=4, tree="1", continuations=0)
+    drafter, context = tokenswift(tiny, prompt_of(60), budget=500, chain=4, width=1, tree="1", continuations=0)
     model = load(tiny["gqa"])
     from longdraft.model.transformer import chain_rows
 

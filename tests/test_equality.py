@@ -42,6 +42,8 @@ DRAFTERS = {
     "tokenswift, static cache": ("tokenswift", dict(cache="static", budget=40, sinks=4, recent=8, room=8)),
     "tokenswift, no remainder": ("tokenswift", dict(remainder="false", budget=40, sinks=4, recent=8, room=8)),
     "tokenswift, full cache": ("tokenswift", dict(cache="full", tree="2,2,2")),
+    "tokenswift, everything grafted": ("tokenswift", dict(suffix="true", width=3, margin=9, budget=40, sinks=4,
+                                                          recent=8, room=8, continuations=3, seen=1, delay=0)),
     "medusa": ("medusa", dict(tree="3,2,1")),
     "medusa, choices": ("medusa", dict(tree="0 1 2 0.0 0.1 1.0 0.0.0")),
     "magicdec, streaming": ("magicdec", dict(budget=24, sinks=4, refresh=5, width=2)),

@@ -111,7 +111,7 @@ class PartialCache:
 
     def refresh(self, attended: Callable[[], Attended] | None) -> None:
         """Take in the rows the full cache gained, or choose anew where the budget is full."""
-        if self._mode == "full":
+        if self._mode == "full" or (self._full.length == self._seen and not self._is_stale):
             return
         if self._mode == "dynamic" or not self._seen:
             self._take_in(attended)

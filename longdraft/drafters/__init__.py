@@ -9,7 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from longdraft.cache.full import FullCache
+from longdraft.cache.partial import PartialCache
 from longdraft.core import SamplingParams
+from longdraft.drafters import magicdec
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
@@ -30,7 +32,8 @@ AUTO = "auto"
 
 
 class Resources(NamedTuple):
-    """What a drafter of one request may use. `draft` is the smaller model that the option `model` names."""
+    """What a drafter of one request may use. `draft` is the smaller model that the option `model` names; `partial` a
+    partial cache that is kept up already, for drafters that serve one text in turns."""
 
     model: Transformer
     cache: FullCache
@@ -39,6 +42,7 @@ class Resources(NamedTuple):
     heads: Heads | None
     corpora: Corpora | None = None
     draft: Transformer | None = None
+    partial: PartialCache | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def _heads(name: str, given: Resources) -> Heads:
 
 def _tokenswift(options: TokenSwiftOptions, given: Resources) -> Drafter:
     heads = _heads("tokenswift", given)
-    return TokenSwiftDrafter(options, given.model, given.cache, given.sampler, given.params, heads)
+    return TokenSwiftDrafter(options, given.model, given.cache, given.sampler, given.params, heads, given.partial)
 
 
 def _medusa(options: MedusaOptions, given: Resources) -> Drafter:
@@ -70,7 +74,7 @@ def _medusa(options: MedusaOptions, given: Resources) -> Drafter:
 
 
 def _magicdec(options: MagicDecOptions, given: Resources) -> Drafter:
-    return MagicDecDrafter(options, given.model, given.cache, given.sampler, given.params)
+    return MagicDecDrafter(options, given.model, given.cache, given.sampler, given.params, given.partial)
 
 
 def _draft_model(options: DraftModelOptions, given: Resources) -> Drafter:
@@ -91,7 +95,9 @@ def _suffix(options: SuffixOptions, given: Resources) -> Drafter:
 
 
 def _auto(options: NoOptions, given: Resources) -> Drafter:
-    """Every drafter that is worth a try and for which there is what it needs."""
+    """Every drafter that is worth a try and for which there is what it needs. Those that draft with the model itself
+    share a partial cache, so that who takes over finds it as the last one left it."""
+    given = given._replace(partial=magicdec.new_partial(MagicDecOptions(), given.model, given.cache))
     contenders = {name: kind.build(kind.options(**kind.in_auto), given) for name, kind in KINDS.items()
                   if kind.in_auto is not None and (given.heads or not kind.needs_heads)}
     return AutoDrafter(contenders, given.model.weights_in_tokens)
@@ -107,10 +113,11 @@ KINDS: dict[str, Kind] = {
                    "what followed the longest suffix of the text before, from a suffix automaton; a corpus beside it",
                    {}),
     "tokenswift": Kind(TokenSwiftOptions, _tokenswift, True,
-                       "the model on a partial cache, three trained heads, n-grams, one tree", {}),
+                       "the model on a partial cache, three trained heads, n-grams, one tree",
+                       {"chain": 16, "tree": (1, 1, 1)}),
     "medusa": Kind(MedusaOptions, _medusa, True, "trained heads on the last verified row, one static tree", {}),
     "magicdec": Kind(MagicDecOptions, _magicdec, False, "the model itself on a compressed cache",
-                     {"chain": 10, "width": 2}),
+                     {"chain": 16}),
     "draft-model": Kind(DraftModelOptions, _draft_model, False, "a smaller model with the same vocabulary"),
     "triforce": Kind(TriForceOptions, _triforce, False,
                      "a smaller model for the model on a retrieval cache for the model"),

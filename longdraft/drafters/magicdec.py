@@ -34,21 +34,21 @@ _WINDOW = 32  # latest rows that SnapKV always holds
 class MagicDecOptions:
     """Options of `magicdec`.
 
-    chain      tokens drafted in each step (the paper: 3 to 7)
+    chain      tokens drafted in each step (the paper: 3 to 7, without the remainder)
     width      guesses at each place of the chain at most; it follows the best
     margin     how much less likely than the best the others may look, as a logarithm: 1 is exp(1) times
     selection  streaming | snapkv
     budget     rows of the compressed cache for each layer and KV head at each choice (the paper: 257, 4097)
     sinks      first positions of the text, always held
     refresh    tokens written between two choices; their rows join the cache meanwhile
-    remainder  drafts count what the keys that are left out gave the last verified token
+    remainder  drafts count what the keys that are left out would give them, as fitted to the verified tokens
     suffix     graft in what followed the longest suffix of the text before: behind the root, where a text that
                repeats itself is guessed farther than the chain reaches, and behind the chain
     """
 
-    chain: int = 4
+    chain: int = 8
     width: int = 2
-    margin: float = 1.5
+    margin: float = 0.5
     selection: Literal["streaming", "snapkv"] = "streaming"
     budget: int = 192
     sinks: int = 16
@@ -71,19 +71,26 @@ class MagicDecOptions:
         return _WINDOW if self.selection == "snapkv" else 1
 
 
+def new_partial(options: MagicDecOptions, model: Transformer, cache: FullCache) -> PartialCache:
+    """The compressed cache that the options describe."""
+    config = model.config
+    if options.selection == "snapkv":
+        selection, latest = select.pooled(options.budget, options.sinks, options.window), options.window
+    else:
+        selection = select.streaming(config.num_kv_heads, options.budget, options.sinks)
+        latest = options.budget - options.sinks
+    size = PartialBudget(options.budget + options.refresh, options.sinks, latest, options.refresh)
+    return PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size,
+                        has_remainder=options.remainder, selection=selection)
+
+
 class MagicDecDrafter:
+    """`partial`: a compressed cache to share; its memory is counted here."""
+
     def __init__(self, options: MagicDecOptions, model: Transformer, cache: FullCache, sampler: Sampler,
-                 params: SamplingParams) -> None:
+                 params: SamplingParams, partial: PartialCache | None = None) -> None:
         self._length = options.chain
-        config = model.config
-        if options.selection == "snapkv":
-            selection = select.pooled(options.budget, options.sinks, options.window)
-        else:
-            selection = select.streaming(config.num_kv_heads, options.budget, options.sinks)
-        latest = options.window if options.selection == "snapkv" else options.budget - options.sinks
-        size = PartialBudget(options.budget + options.refresh, options.sinks, latest, options.refresh)
-        self.partial = PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size,
-                                    has_remainder=options.remainder, selection=selection)
+        self.partial = partial or new_partial(options, model, cache)
         self._chain = Chain(SelfReader(model, self.partial), sampler, options.width, SELF, options.margin)
         self._text = SuffixText(SuffixOptions(), params) if options.suffix else None
 

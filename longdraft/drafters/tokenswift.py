@@ -23,6 +23,7 @@ from longdraft.cache.partial import CacheMode, PartialBudget, PartialCache
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain, SelfReader
 from longdraft.drafters.ngram import DelayedTable, NgramOptions
+from longdraft.drafters.suffix import SuffixOptions, SuffixText
 from longdraft.drafters.table import RANKED
 from longdraft.errors import UsageError, check
 from longdraft.model.heads import Heads
@@ -40,7 +41,9 @@ class TokenSwiftOptions:
     """Options of `tokenswift`.
 
     chain          tokens drafted by forwards on the partial cache, one behind the other (the paper: 1)
-    remainder      drafts count what the keys that are left out gave the last verified token
+    width          guesses at each place of the chain at most; it follows the best
+    margin         how much less likely than the best the others may look, as a logarithm: 1 is exp(1) times
+    remainder      drafts count what the keys that are left out would give them, as fitted to the verified tokens
     tree           children of each node, depth by depth; at most one depth more than there are heads
                    (the paper: 1,3,3,3)
     continuations  n-grams grafted behind each first token at most; 0: none (the paper: 20)
@@ -53,9 +56,12 @@ class TokenSwiftOptions:
     recent         last positions always held when the partial cache is chosen
     room           rows left free for what comes until it is chosen again
     cache          dynamic | static | full: how the partial cache is kept (ablation)
+    suffix         graft in what followed the longest suffix of the text before, behind the root
     """
 
-    chain: int = 4
+    chain: int = 8
+    width: int = 2
+    margin: float = 0.5
     remainder: bool = True
     tree: tuple[int, ...] = (1, 1)
     continuations: int = 1
@@ -68,9 +74,12 @@ class TokenSwiftOptions:
     recent: int = 64
     room: int = 64
     cache: CacheMode = "dynamic"
+    suffix: bool = False
 
     def __post_init__(self) -> None:
         check(1 <= self.chain <= 64, "chain", self.chain, "1 to 64")
+        check(1 <= self.width <= 16, "width", self.width, "1 to 16")
+        check(self.margin >= 0, "margin", self.margin, "0 or more")
         check(len(self.tree) >= 1 and all(width >= 1 for width in self.tree), "tree", list(self.tree),
               "whole numbers of 1 or more, such as 1,3,3,3")
         check(self.num_nodes <= _MAX_NODES, "tree", list(self.tree), f"at most {_MAX_NODES} nodes")
@@ -92,8 +101,10 @@ class TokenSwiftOptions:
 
 
 class TokenSwiftDrafter:
+    """`partial`: a partial cache to share, instead of one of its own."""
+
     def __init__(self, options: TokenSwiftOptions, model: Transformer, cache: FullCache, sampler: Sampler,
-                 params: SamplingParams, heads: Heads) -> None:
+                 params: SamplingParams, heads: Heads, partial: PartialCache | None = None) -> None:
         if len(options.tree) > len(heads) + 1:
             raise UsageError(f"tree {list(options.tree)} is {len(options.tree)} deep; allowed: at most "
                              f"{len(heads) + 1} with {len(heads)} heads")
@@ -104,10 +115,12 @@ class TokenSwiftDrafter:
         self._table = DelayedTable(options.ngrams(), params) if options.continuations else None
         size = PartialBudget(options.budget, options.sinks, options.recent, options.room)
         config = model.config
-        self.partial = PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size, options.cache,
-                                    options.remainder)
+        self._is_shared = partial is not None
+        self.partial = partial or PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size,
+                                               options.cache, options.remainder)
         self._reader = SelfReader(model, self.partial)
-        self._chain = Chain(self._reader, sampler, width=1, source=SELF)
+        self._chain = Chain(self._reader, sampler, options.width, SELF, options.margin)
+        self._suffix = SuffixText(SuffixOptions(), params) if options.suffix else None
 
     def begin(self, context: Context, verified: Verified | None) -> None:
         self._follow(context, verified)
@@ -117,21 +130,27 @@ class TokenSwiftDrafter:
 
     @property
     def nbytes(self) -> int:
-        return self.partial.nbytes
+        own = 0 if self._is_shared else self.partial.nbytes
+        return own + (self._suffix.nbytes if self._suffix else 0)
 
     def _follow(self, context: Context, verified: Verified | None) -> None:
         self.partial.refresh((lambda: verified.attended) if verified else None)
         if self._table:
             self._table.follow(context)
+        if self._suffix:
+            self._suffix.follow(context)
 
     def propose(self, context: Context, max_depth: int) -> Tree:
         trie = Trie(context.last)
-        chain = min(self._options.chain, max_depth)
+        # The template keeps its depth where that is limited: it costs no forwards.
+        chain = min(self._options.chain, max_depth, max(1, max_depth + 1 - len(self._options.tree)))
         if chain:
             node, path = self._chain.grow(trie, context, [context.last], chain - 1)
             if len(path) == chain:
                 self._spread(trie, node, context, path, max_depth - chain + 1)
             self.partial.forget()
+        if self._suffix:
+            self._suffix.graft(trie, 0, context, (), max_depth)
         return trie.tree()
 
     def _spread(self, trie: Trie, node: int, context: Context, path: list[int], max_depth: int) -> None:

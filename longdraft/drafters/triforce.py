@@ -54,7 +54,7 @@ class TriForceOptions:
     budget     rows of the retrieval cache for each layer and KV head at each choice (the paper: 4096)
     stride     tokens written between two choices
     floor      accepted drafts, of the last steps' drafts, below which the choice is made anew; 0: never
-    remainder  level 2 counts what the keys that are left out gave the last verified token
+    remainder  level 2 counts what the keys that are left out would give, as fitted to the verified tokens
     window     tokens that the small model reads at most (the paper: 256)
     sinks      first tokens of the text that the small model always reads
     refresh    tokens written until the small model's window moves up
@@ -62,7 +62,7 @@ class TriForceOptions:
 
     model: str = ""
     guesses: int = 2
-    chain: int = 4
+    chain: int = 8
     budget: int = 256
     stride: int = 128
     floor: float = 0.3
