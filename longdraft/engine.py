@@ -43,7 +43,7 @@ Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 
 def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
          drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, device: str = "auto",
-         dtype: str = "auto", threads: int | None = None) -> Engine:
+         dtype: str = "auto", quantize: str = "none", threads: int | None = None) -> Engine:
     """An engine for a bundled name, a model folder or a hub id.
 
     drafter          auto | plain | ngram | suffix | tokenswift | medusa | magicdec | draft-model | triforce
@@ -51,12 +51,15 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     heads            folder or hub id of trained heads; default: those found in or beside the model
     device           auto | cpu | cuda
     dtype            auto (the checkpoint's) | float32 | bfloat16
+    quantize         none | int8: weights as int8 in half of bfloat16's memory; another model, whose plain text is
+                     then the text of every drafter. Holds for a draft model too, not for heads
     threads          threads for arithmetic on the CPU; default: PyTorch's choice
 
     Raises ModelError for files that are missing, corrupt or unsupported, UsageError for settings.
     """
     check(device in ("auto", "cpu", "cuda"), "device", device, "auto, cpu or cuda")
     check(dtype in ("auto", "float32", "bfloat16"), "dtype", dtype, "auto, float32 or bfloat16")
+    check(quantize in checkpoint.QUANTIZE, "quantize", quantize, " or ".join(checkpoint.QUANTIZE))
     check(threads is None or 1 <= threads <= 1024, "threads", threads, "1 to 1024")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device is 'cuda', but PyTorch sees no CUDA device; use cpu or auto")
@@ -69,8 +72,9 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
                             config.dtype if dtype == "auto" else dtype)
     options = drafters.parse_options(drafter, drafter_options or {})
     files = checkpoint.TensorFiles(folder)
-    transformer = checkpoint.load(files, config, chosen)
-    log.info("%s: %s kernels, %s on %s, drafter %s", model, chosen.name, chosen.dtype, chosen.device, drafter)
+    transformer = checkpoint.load(files, config, chosen, quantize)
+    log.info("%s: %s kernels, %s on %s, weights quantised: %s, drafter %s", model, chosen.name, chosen.dtype,
+             chosen.device, quantize, drafter)
     return Engine(model, files, transformer, Tokenizer(folder), drafter, options, heads)
 
 
@@ -122,7 +126,8 @@ class Engine:
         folder = library.resolve(name)
         config = model_config.read(folder)
         require_same_vocabulary(self.tokenizer, Tokenizer(folder), name)
-        draft = checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels)
+        draft = checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels,
+                                self.model.weights.quantize)
         _require_fit(self.tokenizer, draft, folder)
         return draft
 
@@ -288,6 +293,7 @@ class Generation(Iterator[Event]):
             "kernels": model.kernels.name,
             "device": str(model.kernels.device),
             "dtype": str(model.kernels.dtype).removeprefix("torch."),
+            "quantize": model.weights.quantize,
             "threads": kernels.threads(model.kernels),
             "peak_memory_bytes": statistics.peak_memory_bytes(),
             "drafter_memory_bytes": memory_of(step.drafter),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Set
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from longdraft.kernels import Kernels, LayerWeights
 from longdraft.model.config import ModelConfig, read_json
 from longdraft.model.transformer import Transformer, Weights
 
+QUANTIZE = ("none", "int8")
 HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
 
 
@@ -121,9 +123,13 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def load(files: TensorFiles, config: ModelConfig, kernels: Kernels) -> Transformer:
-    """The transformer of a folder; ModelError names every missing, surplus or misshapen tensor."""
+def load(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str = "none") -> Transformer:
+    """The transformer of a folder; ModelError names every missing, surplus or misshapen tensor.
+
+    quantize  none | int8: each weight is quantised when it is packed, one after the other
+    """
     _check(files, config)
+    pack = partial(kernels.pack, is_int8=quantize == "int8")
 
     def stacked(layer: str, names: tuple[str, ...], has_bias: bool) -> tuple[Tensor, Tensor | None]:
         weight = torch.cat([files.read(f"{layer}{name}.weight") for name in names])
@@ -138,15 +144,16 @@ def load(files: TensorFiles, config: ModelConfig, kernels: Kernels) -> Transform
         attention = (layer + "self_attn.", config.attention_bias)
         layers.append(LayerWeights(
             attention_norm=norm(layer + "input_layernorm.weight"),
-            qkv=kernels.pack(*stacked(attention[0], ("q_proj", "k_proj", "v_proj"), attention[1])),
-            out=kernels.pack(*stacked(attention[0], ("o_proj",), attention[1])),
+            qkv=pack(*stacked(attention[0], ("q_proj", "k_proj", "v_proj"), attention[1])),
+            out=pack(*stacked(attention[0], ("o_proj",), attention[1])),
             mlp_norm=norm(layer + "post_attention_layernorm.weight"),
-            gate_up=kernels.pack(*stacked(layer + "mlp.", ("gate_proj", "up_proj"), config.mlp_bias)),
-            down=kernels.pack(*stacked(layer + "mlp.", ("down_proj",), config.mlp_bias)),
+            gate_up=pack(*stacked(layer + "mlp.", ("gate_proj", "up_proj"), config.mlp_bias)),
+            down=pack(*stacked(layer + "mlp.", ("down_proj",), config.mlp_bias)),
         ))
-    embedding = kernels.pack(files.read("model.embed_tokens.weight"))
-    head = embedding if config.is_tied else kernels.pack(files.read("lm_head.weight"))
-    return Transformer(config, Weights(embedding, tuple(layers), norm("model.norm.weight"), head), kernels)
+    embedding = pack(files.read("model.embed_tokens.weight"))
+    head = embedding if config.is_tied else pack(files.read("lm_head.weight"))
+    weights = Weights(embedding, tuple(layers), norm("model.norm.weight"), head, quantize)
+    return Transformer(config, weights, kernels)
 
 
 def _check(files: TensorFiles, config: ModelConfig) -> None:
