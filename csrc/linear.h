@@ -56,8 +56,9 @@ template <long AHEAD = FETCHED> void fetch(const void* from, long bytes) {
     for (long line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + AHEAD + line);
 }
 
-// Where the words of a tile of 64 columns come from. `ahead` does one of VECTORS parts of what the STEPS steps after
-// the next will need: a little between other work, since all at once would hold up the work.
+// Where the words of a tile of 64 columns come from: `at` gives those of a step, and of all steps that are multiplied
+// at once. `ahead` does one of VECTORS parts of what later steps need: a little between other work, which all at once
+// would hold up.
 //
 // As they lie in memory:
 struct Stored {
@@ -68,7 +69,7 @@ struct Stored {
     }
 };
 
-// Made of int8, so that memory is asked for half of the bytes (a quarter of float32's); one step, in registers:
+// Made of int8, so that memory is asked for half of the bytes (a quarter of float32's); a step, which stays in registers:
 template <class T> struct Unpacked {
     const int8_t* bytes;
     alignas(64) uint32_t words[COLUMNS];

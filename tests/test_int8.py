@@ -143,6 +143,19 @@ def test_the_command_line_quantises(tiny, tmp_path, capfd):
     assert error.count("\n") == 1 and "quantize is '4'; allowed: none or int8" in error
 
 
+def test_kernels_and_steps_are_measured_with_int8(tiny, tmp_path):
+    output = tmp_path / "out.json"
+    common = ["--repeats", "1", "--memory", "0.0005", "--model", str(tiny["mha"]), "--contexts", "10", "--rows", "1",
+              "--quantize", "int8", "--output", str(output)]
+    assert run(["bench", "kernels", *common, "--positions", "9", "--prefill-rows", "0", "--shapes", "64x32"]) == 0
+    report = json.loads(output.read_text())
+    assert report["quantize"] == "int8" and report["linear"][0]["bytes_read"] == 64 * 32
+    assert run(["bench", "roofline", *common]) == 0
+    report = json.loads(output.read_text())
+    linears = load(tiny["mha"], "bfloat16", quantize="int8").linears
+    assert report["contexts"][0]["weights_bytes"] == sum(linear.nbytes for linear in linears)
+
+
 def test_perplexity_of_both_side_by_side(tiny, tmp_path, capsys):
     (tmp_path / "novel.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 9)
     command = ["bench", "perplexity", "--text", str(tmp_path / "novel.txt"), "--model", str(tiny["mha"]), "--context",

@@ -266,10 +266,10 @@ def perplexity_command(
     ids = perplexity.read(model, text, tokens, context)
     models = [decode.Models(model, chosen, setting) for setting in settings]
     models[0].check([context], perplexity.steps_of(repeats))
-    with report.document(output) as filled, alone(chosen):
+    with report.document(output) as filled:
         filled |= {"bench": "perplexity", "machine": machine.describe(chosen), "model": model, "context": context,
                    "tokens": len(ids), "repeats": repeats}
-        with report.doing("perplexity"):
+        with report.doing("perplexity"), alone(chosen):
             filled["settings"] = perplexity.measure(models, ids, context, repeats)
         tables.perplexity(filled["settings"])
 
