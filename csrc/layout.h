@@ -63,18 +63,26 @@ template <int SLOT> void* workspace(size_t bytes) {
 
 // A weight [n, k]: tiles of 64 rows of it, [n / 64][k / STEP][64] words, k padded with zeros to a multiple of 32
 // where it is bfloat16 (what the matrix unit sums at once). `bias` is [n] or empty.
+//
+// With int8 a byte stands for each element of a word, and the weight is byte * scale[n]. Bytes are multiplied as
+// elements, which hold them exactly, and the sums are scaled. For 16 words lie together: their first elements, then
+// their second ones.
 struct Linear {
-    bool is_bf16;
+    bool is_bf16, is_int8;
     long n, k, steps;
     std::unique_ptr<Memory> data;
-    std::vector<float> bias;
+    std::vector<float> bias, scale;
 
-    Linear(bool bf16, long rows, long columns)
-        : is_bf16(bf16), n(rows), k(columns), steps(bf16 ? round_up(columns, 32) / 2 : columns),
-          data(new Memory(static_cast<size_t>(round_up(rows, COLUMNS) * steps) * 4)) {}
+    Linear(bool bf16, bool int8, long rows, long columns)
+        : is_bf16(bf16), is_int8(int8), n(rows), k(columns), steps(bf16 ? round_up(columns, 32) / 2 : columns),
+          data(new Memory(static_cast<size_t>(tiles()) * tile_bytes())) {}
     Linear(const Linear&) = delete;
-    const uint32_t* tile(long index) const { return data->words() + index * steps * COLUMNS; }
-    size_t bytes() const { return static_cast<size_t>(round_up(n, COLUMNS) * steps) * 4 + bias.size() * 4; }
+    long tiles() const { return round_up(n, COLUMNS) / COLUMNS; }
+    size_t tile_bytes() const { return static_cast<size_t>(steps * COLUMNS) * (is_int8 ? (is_bf16 ? 2 : 1) : 4); }
+    template <class Element> Element* tile(long index) const {
+        return reinterpret_cast<Element*>(reinterpret_cast<char*>(data->words()) + static_cast<size_t>(index) * tile_bytes());
+    }
+    size_t bytes() const { return static_cast<size_t>(tiles()) * tile_bytes() + (bias.size() + scale.size()) * 4; }
 };
 
 // Keys and values of one layer in blocks of SPLIT positions (a short text's only block is smaller, and grows), for

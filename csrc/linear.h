@@ -19,32 +19,77 @@ constexpr int TILE_ROWS = 2;
 #endif
 constexpr long SMALL = 1 << 16;  // multiply-adds below which waking another thread costs more than it saves
 
-template <class T> void pack_as(Linear& w, const typename T::Element* weight) {
-    auto* out = reinterpret_cast<typename T::Element*>(w.data->words());
+// Where element (n, k) of a weight lies in its layout, among elements or among bytes.
+template <class T> long place(const Linear& w, long n, long k) {
+    const long word = ((n / COLUMNS) * w.steps + k / T::STEP) * COLUMNS + n % COLUMNS, part = k % T::STEP;
+    return w.is_int8 ? (word / LANES * T::STEP + part) * LANES + word % LANES : word * T::STEP + part;
+}
+
+template <class T, class Element> void pack_as(Linear& w, const Element* weight) {
+    auto* out = w.tile<Element>(0);
     for (long n = 0; n < w.n; n++)
-        for (long k = 0; k < w.k; k++) {
-            long word = ((n / COLUMNS) * w.steps + k / T::STEP) * COLUMNS + n % COLUMNS;
-            out[word * T::STEP + k % T::STEP] = weight[n * w.k + k];
-        }
+        for (long k = 0; k < w.k; k++) out[place<T>(w, n, k)] = weight[n * w.k + k];
 }
 
 template <class T> void embed_as(const Linear& table, const int64_t* tokens, long rows, typename T::Element* out) {
-    auto* data = reinterpret_cast<const typename T::Element*>(table.data->words());
     for (long r = 0; r < rows; r++) {
         long n = tokens[r];
         for (long k = 0; k < table.k; k++) {
-            long word = ((n / COLUMNS) * table.steps + k / T::STEP) * COLUMNS + n % COLUMNS;
-            out[r * table.k + k] = data[word * T::STEP + k % T::STEP];
+            long at = place<T>(table, n, k);
+            out[r * table.k + k] = table.is_int8 ? T::round(static_cast<float>(table.tile<int8_t>(0)[at]) * table.scale[n])
+                                                 : table.tile<typename T::Element>(0)[at];
         }
     }
 }
 
+// int8 to that many steps of a tile's words.
+template <class T> void unpack(const int8_t* bytes, long steps, uint32_t* words) {
+    for (long i = 0; i < steps * COLUMNS; i += LANES) {
+        const Words made = T::unpack(bytes + i * T::STEP);
+        std::memcpy(words + i, &made, sizeof made);
+    }
+}
+
+constexpr long FETCHED = 4096;  // bytes from those being multiplied to those being fetched
+
+template <long AHEAD = FETCHED> void fetch(const void* from, long bytes) {
+    for (long line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + AHEAD + line);
+}
+
+// Where the words of a tile of 64 columns come from: `at` gives those of a step, and of all steps that are multiplied
+// at once. `ahead` does one of VECTORS parts of what later steps need: a little between other work, which all at once
+// would hold up.
+//
+// As they lie in memory:
+struct Stored {
+    const uint32_t* words;
+    const uint32_t* at(long step) const { return words + step * COLUMNS; }
+    template <int STEPS> void ahead(long step, int part) const {
+        for (int i = 0; i < STEPS; i++) fetch(words + (step + i) * COLUMNS + part * LANES, 64);
+    }
+};
+
+// Made of int8, so that memory is asked for half of the bytes (a quarter of float32's); a step, which stays in registers:
+template <class T> struct Unpacked {
+    const int8_t* bytes;
+    alignas(64) uint32_t words[COLUMNS];
+    Unpacked(const int8_t* tile, long) : bytes(tile) {}
+    const uint32_t* at(long step) {
+        unpack<T>(bytes + step * COLUMNS * T::STEP, 1, words);
+        return words;
+    }
+    template <int STEPS> void ahead(long step, int part) const {
+        if (part < T::STEP) fetch(bytes + (step * T::STEP + part) * COLUMNS, COLUMNS);
+    }
+};
+
 // ROWS rows of x times one tile of 64 columns. The same instructions for each row, whatever ROWS is.
-template <class T, int ROWS>
-void linear_tile(const uint32_t* x, long stride, const uint32_t* w, long steps, float (*out)[COLUMNS]) {
+template <class T, int ROWS, class Weights>
+void linear_tile(const uint32_t* x, long stride, Weights& weights, long steps, float (*out)[COLUMNS]) {
     Floats sums[ROWS][VECTORS] = {};
-    for (long s = 0; s < steps; s++, w += COLUMNS) {
-        for (int v = 0; v < VECTORS; v++) __builtin_prefetch(w + 16 * COLUMNS + v * LANES);
+    for (long s = 0; s < steps; s++) {
+        const uint32_t* w = weights.at(s);
+        for (int v = 0; v < VECTORS; v++) weights.template ahead<1>(s, v);
         for (int r = 0; r < ROWS; r++) {
             uint32_t word = x[r * stride + s];
             for (int v = 0; v < VECTORS; v++) sums[r][v] = T::mac(sums[r][v], w + v * LANES, word);
@@ -54,46 +99,87 @@ void linear_tile(const uint32_t* x, long stride, const uint32_t* w, long steps, 
         for (int v = 0; v < VECTORS; v++) store(out[r] + v * LANES, sums[r][v]);
 }
 
-template <class T, int ROWS = TILE_ROWS>
-void linear_rows(int rows, const uint32_t* x, long stride, const uint32_t* w, long steps, float (*out)[COLUMNS]) {
+template <class T, int ROWS = TILE_ROWS, class Weights>
+void linear_rows(int rows, const uint32_t* x, long stride, Weights& weights, long steps, float (*out)[COLUMNS]) {
     if constexpr (ROWS > 1)
-        if (rows < ROWS) return linear_rows<T, ROWS - 1>(rows, x, stride, w, steps, out);
-    linear_tile<T, ROWS>(x, stride, w, steps, out);
+        if (rows < ROWS) return linear_rows<T, ROWS - 1>(rows, x, stride, weights, steps, out);
+    linear_tile<T, ROWS>(x, stride, weights, steps, out);
 }
 
-// How a variant multiplies: rows that share one reading of the weights, and what surrounds the work of a thread.
+// How a variant multiplies: rows that share one reading of the weights, where int8 become words, and what surrounds
+// the work of a thread.
 template <class T> struct Multiply {
     static constexpr int ROWS = TILE_ROWS;
     static constexpr bool WHOLE = false;  // all ROWS rows must be there to be read
-    static void tile(int rows, const uint32_t* x, const uint32_t* w, long steps, float (*out)[COLUMNS]) {
-        linear_rows<T>(rows, x, steps, w, steps, out);
+    using Bytes = Unpacked<T>;
+    template <class Weights>
+    static void tile(int rows, const uint32_t* x, Weights& weights, long steps, float (*out)[COLUMNS]) {
+        linear_rows<T>(rows, x, steps, weights, steps, out);
     }
 };
 
 #if defined(__AMX_BF16__)
+// Made of int8 a step of the unit before their use: a tile cannot be loaded from stores that are still on their way.
+class UnpackedAhead {
+  public:
+    UnpackedAhead(const int8_t* tile, long steps) : bytes_(tile), steps_(steps) { unpack<BF16>(tile, STEPS, words_[0]); }
+    const uint32_t* at(long step) { return words_[step / STEPS % 2]; }
+    template <int> void ahead(long step, int part) {
+        constexpr int SOME = STEPS / VECTORS;
+        const long next = step + STEPS;
+        if (next == steps_) return;
+        const int8_t* from = bytes_ + (next + part * SOME) * COLUMNS * 2;
+        fetch<FETCHED / 2>(from, SOME * COLUMNS * 2);  // measured: with more, a third slower
+        unpack<BF16>(from, SOME, words_[next / STEPS % 2] + part * SOME * COLUMNS);
+    }
+
+  private:
+    static constexpr int STEPS = amx::INNER / 2;
+    const int8_t* bytes_;
+    long steps_;
+    alignas(64) uint32_t words_[2][STEPS * COLUMNS];
+};
+
 template <> struct Multiply<BF16> : amx::Unit {
     static constexpr int ROWS = amx::ROWS;
     static constexpr bool WHOLE = true;
-    static void tile(int, const uint32_t* x, const uint32_t* w, long steps, float (*out)[COLUMNS]) {
+    using Bytes = UnpackedAhead;
+    template <class Weights>
+    static void tile(int, const uint32_t* x, Weights& weights, long steps, float (*out)[COLUMNS]) {
         constexpr int WORDS = amx::INNER / 2;
         amx::each<VECTORS>([](auto v) { amx::zero<amx::SUM + v>(); });
-        for (long s = 0; s < steps; s += WORDS, w += WORDS * COLUMNS) {
+        for (long s = 0; s < steps; s += WORDS) {
+            const uint32_t* w = weights.at(s);
             amx::load<amx::LEFT>(x + s, steps * 4);
             amx::each<VECTORS>([&](auto v) {
-                amx::prefetch(w + v * LANES + AHEAD_TILES * WORDS * COLUMNS, WORDS, COLUMNS);
+                weights.template ahead<WORDS>(s, v);
                 amx::load<amx::RIGHT>(w + v * LANES, COLUMNS * 4);
                 amx::multiply<amx::SUM + v, amx::LEFT, amx::RIGHT>();
             });
         }
         amx::each<VECTORS>([&](auto v) { amx::store<amx::SUM + v>(out[0] + v * LANES, COLUMNS * 4); });
     }
-    static constexpr long AHEAD_TILES = 1;  // of 4 KiB, from the one being multiplied to the one fetched
 };
 #endif
 
 template <class T> void narrow_some(typename T::Element* out, const float* x, long count) {
     for (; count >= LANES; count -= LANES, out += LANES, x += LANES) T::narrow(out, load(x));
     for (long i = 0; i < count; i++) out[i] = T::round(x[i]);
+}
+
+// Sums of `rows` rows in one tile, from row `row` on, to where they belong: scaled, biased, rounded.
+template <class T>
+void finish(const Linear& w, long tile, long row, int rows, float (*sums)[COLUMNS], void* out, bool keep_float) {
+    long first = tile * COLUMNS, columns = std::min<long>(COLUMNS, w.n - first);
+    for (int i = 0; i < rows; i++) {
+        if (w.is_int8)
+            for (long c = 0; c < columns; c++) sums[i][c] *= w.scale[first + c];
+        if (!w.bias.empty())
+            for (long c = 0; c < columns; c++) sums[i][c] += w.bias[first + c];
+        long at = (row + i) * w.n + first;
+        if (keep_float) std::copy_n(sums[i], columns, static_cast<float*>(out) + at);
+        else narrow_some<T>(static_cast<typename T::Element*>(out) + at, sums[i], columns);
+    }
 }
 
 template <class T> void linear_as(const Linear& w, const void* x, long rows, void* out, bool keep_float) {
@@ -108,25 +194,24 @@ template <class T> void linear_as(const Linear& w, const void* x, long rows, voi
         for (long r = 0; r < rows; r++) std::copy_n(in + r * w.k, w.k, padded.data() + r * width);
         in = padded.data();
     }
-    long tiles = round_up(w.n, COLUMNS) / COLUMNS;
-    long in_one = rows * w.k * w.n < SMALL ? tiles : std::max<long>(1, tiles / (4 * threads()));
+    long tiles = w.tiles(), in_one = rows * w.k * w.n < SMALL ? tiles : std::max<long>(1, tiles / (4 * threads()));
     parallel((tiles + in_one - 1) / in_one, [&](long job) {
         alignas(64) float sums[Unit::ROWS][COLUMNS];
         [[maybe_unused]] Unit unit;
         for (long tile = job * in_one; tile < std::min(tiles, (job + 1) * in_one); tile++) {
-            long first = tile * COLUMNS, columns = std::min<long>(COLUMNS, w.n - first);
-            const float* bias = w.bias.empty() ? nullptr : w.bias.data() + first;
-            for (long r = 0; r < rows; r += Unit::ROWS) {
-                int some = static_cast<int>(std::min<long>(Unit::ROWS, rows - r));
-                const auto* words = reinterpret_cast<const uint32_t*>(in + r * width);
-                Unit::tile(some, words, w.tile(tile), w.steps, sums);
-                for (int i = 0; i < some; i++) {
-                    if (bias)
-                        for (long c = 0; c < columns; c++) sums[i][c] += bias[c];
-                    long at = (r + i) * w.n + first;
-                    if (keep_float) std::copy_n(sums[i], columns, static_cast<float*>(out) + at);
-                    else narrow_some<T>(static_cast<Element*>(out) + at, sums[i], columns);
+            auto multiply = [&](auto&& weights) {
+                for (long r = 0; r < rows; r += Unit::ROWS) {
+                    int some = static_cast<int>(std::min<long>(Unit::ROWS, rows - r));
+                    Unit::tile(some, reinterpret_cast<const uint32_t*>(in + r * width), weights, w.steps, sums);
+                    finish<T>(w, tile, r, some, sums, out, keep_float);
                 }
+            };
+            if (!w.is_int8) multiply(Stored{w.tile<uint32_t>(tile)});
+            else if (rows <= Unit::ROWS) multiply(typename Unit::Bytes(w.tile<int8_t>(tile), w.steps));
+            else {  // read several times: unpacked once
+                auto* words = static_cast<uint32_t*>(workspace<4>(static_cast<size_t>(w.steps * COLUMNS) * 4));
+                unpack<T>(w.tile<int8_t>(tile), w.steps, words);
+                multiply(Stored{words});
             }
         }
     });

@@ -81,9 +81,11 @@ void require_order(const int32_t* parent, long rows) {
 template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
 Rows rows_at(Address address, long row_stride, long head_stride) { return {at<void>(address), row_stride, head_stride}; }
 
-Linear* pack(const Kernels& kernels, bool bf16, long n, long k, Address weight, Address bias) {
-    auto* packed = new Linear(bf16, n, k);
+// With a scale the weight is int8.
+Linear* pack(const Kernels& kernels, bool bf16, long n, long k, Address weight, Address scale, Address bias) {
+    auto* packed = new Linear(bf16, scale != 0, n, k);
     kernels.pack(*packed, at<void>(weight));
+    if (scale) packed->scale.assign(at<float>(scale), at<float>(scale) + n);
     if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
     return packed;
 }
@@ -102,7 +104,7 @@ NB_MODULE(_cpu, m) {
     m.def("set_threads", &set_threads);
     bind_suffix(m);
 
-    nb::class_<Linear>(m, "Linear").def_ro("is_bf16", &Linear::is_bf16).def_ro("n", &Linear::n).def_ro("k", &Linear::k).def_prop_ro("nbytes", &Linear::bytes);
+    nb::class_<Linear>(m, "Linear").def_ro("is_bf16", &Linear::is_bf16).def_ro("is_int8", &Linear::is_int8).def_ro("n", &Linear::n).def_ro("k", &Linear::k).def_prop_ro("nbytes", &Linear::bytes);
 
     nb::class_<Store>(m, "Store")
         .def(nb::init<bool, long, long>())

@@ -24,6 +24,7 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
 
 inline Floats load(const float* p) { Floats x; std::memcpy(&x, p, sizeof x); return x; }
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
@@ -114,6 +115,23 @@ inline float from_bf16(uint16_t x) {
 
 inline Floats from_bf16(Halves x) { return (Floats)(__builtin_convertvector(x, Words) << 16); }
 
+inline Floats from_int8(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+    Floats x;
+    for (int half = 0; half < 2; half++) {
+        __m256 eight = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * half))));
+        std::memcpy(reinterpret_cast<char*>(&x) + 32 * half, &eight, sizeof eight);
+    }
+    return x;
+#else
+    Bytes b;
+    std::memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(__builtin_convertvector(b, Ints), Floats);
+#endif
+}
+
 inline float as_float(uint32_t word) { float f; std::memcpy(&f, &word, 4); return f; }
 
 // Element types: how many of them make a word, and the multiply-accumulate of 16 words with one.
@@ -127,6 +145,7 @@ struct F32 {
     static Floats widen(const float* p) { return load(p); }
     static void narrow(float* p, Floats x) { store(p, x); }
     static float round(float x) { return x; }
+    static Words unpack(const int8_t* lanes) { return (Words)from_int8(lanes); }
 };
 
 struct BF16 {
@@ -147,6 +166,10 @@ struct BF16 {
     static Floats widen(const uint16_t* p) { Halves h; std::memcpy(&h, p, sizeof h); return from_bf16(h); }
     static void narrow(uint16_t* p, Floats x) { Halves h = to_bf16(x); std::memcpy(p, &h, sizeof h); }
     static uint16_t round(float x) { return to_bf16(x); }
+    // The low halves of 16 words, then the high ones. The halves of a float that are lost hold nothing.
+    static Words unpack(const int8_t* lanes) {
+        return ((Words)from_int8(lanes) >> 16) | (Words)from_int8(lanes + LANES);
+    }
 };
 
 }  // namespace

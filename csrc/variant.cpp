@@ -12,9 +12,12 @@ namespace longdraft {
 namespace LONGDRAFT_VARIANT {
 namespace {
 
-void pack(Linear& w, const void* weight) {
-    w.is_bf16 ? pack_as<BF16>(w, static_cast<const uint16_t*>(weight)) : pack_as<F32>(w, static_cast<const float*>(weight));
+template <class T> void pack_with(Linear& w, const void* weight) {
+    w.is_int8 ? pack_as<T>(w, static_cast<const int8_t*>(weight))
+              : pack_as<T>(w, static_cast<const typename T::Element*>(weight));
 }
+
+void pack(Linear& w, const void* weight) { w.is_bf16 ? pack_with<BF16>(w, weight) : pack_with<F32>(w, weight); }
 
 void linear(const Linear& w, const void* x, long rows, void* out, bool keep_float) {
     w.is_bf16 ? linear_as<BF16>(w, x, rows, out, keep_float) : linear_as<F32>(w, x, rows, out, keep_float);

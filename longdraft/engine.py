@@ -44,8 +44,8 @@ Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 
 def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
          drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, device: str = "auto",
-         dtype: str = "auto", threads: int | None = None, revision: str | None = None, token: str | None = None,
-         cache_dir: str | Path | None = None, offline: bool = False,
+         dtype: str = "auto", quantize: str = "none", threads: int | None = None, revision: str | None = None,
+         token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
          on_load: Callable[[int, int], None] | None = None) -> Engine:
     """An engine for a bundled name, a model folder or a hub id.
 
@@ -54,6 +54,8 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     heads            folder or hub id of trained heads; default: those found in or beside the model
     device           auto | cpu | cuda
     dtype            auto (the checkpoint's) | float32 | bfloat16
+    quantize         none | int8: weights as int8 in half of bfloat16's memory; another model, whose plain text is
+                     then the text of every drafter. Holds for a draft model too, not for heads
     threads          threads for arithmetic on the CPU; default: PyTorch's choice
     revision         branch, tag or commit of a hub id (or as owner/model@revision)
     token            for private and gated repositories; default: HF_TOKEN, or where the hub's client was logged in
@@ -65,6 +67,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     """
     check(device in ("auto", "cpu", "cuda"), "device", device, "auto, cpu or cuda")
     check(dtype in ("auto", "float32", "bfloat16"), "dtype", dtype, "auto, float32 or bfloat16")
+    check(quantize in checkpoint.QUANTIZE, "quantize", quantize, " or ".join(checkpoint.QUANTIZE))
     check(threads is None or 1 <= threads <= 1024, "threads", threads, "1 to 1024")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device is 'cuda', but PyTorch sees no CUDA device; use cpu or auto")
@@ -81,8 +84,9 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     tokenizer = Tokenizer(folder)
     _require_fit(tokenizer, config, folder)
     files = checkpoint.TensorFiles(folder, on_read=on_load)
-    transformer = checkpoint.load(files, config, chosen)
-    log.info("%s: %s kernels, %s on %s, drafter %s", model, chosen.name, chosen.dtype, chosen.device, drafter)
+    transformer = checkpoint.load(files, config, chosen, quantize)
+    log.info("%s: %s kernels, %s on %s, weights quantised: %s, drafter %s", model, chosen.name, chosen.dtype,
+             chosen.device, quantize, drafter)
     return Engine(model, files, transformer, tokenizer, drafter, options, heads, replace(hub, revision=None))
 
 
@@ -132,7 +136,8 @@ class Engine:
         config = model_config.read(folder)
         require_same_vocabulary(self.tokenizer, Tokenizer(folder), name)
         _require_fit(self.tokenizer, config, folder)
-        return checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels)
+        return checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels,
+                               self.model.weights.quantize)
 
     def chat(self, message: str) -> list[int]:
         """Token ids of one user message in the model's chat template (which writes its own special tokens)."""
@@ -292,6 +297,7 @@ class Generation(Iterator[Event]):
             "kernels": model.kernels.name,
             "device": str(model.kernels.device),
             "dtype": str(model.kernels.dtype).removeprefix("torch."),
+            "quantize": model.weights.quantize,
             "threads": kernels.threads(model.kernels),
             "peak_memory_bytes": statistics.peak_memory_bytes(),
             "drafter_memory_bytes": memory_of(step.drafter),

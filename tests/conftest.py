@@ -65,10 +65,10 @@ def make_heads(folder: Path, base: LlamaForCausalLM, num: int = 3, **changes: ob
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def load(folder: Path, dtype: str = "float32", name: str | None = None) -> Transformer:
+def load(folder: Path, dtype: str = "float32", name: str | None = None, quantize: str = "none") -> Transformer:
     """A model on the fastest kernels, or on those of this name."""
     chosen = kernels.choose("cpu", dtype, name)
-    return checkpoint.load(checkpoint.TensorFiles(folder), model_config.read(folder), chosen)
+    return checkpoint.load(checkpoint.TensorFiles(folder), model_config.read(folder), chosen, quantize)
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ Plot = Annotated[Path | None, typer.Option(help="Draw this .png, .svg or .pdf (n
 Output = Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")]
 Model = Annotated[str, typer.Option(help="Bundled name, model folder or hub id.")]
 Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Quantize = Annotated[str, typer.Option(help="Weights as they are (none) or as int8.")]
 Threads = Annotated[int | None, typer.Option(help="Threads; default: PyTorch's choice.")]
 Repeats = Annotated[int, typer.Option(help="Rounds; a figure is the median over them.")]
 Memory = Annotated[float, typer.Option(
@@ -63,6 +64,7 @@ def kernels_command(
     shapes: Annotated[str | None, typer.Option(
         help="Weights as NxK,NxK; default: the model's and those of a 1.5B and an 8B model.")] = None,
     contexts: Contexts = "1024,8192,32768,100000",
+    quantize: Quantize = "none",
     threads: Threads = None, repeats: Repeats = 9, memory: Memory = 2.0, output: Output = None,
 ) -> None:
     """Measure each kernel by itself, by rows, as a part of the machine's limits.
@@ -78,7 +80,7 @@ def kernels_command(
     check(0 <= prefill_rows <= 4096, "--prefill-rows", prefill_rows, "0 to 4096")
     size = _prepare(threads, repeats, memory)
     chosen = _choose(dtype)
-    models = decode.Models(model, chosen)
+    models = decode.Models(model, chosen, _quantize(quantize))
     models.check(lengths, 1)
     config = models.config
     own = Shape(config.num_heads, config.num_kv_heads, config.head_dim)
@@ -90,8 +92,8 @@ def kernels_command(
         limits = _limits(size, repeats)
         stack.enter_context(alone(chosen))
         filled |= {"bench": "kernels", "machine": machine.describe(chosen) | limits.details, "model": model,
-                   "repeats": repeats, "parents": "chain", "attention": [], "linear": []}
-        sizes = Sizes(counts, prefill_rows, positions, size, repeats)
+                   "quantize": quantize, "repeats": repeats, "parents": "chain", "attention": [], "linear": []}
+        sizes = Sizes(counts, prefill_rows, positions, size, repeats, quantize == "int8")
         for shape in attended:
             with report.doing(f"attention {shape.heads} heads over {shape.kv_heads} of {shape.head_dim}"):
                 filled["attention"] += kernels.attention(chosen, shape, sizes, limits)
@@ -114,6 +116,7 @@ def roofline_command(
     contexts: Contexts = "1024,8192,32768,100000",
     rows: Annotated[str, typer.Option(help="Numbers of rows of a forward; one is measured anyway.")] = "1,2,4,8,16",
     plot: Plot = None,
+    quantize: Quantize = "none",
     threads: Threads = None, repeats: Repeats = 9, memory: Memory = 2.0, output: Output = None,
 ) -> None:
     """Measure steps of plain decoding against their floor: the bytes of weights and cache over read bandwidth.
@@ -128,13 +131,14 @@ def roofline_command(
     if plot:
         plots.check(plot)
     size = _prepare(threads, repeats, memory)
-    models = decode.Models(model, _choose(dtype))
+    models = decode.Models(model, _choose(dtype), _quantize(quantize))
     models.check(lengths, roofline.STEPS_PER_REPEAT * repeats + max(counts))
     with report.document(output) as filled, ExitStack() as stack:
         limits = _limits(size, repeats)
         stack.enter_context(alone(models.kernels))
         filled |= {"bench": "roofline", "machine": machine.describe(models.kernels) | limits.details, "model": model,
-                   "repeats": repeats, "cache": "random", "sampling": decode.sampling(), "contexts": []}
+                   "quantize": quantize, "repeats": repeats, "cache": "random", "sampling": decode.sampling(),
+                   "contexts": []}
         for context in lengths:
             with report.doing(f"{context:,} tokens of context"):
                 filled["contexts"].append(roofline.measure(models, context, counts, size, repeats, limits))
@@ -246,6 +250,40 @@ def length_command(
         plots.length(about | {"drafters": figures}, plot)
 
 
+@app.command("perplexity")
+def perplexity_command(
+    text: Annotated[Path, typer.Option(help="A text file that the model has not seen.")],
+    model: Model = "novelist",
+    dtype: Dtype = "bfloat16",
+    quantize: Annotated[str, typer.Option(help="What to compare, separated by spaces: none, int8.")] = "none int8",
+    context: Annotated[int, typer.Option(help="Tokens of a window; each window is read by itself.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text that are read, at most.")] = 32_768,
+    threads: Threads = None, repeats: Repeats = 9, output: Output = None,
+) -> None:
+    """Measure what quantising costs and brings: nats per token of a text, memory of the weights, speed.
+
+    The speed is that of plain decoding behind a window of random keys and values, in turns.
+    """
+    from longdraft.bench import decode, machine, perplexity, report, tables
+    from longdraft.kernels import alone
+
+    check(2 <= context <= 10**8, "--context", context, "2 to 100000000")
+    check(context <= tokens <= 10**9, "--tokens", tokens, f"{context} (a window) to 1000000000")
+    settings = [_quantize(setting) for setting in quantize.split()]
+    check(bool(settings), "--quantize", quantize, "none, int8 or both")
+    _prepare(threads, repeats, 1)
+    chosen = _choose(dtype)
+    ids = perplexity.read(model, text, tokens, context)
+    models = [decode.Models(model, chosen, setting) for setting in settings]
+    models[0].check([context], perplexity.steps_of(repeats))
+    with report.document(output) as filled:
+        filled |= {"bench": "perplexity", "machine": machine.describe(chosen), "model": model, "context": context,
+                   "tokens": len(ids), "repeats": repeats}
+        with report.doing("perplexity"), alone(chosen):
+            filled["settings"] = perplexity.measure(models, ids, context, repeats)
+        tables.perplexity(filled["settings"])
+
+
 def numbers(option: str, text: str, most: int) -> list[int]:
     """'1,2,4' -> [1, 2, 4]"""
     parts = [part.strip() for part in text.split(",")]
@@ -290,6 +328,11 @@ def _choose(dtype: str) -> Kernels:
 
     check(dtype in ("float32", "bfloat16"), "--dtype", dtype, "float32 or bfloat16")
     return kernels.choose("cpu", dtype)
+
+
+def _quantize(quantize: str) -> str:
+    check(quantize in ("none", "int8"), "--quantize", quantize, "none or int8")
+    return quantize
 
 
 def _limits(memory: int, repeats: int) -> Limits:

@@ -43,13 +43,14 @@ class Text(NamedTuple):
 class Models:
     """A model, loaded again where copies of its weights are wanted."""
 
-    def __init__(self, name: str, kernels: Kernels) -> None:
+    def __init__(self, name: str, kernels: Kernels, quantize: str = "none") -> None:
         folder = library.resolve(name)
         self.name = name
         self.kernels = kernels
+        self.quantize = quantize
         self.config: ModelConfig = model_config.read(folder)
         self._files = checkpoint.TensorFiles(folder)
-        self.model = checkpoint.load(self._files, self.config, kernels)
+        self.model = checkpoint.load(self._files, self.config, kernels, quantize)
         self._loaded = [self.model]
         self.weights_bytes = sum(weight.nbytes for weight in self.model.linears)
 
@@ -60,7 +61,7 @@ class Models:
         """Texts of `context` random positions, each with weights of its own, that fill `memory`; at least one."""
         count = copies(self.weights_bytes + self.cache_bytes(context), memory)
         while len(self._loaded) < count:
-            self._loaded.append(checkpoint.load(self._files, self.config, self.kernels))
+            self._loaded.append(checkpoint.load(self._files, self.config, self.kernels, self.quantize))
         return [Text(model, random_cache(model, context)) for model in self._loaded[:count]]
 
     def check(self, contexts: Sequence[int], steps: int) -> None:

@@ -41,6 +41,7 @@ class Sizes(NamedTuple):
     positions: int
     memory: int  # bytes in rotation
     repeats: int
+    is_int8: bool = False  # of linear's weights
 
     def timings(self, work: Callable[[int], Work]) -> list[tuple[int, Timing]]:
         """The work with each number of rows. A chunk takes long and gets three repeats at most."""
@@ -99,8 +100,8 @@ def linear(kernels: Kernels, name: str, shape: tuple[int, int], sizes: Sizes, li
     """x [rows, K] times a weight [N, K]; `to_one_row` is the time relative to that of the first number of rows."""
     n, k = shape
     weight = torch.randn(n, k).to(kernels.dtype)
-    nbytes = weight.nbytes
-    weights: list[Linear] = [kernels.pack(weight) for _ in range(copies(nbytes, sizes.memory))]
+    nbytes = weight.numel() * (1 if sizes.is_int8 else weight.itemsize)
+    weights: list[Linear] = [kernels.pack(weight, is_int8=sizes.is_int8) for _ in range(copies(nbytes, sizes.memory))]
     turn = cycle(weights)
 
     def work(rows: int) -> Work:

@@ -48,6 +48,14 @@ def roofline(records: Sequence[Record]) -> None:
         ("context", "context", ","), *((str(count), str(count), ".2f") for count in counts)), rows)
 
 
+def perplexity(records: Sequence[Record]) -> None:
+    table("What quantising costs and brings", (
+        ("quantize", "quantize", ""), ("nats per token", "nats_per_token", ".5f"), ("perplexity", "perplexity", ".3f"),
+        ("tokens", "predicted_tokens", ","), ("bytes of weights", "weights_bytes", ","),
+        ("ms a step", "step_ms", ".2f"), ("tokens/s", "tokens_per_second", ",.1f"), ("to the first", "to_first", ".2f"),
+    ), records)
+
+
 def peers(report: Record) -> None:
     table("Engines", (
         ("engine", "engine", ""), ("version", "version", ""), ("greedy tokens as the first", "greedy_agreement", ""),

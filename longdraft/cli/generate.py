@@ -46,6 +46,8 @@ def generate(
     heads: Annotated[str | None, _option("Folder or hub id of heads; default: the model's.", _RUNNING)] = None,
     device: Annotated[str, _option("auto, cpu or cuda.", _RUNNING)] = "auto",
     dtype: Annotated[str, _option("auto (the file's; float16: bfloat16), float32 or bfloat16.", _RUNNING)] = "auto",
+    quantize: Annotated[str, _option("none, or int8: half the memory, another (slightly worse) model.",
+                                     _RUNNING)] = "none",
     threads: Annotated[int | None, _option("CPU threads; default: PyTorch's choice.", _RUNNING)] = None,
     max_new_tokens: Annotated[int, _option("Tokens to write at most.", _SAMPLING)] = SamplingParams.max_new_tokens,
     min_new_tokens: Annotated[int, _option("Tokens before the text may end by itself.", _SAMPLING)] = 0,
@@ -82,7 +84,8 @@ def generate(
 
         with LoadBar(quiet=quiet) as bar:
             engine = load(model, drafter=drafter, drafter_options=options, heads=heads, device=device, dtype=dtype,
-                          threads=threads, revision=revision, cache_dir=cache_dir, offline=offline, on_load=bar.show)
+                          quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
+                          on_load=bar.show)
         ids = _shortened(engine.chat(text) if chat else engine.encode(text), prefill)
         return _write(lambda progress: engine.generate(ids, params, on_prefill=progress), params, files, quiet)
     finally:

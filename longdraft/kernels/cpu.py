@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longdraft.kernels.int8 import quantise
 from longdraft.kernels.interface import KV, Attended, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
 
 try:
@@ -122,14 +123,14 @@ class CpuKernels:
         self._is_bf16 = self.dtype == torch.bfloat16
         self.native = _cpu.Kernels.get(variant)
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
-        weight = weight.to(self.dtype).contiguous()
+    def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> CpuLinear:
         rows, columns = weight.shape
+        values, scale = quantise(weight) if is_int8 else (weight.to(self.dtype).contiguous(), None)
         if bias is not None:
             bias = bias.to(self.dtype).float().contiguous()
             _require(bias.shape == (rows,), f"a bias [{rows}]", bias.shape)
-        address = 0 if bias is None else bias.data_ptr()
-        return CpuLinear(self.native.pack(self._is_bf16, rows, columns, weight.data_ptr(), address))
+        scale_at, bias_at = (0 if x is None else x.data_ptr() for x in (scale, bias))
+        return CpuLinear(self.native.pack(self._is_bf16, rows, columns, values.data_ptr(), scale_at, bias_at))
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, CpuLinear)

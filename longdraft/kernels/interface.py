@@ -147,14 +147,17 @@ class Kernels(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Take a weight [N, K] (and bias [N]) into the kernels' layout."""
+    def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> Linear:
+        """Take a weight [N, K] (and bias [N]) into the kernels' layout; with `is_int8` quantised (kernels/int8.py)."""
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
-        """Rows [R, N=hidden] of an embedding table packed as a weight [V, hidden]."""
+        """Rows [R, hidden] of an embedding table packed as a weight [V, hidden]; of int8: scaled, then rounded."""
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
-        """x [R, K] times weight [N, K]: [R, N], rounded to dtype, or float32 with `keep_float`."""
+        """x [R, K] times weight [N, K]: [R, N], rounded to dtype, or float32 with `keep_float`.
+
+        An int8 weight is multiplied as the whole numbers it holds, and the float32 sums by its scales.
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight, for each row [R, K]."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longdraft.kernels.int8 import quantise
 from longdraft.kernels.interface import KV, Attended, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
 
 SPLIT = 4096  # positions in a block of storage; each is reduced by one call, splits merge in order
@@ -37,12 +38,20 @@ def _one_thread() -> Iterator[None]:
 
 
 class ReferenceLinear:
-    """A weight [N, K] as float32."""
+    """A weight [N, K] as float32; with a scale [N], its row n is scale[n] times that."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
+        self.scale = scale
         self.out_features = weight.shape[0]
+
+    def times(self, row: Tensor) -> Tensor:
+        """A row [1, K] by the weight: sums, then the scale, then the bias."""
+        if self.scale is None:
+            return functional.linear(row, self.weight, self.bias)
+        sums = functional.linear(row, self.weight) * self.scale
+        return sums if self.bias is None else sums + self.bias
 
     @property
     def nbytes(self) -> int:
@@ -107,21 +116,27 @@ class ReferenceKernels:
         self.is_row_invariant = self.device.type == "cpu"  # elsewhere it is not yet tested, so not claimed
         self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
-        return ReferenceLinear(self._rounded(weight), None if bias is None else self._rounded(bias))
+    def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> ReferenceLinear:
+        bias = None if bias is None else self._rounded(bias)
+        if not is_int8:
+            return ReferenceLinear(self._rounded(weight), bias, None)
+        values, scale = quantise(weight.to(self.device))
+        return ReferenceLinear(values.float(), bias, scale)
 
     def _rounded(self, x: Tensor) -> Tensor:
         return x.to(self.device).to(self.dtype).float().contiguous()
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, ReferenceLinear)
-        return table.weight[torch.tensor(tokens, device=self.device)].to(self.dtype)
+        ids = torch.tensor(tokens, device=self.device)
+        rows = table.weight[ids]
+        return (rows if table.scale is None else rows * table.scale[ids, None]).to(self.dtype)
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, ReferenceLinear)
         x = x.float()
         with _one_thread():
-            rows = [functional.linear(x[i : i + 1].clone(), weight.weight, weight.bias) for i in range(len(x))]
+            rows = [weight.times(x[i : i + 1].clone()) for i in range(len(x))]
         out = torch.cat(rows)
         return out if keep_float else out.to(self.dtype)
 

@@ -7,6 +7,7 @@ import json
 import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from longdraft.model.transformer import Transformer, Weights
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+QUANTIZE = ("none", "int8")
 HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -71,9 +73,12 @@ class TensorFiles:
             self._on_read(sum(map(self._size, self._read)), self.nbytes)
         return tensor
 
-    def stack(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-        """Tensors as one of this dtype, one below the other: no more in memory than that and the part being read."""
-        if len(names) == 1 and FLOATS[self._where[names[0]].entries[names[0]].dtype] == dtype:
+    def stack(self, names: Sequence[str], dtype: torch.dtype | None) -> Tensor:
+        """Tensors as one of this dtype (None: the first one's own), one below the other: no more in memory than that
+        and the part being read."""
+        own = FLOATS[self._where[names[0]].entries[names[0]].dtype]
+        dtype = dtype or own
+        if len(names) == 1 and own == dtype:
             return self.read(names[0])
         stacked = _temporary((sum(self.shape(name)[0] for name in names), *self.shape(names[0])[1:]), dtype)
         row = 0
@@ -179,33 +184,39 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def load(files: TensorFiles, config: ModelConfig, kernels: Kernels) -> Transformer:
-    """The transformer of a folder; ModelError names every missing, surplus or misshapen tensor."""
+def load(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str = "none") -> Transformer:
+    """The transformer of a folder; ModelError names every missing, surplus or misshapen tensor.
+
+    quantize  none | int8: each weight is quantised when it is packed, one after the other
+    """
     _check(files, config)
+    is_int8 = quantize == "int8"
+    pack, dtype = partial(kernels.pack, is_int8=is_int8), None if is_int8 else kernels.dtype
 
     def stacked(layer: str, names: tuple[str, ...], has_bias: bool) -> tuple[Tensor, Tensor | None]:
         weight, bias = ([f"{layer}{name}.{part}" for name in names] for part in ("weight", "bias"))
-        return files.stack(weight, kernels.dtype), files.stack(bias, kernels.dtype) if has_bias else None
+        return files.stack(weight, dtype), files.stack(bias, kernels.dtype) if has_bias else None
 
     def norm(name: str) -> Tensor:
         return files.read(name).to(kernels.device, kernels.dtype, copy=True)
 
     # The largest first, while nothing else is in memory: packing one takes room for it twice.
-    embedding = kernels.pack(files.stack(("model.embed_tokens.weight",), kernels.dtype))
-    head = embedding if config.is_tied else kernels.pack(files.stack(("lm_head.weight",), kernels.dtype))
+    embedding = pack(files.stack(("model.embed_tokens.weight",), dtype))
+    head = embedding if config.is_tied else pack(files.stack(("lm_head.weight",), dtype))
     layers = []
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
         attention = (layer + "self_attn.", config.attention_bias)
         layers.append(LayerWeights(
             attention_norm=norm(layer + "input_layernorm.weight"),
-            qkv=kernels.pack(*stacked(attention[0], ("q_proj", "k_proj", "v_proj"), attention[1])),
-            out=kernels.pack(*stacked(attention[0], ("o_proj",), attention[1])),
+            qkv=pack(*stacked(attention[0], ("q_proj", "k_proj", "v_proj"), attention[1])),
+            out=pack(*stacked(attention[0], ("o_proj",), attention[1])),
             mlp_norm=norm(layer + "post_attention_layernorm.weight"),
-            gate_up=kernels.pack(*stacked(layer + "mlp.", ("gate_proj", "up_proj"), config.mlp_bias)),
-            down=kernels.pack(*stacked(layer + "mlp.", ("down_proj",), config.mlp_bias)),
+            gate_up=pack(*stacked(layer + "mlp.", ("gate_proj", "up_proj"), config.mlp_bias)),
+            down=pack(*stacked(layer + "mlp.", ("down_proj",), config.mlp_bias)),
         ))
-    return Transformer(config, Weights(embedding, tuple(layers), norm("model.norm.weight"), head), kernels)
+    weights = Weights(embedding, tuple(layers), norm("model.norm.weight"), head, quantize)
+    return Transformer(config, weights, kernels)
 
 
 def _check(files: TensorFiles, config: ModelConfig) -> None:

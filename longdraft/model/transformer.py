@@ -36,6 +36,7 @@ class Weights(NamedTuple):
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Linear
+    quantize: str = "none"  # or "int8": the tables and all that rows are multiplied with; norms and biases never
 
 
 class Forward(NamedTuple):
