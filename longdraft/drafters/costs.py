@@ -15,6 +15,7 @@ from longdraft.tree import Tree
 
 _FORGET = 0.97  # weight of what was known, at each new measurement of time: the last 30 or so count
 _FORGET_LUCK = 0.985  # at each new outcome, which varies more
+_DOUBT = 4.0  # outcomes that what is expected of a depth weighs as much as
 _UNUSUAL = 3.0  # a measurement this many times what was expected is a hiccup of the machine, not news
 
 
@@ -73,22 +74,29 @@ class VerifyCost:
 
 
 class Depths:
-    """P(at least d guesses accepted) in steps that were allowed to draft d deep or deeper."""
+    """P(at least d guesses accepted) in steps that were allowed to draft d deep or deeper.
+
+    Counted as the share of guesses d that are right where those before were. A depth of which little is known is
+    expected to do as well as the one before it, and the first as all do: else what was never tried would never be.
+    """
 
     def __init__(self, deepest: int) -> None:
-        self._weight = [0.0] * deepest
+        self._tries = [0.0] * deepest
         self._hits = [0.0] * deepest
 
     def add(self, allowed: int, accepted: int) -> None:
-        for depth in range(min(allowed, len(self._hits))):
-            self._weight[depth] = _FORGET_LUCK * self._weight[depth] + 1
+        for depth in range(min(allowed, accepted + 1, len(self._hits))):
+            self._tries[depth] = _FORGET_LUCK * self._tries[depth] + 1
             self._hits[depth] = _FORGET_LUCK * self._hits[depth] + (depth < accepted)
 
     def reached(self) -> list[float]:
-        """For d = 1, 2, ..., falling; nothing is expected of depths that were not tried."""
+        """For d = 1, 2, ..., falling."""
         found: list[float] = []
-        for weight, hits in zip(self._weight, self._hits, strict=True):
-            found.append(min(found[-1] if found else 1.0, hits / weight if weight else 0.0))
+        rate, reach = (sum(self._hits) + 0.5) / (sum(self._tries) + 1), 1.0
+        for tries, hits in zip(self._tries, self._hits, strict=True):
+            rate = (hits + _DOUBT * rate) / (tries + _DOUBT)
+            reach *= rate
+            found.append(reach)
         return found
 
 
