@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from longdraft.core import Event, SamplingParams
     from longdraft.engine import Engine, Generation, load
     from longdraft.errors import LongdraftError, ModelError, NumericalError, UsageError
+    from longdraft.huggingface import from_transformers, hf_generate
 
 _HOME = {
     "Event": "core", "SamplingParams": "core",
     "Engine": "engine", "Generation": "engine", "load": "engine",
     "LongdraftError": "errors", "ModelError": "errors", "NumericalError": "errors", "UsageError": "errors",
+    "from_transformers": "huggingface", "hf_generate": "huggingface",
 }
 __all__ = ["Engine", "Event", "Generation", "LongdraftError", "ModelError", "NumericalError", "SamplingParams",
-           "UsageError", "__version__", "load"]
+           "UsageError", "__version__", "from_transformers", "hf_generate", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ FLOORS = {
     "speculation": 3,
     "drafters": 4, "statistics": 4,
     "engine": 5, "console": 5, "files": 5,
-    "cli": 6, "train": 6, "bench": 6,
+    "cli": 6, "train": 6, "bench": 6, "huggingface": 6,
     "__main__": 7, "__init__": 7,
 }
 # The command line mounts the trainers' and the benchmarks' own commands; other doors do not know one another.

@@ -98,7 +98,7 @@ def from_hf(config: Mapping[str, Any], generation_eos: Any = None) -> ModelConfi
             is_tied=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
-            eos_token_ids=_ids(generation_eos if generation_eos is not None else config.get("eos_token_id")),
+            eos_token_ids=ids(generation_eos if generation_eos is not None else config.get("eos_token_id")),
             dtype=_dtype(config),
         )
     except KeyError as error:
@@ -139,7 +139,7 @@ def _is_rope_type(kind: object) -> TypeGuard[RopeType]:
     return kind in ROPE_TYPES
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)

@@ -22,7 +22,7 @@ _TICK_S = 2.0  # longer than any file system's
 
 def of(files: TensorFiles) -> str:
     """`files.fingerprint()`, from the cache where the files are what they were."""
-    if files.nbytes < _WORTH_KEEPING:
+    if not files.files or files.nbytes < _WORTH_KEEPING:
         return files.fingerprint()
     state = _state(files)
     kept = cache_dir() / f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()}.json"

@@ -1,0 +1,271 @@
+"""longdraft for those who live in `transformers`: its loaded models, its GenerationConfig, its streamers.
+
+    writer = longdraft.from_transformers(model, tokenizer, drafter="auto")
+    ids = writer.generate(inputs.input_ids, max_new_tokens=20_000, do_sample=True, min_p=0.1, streamer=streamer)
+
+    ids = model.generate(**inputs, max_new_tokens=20_000, custom_generate=longdraft.hf_generate, drafter="auto")
+
+Greedy texts equal those of `model.generate`; sampled ones have the same distribution, with noise of our own,
+reproducible by `seed` (else by torch's generator). What longdraft cannot do is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longdraft import drafters, kernels
+from longdraft.core import MAX_SEED, SamplingParams
+from longdraft.engine import Engine, Generation
+from longdraft.errors import UsageError, check
+from longdraft.model import checkpoint, library
+from longdraft.model import config as model_config
+from longdraft.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+# Options of a GenerationConfig that change the text and that longdraft has not: each with the values that mean "off".
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "num_return_sequences": (1,), "num_beam_groups": (1,), "diversity_penalty": (0.0,),
+    "penalty_alpha": (0.0,), "dola_layers": (), "constraints": (), "force_words_ids": (), "max_time": (),
+    "top_h": (), "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,), "bad_words_ids": (), "forced_bos_token_id": (),
+    "forced_eos_token_id": (), "exponential_decay_length_penalty": (), "suppress_tokens": (),
+    "begin_suppress_tokens": (), "sequence_bias": (), "token_healing": (False,), "guidance_scale": (1.0,),
+    "watermarking_config": (), "output_attentions": (False,), "output_hidden_states": (False,),
+    "output_scores": (False,), "output_logits": (False,),
+}
+# What `model.generate` makes of the options we know; others in its lists are somebody's own.
+_KNOWN_PROCESSORS = {
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "EtaLogitsWarper",
+    "RepetitionPenaltyLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
+    "InfNanRemoveLogitsProcessor", "LogitNormalization",
+}
+_KNOWN_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria"}
+
+
+class StateDict(checkpoint.TensorFiles):
+    """The tensors of a model in memory, read as if they lay in files.
+
+    folder  where the model came from: heads beside it are found as for `longdraft.load`
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        self.folder = folder
+        self.files = []
+        self._tensors = dict(tensors)
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name].detach()
+
+    def stack(self, names: Sequence[str], dtype: torch.dtype | None) -> Tensor:
+        return torch.cat([self.read(name).to("cpu", dtype) for name in names])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def _wrong_type(self, name: str) -> str:
+        return "" if self._tensors[name].is_floating_point() else f"{name} holds {self._tensors[name].dtype}"
+
+    def fingerprint(self) -> str:
+        raise UsageError("heads name the weights they were trained on, which a model in memory cannot show; save it, "
+                         "and give its folder to longdraft.load")
+
+
+class Writer:
+    """A model of `transformers` that writes with longdraft. `engine` is the engine under it."""
+
+    def __init__(self, engine: Engine, defaults: GenerationConfig) -> None:
+        self.engine = engine
+        self._defaults = defaults
+
+    def generate(self, input_ids: Tensor | Sequence[int], generation_config: GenerationConfig | None = None, *,
+                 streamer: Any = None, seed: int | None = None, penalty_window: int | None = None,
+                 **options: Any) -> Any:
+        """Token ids [1, prompt + new] (int64), or with `return_dict_in_generate` an object with `sequences`.
+
+        input_ids          the prompt, [1, n] or [n]
+        generation_config  default: the model's own; `options` (max_new_tokens=, do_sample=, ...) change it
+        streamer           `put(tensor)` for the prompt and each new token, `end()` (TextStreamer and the like)
+        seed               default: drawn from torch's generator, which `torch.manual_seed` seeds
+        penalty_window     tokens that `repetition_penalty` looks at; default: all, as in transformers
+
+        UsageError names every option that longdraft does not have.
+        """
+        config = _changed(generation_config or self._defaults, options)
+        prompt = _prompt(input_ids, options.get("attention_mask"))
+        params = _params(config, len(prompt), seed, penalty_window)
+        if params.stop and isinstance(self.engine.tokenizer, _NoTokenizer):
+            raise UsageError("stop_strings needs a tokenizer: longdraft.from_transformers(model, tokenizer)")
+        if streamer is not None:
+            streamer.put(torch.tensor([prompt]))
+        with self.engine.generate(prompt, params) as text:
+            new = _write(text, streamer)
+        sequences = torch.tensor([[*prompt, *new]])
+        if not config.return_dict_in_generate:
+            return sequences
+        from transformers.generation import GenerateDecoderOnlyOutput
+
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+
+
+def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *,
+                      drafter: str = drafters.AUTO, drafter_options: Mapping[str, Any] | None = None,
+                      heads: str | None = None, quantize: str = "none") -> Writer:
+    """A writer around a loaded model.
+
+    The kernels want weights in a layout of their own, so they are copied once: from then on `model` is not used and may
+    be deleted, which frees its memory. (Norms, and on a GPU all weights, are shared where types agree.)
+
+    tokenizer  needed for stop strings and for `writer.engine`'s texts; ids alone need none
+    others     as for `longdraft.load`
+
+    Raises ModelError for an architecture that is not supported, UsageError for settings.
+    """
+    drafters.check_name(drafter)
+    check(quantize in checkpoint.QUANTIZE, "quantize", quantize, " or ".join(checkpoint.QUANTIZE))
+    defaults = model.generation_config
+    config = model_config.from_hf(model.config.to_dict(), defaults.eos_token_id)
+    dtype = "float32" if model.dtype == torch.float32 else "bfloat16"
+    chosen = kernels.choose(model.device.type, dtype)
+    folder = Path(str(model.config.name_or_path or "model in memory"))
+    files = StateDict(model.state_dict(), folder)
+    transformer = checkpoint.load(files, config, chosen, quantize)
+    options = drafters.parse_options(drafter, drafter_options or {})
+    engine = Engine(str(folder), files, transformer, _tokenizer(tokenizer), drafter, options, heads, library.Hub())
+    return Writer(engine, defaults)
+
+
+_WRITERS: weakref.WeakKeyDictionary[Any, tuple[Any, Writer]] = weakref.WeakKeyDictionary()
+
+
+def hf_generate(model: PreTrainedModel, input_ids: Tensor, logits_processor: Any = None, stopping_criteria: Any = None,
+                generation_config: GenerationConfig | None = None, *, drafter: str = drafters.AUTO,
+                drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, seed: int | None = None,
+                penalty_window: int | None = None, text_streamer: Any = None, **model_kwargs: Any) -> Any:
+    """For `model.generate(..., custom_generate=longdraft.hf_generate)`; its keywords may be given to `generate`.
+
+    The packed weights are kept with the model and made anew when its parameters have changed. `generate` hands a
+    custom function no `streamer`: give it as `text_streamer`.
+    """
+    assert generation_config is not None, "model.generate prepares one"
+    for given, known in ((logits_processor, _KNOWN_PROCESSORS), (stopping_criteria, _KNOWN_CRITERIA)):
+        foreign = [type(one).__name__ for one in given or () if type(one).__name__ not in known]
+        if foreign:
+            raise UsageError(f"longdraft cannot apply {', '.join(foreign)}; leave it out")
+    if generation_config.stop_strings:
+        raise UsageError("stop_strings need a tokenizer, which longdraft.hf_generate is not given; use "
+                         "longdraft.from_transformers(model, tokenizer)")
+    state = (drafter, repr(drafter_options), heads, tuple((p.data_ptr(), p._version) for p in model.parameters()))
+    kept = _WRITERS.get(model)
+    if kept is None or kept[0] != state:
+        kept = state, from_transformers(model, drafter=drafter, drafter_options=drafter_options, heads=heads)
+        _WRITERS[model] = kept
+    ids = kept[1].generate(input_ids, generation_config, streamer=text_streamer, seed=seed,
+                           penalty_window=penalty_window, attention_mask=model_kwargs.get("attention_mask"))
+    return ids.to(input_ids.device) if isinstance(ids, Tensor) else ids
+
+
+class _NoTokenizer(Tokenizer):
+    """Stands in where only ids matter: it has no tokens and says nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def vocabulary(self) -> dict[str, int]:
+        return {}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        raise UsageError("a text needs a tokenizer: longdraft.from_transformers(model, tokenizer)")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+
+def _tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> Tokenizer:
+    if tokenizer is None:
+        return _NoTokenizer()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return Tokenizer(Path(folder))
+
+
+def _changed(config: GenerationConfig, options: Mapping[str, Any]) -> GenerationConfig:
+    """A copy of a configuration with these options. UsageError for one that it has not."""
+    from transformers import GenerationConfig
+
+    given = {name: value for name, value in options.items() if name != "attention_mask"}
+    changed = GenerationConfig.from_dict(config.to_dict())
+    unknown = [name for name in given if not hasattr(changed, name)]
+    if unknown:
+        raise UsageError(f"generate has no option {', '.join(unknown)}; see transformers.GenerationConfig")
+    if "max_new_tokens" in given:
+        changed.max_length = None
+    # What transformers fills in where neither the model nor the caller says anything (a top_k of 50, for one).
+    defaults = {name: value for name, value in GenerationConfig._get_default_generation_params().items()
+                if getattr(changed, name, None) is None and name != "max_length"}
+    for name, value in {**defaults, **given}.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def _prompt(input_ids: Tensor | Sequence[int], attention_mask: Tensor | None) -> list[int]:
+    ids = torch.as_tensor(input_ids)
+    ids = ids[None] if ids.ndim == 1 else ids
+    if len(ids) != 1:
+        raise UsageError(f"input_ids has {len(ids)} rows; longdraft writes one text at a time")
+    if attention_mask is not None and not bool(torch.as_tensor(attention_mask).bool().all()):
+        raise UsageError("attention_mask hides tokens; longdraft reads all of a prompt: leave padding out")
+    prompt: list[int] = ids[0].tolist()
+    return prompt
+
+
+def _params(config: GenerationConfig, prompt: int, seed: int | None, penalty_window: int | None) -> SamplingParams:
+    """What a GenerationConfig asks for; `prompt` is the prompt's length."""
+    refused = [f"{name}={getattr(config, name)!r}" for name, off in _REFUSED.items()
+               if getattr(config, name, None) is not None and getattr(config, name) not in off]
+    if refused:
+        raise UsageError(f"longdraft does not have {', '.join(refused)}; leave it out")
+    if config.max_new_tokens is not None:
+        count = int(config.max_new_tokens)
+    else:
+        count = int(config.max_length if config.max_length is not None else prompt + 20) - prompt
+    check(count >= 1, "max_new_tokens", count, "1 or more", "max_length counts the prompt")
+    stops = config.stop_strings or ()
+    settings: dict[str, Any] = {
+        "max_new_tokens": count,
+        "min_new_tokens": max(config.min_new_tokens or 0, (config.min_length or 0) - prompt, 0),
+        "repetition_penalty": config.repetition_penalty, "penalty_window": penalty_window or prompt + count,
+        "stop": (stops,) if isinstance(stops, str) else tuple(stops), "temperature": 0.0,
+        "ignore_eos": True, "stop_token_ids": model_config.ids(config.eos_token_id),
+        "seed": seed if seed is not None else int(torch.randint(0, MAX_SEED >> 1, ()).item()),
+    }
+    if config.do_sample:
+        settings |= {"temperature": 1.0 if config.temperature is None else config.temperature, "top_k": config.top_k,
+                     "top_p": config.top_p, "min_p": config.min_p, "eta_cutoff": config.eta_cutoff}
+    return SamplingParams(**{name: value for name, value in settings.items() if value is not None})
+
+
+def _write(text: Generation, streamer: Any) -> list[int]:
+    new: list[int] = []
+    for event in text:
+        new += event.tokens
+        for token in event.tokens if streamer is not None else ():
+            streamer.put(torch.tensor([token]))
+    if streamer is not None:
+        streamer.end()
+    return new

@@ -1,0 +1,137 @@
+"""The doors for people who live in transformers: the same greedy text, streamers, and refusals by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers.generation.streamers import TextIteratorStreamer
+
+import longdraft
+from longdraft.errors import UsageError
+
+PROMPT = [5, 9, 17, 4, 30, 9, 17, 4, 30, 8]
+
+
+@pytest.fixture(scope="module", params=["gqa", "bias"])
+def model(request, tiny):
+    names = [name for name in (request.param, "mha", *tiny) if name in tiny]
+    return AutoModelForCausalLM.from_pretrained(tiny[names[0]], dtype=torch.float32)
+
+
+def theirs(model, **options):
+    return model.generate(torch.tensor([PROMPT]), **options)[0].tolist()
+
+
+@pytest.mark.parametrize("drafter", ["plain", "suffix", "magicdec", "auto"])
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"min_new_tokens": 40}])
+def test_greedy_texts_equal_those_of_transformers(model, drafter, options):
+    options = {"max_new_tokens": 60, "do_sample": False, **options}
+    writer = longdraft.from_transformers(model, drafter=drafter)
+    expected = theirs(model, **options)
+    assert writer.generate(torch.tensor([PROMPT]), **options)[0].tolist() == expected
+    assert theirs(model, custom_generate=longdraft.hf_generate, drafter=drafter, **options) == expected
+
+
+def test_the_end_of_text_ends_it_there_too(model):
+    free = theirs(model, max_new_tokens=30, do_sample=False)
+    end = free[len(PROMPT) + 7]
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": [1, end], "pad_token_id": 0}
+    assert longdraft.from_transformers(model).generate(PROMPT, **options)[0].tolist() == theirs(model, **options)
+
+
+def test_sampling_depends_on_the_seed_alone(model):
+    options = {"max_new_tokens": 40, "do_sample": True, "min_p": 0.05, "temperature": 0.9}
+    writers = [longdraft.from_transformers(model, drafter=name) for name in ("plain", "magicdec")]
+    texts = [writer.generate(PROMPT, seed=3, **options).tolist() for writer in writers]
+    assert texts[0] == texts[1] != writers[0].generate(PROMPT, seed=4, **options).tolist()
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        drawn.append(theirs(model, custom_generate=longdraft.hf_generate, **options))
+    assert drawn[0] == drawn[1]
+
+
+def test_the_model_may_go_and_changed_weights_are_seen(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny["gqa"], dtype=torch.float32)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    before = theirs(model, custom_generate=longdraft.hf_generate, **options)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-3)
+    after = theirs(model, custom_generate=longdraft.hf_generate, **options)
+    assert after == theirs(model, **options) != before
+    writer = longdraft.from_transformers(model)
+    del model
+    assert writer.generate(PROMPT, **options)[0].tolist() == after
+
+
+class Listener:
+    def __init__(self):
+        self.got, self.is_ended = [], False
+
+    def put(self, ids):
+        self.got.append(ids.tolist())
+
+    def end(self):
+        self.is_ended = True
+
+
+def test_streamers_get_the_prompt_and_then_token_by_token(model, tiny):
+    listener = Listener()
+    ids = longdraft.from_transformers(model).generate(PROMPT, max_new_tokens=12, streamer=listener)[0].tolist()
+    assert listener.got[0] == [PROMPT] and listener.is_ended
+    assert [token for put in listener.got[1:] for token in put] == ids[len(PROMPT):]
+    other = Listener()
+    theirs(model, max_new_tokens=12, custom_generate=longdraft.hf_generate, text_streamer=other)
+    assert other.got == listener.got and other.is_ended
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tiny["gqa"] / "tokenizer.json"))
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    writer = longdraft.from_transformers(model, tokenizer)
+    writer.generate(PROMPT, max_new_tokens=12, streamer=streamer)
+    assert "".join(streamer) == tokenizer.decode(ids[len(PROMPT):])
+    assert writer.engine.tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_generation_config_and_a_dictionary_back(model):
+    config = GenerationConfig(max_length=len(PROMPT) + 9, do_sample=False, return_dict_in_generate=True)
+    found = longdraft.from_transformers(model).generate(PROMPT, config)
+    assert found.sequences.shape == (1, len(PROMPT) + 9) and found.sequences.dtype == torch.int64
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"num_beams": 4}, "does not have num_beams=4"),
+    ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
+    ({"no_repeat_ngram_size": 3, "typical_p": 0.5}, "typical_p=0.5, no_repeat_ngram_size=3"),
+    ({"bad_words_ids": [[3]]}, "bad_words_ids"),
+    ({"output_scores": True}, "output_scores"),
+    ({"tempratur": 0.5}, "no option tempratur"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ({"attention_mask": torch.tensor([[0] + [1] * 9])}, "attention_mask hides tokens"),
+    ({"stop_strings": "x"}, "stop_strings needs a tokenizer"),
+])
+def test_what_it_does_not_have_is_refused_by_name(model, options, message):
+    with pytest.raises(UsageError, match=message):
+        longdraft.from_transformers(model).generate(PROMPT, **{"max_new_tokens": 5, **options})
+
+
+def test_other_refusals(model):
+    writer = longdraft.from_transformers(model)
+    with pytest.raises(UsageError, match="has 2 rows; longdraft writes one text"):
+        writer.generate(torch.tensor([PROMPT, PROMPT]), max_new_tokens=3)
+
+    class Mine:
+        def __call__(self, ids, scores):
+            return scores
+
+    with pytest.raises(UsageError, match="cannot apply Mine"):
+        theirs(model, max_new_tokens=3, custom_generate=longdraft.hf_generate, logits_processor=[Mine()])
+    with pytest.raises(UsageError, match="stop_strings need a tokenizer"):
+        longdraft.hf_generate(model, torch.tensor([PROMPT]), generation_config=GenerationConfig(stop_strings="x"))
+
+
+def test_importing_longdraft_does_not_import_transformers():
+    code = "import sys, longdraft; longdraft.from_transformers; assert 'transformers' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
