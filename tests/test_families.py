@@ -9,10 +9,13 @@ import pytest
 import torch
 from conftest import VOCAB, load, make_heads, write_tokenizer
 from helpers import by_name, generate
+from hypothesis import given
+from hypothesis import strategies as st
 from test_equality import DRAFTERS, prompt_of
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import longdraft
+from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.model import config as model_config
@@ -105,10 +108,24 @@ def test_bfloat16_agrees_within_its_rounding(made, tmp_path):
     assert (ours - exact).abs().mean() <= 1.2 * (rounded - exact).abs().mean()
 
 
-def test_the_reference_agrees_with_the_fast_kernels(made):
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+def test_every_kernel_agrees_with_the_reference_and_with_itself(made, name):
+    """With itself to the bit: rows read together or one by one, in both dtypes."""
     tokens = prompt_of(60)
     reference = logits_of(load(made.folder, name="reference"), tokens, 50)
-    torch.testing.assert_close(logits_of(made.ours, tokens, 50), reference, atol=1e-4, rtol=1e-4)
+    for dtype in ("float32", "bfloat16"):
+        model = load(made.folder, dtype, name)
+        together = logits_of(model, tokens, 60)
+        assert torch.equal(logits_of(model, tokens, 1), together)
+        if dtype == "float32":
+            torch.testing.assert_close(together, reference, atol=1e-4, rtol=1e-4)
+
+
+def test_the_reference_reads_rows_together_as_one_by_one(made):
+    tokens = prompt_of(30)
+    for dtype in ("float32", "bfloat16"):
+        model = load(made.folder, dtype, "reference")
+        assert torch.equal(logits_of(model, tokens, 30), logits_of(model, tokens, 1))
 
 
 def test_greedy_texts_are_those_of_transformers(made):
@@ -199,3 +216,24 @@ def test_a_silent_config_is_read_as_transformers_reads_it(kind):
     assert ours.window == (getattr(theirs, "sliding_window", None) or 0)
     rotated = [bool(flag) for flag in getattr(theirs, "no_rope_layers", [1] * 3)]
     assert [ours.rotates(layer) for layer in range(3)] == rotated
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=8),
+    st.lists(st.integers(0, 1) | st.sampled_from(["full_attention", "sliding_attention"]), max_size=4))
+
+
+@given(kind=st.sampled_from(model_config.SUPPORTED), changes=st.dictionaries(st.sampled_from([
+    "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "no_rope_layers",
+    "no_rope_layer_interval", "partial_rotary_factor", "embedding_multiplier", "residual_multiplier",
+    "attention_multiplier", "logits_scaling", "original_max_position_embeddings", "rope_theta", "head_dim",
+    "num_key_value_heads", "attention_bias", "quantization_config"]), VALUES, max_size=4))
+def test_configs_of_any_values_are_read_or_refused_in_one_line(kind, changes):
+    refused = ""
+    try:
+        config = model_config.from_hf(BASE | {"model_type": kind} | changes)
+    except ModelError as error:
+        refused = str(error)
+    else:
+        assert all(config.window_of(layer) >= 0 and config.rotates(layer) in (True, False) for layer in range(3))
+    assert "\n" not in refused
