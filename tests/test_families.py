@@ -19,7 +19,7 @@ from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.model import config as model_config
-from longdraft.model import heads
+from longdraft.model import heads, sizing
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.speculation.step import Tally
 
@@ -237,3 +237,24 @@ def test_configs_of_any_values_are_read_or_refused_in_one_line(kind, changes):
     else:
         assert all(config.window_of(layer) >= 0 and config.rotates(layer) in (True, False) for layer in range(3))
     assert "\n" not in refused
+
+
+def shape(kind: str, *sizes: int, **more: object) -> dict[str, object]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads")
+    return dict(zip(names, sizes, strict=True)) | {"model_type": kind, "torch_dtype": "bfloat16"} | more
+
+
+@pytest.mark.parametrize("settings, parameters", [  # as published
+    (shape("qwen2", 151936, 1536, 8960, 28, 12, 2, tie_word_embeddings=True), 1_543_714_304),
+    (shape("qwen2", 152064, 3584, 18944, 28, 28, 4), 7_615_616_512),
+    (shape("qwen3", 151936, 4096, 12288, 36, 32, 8, head_dim=128), 8_190_735_360),
+    (shape("mistral", 32768, 4096, 14336, 32, 32, 8, sliding_window=None), 7_248_023_552),
+    (shape("phi3", 32064, 3072, 8192, 32, 32, 32), 3_821_079_552),
+    (shape("phi3", 200064, 3072, 8192, 32, 24, 8, tie_word_embeddings=True, partial_rotary_factor=0.75),
+     3_836_021_760),
+    (shape("smollm3", 128256, 2048, 11008, 36, 16, 4), 3_075_098_624),
+    (shape("olmo2", 100352, 4096, 11008, 32, 32, 32), 7_298_617_344),
+])
+def test_parameters_of_known_models(settings, parameters):
+    assert sizing.of(model_config.from_hf(settings)).parameters == parameters
