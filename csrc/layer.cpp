@@ -7,24 +7,79 @@
 namespace longdraft {
 namespace {
 
+// Rotations times a factor: those given, or none (cos 1, sin 0).
+struct Turn {
+    std::vector<float> held;
+    const float *cos, *sin;
+
+    Turn(const DecoderRows& r, long half, bool rotates, float by) : cos(r.cos), sin(r.sin) {
+        if (rotates && by == 1.0f) return;
+        const long count = r.rows * half;
+        held.assign(static_cast<size_t>(2 * count), 0.0f);
+        for (long i = 0; i < count; i++) {
+            held[static_cast<size_t>(i)] = rotates ? r.cos[i] * by : by;
+            if (rotates) held[static_cast<size_t>(count + i)] = r.sin[i] * by;
+        }
+        cos = held.data();
+        sin = held.data() + count;
+    }
+};
+
+// Columns [first, first + width) of rows `wide` apart, one row behind the other.
+void gather(const char* from, long rows, long wide, long first, long width, long size, void* to) {
+    for (long i = 0; i < rows; i++)
+        std::memcpy(static_cast<char*>(to) + i * width * size, from + (i * wide + first) * size,
+                    static_cast<size_t>(width * size));
+}
+
+// Queries, keys and values of qkv [rows, wide]: r.content, r.q, r.k, r.v. `room` holds the keys of all rows.
+void split(const Kernels& kernels, const Decoder& d, const Layer& l, const DecoderRows& r, bool bf16, const char* qkv,
+           char* room) {
+    const long q_width = d.heads * d.dim, kv_width = d.kv_heads * d.dim, wide = q_width + 2 * kv_width;
+    const long size = bf16 ? 2 : 4, rows = r.rows;
+    gather(qkv, rows, wide, 0, q_width, size, r.content);
+    gather(qkv, rows, wide, q_width + kv_width, kv_width, size, r.v);
+    Rows keys = {const_cast<char*>(qkv) + q_width * size, wide, d.dim};
+    auto norm = [&](void* x, const void* weight, long width) {
+        const long unit = l.norms_heads ? d.dim : width;
+        kernels.rms_norm(bf16, x, weight, rows * (width / unit), unit, d.eps, d.rounds_once, x);
+    };
+    if (l.q_norm) norm(r.content, l.q_norm, q_width);
+    if (l.k_norm) {
+        gather(qkv, rows, wide, q_width, kv_width, size, room);
+        norm(room, l.k_norm, kv_width);
+        keys = {room, kv_width, d.dim};
+    }
+    const Turn of_queries(r, d.dim / 2, l.rotates, d.query_factor), of_keys(r, d.dim / 2, l.rotates, 1.0f);
+    kernels.rope(bf16, {r.content, q_width, d.dim}, of_queries.cos, of_queries.sin, rows, d.heads, d.dim, r.q);
+    kernels.rope(bf16, keys, of_keys.cos, of_keys.sin, rows, d.kv_heads, d.dim, r.k);
+}
+
 // One layer: x in place; the pointers of `r` are this layer's own.
 void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, const DecoderRows& r, Store& store, long length) {
     const bool bf16 = store.is_bf16;
     const long size = bf16 ? 2 : 4, rows = r.rows, hidden = l.out->n, inner = l.down->k;
-    const long q_width = d.heads * d.dim, kv_width = d.kv_heads * d.dim, wide = q_width + 2 * kv_width;
+    const long kv_width = d.kv_heads * d.dim, wide = d.heads * d.dim + 2 * kv_width;
     const long step = round_up(rows * std::max({hidden, wide, 2 * inner}) * size, 64);
     char* first = static_cast<char*>(workspace<2>(static_cast<size_t>(3 * step)));
     char *second = first + step, *third = second + step;
 
-    kernels.rms_norm(bf16, r.x, l.attention_norm, rows, hidden, d.eps, first);
-    kernels.linear(*l.qkv, first, rows, second, false);
-    for (long i = 0; i < rows; i++)
-        std::memcpy(static_cast<char*>(r.content) + i * q_width * size, second + i * wide * size, static_cast<size_t>(q_width * size));
-    kernels.rope(bf16, {r.content, q_width, d.dim}, r.cos, r.sin, rows, d.heads, d.dim, r.q);
-    kernels.rope(bf16, {second + q_width * size, wide, d.dim}, r.cos, r.sin, rows, d.kv_heads, d.dim, r.k);
-    for (long i = 0; i < rows; i++)
-        std::memcpy(static_cast<char*>(r.v) + i * kv_width * size, second + (i * wide + q_width + kv_width) * size,
-                    static_cast<size_t>(kv_width * size));
+    auto norm = [&](const void* x, const void* weight, void* to) {
+        kernels.rms_norm(bf16, x, weight, rows, hidden, d.eps, d.rounds_once, to);
+    };
+    auto input = [&](const void* weight) -> const void* {  // of attention and of the MLP
+        if (d.norms_follow) return r.x;
+        norm(r.x, weight, first);
+        return first;
+    };
+    auto join = [&](const void* weight) {  // `second` to x
+        if (d.norms_follow) norm(second, weight, second);
+        if (d.residual_factor != 1.0f) kernels.scale(bf16, second, rows * hidden, d.residual_factor);
+        kernels.add(bf16, r.x, second, rows * hidden, r.x);
+    };
+
+    kernels.linear(*l.qkv, input(l.attention_norm), rows, second, false);
+    split(kernels, d, l, r, bf16, second, first);
     store.reserve(length + rows);
     float* rest = nullptr;
     if (r.rest) {
@@ -34,12 +89,11 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, con
     kernels.attention({&store, length, rows, d.heads, r.q, {r.k, kv_width, d.dim}, {r.v, kv_width, d.dim}, r.parent,
                        1.0f / std::sqrt(static_cast<float>(d.dim)), l.window, rest, r.attended, r.lse});
     kernels.linear(*l.out, r.attended, rows, second, false);
-    kernels.add(bf16, r.x, second, rows * hidden, r.x);
-    kernels.rms_norm(bf16, r.x, l.mlp_norm, rows, hidden, d.eps, first);
-    kernels.linear(*l.gate_up, first, rows, second, false);
+    join(l.attention_norm);
+    kernels.linear(*l.gate_up, input(l.mlp_norm), rows, second, false);
     kernels.swiglu(bf16, second, rows, inner, third);
     kernels.linear(*l.down, third, rows, second, false);
-    kernels.add(bf16, r.x, second, rows * hidden, r.x);
+    join(l.mlp_norm);
 }
 
 }  // namespace

@@ -14,11 +14,17 @@ struct Layer {
     const Linear* gate_up;  // gate, up stacked
     const Linear* down;
     long window;  // positions a row sees; 0: all
+    const void *q_norm, *k_norm;  // of queries and keys before their rotation, or null
+    bool norms_heads;             // each head by itself, not all of them as one vector
+    bool rotates;
 };
 
 struct Decoder {
     long heads, kv_heads, dim;
     float eps;
+    bool norms_follow;  // attention and MLP read x as it is; what they give is normalised
+    bool rounds_once;   // a norm rounds after its weight only
+    float query_factor, residual_factor;  // on queries (with their rotation); on what a layer adds to x
     std::vector<Layer> layers;
 };
 

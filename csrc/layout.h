@@ -163,7 +163,8 @@ struct Kernels {
     void (*pack)(Linear&, const void* weight);
     void (*linear)(const Linear&, const void* x, long rows, void* out, bool keep_float);
     void (*embed)(const Linear&, const int64_t* tokens, long rows, void* out);
-    void (*rms_norm)(bool bf16, const void* x, const void* weight, long rows, long width, float eps, void* out);
+    void (*rms_norm)(bool bf16, const void* x, const void* weight, long rows, long width, float eps, bool once,
+                     void* out);
     void (*add)(bool bf16, const void* a, const void* b, long count, void* out);
     void (*swiglu)(bool bf16, const void* gate_up, long rows, long width, void* out);
     void (*rope)(bool bf16, Rows x, const float* cos, const float* sin, long rows, long heads, long dim, void* out);
@@ -172,6 +173,7 @@ struct Kernels {
     void (*weights)(const Store&, long length, const void* q, long rows, long heads, float scale, float* out);
     void (*attention)(const Attention&);
     void (*rests)(bool bf16, const void* content, const float* map, long rows, long heads, long dim, float* out);
+    void (*scale)(bool bf16, void* x, long count, float by);
 };
 
 }  // namespace longdraft

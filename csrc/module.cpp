@@ -135,11 +135,14 @@ NB_MODULE(_cpu, m) {
                                within); });
 
     nb::class_<Decoder>(m, "Decoder")
-        .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps) {
-            new (d) Decoder{heads, kv_heads, dim, eps, {}}; })
+        .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool norms_follow, bool rounds_once,
+                            float query_factor, float residual_factor) {
+            new (d) Decoder{heads, kv_heads, dim, eps, norms_follow, rounds_once, query_factor, residual_factor, {}}; })
         .def("add", [](Decoder& d, Address attention_norm, const Linear& qkv, const Linear& out, Address mlp_norm,
-                       const Linear& gate_up, const Linear& down, long window) {
-            d.layers.push_back({at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), &gate_up, &down, window}); });
+                       const Linear& gate_up, const Linear& down, long window, Address q_norm, Address k_norm,
+                       bool norms_heads, bool rotates) {
+            d.layers.push_back({at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), &gate_up, &down, window,
+                                at<void>(q_norm), at<void>(k_norm), norms_heads, rotates}); });
 
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
     nb::class_<Kernels>(m, "Kernels")
@@ -151,7 +154,8 @@ NB_MODULE(_cpu, m) {
         .def("embed", [](const Kernels& k, const Linear& table, Address tokens, long rows, Address out) {
             k.embed(table, at<int64_t>(tokens), rows, at<void>(out)); })
         .def("rms_norm", [](const Kernels& k, bool bf16, Address x, Address weight, long rows, long width, float eps,
-                            Address out) { k.rms_norm(bf16, at<void>(x), at<void>(weight), rows, width, eps, at<void>(out)); })
+                            bool once, Address out) {
+            k.rms_norm(bf16, at<void>(x), at<void>(weight), rows, width, eps, once, at<void>(out)); })
         .def("swiglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, Address out) {
             k.swiglu(bf16, at<void>(x), rows, width, at<void>(out)); })
         .def("rope", [](const Kernels& k, bool bf16, Address x, long row_stride, long head_stride, Address cos, Address sin,

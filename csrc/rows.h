@@ -18,8 +18,10 @@ template <class T> Floats widen_some(const typename T::Element* p, long count) {
     return load(lanes);
 }
 
-// x / sqrt(mean(x^2) + eps), rounded, times weight. Odd ends go through the same lanes, padded with zeros.
-template <class T> void rms_norm_as(const void* x, const void* weight, long rows, long width, float eps, void* out) {
+// x / sqrt(mean(x^2) + eps), rounded (but for `once`), times weight, rounded. Odd ends go through the same lanes, padded
+// with zeros. `out` may be x.
+template <class T>
+void rms_norm_as(const void* x, const void* weight, long rows, long width, float eps, bool once, void* out) {
     using Element = typename T::Element;
     const auto* gain = static_cast<const Element*>(weight);
     for (long r = 0; r < rows; r++) {
@@ -33,12 +35,18 @@ template <class T> void rms_norm_as(const void* x, const void* weight, long rows
         float by = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
         long i = 0;
         for (; i + LANES <= width; i += LANES) {
+            if (once) {
+                T::narrow(to + i, T::widen(gain + i) * (T::widen(in + i) * by));
+                continue;
+            }
             typename T::Element scaled[LANES];
             T::narrow(scaled, T::widen(in + i) * by);
             T::narrow(to + i, T::widen(gain + i) * T::widen(scaled));
         }
-        for (; i < width; i++)
-            to[i] = T::round(T::widen(gain[i]) * T::widen(T::round(T::widen(in[i]) * by)));
+        for (; i < width; i++) {
+            float scaled = T::widen(in[i]) * by;
+            to[i] = T::round(T::widen(gain[i]) * (once ? scaled : T::widen(T::round(scaled))));
+        }
     }
 }
 
@@ -50,6 +58,12 @@ template <class T> void add_as(const void* a, const void* b, long count, void* o
     long i = 0;
     for (; i + LANES <= count; i += LANES) T::narrow(to + i, T::widen(x + i) + T::widen(y + i));
     for (; i < count; i++) to[i] = T::round(T::widen(x[i]) + T::widen(y[i]));
+}
+
+// x * by, rounded, in place.
+template <class T> void scale_as(void* x, long count, float by) {
+    auto* at = static_cast<typename T::Element*>(x);
+    for (long i = 0; i < count; i++) at[i] = T::round(T::widen(at[i]) * by);
 }
 
 // silu(gate) * up with gate_up [rows, 2 width], gate first.

@@ -28,9 +28,12 @@ void embed(const Linear& table, const int64_t* tokens, long rows, void* out) {
                   : embed_as<F32>(table, tokens, rows, static_cast<float*>(out));
 }
 
-void rms_norm(bool bf16, const void* x, const void* weight, long rows, long width, float eps, void* out) {
-    bf16 ? rms_norm_as<BF16>(x, weight, rows, width, eps, out) : rms_norm_as<F32>(x, weight, rows, width, eps, out);
+void rms_norm(bool bf16, const void* x, const void* weight, long rows, long width, float eps, bool once, void* out) {
+    bf16 ? rms_norm_as<BF16>(x, weight, rows, width, eps, once, out)
+         : rms_norm_as<F32>(x, weight, rows, width, eps, once, out);
 }
+
+void scale(bool bf16, void* x, long count, float by) { bf16 ? scale_as<BF16>(x, count, by) : scale_as<F32>(x, count, by); }
 
 void add(bool bf16, const void* a, const void* b, long count, void* out) {
     bf16 ? add_as<BF16>(a, b, count, out) : add_as<F32>(a, b, count, out);
@@ -67,7 +70,7 @@ void attention(const Attention& a) { a.store->is_bf16 ? attention_as<BF16>(a) : 
 
 extern const Kernels table;
 const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, linear, embed, rms_norm, add, swiglu, rope,
-                       write, read, weights, attention, rests};
+                       write, read, weights, attention, rests, scale};
 
 }  // namespace LONGDRAFT_VARIANT
 }  // namespace longdraft

@@ -187,12 +187,14 @@ class Generation(Iterator[Event]):
         self._params = params
         self._on_prefill = on_prefill
         self.finish_reason: Finish | None = None
-        model = engine.model
+        length = len(prompt) + params.max_new_tokens
+        model = engine.model.for_length(length)
+        draft = engine.draft and engine.draft.for_length(min(length, engine.draft.config.max_positions))
         self._eos = set() if params.ignore_eos else set(model.config.eos_token_ids)
         self._stop_ids = self._eos | set(params.stop_token_ids)
         cache = model.new_cache()
         sampler = Sampler(params, self._stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
-        resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.corpora, engine.draft)
+        resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.corpora, draft)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
         self._step = Step(model, cache, drafter, sampler, Context(prompt), Timings(), Tally())
         self._accepted = 0
@@ -251,7 +253,7 @@ class Generation(Iterator[Event]):
         verified: Verified | None = None
         for start in range(0, last, PREFILL_CHUNK):
             chunk = step.context.slice(start, min(start + PREFILL_CHUNK, last)).tolist()
-            result = self._engine.model.forward(chain_rows(chunk, start), step.cache)
+            result = step.model.forward(chain_rows(chunk, start), step.cache)
             step.cache.commit(range(len(chunk)))
             verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
             if self._on_prefill:

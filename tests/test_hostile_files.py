@@ -328,12 +328,13 @@ def test_configs_with_other_values_never_crash(sound, tmp_path, data):
 
 
 ROPE = {"factor": 8.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "attention_factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
+        "high_freq_factor": 4.0, "attention_factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 
 
 @FUZZ
-@given(kind=st.sampled_from(["linear", "llama3", "yarn"]), key=st.sampled_from(sorted(ROPE)),
-       value=VALUES | st.sampled_from([0, 1, -1, 4.0, 10**400]))
+@given(kind=st.sampled_from(["linear", "dynamic", "llama3", "yarn", "longrope"]), key=st.sampled_from(sorted(ROPE)),
+       value=VALUES | st.sampled_from([0, 1, -1, 4.0, 10**400, [10**400] * 6, [0.0] * 6, [[]] * 6]))
 def test_rotations_of_other_numbers_never_crash(sound, tmp_path, kind, key, value):
     shutil.copytree(sound, tmp_path / "fuzz", dirs_exist_ok=True)
     with_config(rope_parameters=ROPE | {"rope_type": kind, key: value})(tmp_path / "fuzz")

@@ -108,7 +108,8 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, message):
 @pytest.mark.parametrize("change, message", [
     (dict(model_type="mamba"), "model_type is 'mamba'; supported: llama"),
     (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
-    (dict(rope_parameters={"rope_type": "longrope"}), "rope type is 'longrope'"),
+    (dict(rope_parameters={"rope_type": "axial"}), "rope type is 'axial'; supported: default, linear, dynamic"),
+    (dict(rope_parameters={"rope_type": "longrope"}), "needs 'short_factor'"),
     (dict(rope_parameters={"rope_type": "linear"}), "needs 'factor'"),
     (dict(num_key_value_heads=3), "a multiple of"),
     (dict(hidden_size="wide"), "wrong kind"),

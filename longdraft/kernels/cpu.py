@@ -150,10 +150,11 @@ class CpuKernels:
         self.native.linear(weight.native, x.data_ptr(), len(x), out.data_ptr(), keep_float)
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor:
         x, weight = self._input(x, x.shape[1]), self._input(weight[None], x.shape[1])
         out = torch.empty_like(x)
-        self.native.rms_norm(self._is_bf16, x.data_ptr(), weight.data_ptr(), len(x), x.shape[1], eps, out.data_ptr())
+        self.native.rms_norm(self._is_bf16, x.data_ptr(), weight.data_ptr(), len(x), x.shape[1], eps, rounds_once,
+                             out.data_ptr())
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -248,32 +249,40 @@ class CpuDecoder:
     def __init__(self, kernels: CpuKernels, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
         self._kernels = kernels
         self._layers = tuple(layers)  # keeps alive what the native decoder points to
-        self._geometry = heads, kv_heads, dim, eps = geometry
+        self._geometry = geometry
+        heads, kv_heads, dim = geometry[:3]
         self._hidden = len(layers[0].attention_norm)
         _require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
-        self._native = _cpu.Decoder(heads, kv_heads, dim, eps)
+        self._native = _cpu.Decoder(*geometry)
         for layer in self._layers:
             qkv, out, gate_up, down = self._check(layer)
+            q_norm, k_norm = (0 if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm))
+            norms_heads = layer.q_norm is not None and layer.q_norm.shape == (dim,)
             self._native.add(layer.attention_norm.data_ptr(), qkv, out, layer.mlp_norm.data_ptr(), gate_up, down,
-                             layer.window)
+                             layer.window, q_norm, k_norm, norms_heads, layer.rotates)
 
     def _check(self, layer: LayerWeights) -> list[_cpu.Linear]:
         """Weights that fit one another."""
-        heads, kv_heads, dim, _ = self._geometry
+        heads, kv_heads, dim = self._geometry[:3]
         hidden, inner, dtype = self._hidden, layer.gate_up.out_features // 2, self._kernels.dtype
         weights = [w.native for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CpuLinear)]
         shapes = [(w.n, w.k) for w in weights]
         wanted = [((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)]
         _require(shapes == wanted, f"weights {wanted}", shapes)
         _require(all(w.is_bf16 == (dtype == torch.bfloat16) for w in weights), f"weights of {dtype}", "others")
-        for norm in (layer.attention_norm, layer.mlp_norm):
-            fits = norm.shape == (hidden,) and norm.dtype == dtype and norm.is_contiguous()
-            _require(fits, f"norms [{hidden}] of {dtype}", (norm.shape, norm.dtype))
+        norms = [(layer.attention_norm, (hidden,)), (layer.mlp_norm, (hidden,))]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            units = (1, 1) if layer.q_norm.shape == (dim,) else (heads, kv_heads)
+            norms += [(layer.q_norm, (units[0] * dim,)), (layer.k_norm, (units[1] * dim,))]
+        _require((layer.q_norm is None) == (layer.k_norm is None), "both a q_norm and a k_norm, or neither", "one")
+        for norm, shape in norms:
+            fits = norm.shape == shape and norm.dtype == dtype and norm.is_contiguous()
+            _require(fits, f"norms {shape} of {dtype}", (norm.shape, norm.dtype))
         _require(layer.window >= 0, "a window of 0 or more positions", layer.window)
         return weights
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, Attended]:
-        heads, kv_heads, dim, _ = self._geometry
+        heads, kv_heads, dim = self._geometry[:3]
         num_layers, rows, dtype = len(self._layers), len(x), self._kernels.dtype
         _require(x.shape == (rows, self._hidden), f"rows [T, {self._hidden}]", x.shape)
         for name, tensor, shape, kind in (

@@ -27,7 +27,10 @@ class Linear(Protocol):
 class LayerWeights(NamedTuple):
     """A decoder layer: q, k, v stacked to one weight, gate and up likewise; norms [hidden] in the model's dtype.
 
-    window  positions a row's attention sees, itself included (sliding window attention); 0: all
+    window   positions a row's attention sees, itself included (sliding window attention); 0: all
+    q_norm   of queries before their rotation, and k_norm of keys: [D] for each head by itself, [H D] and [Hkv D] for
+             all of a row as one vector; None: there is none
+    rotates  whether queries and keys are rotated by their position
     """
 
     attention_norm: Tensor
@@ -37,15 +40,28 @@ class LayerWeights(NamedTuple):
     gate_up: Linear
     down: Linear
     window: int = 0
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    rotates: bool = True
 
 
 class Geometry(NamedTuple):
-    """What a decoder's layers must know beside their weights."""
+    """What a decoder's layers must know beside their weights.
+
+    norms_follow     attention and MLP read the rows as they are; what they give is normalised, then added
+    rounds_once      norms round after their weight only, not before it too
+    query_factor     on queries, with their rotation
+    residual_factor  on what attention and MLP give, before it is added
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     eps: float
+    norms_follow: bool = False
+    rounds_once: bool = False
+    query_factor: float = 1.0
+    residual_factor: float = 1.0
 
 
 class KVStore(Protocol):
@@ -108,8 +124,8 @@ class LayersKV(NamedTuple):
 class Attended(NamedTuple):
     """What attention did for some rows: queries and outputs [T, H, D], log-sum-exp of the scores [T, H].
 
-    Of several layers: [L, T, H, D] and [L, T, H]. `content` are the queries as they were before their rotation
-    (`Kernels.attention`, which rotates nothing, gives them as they are).
+    Of several layers: [L, T, H, D] and [L, T, H]. `content` are the queries (normalised, where the model does that) as
+    they were before their rotation (`Kernels.attention`, which rotates nothing, gives them as they are).
     """
 
     queries: Tensor
@@ -159,8 +175,9 @@ class Kernels(Protocol):
         An int8 weight is multiplied as the whole numbers it holds, and the float32 sums by its scales.
         """
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight, for each row [R, K]."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight, for each row [R, K]; rounded before the weight (but for `rounds_once`)
+        and after it."""
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, for rows [R, 2 I] with the gate in the first half: [R, I]."""

@@ -140,14 +140,17 @@ class ReferenceKernels:
         out = torch.cat(rows)
         return out if keep_float else out.to(self.dtype)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor:
         x = x.float()
         rows = []
         for i in range(len(x)):
             row = x[i].clone()
             rows.append(row * torch.rsqrt(row.square().mean() + eps))
-        # Transformers rounds before it multiplies by the weight; so do we.
-        return weight * torch.stack(rows).to(self.dtype)
+        normed = torch.stack(rows)
+        if rounds_once:
+            return (weight * normed).to(self.dtype)
+        # Transformers rounds before it multiplies by the weight, in most models; so do we.
+        return weight * normed.to(self.dtype)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         half = gate_up.shape[1] // 2
@@ -194,19 +197,35 @@ class ReferenceKernels:
     def layer_forward(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
                       parents: Tensor, rest: Tensor | None = None) -> tuple[Tensor, Attended]:
         """Rows x [T, hidden] through one layer; fills kv.k and kv.v. `rest` [H, D + 1, D + 1] as in LayersKV."""
-        heads, kv_heads, dim, eps = geometry
-        normed = self.rms_norm(x, layer.attention_norm, eps)
-        qkv = self.linear(normed, layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
-        content = qkv[:, :heads]
-        q = self.rope(content, cos, sin)
-        kv.k.copy_(self.rope(qkv[:, heads : heads + kv_heads], cos, sin))
+        heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+
+        def norm(x: Tensor, weight: Tensor | None) -> Tensor:
+            """Of the last axes, as many as the weight has numbers for."""
+            if weight is None:
+                return x
+            return self.rms_norm(x.reshape(-1, len(weight)), weight, geometry.eps,
+                                 rounds_once=geometry.rounds_once).view(x.shape)
+
+        def read(x: Tensor, weight: Tensor) -> Tensor:
+            return x if geometry.norms_follow else norm(x, weight)
+
+        def join(x: Tensor, given: Tensor, weight: Tensor) -> Tensor:
+            given = norm(given, weight) if geometry.norms_follow else given
+            return x + (given if geometry.residual_factor == 1 else given * geometry.residual_factor)
+
+        qkv = self.linear(read(x, layer.attention_norm), layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
+        content = norm(qkv[:, :heads], layer.q_norm)
+        if not layer.rotates:
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+        q = self.rope(content, cos * geometry.query_factor, sin * geometry.query_factor)
+        kv.k.copy_(self.rope(norm(qkv[:, heads : heads + kv_heads], layer.k_norm), cos, sin))
         kv.v.copy_(qkv[:, heads + kv_heads :])
         if rest is not None:
             kv = kv._replace(rest=torch.einsum("thd,hde->the", content.float(), rest[:, :-1]) + rest[:, -1])
         attended = self.attention(q, kv, parents, layer.window)._replace(content=content)
-        x = x + self.linear(attended.output.flatten(1), layer.out)
-        normed = self.rms_norm(x, layer.mlp_norm, eps)
-        return x + self.linear(self.swiglu(self.linear(normed, layer.gate_up)), layer.down), attended
+        x = join(x, self.linear(attended.output.flatten(1), layer.out), layer.attention_norm)
+        gate_up = self.linear(read(x, layer.mlp_norm), layer.gate_up)
+        return join(x, self.linear(self.swiglu(gate_up), layer.down), layer.mlp_norm), attended
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:
         """One row after the other; a row's path is laid behind the committed part, where plain decoding

@@ -9,12 +9,13 @@ import mmap
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longdraft.errors import ModelError
-from longdraft.kernels import Kernels, LayerWeights
+from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.model import rope
 from longdraft.model.config import ModelConfig, read_json
 from longdraft.model.tensor_file import FLOATS, TensorFile
@@ -155,33 +156,81 @@ def shard_names(index: Path) -> list[str]:
     return names
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a Llama checkpoint of this configuration must hold, by its Hugging Face name."""
+class _Stacked(NamedTuple):
+    """A weight of ours: the tensors of a file, by name and rows, that lie in it one below the other."""
+
+    parts: tuple[tuple[str, int], ...]
+    columns: int
+    has_bias: bool
+
+
+def _linears(config: ModelConfig) -> dict[str, _Stacked]:
+    """The weights of a layer by their names in LayerWeights."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv: tuple[tuple[str, int], ...] = (("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv))
+    gate_up: tuple[tuple[str, int], ...] = (("mlp.gate_proj", inner), ("mlp.up_proj", inner))
+    if config.is_fused:
+        qkv, gate_up = (("self_attn.qkv_proj", q + 2 * kv),), (("mlp.gate_up_proj", 2 * inner),)
+    return {
+        "qkv": _Stacked(qkv, hidden, config.qkv_bias),
+        "out": _Stacked((("self_attn.o_proj", hidden),), q, config.out_bias),
+        "gate_up": _Stacked(gate_up, hidden, config.mlp_bias),
+        "down": _Stacked((("mlp.down_proj", hidden),), inner, config.mlp_bias),
+    }
+
+
+def _norms(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """The norms of a layer by their names in LayerWeights: name in the file, and width."""
+    first, second = "input_layernorm", "post_attention_layernorm"
+    if config.norms_follow:
+        first, second = "post_attention_layernorm", "post_feedforward_layernorm"
+    norms = {"attention_norm": (first, config.hidden_size), "mlp_norm": (second, config.hidden_size)}
+    if config.head_norms != "none":
+        heads = (config.num_heads, config.num_kv_heads) if config.head_norms == "all" else (1, 1)
+        for name, count in zip(("q_norm", "k_norm"), heads, strict=True):
+            norms[name] = (f"self_attn.{name}", count * config.head_dim)
+    return norms
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a checkpoint of this configuration must hold, by its Hugging Face name."""
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
+        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "model.norm.weight": (config.hidden_size,),
     }
     if not config.is_tied:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
-        shapes[layer + "input_layernorm.weight"] = (hidden,)
-        shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
-        for name, rows, columns, has_bias in (
-            ("self_attn.q_proj", q, hidden, config.attention_bias),
-            ("self_attn.k_proj", kv, hidden, config.attention_bias),
-            ("self_attn.v_proj", kv, hidden, config.attention_bias),
-            ("self_attn.o_proj", hidden, q, config.attention_bias),
-            ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-            ("mlp.up_proj", inner, hidden, config.mlp_bias),
-            ("mlp.down_proj", hidden, inner, config.mlp_bias),
-        ):
-            shapes[f"{layer}{name}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"{layer}{name}.bias"] = (rows,)
+        for name, width in _norms(config).values():
+            shapes[f"{layer}{name}.weight"] = (width,)
+        for stacked in _linears(config).values():
+            for name, rows in stacked.parts:
+                shapes[f"{layer}{name}.weight"] = (rows, stacked.columns)
+                if stacked.has_bias:
+                    shapes[f"{layer}{name}.bias"] = (rows,)
     return shapes
+
+
+def _rotated_order(config: ModelConfig) -> Tensor | None:
+    """Rows of qkv so that the pairs which are rotated lie half a head apart, as the kernels rotate them.
+
+    Of a head of which only the first `dims` dimensions are rotated (a with b), the others are halved:
+
+        [ a | b | c | d ]  ->  [ a | c | b | d ]
+
+    Queries and keys alike, so that their products stay what they were. None: the file's order will do.
+    """
+    head_dim, dims = config.head_dim, config.rope.dims
+    if dims == head_dim:
+        return None
+    a, b, c, d = torch.split(torch.arange(head_dim), [dims // 2, dims // 2, *[(head_dim - dims) // 2] * 2])
+    head = torch.cat([a, c, b, d])
+    rotated = config.num_heads + config.num_kv_heads
+    starts = torch.arange(rotated)[:, None] * head_dim
+    values = torch.arange(rotated * head_dim, (rotated + config.num_kv_heads) * head_dim)
+    return torch.cat([(starts + head).flatten(), values])
 
 
 def load(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str = "none") -> Transformer:
@@ -190,12 +239,16 @@ def load(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: st
     quantize  none | int8: each weight is quantised when it is packed, one after the other
     """
     _check(files, config)
+    order = _rotated_order(config)
     is_int8 = quantize == "int8"
     pack, dtype = partial(kernels.pack, is_int8=is_int8), None if is_int8 else kernels.dtype
 
-    def stacked(layer: str, names: tuple[str, ...], has_bias: bool) -> tuple[Tensor, Tensor | None]:
-        weight, bias = ([f"{layer}{name}.{part}" for name in names] for part in ("weight", "bias"))
-        return files.stack(weight, dtype), files.stack(bias, kernels.dtype) if has_bias else None
+    def linear(layer: str, stacked: _Stacked, order: Tensor | None = None) -> Linear:
+        def part(kind: str, dtype: torch.dtype | None) -> Tensor:
+            whole = files.stack([f"{layer}{name}.{kind}" for name, _ in stacked.parts], dtype)
+            return whole if order is None else whole[order]
+
+        return pack(part("weight", dtype), part("bias", kernels.dtype) if stacked.has_bias else None)
 
     def norm(name: str) -> Tensor:
         return files.read(name).to(kernels.device, kernels.dtype, copy=True)
@@ -206,14 +259,19 @@ def load(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: st
     layers = []
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
-        attention = (layer + "self_attn.", config.attention_bias)
+        norms = {ours: norm(f"{layer}{name}.weight") for ours, (name, _) in _norms(config).items()}
+        linears = _linears(config)
         layers.append(LayerWeights(
-            attention_norm=norm(layer + "input_layernorm.weight"),
-            qkv=pack(*stacked(attention[0], ("q_proj", "k_proj", "v_proj"), attention[1])),
-            out=pack(*stacked(attention[0], ("o_proj",), attention[1])),
-            mlp_norm=norm(layer + "post_attention_layernorm.weight"),
-            gate_up=pack(*stacked(layer + "mlp.", ("gate_proj", "up_proj"), config.mlp_bias)),
-            down=pack(*stacked(layer + "mlp.", ("down_proj",), config.mlp_bias)),
+            attention_norm=norms["attention_norm"],
+            qkv=linear(layer, linears["qkv"], order),
+            out=linear(layer, linears["out"]),
+            mlp_norm=norms["mlp_norm"],
+            gate_up=linear(layer, linears["gate_up"]),
+            down=linear(layer, linears["down"]),
+            window=config.window_of(index),
+            q_norm=norms.get("q_norm"),
+            k_norm=norms.get("k_norm"),
+            rotates=config.rotates(index),
         ))
     weights = Weights(embedding, tuple(layers), norm("model.norm.weight"), head, quantize)
     return Transformer(config, weights, kernels)
@@ -233,8 +291,9 @@ def _check(files: TensorFiles, config: ModelConfig) -> None:
 
 def _check_rope(config: ModelConfig) -> None:
     try:
-        inverse, factor = rope.frequencies(config.rope, config.head_dim)
-        is_sound = bool(inverse.isfinite().all()) and math.isfinite(factor)
+        lengths = (1, config.max_positions)
+        found = [rope.frequencies(config.rope, config.trained_positions, length) for length in lengths]
+        is_sound = all(bool(inverse.isfinite().all()) and math.isfinite(factor) for inverse, factor in found)
     except (ArithmeticError, AssertionError, TypeError, ValueError):  # whatever numbers that make no sense lead to
         is_sound = False
     if not is_sound:

@@ -6,17 +6,27 @@ After this nobody asks a config for an attribute that may or may not be there.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, get_args
 
 from longdraft.errors import ModelError
+from longdraft.model.families import FAMILIES, MISSING, Family, HeadNorms
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
-SUPPORTED = ("llama",)
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+SUPPORTED = tuple(FAMILIES)
+ROPE_TYPES = get_args(RopeType)
 _MAX_JSON = 1 << 25  # bytes; the shard index of the largest public models has a quarter of that
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_NEEDS: dict[RopeType, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
 
 
 @dataclass(frozen=True)
@@ -26,11 +36,14 @@ class RopeConfig:
     kind: RopeType
     theta: float
     settings: Mapping[str, float | bool | None]
+    dims: int  # of a head that are rotated, from its first on
+    short_factors: tuple[float, ...] = ()  # longrope: one for each pair of dimensions
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama family."""
+    """A decoder of one of the families; see `families.Family` for the flags."""
 
     vocab_size: int
     hidden_size: int
@@ -40,13 +53,37 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    max_positions: int
+    trained_positions: int  # max_position_embeddings
+    max_positions: int  # the most that the rope type has a meaning for
     rope: RopeConfig
     is_tied: bool  # the output head is the embedding table
-    attention_bias: bool
+    qkv_bias: bool
+    out_bias: bool
     mlp_bias: bool
+    head_norms: HeadNorms
+    norms_follow: bool
+    is_fused: bool
+    window: int  # positions that windowed layers see; 0: there are none
+    windowed: tuple[bool, ...]  # by layer; empty: all from `window_from` on
+    window_from: int
+    rotated: tuple[bool, ...]  # by layer; empty: all but every `skip_rope_every`-th
+    skip_rope_every: int  # 0: none is skipped
+    embedding_factor: float
+    residual_factor: float
+    query_factor: float
+    logits_divisor: float
     eos_token_ids: tuple[int, ...]
-    dtype: str  # of the checkpoint: "float32" or "bfloat16"
+    dtype: str  # that the checkpoint is served in: "float32" or "bfloat16"
+
+    def window_of(self, layer: int) -> int:
+        """Positions that a layer's attention sees; 0: all."""
+        is_windowed = self.windowed[layer] if self.windowed else layer >= self.window_from
+        return self.window if is_windowed else 0
+
+    def rotates(self, layer: int) -> bool:
+        if self.rotated:
+            return self.rotated[layer]
+        return not self.skip_rope_every or (layer + 1) % self.skip_rope_every != 0
 
 
 def read(folder: Path) -> ModelConfig:
@@ -76,63 +113,161 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def from_hf(config: Mapping[str, Any], generation_eos: Any = None) -> ModelConfig:
     """Translate the dictionary of a `config.json`; `generation_eos` is generation_config's eos_token_id."""
-    kind = config.get("model_type")
-    if kind not in SUPPORTED:
-        raise ModelError(f"model_type is {kind!r}; supported: {', '.join(SUPPORTED)}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act is {config['hidden_act']!r}; supported: silu")
+    family = _family(config)
+    config = {**family.defaults, **config}
     try:
-        heads = int(config["num_attention_heads"])
-        hidden = int(config["hidden_size"])
-        parsed = ModelConfig(
-            vocab_size=int(config["vocab_size"]),
-            hidden_size=hidden,
-            intermediate_size=int(config["intermediate_size"]),
-            num_layers=int(config["num_hidden_layers"]),
-            num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // max(heads, 1)),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            max_positions=int(config.get("max_position_embeddings", 2048)),
-            rope=_rope(config),
-            is_tied=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            eos_token_ids=ids(generation_eos if generation_eos is not None else config.get("eos_token_id")),
-            dtype=_dtype(config),
-        )
+        eos = ids(generation_eos if generation_eos is not None else config.get("eos_token_id"))
+        return _translate(config, family, eos)
     except KeyError as error:
         raise ModelError(f"config.json lacks {error.args[0]!r}") from error
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"config.json holds a value of the wrong kind: {error}") from error
-    sizes = (parsed.vocab_size, hidden, parsed.intermediate_size, parsed.num_layers, heads,
-             parsed.num_kv_heads, parsed.head_dim, parsed.max_positions)
-    if min(sizes) < 1 or heads % parsed.num_kv_heads or parsed.head_dim % 2:
+
+
+def _family(config: Mapping[str, Any]) -> Family:
+    kind = config.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        missing = MISSING.get(kind) if isinstance(kind, str) else None
+        raise ModelError(f"model_type is {kind!r}; supported: {', '.join(SUPPORTED)}"
+                         + (f"; missing for it: {missing}" if missing else ""))
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"hidden_act is {config['hidden_act']!r}; supported: silu")
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ModelError(f"the checkpoint is quantised ({method}); supported: float32, float16 and bfloat16 files; "
+                         "get the model it was made from")
+    return family
+
+
+def _translate(config: Mapping[str, Any], family: Family, eos: tuple[int, ...]) -> ModelConfig:
+    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    head_dim = int(config.get("head_dim") or hidden // max(heads, 1))
+    kv_heads, num_layers = int(config.get("num_key_value_heads") or heads), int(config["num_hidden_layers"])
+    vocabulary, inner = int(config["vocab_size"]), int(config["intermediate_size"])
+    trained = int(config.get("max_position_embeddings", 2048))
+    sizes = (vocabulary, hidden, inner, num_layers, heads, kv_heads, head_dim, trained)
+    if min(sizes) < 1 or heads % kv_heads or head_dim % 2:
         raise ModelError("config.json: sizes must be positive, num_attention_heads a multiple of "
                          "num_key_value_heads, head_dim even")
-    return parsed
+    rope = _rope(config, family, head_dim, trained)
+    window, windowed, window_from = _windows(config, family, num_layers)
+    skipped = config.get("no_rope_layers") if family.skips_rope else None
+    multiplied = config if family.is_multiplied else {}
+    attention_bias = bool(config.get("attention_bias", False))
+    return ModelConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        trained_positions=trained,
+        max_positions=_reach(rope, trained),
+        rope=rope,
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        out_bias=attention_bias if family.out_bias is None else family.out_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)) if family.mlp_bias is None else family.mlp_bias,
+        head_norms=family.head_norms,
+        norms_follow=family.norms_follow,
+        is_fused=family.is_fused,
+        window=window,
+        windowed=windowed,
+        window_from=window_from,
+        rotated=() if skipped is None else _by_layer(skipped, "no_rope_layers", (0, 1), 1, num_layers),
+        skip_rope_every=int(config.get("no_rope_layer_interval", 4)) if family.skips_rope else 0,
+        embedding_factor=float(multiplied.get("embedding_multiplier", 1.0)),
+        residual_factor=float(multiplied.get("residual_multiplier", 1.0)),
+        # In place of 1 / sqrt(D), which the kernels' attention has built in.
+        query_factor=float(config.get("attention_multiplier", 1.0)) * math.sqrt(head_dim) if multiplied else 1.0,
+        logits_divisor=_divisor(multiplied.get("logits_scaling", 1.0)),
+        eos_token_ids=eos,
+        dtype=_dtype(config),
+    )
 
 
-def _rope(config: Mapping[str, Any]) -> RopeConfig:
+def _divisor(value: Any) -> float:
+    divisor = float(value)
+    if not divisor > 0:
+        raise ValueError(f"logits_scaling is {divisor}")
+    return divisor
+
+
+def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, tuple[bool, ...], int]:
+    """Window, which layers have it (empty: from the third on)."""
+    is_used = family.windows == "all" or (family.windows == "some" and bool(config.get("use_sliding_window", False)))
+    window = config.get("sliding_window")
+    if not is_used or window is None:
+        return 0, (), 0
+    if int(window) < 1:
+        raise ModelError(f"sliding_window is {window!r}; allowed: null, or 1 and more positions")
+    if family.windows == "all":
+        return int(window), (), 0
+    types = config.get("layer_types")
+    if types is not None:
+        kinds = ("full_attention", "sliding_attention")
+        return int(window), _by_layer(types, "layer_types", kinds, "sliding_attention", num_layers), 0
+    if "max_window_layers" not in config:
+        raise ModelError("use_sliding_window is true, and config.json lacks 'layer_types', which names the layers")
+    return int(window), (), int(config["max_window_layers"])
+
+
+def _by_layer(values: Any, name: str, allowed: tuple[object, ...], yes: object, num_layers: int) -> tuple[bool, ...]:
+    if not isinstance(values, list) or len(values) < num_layers or any(value not in allowed for value in values):
+        raise ModelError(f"{name} in config.json is not a list of {num_layers} values of {allowed}")
+    return tuple(value == yes for value in values)
+
+
+def _rope(config: Mapping[str, Any], family: Family, head_dim: int, trained: int) -> RopeConfig:
     """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before)."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if config["model_type"] == "phi3" and kind in ("su", "yarn"):  # how its first files called longrope
+        kind = "longrope"
     if not _is_rope_type(kind):
         raise ModelError(f"rope type is {kind!r}; supported: {', '.join(ROPE_TYPES)}")
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    names = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        "yarn": ("factor",),
-    }[kind]
-    for name in names:
+    for name in _ROPE_NEEDS[kind]:
         if scaling.get(name) is None:
             raise ModelError(f"rope type {kind!r} needs {name!r} in config.json")
+    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    dims = _rotated_dims(scaling.get("partial_rotary_factor", config.get("partial_rotary_factor")), family, head_dim)
     settings = {name: value for name, value in scaling.items() if isinstance(value, int | float | None)}
-    settings.setdefault("original_max_position_embeddings",
-                        config.get("original_max_position_embeddings", config.get("max_position_embeddings")))
-    return RopeConfig(kind, theta, settings)
+    if (outside := config.get("original_max_position_embeddings")) is not None:  # `transformers` prefers it, too
+        settings["original_max_position_embeddings"] = int(outside)
+    if kind != "longrope":
+        return RopeConfig(kind, theta, settings, dims)
+    if settings.get("factor") is None:
+        settings["factor"] = trained / float(settings.get("original_max_position_embeddings") or trained)
+    short, long = (_factors(scaling[name], name, dims // 2) for name in _ROPE_NEEDS[kind])
+    return RopeConfig(kind, theta, settings, dims, short, long)
+
+
+def _rotated_dims(part: Any, family: Family, head_dim: int) -> int:
+    dims = head_dim if part is None else int(head_dim * float(part))
+    if (dims != head_dim and not family.rotates_part) or dims % 2 or not 2 <= dims <= head_dim:
+        raise ModelError(f"partial_rotary_factor is {part!r}; supported: 1, and for phi3 any that rotates an even "
+                         "number of dimensions")
+    return dims
+
+
+def _factors(values: Any, name: str, count: int) -> tuple[float, ...]:
+    if not isinstance(values, list) or len(values) != count:
+        raise ModelError(f"{name} of rope type 'longrope' must be a list of {count} numbers")
+    return tuple(float(value) for value in values)
+
+
+def _reach(rope: RopeConfig, trained: int) -> int:
+    """Positions that the rope type has a meaning for. Where none is named that the factor counts from, that is
+    max_position_embeddings (how those who stretch a model by an entry in its config.json leave it)."""
+    factor = float(rope.settings.get("factor") or 1)
+    if rope.kind in ("linear", "dynamic"):
+        return max(trained, int(trained * factor))
+    if rope.kind == "yarn":
+        return max(trained, int(float(rope.settings.get("original_max_position_embeddings") or 0) * factor))
+    return trained
 
 
 def _is_rope_type(kind: object) -> TypeGuard[RopeType]:

@@ -1,7 +1,8 @@
 """Rotary position embedding: frequencies of each type, and a table of rotations by position.
 
 Angles are formed in float32, as `transformers` does, so that trained models see the rotations they were
-trained with at far positions too.
+trained with at far positions too. Where frequencies depend on a text's length (dynamic, longrope), they are those of
+the length asked for, from the first token on: see `Transformer.for_length`.
 """
 
 from __future__ import annotations
@@ -11,23 +12,36 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from longdraft.model.config import RopeConfig
+from longdraft.model.config import ModelConfig, RopeConfig
 
+_ORIGINAL = "original_max_position_embeddings"
 _CHUNK = 1024  # positions computed at once: always the same shape, so always the same bits
 
 
-def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [D / 2] float32 and the factor on cos and sin (YaRN's attention factor)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+def frequencies(rope: RopeConfig, trained: int, length: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [dims / 2] float32 for a text of so many tokens, and the factor on cos and sin."""
+    exponents = torch.arange(0, rope.dims, 2, dtype=torch.int64).float() / rope.dims
+    if rope.kind == "dynamic":
+        return 1.0 / (_stretched(rope, trained, length) ** exponents), 1.0
+    if rope.kind == "longrope":
+        return _longrope(rope, exponents, trained, length)
     inverse = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return inverse / _number(rope, "factor"), 1.0
     if rope.kind == "llama3":
-        return _llama3(rope, inverse), 1.0
+        return _llama3(rope, inverse, trained), 1.0
     if rope.kind == "yarn":
-        return _yarn(rope, inverse, head_dim)
+        return _yarn(rope, inverse, trained)
     return inverse, 1.0
+
+
+def kept_to(rope: RopeConfig, trained: int) -> int | None:
+    """The length up to which frequencies stay as they are; None: they depend on no length."""
+    if rope.kind == "dynamic":
+        return trained
+    return int(_number(rope, _ORIGINAL, trained)) if rope.kind == "longrope" else None
 
 
 def _number(rope: RopeConfig, name: str, default: float | None = None) -> float:
@@ -37,21 +51,38 @@ def _number(rope: RopeConfig, name: str, default: float | None = None) -> float:
     return float(value)
 
 
-def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
+def _stretched(rope: RopeConfig, trained: int, length: int) -> float:
+    """The base of dynamic NTK scaling: it grows with the length, so that the slowest dimension turns no farther."""
+    factor = _number(rope, "factor")
+    growth = factor * max(length, trained) / trained - (factor - 1)
+    return float(rope.theta * growth ** (rope.dims / (rope.dims - 2)))
+
+
+def _longrope(rope: RopeConfig, exponents: Tensor, trained: int, length: int) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024): a factor found by search for each pair, one set of them for short texts."""
+    original = _number(rope, _ORIGINAL, trained)
+    factor = _number(rope, "factor")
+    sharpened = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    factors = torch.tensor(rope.long_factors if length > original else rope.short_factors)
+    return 1.0 / (factors * rope.theta**exponents), _number(rope, "attention_factor", sharpened)
+
+
+def _llama3(rope: RopeConfig, inverse: Tensor, positions: int) -> Tensor:
     """Long waves are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
     factor = _number(rope, "factor")
     low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
-    trained = _number(rope, "original_max_position_embeddings")
+    trained = _number(rope, _ORIGINAL, positions)
     turns = trained * inverse / (2 * math.pi)  # full turns within the trained length
     blend = (turns - low) / (high - low)
     blended = (1 - blend) * inverse / factor + blend * inverse
     return torch.where(turns < low, inverse / factor, torch.where(turns > high, inverse, blended))
 
 
-def _yarn(rope: RopeConfig, inverse: Tensor, head_dim: int) -> tuple[Tensor, float]:
+def _yarn(rope: RopeConfig, inverse: Tensor, positions: int) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, sharpen attention."""
     factor = _number(rope, "factor")
-    trained = _number(rope, "original_max_position_embeddings")
+    trained = _number(rope, _ORIGINAL, positions)
+    dims = rope.dims
 
     def scale(by: float, weight: float = 1.0) -> float:
         return 0.1 * weight * math.log(by) + 1.0 if by > 1 else 1.0
@@ -64,22 +95,27 @@ def _yarn(rope: RopeConfig, inverse: Tensor, head_dim: int) -> tuple[Tensor, flo
 
     def dimension(turns: float) -> float:
         """The (fractional) dimension pair that makes this many turns within the trained length."""
-        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return dims * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     fast, slow = dimension(_number(rope, "beta_fast", 32.0)), dimension(_number(rope, "beta_slow", 1.0))
     if rope.settings.get("truncate", True):
         fast, slow = math.floor(fast), math.ceil(slow)
-    fast, slow = max(fast, 0), min(slow, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - fast) / max(slow - fast, 0.001)
+    fast, slow = max(fast, 0), min(slow, dims - 1)
+    ramp = (torch.arange(dims // 2, dtype=torch.float32) - fast) / max(slow - fast, 0.001)
     keep = 1 - ramp.clamp(0, 1)
     return inverse / factor * (1 - keep) + inverse * keep, attention
 
 
 class RopeTable:
-    """cos and sin by position, computed in aligned chunks up to the farthest position asked for."""
+    """cos and sin by position, computed in aligned chunks up to the farthest position asked for.
 
-    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
-        self._inverse, self._factor = frequencies(rope, head_dim)
+    Dimensions that are not rotated (they end each half: `checkpoint.load` has moved them there) have cos 1, sin 0.
+    """
+
+    def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:
+        self._inverse, self._factor = frequencies(config.rope, config.trained_positions, length)
+        head_dim = config.head_dim
+        self._still = (head_dim - config.rope.dims) // 2
         self._device = device
         self._cos = self._sin = torch.empty(0, head_dim // 2, device=device)
 
@@ -96,6 +132,7 @@ class RopeTable:
         want = max(-(-length // _CHUNK), 2 * have)
         starts = range(have * _CHUNK, want * _CHUNK, _CHUNK)
         angles = [torch.arange(start, start + _CHUNK).float()[:, None] * self._inverse for start in starts]
-        cos = [(a.cos() * self._factor).to(self._device) for a in angles]
-        sin = [(a.sin() * self._factor).to(self._device) for a in angles]
+        still = (0, self._still)
+        cos = [pad(a.cos() * self._factor, still, value=1.0).to(self._device) for a in angles]
+        sin = [pad(a.sin() * self._factor, still).to(self._device) for a in angles]
         self._cos, self._sin = torch.cat([self._cos, *cos]), torch.cat([self._sin, *sin])

@@ -1,7 +1,9 @@
-"""The Llama-family decoder: one class, the cache an argument, prefill, decode, verify and draft one call."""
+"""The decoder of all families: one class, the cache an argument, prefill, decode, verify and draft one call."""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,8 +13,10 @@ from torch import Tensor
 from longdraft.cache.full import FullCache, KVCache
 from longdraft.kernels import Attended, Geometry, Kernels, LayerWeights, Linear
 from longdraft.model.config import ModelConfig
-from longdraft.model.rope import RopeTable
+from longdraft.model.rope import RopeTable, kept_to
 from longdraft.tree import Tree
+
+log = logging.getLogger(__name__)
 
 
 class Rows(NamedTuple):
@@ -53,9 +57,29 @@ class Transformer:
         self.config = config
         self.weights = weights
         self.kernels = kernels
-        geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
+        geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps,
+                            config.norms_follow, config.norms_follow, config.query_factor, config.residual_factor)
         self._decoder = kernels.new_decoder(weights.layers, geometry)
-        self._rope = RopeTable(config.rope, config.head_dim, kernels.device)
+        self._rope = RopeTable(config, 1, kernels.device)
+        self._has_warned = False
+
+    def for_length(self, length: int) -> Transformer:
+        """The model for a text of this length, the prompt and all that is to be written: itself, or the same weights
+        with the rotations for that length, where they depend on one (rope types dynamic and longrope). They are
+        chosen once, because a text whose rotations change on the way has no one meaning: rows in the cache keep theirs.
+        """
+        config = self.config
+        if length > config.trained_positions and not self._has_warned:
+            self._has_warned = True
+            log.warning("a text of %d tokens is longer than the model's max_position_embeddings (%d); rope type %r "
+                        "stretches to %d, quality may fall", length, config.trained_positions, config.rope.kind,
+                        config.max_positions)
+        kept = kept_to(config.rope, config.trained_positions)
+        if kept is None or length <= kept:
+            return self
+        other = copy.copy(self)
+        other._rope = RopeTable(config, length, self.kernels.device)
+        return other
 
     @property
     def weights_in_tokens(self) -> float:
@@ -85,13 +109,17 @@ class Transformer:
         shape = (config.num_layers, len(rows.tokens), config.num_kv_heads, config.head_dim)
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
         x = kernels.embed(self.weights.embedding, rows.tokens)
+        if config.embedding_factor != 1:
+            x = x * config.embedding_factor
         return Forward(*self._decoder.forward(x, cos, sin, cache.append(k, v), parents))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 of hidden rows [R, hidden] (before the final norm)."""
-        normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
+        config = self.config
+        normed = self.kernels.rms_norm(hidden, self.weights.norm, config.rms_norm_eps, rounds_once=config.norms_follow)
         return self.head(normed)
 
     def head(self, normed: Tensor) -> Tensor:
         """Logits [R, V] float32 of rows that are already normalised."""
-        return self.kernels.linear(normed, self.weights.head, keep_float=True)
+        logits = self.kernels.linear(normed, self.weights.head, keep_float=True)
+        return logits if self.config.logits_divisor == 1 else logits.div_(self.config.logits_divisor)

@@ -1,0 +1,260 @@
+"""Every family against `transformers`, on random checkpoints made here; and the signature test on each of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCAB, load, make_heads, write_tokenizer
+from helpers import by_name, generate
+from hypothesis import given
+from hypothesis import strategies as st
+from test_equality import DRAFTERS, prompt_of
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import longdraft
+from longdraft import kernels
+from longdraft.core import SamplingParams
+from longdraft.errors import ModelError
+from longdraft.model import config as model_config
+from longdraft.model import heads, sizing
+from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.speculation.step import Tally
+
+WINDOW = 24  # far below the prompts here, and below the partial caches
+LONGROPE = dict(rope_type="longrope", short_factor=[1.0, 1.1, 1.2], long_factor=[1.5, 2.0, 4.0], rope_theta=10000.0)
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", dict(rope_parameters=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0,
+        original_max_position_embeddings=64))),
+    "qwen2": ("qwen2", {}),
+    "qwen2, windows": ("qwen2", dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
+    "qwen3": ("qwen3", dict(head_dim=16)),
+    "mistral": ("mistral", dict(sliding_window=None, head_dim=8)),
+    "mistral, windows": ("mistral", dict(sliding_window=WINDOW)),
+    "phi3": ("phi3", dict(pad_token_id=None)),
+    "phi3, longrope, part": ("phi3", dict(
+        pad_token_id=None, hidden_size=40, rope_parameters=LONGROPE | dict(partial_rotary_factor=0.6),
+        original_max_position_embeddings=1024)),
+    "granite": ("granite", dict(embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.4,
+                                logits_scaling=2.5)),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", dict(no_rope_layers=[1, 0, 1], pad_token_id=None)),
+}
+LAYERS = 3
+
+
+def make(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
+    """A random model of a family, its norms and biases random too, saved as a model folder."""
+    kind, own = FAMILIES[name]
+    settings: dict[str, object] = dict(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2, tie_word_embeddings=True,
+        bos_token_id=0, eos_token_id=1)
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(settings | own | changes)))
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.2)
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
+
+
+class Made:
+    """A family's folder, their model and ours (float32)."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name, self.folder = name, folder
+        self.theirs = make(folder, name)
+        make_heads(folder / "heads", self.theirs)
+        self.ours = load(folder)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("family"), request.param)
+
+
+def logits_of(model: Transformer, tokens: list[int], prefill: int) -> torch.Tensor:
+    """Of all tokens, the first `prefill` read at once, the others one by one."""
+    cache = model.new_cache()
+    parts = []
+    for start, end in [(0, prefill)] + [(i, i + 1) for i in range(prefill, len(tokens))]:
+        parts.append(model.logits(model.forward(chain_rows(tokens[start:end], start), cache).hidden))
+        cache.commit(range(end - start))
+    return torch.cat(parts)
+
+
+def theirs_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].float()
+
+
+def test_logits_agree_over_prefill_and_decode_at_far_positions(made):
+    tokens = prompt_of(900)
+    ours = logits_of(made.ours, tokens, 600)
+    torch.testing.assert_close(ours, theirs_of(made.theirs, tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_agrees_within_its_rounding(made, tmp_path):
+    tokens = prompt_of(120)
+    exact = theirs_of(make(tmp_path, made.name, initializer_range=0.1), tokens)
+    rounded = theirs_of(make(tmp_path, made.name, torch.bfloat16, initializer_range=0.1), tokens)
+    ours = logits_of(load(tmp_path, "bfloat16"), tokens, 100)
+    assert (ours - exact).abs().mean() <= 1.2 * (rounded - exact).abs().mean()
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+def test_every_kernel_agrees_with_the_reference_and_with_itself(made, name):
+    """With itself to the bit: rows read together or one by one, in both dtypes."""
+    tokens = prompt_of(60)
+    reference = logits_of(load(made.folder, name="reference"), tokens, 50)
+    for dtype in ("float32", "bfloat16"):
+        model = load(made.folder, dtype, name)
+        together = logits_of(model, tokens, 60)
+        assert torch.equal(logits_of(model, tokens, 1), together)
+        if dtype == "float32":
+            torch.testing.assert_close(together, reference, atol=1e-4, rtol=1e-4)
+
+
+def test_the_reference_reads_rows_together_as_one_by_one(made):
+    tokens = prompt_of(30)
+    for dtype in ("float32", "bfloat16"):
+        model = load(made.folder, dtype, "reference")
+        assert torch.equal(logits_of(model, tokens, 30), logits_of(model, tokens, 1))
+
+
+def test_greedy_texts_are_those_of_transformers(made):
+    prompt = prompt_of(90)
+    params = SamplingParams(max_new_tokens=100, temperature=0.0)
+    theirs = made.theirs.generate(torch.tensor([prompt]), max_new_tokens=100, do_sample=False, eos_token_id=None,
+                                  pad_token_id=0)[0, 90:].tolist()
+    factory = by_name("tokenswift", heads.load(made.folder / "heads", made.ours))
+    assert generate(made.ours, prompt, params, factory) == theirs
+
+
+SETTINGS = {
+    "greedy": dict(temperature=0.0),
+    "sampled": dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2, penalty_window=64),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_drafter_writes_the_plain_text(made, dtype, settings):
+    """On sliding windows, layers without rope and all the rest."""
+    model = made.ours if dtype == "float32" else load(made.folder, dtype)
+    trained = heads.load(made.folder / "heads", model)
+    params = SamplingParams(max_new_tokens=32, seed=11, **SETTINGS[settings])
+    plain = generate(model, prompt_of(90), params, by_name("plain"), banned=[1])
+    for name, options in DRAFTERS.values():
+        factory = by_name(name, trained, model if "model" in options else None, **options)
+        tally = Tally()
+        assert generate(model, prompt_of(90), params, factory, banned=[1], tally=tally) == plain, (name, options)
+        if options.get("model") == "itself":  # else this might be the equality of plain with plain
+            assert tally.accepted.total() > 16
+
+
+def test_saved_again_a_model_gives_the_same_bits(made, tmp_path):
+    again = AutoModelForCausalLM.from_pretrained(made.folder)
+    again.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    tokens = prompt_of(40)
+    assert torch.equal(logits_of(load(tmp_path), tokens, 30), logits_of(made.ours, tokens, 30))
+
+
+def test_a_folder_is_served_through_the_public_door(made):
+    engine = longdraft.load(str(made.folder), drafter="suffix")
+    params = SamplingParams(max_new_tokens=8, seed=3, ignore_eos=True)
+    assert sum(len(event.tokens) for event in engine.generate(prompt_of(20), params)) == 8
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_float16_files_are_served_in_bfloat16(tmp_path, name):
+    make(tmp_path, "llama", getattr(torch, name))
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == name
+    assert model_config.read(tmp_path).dtype == "bfloat16"
+
+
+BASE = dict(model_type="llama", vocab_size=320, hidden_size=48, intermediate_size=64, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=4)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(model_type="gemma2"), "'gemma2'; supported: llama, .*smollm3; missing for it: logit soft-capping"),
+    (dict(model_type="qwen3_moe"), "missing for it: mixture-of-experts"),
+    (dict(model_type="unheard-of"), r"model_type is 'unheard-of'; supported: [\w, ]*$"),
+    (dict(quantization_config={"quant_method": "gptq"}), r"quantised \(gptq\); supported: float32"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; supported: 1"),
+    (dict(model_type="phi3", partial_rotary_factor=0.75), "rotates an even number"),
+    (dict(model_type="mistral", sliding_window=0), "sliding_window is 0; allowed: null"),
+    (dict(model_type="qwen2", use_sliding_window=True, layer_types=["full_attention"]), "layer_types .* list of 3"),
+    (dict(model_type="smollm3", no_rope_layers=[1, 2, 0]), "no_rope_layers .* list of 3"),
+    (dict(model_type="smollm3", use_sliding_window=True, sliding_window=8), "lacks 'layer_types'"),
+    (dict(model_type="granite", logits_scaling=0), "logits_scaling is 0"),
+])
+def test_what_is_not_supported_is_named(changes, message):
+    with pytest.raises(ModelError, match=message):
+        model_config.from_hf(BASE | changes)
+
+
+@pytest.mark.parametrize("kind", model_config.SUPPORTED)
+def test_a_silent_config_is_read_as_transformers_reads_it(kind):
+    """What a file leaves out has the family's default."""
+    sizes = dict(vocab_size=320, hidden_size=2048, intermediate_size=64, num_hidden_layers=3, num_attention_heads=64)
+    theirs, ours = CONFIG_MAPPING[kind](**sizes), model_config.from_hf(sizes | {"model_type": kind})
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 32)
+    assert ours.is_tied == theirs.tie_word_embeddings
+    assert ours.trained_positions == theirs.max_position_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.window == (getattr(theirs, "sliding_window", None) or 0)
+    rotated = [bool(flag) for flag in getattr(theirs, "no_rope_layers", [1] * 3)]
+    assert [ours.rotates(layer) for layer in range(3)] == rotated
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=8),
+    st.lists(st.integers(0, 1) | st.sampled_from(["full_attention", "sliding_attention"]), max_size=4))
+
+
+@given(kind=st.sampled_from(model_config.SUPPORTED), changes=st.dictionaries(st.sampled_from([
+    "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "no_rope_layers",
+    "no_rope_layer_interval", "partial_rotary_factor", "embedding_multiplier", "residual_multiplier",
+    "attention_multiplier", "logits_scaling", "original_max_position_embeddings", "rope_theta", "head_dim",
+    "num_key_value_heads", "attention_bias", "quantization_config"]), VALUES, max_size=4))
+def test_configs_of_any_values_are_read_or_refused_in_one_line(kind, changes):
+    refused = ""
+    try:
+        config = model_config.from_hf(BASE | {"model_type": kind} | changes)
+    except ModelError as error:
+        refused = str(error)
+    else:
+        assert all(config.window_of(layer) >= 0 and config.rotates(layer) in (True, False) for layer in range(3))
+    assert "\n" not in refused
+
+
+def shape(kind: str, *sizes: int, **more: object) -> dict[str, object]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads")
+    return dict(zip(names, sizes, strict=True)) | {"model_type": kind, "torch_dtype": "bfloat16"} | more
+
+
+@pytest.mark.parametrize("settings, parameters", [  # as published
+    (shape("qwen2", 151936, 1536, 8960, 28, 12, 2, tie_word_embeddings=True), 1_543_714_304),
+    (shape("qwen2", 152064, 3584, 18944, 28, 28, 4), 7_615_616_512),
+    (shape("qwen3", 151936, 4096, 12288, 36, 32, 8, head_dim=128), 8_190_735_360),
+    (shape("mistral", 32768, 4096, 14336, 32, 32, 8, sliding_window=None), 7_248_023_552),
+    (shape("phi3", 32064, 3072, 8192, 32, 32, 32), 3_821_079_552),
+    (shape("phi3", 200064, 3072, 8192, 32, 24, 8, tie_word_embeddings=True, partial_rotary_factor=0.75),
+     3_836_021_760),
+    (shape("smollm3", 128256, 2048, 11008, 36, 16, 4), 3_075_098_624),
+    (shape("olmo2", 100352, 4096, 11008, 32, 32, 32), 7_298_617_344),
+])
+def test_parameters_of_known_models(settings, parameters):
+    assert sizing.of(model_config.from_hf(settings)).parameters == parameters
