@@ -29,8 +29,8 @@ def layered(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.stack(of) for of in zip(*(rows(count, seed + layer) for layer in range(LAYERS)), strict=True))
 
 
-def new_full(chosen: kernels.Kernels = KERNELS) -> FullCache:
-    return FullCache(chosen, LAYERS, HEADS, DIM)
+def new_full(chosen: kernels.Kernels = KERNELS, windows: tuple[int, ...] = ()) -> FullCache:
+    return FullCache(chosen, LAYERS, HEADS, DIM, windows)
 
 
 def held(cache: FullCache, layer: int) -> torch.Tensor:
@@ -164,17 +164,19 @@ def test_drafted_rows_are_dropped():
     assert partial.length == full.length == 20
 
 
-def test_the_remainder_is_what_the_keys_left_out_give():
-    """With it, the last rows' attention over the partial cache is their attention over the whole text."""
+@pytest.mark.parametrize("windows", [(0, 0), (0, 60), (60, 50)])
+def test_the_remainder_is_what_the_keys_left_out_give(windows):
+    """With it, the last rows' attention over the partial cache is their attention over the whole text, or over the
+    window that their layer sees of it."""
     chain = torch.tensor([-1, 0, 1], dtype=torch.int32)
     for kernel in (KERNELS, REFERENCE):
-        full = new_full(kernel)
+        full = new_full(kernel, windows)
         partial = PartialCache(full, kernel, HEADS, DIM, SIZE)
         write(full, 97, 1)
         tail = layered(3, 70)
         q = torch.randn(3, 4, DIM, generator=torch.Generator().manual_seed(3))
         kv = full.append(*tail)
-        each = [kernel.attention(q, kv.layer(layer), chain) for layer in range(LAYERS)]
+        each = [kernel.attention(q, kv.layer(layer), chain, windows[layer]) for layer in range(LAYERS)]
         whole = kernels.Attended(*(torch.stack(part) for part in zip(*each, strict=True)))
         full.commit([0, 1, 2])
         partial.refresh(lambda whole=whole: whole)
@@ -186,6 +188,16 @@ def test_the_remainder_is_what_the_keys_left_out_give():
             again = kernel.attention(q, held.layer(layer)._replace(length=held.length - 3, rest=rests[layer]), chain)
             torch.testing.assert_close(again.output, whole.output[layer], atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(again.lse, whole.lse[layer], atol=1e-5, rtol=1e-4)
+
+
+def test_a_layer_with_a_window_holds_the_latest_rows():
+    full = new_full(windows=(0, 60))
+    partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
+    for seed in (1, 5):  # while the window sees everything, it chooses as the others do
+        write(full, 50, seed)
+        partial.refresh(lambda: queries(1))
+        latest = [*range(full.length - partial.length, full.length)]
+        assert [positions_held(full, partial, layer, 0) == latest for layer in range(2)] == [False, full.length > 60]
 
 
 def random_rests(*shape: int, seed: int) -> torch.Tensor:

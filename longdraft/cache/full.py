@@ -32,10 +32,15 @@ class KVCache(Protocol):
 
 
 class FullCache:
-    """Committed rows of all layers in stores that grow by blocks and never copy what they hold."""
+    """Committed rows of all layers in stores that grow by blocks and never copy what they hold.
 
-    def __init__(self, kernels: Kernels, num_layers: int, num_kv_heads: int, head_dim: int) -> None:
+    windows  positions that each layer's attention sees; 0, or none given: all. Every row is held all the same
+    """
+
+    def __init__(self, kernels: Kernels, num_layers: int, num_kv_heads: int, head_dim: int,
+                 windows: Sequence[int] = ()) -> None:
         self._kernels = kernels
+        self.windows = tuple(windows) or (0,) * num_layers
         self.stores: list[KVStore] = [kernels.new_store(num_kv_heads, head_dim) for _ in range(num_layers)]
         self.length = 0
         self._tail: LayersKV | None = None

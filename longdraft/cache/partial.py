@@ -6,6 +6,9 @@ Chosen for each layer and KV head by the attention of the last accepted tokens' 
 appends only its new rows; when the budget is full, the choice is made again. A prompt shorter than the
 budget is held whole. Keys carry their rotation, so their order here is free.
 
+A layer that sees only a window of the text holds the latest rows and no others, once the text is longer than that:
+without gaps, so that its attention, which counts rows, cuts where the full cache's does.
+
 The *remainder* is what the keys left out gave a verified row: for each layer and query head an output and a
 log-sum-exp, "full minus partial". Drafts merge it into their attention as one more key, as a function of their query
 that is fitted to the verified rows (remainder.py), so that a small cache need not forget the mass of a long text.
@@ -141,19 +144,24 @@ class PartialCache:
         elif attended is not None:
             self._select(attended().last(_ASKING).queries)
         else:  # nothing to ask with: keep the sinks and the latest
-            self._rows.length = 0
             latest = select.latest(self._full.length, self._size.held, self._size.sinks)
-            self._copy(latest.expand(self._num_kv_heads, -1))
+            self._hold(lambda layer: latest.expand(self._num_kv_heads, -1))
         self._is_stale = False
         self._seen = self._full.length
 
     def _select(self, queries: Tensor) -> None:
-        length = self._full.length
-        chosen = [self._selection(layer, store, length, asked)
-                  for layer, (store, asked) in enumerate(zip(self._full.stores, queries, strict=True))]
-        self._rows.length = 0
-        self._copy(torch.stack(chosen))
+        length, stores = self._full.length, self._full.stores
+        self._hold(lambda layer: self._selection(layer, stores[layer], length, queries[layer]))
         self.num_selections += 1
+
+    def _hold(self, choose: Callable[[int], Tensor]) -> None:
+        """These positions [Hkv, N] of each layer instead of what is held; the latest where it sees only a window."""
+        length, windows = self._full.length, self._full.windows
+        chosen = {layer: choose(layer) for layer, window in enumerate(windows) if not 0 < window < length}
+        count = next(iter(chosen.values())).shape[-1] if chosen else min(self._size.held, length)
+        latest = torch.arange(length - count, length).expand(self._num_kv_heads, -1)
+        self._rows.length = 0
+        self._copy(torch.stack([chosen.get(layer, latest).to(latest.device) for layer in range(len(windows))]))
 
     def _copy(self, positions: Tensor) -> None:
         """Append the rows at these positions [Hkv, N], or [L, Hkv, N], of the full cache."""

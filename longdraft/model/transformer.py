@@ -99,7 +99,9 @@ class Transformer:
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.kernels.dtype.itemsize
 
     def new_cache(self) -> FullCache:
-        return FullCache(self.kernels, self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
+        config = self.config
+        windows = [config.window_of(layer) for layer in range(config.num_layers)]
+        return FullCache(self.kernels, config.num_layers, config.num_kv_heads, config.head_dim, windows)
 
     def forward(self, rows: Rows, cache: KVCache) -> Forward:
         """Run rows over a cache; their keys and values stay provisional until the cache commits them."""
