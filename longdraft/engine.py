@@ -27,6 +27,7 @@ from longdraft.drafters.corpus import Corpora
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.model import checkpoint, fingerprint, heads, library
 from longdraft.model import config as model_config
+from longdraft.model.chat_template import Message
 from longdraft.model.heads import require_model
 from longdraft.model.tokenizer import StopText, Tokenizer, require_same_vocabulary
 from longdraft.model.transformer import Transformer, chain_rows
@@ -134,9 +135,12 @@ class Engine:
         _require_fit(self.tokenizer, config, folder)
         return checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels)
 
-    def chat(self, message: str) -> list[int]:
-        """Token ids of one user message in the model's chat template (which writes its own special tokens)."""
-        return self.tokenizer.encode(self.tokenizer.chat(message), add_special_tokens=False)
+    def chat(self, messages: str | Sequence[Message], **options: Any) -> list[int]:
+        """Token ids of messages (a text: one of the user's) in the model's chat template.
+
+        The template writes its own special tokens, so none are added. `options` are variables of the template.
+        """
+        return self.tokenizer.encode(self.tokenizer.chat(messages, **options), add_special_tokens=False)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt (ids are checked and taken as they are). UsageError if it is empty."""
@@ -209,8 +213,8 @@ class Generation(Iterator[Event]):
 
     @property
     def held_text(self) -> str:
-        """Text of the last tokens that was held back as the possible beginning of a stop text."""
-        return self._stops.flush()
+        """Text of the last tokens that was held back: the possible beginning of a stop text, or of a character."""
+        return self._rest()
 
     def __enter__(self) -> Generation:
         return self
@@ -271,9 +275,18 @@ class Generation(Iterator[Event]):
             if self.finish_reason is None and self._num_new == self._params.max_new_tokens:
                 self.finish_reason = "length"
             if self.finish_reason:
-                shown.append(self._stops.flush())
+                shown.append(self._rest())
                 return tuple(tokens[:count]), "".join(shown)
         return tuple(tokens), "".join(shown)
+
+    def _rest(self) -> str:
+        """The text that was held back, up to a stop text in it."""
+        text, stopped = self._text.flush(), False
+        if self._num_new >= self._params.min_new_tokens:
+            text, stopped = self._stops.push(text)
+        if stopped:
+            self.finish_reason = "stop"
+        return text + self._stops.flush()
 
     def stats(self) -> dict[str, Any]:
         """The statistics so far, under the names of the `--stats` file."""
