@@ -75,9 +75,10 @@ def test_whatever_the_tokens_the_stream_joins_to_the_decoded_whole(kinds, kind, 
     whole = tokenizer.decode(ids)
     if not whole.endswith(BROKEN):
         assert "".join(streamed(tokenizer, ids)) == whole
-    else:  # the character that was cut is left out, the tokens before it are not
+    else:  # what was cut is left out: a character, or the bytes of one
         heard = [token for token in ids if not tokenizer.is_silent(token)]
-        assert "".join(streamed(tokenizer, ids)) in {tokenizer.decode(heard[: len(heard) - cut]) for cut in range(4)}
+        shorter = {tokenizer.decode(heard[: len(heard) - cut]) for cut in range(4)}
+        assert "".join(streamed(tokenizer, ids)) in shorter | {whole[:-1]}
     end = tokenizer.encode("a", add_special_tokens=False)[-1:]
     assert "".join(streamed(tokenizer, [*ids, *end])) == tokenizer.decode([*ids, *end])
 
