@@ -25,9 +25,10 @@ from longdraft.core import Context, Event, Finish, SamplingParams
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
 from longdraft.errors import ModelError, UsageError, check
-from longdraft.model import checkpoint, fingerprint, heads, library
+from longdraft.model import checkpoint, defaults, fingerprint, heads, library
 from longdraft.model import config as model_config
 from longdraft.model.chat_template import Message
+from longdraft.model.defaults import Defaults
 from longdraft.model.heads import require_model
 from longdraft.model.tokenizer import StopText, Tokenizer, require_same_vocabulary
 from longdraft.model.transformer import Transformer, chain_rows
@@ -83,16 +84,22 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     _require_fit(tokenizer, config, folder)
     files = checkpoint.TensorFiles(folder, on_read=on_load)
     transformer = checkpoint.load(files, config, chosen)
+    sampling = defaults.read(folder)
+    if sampling.ignored:
+        log.warning("%s of %s: going on without %s", defaults.FILE, model, "; ".join(sampling.ignored))
     log.info("%s: %s kernels, %s on %s, drafter %s", model, chosen.name, chosen.dtype, chosen.device, drafter)
-    return Engine(model, files, transformer, tokenizer, drafter, options, heads, replace(hub, revision=None))
+    return Engine(model, files, transformer, tokenizer, drafter, options, heads, replace(hub, revision=None),
+                  sampling)
 
 
 class Engine:
     """A loaded model and how it drafts. Holds no state of any text."""
 
     def __init__(self, name: str, files: checkpoint.TensorFiles, model: Transformer, tokenizer: Tokenizer,
-                 drafter: str, options: Any, heads_name: str | None, hub: library.Hub) -> None:
+                 drafter: str, options: Any, heads_name: str | None, hub: library.Hub,
+                 sampling: Defaults) -> None:
         self.name = name
+        self.defaults = sampling
         self.model = model
         self.tokenizer = tokenizer
         self.drafter = drafter
@@ -152,13 +159,21 @@ class Engine:
         check(bad is None, "a prompt token id", bad, f"0 to {vocabulary - 1}")
         return ids
 
+    def params(self, **given: Any) -> SamplingParams:
+        """Sampling settings: what is given here over the model's own defaults over the built-in ones.
+
+        Names of ours, Hugging Face's or OpenAI's; None is as good as left out.
+        """
+        return self.defaults.params(given)
+
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
                  on_prefill: Callable[[int, int], None] | None = None) -> Generation:
         """Write a text. Iterate over the result for its events; close it to stop early.
 
+        params      taken as they are; without any, the model's defaults apply. See also Engine.params
         on_prefill  called with (tokens done, tokens in all) while the prompt is read
         """
-        params = params or SamplingParams()
+        params = params or self.params()
         ids = self.encode(prompt)
         limit = self.model.config.max_positions
         if len(ids) + params.max_new_tokens > limit:

@@ -98,7 +98,8 @@ def from_hf(config: Mapping[str, Any], generation_eos: Any = None) -> ModelConfi
             is_tied=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
-            eos_token_ids=_ids(generation_eos if generation_eos is not None else config.get("eos_token_id")),
+            eos_token_ids=_ids(generation_eos if generation_eos is not None else config.get("eos_token_id"),
+                               int(config["vocab_size"])),
             dtype=_dtype(config),
         )
     except KeyError as error:
@@ -139,10 +140,10 @@ def _is_rope_type(kind: object) -> TypeGuard[RopeType]:
     return kind in ROPE_TYPES
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
+def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
+    """One id, several or none. What is outside the vocabulary (-1 says "none" in some files) can never be written."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(i for i in map(int, ids) if 0 <= i < vocab_size)
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
