@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,6 +49,7 @@ class SamplingParams:
     stop                texts that end the generation; not part of the text
     stop_token_ids      token ids that end it, beside the model's own end-of-text ids
     ignore_eos          the model's end-of-text ids do not end it
+    from_model          names of the settings above that the model's own defaults gave; for the record
     """
 
     max_new_tokens: int = 1024
@@ -65,6 +66,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    from_model: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "min_tokens_to_keep", "penalty_window"):
@@ -103,7 +105,7 @@ class SamplingParams:
 
         `do_sample=False` is temperature 0; `stop` may be one text. An unknown name is a UsageError.
         """
-        known = {field.name for field in fields(cls)}
+        known = {entry.name for entry in fields(cls) if entry.compare}
         chosen: dict[str, Any] = {}
         for name, value in settings.items():
             target = ALIASES.get(name, name)

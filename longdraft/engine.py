@@ -25,8 +25,10 @@ from longdraft.core import Context, Event, Finish, SamplingParams
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
 from longdraft.errors import ModelError, UsageError, check
-from longdraft.model import checkpoint, fingerprint, heads, library
+from longdraft.model import checkpoint, defaults, fingerprint, heads, library
 from longdraft.model import config as model_config
+from longdraft.model.chat_template import Message
+from longdraft.model.defaults import Defaults
 from longdraft.model.heads import require_model
 from longdraft.model.tokenizer import StopText, Tokenizer, require_same_vocabulary
 from longdraft.model.transformer import Transformer, chain_rows
@@ -85,17 +87,23 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     _require_fit(tokenizer, config, folder)
     files = checkpoint.TensorFiles(folder, on_read=on_load)
     transformer = checkpoint.load(files, config, chosen, quantize)
+    sampling = defaults.read(folder)
+    if sampling.ignored:
+        log.warning("%s of %s: going on without %s", defaults.FILE, model, "; ".join(sampling.ignored))
     log.info("%s: %s kernels, %s on %s, weights quantised: %s, drafter %s", model, chosen.name, chosen.dtype,
              chosen.device, quantize, drafter)
-    return Engine(model, files, transformer, tokenizer, drafter, options, heads, replace(hub, revision=None))
+    return Engine(model, files, transformer, tokenizer, drafter, options, heads, replace(hub, revision=None),
+                  sampling)
 
 
 class Engine:
     """A loaded model and how it drafts. Holds no state of any text."""
 
     def __init__(self, name: str, files: checkpoint.TensorFiles, model: Transformer, tokenizer: Tokenizer,
-                 drafter: str, options: Any, heads_name: str | None, hub: library.Hub) -> None:
+                 drafter: str, options: Any, heads_name: str | None, hub: library.Hub,
+                 sampling: Defaults) -> None:
         self.name = name
+        self.defaults = sampling
         self.model = model
         self.tokenizer = tokenizer
         self.drafter = drafter
@@ -139,9 +147,12 @@ class Engine:
         return checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels,
                                self.model.weights.quantize)
 
-    def chat(self, message: str) -> list[int]:
-        """Token ids of one user message in the model's chat template (which writes its own special tokens)."""
-        return self.tokenizer.encode(self.tokenizer.chat(message), add_special_tokens=False)
+    def chat(self, messages: str | Sequence[Message], **options: Any) -> list[int]:
+        """Token ids of messages (a text: one of the user's) in the model's chat template.
+
+        The template writes its own special tokens, so none are added. `options` are variables of the template.
+        """
+        return self.tokenizer.encode(self.tokenizer.chat(messages, **options), add_special_tokens=False)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt (ids are checked and taken as they are). UsageError if it is empty."""
@@ -153,13 +164,21 @@ class Engine:
         check(bad is None, "a prompt token id", bad, f"0 to {vocabulary - 1}")
         return ids
 
+    def params(self, **given: Any) -> SamplingParams:
+        """Sampling settings: what is given here over the model's own defaults over the built-in ones.
+
+        Names of ours, Hugging Face's or OpenAI's; None is as good as left out.
+        """
+        return self.defaults.params(given)
+
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
                  on_prefill: Callable[[int, int], None] | None = None) -> Generation:
         """Write a text. Iterate over the result for its events; close it to stop early.
 
+        params      taken as they are; without any, the model's defaults apply. See also Engine.params
         on_prefill  called with (tokens done, tokens in all) while the prompt is read
         """
-        params = params or SamplingParams()
+        params = params or self.params()
         ids = self.encode(prompt)
         limit = self.model.config.max_positions
         if len(ids) + params.max_new_tokens > limit:
@@ -216,8 +235,8 @@ class Generation(Iterator[Event]):
 
     @property
     def held_text(self) -> str:
-        """Text of the last tokens that was held back as the possible beginning of a stop text."""
-        return self._stops.flush()
+        """Text of the last tokens that was held back: the possible beginning of a stop text, or of a character."""
+        return self._rest()
 
     def __enter__(self) -> Generation:
         return self
@@ -278,9 +297,18 @@ class Generation(Iterator[Event]):
             if self.finish_reason is None and self._num_new == self._params.max_new_tokens:
                 self.finish_reason = "length"
             if self.finish_reason:
-                shown.append(self._stops.flush())
+                shown.append(self._rest())
                 return tuple(tokens[:count]), "".join(shown)
         return tuple(tokens), "".join(shown)
+
+    def _rest(self) -> str:
+        """The text that was held back, up to a stop text in it."""
+        text, stopped = self._text.flush(), False
+        if self._num_new >= self._params.min_new_tokens:
+            text, stopped = self._stops.push(text)
+        if stopped:
+            self.finish_reason = "stop"
+        return text + self._stops.flush()
 
     def stats(self) -> dict[str, Any]:
         """The statistics so far, under the names of the `--stats` file."""

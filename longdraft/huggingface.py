@@ -24,23 +24,18 @@ from longdraft import drafters, kernels
 from longdraft.core import MAX_SEED, SamplingParams
 from longdraft.engine import Engine, Generation
 from longdraft.errors import UsageError, check
-from longdraft.model import checkpoint, library
+from longdraft.model import checkpoint, defaults, library
 from longdraft.model import config as model_config
 from longdraft.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# Options of a GenerationConfig that change the text and that longdraft has not: each with the values that mean "off".
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,), "num_return_sequences": (1,), "num_beam_groups": (1,), "diversity_penalty": (0.0,),
-    "penalty_alpha": (0.0,), "dola_layers": (), "constraints": (), "force_words_ids": (), "max_time": (),
-    "top_h": (), "typical_p": (1.0,), "epsilon_cutoff": (0.0,), "encoder_repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,), "bad_words_ids": (), "forced_bos_token_id": (),
-    "forced_eos_token_id": (), "exponential_decay_length_penalty": (), "suppress_tokens": (),
-    "begin_suppress_tokens": (), "sequence_bias": (), "token_healing": (False,), "guidance_scale": (1.0,),
-    "watermarking_config": (), "output_attentions": (False,), "output_hidden_states": (False,),
-    "output_scores": (False,), "output_logits": (False,),
+# Options of a GenerationConfig that longdraft has not: each with the values that mean "off".
+_REFUSED: dict[str, tuple[Any, ...]] = defaults.FOREIGN | {
+    "num_return_sequences": (1,), "dola_layers": (), "max_time": (), "token_healing": (False,),
+    "output_attentions": (False,), "output_hidden_states": (False,), "output_scores": (False,),
+    "output_logits": (False,),
 }
 # What `model.generate` makes of the options we know; others in its lists are somebody's own.
 _KNOWN_PROCESSORS = {
@@ -89,9 +84,9 @@ class StateDict(checkpoint.TensorFiles):
 class Writer:
     """A model of `transformers` that writes with longdraft. `engine` is the engine under it."""
 
-    def __init__(self, engine: Engine, defaults: GenerationConfig) -> None:
+    def __init__(self, engine: Engine, own: GenerationConfig) -> None:
         self.engine = engine
-        self._defaults = defaults
+        self._own = own
 
     def generate(self, input_ids: Tensor | Sequence[int], generation_config: GenerationConfig | None = None, *,
                  streamer: Any = None, seed: int | None = None, penalty_window: int | None = None,
@@ -106,7 +101,7 @@ class Writer:
 
         UsageError names every option that longdraft does not have.
         """
-        config = _changed(generation_config or self._defaults, options)
+        config = _changed(generation_config or self._own, options)
         prompt = _prompt(input_ids, options.get("attention_mask"))
         params = _params(config, len(prompt), seed, penalty_window)
         if params.stop and isinstance(self.engine.tokenizer, _NoTokenizer):
@@ -138,16 +133,17 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     """
     drafters.check_name(drafter)
     check(quantize in checkpoint.QUANTIZE, "quantize", quantize, " or ".join(checkpoint.QUANTIZE))
-    defaults = model.generation_config
-    config = model_config.from_hf(model.config.to_dict(), defaults.eos_token_id)
+    own = model.generation_config
+    config = model_config.from_hf(model.config.to_dict(), own.eos_token_id)
     dtype = "float32" if model.dtype == torch.float32 else "bfloat16"
     chosen = kernels.choose(model.device.type, dtype)
     folder = Path(str(model.config.name_or_path or "model in memory"))
     files = StateDict(model.state_dict(), folder)
     transformer = checkpoint.load(files, config, chosen, quantize)
     options = drafters.parse_options(drafter, drafter_options or {})
-    engine = Engine(str(folder), files, transformer, _tokenizer(tokenizer), drafter, options, heads, library.Hub())
-    return Writer(engine, defaults)
+    engine = Engine(str(folder), files, transformer, _tokenizer(tokenizer), drafter, options, heads, library.Hub(),
+                    defaults.Defaults())
+    return Writer(engine, own)
 
 
 _WRITERS: weakref.WeakKeyDictionary[Any, tuple[Any, Writer]] = weakref.WeakKeyDictionary()
@@ -192,6 +188,9 @@ class _NoTokenizer(Tokenizer):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise UsageError("a text needs a tokenizer: longdraft.from_transformers(model, tokenizer)")
 
+    def is_silent(self, token: int) -> bool:
+        return True
+
     def decode(self, ids: Sequence[int]) -> str:
         return ""
 
@@ -216,9 +215,9 @@ def _changed(config: GenerationConfig, options: Mapping[str, Any]) -> Generation
     if "max_new_tokens" in given:
         changed.max_length = None
     # What transformers fills in where neither the model nor the caller says anything (a top_k of 50, for one).
-    defaults = {name: value for name, value in GenerationConfig._get_default_generation_params().items()
+    filled = {name: value for name, value in GenerationConfig._get_default_generation_params().items()
                 if getattr(changed, name, None) is None and name != "max_length"}
-    for name, value in {**defaults, **given}.items():
+    for name, value in {**filled, **given}.items():
         setattr(changed, name, value)
     return changed
 

@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 
 from longdraft.bench.cli import app as bench
-from longdraft.cli import doctor, generate
+from longdraft.cli import chat, doctor, generate
 from longdraft.train.cli import app as train
 from longdraft.version import __version__
 
 app = typer.Typer(name="longdraft", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
                   help="Writes ultra-long texts by speculative decoding: exactly the text of plain decoding.")
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("models")(doctor.models)
 app.command("doctor")(doctor.doctor)
 app.add_typer(train, name="train", help="Train drafters for a model.")

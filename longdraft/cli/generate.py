@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from longdraft.cli import options
+from longdraft.cli.options import FILES, SAMPLING, option, parse_pairs
 from longdraft.core import Event, SamplingParams
 from longdraft.errors import UsageError
 
@@ -19,50 +20,42 @@ if TYPE_CHECKING:
     from longdraft.engine import Generation
     from longdraft.files import OutputFile
 
-_SAMPLING, _RUNNING, _FILES = "Sampling and stopping", "Model, drafter and machine", "Input and output"
-
-
-def _option(text: str, panel: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
-
 
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to go on from.", show_default=False)] = None,
-    prompt_file: Annotated[str | None, _option("Read the prompt from a UTF-8 file; '-': stdin.", _FILES)] = None,
-    chat: Annotated[bool, _option("Wrap the prompt in the model's chat template.", _FILES, "--chat")] = False,
-    prefill: Annotated[int | None, _option("Use only the first N tokens of the prompt.", _FILES)] = None,
-    output: Annotated[Path | None, _option("Write the text to this file instead of stdout.", _FILES)] = None,
-    tokens_out: Annotated[Path | None, _option("Write the new token ids to this .npy file (int32).", _FILES)] = None,
-    stats: Annotated[Path | None, _option("Write statistics to this JSON file.", _FILES)] = None,
-    quiet: Annotated[bool, _option("No live line on stderr.", _FILES, "--quiet")] = False,
-    model: Annotated[str, _option("Bundled name, folder, owner/model or owner/model@revision.", _RUNNING)] = "novelist",
-    revision: Annotated[str | None, _option("Branch, tag or commit of a hub id; default: main.", _RUNNING)] = None,
-    cache_dir: Annotated[Path | None, _option("Where files from the hub are kept; default: HF_HOME's.",
-                                              _RUNNING)] = None,
-    offline: Annotated[bool, _option("Use what was fetched from the hub before.", _RUNNING, "--offline")] = False,
-    drafter: Annotated[str, _option("auto, plain, ngram, suffix, tokenswift, medusa, magicdec, draft-model, triforce.",
-                                    _RUNNING)] = "auto",
-    drafter_option: Annotated[list[str] | None, _option("KEY=VALUE for the drafter; repeatable.", _RUNNING)] = None,
-    heads: Annotated[str | None, _option("Folder or hub id of heads; default: the model's.", _RUNNING)] = None,
-    device: Annotated[str, _option("auto, cpu or cuda.", _RUNNING)] = "auto",
-    dtype: Annotated[str, _option("auto (the file's; float16: bfloat16), float32 or bfloat16.", _RUNNING)] = "auto",
-    quantize: Annotated[str, _option("none, or int8: half the memory, another (slightly worse) model.",
-                                     _RUNNING)] = "none",
-    threads: Annotated[int | None, _option("CPU threads; default: PyTorch's choice.", _RUNNING)] = None,
-    max_new_tokens: Annotated[int, _option("Tokens to write at most.", _SAMPLING)] = SamplingParams.max_new_tokens,
-    min_new_tokens: Annotated[int, _option("Tokens before the text may end by itself.", _SAMPLING)] = 0,
-    seed: Annotated[int | None, _option("0 to 2**64-1; default: drawn, and reported in --stats.", _SAMPLING)] = None,
-    temperature: Annotated[float, _option("0 takes the likeliest token.", _SAMPLING)] = 1.0,
-    top_k: Annotated[int, _option("Keep the K likeliest tokens; 0: all.", _SAMPLING)] = 0,
-    top_p: Annotated[float, _option("Keep the likeliest tokens up to this probability.", _SAMPLING)] = 1.0,
-    min_p: Annotated[float, _option("Keep tokens at least this fraction as likely as the likeliest.", _SAMPLING)] = 0.0,
-    eta_cutoff: Annotated[float, _option("Entropy-dependent cutoff; 0: off.", _SAMPLING)] = 0.0,
-    min_tokens_to_keep: Annotated[int, _option("min-p and eta keep at least this many.", _SAMPLING)] = 1,
-    repetition_penalty: Annotated[float, _option("Penalty on tokens of the window; 1: off.", _SAMPLING)] = 1.0,
-    penalty_window: Annotated[int, _option("Last tokens penalised.", _SAMPLING)] = SamplingParams.penalty_window,
-    stop: Annotated[list[str] | None, _option("Text that ends the generation; repeatable.", _SAMPLING)] = None,
-    stop_token_id: Annotated[list[int] | None, _option("Token id that ends it; repeatable.", _SAMPLING)] = None,
-    ignore_eos: Annotated[bool, _option("The model's end of text does not end it.", _SAMPLING, "--ignore-eos")] = False,
+    prompt_file: Annotated[str | None, option("Read the prompt from a UTF-8 file; '-': stdin.", FILES)] = None,
+    chat: Annotated[bool, option("Wrap the prompt in the model's chat template.", FILES, "--chat")] = False,
+    chat_option: options.ChatOption = None,
+    prefill: Annotated[int | None, option("Use only the first N tokens of the prompt.", FILES)] = None,
+    output: Annotated[Path | None, option("Write the text to this file instead of stdout.", FILES)] = None,
+    tokens_out: Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES)] = None,
+    stats: Annotated[Path | None, option("Write statistics to this JSON file.", FILES)] = None,
+    quiet: Annotated[bool, option("No live line and no remarks on stderr.", FILES, "--quiet")] = False,
+    model: options.Model = "novelist",
+    revision: options.Revision = None,
+    cache_dir: options.CacheDir = None,
+    offline: options.Offline = False,
+    drafter: options.Drafter = "auto",
+    drafter_option: options.DrafterOption = None,
+    heads: options.Heads = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    quantize: options.Quantize = "none",
+    threads: options.Threads = None,
+    max_new_tokens: Annotated[int, option("Tokens to write at most.", SAMPLING)] = SamplingParams.max_new_tokens,
+    min_new_tokens: Annotated[int, option("Tokens before the text may end by itself.", SAMPLING)] = 0,
+    seed: options.Seed = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    eta_cutoff: options.EtaCutoff = None,
+    min_tokens_to_keep: options.MinTokensToKeep = 1,
+    repetition_penalty: options.RepetitionPenalty = None,
+    penalty_window: options.PenaltyWindow = SamplingParams.penalty_window,
+    stop: options.Stop = None,
+    stop_token_id: options.StopTokenId = None,
+    ignore_eos: Annotated[bool, option("The model's end of text does not end it.", SAMPLING, "--ignore-eos")] = False,
 ) -> int:
     """Write a text that goes on from PROMPT, streaming it to stdout.
 
@@ -70,12 +63,17 @@ def generate(
     """
     from longdraft.files import open_outputs, read_prompt
 
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, seed=seed, temperature=temperature, top_k=top_k,
-        top_p=top_p, min_p=min_p, eta_cutoff=eta_cutoff, min_tokens_to_keep=min_tokens_to_keep,
-        repetition_penalty=repetition_penalty, penalty_window=penalty_window, stop=tuple(stop or ()),
-        stop_token_ids=tuple(stop_token_id or ()), ignore_eos=ignore_eos)
-    options = parse_pairs(drafter_option or ())
+    given = {
+        "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "seed": seed, "temperature": temperature,
+        "top_k": top_k, "top_p": top_p, "min_p": min_p, "eta_cutoff": eta_cutoff,
+        "min_tokens_to_keep": min_tokens_to_keep, "repetition_penalty": repetition_penalty,
+        "penalty_window": penalty_window, "stop": stop or None,
+        "stop_token_ids": stop_token_id or None, "ignore_eos": ignore_eos}
+    SamplingParams.from_names(given)  # a mistake shows before the model is read
+    drafting = parse_pairs("--drafter-option", drafter_option or ())
+    chat_options = options.chat_options(chat_option or ())
+    if chat_options and not chat:
+        raise UsageError("--chat-option is a variable of the chat template; give --chat with it")
     text = read_prompt(prompt, prompt_file)
     files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats})
     try:
@@ -83,27 +81,16 @@ def generate(
         from longdraft.engine import load
 
         with LoadBar(quiet=quiet) as bar:
-            engine = load(model, drafter=drafter, drafter_options=options, heads=heads, device=device, dtype=dtype,
+            engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,
                           quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
                           on_load=bar.show)
-        ids = _shortened(engine.chat(text) if chat else engine.encode(text), prefill)
+        params = engine.params(**given)
+        options.tell_defaults(params, quiet=quiet)
+        ids = _shortened(engine.chat(text, **chat_options) if chat else engine.encode(text), prefill)
         return _write(lambda progress: engine.generate(ids, params, on_prefill=progress), params, files, quiet)
     finally:
         for file in files.values():
             file.abandon()
-
-
-def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
-    """KEY=VALUE texts to a mapping; UsageError for other shapes and for a key given twice."""
-    parsed: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise UsageError(f"--drafter-option is {pair!r}; allowed: KEY=VALUE, such as budget=256")
-        if key in parsed:
-            raise UsageError(f"--drafter-option {key} is given twice; give it once")
-        parsed[key] = value
-    return parsed
 
 
 def _shortened(ids: list[int], prefill: int | None) -> list[int]:

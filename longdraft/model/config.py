@@ -117,7 +117,8 @@ def from_hf(config: Mapping[str, Any], generation_eos: Any = None) -> ModelConfi
     config = {**family.defaults, **config}
     try:
         eos = ids(generation_eos if generation_eos is not None else config.get("eos_token_id"))
-        return _translate(config, family, eos)
+        # What is outside the vocabulary (-1 says "none" in some files) can never be written.
+        return _translate(config, family, tuple(i for i in eos if 0 <= i < int(config["vocab_size"])))
     except KeyError as error:
         raise ModelError(f"config.json lacks {error.args[0]!r}") from error
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -275,6 +276,7 @@ def _is_rope_type(kind: object) -> TypeGuard[RopeType]:
 
 
 def ids(value: Any) -> tuple[int, ...]:
+    """One id, several or none."""
     if value is None:
         return ()
     return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
 from longdraft.errors import ModelError, UsageError
-from longdraft.model.config import read_json
+from longdraft.model.chat_template import ChatTemplate, Message
 
 _BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
 _SHOWN = 3  # differing tokens that an error names
-_MAX_PENDING = 16  # tokens held back for a character; no character has more bytes than 4
+_LONGEST = 4  # bytes of a character, hence tokens
+_MAX_PENDING = 16  # tokens held back; more are no character
+_OTHER_FORMS = ("tokenizer.model", "tekken.json", "vocab.json")
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_CONVERT = ("`pip install transformers sentencepiece tiktoken protobuf`, then `python -c \"from transformers import "
+            "AutoTokenizer as T; T.from_pretrained('MODEL').save_pretrained('FOLDER')\"`")
 
 
 class Tokenizer:
@@ -22,7 +29,9 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():  # nor is a pipe or a device opened, which may never end
-            raise ModelError(f"{path} is missing; longdraft needs the model's tokenizer.json")
+            other = next((name for name in _OTHER_FORMS if (folder / name).is_file()), None)
+            raise ModelError(f"{path} is missing" + (f" (there is {other})" if other else "")
+                             + f"; longdraft reads no other form; to write it: {_CONVERT}")
         try:
             self._tokenizer = HFTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every malformed file
@@ -48,40 +57,39 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def is_silent(self, token: int) -> bool:
+        """Whether `decode` passes over it: special tokens, and ids that have no text."""
+        return token in self._special or not self._tokenizer.id_to_token(token)
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def byte_fallbacks(self) -> frozenset[int]:
+        """Ids of tokens such as `<0xE2>` that stand for one byte; none unless the decoder knows of them."""
+        if "ByteFallback" not in repr(self._tokenizer.decoder):
+            return frozenset()
+        return frozenset(i for token, i in self.vocabulary().items() if _BYTE.fullmatch(token))
+
     def stream(self) -> TextStream:
         return TextStream(self)
 
-    def chat(self, message: str) -> str:
-        """One user message in the model's chat template, ready for the answer. UsageError without one."""
-        settings = self._settings()
-        template = settings.get("chat_template")
-        file = self._folder / "chat_template.jinja"
-        if file.exists():
-            template = file.read_text(encoding="utf-8")
-        if not isinstance(template, str):
-            raise UsageError(f"the model in {self._folder} has no chat template; leave --chat out")
-        return _render(template, message, settings)
+    def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
+        """Messages (a text: one of the user's) in the model's chat template, ready for the answer.
 
-    def _settings(self) -> dict[str, Any]:
-        path = self._folder / "tokenizer_config.json"
-        return read_json(path) if path.exists() else {}
+        UsageError where there is no template, for options it does not have and for messages it refuses.
+        """
+        if self.chat_template is None:
+            raise UsageError(f"the model in {self._folder} has no chat template; give an instruction-tuned model, or "
+                             "use `longdraft generate` without --chat")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return self.chat_template.render(messages, **options)
 
-
-def _render(template: str, message: str, settings: dict[str, Any]) -> str:
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def token(name: str) -> str:
-        value = settings.get(name) or ""
-        return str(value.get("content", "")) if isinstance(value, dict) else str(value)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    try:
-        return environment.from_string(template).render(
-            messages=[{"role": "user", "content": message}], add_generation_prompt=True,
-            bos_token=token("bos_token"), eos_token=token("eos_token"))
-    except TemplateError as error:
-        raise ModelError(f"the model's chat template fails: {error}") from error
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        return ChatTemplate.find(self._folder)
 
 
 def require_same_vocabulary(ours: Tokenizer, theirs: Tokenizer, name: str) -> None:
@@ -98,26 +106,47 @@ def require_same_vocabulary(ours: Tokenizer, theirs: Tokenizer, name: str) -> No
 
 
 class TextStream:
-    """Decodes token by token; holds tokens back while they end in the middle of a character.
+    """Decodes token by token; holds tokens back while they may end in the middle of a character.
 
-    The texts that `push` returns, joined, are the decoded whole (but for a character cut at the end).
-    Work for each token is bounded: only the tokens shown last are decoded again, for their spacing.
+    What `push` returns, joined, and what `flush` adds at the end is the decoded whole (but for a character cut at
+    the end). Work for each token is bounded: only the tokens shown last are decoded again, because a decoder treats
+    the first token of what it is given in its own way (the space in front of it).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._shown: list[int] = []
         self._pending: list[int] = []
+        self._given = 0  # characters of the decoded `_shown + _pending` that were returned
 
     def push(self, token: int) -> str:
         """The whole characters that `token` completes."""
-        self._pending.append(token)
-        text = self._tokenizer.decode(self._shown + self._pending)
-        if text.endswith(_BROKEN) and len(self._pending) < _MAX_PENDING:
+        if self._tokenizer.is_silent(token):  # would make the next token the first of what is decoded
             return ""
-        before = self._tokenizer.decode(self._shown)
-        self._shown, self._pending = self._pending, []
-        return text[len(before):]
+        self._pending.append(token)
+        if token in self._tokenizer.byte_fallbacks:  # one wrong byte spoils the run it is in, so its end is awaited
+            return ""
+        text = self._tokenizer.decode(self._shown + self._pending)
+        is_whole = not text.endswith(_BROKEN)  # else bytes to come may turn that one, and no other, into a character
+        new = text[self._given : len(text) if is_whole else -1]
+        if is_whole:
+            self._shown, self._pending = self._pending, []
+            self._given = len(self._tokenizer.decode(self._shown))
+        elif len(self._pending) > _MAX_PENDING:  # bytes that are no text; a character's have their first among these
+            self._shown, self._pending = [], self._pending[-_LONGEST:]
+            self._given = len(self._tokenizer.decode(self._pending)) - 1
+        else:
+            self._given += len(new)
+        return new
+
+    def flush(self) -> str:
+        """What was held back, once nothing can follow, but for a character that was cut."""
+        held, self._pending = self._pending, []
+        for cut in range(min(_LONGEST, len(held) + 1)):
+            text = self._tokenizer.decode(self._shown + held[: len(held) - cut])
+            if not text.endswith(_BROKEN):
+                return text[self._given :]
+        return self._tokenizer.decode(self._shown + held)[self._given :]
 
 
 class StopText:

@@ -1,0 +1,162 @@
+"""Chat templates render as transformers renders them; `longdraft chat` is a conversation with either end cut off."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import make_checkpoint, write_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from longdraft.__main__ import run
+from longdraft.errors import ModelError, UsageError
+from longdraft.model.chat_template import ChatTemplate, opened_thinking, parse_option
+from longdraft.model.tokenizer import Tokenizer
+
+TURNS = [{"role": "system", "content": "Be <brief> & \"kind\"."}, {"role": "user", "content": "caf\u00e9?\n"},
+         {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."}, {"role": "user", "content": "Why"}]
+TEMPLATES = {
+    "plain": "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}\n{% endfor %}"
+             "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    "blocks": "{%- for m in messages %}\n    {%- if m['role'] == 'system' %}\n  [{{ m['content'] }}]\n"
+              "    {% elif loop.last %}\n    last {{ m.content }}\n    {% endif %}\n{%- endfor %}\n",
+    "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}"
+            "{{ {'b': 1, 'a': '<'} | tojson(sort_keys=true) }}",
+    "loop controls": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}"
+                     "{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{% set x = m.role %}{{ x }}{% endgeneration %}\n{% endfor %}",
+    "history": "{% for m in messages %}{{ m.content.split('</think>')[-1].lstrip('\\n') }};{% endfor %}<think>\n",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}"
+                 "{{ tools is none }}{{ tools is defined }}{{ eos_token }}{{ pad_token is defined }}",
+    "date": "{{ strftime_now('%Y') }}{% if not date_string is defined %}{% set date_string = 'x' %}{% endif %}",
+}
+TALK = ("{{ bos_token }}{% for m in messages %}{% if m.role == 'system' and shout %}{{ m.content | upper }}"
+        "{% else %}{{ m.role }}: {{ m.content }}{% endif %}\n{% endfor %}assistant:")
+
+
+def template_folder(path, template, **settings):
+    write_tokenizer(path)
+    config = {"chat_template": template, "bos_token": "<s>", "eos_token": {"content": "</s>"}} | settings
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_render_as_transformers_renders_them(name, tmp_path):
+    write_tokenizer(tmp_path)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>",
+                                     eos_token="</s>", chat_template=TEMPLATES[name])
+    expected = theirs.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
+    assert Tokenizer(template_folder(tmp_path, TEMPLATES[name])).chat(TURNS) == expected
+
+
+def test_the_template_is_a_file_or_the_one_named_default(tmp_path):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "one"}]
+    assert Tokenizer(template_folder(tmp_path, named)).chat("x") == "one"
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}two")
+    assert Tokenizer(tmp_path).chat("x") == "<s>two"
+
+
+@pytest.mark.parametrize("template, error, message", [
+    (None, UsageError, "has no chat template"),
+    ([{"name": "rag", "template": "x"}], ModelError, "templates rag, and none is named 'default'"),
+    (7, ModelError, "chat_template holds a int"),
+    ("{% for %}", ModelError, "not valid"),
+    ("{{ messages.nothing.at.all }}", ModelError, "template fails"),
+    ("{{ 1 + 'a' }}", ModelError, "template fails: TypeError"),
+    ("{{ messages.append(1) }}", ModelError, "template fails: SecurityError"),
+    ("{{ ''.__class__.__mro__ }}", ModelError, "template fails: SecurityError"),
+    ("{{ raise_exception('roles must alternate') }}", UsageError, "refuses these messages: roles must alternate"),
+])
+def test_a_template_that_is_missing_broken_or_refuses_is_one_clear_error(tmp_path, template, error, message):
+    with pytest.raises(error, match=message):
+        Tokenizer(template_folder(tmp_path, template)).chat("Hello")
+
+
+def test_variables_of_the_template_are_set_and_others_refused():
+    template = ChatTemplate("{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}{{ n }}", {})
+    assert template.options == ["enable_thinking", "n"]
+    assert template.render([], enable_thinking=parse_option("false"), n=parse_option("x=1")) == "quickx=1"
+    with pytest.raises(UsageError, match="no variable 'enable_thnking'; it has: enable_thinking, n"):
+        template.render([], enable_thnking=False)
+
+
+@pytest.mark.parametrize("text, value", [("false", False), ("False", False), ("3", 3), ("high", "high"), ("", ""),
+                                         ("26 Jul 2024", "26 Jul 2024"), ("null", None)])
+def test_values_of_options_are_what_they_read_as(text, value):
+    assert parse_option(text) == value and type(parse_option(text)) is type(value)
+
+
+@pytest.mark.parametrize("prompt, opened", [("a<think>\n", "<think>\n"), ("a<think>", "<think>"), ("<think>x", ""),
+                                            ("<think>\n\n</think>\n\n", ""), ("", "")])
+def test_a_template_may_open_the_thinking(prompt, opened):
+    assert opened_thinking(prompt) == opened
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("talker")
+    make_checkpoint(folder)
+    return template_folder(folder, TALK)
+
+
+def talk(monkeypatch, talker, lines, *options):
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+    return run(["chat", "--model", str(talker), "--drafter", "plain", "--max-new-tokens", "8", "--temperature", "0",
+                *options])
+
+
+def test_a_conversation_from_a_pipe_is_remembered_saved_and_forgotten(monkeypatch, capfd, talker, tmp_path):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    lines = ["Hello", "//two \\", "lines", f"/save {first}", "/reset", "", "Hello", f"/save {second}", "/quit", "never"]
+    assert talk(monkeypatch, talker, lines, "--system", "Be kind", "--chat-option", "shout=true") == 0
+    saved = json.loads(first.read_text())["messages"]
+    assert [message["role"] for message in saved] == ["system", "user", "assistant", "user", "assistant"]
+    assert saved[0]["content"] == "Be kind" and saved[3]["content"] == "/two \nlines"
+    assert json.loads(second.read_text())["messages"] == saved[:3]  # greedy: the same question, the same answer
+    captured = capfd.readouterr()
+    assert captured.out == "".join(saved[i]["content"] + "\n" for i in (2, 4, 2)) and captured.err == ""
+
+
+def test_an_answer_is_the_text_that_generate_writes(monkeypatch, capfd, talker):
+    assert talk(monkeypatch, talker, ["Hello"]) == 0
+    answer = capfd.readouterr().out
+    assert run(["generate", "Hello", "--chat", "--model", str(talker), "--drafter", "plain", "--max-new-tokens", "8",
+                "--temperature", "0"]) == 0
+    assert answer.rstrip("\n") == capfd.readouterr().out.rstrip("\n") != ""
+
+
+@pytest.mark.parametrize("lines, options, message", [
+    (["/rest"], [], "command is '/rest'; allowed: /help"),
+    (["/save"], [], "allowed: /help, /reset, /save FILE"),
+    (["a" * 5000], [], "/reset begins anew"),
+    ([], ["--chat-option", "loud=true"], "no variable 'loud'; it has: shout"),
+    ([], ["--chat-option", "loud"], "--chat-option is 'loud'; allowed: KEY=VALUE"),
+    ([], ["--model", "novelist"], "has no chat template"),
+    ([], ["--temperature", "-1"], "temperature is -1"),
+])
+def test_mistakes_end_a_script_with_one_line(monkeypatch, capfd, talker, lines, options, message):
+    assert talk(monkeypatch, talker, lines, *options) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(talker):
+    work = subprocess.Popen(
+        [sys.executable, "-m", "longdraft", "chat", "--model", str(talker), "--drafter", "plain", "--max-new-tokens",
+         "3900", "--seed", "1", "--stop-token-id", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE)
+    work.stdin.write(b"Hello\n")
+    work.stdin.flush()
+    assert work.stdout.read(1)
+    work.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert work.poll() is None
+    out, err = work.communicate(b"/help\n", timeout=60)
+    assert len(out) < 3900  # the answer went no further
+    assert work.returncode == 0 and b"/reset" in err and b"Traceback" not in err
