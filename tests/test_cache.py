@@ -233,6 +233,16 @@ def test_the_fit_is_the_weighted_ridge_regression_of_all_rows_so_far():
             torch.testing.assert_close(got[layer, head, dim].double(), base, atol=1e-4, rtol=1e-3)
 
 
+def test_damaged_rows_leave_the_fit_as_it_was():
+    content, rests = random_rests(2, 40, 3, 6, seed=1), random_rests(2, 40, 3, 7, seed=2)
+    fits = [Remainder(2, 3, 6, torch.device("cpu")) for _ in range(2)]
+    damaged, others = content.clone(), rests.clone()
+    damaged[:, 5], others[:, 9, :, 2], others[:, 12] = torch.nan, torch.inf, torch.nan
+    content[:, [5, 9, 12]], rests[:, [5, 9, 12], :, -1] = 0.0, -torch.inf
+    assert torch.equal(fits[0].learn(damaged, others), fits[1].learn(content, rests))
+    assert fits[0].learn(damaged, others).isfinite().all()
+
+
 def test_the_fit_knows_a_linear_world_and_heads_that_miss_nothing():
     dim = 4
     truth, base = random_rests(2, dim, dim + 1, seed=1), random_rests(2, dim + 1, seed=2)

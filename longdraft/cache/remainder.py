@@ -43,9 +43,10 @@ class Remainder:
         them; the function for the drafts that follow, as `LayersKV.rest` wants it."""
         rows = content.shape[1]
         x, y = (part.transpose(1, 2).flatten(0, 1).float() for part in (content, rests))  # [L H, T, ...]
-        is_there = y[..., -1:].isfinite()
-        x = torch.cat([x, torch.ones_like(y[..., -1:])], -1) * is_there
-        y = torch.where(is_there, y, 0.0)
+        x = torch.cat([x, torch.ones_like(y[..., -1:])], -1)
+        # Where nothing is left out, and where numbers are damaged: one NaN would stay in the sums for ever.
+        is_there = (x.isfinite() & y.isfinite()).all(-1, keepdim=True)
+        x, y = torch.where(is_there, x, 0.0), torch.where(is_there, y, 0.0)
         fade = torch.exp(torch.arange(1 - rows, 1, device=x.device) / _MEMORY)
         weighted = (x * fade[:, None]).transpose(1, 2)
         before = math.exp(-rows / _MEMORY)
@@ -69,6 +70,6 @@ class Remainder:
         ridge = torch.zeros_like(self._gram[:, 0])
         ridge[:, :-1] = ((_RIDGE * mass + _DOUBT) * spread)[:, None]
         ridge[:, -1] = 1e-6
-        fit: Tensor = torch.linalg.solve(self._gram + torch.diag_embed(ridge), self._cross)
+        fit: Tensor = torch.linalg.solve_ex(self._gram + torch.diag_embed(ridge), self._cross)[0]
         fit[:, -1, -1].masked_fill_(mass < 1e-3, _NEVER)  # a head to which nothing was ever left
         return fit.contiguous()
