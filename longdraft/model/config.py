@@ -117,8 +117,7 @@ def from_hf(config: Mapping[str, Any], generation_eos: Any = None) -> ModelConfi
     config = {**family.defaults, **config}
     try:
         eos = ids(generation_eos if generation_eos is not None else config.get("eos_token_id"))
-        # What is outside the vocabulary (-1 says "none" in some files) can never be written.
-        return _translate(config, family, tuple(i for i in eos if 0 <= i < int(config["vocab_size"])))
+        return _translate(config, family, eos)
     except KeyError as error:
         raise ModelError(f"config.json lacks {error.args[0]!r}") from error
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -185,7 +184,8 @@ def _translate(config: Mapping[str, Any], family: Family, eos: tuple[int, ...]) 
         # In place of 1 / sqrt(D), which the kernels' attention has built in.
         query_factor=float(config.get("attention_multiplier", 1.0)) * math.sqrt(head_dim) if multiplied else 1.0,
         logits_divisor=_divisor(multiplied.get("logits_scaling", 1.0)),
-        eos_token_ids=eos,
+        # What is outside the vocabulary (-1 says "none" in some files) can never be written.
+        eos_token_ids=tuple(i for i in eos if 0 <= i < vocabulary),
         dtype=_dtype(config),
     )
 
