@@ -72,7 +72,8 @@ def _tell_end(generation: Generation, job: Job, interrupt: Interrupt) -> None:
     if generation.is_finished:
         return
     if job.journal:
-        print(f"longdraft: stopped after {count}; {resume_hint(job.journal)}", file=sys.stderr)
+        how = "interrupted" if interrupt.number else "stopped"
+        print(f"longdraft: {how} after {count}; {resume_hint(job.journal)}", file=sys.stderr)
     elif interrupt.number:
         print(f"longdraft: interrupted after {count}; what was written is whole", file=sys.stderr)
 

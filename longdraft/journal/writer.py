@@ -7,6 +7,7 @@ back, and nothing more is written: what is there can be resumed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -99,9 +100,12 @@ class Journal:
                                "it, and a copy can be resumed") from error
         try:
             _lock(file, folder)
-            with os.fdopen(os.dup(file), "rb") as reader:
+            with open(file, "rb", closefd=False) as reader:
                 found = form.read_file(reader, path)
-        except BaseException:
+        except OSError as error:
+            os.close(file)
+            raise JournalError(f"the journal {folder} cannot be read: {error.strerror or error}") from error
+        except JournalError:
             os.close(file)
             raise
         return cls(folder, file, found.size, found.digest, fsync), found
@@ -116,6 +120,7 @@ class Journal:
 
     def append(self, tokens: Sequence[int], drafted: int, seconds: float) -> None:
         """The tokens of one step, the guesses drafted for it and the seconds it took."""
+        assert len(tokens)
         self._put(form.TOKENS, form.dump_step(np.array(tokens, dtype=np.int32), drafted, seconds))
 
     def finish(self, reason: str) -> None:
@@ -128,12 +133,14 @@ class Journal:
             return
         self._is_closed = True
         try:
-            if not self._has_failed and self._interval < math.inf:
-                os.fsync(self._file)
+            try:
+                if not self._has_failed and self._interval < math.inf:
+                    os.fsync(self._file)
+            finally:
+                os.close(self._file)
         except OSError as error:
-            raise self._failure(error) from error
-        finally:
-            os.close(self._file)
+            self._has_failed = True
+            raise self._error(error) from error
 
     def __enter__(self) -> Journal:
         return self
@@ -145,7 +152,8 @@ class Journal:
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True):  # a generation that was dropped before it began
             self._is_closed = True
-            os.close(self._file)
+            with contextlib.suppress(OSError):
+                os.close(self._file)
 
     def _put(self, kind: int, payload: bytes) -> None:
         assert not self._is_closed and not self._has_failed
@@ -189,6 +197,9 @@ class Journal:
             os.ftruncate(self._file, self._size)
         except OSError:
             log.debug("the end of %s is torn; reading it stops there", self._path)
+        return self._error(error)
+
+    def _error(self, error: OSError) -> OutputError:
         return OutputError(f"the journal {self.folder} cannot be written: {error.strerror or error}")
 
 
@@ -200,10 +211,12 @@ def _place(folder: Path, content: bytes) -> int:
         raise JournalError(f"{folder} holds a journal already; {resume_hint(folder)}, or give another folder")
     partial = folder / (form.FILE + ".partial")
     file = os.open(partial, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    is_ours = False
     try:
         _lock(file, folder)
         if form.is_there(folder):  # somebody was faster
             raise JournalError(f"{folder} holds a journal already; give another folder")
+        is_ours = True
         os.ftruncate(file, 0)
         _write(file, content)
         os.fsync(file)
@@ -212,6 +225,8 @@ def _place(folder: Path, content: bytes) -> int:
         if is_new:
             _sync_folder(folder.parent)
     except BaseException:
+        if is_ours:
+            partial.unlink(missing_ok=True)
         os.close(file)
         raise
     return file
