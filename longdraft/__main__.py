@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> int:
         return _fail(_noted(str(error), error), 2 if isinstance(error, UsageError | ModelError | JournalError) else 1)
     except Terminated as error:
         return _fail(_noted("terminated", error), 143)
-    except KeyboardInterrupt as error:
+    except KeyboardInterrupt as error:  # where Typer has not made it the status
         return _fail(_noted("interrupted", error), 130)
     except MemoryError as error:
         message = "out of memory; a shorter context, a smaller model or --dtype bfloat16 needs less"

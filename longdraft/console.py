@@ -12,13 +12,13 @@ class Interrupted(Exception):
     """Raised where work may be left because a signal has arrived."""
 
 
-class Terminated(KeyboardInterrupt):
-    """As KeyboardInterrupt is for SIGINT: SIGTERM ends the work at once."""
+class Terminated(BaseException):
+    """What KeyboardInterrupt is for SIGINT: SIGTERM ends the work at once."""
 
 
 class Interrupt:
     """While entered, SIGINT and SIGTERM are remembered in `number`; a second one ends the work at once, whatever
-    is being done: it raises KeyboardInterrupt, and a third does not even wait for that."""
+    is being done: it raises KeyboardInterrupt or Terminated, and a third does not even wait for that."""
 
     def __init__(self) -> None:
         self.number = 0  # of the signal that arrived

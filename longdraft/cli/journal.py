@@ -168,7 +168,7 @@ def _figures(steps: list[StepRecord]) -> dict[str, Any]:
 def _over_length(steps: list[StepRecord]) -> list[dict[str, Any]]:
     """The figures of equal parts of the text, each as long as a round number of tokens."""
     total = sum(step.num_tokens for step in steps)
-    size = next(unit * scale for scale in (10**power for power in range(1, 20)) for unit in (1, 2, 5)
+    size = next(unit * scale for scale in (10**power for power in range(20)) for unit in (1, 2, 5)
                 if unit * scale * _ROWS >= total)
     parts: list[list[StepRecord]] = [[] for _ in range(-(-total // size))]
     at = 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from longdraft.cli.display import Display
-from longdraft.console import Interrupt, Interrupted
+from longdraft.console import Interrupt, Interrupted, Terminated
 from longdraft.core import Event
 from longdraft.errors import LongdraftError
 from longdraft.files import OutputFile
@@ -55,9 +55,12 @@ def write(job: Job) -> int:
             except OSError as error:
                 print(f"longdraft: cannot write to stdout: {error.strerror or error}", file=sys.stderr)
                 status = _silence()
-            except (LongdraftError, MemoryError, KeyboardInterrupt) as error:
-                if job.journal and not generation.is_finished:
-                    error.add_note(resume_hint(job.journal))
+            except KeyboardInterrupt:  # Typer makes it status 130, and says nothing
+                print("longdraft:", "; ".join(["interrupted", *_hints(generation, job)]), file=sys.stderr)
+                raise
+            except (LongdraftError, MemoryError, Terminated) as error:
+                for hint in _hints(generation, job):
+                    error.add_note(hint)
                 raise
             finally:
                 generation.close()
@@ -66,16 +69,20 @@ def write(job: Job) -> int:
     return 128 + interrupt.number if interrupt.number else status
 
 
+def _hints(generation: Generation, job: Job) -> list[str]:
+    """How to go on, where that can be done."""
+    return [resume_hint(job.journal)] if job.journal and not generation.is_finished else []
+
+
 def _tell_end(generation: Generation, job: Job, interrupt: Interrupt) -> None:
     """A line on stderr about a text that is not whole."""
     count = f"{len(generation.tokens):,} tokens"
     if generation.is_finished:
         return
-    if job.journal:
-        how = "interrupted" if interrupt.number else "stopped"
-        print(f"longdraft: {how} after {count}; {resume_hint(job.journal)}", file=sys.stderr)
-    elif interrupt.number:
-        print(f"longdraft: interrupted after {count}; what was written is whole", file=sys.stderr)
+    how = "interrupted" if interrupt.number else "stopped"
+    if job.journal or interrupt.number:
+        what = _hints(generation, job) or ["what was written is whole"]
+        print(f"longdraft: {how} after {count}; {what[0]}", file=sys.stderr)
 
 
 def _silence() -> int:

@@ -237,7 +237,8 @@ def _lock(file: int, folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise JournalError(f"another process is writing the journal {folder}; wait for it, or end it") from error
+        raise JournalError(f"the journal {folder} is being written, by another process or a generation that was not "
+                           "closed; wait for it, or end it") from error
 
 
 def _sync_folder(folder: Path) -> None:
