@@ -38,8 +38,8 @@ from longdraft.model.tokenizer import Tokenizer
 
 SECONDS = 20  # for one input, on a busy machine
 BYTES = 1 << 30  # that a process may grow by
-VALUES: list[Any] = [None, True, False, 0, 1, -1, 2**31, 2**63, -(2**70), 1e308, -0.0, float("nan"), float("inf"), "", "x",
-                     "\0", "\ud800", [], {}, [[]], [1, "a"], {"a": []}, "9" * 400, [0] * 1000]
+VALUES: list[Any] = [None, True, False, 0, 1, 2, -1, 2**31, 2**63, -(2**70), 1e308, -0.0, 0.5, float("nan"),
+                     float("inf"), "", "x", "\0", "\ud800", [], {}, [[]], [1, "a"], {"a": []}, "9" * 400, [0] * 1000]
 
 
 def run(first: int, count: int, chunk: int) -> tuple[dict[str, Any], list[str]]:
@@ -110,12 +110,16 @@ class Tries:
         self.sound = folder / "model"
         self.here = folder / f"try-{os.getpid()}"
         shutil.copytree(self.sound, self.here / "model")
+        os.chdir(self.here)  # where files of random names may lie
         self.model = self.here / "model"
         self.engine = longdraft.load(str(self.sound), drafter="suffix")
-        self.params = longdraft.SamplingParams(max_new_tokens=12, seed=1)
+        self.params = longdraft.SamplingParams(max_new_tokens=60, seed=1)
         for _ in self.engine.generate("It was", self.params, journal=self.here / "journal"):
             pass
         self.journal = (self.here / "journal" / FILE).read_bytes()
+        found = read(self.here / "journal")
+        self.header, self.tokens = found.header, found.tokens.tolist()
+        self.begins = self.journal.index(b'"began"')
         self.files = {name: (self.sound / name).read_bytes() for name in ("config.json", "generation_config.json",
                                                                           "tokenizer.json", checkpoint.WEIGHTS)}
 
@@ -139,6 +143,7 @@ class Tries:
                     failures.append(f"input {number} ({kind}): not one line: {str(error)[:200]!r}")
             except BaseException as error:  # a failure is a failure, whatever it is
                 failures.append(f"input {number} ({kind}): {type(error).__name__}: {str(error)[:200]}")
+                counts[f"{kind} failed"] += 1
             signal.alarm(0)
             slowest = max(slowest, time.monotonic() - began)
         shutil.rmtree(self.here)
@@ -149,21 +154,21 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def mutated(chance: random.Random, data: bytes, most: int = 1 << 14) -> bytes:
-    """Bytes changed, put in, cut out, repeated; mostly within the first `most`."""
+def mutated(chance: random.Random, data: bytes, least: int = 0, most: int = 1 << 14) -> bytes:
+    """Bytes changed, put in, cut out, repeated; in the file's bytes from `least` to `most`."""
     found = bytearray(data)
-    for _ in range(chance.randint(1, 6)):
-        at = chance.randrange(min(len(found), most) or 1)
+    for _ in range(chance.choice([1, 1, 1, 2, 6])):
+        at = chance.randrange(least, max(least + 1, min(len(found), most)))
         length = chance.choice([0, 1, 1, 2, 4, 8, 100, 1000])
-        piece = chance.choice([chance.randbytes(length), bytes(length), b"\xff" * length, bytes(found[at : at + length]),
-                               b"99999999999999999999", b"-1", b"[[[[", b'"', b"{}"])
+        piece = chance.choice([chance.randbytes(length), bytes(length), b"\xff" * length, b"99999999999999999999",
+                               bytes(found[at : at + length]), b"-1", b"[[[[", b'"', b"{}"])
         found[at : at + chance.choice([0, 0, 1, len(piece), length])] = piece
     return bytes(found[: chance.randrange(len(found) + 1)] if chance.random() < 0.1 else found)
 
 
 def changed(chance: random.Random, content: dict[str, Any]) -> bytes:
     """A JSON object with other values at some places, at any depth."""
-    for _ in range(chance.randint(1, 3)):
+    for _ in range(chance.choice([1, 1, 2, 3])):
         place: Any = content
         while True:
             keys = list(place) if isinstance(place, dict) else list(range(len(place)))
@@ -181,9 +186,11 @@ def changed(chance: random.Random, content: dict[str, Any]) -> bytes:
 def _journal(tries: Tries, chance: random.Random) -> None:
     """Any bytes behind the name of a journal."""
     path = tries.here / "journal" / FILE
-    path.write_bytes(mutated(chance, tries.journal) if chance.random() < 0.9 else chance.randbytes(200))
+    least = chance.choice([0, tries.begins, tries.begins])  # of the header one flip is as good as another
+    path.write_bytes(mutated(chance, tries.journal, least) if chance.random() < 0.95 else chance.randbytes(200))
     found = read(path.parent)
-    assert found.torn or path.read_bytes() == tries.journal, "a change went unnoticed"
+    assert found.tokens.tolist() == tries.tokens[: len(found.tokens)], "wrong tokens"
+    assert found.header == tries.header, "another header"
 
 
 def _records(tries: Tries, chance: random.Random) -> None:
@@ -225,7 +232,7 @@ def _weights(tries: Tries, chance: random.Random) -> None:
         header = changed(chance, json.loads(data[8:length]))
         data = len(header).to_bytes(8, "little") + header + data[length:]
     else:
-        data = mutated(chance, data, length)
+        data = mutated(chance, data, 0, length)
     (tries.model / checkpoint.WEIGHTS).write_bytes(data)
     config = model_config.read(tries.sound)
     checkpoint.load(checkpoint.TensorFiles(tries.model), config, tries.engine.model.kernels)
@@ -257,9 +264,12 @@ _OPTIONS = ["--max-new-tokens", "--min-new-tokens", "--seed", "--temperature", "
             "--eta-cutoff", "--min-tokens-to-keep", "--repetition-penalty", "--penalty-window", "--stop", "--on-loop",
             "--stop-token-id", "--prefill", "--drafter-option", "--chat-option", "--fsync", "--dtype", "--device",
             "--quantize", "--heads", "--drafter", "--prompt-file", "--ignore-eos", "--chat", "--nothing", "--threads"]
-_WORDS = ["", "0", "1", "-1", "2", "0.5", "1e-300", "1e400", "nan", "inf", "-inf", "99999999999999999999", "x", "=", "a=b",
-          "always", "never", "stop", "warn", "off", "auto", "plain", "suffix", "int8", "cpu", "/", "\udcff", "é", "--", "-",
-          "1_0", "0x10", " 1", "1,2", "chain=9999999", "budget=1", "True", "None"]
+_OPTIONS_OF_JOURNALS = ["--fsync", "--drafter", "--drafter-option", "--threads", "--heads", "--json", "--quiet",
+                        "--allow-different-kernels", "--text", "--output", "--nothing"]
+_NUMBERS = ["0", "1", "-1", "2", "3", "0.1", "0.5", "1.5"]
+_WORDS = [*_NUMBERS, "", "1e-300", "1e400", "nan", "inf", "-inf", "99999999999999999999", "x", "=",
+          "a=b", "always", "never", "stop", "warn", "off", "auto", "plain", "suffix", "int8", "cpu", "/", "\udcff", "é",
+          "--", "-", "1_0", "0x10", " 1", "1,2", "chain=9999999", "budget=1", "True", "None"]
 
 
 def _options(tries: Tries, chance: random.Random) -> None:
@@ -268,11 +278,12 @@ def _options(tries: Tries, chance: random.Random) -> None:
                  "--offline"]
     if chance.random() < 0.3:
         arguments = [chance.choice(["resume", "inspect"]), str(tries.here / "journal"), "--offline"]
-        (tries.here / "journal" / FILE).write_bytes(tries.journal if chance.random() < 0.5 else mutated(chance, tries.journal))
+        content = tries.journal if chance.random() < 0.5 else mutated(chance, tries.journal, tries.begins)
+        (tries.here / "journal" / FILE).write_bytes(content)
     for _ in range(chance.randint(1, 3)):
-        option = chance.choice(_OPTIONS)
-        if chance.random() < 0.95:
-            word = chance.choice(_WORDS)
+        option = chance.choice(_OPTIONS if arguments[0] == "generate" else _OPTIONS_OF_JOURNALS)
+        if chance.random() < 0.9:
+            word = chance.choice(_NUMBERS if chance.random() < 0.6 else _WORDS)
             if option == "--prompt-file" and word == "-":  # waits for what is typed
                 continue
             arguments += [option, word] if chance.random() < 0.5 else [f"{option}={word}"]

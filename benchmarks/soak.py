@@ -151,7 +151,7 @@ def wait(child: int, seconds: float | None) -> int | None:
 def fuzz(count: Annotated[int, typer.Option(help="Inputs.")] = 200_000,
          first: Annotated[int, typer.Option(help="Number of the first; an input depends on its number alone.")] = 0,
          chunk: Annotated[int, typer.Option(help="Inputs of one process.")] = 2000) -> None:
-    """Damaged and hostile inputs of every kind a user can hand in: our own errors or success, soon, in little memory."""
+    """Damaged and hostile inputs of every kind that can be handed in: our error or success, soon, in little room."""
     import fuzzing
 
     figures, failures = fuzzing.run(first, count, chunk)
