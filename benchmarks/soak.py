@@ -167,7 +167,6 @@ def long_run(tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 
              ) -> None:
     """One text of the bundled model, journalled: resident memory against the cache, time per step against its model."""
     engine = longdraft.load("novelist", drafter=drafter, threads=threads)
-    cache = engine.model.cache_bytes_per_token
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         generation = engine.generate(PROMPT, params(tokens, 7), journal=Path(folder) / "journal")
@@ -178,28 +177,30 @@ def long_run(tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 
             if length >= every * (len(rows) + 1) or event.finish_reason:
                 now = time.perf_counter()
                 rows.append({"tokens": length, "resident_bytes": resident_bytes(), "steps": steps,
-                             "seconds_per_step": (now - began) / steps,
-                             "drafter_bytes": generation.stats()["drafter_memory_bytes"]})
+                             "seconds_per_step": (now - began) / steps, "cache_bytes": generation.cache_bytes,
+                             "drafter_bytes": generation.drafter_bytes})
                 steps, began = 0, time.perf_counter()
-    figures = {"tokens": tokens, "drafter": drafter, "cache_bytes_per_token": cache, **growth(rows, cache),
+    figures = {"tokens": tokens, "drafter": drafter, **growth(rows),
                "finish_reason": event.finish_reason, "sha256_tokens": event.stats["sha256_tokens"],
                "tokens_per_second": event.stats["tokens_per_second"]}
     if output:
         output.write_text(json.dumps(figures | {"rows": rows}, indent=2) + "\n")
-    end(figures, figures["bytes_per_token_beyond_the_cache"] < 200)
+    end(figures, figures["bytes_per_token_beyond_the_caches"] < 200)
 
 
-def growth(rows: list[dict[str, float]], cache: int) -> dict[str, float]:
-    """Least squares over the second half: bytes for each token; and how far step times are from a line, at most."""
+def growth(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Bytes for each token of the second half; and how far step times are from a line over the length."""
     import numpy as np
 
     half = rows[len(rows) // 2 :]
-    x, memory = np.array([row["tokens"] for row in half]), np.array([row["resident_bytes"] for row in half])
-    slope = float(np.polyfit(x, memory, 1)[0])
+    tokens = half[-1]["tokens"] - half[0]["tokens"]
+    resident = half[-1]["resident_bytes"] - half[0]["resident_bytes"]
+    caches = sum(half[-1][name] - half[0][name] for name in ("cache_bytes", "drafter_bytes"))
     x, seconds = np.array([row["tokens"] for row in rows[1:]]), np.array([row["seconds_per_step"] for row in rows[1:]])
     each, at_zero = np.polyfit(x, seconds, 1)
     apart = np.abs(seconds - (at_zero + each * x)) / (at_zero + each * x)
-    return {"resident_bytes_per_token": slope, "bytes_per_token_beyond_the_cache": slope - cache,
+    return {"resident_bytes_per_token": resident / tokens,
+            "bytes_per_token_beyond_the_caches": (resident - caches) / tokens,
             "microseconds_per_step": float(1e6 * at_zero), "and_for_each_1000_tokens": float(1e9 * each),
             "mean_distance_from_the_line": float(apart.mean()), "largest_distance": float(apart.max())}
 

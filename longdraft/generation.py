@@ -66,7 +66,7 @@ class Generation(Iterator[Event]):
         model = engine.model.for_length(length)
         draft = engine.draft and engine.draft.for_length(min(length, engine.draft.config.max_positions))
         self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
-        cache = model.new_cache()
+        self._cache = cache = model.new_cache()
         sampler = Sampler(params, self._writing.stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.corpora, draft)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
@@ -108,6 +108,16 @@ class Generation(Iterator[Event]):
     def distinct(self) -> float | None:
         """Distinct 4-grams over 4-grams of the latest tokens; None with on_loop off."""
         return self._writing.distinct
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache, which grows with the text."""
+        return self._cache.nbytes
+
+    @property
+    def drafter_bytes(self) -> int:
+        """Bytes of the drafter's own caches."""
+        return memory_of(self._step.drafter)
 
     def __enter__(self) -> Generation:
         return self
@@ -210,7 +220,8 @@ class Generation(Iterator[Event]):
             "quantize": model.weights.quantize,
             "threads": kernels.threads(model.kernels),
             "peak_memory_bytes": statistics.peak_memory_bytes(),
-            "drafter_memory_bytes": memory_of(step.drafter),
+            "cache_bytes": self.cache_bytes,
+            "drafter_memory_bytes": self.drafter_bytes,
             "model": engine.name,
             "drafter": engine.drafter,
             "drafter_options": asdict(engine.options),
