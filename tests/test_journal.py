@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -306,7 +308,7 @@ def life(folder: Path, done: list[int]) -> None:
         journal.finish("length")
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EINTR])
 def test_a_fault_at_any_call_loses_nothing_that_was_confirmed(tmp_path, monkeypatch, number):
     faults = 0
     for at in range(1, 1000):
@@ -349,6 +351,32 @@ def test_writes_that_take_little_at_a_time_are_continued(tmp_path, monkeypatch):
     done: list[int] = []
     life(tmp_path, done)
     assert done == TOKENS and is_true_prefix(tmp_path) and read(tmp_path).finish == "length"
+
+
+def test_interrupted_calls_are_repeated(tmp_path):
+    """Signals rain on the writer: the system interrupts its calls, Python repeats them, nothing is lost or doubled."""
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(1))
+    stops = threading.Event()
+
+    def rain() -> None:
+        while not stops.wait(1e-4):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=rain)
+    thread.start()
+    try:
+        for turn in range(200):
+            done: list[int] = []
+            life(tmp_path / str(turn), done)
+            assert done == TOKENS == read(tmp_path / str(turn)).tokens.tolist()
+            if len(seen) > 200:
+                break
+    finally:
+        stops.set()
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert seen
 
 
 def test_after_a_failed_write_what_it_left_half_is_gone(tmp_path, monkeypatch):

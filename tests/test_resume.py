@@ -383,6 +383,23 @@ def test_a_disk_that_is_full_gets_one_line_and_goes_on_later(uncut, tmp_path):
     assert (tmp_path / "t").read_text() == uncut["text"]
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not tell its memory so")
+def test_memory_that_runs_out_gets_a_memory_error_and_a_journal_that_goes_on(uncut, tmp_path):
+    """The address space is limited while the text grows: whatever allocation fails first."""
+    code = ("import sys, resource, longdraft\nfrom pathlib import Path\n"
+            "engine = longdraft.load('novelist', drafter='suffix', threads=1)\n"
+            "params = longdraft.SamplingParams(max_new_tokens=2500, seed=1, min_p=0.1, on_loop='off')\n"
+            "next(engine.generate('It was', params))\n"
+            "size = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (size + (8 << 20), -1))\n"
+            "try:\n    [0 for event in engine.generate('It was', params, journal=sys.argv[1])]\n"
+            "except MemoryError:\n    sys.exit(42)")
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "j")], check=False).returncode == 42
+    assert 100 < len(read(tmp_path / "j").tokens) < 2500
+    assert run(["resume", str(tmp_path / "j"), "--output", str(tmp_path / "t"), "--threads", "1"]) == 0
+    assert (tmp_path / "t").read_text() == uncut["text"]
+
+
 def test_kill_9_at_random_moments(tmp_path):
     """The short version of what `benchmarks/soak.py` does a hundred times."""
     work = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "soak.py"), "kills", "--count", "12", "--tokens",
