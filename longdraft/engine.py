@@ -228,11 +228,11 @@ class Engine:
             if len(found.tokens) and int(found.tokens.max()) >= self.model.config.vocab_size:
                 raise JournalError(f"the journal {folder} holds a token id {int(found.tokens.max())}; allowed: 0 to "
                                    f"{self.model.config.vocab_size - 1}")
-            kernels_of_all = [found.header.arithmetic, *(run.arithmetic for run in found.runs)]
+            runs = found.runs
             if writer:
-                writer.begin(self._run(len(found.tokens), now))
-                kernels_of_all.append(now.arithmetic)
-            is_pure = all(one == found.header.arithmetic for one in kernels_of_all)
+                runs = [*runs, self._run(len(found.tokens), now)]
+                writer.begin(runs[-1])
+            is_pure = all(run.arithmetic == found.header.arithmetic for run in runs)
             return Generation(self, found.header.prompt, params, on_prefill, writer, found.tokens, is_pure)
         except BaseException:
             if writer:

@@ -128,14 +128,16 @@ class Journal:
         self._put(form.FINISH, json.dumps({"finish_reason": reason}).encode())
 
     def close(self) -> None:
-        """Let others write. What is there is on the disk then, unless that was never asked for."""
+        """Let others write. What is there is on the disk then, unless `fsync` is never."""
         if self._is_closed:
             return
         self._is_closed = True
         try:
             try:
-                if not self._has_failed and self._interval < math.inf:
-                    os.fsync(self._file)
+                if not self._has_failed:
+                    self._stay_in_place()
+                    if self._interval < math.inf:
+                        os.fsync(self._file)
             finally:
                 os.close(self._file)
         except OSError as error:
