@@ -7,6 +7,7 @@ in one line, within seconds and without a gigabyte.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import mmap
@@ -178,7 +179,7 @@ def changed(chance: random.Random, content: dict[str, Any]) -> bytes:
             if isinstance(place[key], dict | list) and place[key] and chance.random() < 0.5:
                 place = place[key]
                 continue
-            place[key] = chance.choice(VALUES)
+            place[key] = copy.deepcopy(chance.choice(VALUES))
             break
     return json.dumps(content).encode()
 
