@@ -151,6 +151,20 @@ def test_a_looping_text_ends_where_it_is_noticed_whichever_drafter(engines):
     assert len(ends) == 1
 
 
+def test_a_text_that_was_cut_in_its_loop_ends_where_the_uncut_one_does(engines, tmp_path):
+    params = longdraft.SamplingParams(**GREEDY, on_loop="stop")
+    *_, uncut = engines["plain"].generate("It was", params)
+    for engine, count in ((engines["plain"], 400), (engines["ngram"], 40)):
+        generation = engine.generate("It was", params, journal=tmp_path / str(count))
+        for _ in zip(range(count), generation, strict=False):
+            pass
+        generation.close()
+        *_, last = engines["suffix"].resume(tmp_path / str(count))
+        assert last.finish_reason == "loop" and 0 < last.stats["resumed_tokens"] < last.stats["new_tokens"]
+        assert last.stats["sha256_tokens"] == uncut.stats["sha256_tokens"]
+        assert last.stats["loop"] == uncut.stats["loop"]
+
+
 def test_warn_tells_once_and_goes_on(engines, caplog):
     *_, last = engines["suffix"].generate("It was", longdraft.SamplingParams(**GREEDY))
     assert last.finish_reason == "length" and last.stats["loop"] and last.stats["recent_distinct_4"] < 0.5
