@@ -15,6 +15,7 @@ import mmap
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -170,16 +171,17 @@ def long_run(tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         generation = engine.generate(PROMPT, params(tokens, 7), journal=Path(folder) / "journal")
-        steps, began = 0, time.perf_counter()
+        times, began = [], time.perf_counter()
         for event in generation:
-            steps += 1
+            now = time.perf_counter()
+            times.append(now - began)
             length = len(generation.tokens)
             if length >= every * (len(rows) + 1) or event.finish_reason:
-                now = time.perf_counter()
-                rows.append({"tokens": length, "resident_bytes": resident_bytes(), "steps": steps,
-                             "seconds_per_step": (now - began) / steps, "cache_bytes": generation.cache_bytes,
+                rows.append({"tokens": length, "resident_bytes": resident_bytes(), "steps": len(times),
+                             "seconds_per_step": statistics.median(times), "cache_bytes": generation.cache_bytes,
                              "drafter_bytes": generation.drafter_bytes})
-                steps, began = 0, time.perf_counter()
+                times = []
+            began = time.perf_counter()
     figures = {"tokens": tokens, "drafter": drafter, **growth(rows),
                "finish_reason": event.finish_reason, "sha256_tokens": event.stats["sha256_tokens"],
                "tokens_per_second": event.stats["tokens_per_second"]}
@@ -189,7 +191,7 @@ def long_run(tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 
 
 
 def growth(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Bytes for each token of the second half; and how far step times are from a line over the length."""
+    """Bytes for each token of the second half; and how far step times (medians) are from a line over the length."""
     import numpy as np
 
     half = rows[len(rows) // 2 :]
@@ -197,7 +199,7 @@ def growth(rows: list[dict[str, float]]) -> dict[str, float]:
     resident = half[-1]["resident_bytes"] - half[0]["resident_bytes"]
     caches = sum(half[-1][name] - half[0][name] for name in ("cache_bytes", "drafter_bytes"))
     x, seconds = np.array([row["tokens"] for row in rows[1:]]), np.array([row["seconds_per_step"] for row in rows[1:]])
-    each, at_zero = np.polyfit(x, seconds, 1)
+    each, at_zero = np.polyfit(x, seconds, 1, w=1 / seconds)  # what counts is how far a step is off in its own terms
     apart = np.abs(seconds - (at_zero + each * x)) / (at_zero + each * x)
     return {"resident_bytes_per_token": resident / tokens,
             "bytes_per_token_beyond_the_caches": (resident - caches) / tokens,

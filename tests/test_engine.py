@@ -286,3 +286,15 @@ def test_a_context_grows_and_its_views_cannot_be_written():
     assert context.slice(-5, 4).tolist() == [1, 2, 3, 0]
     with pytest.raises(ValueError, match="read-only"):
         context.slice(0, 2)[0] = 9
+
+
+@pytest.mark.parametrize("drafter", ["plain", "ngram", "suffix"])
+def test_a_penalty_window_beyond_any_text_is_one_of_all_of_it(tiny, drafter):
+    """Found by fuzzing: a number that C++ does not have."""
+    engine = longdraft.load(str(tiny["mha"]), drafter=drafter)
+    hashes = set()
+    for window in (4000, 10**20):
+        params = longdraft.SamplingParams(max_new_tokens=40, seed=1, repetition_penalty=1.2, penalty_window=window)
+        *_, last = engine.generate("It was", params)
+        hashes.add(last.stats["sha256_tokens"])
+    assert len(hashes) == 1

@@ -18,6 +18,8 @@ from longdraft.core import Context, SamplingParams
 from longdraft.kernels import cpu
 from longdraft.tree import Tree
 
+_LONGEST = 2**31 - 1  # tokens; as good as any longer window, and a number that C++ has
+
 
 def serves(params: SamplingParams) -> bool:
     """Whether the compiled sampler knows these settings, and is there."""
@@ -36,8 +38,9 @@ class FastSampler:
             least = math.log(params.min_p)
             lowest = params.temperature * (least - 1.0)
         inside = [int(token) for token in banned if token < vocabulary]
-        self._native = cpu.new_choice(params.temperature, lowest, least, params.repetition_penalty,
-                                      params.penalty_window, params.seed or 0, vocabulary, inside)
+        window = min(params.penalty_window, _LONGEST)
+        self._native = cpu.new_choice(params.temperature, lowest, least, params.repetition_penalty, window,
+                                      params.seed or 0, vocabulary, inside)
         self._seen = 0
 
     def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:
