@@ -5,6 +5,7 @@
 #   make test    install what tests need, then run them all
 #   make lint    ruff and mypy
 #   make sanitize  the kernels' tests with addresses and undefined behaviour watched (GCC or Clang; minutes)
+#   make soak    a hundred kills and 200,000 damaged inputs (some twenty minutes; docs/reliability.md)
 #   make clean   remove .venv and everything built
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ TOKENS ?= 4000
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
-.PHONY: demo test lint sanitize clean
+.PHONY: demo test lint sanitize soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/longdraft generate --prompt-file examples/chapter.txt --max-new-tokens $(TOKENS) --seed 7 \
@@ -37,6 +38,11 @@ sanitize:
 	$(WATCHED)/bin/python -m pip install --quiet --disable-pip-version-check --config-settings cmake.define.LONGDRAFT_SANITIZE=ON --editable '.[dev]'
 	LD_PRELOAD="$(RUNTIME)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(WATCHED)/bin/python -m pytest \
 	    --timeout 900 tests/test_kernels.py tests/test_cache.py tests/test_fast_sampler.py tests/test_equality.py
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/soak.py kills --count 100
+	$(BIN)/python benchmarks/soak.py kills --count 20 --command-line
+	$(BIN)/python benchmarks/soak.py fuzz --count 200000
 
 clean:
 	rm -rf $(VENV) $(WATCHED) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,18 +14,20 @@ from longdraft.version import __version__
 
 if TYPE_CHECKING:
     from longdraft.core import Event, SamplingParams
-    from longdraft.engine import Engine, Generation, load
-    from longdraft.errors import LongdraftError, ModelError, NumericalError, UsageError
+    from longdraft.engine import Engine, load, resume
+    from longdraft.errors import JournalError, LongdraftError, ModelError, NumericalError, UsageError
+    from longdraft.generation import Generation
     from longdraft.huggingface import from_transformers, hf_generate
 
 _HOME = {
     "Event": "core", "SamplingParams": "core",
-    "Engine": "engine", "Generation": "engine", "load": "engine",
-    "LongdraftError": "errors", "ModelError": "errors", "NumericalError": "errors", "UsageError": "errors",
+    "Engine": "engine", "Generation": "generation", "load": "engine", "resume": "engine",
+    "JournalError": "errors", "LongdraftError": "errors", "ModelError": "errors", "NumericalError": "errors",
+    "UsageError": "errors",
     "from_transformers": "huggingface", "hf_generate": "huggingface",
 }
-__all__ = ["Engine", "Event", "Generation", "LongdraftError", "ModelError", "NumericalError", "SamplingParams",
-           "UsageError", "__version__", "from_transformers", "hf_generate", "load"]
+__all__ = ["Engine", "Event", "Generation", "JournalError", "LongdraftError", "ModelError", "NumericalError",
+           "SamplingParams", "UsageError", "__version__", "from_transformers", "hf_generate", "load", "resume"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,11 @@ import sys
 
 
 def main() -> None:
+    import signal
+
+    from longdraft.console import on_terminate
+
+    signal.signal(signal.SIGTERM, on_terminate)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -17,17 +22,21 @@ def run(arguments: list[str]) -> int:
     import typer
 
     from longdraft.cli import app
-    from longdraft.errors import LongdraftError, ModelError, UsageError
+    from longdraft.console import Terminated
+    from longdraft.errors import JournalError, LongdraftError, ModelError, UsageError
 
     command = typer.main.get_command(app)
     try:
         status = command.main(arguments, prog_name="longdraft", standalone_mode=False)
     except LongdraftError as error:
-        return _fail(str(error), 2 if isinstance(error, UsageError | ModelError) else 1)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    except MemoryError:
-        return _fail("out of memory; a shorter context, a smaller model or --dtype bfloat16 needs less", 1)
+        return _fail(_noted(str(error), error), 2 if isinstance(error, UsageError | ModelError | JournalError) else 1)
+    except Terminated as error:
+        return _fail(_noted("terminated", error), 143)
+    except KeyboardInterrupt as error:  # where Typer has not made it the status
+        return _fail(_noted("interrupted", error), 130)
+    except MemoryError as error:
+        message = "out of memory; a shorter context, a smaller model or --dtype bfloat16 needs less"
+        return _fail(_noted(message, error), 1)
     except Exception as error:
         # Click's own errors (unknown option, missing argument, bad number) know how to say themselves.
         if not hasattr(error, "format_message"):
@@ -36,6 +45,11 @@ def run(arguments: list[str]) -> int:
             return 2
         return _fail(f"{error.format_message().rstrip('.')}; see --help", 2)
     return status if isinstance(status, int) else 0
+
+
+def _noted(message: str, error: BaseException) -> str:
+    """With what was known where the error passed by (how to resume, for one)."""
+    return "; ".join([message, *getattr(error, "__notes__", ())])
 
 
 def _fail(message: str, status: int) -> int:

@@ -12,8 +12,13 @@ class Interrupted(Exception):
     """Raised where work may be left because a signal has arrived."""
 
 
+class Terminated(BaseException):
+    """What KeyboardInterrupt is for SIGINT: SIGTERM ends the work at once."""
+
+
 class Interrupt:
-    """While entered, SIGINT and SIGTERM are remembered in `number`; a second one ends the work at once."""
+    """While entered, SIGINT and SIGTERM are remembered in `number`; a second one ends the work at once, whatever
+    is being done: it raises KeyboardInterrupt or Terminated, and a third does not even wait for that."""
 
     def __init__(self) -> None:
         self.number = 0  # of the signal that arrived
@@ -31,12 +36,19 @@ class Interrupt:
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         if self.number:
-            raise KeyboardInterrupt
+            for each in self._before:
+                signal.signal(each, signal.SIG_DFL)
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
         self.number = number
 
     def check(self) -> None:
         if self.number:
             raise Interrupted
+
+
+def on_terminate(number: int, frame: FrameType | None) -> None:
+    """A handler for SIGTERM where nothing is under way that must be finished."""
+    raise Terminated
 
 
 def clock(seconds: float) -> str:

@@ -49,6 +49,7 @@ class SamplingParams:
     stop                texts that end the generation; not part of the text
     stop_token_ids      token ids that end it, beside the model's own end-of-text ids
     ignore_eos          the model's end-of-text ids do not end it
+    on_loop             a text that repeats itself: warn | stop (finish reason "loop") | off; see longdraft/loops.py
     from_model          names of the settings above that the model's own defaults gave; for the record
     """
 
@@ -66,6 +67,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    on_loop: str = "warn"
     from_model: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +100,7 @@ class SamplingParams:
         ids: object = self.stop_token_ids
         check(isinstance(ids, tuple) and all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", ids,
               "a tuple of token ids, 0 or more")
+        check(self.on_loop in ("warn", "stop", "off"), "on_loop", self.on_loop, "warn, stop or off")
 
     @classmethod
     def from_names(cls, settings: Mapping[str, Any]) -> SamplingParams:

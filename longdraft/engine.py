@@ -7,10 +7,13 @@
 
 from __future__ import annotations
 
+import datetime
+import hashlib
+import json
 import logging
+import os
 import secrets
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,21 +24,20 @@ import torch
 from numpy.typing import NDArray
 
 from longdraft import drafters, kernels, statistics
-from longdraft.core import Context, Event, Finish, SamplingParams
-from longdraft.drafters.auto import AutoDrafter
+from longdraft.core import SamplingParams
 from longdraft.drafters.corpus import Corpora
-from longdraft.errors import ModelError, UsageError, check
+from longdraft.errors import JournalError, ModelError, UsageError, check
+from longdraft.generation import Generation
+from longdraft.journal import Header, Journal, Run, differences, parse_fsync
+from longdraft.journal import read as read_journal
 from longdraft.model import checkpoint, defaults, fingerprint, library
 from longdraft.model import config as model_config
 from longdraft.model.chat_template import Message
 from longdraft.model.defaults import Defaults
 from longdraft.model.heads import require_model
-from longdraft.model.tokenizer import StopText, Tokenizer, require_same_vocabulary
+from longdraft.model.tokenizer import Tokenizer, require_same_vocabulary
 from longdraft.model.trained import Target, Trained
-from longdraft.model.transformer import Transformer, chain_rows
-from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Drafter, Verified, memory_of
-from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.model.transformer import Transformer
 from longdraft.version import __version__
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
          drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, device: str = "auto",
          dtype: str = "auto", quantize: str = "none", threads: int | None = None, revision: str | None = None,
          token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
+         kernels_name: str | None = None,
          on_load: Callable[[int, int], None] | None = None) -> Engine:
     """An engine for a bundled name, a model folder or a hub id.
 
@@ -64,6 +67,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     token            for private and gated repositories; default: HF_TOKEN, or where the hub's client was logged in
     cache_dir        where files from the hub are kept; default: HF_HOME's
     offline          use what was fetched before, ask nobody; default: HF_HUB_OFFLINE
+    kernels_name     certain kernels, as LONGDRAFT_KERNELS names them; default: its, else the fastest
     on_load          called with (bytes read, bytes in all) while the weights are read
 
     Raises ModelError for files that are missing, corrupt or unsupported, UsageError for settings.
@@ -82,7 +86,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     require_model(folder)
     config = model_config.read(folder)
     chosen = kernels.choose("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"),
-                            config.dtype if dtype == "auto" else dtype)
+                            config.dtype if dtype == "auto" else dtype, kernels_name)
     options = drafters.parse_options(drafter, drafter_options or {})
     tokenizer = Tokenizer(folder)
     _require_fit(tokenizer, config, folder)
@@ -171,14 +175,72 @@ class Engine:
         """
         return self.defaults.params(given)
 
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
-                 on_prefill: Callable[[int, int], None] | None = None) -> Generation:
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, journal: str | Path | None = None,
+                 fsync: str | float = 1.0, on_prefill: Callable[[int, int], None] | None = None) -> Generation:
         """Write a text. Iterate over the result for its events; close it to stop early.
 
         params      taken as they are; without any, the model's defaults apply. See also Engine.params
+        journal     a folder that has none yet: every token is written there before it is given, and `resume` goes
+                    on after any end
+        fsync       how soon the journal survives a power cut too: always | never | seconds
         on_prefill  called with (tokens done, tokens in all) while the prompt is read
+
+        Raises UsageError; JournalError where the folder holds a journal; on the way OutputError where the journal
+        cannot be written, MemoryError, NumericalError.
         """
         params = params or self.params()
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        ids, params = self._checked(prompt, params), params.with_seed(seed)
+        interval = parse_fsync(fsync)
+        writer = None
+        if journal is not None:
+            header = self._header(ids, params)
+            writer = Journal.create(Path(journal), header, self._run(0, header), interval)
+        return Generation(self, ids, params, on_prefill, writer)
+
+    def resume(self, journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,
+               on_prefill: Callable[[int, int], None] | None = None) -> Generation:
+        """Go on with a journal's text, to the tokens and the text that the uncut run would have given.
+
+        The first event holds all that was written before. A finished journal gives that event and nothing more.
+
+        allow_different_kernels  go on with other kernels, device, dtype or versions than the journal's: the text is
+                                 no longer bit for bit the uncut one, and its statistics say so
+
+        Raises JournalError where there is no journal, another process writes it, or model, tokenizer, settings or
+        kernels are others than the ones it was begun with.
+        """
+        folder, interval = Path(journal), parse_fsync(fsync)
+        found = read_journal(folder)
+        writer = None
+        if found.finish is None:
+            writer, found = Journal.open(folder, interval)
+        try:
+            params = found.header.params
+            now = self._header(self._checked(found.header.prompt, params), params)
+            text, arithmetic = differences(found.header, now)
+            if text:
+                raise JournalError(f"the journal {folder} belongs to something else: {'; '.join(text)}; give "
+                                   "--model what it was begun with")
+            if arithmetic and writer and not allow_different_kernels:
+                raise JournalError(f"the journal {folder} was begun with other kernels: {'; '.join(arithmetic)}; with "
+                                   "--allow-different-kernels the text goes on, but is not the uncut one to the bit")
+            if len(found.tokens) and int(found.tokens.max()) >= self.model.config.vocab_size:
+                raise JournalError(f"the journal {folder} holds a token id {int(found.tokens.max())}; allowed: 0 to "
+                                   f"{self.model.config.vocab_size - 1}")
+            runs = found.runs
+            if writer:
+                runs = [*runs, self._run(len(found.tokens), now)]
+                writer.begin(runs[-1])
+            is_pure = all(run.arithmetic == found.header.arithmetic for run in runs)
+            return Generation(self, found.header.prompt, params, on_prefill, writer, found.tokens, is_pure)
+        except BaseException:
+            if writer:
+                writer.close()
+            raise
+
+    def _checked(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's ids, when model and settings can work with them."""
         ids = self.encode(prompt)
         limit = self.model.config.max_positions
         if len(ids) + params.max_new_tokens > limit:
@@ -187,8 +249,33 @@ class Engine:
                              "shorten the prompt or write fewer tokens")
         bad = next((i for i in params.stop_token_ids if i >= self.model.config.vocab_size), None)
         check(bad is None, "stop_token_ids", bad, f"0 to {self.model.config.vocab_size - 1}")
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        return Generation(self, ids, params.with_seed(seed), on_prefill)
+        return ids
+
+    def _header(self, prompt: Sequence[int], params: SamplingParams) -> Header:
+        """What a text of this engine depends on."""
+        model, arithmetic = self.model, self.model.kernels
+        return Header(
+            model=library.lasting_name(self.name, self._files.folder),
+            weights=fingerprint.of(self._files),
+            tokenizer=self.tokenizer.sha256,
+            config=hashlib.sha256(json.dumps(asdict(model.config), sort_keys=True).encode()).hexdigest(),
+            prompt_sha256=statistics.sha256_tokens(np.array(prompt, dtype=np.int32)),
+            prompt=list(prompt),
+            sampling=json.loads(json.dumps(asdict(params))),
+            eos_token_ids=list(model.config.eos_token_ids),
+            quantize=model.weights.quantize,
+            arithmetic={"kernels": arithmetic.name, "device": str(arithmetic.device),
+                        "dtype": str(arithmetic.dtype).removeprefix("torch."), "longdraft_version": __version__,
+                        "torch_version": str(torch.__version__)},
+            exactness="bit-exact" if arithmetic.is_row_invariant else "distribution",
+            drafter=self.drafter,
+            drafter_options=json.loads(json.dumps(asdict(self.options))),
+            heads=self._heads_name,
+        )
+
+    def _run(self, token: int, header: Header) -> Run:
+        began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return Run(began, token, header.arithmetic, self.drafter, kernels.threads(self.model.kernels))
 
 
 def _require_fit(tokenizer: Tokenizer, config: model_config.ModelConfig, folder: Path) -> None:
@@ -197,146 +284,29 @@ def _require_fit(tokenizer: Tokenizer, config: model_config.ModelConfig, folder:
                          f"vocabulary of {config.vocab_size}; they do not belong together")
 
 
-class Generation(Iterator[Event]):
-    """One text being written: an iterator of events that can be closed and asked for its statistics."""
+def load_for(header: Header, *, model: str | None = None, drafter: str | None = None,
+             drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, threads: int | None = None,
+             token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
+             on_load: Callable[[int, int], None] | None = None) -> Engine:
+    """An engine like the one that a journal was begun with, on the same kernels where this machine has them.
 
-    def __init__(self, engine: Engine, prompt: list[int], params: SamplingParams,
-                 on_prefill: Callable[[int, int], None] | None) -> None:
-        self._engine = engine
-        self._params = params
-        self._on_prefill = on_prefill
-        self.finish_reason: Finish | None = None
-        length = len(prompt) + params.max_new_tokens
-        model = engine.model.for_length(length)
-        draft = engine.draft and engine.draft.for_length(min(length, engine.draft.config.max_positions))
-        self._eos = set() if params.ignore_eos else set(model.config.eos_token_ids)
-        self._stop_ids = self._eos | set(params.stop_token_ids)
-        cache = model.new_cache()
-        sampler = Sampler(params, self._stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
-        resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
-                                       draft)
-        drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
-        self._step = Step(model, cache, drafter, sampler, Context(prompt), Timings(), Tally())
-        self._accepted = 0
-        self._num_new = 0
-        self._text = engine.tokenizer.stream()
-        self._stops = StopText(params.stop)
-        self._prefill_seconds = 0.0
-        self._decode_seconds = 0.0
-        self._events = self._run()
+    model                             where the model lies now, if not where it did
+    drafter, drafter_options, heads   default: the journal's; the text does not depend on them
+    """
+    is_same = drafter in (None, header.drafter)
+    if is_same:
+        drafter_options, heads = drafter_options or header.drafter_options, heads or header.heads
+    device = header.arithmetic.get("device", "auto").partition(":")[0]
+    asked = header.arithmetic.get("kernels", "")
+    is_asked = device == "cpu" and kernels.VARIABLE not in os.environ and asked in kernels.available()
+    return load(model or header.model, drafter=drafter or header.drafter, drafter_options=drafter_options, heads=heads,
+                device=device, dtype=header.arithmetic.get("dtype", "auto"), quantize=header.quantize, threads=threads,
+                token=token, cache_dir=cache_dir, offline=offline, kernels_name=asked if is_asked else None,
+                on_load=on_load)
 
-    def __next__(self) -> Event:
-        return next(self._events)
 
-    def close(self) -> None:
-        """Stop the work. What was given so far stands."""
-        self._events.close()
-        if self.finish_reason is None:
-            self.finish_reason = "cancelled"
-
-    @property
-    def held_text(self) -> str:
-        """Text of the last tokens that was held back: the possible beginning of a stop text, or of a character."""
-        return self._rest()
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    @property
-    def tokens(self) -> NDArray[np.int32]:
-        """The new token ids so far."""
-        start = self._step.context.prompt_length
-        return self._step.context.slice(start, start + self._num_new)
-
-    def _run(self) -> Generator[Event, None, None]:
-        start = time.perf_counter()
-        with kernels.alone(self._engine.model.kernels):
-            self._prefill()
-        self._prefill_seconds = time.perf_counter() - start
-        while self.finish_reason is None:
-            start = time.perf_counter()
-            with kernels.alone(self._engine.model.kernels):
-                accepted = self._step.run(self._params.max_new_tokens - self._num_new)
-            tokens, text = self._emit(accepted.tokens)
-            self._accepted += min(len(tokens), len(accepted.sources))
-            self._decode_seconds += time.perf_counter() - start
-            reason = self.finish_reason
-            yield Event(tokens, text, reason, self.stats() if reason else None)
-
-    def _prefill(self) -> None:
-        """All of the prompt but its last token, which is the first root."""
-        step = self._step
-        last = len(step.context) - 1
-        verified: Verified | None = None
-        for start in range(0, last, PREFILL_CHUNK):
-            chunk = step.context.slice(start, min(start + PREFILL_CHUNK, last)).tolist()
-            result = step.model.forward(chain_rows(chunk, start), step.cache)
-            step.cache.commit(range(len(chunk)))
-            verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
-            if self._on_prefill:
-                self._on_prefill(start + len(chunk), last)
-        step.drafter.begin(step.context, verified)
-
-    def _emit(self, tokens: Sequence[int]) -> tuple[tuple[int, ...], str]:
-        """Tokens and text of a step up to where the text ends; sets `finish_reason` there."""
-        shown: list[str] = []
-        for count, token in enumerate(tokens, 1):
-            self._num_new += 1
-            if token in self._stop_ids:
-                self.finish_reason = "eos" if token in self._eos else "stop"
-            else:
-                text, stopped = self._text.push(token), False
-                if self._num_new >= self._params.min_new_tokens:
-                    text, stopped = self._stops.push(text)
-                shown.append(text)
-                if stopped:
-                    self.finish_reason = "stop"
-                    return tuple(tokens[:count]), "".join(shown)
-            if self.finish_reason is None and self._num_new == self._params.max_new_tokens:
-                self.finish_reason = "length"
-            if self.finish_reason:
-                shown.append(self._rest())
-                return tuple(tokens[:count]), "".join(shown)
-        return tuple(tokens), "".join(shown)
-
-    def _rest(self) -> str:
-        """The text that was held back, up to a stop text in it."""
-        text, stopped = self._text.flush(), False
-        if self._num_new >= self._params.min_new_tokens:
-            text, stopped = self._stops.push(text)
-        if stopped:
-            self.finish_reason = "stop"
-        return text + self._stops.flush()
-
-    def stats(self) -> dict[str, Any]:
-        """The statistics so far, under the names of the `--stats` file."""
-        engine, step, model = self._engine, self._step, self._engine.model
-        sampling = asdict(self._params)
-        return {
-            "prompt_tokens": step.context.prompt_length,
-            "sha256_prompt": statistics.sha256_tokens(step.context.slice(0, step.context.prompt_length)),
-            "new_tokens": self._num_new,
-            "finish_reason": self.finish_reason,
-            "seed": self._params.seed,
-            "prefill_seconds": self._prefill_seconds,
-            **statistics.of_steps(self._num_new, self._accepted, self._decode_seconds, step.tally, step.timings),
-            **statistics.of_tokens(self.tokens),
-            "exactness": "bit-exact" if model.kernels.is_row_invariant else "distribution",
-            "kernels": model.kernels.name,
-            "device": str(model.kernels.device),
-            "dtype": str(model.kernels.dtype).removeprefix("torch."),
-            "quantize": model.weights.quantize,
-            "threads": kernels.threads(model.kernels),
-            "peak_memory_bytes": statistics.peak_memory_bytes(),
-            "drafter_memory_bytes": memory_of(step.drafter),
-            "model": engine.name,
-            "drafter": engine.drafter,
-            "drafter_options": asdict(engine.options),
-            **(step.drafter.summary() if isinstance(step.drafter, AutoDrafter) else {}),
-            "sampling": sampling,
-            "longdraft_version": __version__,
-            "torch_version": str(torch.__version__),
-        }
+def resume(journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,
+           on_prefill: Callable[[int, int], None] | None = None, **options: Any) -> Generation:
+    """Load what a journal was begun with and go on: `Engine.resume`, with the `options` of `load_for`."""
+    engine = load_for(read_journal(Path(journal)).header, **options)
+    return engine.resume(journal, fsync=fsync, allow_different_kernels=allow_different_kernels, on_prefill=on_prefill)

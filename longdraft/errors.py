@@ -18,6 +18,10 @@ class ModelError(LongdraftError):
     """A model, tokenizer or heads folder that is missing, corrupt or not supported."""
 
 
+class JournalError(LongdraftError):
+    """A journal that is missing, damaged, in use, or of another model, tokenizer, setting or arithmetic."""
+
+
 class OutputError(LongdraftError):
     """What was to be written could not be: the disk is full, the device is gone."""
 

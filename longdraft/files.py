@@ -41,11 +41,17 @@ class OutputFile:
 
     def finish(self) -> None:
         """What was written is all there is: give the file its name (and the mode of the one it replaces)."""
-        self._file.close()
-        if not self._is_special:
-            if self.path.exists():
-                os.chmod(self._partial, self.path.stat().st_mode)
-            os.replace(self._partial, self.path)
+        try:
+            if not self._is_special:
+                os.fsync(self._file.fileno())  # else a power cut could leave the name without the content
+            self._file.close()
+            if not self._is_special:
+                if self.path.exists():
+                    os.chmod(self._partial, self.path.stat().st_mode)
+                os.replace(self._partial, self.path)
+        except OSError as error:
+            raise OutputError(f"{self._option} cannot write {self.path}: {error.strerror or error}; what was "
+                              f"written so far is in {self._partial}") from error
 
     def abandon(self) -> None:
         """Leave what was written as clearly partial; remove it if that is nothing."""

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from longdraft import drafters, kernels
 from longdraft.core import MAX_SEED, SamplingParams
-from longdraft.engine import Engine, Generation
+from longdraft.engine import Engine
 from longdraft.errors import UsageError, check
+from longdraft.generation import Generation
 from longdraft.model import checkpoint, defaults, library
 from longdraft.model import config as model_config
 from longdraft.model.tokenizer import Tokenizer
@@ -77,8 +78,8 @@ class StateDict(checkpoint.TensorFiles):
         return "" if self._tensors[name].is_floating_point() else f"{name} holds {self._tensors[name].dtype}"
 
     def fingerprint(self) -> str:
-        raise UsageError("heads name the weights they were trained on, which a model in memory cannot show; save it, "
-                         "and give its folder to longdraft.load")
+        raise UsageError("heads and journals name the weights they belong to, which a model in memory cannot show; "
+                         "save it, and give its folder to longdraft.load")
 
 
 class Writer:
@@ -178,6 +179,8 @@ def hf_generate(model: PreTrainedModel, input_ids: Tensor, logits_processor: Any
 
 class _NoTokenizer(Tokenizer):
     """Stands in where only ids matter: it has no tokens and says nothing."""
+
+    sha256 = ""
 
     def __init__(self) -> None:
         pass

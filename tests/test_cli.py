@@ -237,7 +237,8 @@ def test_models_and_doctor_answer_in_words_and_in_json(capfd):
     assert "novelist" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["models"], ["doctor"], ["train"], ["train", "heads"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["resume"], ["inspect"], ["models"],
+                                     ["doctor"], ["train"], ["train", "heads"]])
 def test_every_command_has_help(command, capfd):
     assert run([*command, "--help"]) == 0
     assert "Usage" in capfd.readouterr().out

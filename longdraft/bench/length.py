@@ -16,8 +16,9 @@ from typing import Any
 
 from longdraft import drafters
 from longdraft.core import SamplingParams
-from longdraft.engine import Engine, Generation, Prompt
+from longdraft.engine import Engine, Prompt
 from longdraft.errors import ModelError, UsageError
+from longdraft.generation import Generation
 
 Figures = dict[str, Any]
 

@@ -7,13 +7,15 @@ from typing import Annotated
 import typer
 
 from longdraft.bench.cli import app as bench
-from longdraft.cli import chat, doctor, generate
+from longdraft.cli import chat, doctor, generate, journal
 from longdraft.train.cli import app as train
 from longdraft.version import __version__
 
 app = typer.Typer(name="longdraft", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
                   help="Writes ultra-long texts by speculative decoding: exactly the text of plain decoding.")
 app.command("generate")(generate.generate)
+app.command("resume")(journal.resume)
+app.command("inspect")(journal.inspect)
 app.command("chat")(chat.chat)
 app.command("models")(doctor.models)
 app.command("doctor")(doctor.doctor)

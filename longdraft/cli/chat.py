@@ -16,7 +16,8 @@ from longdraft.core import SamplingParams
 from longdraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from longdraft.engine import Engine, Generation
+    from longdraft.engine import Engine
+    from longdraft.generation import Generation
 
 _HELP = """\
 /help        this list

@@ -52,6 +52,8 @@ class Display:
 
     def __init__(self, max_new_tokens: int, *, quiet: bool, text: bool) -> None:
         self._goal = max_new_tokens
+        self._resumed = 0  # tokens of an earlier run, which tell nothing of speed
+        self._distinct: float | None = None
         self._shows_text = text
         self._console = Console(file=sys.stderr, highlight=False)
         is_live = self._console.is_terminal and not quiet
@@ -84,10 +86,15 @@ class Display:
     def prefilled(self, done: int, total: int) -> None:
         self._prefill = (done, total)
 
-    def show(self, event: Event) -> None:
-        self._start = self._start or time.monotonic()
+    def show(self, event: Event, distinct: float | None = None, *, is_resumed: bool = False) -> None:
+        """distinct: of the latest 4-grams, how many are; is_resumed: an earlier run wrote it."""
         self._tokens += len(event.tokens)
-        self._steps += 1
+        self._distinct = distinct
+        if is_resumed:
+            self._resumed = len(event.tokens)
+        else:
+            self._start = self._start or time.monotonic()
+            self._steps += 1
         if not self._shows_text or not event.text:
             return
         self._has_output = True
@@ -113,11 +120,13 @@ class Display:
         return Group(Text(self._line), status) if self._shares_terminal else Group(status)
 
     def _status(self) -> str:
-        if not self._tokens:
+        if not self._steps:
             done, total = self._prefill
             return f"reading the prompt: {done:,} of {total:,} tokens" if total else "loading"
         seconds = max(time.monotonic() - self._start, 1e-9)
-        speed = self._tokens / seconds
+        written = self._tokens - self._resumed
+        speed = max(written, 1) / seconds
         left = clock((self._goal - self._tokens) / speed)
+        distinct = "" if self._distinct is None else f" · {self._distinct:.0%} distinct"
         return (f"{self._tokens:,} of {self._goal:,} tokens · {speed:.1f} tokens/s · "
-                f"{self._tokens / max(1, self._steps):.2f} per step · {left} left")
+                f"{written / max(1, self._steps):.2f} per step{distinct} · {left} left")

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from longdraft.cli import options
 from longdraft.cli.options import FILES, SAMPLING, option, parse_pairs
-from longdraft.core import Event, SamplingParams
-from longdraft.errors import UsageError
-
-if TYPE_CHECKING:
-    from longdraft.cli.display import Display
-    from longdraft.console import Interrupt
-    from longdraft.engine import Generation
-    from longdraft.files import OutputFile
+from longdraft.core import SamplingParams
+from longdraft.errors import JournalError, UsageError
 
 
 def generate(
@@ -30,6 +22,9 @@ def generate(
     output: Annotated[Path | None, option("Write the text to this file instead of stdout.", FILES)] = None,
     tokens_out: Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES)] = None,
     stats: Annotated[Path | None, option("Write statistics to this JSON file.", FILES)] = None,
+    journal: Annotated[Path | None, option("Crash-safe journal in this new folder; `longdraft resume` goes on from it.",
+                                           FILES)] = None,
+    fsync: options.Fsync = "1",
     quiet: Annotated[bool, option("No live line and no remarks on stderr.", FILES, "--quiet")] = False,
     model: options.Model = "novelist",
     revision: options.Revision = None,
@@ -56,24 +51,30 @@ def generate(
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
     ignore_eos: Annotated[bool, option("The model's end of text does not end it.", SAMPLING, "--ignore-eos")] = False,
+    on_loop: options.OnLoop = SamplingParams.on_loop,
 ) -> int:
     """Write a text that goes on from PROMPT, streaming it to stdout.
 
     The text depends on model, prompt, seed and sampling settings only, never on the drafter.
     """
+    from longdraft.cli.stream import Job, write
     from longdraft.files import open_outputs, read_prompt
+    from longdraft.journal import is_there, parse_fsync, resume_hint
 
     given = {
         "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "seed": seed, "temperature": temperature,
         "top_k": top_k, "top_p": top_p, "min_p": min_p, "eta_cutoff": eta_cutoff,
         "min_tokens_to_keep": min_tokens_to_keep, "repetition_penalty": repetition_penalty,
         "penalty_window": penalty_window, "stop": stop or None,
-        "stop_token_ids": stop_token_id or None, "ignore_eos": ignore_eos}
+        "stop_token_ids": stop_token_id or None, "ignore_eos": ignore_eos, "on_loop": on_loop}
     SamplingParams.from_names(given)  # a mistake shows before the model is read
     drafting = parse_pairs("--drafter-option", drafter_option or ())
     chat_options = options.chat_options(chat_option or ())
     if chat_options and not chat:
         raise UsageError("--chat-option is a variable of the chat template; give --chat with it")
+    parse_fsync(fsync)
+    if journal and is_there(journal):
+        raise JournalError(f"--journal {journal} holds one already; {resume_hint(journal)}, or give another folder")
     text = read_prompt(prompt, prompt_file)
     files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats})
     try:
@@ -87,7 +88,9 @@ def generate(
         params = engine.params(**given)
         options.tell_defaults(params, quiet=quiet)
         ids = _shortened(engine.chat(text, **chat_options) if chat else engine.encode(text), prefill)
-        return _write(lambda progress: engine.generate(ids, params, on_prefill=progress), params, files, quiet)
+        return write(Job(lambda progress: engine.generate(ids, params, journal=journal, fsync=fsync,
+                                                          on_prefill=progress),
+                         params.max_new_tokens, files, journal, quiet))
     finally:
         for file in files.values():
             file.abandon()
@@ -99,73 +102,3 @@ def _shortened(ids: list[int], prefill: int | None) -> list[int]:
     if not 1 <= prefill <= len(ids):
         raise UsageError(f"--prefill is {prefill}; allowed: 1 to {len(ids)} (the prompt's tokens)")
     return ids[:prefill]
-
-
-def _write(start: Any, params: SamplingParams, files: dict[str, OutputFile], quiet: bool) -> int:
-    """Run a generation to its end or to the first signal; returns the exit status."""
-    from longdraft.cli.display import Display
-    from longdraft.console import Interrupt
-
-    status = 0
-    with Interrupt() as interrupt:
-        with Display(params.max_new_tokens, quiet=quiet, text="--output" not in files) as display:
-
-            def progress(done: int, total: int) -> None:
-                interrupt.check()
-                display.prefilled(done, total)
-
-            generation: Generation = start(progress)
-            try:
-                _stream(generation, display, interrupt, files.get("--output"))
-            except BrokenPipeError:
-                status = _silence()  # the reader has gone
-            except OSError as error:
-                print(f"longdraft: cannot write to stdout: {error.strerror or error}", file=sys.stderr)
-                status = _silence()
-            generation.close()
-        _finish(generation, files)
-        if interrupt.number:
-            print(f"longdraft: interrupted after {len(generation.tokens)} tokens; what was written is whole",
-                  file=sys.stderr)
-            status = 128 + interrupt.number
-    return status
-
-
-def _silence() -> int:
-    """Nothing more can be shown, so Python must not try at exit either."""
-    sys.stdout = open("/dev/null", "w")  # noqa: SIM115
-    return 1
-
-
-def _stream(generation: Generation, display: Display, interrupt: Interrupt, output: OutputFile | None) -> None:
-    from longdraft.console import Interrupted
-
-    try:
-        for event in generation:
-            if output:
-                output.write(event.text.encode())
-            display.show(event)
-            interrupt.check()
-    except Interrupted:
-        generation.close()
-        rest = Event((), generation.held_text)
-        if output:
-            output.write(rest.text.encode())
-        display.show(rest)
-
-
-def _finish(generation: Generation, files: dict[str, OutputFile]) -> None:
-    import io
-
-    import numpy as np
-
-    if "--output" in files:
-        files["--output"].finish()
-    if "--tokens-out" in files:
-        buffer = io.BytesIO()
-        np.save(buffer, generation.tokens)
-        files["--tokens-out"].write(buffer.getvalue())
-        files["--tokens-out"].finish()
-    if "--stats" in files:
-        files["--stats"].write((json.dumps(generation.stats(), indent=2) + "\n").encode())
-        files["--stats"].finish()

@@ -54,6 +54,10 @@ MinTokensToKeep = Annotated[int, option("min-p and eta keep at least this many."
 RepetitionPenalty = Annotated[float | None, _of_model("Penalty on tokens of the window; 1: off.", "1",
                                                       "--repetition-penalty")]
 PenaltyWindow = Annotated[int, option("Last tokens penalised.", SAMPLING, "--penalty-window")]
+OnLoop = Annotated[str, option("A text that repeats itself: warn, stop (finish reason 'loop') or off.", SAMPLING,
+                               "--on-loop")]
+Fsync = Annotated[str, option("How soon the journal survives a power cut too: always, never, or seconds.", FILES,
+                              "--fsync")]
 Stop = Annotated[list[str] | None, option("Text that ends the generation; repeatable.", SAMPLING, "--stop")]
 StopTokenId = Annotated[list[int] | None, option("Token id that ends it; repeatable.", SAMPLING, "--stop-token-id")]
 

@@ -14,6 +14,7 @@ import os
 import time
 from pathlib import Path
 
+from longdraft.errors import ModelError
 from longdraft.model.checkpoint import TensorFiles
 
 _WORTH_KEEPING = 1 << 27  # bytes of weights; less is hashed in a fraction of a second
@@ -21,7 +22,11 @@ _TICK_S = 2.0  # longer than any file system's
 
 
 def of(files: TensorFiles) -> str:
-    """`files.fingerprint()`, from the cache where the files are what they were."""
+    """`files.fingerprint()`, from the cache where the files are what they were.
+
+    ModelError where they are not those that were loaded any more.
+    """
+    _require_unchanged(files)
     if not files.files or files.nbytes < _WORTH_KEEPING:
         return files.fingerprint()
     state = _state(files)
@@ -37,6 +42,18 @@ def of(files: TensorFiles) -> str:
             partial.write_text(json.dumps({"sha256": found, "files": state}), encoding="utf-8")
             os.replace(partial, kept)
     return found
+
+
+def _require_unchanged(files: TensorFiles) -> None:
+    for file in files.files:
+        try:
+            there = os.stat(file.path)
+        except OSError as error:
+            raise ModelError(f"{file.path} is gone since it was loaded ({error.strerror}); give it back") from error
+        about = file.about
+        if ((there.st_dev, there.st_ino, there.st_size, there.st_mtime_ns)
+                != (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)):
+            raise ModelError(f"{file.path} was replaced after it was loaded; load the model again")
 
 
 def cache_dir() -> Path:

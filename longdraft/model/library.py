@@ -70,6 +70,16 @@ def resolve(name: str, hub: Hub | None = None, *, is_config_enough: bool = False
     return _Repository(found["id"], found["revision"] or hub.revision, hub).fetch(is_config_enough)
 
 
+def lasting_name(name: str, folder: Path) -> str:
+    """What will mean the same model tomorrow, and from elsewhere, as `name` did when `folder` was found for it."""
+    if name in bundled():
+        return name
+    found = _HUB_ID.fullmatch(name)
+    if found and not Path(name).is_dir() and _COMMIT.fullmatch(folder.name):
+        return f"{found['id']}@{folder.name}"
+    return str(folder.resolve())
+
+
 @dataclass(frozen=True)
 class _Repository:
     id: str

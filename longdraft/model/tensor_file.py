@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import warnings
 from math import prod
 from pathlib import Path
@@ -49,6 +50,7 @@ class TensorFile:
                                      f"allowed: {_MAX_HEADER}")
                 with safe_open(path, framework="pt"):  # refuses lengths, offsets and shapes that do not add up
                     pass
+                self.about = os.fstat(file.fileno())  # which file it was, should another take its name
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             header = json.loads(self._map[8 : 8 + length])
         except (SafetensorError, OSError, ValueError, RecursionError) as error:

@@ -26,7 +26,7 @@ _CONVERT = ("`pip install transformers sentencepiece tiktoken protobuf`, then `p
 
 
 class Tokenizer:
-    """A model's `tokenizer.json` and, where there is one, its chat template."""
+    """A model's `tokenizer.json` and, where there is one, its chat template. `sha256` is that of the file's bytes."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -35,9 +35,11 @@ class Tokenizer:
             raise ModelError(f"{path} is missing" + (f" (there is {other})" if other else "")
                              + f"; longdraft reads no other form; to write it: {_CONVERT}")
         try:
-            self._tokenizer = HFTokenizer.from_file(str(path))
+            content = path.read_bytes()
+            self._tokenizer = HFTokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception for every malformed file
             raise ModelError(f"{path} is not a readable tokenizer: {error}") from error
+        self.sha256 = hashlib.sha256(content).hexdigest()
         self._folder = folder
 
     @property

@@ -37,12 +37,16 @@ class Accepted(NamedTuple):
     rows      nodes of the tree that became text, root first; len(rows) == len(tokens)
     sources   who guessed tokens[:-1]
     verified  the target's rows along `rows`
+    drafted   guesses of the tree
+    depth     how far ahead they went
     """
 
     tokens: tuple[int, ...]
     rows: tuple[int, ...]
     sources: tuple[str, ...]
     verified: Verified
+    drafted: int = 0
+    depth: int = 0
 
 
 class Drafter(Protocol):

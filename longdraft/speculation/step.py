@@ -84,7 +84,8 @@ class Step(NamedTuple):
             cache.commit(path)
             context.extend(choices[node] for node in path)
         accepted = Accepted(tuple(choices[node] for node in path), tuple(path),
-                            tuple(tree.sources[node] for node in path[1:]), Verified(result, path))
+                            tuple(tree.sources[node] for node in path[1:]), Verified(result, path),
+                            len(tree) - 1, max(tree.depths))
         with timings.measure("draft"):
             drafter.observe(context, accepted)
         tally.steps += 1

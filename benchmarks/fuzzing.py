@@ -1,0 +1,314 @@
+"""Inputs for `soak.py fuzz`: what a user can hand in, damaged or hostile. Each depends on its number alone.
+
+A process of its own tries some thousands at a time. An input is good if it is accepted or gets one of our own errors,
+in one line, within seconds and without a gigabyte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import mmap
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import longdraft
+from longdraft import kernels
+from longdraft.__main__ import run as command_line
+from longdraft.errors import LongdraftError
+from longdraft.files import read_prompt
+from longdraft.journal import FILE, read
+from longdraft.journal import format as form
+from longdraft.model import checkpoint
+from longdraft.model import config as model_config
+from longdraft.model.tokenizer import Tokenizer
+
+SECONDS = 20  # for one input, on a busy machine
+BYTES = 1 << 30  # that a process may grow by
+VALUES: list[Any] = [None, True, False, 0, 1, 2, -1, 2**31, 2**63, -(2**70), 1e308, -0.0, 0.5, float("nan"),
+                     float("inf"), "", "x", "\0", "\ud800", [], {}, [[]], [1, "a"], {"a": []}, "9" * 400, [0] * 1000]
+
+
+def run(first: int, count: int, chunk: int) -> tuple[dict[str, Any], list[str]]:
+    """Figures, and a line for each failure."""
+    kernels.set_threads(1)
+    began, failures = time.monotonic(), []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _make_model(folder / "model")
+        counts: Counter[str] = Counter()
+        for start in range(first, first + count, chunk):
+            done, failed = _child(folder, start, min(chunk, first + count - start))
+            counts.update(done)
+            failures += failed
+    kinds = {kind: {what: counts[f"{kind} {what}"] for what in ("accepted", "refused")} for kind in KINDS}
+    figures = {"inputs": counts.total(), "kinds": kinds, "failures": len(failures), "largest_growth_bytes": _grown[0],
+               "slowest_seconds": _slowest[0], "seconds": time.monotonic() - began}
+    return figures, failures
+
+
+_grown, _slowest = [0], [0.0]
+
+
+def _make_model(folder: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    from conftest import make_checkpoint
+
+    make_checkpoint(folder, num_hidden_layers=1)
+
+
+def _child(folder: Path, start: int, count: int) -> tuple[Counter[str], list[str]]:
+    """A process that tries inputs; what it found, or how it died."""
+    shared = mmap.mmap(-1, 8)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        try:
+            found = Tries(folder, shared).run(start, count)
+            os.write(writer, json.dumps(found).encode()[:60_000])
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        answer = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status or not answer:
+        return Counter(), [f"input {int.from_bytes(shared[:8], 'little')}: the process ended ({status})"]
+    found = json.loads(answer)
+    _grown[0], _slowest[0] = max(_grown[0], found["grown"]), max(_slowest[0], found["slowest"])
+    failures = found["failures"] + ([f"inputs from {start}: {found['grown']} bytes"] if found["grown"] > BYTES else [])
+    return Counter(found["counts"]), failures
+
+
+class Hang(BaseException):
+    pass
+
+
+def _hang(number: int, frame: object) -> None:
+    raise Hang
+
+
+class Tries:
+    """The inputs of one process."""
+
+    def __init__(self, folder: Path, number: mmap.mmap) -> None:
+        self._number = number
+        self.sound = folder / "model"
+        self.here = folder / f"try-{os.getpid()}"
+        shutil.copytree(self.sound, self.here / "model")
+        os.chdir(self.here)  # where files of random names may lie
+        self.model = self.here / "model"
+        self.engine = longdraft.load(str(self.sound), drafter="suffix")
+        self.params = longdraft.SamplingParams(max_new_tokens=60, seed=1)
+        for _ in self.engine.generate("It was", self.params, journal=self.here / "journal"):
+            pass
+        self.journal = (self.here / "journal" / FILE).read_bytes()
+        found = read(self.here / "journal")
+        self.header, self.tokens = found.header, found.tokens.tolist()
+        self.begins = self.journal.index(b'"began"')
+        self.files = {name: (self.sound / name).read_bytes() for name in ("config.json", "generation_config.json",
+                                                                          "tokenizer.json", checkpoint.WEIGHTS)}
+
+    def run(self, start: int, count: int) -> dict[str, Any]:
+        counts: Counter[str] = Counter()
+        failures, before, slowest = [], _peak(), 0.0
+        signal.signal(signal.SIGALRM, _hang)
+        names = [name for name, kind in KINDS.items() for _ in range(kind[0])]
+        for number in range(start, start + count):
+            self._number[:] = number.to_bytes(8, "little")
+            chance = random.Random(number)
+            kind = names[number % len(names)]
+            began = time.monotonic()
+            signal.alarm(SECONDS)
+            try:
+                KINDS[kind][1](self, chance)
+                counts[f"{kind} accepted"] += 1
+            except LongdraftError as error:
+                counts[f"{kind} refused"] += 1
+                if "\n" in str(error).strip() or len(str(error)) > 5000:
+                    failures.append(f"input {number} ({kind}): not one line: {str(error)[:200]!r}")
+            except BaseException as error:  # a failure is a failure, whatever it is
+                failures.append(f"input {number} ({kind}): {type(error).__name__}: {str(error)[:200]}")
+                counts[f"{kind} failed"] += 1
+            signal.alarm(0)
+            slowest = max(slowest, time.monotonic() - began)
+        shutil.rmtree(self.here)
+        return {"counts": counts, "failures": failures, "grown": _peak() - before, "slowest": slowest}
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def mutated(chance: random.Random, data: bytes, least: int = 0, most: int = 1 << 14) -> bytes:
+    """Bytes changed, put in, cut out, repeated; in the file's bytes from `least` to `most`."""
+    found = bytearray(data)
+    for _ in range(chance.choice([1, 1, 1, 2, 6])):
+        at = chance.randrange(least, max(least + 1, min(len(found), most)))
+        length = chance.choice([0, 1, 1, 2, 4, 8, 100, 1000])
+        piece = chance.choice([chance.randbytes(length), bytes(length), b"\xff" * length, b"99999999999999999999",
+                               bytes(found[at : at + length]), b"-1", b"[[[[", b'"', b"{}"])
+        found[at : at + chance.choice([0, 0, 1, len(piece), length])] = piece
+    return bytes(found[: chance.randrange(len(found) + 1)] if chance.random() < 0.1 else found)
+
+
+def changed(chance: random.Random, content: dict[str, Any]) -> bytes:
+    """A JSON object with other values at some places, at any depth."""
+    for _ in range(chance.choice([1, 1, 2, 3])):
+        place: Any = content
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not keys:
+                break
+            key = chance.choice(keys)
+            if isinstance(place[key], dict | list) and place[key] and chance.random() < 0.5:
+                place = place[key]
+                continue
+            place[key] = copy.deepcopy(chance.choice(VALUES))
+            break
+    return json.dumps(content).encode()
+
+
+def _journal(tries: Tries, chance: random.Random) -> None:
+    """Any bytes behind the name of a journal."""
+    path = tries.here / "journal" / FILE
+    least = chance.choice([0, tries.begins, tries.begins])  # of the header one flip is as good as another
+    path.write_bytes(mutated(chance, tries.journal, least) if chance.random() < 0.95 else chance.randbytes(200))
+    found = read(path.parent)
+    assert found.tokens.tolist() == tries.tokens[: len(found.tokens)], "wrong tokens"
+    assert found.header == tries.header, "another header"
+
+
+def _records(tries: Tries, chance: random.Random) -> None:
+    """Right checksums over wrong records; then resumed."""
+    path = tries.here / "journal" / FILE
+    path.write_bytes(tries.journal)
+    found, digest = read(path.parent), form.Digest()
+    header = json.loads(form.dump(found.header))
+    run = json.loads(form.dump(found.runs[0]))
+    records = [(form.HEADER, changed(chance, header) if chance.random() < 0.5 else json.dumps(header).encode()),
+               (form.RUN, changed(chance, run) if chance.random() < 0.3 else json.dumps(run).encode())]
+    for _ in range(chance.randint(0, 3)):
+        tokens = np.array([chance.choice([0, 1, 5, 300, 319, 320, 2**31 - 1, -1])
+                           for _ in range(chance.randint(0, 5))], np.int32)
+        records.append(chance.choice([(form.TOKENS, form.dump_step(tokens, chance.randrange(2**32), chance.random())),
+                                      (form.TOKENS, chance.randbytes(chance.randrange(40))),
+                                      (form.FINISH, b'{"finish_reason": "length"}'), (chance.randrange(256), b"x")]))
+    content = form.MAGIC + b"".join(form.record(kind, payload, digest) for kind, payload in records)
+    path.write_bytes(content)
+    with tries.engine.resume(path.parent, fsync="never") as generation:
+        if generation.num_resumed < 1000:
+            for _ in zip(range(4), generation):
+                pass
+
+
+def _config(tries: Tries, chance: random.Random) -> None:
+    for name in ("config.json", "generation_config.json"):
+        data = tries.files[name]
+        data = changed(chance, json.loads(data)) if chance.random() < 0.7 else mutated(chance, data)
+        (tries.model / name).write_bytes(data)
+    longdraft.model.defaults.read(tries.model)
+    model_config.read(tries.model)
+
+
+def _weights(tries: Tries, chance: random.Random) -> None:
+    data = tries.files[checkpoint.WEIGHTS]
+    length = 8 + int.from_bytes(data[:8], "little")
+    if chance.random() < 0.5:
+        header = changed(chance, json.loads(data[8:length]))
+        data = len(header).to_bytes(8, "little") + header + data[length:]
+    else:
+        data = mutated(chance, data, 0, length)
+    (tries.model / checkpoint.WEIGHTS).write_bytes(data)
+    config = model_config.read(tries.sound)
+    checkpoint.load(checkpoint.TensorFiles(tries.model), config, tries.engine.model.kernels)
+
+
+def _tokenizer(tries: Tries, chance: random.Random) -> None:
+    data = tries.files["tokenizer.json"]
+    data = changed(chance, json.loads(data)) if chance.random() < 0.5 else mutated(chance, data)
+    (tries.model / "tokenizer.json").write_bytes(data)
+    tokenizer = Tokenizer(tries.model)
+    stream = tokenizer.stream()
+    for token in [*tokenizer.encode("It was\0é"), 0, 5, 319, 9999]:
+        stream.push(token)
+    stream.flush()
+
+
+def _prompt(tries: Tries, chance: random.Random) -> None:
+    pieces = [chance.randbytes(chance.randrange(50)), "é€😀".encode(), b"\xef\xbb\xbf", b"\0", b"<s></s>",
+              b"a" * chance.randrange(3000), b"\r\n\x1b[2J", "\u202e\u0301".encode() * 20]
+    (tries.here / "prompt").write_bytes(b"".join(chance.choices(pieces[chance.random() < 0.7 :], k=3)))
+    ids = tries.engine.encode(read_prompt(None, str(tries.here / "prompt")))
+    assert all(0 <= token < 320 for token in ids)
+    stream = tries.engine.tokenizer.stream()
+    shown = "".join(map(stream.push, ids)) + stream.flush()
+    assert len(shown) <= len(ids)
+
+
+_OPTIONS = ["--max-new-tokens", "--min-new-tokens", "--seed", "--temperature", "--top-k", "--top-p", "--min-p",
+            "--eta-cutoff", "--min-tokens-to-keep", "--repetition-penalty", "--penalty-window", "--stop", "--on-loop",
+            "--stop-token-id", "--prefill", "--drafter-option", "--chat-option", "--fsync", "--dtype", "--device",
+            "--quantize", "--heads", "--drafter", "--prompt-file", "--ignore-eos", "--chat", "--nothing", "--threads"]
+_OPTIONS_OF_JOURNALS = ["--fsync", "--drafter", "--drafter-option", "--threads", "--heads", "--json", "--quiet",
+                        "--allow-different-kernels", "--text", "--output", "--nothing"]
+_NUMBERS = ["0", "1", "-1", "2", "3", "0.1", "0.5", "1.5"]
+_WORDS = [*_NUMBERS, "", "1e-300", "1e400", "nan", "inf", "-inf", "99999999999999999999", "x", "=",
+          "a=b", "always", "never", "stop", "warn", "off", "auto", "plain", "suffix", "int8", "cpu", "/", "\udcff", "é",
+          "--", "-", "1_0", "0x10", " 1", "1,2", "chain=9999999", "budget=1", "True", "None"]
+
+
+def _options(tries: Tries, chance: random.Random) -> None:
+    """A command line of random options and words, run to its end; nothing may be asked of the network."""
+    arguments = ["generate", "It was", "--model", str(tries.sound), "--drafter", "plain", "--max-new-tokens", "2",
+                 "--offline"]
+    if chance.random() < 0.3:
+        arguments = [chance.choice(["resume", "inspect"]), str(tries.here / "journal"), "--offline"]
+        content = tries.journal if chance.random() < 0.5 else mutated(chance, tries.journal, tries.begins)
+        (tries.here / "journal" / FILE).write_bytes(content)
+    for _ in range(chance.randint(1, 3)):
+        option = chance.choice(_OPTIONS if arguments[0] == "generate" else _OPTIONS_OF_JOURNALS)
+        if chance.random() < 0.9:
+            word = chance.choice(_NUMBERS if chance.random() < 0.6 else _WORDS)
+            if option == "--prompt-file" and word == "-":  # waits for what is typed
+                continue
+            arguments += [option, word] if chance.random() < 0.5 else [f"{option}={word}"]
+        else:
+            arguments.insert(chance.randrange(1, len(arguments)), option)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+        status = command_line(arguments)
+    kernels.set_threads(1)
+    said = err.getvalue()
+    assert "Traceback" not in said, arguments
+    assert status in (0, 1, 2), (status, arguments)
+    if status:
+        assert said.startswith("longdraft: ") or "warning" in said.lower(), (arguments, said)
+        raise LongdraftError(said.strip().splitlines()[-1])
+
+
+# How many of a hundred inputs are of each kind, and what tries one.
+KINDS: dict[str, tuple[int, Callable[[Tries, random.Random], None]]] = {
+    "journal": (34, _journal),
+    "records": (10, _records),
+    "config": (16, _config),
+    "safetensors": (15, _weights),
+    "tokenizer": (10, _tokenizer),
+    "prompt": (11, _prompt),
+    "options": (4, _options),
+}
+assert sum(share for share, _ in KINDS.values()) == 100

@@ -1,0 +1,213 @@
+"""`longdraft resume` and `longdraft inspect`: go on with a journal, and see what it holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from longdraft.cli import options
+from longdraft.cli.options import FILES, RUNNING, option, parse_pairs
+
+if TYPE_CHECKING:
+    from longdraft.journal import Found, StepRecord
+
+Folder = Annotated[Path, typer.Argument(metavar="JOURNAL", help="The folder that --journal named.", show_default=False)]
+_Elsewhere = Annotated[str | None, option("Where the model is now; default: where it was.", RUNNING, "--model")]
+_ROWS = 12  # lines of the table over the length, at most
+
+
+def resume(
+    journal: Folder,
+    output: Annotated[Path | None, option("Write the text to this file instead of stdout.", FILES)] = None,
+    tokens_out: Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES)] = None,
+    stats: Annotated[Path | None, option("Write statistics to this JSON file.", FILES)] = None,
+    fsync: options.Fsync = "1",
+    quiet: Annotated[bool, option("No live line and no remarks on stderr.", FILES, "--quiet")] = False,
+    model: _Elsewhere = None,
+    cache_dir: options.CacheDir = None,
+    offline: options.Offline = False,
+    drafter: Annotated[str | None, option("As for generate; default: the journal's.", RUNNING, "--drafter")] = None,
+    drafter_option: options.DrafterOption = None,
+    heads: options.Heads = None,
+    threads: options.Threads = None,
+    allow_different_kernels: Annotated[bool, option(
+        "Go on with other kernels or versions than the journal's; marks the result.", RUNNING,
+        "--allow-different-kernels")] = False,
+) -> int:
+    """Go on where a text was cut. What comes out, from its first word on, equals what the uncut run would have given.
+
+    Settings, seed and prompt are the journal's. The model may lie elsewhere and another drafter may draft.
+    """
+    from longdraft.cli.display import LoadBar
+    from longdraft.cli.stream import Job, write
+    from longdraft.engine import load_for
+    from longdraft.files import open_outputs
+    from longdraft.journal import parse_fsync, read
+
+    parse_fsync(fsync)
+    drafting = parse_pairs("--drafter-option", drafter_option) if drafter_option else None
+    found = read(journal)
+    files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats})
+    try:
+        with LoadBar(quiet=quiet) as bar:
+            engine = load_for(found.header, model=model, drafter=drafter, drafter_options=drafting, heads=heads,
+                              threads=threads, cache_dir=cache_dir, offline=offline, on_load=bar.show)
+        if found.finish and not quiet:
+            print(f"longdraft: the text is whole ({len(found.tokens):,} tokens, finish reason {found.finish}), nothing "
+                  "is left to write", file=sys.stderr)
+        return write(Job(lambda progress: engine.resume(journal, fsync=fsync, on_prefill=progress,
+                                                        allow_different_kernels=allow_different_kernels),
+                         found.header.params.max_new_tokens, files, journal, quiet))
+    finally:
+        for file in files.values():
+            file.abandon()
+
+
+def inspect(
+    journal: Folder,
+    as_json: Annotated[bool, option("One JSON document instead of tables.", FILES, "--json")] = False,
+    text: Annotated[Path | None, option("Write the text so far to this file; '-': stdout.", FILES)] = None,
+    tokens_out: Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES)] = None,
+    model: _Elsewhere = None,
+    cache_dir: options.CacheDir = None,
+    offline: options.Offline = False,
+) -> None:
+    """Show a journal: settings, progress, speed and acceptance over the length. A process may be writing it."""
+    from longdraft.files import open_outputs
+    from longdraft.journal import read
+
+    found = read(journal)
+    is_stdout = text is not None and str(text) == "-"
+    files = open_outputs({"--text": None if is_stdout else text, "--tokens-out": tokens_out})
+    try:
+        if text is not None:
+            shown = _text(found, model, cache_dir, offline)
+            if is_stdout:
+                sys.stdout.write(shown)
+            else:
+                files["--text"].write(shown.encode())
+                files["--text"].finish()
+        if tokens_out is not None:
+            from longdraft.cli.stream import npy
+
+            files["--tokens-out"].write(npy(found.tokens))
+            files["--tokens-out"].finish()
+    finally:
+        for file in files.values():
+            file.abandon()
+    report = describe(journal, found)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    elif not is_stdout:
+        _print(report)
+
+
+def _text(found: Found, model: str | None, cache_dir: Path | None, offline: bool) -> str:
+    """The text of the tokens, by the tokenizer that began it."""
+    from longdraft.errors import JournalError
+    from longdraft.model import library
+    from longdraft.model.tokenizer import Tokenizer
+    from longdraft.writing import Writing
+
+    name = model or found.header.model
+    tokenizer = Tokenizer(library.resolve(name, library.Hub(cache_dir=cache_dir, offline=offline)))
+    if tokenizer.sha256 != found.header.tokenizer:
+        raise JournalError(f"the tokenizer of {name} is not the journal's; give --model what it was begun with")
+    writing = Writing(tokenizer, found.header.params, found.header.eos_token_ids)
+    text = writing.push(found.tokens.tolist())[1]
+    return text if writing.finish_reason else text + writing.rest()
+
+
+def describe(folder: Path, found: Found) -> dict[str, Any]:
+    """Everything that `inspect` shows, under the names of the statistics."""
+    from dataclasses import asdict
+
+    from longdraft import statistics
+    from longdraft.journal import is_being_written
+
+    header = asdict(found.header)
+    prompt = header.pop("prompt")
+    runs = [asdict(run) for run in found.runs]
+    is_pure = all(run.arithmetic == found.header.arithmetic for run in found.runs)
+    state = "finished" if found.finish else "being written" if is_being_written(folder) else "unfinished"
+    return {
+        "journal": str(folder),
+        "state": state,
+        "finish_reason": found.finish,
+        "prompt_tokens": len(prompt),
+        "new_tokens": len(found.tokens),
+        "max_new_tokens": found.header.params.max_new_tokens,
+        **_figures(found.steps),
+        **statistics.of_tokens(found.tokens),
+        "exactness": found.header.exactness if is_pure else "distribution",
+        "torn_bytes": 0 if state == "being written" else found.torn,
+        "header": header,
+        "runs": runs,
+        "over_length": _over_length(found.steps),
+    }
+
+
+def _figures(steps: list[StepRecord]) -> dict[str, Any]:
+    tokens, seconds = sum(step.num_tokens for step in steps), sum(step.seconds for step in steps)
+    drafted, accepted = sum(step.drafted for step in steps), tokens - len(steps)
+    return {
+        "steps": len(steps),
+        "decode_seconds": seconds,
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "draft_tokens": drafted,
+        "accepted_tokens": accepted,
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
+        "mean_accepted_length": tokens / len(steps) if steps else 0.0,
+    }
+
+
+def _over_length(steps: list[StepRecord]) -> list[dict[str, Any]]:
+    """The figures of equal parts of the text, each as long as a round number of tokens."""
+    total = sum(step.num_tokens for step in steps)
+    size = next(unit * scale for scale in (10**power for power in range(20)) for unit in (1, 2, 5)
+                if unit * scale * _ROWS >= total)
+    parts: list[list[StepRecord]] = [[] for _ in range(-(-total // size))]
+    at = 0
+    for step in steps:
+        parts[at // size].append(step)
+        at += step.num_tokens
+    return [{"from": size * i, "to": min(total, size * (i + 1)), **_figures(part)}
+            for i, part in enumerate(parts) if part]
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    header, console = report["header"], Console(highlight=False, soft_wrap=True)
+    settings = ", ".join(f"{name} {value}" for name, value in header["sampling"].items() if value not in ([], None))
+    state = report["state"] + (f" ({report['finish_reason']})" if report["finish_reason"] else "")
+    lines = {
+        "journal": report["journal"],
+        "state": state + (f", {report['torn_bytes']} bytes torn" if report["torn_bytes"] else ""),
+        "tokens": f"{report['new_tokens']:,} of {report['max_new_tokens']:,}; prompt {report['prompt_tokens']:,}",
+        "speed": f"{report['tokens_per_second']:.1f} tokens/s, {report['mean_accepted_length']:.2f} tokens per step, "
+                 f"{report['decode_seconds']:.1f} s of decoding",
+        "distinct 4-grams": f"{report['distinct_4']:.0%}",
+        "sha256 of the tokens": report["sha256_tokens"],
+        "model": f"{header['model']} (weights {header['weights'][:12]}, quantize {header['quantize']})",
+        "drafter": header["drafter"],
+        "arithmetic": ", ".join(f"{name} {value}" for name, value in header["arithmetic"].items()),
+        "exactness": report["exactness"],
+        "sampling": settings,
+        "runs": "; ".join(f"{run['began']} from token {run['token']:,}" for run in report["runs"]),
+    }
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        console.print(f"{name:{width}}  {value}", markup=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("tokens", "tokens/s", "tokens per step", "guesses right"):
+        table.add_column(name, justify="right")
+    for part in report["over_length"]:
+        table.add_row(f"{part['from']:,}-{part['to']:,}", f"{part['tokens_per_second']:.1f}",
+                      f"{part['mean_accepted_length']:.2f}", f"{part['acceptance_rate']:.0%}")
+    console.print(table)

@@ -1,0 +1,129 @@
+"""From a generation to stdout or files: what `generate` and `resume` share."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from longdraft.cli.display import Display
+from longdraft.console import Interrupt, Interrupted, Terminated
+from longdraft.core import Event
+from longdraft.errors import LongdraftError
+from longdraft.files import OutputFile
+from longdraft.generation import Generation
+from longdraft.journal import resume_hint
+
+
+@dataclass
+class Job:
+    """What is to be written, and where to.
+
+    start           begins it; is given the function that is told of the prefill
+    max_new_tokens  of the whole text
+    files           option -> its file
+    journal         the folder of the text's journal, if it has one
+    """
+
+    start: Callable[[Callable[[int, int], None]], Generation]
+    max_new_tokens: int
+    files: dict[str, OutputFile]
+    journal: Path | None
+    quiet: bool
+
+
+def write(job: Job) -> int:
+    """Run a generation to its end or to the first signal; returns the exit status."""
+    status = 0
+    with Interrupt() as interrupt:
+        with Display(job.max_new_tokens, quiet=job.quiet, text="--output" not in job.files) as display:
+
+            def progress(done: int, total: int) -> None:
+                interrupt.check()
+                display.prefilled(done, total)
+
+            generation = job.start(progress)
+            try:
+                _stream(generation, display, interrupt, job.files.get("--output"))
+            except BrokenPipeError:
+                status = _silence()  # the reader has gone
+            except OSError as error:
+                print(f"longdraft: cannot write to stdout: {error.strerror or error}", file=sys.stderr)
+                status = _silence()
+            except KeyboardInterrupt:  # Typer makes it status 130, and says nothing
+                print("longdraft:", "; ".join(["interrupted", *_hints(generation, job)]), file=sys.stderr)
+                raise
+            except (LongdraftError, MemoryError, Terminated) as error:
+                for hint in _hints(generation, job):
+                    error.add_note(hint)
+                raise
+            finally:
+                generation.close()
+        _finish(generation, job)
+        _tell_end(generation, job, interrupt)
+    return 128 + interrupt.number if interrupt.number else status
+
+
+def _hints(generation: Generation, job: Job) -> list[str]:
+    """How to go on, where that can be done."""
+    return [resume_hint(job.journal)] if job.journal and not generation.is_finished else []
+
+
+def _tell_end(generation: Generation, job: Job, interrupt: Interrupt) -> None:
+    """A line on stderr about a text that is not whole."""
+    count = f"{len(generation.tokens):,} tokens"
+    if generation.is_finished:
+        return
+    how = "interrupted" if interrupt.number else "stopped"
+    if job.journal or interrupt.number:
+        what = _hints(generation, job) or ["what was written is whole"]
+        print(f"longdraft: {how} after {count}; {what[0]}", file=sys.stderr)
+
+
+def _silence() -> int:
+    """Nothing more can be shown, so Python must not try at exit either."""
+    sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+    return 1
+
+
+def _stream(generation: Generation, display: Display, interrupt: Interrupt, output: OutputFile | None) -> None:
+    is_resumed = generation.num_resumed > 0  # the first event holds what an earlier run wrote
+    try:
+        for event in generation:
+            if output:
+                output.write(event.text.encode())
+            display.show(event, generation.distinct, is_resumed=is_resumed)
+            is_resumed = False
+            if not event.finish_reason:
+                interrupt.check()
+    except Interrupted:
+        generation.close()
+        rest = Event((), generation.held_text)
+        if output:
+            output.write(rest.text.encode())
+        display.show(rest, generation.distinct)
+
+
+def _finish(generation: Generation, job: Job) -> None:
+    """Give the files their names. A text that a journal can go on with stays a `.partial` one until it is whole."""
+    is_whole = generation.is_finished or not job.journal
+    if is_whole and "--output" in job.files:
+        job.files["--output"].finish()
+    if is_whole and "--tokens-out" in job.files:
+        job.files["--tokens-out"].write(npy(generation.tokens))
+        job.files["--tokens-out"].finish()
+    if "--stats" in job.files:
+        job.files["--stats"].write((json.dumps(generation.stats(), indent=2) + "\n").encode())
+        job.files["--stats"].finish()
+
+
+def npy(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> bytes:
+    """The bytes of a .npy file."""
+    buffer = io.BytesIO()
+    np.save(buffer, tokens)
+    return buffer.getvalue()

@@ -1,0 +1,307 @@
+"""The journal's file: its records, and what can be believed of one that was cut or damaged.
+
+    file    MAGIC, then records, only ever appended
+    record  kind (1 byte) | length of the payload (uint32) | payload | checksum (8 bytes); little-endian
+
+    H  JSON of `Header`: what the text depends on. The first record, there from the moment the file has its name
+    R  JSON of `Run`: a process began to write here
+    T  one step: seconds it took (float64), guesses drafted (uint32), the new token ids (int32 each)
+    F  JSON: the finish reason. Nothing follows
+
+A checksum is the BLAKE2b hash, 8 bytes of it, of everything in the file before it but the other checksums: a record
+is good only whole, unchanged and in its place. Reading ends at the first that is not, because what follows it may
+belong to another time. Losing tokens costs time, never truth: they are written anew, and the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longdraft.core import SamplingParams
+from longdraft.errors import JournalError, UsageError
+
+FILE = "text.journal"
+MAGIC = b"LDJRNL1\n"
+FORMAT = 1
+HEADER, RUN, TOKENS, FINISH = b"HRTF"
+CHECKSUM = 8  # bytes
+MAX_RECORD = 1 << 28  # bytes of a payload; a header with a prompt of 10,000,000 tokens has a quarter
+_HEAD = struct.Struct("<BI")
+_STEP = struct.Struct("<dI")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a text depends on, and how it was begun.
+
+    model          a bundled name, an absolute folder or owner/model@commit
+    weights, tokenizer, config, prompt_sha256   SHA-256 of what was loaded; of the prompt's ids as int32
+    prompt         token ids
+    sampling       every setting by its name in SamplingParams, the seed among them
+    eos_token_ids  the model's own
+    quantize       none | int8
+    arithmetic     what the last bits of logits depend on: kernels, device, dtype and the versions
+    exactness      bit-exact | distribution
+    drafter, drafter_options, heads             how it was drafted; the text does not depend on it
+    """
+
+    model: str
+    weights: str
+    tokenizer: str
+    config: str
+    prompt_sha256: str
+    prompt: list[int]
+    sampling: dict[str, Any]
+    eos_token_ids: list[int]
+    quantize: str
+    arithmetic: dict[str, str]
+    exactness: str
+    drafter: str
+    drafter_options: dict[str, Any]
+    heads: str | None
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling settings. JournalError where they are none."""
+        settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
+                                    for name, value in self.sampling.items()}
+        try:
+            params = SamplingParams(**settings)
+        except (TypeError, UsageError) as error:
+            raise JournalError(f"the journal's sampling settings cannot be used: {error}") from error
+        if params.seed is None:
+            raise JournalError("the journal has no seed, so nobody can go on from it")
+        return params
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process that wrote into the journal.
+
+    began       when, as UTC; only for people
+    token       new tokens that were there already
+    arithmetic  as in `Header`
+    """
+
+    began: str
+    token: int
+    arithmetic: dict[str, str]
+    drafter: str
+    threads: int
+
+
+class StepRecord(NamedTuple):
+    """One step: how many tokens it gave, guesses drafted for it, seconds, and which run it belongs to."""
+
+    num_tokens: int
+    drafted: int
+    seconds: float
+    run: int
+
+
+class Found(NamedTuple):
+    """What a journal holds.
+
+    tokens  the new token ids, int32
+    finish  why the text ended; None: it did not
+    size    bytes that are good
+    torn    bytes behind them that are not
+    digest  the hash of the good bytes, to go on with
+    """
+
+    header: Header
+    runs: list[Run]
+    tokens: NDArray[np.int32]
+    steps: list[StepRecord]
+    finish: str | None
+    size: int
+    torn: int
+    digest: Digest
+
+
+class Digest:
+    """The running hash over records."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(MAGIC, digest_size=CHECKSUM)
+
+    def add(self, record: bytes) -> bytes:
+        """The checksum of a record without its own."""
+        self._hash.update(record)
+        return self._hash.digest()
+
+    def copy(self) -> Digest:
+        other = Digest()
+        other._hash = self._hash.copy()
+        return other
+
+
+def record(kind: int, payload: bytes, digest: Digest) -> bytes:
+    """The bytes of the next record; `digest` takes it in."""
+    assert len(payload) <= MAX_RECORD
+    body = _HEAD.pack(kind, len(payload)) + payload
+    return body + digest.add(body)
+
+
+def dump(what: Header | Run) -> bytes:
+    content = {"format": FORMAT, **asdict(what)} if isinstance(what, Header) else asdict(what)
+    return json.dumps(content).encode()
+
+
+def dump_step(tokens: NDArray[np.int32], drafted: int, seconds: float) -> bytes:
+    return _STEP.pack(seconds, drafted) + tokens.astype("<i4").tobytes()
+
+
+def is_there(folder: Path) -> bool:
+    """Whether a journal lies in this folder."""
+    return os.path.lexists(folder / FILE)
+
+
+def read(folder: Path) -> Found:
+    """What a journal holds, be it finished, cut, damaged or in the middle of being written. JournalError: no journal,
+    or none whose header is whole."""
+    path = folder / FILE
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # nor is a pipe or a device opened, which may never end
+            raise JournalError(f"{path} is not a file")
+        with path.open("rb") as file:
+            return read_file(file, path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise JournalError(f"no journal in {folder}; `longdraft generate --journal DIR` begins one") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise JournalError(f"the journal {path} cannot be read: {reason}") from error
+
+
+def read_file(file: BinaryIO, path: Path) -> Found:
+    """As `read`, of a file that is open, from its beginning."""
+    size, digest = os.fstat(file.fileno()).st_size, Digest()
+    file.seek(0)
+    if file.read(len(MAGIC)) != MAGIC:
+        raise JournalError(f"{path} is not a journal, or its first bytes are damaged; it cannot be used")
+    records = _records(file, size, digest)
+    end, kind, payload = next(records, (0, 0, b""))
+    if kind != HEADER:
+        raise JournalError(f"{path}: the header is damaged, so nobody can say what the text was; begin it anew")
+    header = _header(payload, path)
+    runs: list[Run] = []
+    steps: list[StepRecord] = []
+    tokens, finish = array("i"), None
+    for end, kind, payload in records:  # noqa: B007 - the last end counts
+        if finish is not None:
+            raise JournalError(f"{path}: there is more behind the text's end; it cannot be used")
+        if kind == RUN:
+            runs.append(_typed(Run, _json(payload, path), path))
+        elif kind == TOKENS:
+            steps.append(_step(payload, tokens, len(runs) - 1, path))
+        elif kind == FINISH:
+            finish = str(_json(payload, path).get("finish_reason"))
+        else:
+            raise JournalError(f"{path}: a record of kind {kind}; a newer longdraft may have written it")
+    found = np.frombuffer(tokens, dtype=np.int32) if tokens else np.zeros(0, np.int32)
+    if len(found) > header.params.max_new_tokens:
+        raise JournalError(f"{path}: {len(found)} tokens are more than max_new_tokens; it cannot be used")
+    return Found(header, runs, found, steps, finish, end, size - end, digest)
+
+
+def _records(file: BinaryIO, size: int, digest: Digest) -> Iterator[tuple[int, int, bytes]]:
+    """The good records, each with where it ends in the file. `digest` holds those that were given and no more."""
+    at = file.tell()
+    while True:
+        head = file.read(_HEAD.size)
+        if len(head) < _HEAD.size:
+            return
+        kind, length = _HEAD.unpack(head)
+        end = at + _HEAD.size + length + CHECKSUM
+        if length > MAX_RECORD or end > size:
+            return
+        payload, checksum = file.read(length), file.read(CHECKSUM)
+        if digest.copy().add(head + payload) != checksum:
+            return
+        digest.add(head + payload)
+        at = end
+        yield end, kind, payload
+
+
+def _step(payload: bytes, tokens: array[int], run: int, path: Path) -> StepRecord:
+    if len(payload) <= _STEP.size or (len(payload) - _STEP.size) % 4:
+        raise JournalError(f"{path}: a record of tokens has {len(payload)} bytes; it cannot be used")
+    seconds, drafted = _STEP.unpack_from(payload)
+    new = np.frombuffer(payload, dtype="<i4", offset=_STEP.size).astype(np.int32)
+    if int(new.min()) < 0 or not (math.isfinite(seconds) and seconds >= 0) or run < 0:
+        raise JournalError(f"{path}: a record of tokens makes no sense; it cannot be used")
+    tokens.frombytes(new.tobytes())
+    return StepRecord(len(new), drafted, seconds, run)
+
+
+def _header(payload: bytes, path: Path) -> Header:
+    content = _json(payload, path)
+    if content.pop("format", None) != FORMAT:
+        raise JournalError(f"{path} has another format than {FORMAT}, which this longdraft knows; use the newer "
+                           "longdraft that began it")
+    header = _typed(Header, content, path)
+    header.params  # noqa: B018 - as early as all else
+    return header
+
+
+def _json(payload: bytes, path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise JournalError(f"{path}: a record is not readable: {error}") from error
+    if not isinstance(content, dict):
+        raise JournalError(f"{path}: a record is not a JSON object")
+    return content
+
+
+_Record = TypeVar("_Record", Header, Run)
+_CHECKS = {
+    "str": lambda value: isinstance(value, str),
+    "str | None": lambda value: value is None or isinstance(value, str),
+    "int": lambda value: type(value) is int and 0 <= value < 2**31,
+    "list[int]": lambda value: isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value),
+    "dict[str, Any]": lambda value: isinstance(value, dict),
+    "dict[str, str]": lambda value: isinstance(value, dict) and all(isinstance(i, str) for i in value.values()),
+}
+
+
+def _typed(kind: type[_Record], content: dict[str, Any], path: Path) -> _Record:
+    """The dataclass with this content. JournalError where a field is missing, surplus or of another type."""
+    known = {field.name: str(field.type) for field in fields(kind)}
+    if unlike := known.keys() ^ content.keys():
+        raise JournalError(f"{path}: a record lacks, or has too many: {', '.join(sorted(unlike))[:200]}")
+    for name, hint in known.items():
+        if not _CHECKS[hint](content[name]):
+            raise JournalError(f"{path}: {name} is {str(content[name])[:80]!r}, which is no {hint}")
+    return kind(**content)
+
+
+def differences(began: Header, now: Header) -> tuple[list[str], list[str]]:
+    """What is not as it was: of what the text is made, and of the arithmetic alone. Each in words."""
+    text = [f"the {words} other than the journal's ({getattr(began, name)[:12]}, now {getattr(now, name)[:12]})"
+            for name, words in (("weights", "model's weights are"), ("tokenizer", "tokenizer is"),
+                                ("config", "model's configuration is"), ("prompt_sha256", "prompt is"))
+            if getattr(began, name) != getattr(now, name)]
+    if began.quantize != now.quantize:
+        text.append(f"quantize was {began.quantize}, now {now.quantize}")
+    if began.eos_token_ids != now.eos_token_ids:
+        text.append(f"the model's end-of-text ids were {began.eos_token_ids}, now {now.eos_token_ids}")
+    return text, arithmetic_differences(began.arithmetic, now.arithmetic)
+
+
+def arithmetic_differences(began: dict[str, str], now: dict[str, str]) -> list[str]:
+    return [f"{name.replace('_', ' ')} {began.get(name, 'unknown')}, now {now.get(name, 'unknown')}"
+            for name in sorted(began.keys() | now.keys()) if began.get(name) != now.get(name)]

@@ -1,0 +1,270 @@
+"""The one process that may write a journal.
+
+Records go to the system before their tokens are shown, each in one write: a process that is killed loses nothing.
+What a power cut can lose is up to `fsync`. When a write fails, the half of a record that it may have left is taken
+back, and nothing more is written: what is there can be resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from longdraft.errors import JournalError, OutputError, UsageError, check
+from longdraft.journal import format as form
+from longdraft.journal.format import Digest, Found, Header, Run
+
+log = logging.getLogger(__name__)
+_LOOK_S = 1.0  # how often it is asked whether the file still lies where it did
+
+
+def resume_hint(folder: Path) -> str:
+    return f"go on with: longdraft resume {shlex.quote(str(folder))}"
+
+
+def is_being_written(folder: Path) -> bool:
+    """Whether a process has the journal open for writing."""
+    try:
+        with (folder / form.FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def parse_fsync(policy: str | float) -> float:
+    """Seconds between two calls of fsync: `always` is 0, `never` infinity, else a number above 0."""
+    names = {"always": 0.0, "never": math.inf}
+    try:
+        seconds = names[policy] if isinstance(policy, str) and policy in names else float(policy)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    check(seconds >= 0 and (policy in names or 0 < seconds < math.inf), "fsync", policy,
+          "always, never, or seconds above 0")
+    return seconds
+
+
+class Journal:
+    """Appends to a journal, alone. Use as a context manager, or close it.
+
+    OutputError where the system does not take what is written. The journal can be resumed all the same.
+    """
+
+    def __init__(self, folder: Path, file: int, size: int, digest: Digest, fsync: float) -> None:
+        self.folder = folder
+        self._path = folder / form.FILE
+        self._file = file
+        self._size = size
+        self._digest = digest
+        self._interval = fsync
+        self._synced = self._looked = time.monotonic()
+        self._is_closed = self._has_failed = False
+
+    @classmethod
+    def create(cls, folder: Path, header: Header, run: Run, fsync: float = 1.0) -> Journal:
+        """A new journal; its folder may exist. JournalError if it holds one already, or another process makes one."""
+        digest = Digest()
+        content = form.MAGIC + form.record(form.HEADER, form.dump(header), digest)
+        content += form.record(form.RUN, form.dump(run), digest)
+        try:
+            file = _place(folder, content)
+        except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(f"the journal {folder} cannot be written: {reason}; choose another place") from error
+        return cls(folder, file, len(content), digest, fsync)
+
+    @classmethod
+    def open(cls, folder: Path, fsync: float = 1.0) -> tuple[Journal, Found]:
+        """The journal that is there, and what it holds. Nothing is changed before `begin`.
+
+        JournalError where there is none, or another process writes it.
+        """
+        form.read(folder)  # says what is wrong, before anything is locked
+        path = folder / form.FILE
+        try:
+            file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        except OSError as error:
+            raise JournalError(f"the journal {folder} cannot be written: {error.strerror}; `longdraft inspect` reads "
+                               "it, and a copy can be resumed") from error
+        try:
+            _lock(file, folder)
+            with open(file, "rb", closefd=False) as reader:
+                found = form.read_file(reader, path)
+        except OSError as error:
+            os.close(file)
+            raise JournalError(f"the journal {folder} cannot be read: {error.strerror or error}") from error
+        except JournalError:
+            os.close(file)
+            raise
+        return cls(folder, file, found.size, found.digest, fsync), found
+
+    def begin(self, run: Run) -> None:
+        """A process goes on here: what is behind the good records is cut off."""
+        try:
+            os.ftruncate(self._file, self._size)
+        except OSError as error:
+            raise self._failure(error) from error
+        self._put(form.RUN, form.dump(run))
+
+    def append(self, tokens: Sequence[int], drafted: int, seconds: float) -> None:
+        """The tokens of one step, the guesses drafted for it and the seconds it took."""
+        assert len(tokens)
+        self._put(form.TOKENS, form.dump_step(np.array(tokens, dtype=np.int32), drafted, seconds))
+
+    def finish(self, reason: str) -> None:
+        """The text is whole."""
+        self._put(form.FINISH, json.dumps({"finish_reason": reason}).encode())
+
+    def close(self) -> None:
+        """Let others write. What is there is on the disk then, unless `fsync` is never."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            try:
+                if not self._has_failed:
+                    self._stay_in_place()
+                    if self._interval < math.inf:
+                        os.fsync(self._file)
+            finally:
+                os.close(self._file)
+        except OSError as error:
+            self._has_failed = True
+            raise self._error(error) from error
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_closed", True):  # a generation that was dropped before it began
+            self._is_closed = True
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+
+    def _put(self, kind: int, payload: bytes) -> None:
+        assert not self._is_closed and not self._has_failed
+        digest = self._digest.copy()
+        record = form.record(kind, payload, digest)
+        try:
+            _write(self._file, record)
+            self._digest, self._size = digest, self._size + len(record)
+            self._care()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _care(self) -> None:
+        """What is done from time to time, by a clock that does not jump."""
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_S:
+            self._looked = now
+            self._stay_in_place()
+        if now - self._synced >= self._interval:
+            os.fsync(self._file)
+            self._synced = time.monotonic()
+
+    def _stay_in_place(self) -> None:
+        """A file whose folder somebody removed is written again, from what the system still holds of it."""
+        try:
+            there, ours = os.stat(self._path), os.fstat(self._file)
+        except (FileNotFoundError, NotADirectoryError):
+            content = b"".join(_chunks(self._file, self._size))
+            file = _place(self.folder, content)
+            os.close(self._file)
+            self._file = file
+            log.warning("the journal %s had been removed; it was written again", self.folder)
+            return
+        if (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
+            raise OSError(0, "another file lies in its place")
+
+    def _failure(self, error: OSError) -> OutputError:
+        """Nothing more is written; what a failed write may have left half is taken back, if that can be done."""
+        self._has_failed = True
+        try:
+            os.ftruncate(self._file, self._size)
+        except OSError:
+            log.debug("the end of %s is torn; reading it stops there", self._path)
+        return self._error(error)
+
+    def _error(self, error: OSError) -> OutputError:
+        return OutputError(f"the journal {self.folder} cannot be written: {error.strerror or error}")
+
+
+def _place(folder: Path, content: bytes) -> int:
+    """A journal of this content: whole from the moment it has its name, and ours alone. Returns the open file."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    if form.is_there(folder):
+        raise JournalError(f"{folder} holds a journal already; {resume_hint(folder)}, or give another folder")
+    partial = folder / (form.FILE + ".partial")
+    file = os.open(partial, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    is_ours = False
+    try:
+        _lock(file, folder)
+        if form.is_there(folder):  # somebody was faster
+            raise JournalError(f"{folder} holds a journal already; give another folder")
+        is_ours = True
+        os.ftruncate(file, 0)
+        _write(file, content)
+        os.fsync(file)
+        os.replace(partial, folder / form.FILE)
+        _sync_folder(folder)
+        if is_new:
+            _sync_folder(folder.parent)
+    except BaseException:
+        if is_ours:
+            partial.unlink(missing_ok=True)
+        os.close(file)
+        raise
+    return file
+
+
+def _lock(file: int, folder: Path) -> None:
+    """The system lets go of it when the process ends, however it does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise JournalError(f"the journal {folder} is being written, by another process or a generation that was not "
+                           "closed; wait for it, or end it") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """A name is on the disk when its folder is."""
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _write(file: int, data: bytes) -> None:
+    """All of it: the system may take less at a time. (An interrupted call Python itself repeats.)"""
+    rest = memoryview(data)
+    while rest:
+        taken = os.write(file, rest)
+        if not taken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rest = rest[taken:]
+
+
+def _chunks(file: int, size: int) -> Iterator[bytes]:
+    """The first `size` bytes of a file."""
+    at = 0
+    while at < size and (chunk := os.pread(file, min(size - at, 1 << 20), at)):
+        at += len(chunk)
+        yield chunk

@@ -1,0 +1,508 @@
+"""The journal's file: whatever is cut, flipped or refused by the system, what is read is a true prefix, or nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from longdraft.core import SamplingParams
+from longdraft.errors import JournalError, LongdraftError, OutputError, UsageError
+from longdraft.journal import FILE, Header, Journal, Run, is_being_written, parse_fsync, read
+from longdraft.journal import format as form
+from longdraft.journal import writer as writing
+
+ARITHMETIC = {"kernels": "portable", "device": "cpu", "dtype": "float32"}
+HEADER = Header(
+    model="novelist", weights="w" * 64, tokenizer="t" * 64, config="c" * 64, prompt_sha256="p" * 64, prompt=[1, 2, 3],
+    sampling={"max_new_tokens": 10_000, "seed": 7, "stop": ["x"]}, eos_token_ids=[1], quantize="none",
+    arithmetic=ARITHMETIC, exactness="bit-exact", drafter="auto", drafter_options={}, heads=None)
+RUN = Run("2026-01-01T00:00:00+00:00", 0, ARITHMETIC, "auto", 2)
+STEPS = [(5, 6, 7), (8,), (9, 10), (11, 12, 13, 14), (15,)]
+TOKENS = [token for step in STEPS for token in step]
+
+
+def written(folder: Path, fsync: float = 1.0, is_finished: bool = True) -> None:
+    with Journal.create(folder, HEADER, RUN, fsync) as journal:
+        for step in STEPS:
+            journal.append(step, 4, 0.25)
+        if is_finished:
+            journal.finish("length")
+
+
+def test_what_is_written_is_read(tmp_path):
+    written(tmp_path)
+    found = read(tmp_path)
+    assert found.header == HEADER and found.runs == [RUN]
+    assert found.tokens.tolist() == TOKENS and found.tokens.dtype == np.int32
+    assert [step.num_tokens for step in found.steps] == [len(step) for step in STEPS]
+    assert found.steps[0].drafted == 4 and found.steps[0].seconds == 0.25
+    assert found.finish == "length" and found.torn == 0
+    assert found.header.params == SamplingParams(max_new_tokens=10_000, seed=7, stop=("x",))
+
+
+def test_who_goes_on_cuts_what_is_torn_and_appends(tmp_path):
+    written(tmp_path, is_finished=False)
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b"T\x00\x00")
+    assert read(tmp_path).torn == 3
+    journal, found = Journal.open(tmp_path)
+    with journal:
+        journal.begin(replace(RUN, token=len(found.tokens)))
+        journal.append((77,), 0, 0.1)
+    found = read(tmp_path)
+    assert found.tokens.tolist() == [*TOKENS, 77] and found.torn == 0 and len(found.runs) == 2
+    assert found.steps[-1].run == 1
+
+
+def test_opening_changes_nothing_before_it_begins(tmp_path):
+    written(tmp_path, is_finished=False)
+    (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:-5])
+    before = (tmp_path / FILE).read_bytes()
+    Journal.open(tmp_path)[0].close()
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def one_line(error: LongdraftError, part: str = "") -> None:
+    assert part in str(error) and "\n" not in str(error).strip() and len(str(error)) < 2000
+
+
+def is_true_prefix(folder: Path) -> bool:
+    """Reads as a prefix of what was written; False where it refuses, with one line."""
+    try:
+        found = read(folder)
+    except JournalError as error:
+        one_line(error)
+        return False
+    assert found.header == HEADER
+    assert found.tokens.tolist() == TOKENS[: len(found.tokens)]
+    assert len(found.tokens) in np.cumsum([0, *map(len, STEPS)])
+    assert found.finish in (None, "length") and (found.finish is None or found.tokens.tolist() == TOKENS)
+    return True
+
+
+def test_cut_at_every_byte_it_is_a_prefix_or_refused(tmp_path):
+    written(tmp_path / "whole")
+    content = (tmp_path / "whole" / FILE).read_bytes()
+    begins = content.index(b"R", content.index(b'"heads"'))
+    for length in range(len(content)):
+        (tmp_path / FILE).write_bytes(content[:length])
+        assert is_true_prefix(tmp_path) == (length >= begins)
+
+
+def test_every_byte_flipped_it_is_a_prefix_or_refused(tmp_path):
+    written(tmp_path / "whole")
+    content = (tmp_path / "whole" / FILE).read_bytes()
+    for place in range(len(content)):
+        for mask in (0x01, 0x80, 0xFF):
+            damaged = bytearray(content)
+            damaged[place] ^= mask
+            (tmp_path / FILE).write_bytes(damaged)
+            if is_true_prefix(tmp_path):
+                assert read(tmp_path).torn > 0  # no flip goes unnoticed
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 512, b"\xff" * 512, os.urandom(700)], ids=["zeros", "ones", "noise"])
+def test_a_last_sector_of_anything_is_cut(tmp_path, tail):
+    """After a power cut a file may have its new length and none of its new content."""
+    written(tmp_path, is_finished=False)
+    size = (tmp_path / FILE).stat().st_size
+    for lost in (0, 1, 30, 100):
+        content = (tmp_path / FILE).read_bytes()[: size - lost]
+        (tmp_path / "x").mkdir(exist_ok=True)
+        (tmp_path / "x" / FILE).write_bytes(content + tail)
+        assert is_true_prefix(tmp_path / "x")
+        go_on(tmp_path / "x")
+
+
+def test_records_of_another_time_or_place_do_not_count(tmp_path):
+    """A record is bound to all that stands before it: old sectors of the same file are no tokens of this one."""
+    written(tmp_path / "a")
+    with Journal.create(tmp_path / "b", HEADER, RUN) as journal:
+        journal.append((99,), 0, 0.0)
+        size = (tmp_path / "b" / FILE).stat().st_size
+    tail = (tmp_path / "a" / FILE).read_bytes()[size:]
+    with (tmp_path / "b" / FILE).open("ab") as file:
+        file.write(tail)
+    assert read(tmp_path / "b").tokens.tolist() == [99]
+
+
+def test_two_writers_exclude_each_other(tmp_path):
+    journal = Journal.create(tmp_path, HEADER, RUN)
+    assert is_being_written(tmp_path)
+    with pytest.raises(JournalError, match="is being written"):
+        Journal.open(tmp_path)
+    with pytest.raises(JournalError, match="longdraft resume"):
+        Journal.create(tmp_path, HEADER, RUN)
+    assert read(tmp_path).tokens.tolist() == []  # reading is free
+    journal.close()
+    assert not is_being_written(tmp_path)
+    Journal.open(tmp_path)[0].close()
+
+
+def test_a_beginning_that_was_cut_is_begun_anew(tmp_path):
+    (tmp_path / (FILE + ".partial")).write_bytes(b"LDJR")
+    written(tmp_path)
+    assert read(tmp_path).tokens.tolist() == TOKENS
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize("policy, seconds", [("always", 0), ("never", np.inf), ("2.5", 2.5), (1, 1)])
+def test_fsync_policies(tmp_path, monkeypatch, policy, seconds):
+    assert parse_fsync(policy) == seconds
+    synced, now = [], [0.0]
+    monkeypatch.setattr(writing.time, "monotonic", lambda: now[0])
+    with Journal.create(tmp_path, HEADER, RUN, parse_fsync(policy)) as journal:
+        monkeypatch.setattr(writing.os, "fsync", lambda file: synced.append(now[0]))
+        for _ in range(10):
+            now[0] += 0.5
+            journal.append((1,), 0, 0.0)
+    assert len(synced) == {"always": 11, "never": 0, "2.5": 3, 1: 6}[policy]
+
+
+@pytest.mark.parametrize("policy", ["", "sometimes", "0", "-1", "nan", "inf", None, [], 0])
+def test_other_policies_are_refused(policy):
+    with pytest.raises(UsageError, match="always, never, or seconds"):
+        parse_fsync(policy)
+
+
+REFUSED = {
+    "nothing there": (lambda folder: (folder / FILE).unlink(), "no journal in"),
+    "a folder in its place": (lambda folder: ((folder / FILE).unlink(), (folder / FILE).mkdir()), "is not a file"),
+    "a pipe": (lambda folder: ((folder / FILE).unlink(), os.mkfifo(folder / FILE)), "is not a file"),
+    "empty": (lambda folder: (folder / FILE).write_bytes(b""), "is not a journal"),
+    "something else": (lambda folder: (folder / FILE).write_bytes(b"hello" * 99), "is not a journal"),
+    "no header": (lambda folder: (folder / FILE).write_bytes(form.MAGIC), "the header is damaged"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_no_journal_is_refused_with_one_line(tmp_path, what):
+    written(tmp_path)
+    damage, message = REFUSED[what]
+    damage(tmp_path)
+    for attempt in (read, Journal.open):
+        with pytest.raises(JournalError, match=message):
+            attempt(tmp_path)
+
+
+def lying(folder: Path, *records: tuple[int, bytes]) -> None:
+    """A journal of these records, whose checksums are right."""
+    digest = form.Digest()
+    (folder / FILE).write_bytes(form.MAGIC + b"".join(form.record(kind, payload, digest) for kind, payload in records))
+
+
+def header_with(**changes: object) -> bytes:
+    return json.dumps(json.loads(form.dump(HEADER)) | changes).encode()
+
+
+LIES = {
+    "newer format": (header_with(format=2), "another format"),
+    "surplus": (header_with(more=1), "too many: more"),
+    "not JSON": (b"{", "not readable"),
+    "nested": (b"[" * 100_000, "not readable"),
+    "no object": (b"[]", "not a JSON object"),
+    "prompt of texts": (header_with(prompt=["a"]), "prompt is"),
+    "prompt of huge ids": (header_with(prompt=[2**40]), "prompt is"),
+    "sampling of no name": (header_with(sampling={"x": 1}), "sampling settings"),
+    "sampling out of range": (header_with(sampling={"top_p": 9}), "top_p is 9"),
+    "no seed": (header_with(sampling={}), "no seed"),
+    "model of another type": (header_with(model=3), "model is '3'"),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_a_header_that_lies_is_refused_with_one_line(tmp_path, what):
+    payload, message = LIES[what]
+    lying(tmp_path, (form.HEADER, payload))
+    with pytest.raises(JournalError, match=message) as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("records, message", [
+    ([(form.TOKENS, form.dump_step(np.array([1], np.int32), 0, 0.0))], "makes no sense"),  # before any run
+    ([(form.RUN, form.dump(RUN)), (form.TOKENS, form.dump_step(np.array([-1], np.int32), 0, 0.0))], "makes no sense"),
+    ([(form.RUN, form.dump(RUN)), (form.TOKENS, form.dump_step(np.array([1], np.int32), 0, np.nan))], "no sense"),
+    ([(form.RUN, form.dump(RUN)), (form.TOKENS, b"\0" * 14)], "14 bytes"),
+    ([(form.FINISH, b"{}"), (form.RUN, form.dump(RUN))], "more behind"),
+    ([(ord("Z"), b"")], "of kind 90"),
+    ([(form.RUN, form.dump(RUN)), (form.TOKENS, form.dump_step(np.ones(10_001, np.int32), 0, 0.0))], "more than"),
+])
+def test_records_that_lie_are_refused(tmp_path, records, message):
+    lying(tmp_path, (form.HEADER, form.dump(HEADER)), *records)
+    with pytest.raises(JournalError, match=message):
+        read(tmp_path)
+
+
+def test_a_length_that_lies_takes_no_memory(tmp_path):
+    written(tmp_path)
+    with (tmp_path / FILE).open("r+b") as file:
+        file.truncate(1 << 40)  # sparse
+    assert read(tmp_path).finish == "length"
+    (tmp_path / FILE).write_bytes(form.MAGIC + b"H\xff\xff\xff\xff" + b"x" * 100)
+    with pytest.raises(JournalError, match="header is damaged"):
+        read(tmp_path)
+
+
+# Faults of the system, at every call
+
+
+class FaultyOS:
+    """`os` and `fcntl` of the writer, of whose calls the n-th fails; or of whose writes each takes little."""
+
+    COUNTED = ("open", "write", "fsync", "ftruncate", "replace", "stat", "fstat", "pread", "close", "flock")
+
+    def __init__(self, fails_at: int, number: int, is_short: bool = False) -> None:
+        self._left, self._number, self._is_short = fails_at, number, is_short
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> object:
+        import fcntl
+
+        real = getattr(os, name) if hasattr(os, name) else getattr(fcntl, name)
+        return self._counted(name, real) if name in self.COUNTED else real
+
+    def _counted(self, name: str, real):
+        def call(*args, **options):
+            self.calls += 1
+            is_fault = self.calls == self._left
+            if name == "write" and (self._is_short or is_fault):  # half of it, then maybe the fault
+                args = (args[0], args[1][: max(1, len(args[1]) // 2)])
+                done = real(*args)
+                return done if self._is_short and not is_fault else self._fail()
+            if name == "close" and is_fault:  # the system closes it all the same
+                real(*args)
+            return self._fail() if is_fault else real(*args, **options)
+
+        return call
+
+    def _fail(self):
+        raise OSError(self._number, os.strerror(self._number))
+
+
+def life(folder: Path, done: list[int]) -> None:
+    """A journal's life in two processes; `done` gains the tokens whose writing was confirmed."""
+    with Journal.create(folder, HEADER, RUN, 0.0) as journal:
+        for step in STEPS[:3]:
+            journal.append(step, 0, 0.0)
+            done += step
+    journal, _ = Journal.open(folder, 0.0)
+    with journal:
+        journal.begin(RUN)
+        for step in STEPS[3:]:
+            journal.append(step, 0, 0.0)
+            done += step
+        journal.finish("length")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EINTR])
+def test_a_fault_at_any_call_loses_nothing_that_was_confirmed(tmp_path, monkeypatch, number):
+    faults = 0
+    for at in range(1, 1000):
+        folder, done, faulty = tmp_path / str(at), [], FaultyOS(at, number)
+        with monkeypatch.context() as patch:
+            patch.setattr(writing, "os", faulty)
+            patch.setattr(writing, "fcntl", SimpleNamespace(flock=faulty.flock, LOCK_EX=2, LOCK_NB=4))
+            patch.setattr(writing, "_LOOK_S", 0.0)
+            try:
+                life(folder, done)
+            except LongdraftError as error:
+                one_line(error, os.strerror(number))
+                faults += 1
+        if faulty.calls < at:
+            break
+        if not (folder / FILE).exists():
+            assert done == []  # it never began
+            continue
+        assert read(folder).tokens.tolist()[: len(done)] == done
+        assert is_true_prefix(folder)
+        go_on(folder)
+    assert at > 30 and faults > 25  # few calls may fail unnoticed: those that close
+
+
+def go_on(folder: Path) -> None:
+    """What is there can be gone on with, to the same end."""
+    if read(folder).finish:
+        return
+    journal, found = Journal.open(folder)
+    with journal:
+        journal.begin(RUN)
+        if rest := TOKENS[len(found.tokens):]:
+            journal.append(rest, 0, 0.0)
+        journal.finish("length")
+    assert read(folder).tokens.tolist() == TOKENS and read(folder).torn == 0
+
+
+def test_writes_that_take_little_at_a_time_are_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "os", FaultyOS(0, 0, is_short=True))
+    done: list[int] = []
+    life(tmp_path, done)
+    assert done == TOKENS and is_true_prefix(tmp_path) and read(tmp_path).finish == "length"
+
+
+def test_interrupted_calls_are_repeated(tmp_path):
+    """Signals rain on the writer: the system interrupts its calls, Python repeats them, nothing is lost or doubled."""
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(1))
+    stops = threading.Event()
+
+    def rain() -> None:
+        while not stops.wait(1e-4):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=rain)
+    thread.start()
+    try:
+        for turn in range(200):
+            done: list[int] = []
+            life(tmp_path / str(turn), done)
+            assert done == TOKENS == read(tmp_path / str(turn)).tokens.tolist()
+            if len(seen) > 200:
+                break
+    finally:
+        stops.set()
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert seen
+
+
+def test_after_a_failed_write_what_it_left_half_is_gone(tmp_path, monkeypatch):
+    with Journal.create(tmp_path, HEADER, RUN) as journal:
+        journal.append(STEPS[0], 0, 0.0)
+        size = (tmp_path / FILE).stat().st_size
+        monkeypatch.setattr(writing, "os", FaultyOS(1, errno.ENOSPC))
+        with pytest.raises(OutputError, match="No space left"):
+            journal.append(STEPS[1], 0, 0.0)
+    assert (tmp_path / FILE).stat().st_size == size and read(tmp_path).torn == 0
+
+
+def test_a_folder_that_vanishes_comes_back(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(writing, "_LOOK_S", 0.0)
+    with Journal.create(tmp_path / "a" / "b", HEADER, RUN) as journal:
+        journal.append(STEPS[0], 0, 0.0)
+        shutil.rmtree(tmp_path / "a")
+        for step in STEPS[1:]:
+            journal.append(step, 0, 0.0)
+        assert "had been removed" in caplog.text
+        with pytest.raises(JournalError, match="is being written"):
+            Journal.open(tmp_path / "a" / "b")
+    assert read(tmp_path / "a" / "b").tokens.tolist() == TOKENS
+
+
+def test_a_file_in_its_place_is_not_overwritten(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "_LOOK_S", 0.0)
+    with Journal.create(tmp_path, HEADER, RUN) as journal:
+        (tmp_path / FILE).rename(tmp_path / "moved")
+        (tmp_path / FILE).write_text("mine")
+        with pytest.raises(OutputError, match="another file lies in its place"):
+            journal.append(STEPS[0], 0, 0.0)
+    assert (tmp_path / FILE).read_text() == "mine"
+    (tmp_path / "moved").rename(tmp_path / FILE)
+    go_on(tmp_path)
+
+
+# Against a model: a list of tokens
+
+
+class Lives(RuleBasedStateMachine):
+    """Appends, kills, power cuts that tear and damage, recoveries: what is read is what was written, or a prefix."""
+
+    @initialize()
+    def begin(self) -> None:
+        import tempfile
+
+        self._keeper = tempfile.TemporaryDirectory()
+        self.folder = Path(self._keeper.name) / "journal"
+        self.journal: Journal | None = Journal.create(self.folder, HEADER, RUN, np.inf)
+        self.tokens: list[int] = []
+        self.is_finished = False
+        self.floor = self.size()  # the header is on the disk from the beginning
+
+    def size(self) -> int:
+        return (self.folder / FILE).stat().st_size
+
+    @rule(step=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5))
+    def append(self, step: list[int]) -> None:
+        if self.journal and not self.is_finished:
+            self.journal.append(step, len(step), 0.5)
+            self.tokens += step
+
+    @rule()
+    def finish(self) -> None:
+        if self.journal and not self.is_finished and self.tokens:
+            self.journal.finish("length")
+            self.is_finished = True
+
+    @rule()
+    def kill(self) -> None:
+        """Nothing is lost: all was handed to the system."""
+        if self.journal:
+            self.journal.close()
+            self.journal = None
+
+    @rule(data=st.data())
+    def power_cut(self, data: st.DataObject) -> None:
+        """Anything behind the header may be missing, or be something else."""
+        self.kill()
+        cut = data.draw(st.integers(self.floor, self.size()))
+        os.truncate(self.folder / FILE, cut)
+        with (self.folder / FILE).open("ab") as file:
+            file.write(data.draw(st.binary(max_size=40) | st.just(b"\0" * 64)))
+        found = read(self.folder)
+        assert found.tokens.tolist() == self.tokens[: len(found.tokens)]
+        self.tokens, self.is_finished = found.tokens.tolist(), found.finish is not None
+
+    @rule()
+    def resume(self) -> None:
+        if self.journal is None and not self.is_finished:
+            self.journal, found = Journal.open(self.folder, np.inf)
+            assert found.tokens.tolist() == self.tokens
+            self.journal.begin(replace(RUN, token=len(self.tokens)))
+
+    @invariant()
+    def a_reader_sees_what_was_written(self) -> None:
+        if hasattr(self, "tokens"):
+            found = read(self.folder)
+            assert found.tokens.tolist() == self.tokens
+            assert (found.finish is not None) == self.is_finished
+
+    def teardown(self) -> None:
+        if hasattr(self, "journal"):
+            self.kill()
+            self._keeper.cleanup()
+
+
+Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+TestLives = Lives.TestCase
+
+
+@settings(max_examples=300, deadline=None, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_journals_of_random_records_never_crash(tmp_path, data):
+    """Right checksums, wrong content."""
+    values = st.none() | st.booleans() | st.integers(-2**70, 2**70) | st.floats() | st.text(max_size=5) | st.just([])
+    header = json.loads(form.dump(HEADER))
+    for name in data.draw(st.lists(st.sampled_from(sorted(header)), max_size=2)):
+        header[name] = data.draw(values | st.dictionaries(st.sampled_from(["seed", "top_p", "stop", "x"]), values))
+    records = [(form.HEADER, json.dumps(header).encode())]
+    records += data.draw(st.lists(st.tuples(st.integers(0, 255) | st.sampled_from(b"HRTF"),
+                                            st.binary(max_size=40) | st.just(form.dump(RUN))), max_size=4))
+    lying(tmp_path, *records)
+    try:
+        read(tmp_path)
+    except JournalError as error:
+        one_line(error)

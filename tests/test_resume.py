@@ -1,0 +1,499 @@
+"""A text that was cut anywhere and went on equals the uncut one; what is not the same is refused with the reason."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_checkpoint
+from test_journal import FaultyOS
+
+import longdraft
+from longdraft.__main__ import run
+from longdraft.errors import JournalError, OutputError
+from longdraft.journal import FILE, read
+from longdraft.journal import writer as writing
+from longdraft.model import checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+LONGDRAFT = [sys.executable, "-m", "longdraft"]
+SETTINGS = dict(max_new_tokens=60, seed=3, temperature=1.0, repetition_penalty=1.1, penalty_window=40)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path / "tiny", num_key_value_heads=2)
+    return path / "tiny"
+
+
+@pytest.fixture(scope="module")
+def engine(folder) -> longdraft.Engine:
+    return longdraft.load(str(folder), drafter="suffix")
+
+
+def written(generation: longdraft.Generation) -> tuple[str, list[int], dict]:
+    """Text, tokens and statistics of a generation run to its end."""
+    text, tokens, event = "", [], None
+    for event in generation:
+        text += event.text
+        tokens += event.tokens
+    return text, tokens, event.stats
+
+
+def cut(engine, journal: Path, after: int, **changes) -> list[int]:
+    """A generation that is closed after so many events: the tokens that it gave."""
+    generation = engine.generate("It was", longdraft.SamplingParams(**SETTINGS | changes), journal=journal)
+    given: list[int] = []
+    for _ in range(after):
+        given += next(generation).tokens
+    generation.close()
+    return given
+
+
+SAMPLINGS = {
+    "greedy": dict(temperature=0.0, repetition_penalty=1.0),
+    "filters": dict(top_k=50, top_p=0.9, min_p=0.02, eta_cutoff=1e-3),
+    "at least": dict(min_new_tokens=55, temperature=1.5),
+    "stop text": dict(stop=("e",), min_new_tokens=30),
+    "stop id": dict(stop_token_ids=(70, 71, 72, 73, 74, 75), min_new_tokens=20),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_resumed_equals_uncut_after_every_step(engine, tmp_path, sampling):
+    settings = SETTINGS | SAMPLINGS[sampling]
+    text, tokens, stats = written(engine.generate("It was", longdraft.SamplingParams(**settings)))
+    for after in (0, 1, 2, 5, 17):
+        journal = tmp_path / str(after)
+        given = cut(engine, journal, after, **SAMPLINGS[sampling])
+        again = engine.resume(journal)
+        first = next(again)
+        assert again.num_resumed == len(given) and (not after or list(first.tokens) == given)
+        rest = written(again)
+        assert first.text + rest[0] == text and [*first.tokens, *rest[1]] == tokens
+        for name in ("sha256_tokens", "finish_reason", "new_tokens", "distinct_4", "sampling", "exactness"):
+            assert rest[2][name] == stats[name]
+        assert rest[2]["resumed_tokens"] == len(given)
+
+
+def test_every_drafter_goes_on_with_every_others_text(tiny, tmp_path):
+    engines = {name: longdraft.load(str(tiny["mha"]), drafter=name) for name in ("plain", "ngram", "tokenswift",
+                                                                                 "magicdec", "auto")}
+    expected = written(engines["plain"].generate("It was", longdraft.SamplingParams(**SETTINGS)))[:2]
+    chance = random.Random(1)
+    for turn in range(6):
+        journal = tmp_path / str(turn)
+        cut(chance.choice([*engines.values()]), journal, 1)
+        while True:
+            generation = chance.choice([*engines.values()]).resume(journal)
+            events = [event for event, _ in zip(generation, range(chance.randrange(1, 12)), strict=False)]
+            generation.close()
+            if events[-1].finish_reason:
+                break
+        assert "".join(event.text for event in events) == expected[0]
+        assert [token for event in events for token in event.tokens] == expected[1]
+
+
+def test_a_finished_journal_resumes_to_nothing(engine, tmp_path, monkeypatch):
+    text, tokens, _ = written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path))
+    before = (tmp_path / FILE).read_bytes()
+    monkeypatch.setattr(longdraft.Generation, "_prefill", None)  # nothing is computed
+    generation = engine.resume(tmp_path)
+    (event,) = generation
+    assert event.text == text and list(event.tokens) == tokens and event.finish_reason == "length"
+    assert event.stats["resumed_tokens"] == 60 and event.stats["steps"] == 0
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_an_end_that_was_not_noted_is_found_in_the_tokens(engine, tmp_path):
+    """Cut between the last tokens and the record that the text is whole."""
+    written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path))
+    content = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(content[:-1])
+    assert read(tmp_path).finish is None
+    (event,) = engine.resume(tmp_path)
+    assert event.finish_reason == "length" and read(tmp_path).finish == "length"
+
+
+def test_tokens_are_in_the_journal_before_they_are_given(engine, tmp_path):
+    given: list[int] = []
+    with engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path, fsync="never") as generation:
+        for event in generation:
+            given += event.tokens
+            assert read(tmp_path).tokens.tolist() == given
+
+
+def test_two_writers_exclude_each_other_and_a_dropped_one_does_not(engine, tmp_path):
+    params = longdraft.SamplingParams(**SETTINGS)
+    generation = engine.generate("It was", params, journal=tmp_path)
+    next(generation)
+    with pytest.raises(JournalError, match="is being written"):
+        engine.resume(tmp_path)
+    with pytest.raises(JournalError, match="longdraft resume"):
+        engine.generate("It was", params, journal=tmp_path)
+    del generation
+    gc.collect()  # it and its iterator hold one another
+    other = engine.resume(tmp_path)  # never iterated over
+    del other
+    gc.collect()
+    assert written(engine.resume(tmp_path))[2]["finish_reason"] == "length"
+
+
+def test_a_file_is_checked_against_the_model_before_it_is_used(engine, folder, tmp_path):
+    """Each difference is refused with its reason, and the journal stays as it was."""
+    cut(engine, tmp_path / "j", 3)
+    before = (tmp_path / "j" / FILE).read_bytes()
+    make_checkpoint(tmp_path / "weights", num_key_value_heads=2, seed=9)
+    shutil.copytree(folder, tmp_path / "tokenizer")
+    tokenizer = tmp_path / "tokenizer" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    shutil.copytree(folder, tmp_path / "config")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
+    for name, reason in (("weights", "weights are other"), ("tokenizer", "tokenizer is other"),
+                         ("config", "configuration is other")):
+        with pytest.raises(JournalError, match=reason):
+            longdraft.resume(tmp_path / "j", model=str(tmp_path / name))
+    with pytest.raises(JournalError, match="quantize was none, now int8"):
+        longdraft.load(str(folder), drafter="suffix", quantize="int8").resume(tmp_path / "j")
+    assert (tmp_path / "j" / FILE).read_bytes() == before
+    shutil.copytree(folder, tmp_path / "moved")  # the same, elsewhere
+    written(longdraft.resume(tmp_path / "j", model=str(tmp_path / "moved")))
+
+
+def test_other_kernels_are_refused_or_marked(engine, folder, tmp_path, monkeypatch):
+    cut(engine, tmp_path, 3)
+    monkeypatch.setenv("LONGDRAFT_KERNELS", "reference")
+    with pytest.raises(JournalError, match=r"kernels .*, now reference.*--allow-different-kernels"):
+        longdraft.resume(tmp_path)
+    generation = longdraft.resume(tmp_path, allow_different_kernels=True)
+    next(generation)
+    next(generation)
+    generation.close()
+    monkeypatch.delenv("LONGDRAFT_KERNELS")
+    stats = written(longdraft.resume(tmp_path))[2]  # the first ones again: part of it is the other's all the same
+    assert stats["exactness"] == "distribution" and stats["kernels"] != "reference"
+    assert [one.arithmetic["kernels"] == "reference" for one in read(tmp_path).runs] == [False, True, False]
+    assert run(["inspect", str(tmp_path)]) == 0
+
+
+def test_the_journals_kernels_are_taken_where_they_exist(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_KERNELS", "reference")
+    engine = longdraft.load(str(folder), drafter="suffix")
+    expected = written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS)))[1]
+    cut(engine, tmp_path, 3)
+    monkeypatch.delenv("LONGDRAFT_KERNELS")
+    _, tokens, stats = written(longdraft.resume(tmp_path))
+    assert stats["kernels"] == "reference" and stats["exactness"] == "bit-exact" and tokens == expected
+
+
+def test_a_token_that_the_model_does_not_know_is_refused(engine, tmp_path):
+    cut(engine, tmp_path, 2)
+    journal, _ = writing.Journal.open(tmp_path)
+    journal.append((70_000,), 0, 0.0)
+    journal.close()
+    with pytest.raises(JournalError, match="token id 70000; allowed: 0 to 319"):
+        engine.resume(tmp_path)
+
+
+def test_tokens_behind_the_end_are_refused(engine, tmp_path):
+    cut(engine, tmp_path, 2)
+    journal, _ = writing.Journal.open(tmp_path)
+    journal.append((1, 5), 0, 0.0)  # 1 ends a text
+    journal.close()
+    with pytest.raises(JournalError, match="behind the text's end"):
+        next(engine.resume(tmp_path))
+
+
+# Faults
+
+
+@pytest.mark.parametrize("at", [3, 4, 5, 8, 11])
+def test_a_full_disk_stops_the_text_and_the_journal_resumes(engine, tmp_path, monkeypatch, at):
+    expected = written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS)))[1]
+    generation = engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path, fsync="always")
+    given: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "os", FaultyOS(at, 28))
+        with pytest.raises(OutputError, match="No space left"):
+            given.extend(token for event in generation for token in event.tokens)
+    generation.close()
+    assert given == expected[: len(given)] == read(tmp_path).tokens.tolist()[: len(given)]
+    assert written(engine.resume(tmp_path))[1] == expected
+
+
+@pytest.mark.parametrize("kind, message", [
+    (MemoryError, ""), (RuntimeError, "DefaultCPUAllocator: can't allocate memory: you tried"),
+    (OSError, (12, "Cannot allocate memory"))], ids=["ours", "torch's", "the system's"])
+def test_out_of_memory_in_a_step_leaves_a_journal_that_resumes(engine, tmp_path, monkeypatch, kind, message):
+    expected = written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS)))[1]
+    generation = engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path)
+    next(generation)
+    forward = type(engine.model).forward
+
+    def failing(self, rows, cache):
+        forward(self, rows, cache)  # the cache holds provisional rows when it happens
+        raise kind(*message) if isinstance(message, tuple) else kind(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.model), "forward", failing)
+        with pytest.raises(MemoryError):
+            next(generation)
+    generation.close()
+    assert written(engine.resume(tmp_path))[1] == expected
+
+
+def test_clocks_that_jump_change_nothing(engine, tmp_path, monkeypatch):
+    """The wall clock is written down for people; what is timed is timed by one that does not jump."""
+    import datetime
+
+    class Jumping(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(1970 + random.randrange(100), 1, 1, tzinfo=tz)
+
+    expected = written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS)))[1]
+    monkeypatch.setattr(datetime, "datetime", Jumping)
+    monkeypatch.setattr(time, "time", lambda: random.uniform(-1e12, 1e12))
+    cut(engine, tmp_path, 3)
+    assert written(engine.resume(tmp_path))[1] == expected
+    assert all(step.seconds < 10 for step in read(tmp_path).steps)
+
+
+def test_a_model_that_is_replaced_while_it_writes_changes_nothing(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "m")
+    engine = longdraft.load(str(tmp_path / "m"), drafter="plain")
+    expected = written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS)))[1]
+    generation = engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path / "j")
+    tokens = [*next(generation).tokens]
+    weights = tmp_path / "m" / checkpoint.WEIGHTS
+    weights.write_bytes(bytes(weights.stat().st_size))  # in place: whoever still read from it would see zeros
+    assert tokens + written(generation)[1] == expected
+    with pytest.raises(longdraft.ModelError, match="was replaced after it was loaded"):
+        engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path / "k")
+    assert not (tmp_path / "k").exists()
+
+
+def test_a_model_in_memory_cannot_be_journalled_and_says_so(folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    writer = longdraft.from_transformers(AutoModelForCausalLM.from_pretrained(folder))
+    with pytest.raises(longdraft.UsageError, match="a model in memory cannot show"):
+        writer.engine.generate([1, 2], journal=tmp_path / "j")
+
+
+# The command line
+
+
+def command(*arguments: object) -> list[str]:
+    return [*LONGDRAFT, *map(str, arguments)]
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("uncut")
+    assert run([*WRITE, "--output", str(folder / "text"), "--tokens-out", str(folder / "ids.npy")]) == 0
+    return {"text": (folder / "text").read_text(), "ids": np.load(folder / "ids.npy").tolist()}
+
+
+WRITE = ["generate", "It was", "--max-new-tokens", "2500", "--seed", "1", "--min-p", "0.1", "--on-loop", "off",
+         "--threads", "1"]
+
+
+def wait_for(path: Path, size: int) -> None:
+    deadline = time.monotonic() + 60
+    while (not path.exists() or path.stat().st_size < size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_says_how_to_go_on_and_what_comes_then_is_the_uncut_text(uncut, tmp_path, number, status):
+    journal, output = tmp_path / "a journal", tmp_path / "text"
+    work = subprocess.Popen(command(*WRITE, "--journal", journal, "--output", output), stderr=subprocess.PIPE,
+                            text=True)
+    wait_for(journal / FILE, 4000)
+    work.send_signal(number)
+    _, err = work.communicate(timeout=60)
+    assert work.returncode == status
+    assert err.count("\n") == 1 and f"go on with: longdraft resume '{journal}'" in err
+    assert not output.exists() and (tmp_path / "text.partial").stat().st_size > 0  # clearly partial
+    assert uncut["text"].startswith((tmp_path / "text.partial").read_text())
+    assert run(["resume", str(journal), "--output", str(output), "--tokens-out", str(tmp_path / "ids.npy"),
+                "--stats", str(tmp_path / "stats.json"), "--drafter", "suffix", "--threads", "1"]) == 0
+    assert output.read_text() == uncut["text"] and np.load(tmp_path / "ids.npy").tolist() == uncut["ids"]
+    assert json.loads((tmp_path / "stats.json").read_text())["resumed_tokens"] > 0
+    assert not (tmp_path / "text.partial").exists()
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    """In the middle of a step that takes forever: the first one waits for it, the second does not."""
+    code = ("import sys, time, longdraft.speculation.step as s\n"
+            "s.Step.run = lambda *a: (print('stuck', file=sys.stderr, flush=True), time.sleep(60))\n"
+            "from longdraft.__main__ import main; sys.argv[0] = 'longdraft'; main()")
+    work = subprocess.Popen([sys.executable, "-c", code, *WRITE, "--journal", str(tmp_path / "j")],
+                            stderr=subprocess.PIPE, text=True)
+    assert work.stderr.readline() == "stuck\n"
+    work.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert work.poll() is None
+    began = time.monotonic()
+    work.send_signal(signal.SIGTERM)
+    err = work.communicate(timeout=30)[1]
+    assert work.returncode == 143 and time.monotonic() - began < 10
+    assert err.count("\n") == 1 and "terminated; go on with: longdraft resume" in err
+
+
+def test_a_reader_that_goes_away_leaves_a_journal_that_resumes(uncut, tmp_path):
+    work = subprocess.Popen(command(*WRITE, "--journal", tmp_path / "j"), stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
+    work.stdout.read(20)
+    work.stdout.close()
+    err = work.stderr.read().decode()
+    assert work.wait(timeout=60) == 1
+    assert "Traceback" not in err and err.count("\n") == 1 and "go on with: longdraft resume" in err
+    done = subprocess.run(command("resume", tmp_path / "j", "--threads", 1), capture_output=True, text=True, check=True)
+    assert done.stdout == uncut["text"] and done.stderr == ""
+
+
+def test_a_disk_that_is_full_gets_one_line_and_goes_on_later(uncut, tmp_path):
+    """A limit on the size of files is a disk that fills up: writes fall short, then fail."""
+    code = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"
+            "from longdraft.__main__ import main; sys.argv[0] = 'longdraft'; main()")
+    work = subprocess.run([sys.executable, "-c", code, *WRITE, "--journal", str(tmp_path / "j"), "--drafter", "plain"],
+                          capture_output=True, text=True, check=False)
+    assert work.returncode == 1
+    assert work.stderr.count("\n") == 1 and "File too large; go on with: longdraft resume" in work.stderr
+    found = read(tmp_path / "j")
+    assert found.tokens.tolist() == uncut["ids"][: len(found.tokens)] and len(found.tokens) > 100
+    assert uncut["text"].startswith(work.stdout.rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert run(["resume", str(tmp_path / "j"), "--output", str(tmp_path / "t"), "--threads", "1"]) == 0
+    assert (tmp_path / "t").read_text() == uncut["text"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not tell its memory so")
+def test_memory_that_runs_out_gets_a_memory_error_and_a_journal_that_goes_on(uncut, tmp_path):
+    """The address space is limited while the text grows: whatever allocation fails first."""
+    code = ("import sys, resource, longdraft\nfrom pathlib import Path\n"
+            "engine = longdraft.load('novelist', drafter='suffix', threads=1)\n"
+            "params = longdraft.SamplingParams(max_new_tokens=2500, seed=1, min_p=0.1, on_loop='off')\n"
+            "next(engine.generate('It was', params))\n"
+            "size = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (size + (8 << 20), -1))\n"
+            "try:\n    [0 for event in engine.generate('It was', params, journal=sys.argv[1])]\n"
+            "except MemoryError:\n    sys.exit(42)")
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "j")], check=False).returncode == 42
+    assert 100 < len(read(tmp_path / "j").tokens) < 2500
+    assert run(["resume", str(tmp_path / "j"), "--output", str(tmp_path / "t"), "--threads", "1"]) == 0
+    assert (tmp_path / "t").read_text() == uncut["text"]
+
+
+def test_kill_9_at_random_moments(tmp_path):
+    """The short version of what `benchmarks/soak.py` does a hundred times."""
+    work = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "soak.py"), "kills", "--count", "12", "--tokens",
+                           "400"], capture_output=True, text=True, check=False)
+    assert work.returncode == 0, work.stderr
+    figures = json.loads(work.stdout.splitlines()[-1])
+    assert figures["kills"] == 12 and figures["equal"] == figures["texts"] >= 1
+
+
+MISTAKES = {
+    "journal there": (["generate", "a", "--journal", "{done}"], "go on with: longdraft resume"),
+    "journal of a file": (["generate", "a", "--journal", "{file}/x", "--max-new-tokens", "1"], "Not a directory"),
+    "journal of a bad name": (["generate", "a", "--journal", "x" * 300, "--max-new-tokens", "1"], "too long"),
+    "fsync": (["generate", "a", "--journal", "{new}", "--fsync", "often"], "allowed: always, never, or seconds"),
+    "on-loop": (["generate", "a", "--on-loop", "x"], "allowed: warn, stop or off"),
+    "resume nothing": (["resume", "{new}"], "no journal in"),
+    "resume a file": (["resume", "{file}"], "no journal in"),
+    "resume without": (["resume"], "Missing argument 'JOURNAL'"),
+    "inspect nothing": (["inspect", "{new}"], "no journal in"),
+    "resume fsync": (["resume", "{done}", "--fsync", "0"], "allowed: always"),
+    "resume drafter": (["resume", "{done}", "--drafter", "x"], "unknown drafter 'x'"),
+    "inspect other tokenizer": (["inspect", "{done}", "--text", "-", "--model", "{model}"], "is not the journal's"),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    journal = tmp_path_factory.mktemp("finished") / "j"
+    assert run(["generate", "It was", "--max-new-tokens", "40", "--seed", "1", "--journal", str(journal),
+                "--output", "/dev/null"]) == 0
+    return journal
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_clear_line_and_status_2(mistake, finished, folder, capfd, tmp_path):
+    (tmp_path / "file").write_text("")
+    arguments, message = MISTAKES[mistake]
+    places = {"done": finished, "file": tmp_path / "file", "new": tmp_path / "new", "model": folder}
+    assert run([part.format(**places) for part in arguments]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err.startswith("longdraft: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_finished_journal_shows_its_text_again_and_says_so(finished, capfd, tmp_path):
+    assert run(["generate", "It was", "--max-new-tokens", "40", "--seed", "1"]) == 0
+    text = capfd.readouterr().out
+    assert run(["resume", str(finished)]) == 0
+    shown = capfd.readouterr()
+    assert shown.out == text and "the text is whole (40 tokens, finish reason length)" in shown.err
+
+
+def test_inspect_shows_and_exports(finished, capfd, tmp_path):
+    assert run(["inspect", str(finished)]) == 0
+    shown = capfd.readouterr().out
+    for part in ("finished (length)", "40 of 40", "seed 1", "novelist", "tokens/s", "bit-exact", "0-5"):
+        assert part in shown
+    assert run(["inspect", str(finished), "--json", "--text", str(tmp_path / "t"), "--tokens-out",
+                str(tmp_path / "ids.npy")]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["state"] == "finished" and report["new_tokens"] == 40 and report["torn_bytes"] == 0
+    assert sum(part["steps"] for part in report["over_length"]) == report["steps"]
+    assert report["header"]["sampling"]["seed"] == 1
+    assert np.load(tmp_path / "ids.npy").tolist() == read(finished).tokens.tolist()
+    assert run(["inspect", str(finished), "--text", "-"]) == 0
+    assert capfd.readouterr().out == (tmp_path / "t").read_text() != ""
+
+
+def test_inspect_reads_while_another_writes(engine, tmp_path, capfd):
+    generation = engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path)
+    assert run(["inspect", str(tmp_path), "--json"]) == 0  # not one token yet
+    next(generation)
+    assert run(["inspect", str(tmp_path)]) == 0
+    assert "being written" in capfd.readouterr().out
+    generation.close()
+
+
+# Memory and time
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not tell resident memory so")
+def test_memory_grows_by_the_cache_and_nothing_else(tmp_path):
+    """The short version of what `benchmarks/soak.py long` does with 100,000 tokens."""
+    make_checkpoint(tmp_path / "m", hidden_size=128, max_position_embeddings=16384)
+    engine = longdraft.load(str(tmp_path / "m"), drafter="plain")
+    params = longdraft.SamplingParams(max_new_tokens=9000, seed=1, ignore_eos=True)
+    generation = engine.generate([5, 6], params, journal=tmp_path / "j")
+    beyond = {}
+    for steps, _ in enumerate(generation, 1):
+        if steps in (4500, 9000):
+            beyond[steps] = resident_bytes() - generation.cache_bytes
+    assert generation.cache_bytes > 10 << 20
+    assert beyond[9000] - beyond[4500] < 4 << 20  # the allocator takes memory by pages of two megabytes
