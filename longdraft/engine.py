@@ -30,12 +30,13 @@ from longdraft.errors import JournalError, ModelError, UsageError, check
 from longdraft.generation import Generation
 from longdraft.journal import Header, Journal, Run, differences, parse_fsync
 from longdraft.journal import read as read_journal
-from longdraft.model import checkpoint, defaults, fingerprint, heads, library
+from longdraft.model import checkpoint, defaults, fingerprint, library
 from longdraft.model import config as model_config
 from longdraft.model.chat_template import Message
 from longdraft.model.defaults import Defaults
 from longdraft.model.heads import require_model
 from longdraft.model.tokenizer import Tokenizer, require_same_vocabulary
+from longdraft.model.trained import Target, Trained
 from longdraft.model.transformer import Transformer
 from longdraft.version import __version__
 
@@ -54,9 +55,9 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
          on_load: Callable[[int, int], None] | None = None) -> Engine:
     """An engine for a bundled name, a model folder or a hub id.
 
-    drafter          auto | plain | ngram | suffix | tokenswift | medusa | magicdec | draft-model | triforce
+    drafter          auto | plain | ngram | suffix | tokenswift | medusa | magicdec | draft-model | glide | triforce
     drafter_options  see the drafter's options, values as texts or as what they are
-    heads            folder or hub id of trained heads; default: those found in or beside the model
+    heads            folder or hub id of trained heads or glide; default: those found in or beside the model
     device           auto | cpu | cuda
     dtype            auto (the checkpoint's) | float32 | bfloat16
     quantize         none | int8: weights as int8 in half of bfloat16's memory; another model, whose plain text is
@@ -117,28 +118,27 @@ class Engine:
         self._hub = hub
         if heads_name is not None and drafter not in drafters.WITH_HEADS:
             raise UsageError(f"drafter {drafter!r} uses no heads; leave --heads out, or use --drafter tokenswift")
-        self.heads = self._load_heads()
+        self.heads, self.glide = self._load_trained()
         self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
         self.draft = self._load_draft(drafters.draft_model_of(options))
-        if drafters.KINDS[drafter].needs_heads and self.heads is None:
-            raise ModelError(f"drafter {drafter!r} needs trained heads and {files.folder} has none; give --heads, "
-                             "train them with `longdraft train heads`, or use --drafter ngram")
+        if (needed := drafters.KINDS[drafter].needs) and getattr(self, needed) is None:
+            raise ModelError(f"drafter {drafter!r} needs trained {needed} and {files.folder} has none; give --heads, "
+                             f"train with `longdraft train {needed}`, or use --drafter magicdec")
 
-    def _load_heads(self) -> heads.Heads | None:
-        """The trained heads: those asked for, else those in the model's own files or beside them, if any."""
+    def _load_trained(self) -> Trained:
+        """Heads and glide: those asked for, else those in the model's own files or beside them, if any."""
         if self.drafter not in drafters.WITH_HEADS:
-            return None
-        weights = partial(fingerprint.of, self._files)
+            return Trained()
+        target = Target(self.model, partial(fingerprint.of, self._files), self.tokenizer.vocabulary_sha256)
         if self._heads_name is not None:
-            return heads.load(library.resolve(self._heads_name, self._hub), self.model, weights)
+            return target.load(library.resolve(self._heads_name, self._hub))
         try:
-            found = heads.find(self._files.folder)
-            return None if found is None else heads.load(found, self.model, weights)
+            return target.beside(self._files.folder)
         except ModelError as error:
             if self.drafter != drafters.AUTO:
                 raise
             log.warning("going on without heads: %s", error)
-            return None
+            return Trained()
 
     def _load_draft(self, name: str) -> Transformer | None:
         """The smaller model that drafts, on the same kernels; it must speak of the same tokens."""

@@ -21,6 +21,7 @@ from longdraft.drafters.corpus import Corpora
 from longdraft.errors import JournalError
 from longdraft.journal import Journal
 from longdraft.loops import Foresight
+from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import Transformer, chain_rows
@@ -44,6 +45,7 @@ class Means(Protocol):
     drafter: str
     options: Any
     heads: Heads | None
+    glide: Glide | None
     corpora: Corpora
     draft: Transformer | None
 
@@ -68,7 +70,8 @@ class Generation(Iterator[Event]):
         self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
         sampler = Sampler(params, self._writing.stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
-        resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.corpora, draft)
+        resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
+                                       draft)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
         context = Context(prompt)
         context.extend(int(token) for token in written)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from longdraft import kernels
-from longdraft.model import checkpoint
+from longdraft.model import checkpoint, glide
 from longdraft.model import config as model_config
 from longdraft.model.heads import KIND
 from longdraft.model.transformer import Transformer
@@ -65,6 +65,25 @@ def make_heads(folder: Path, base: LlamaForCausalLM, num: int = 3, **changes: ob
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
+def make_glide(folder: Path, model: Path, window: int = 12, **changes: object) -> None:
+    """An untrained glide layer for the model of a folder, whose every part adds something."""
+    from safetensors.torch import save_file
+
+    config = model_config.read(model)
+    torch.manual_seed(9)
+    tensors = {name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.2
+               for name, shape in glide.shapes(config).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    about = {"kind": glide.KIND, "window": window, "base_model": "tiny", "hidden_size": config.hidden_size,
+             "vocab_size": config.vocab_size}
+    (folder / "config.json").write_text(json.dumps(about | changes))
+
+
+def load_glide(folder: Path, model: Transformer) -> glide.Glide:
+    return glide.load(folder, model, lambda where, config: None)
+
+
 def load(folder: Path, dtype: str = "float32", name: str | None = None, quantize: str = "none") -> Transformer:
     """A model on the fastest kernels, or on those of this name."""
     chosen = kernels.choose("cpu", dtype, name)
@@ -73,9 +92,10 @@ def load(folder: Path, dtype: str = "float32", name: str | None = None, quantize
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Model folders with heads: `mha` (4 key/value heads) and `gqa` (4 query heads to a key/value head)."""
+    """Model folders with heads and glide: `mha` (4 key/value heads) and `gqa` (4 query heads to a key/value head)."""
     root = tmp_path_factory.mktemp("tiny")
     for name, kv_heads in (("mha", 4), ("gqa", 1)):
         base = make_checkpoint(root / name, num_key_value_heads=kv_heads, seed=kv_heads)
         make_heads(root / name / "heads", base)
+        make_glide(root / name / "glide", root / name)
     return {name: root / name for name in ("mha", "gqa")}

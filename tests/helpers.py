@@ -17,9 +17,10 @@ from longdraft.tree import Tree
 Factory = Callable[[drafters.Resources], Drafter]
 
 
-def by_name(name: str, heads: object = None, draft: Transformer | None = None, **options: object) -> Factory:
+def by_name(name: str, heads: object = None, draft: Transformer | None = None, glide: object = None,
+            **options: object) -> Factory:
     parsed = drafters.parse_options(name, options)
-    return lambda given: drafters.KINDS[name].build(parsed, given._replace(heads=heads, draft=draft))
+    return lambda given: drafters.KINDS[name].build(parsed, given._replace(heads=heads, draft=draft, glide=glide))
 
 
 def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, factory: Factory, *,

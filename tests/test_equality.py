@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import VOCAB, load
+from conftest import VOCAB, load, load_glide
 from helpers import TreeDrafter, by_name, generate
 
 from longdraft import kernels
@@ -44,6 +44,8 @@ DRAFTERS = {
     "tokenswift, full cache": ("tokenswift", dict(cache="full", tree="2,2,2")),
     "tokenswift, everything grafted": ("tokenswift", dict(suffix="true", width=3, margin=9, budget=40, sinks=4,
                                                           recent=8, room=8, continuations=3, seen=1, delay=0)),
+    "glide": ("glide", {}),
+    "glide, long and wide": ("glide", dict(chain=20, width=3, margin=9, suffix="false")),
     "medusa": ("medusa", dict(tree="3,2,1")),
     "medusa, choices": ("medusa", dict(tree="0 1 2 0.0 0.1 1.0 0.0.0")),
     "magicdec, streaming": ("magicdec", dict(budget=24, sinks=4, refresh=5, width=2)),
@@ -105,7 +107,7 @@ def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafts, drafter
     folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
     trained = heads.load(folder / "heads", model)
     draft = drafts.get(options.get("model"))
-    factory = by_name(name, trained, draft, **options)
+    factory = by_name(name, trained, draft, load_glide(folder / "glide", model), **options)
     assert generate(model, prompt_of(90), params_of(settings), factory, banned=[1]) == plain[settings]
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import load, make_checkpoint
+from conftest import load, load_glide, make_checkpoint
 from helpers import by_name, generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,10 +85,10 @@ MODELS = {"mha": ("mha", "bfloat16", None), "gqa, reference": ("gqa", "float32",
 
 @pytest.fixture(scope="module", params=MODELS)
 def quantised(request, tiny):
-    """A quantised model, another to draft with, and the folder of its heads."""
+    """A quantised model, another to draft with, and the folder of its heads and glide."""
     folder, dtype, name = MODELS[request.param]
     model, another = (load(tiny[each], dtype, name, "int8") for each in sorted(tiny, key=lambda each: each != folder))
-    return model, another, tiny[folder] / "heads"
+    return model, another, tiny[folder]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_every_drafter_writes_the_plain_text_of_the_quantised_model(quantised, p
     model, another, folder = quantised
     name, options = DRAFTERS[drafter]
     draft = {"another": another, "itself": model}.get(options.get("model"))
-    factory = by_name(name, heads.load(folder, model), draft, **options)
+    factory = by_name(name, heads.load(folder / "heads", model), draft, load_glide(folder / "glide", model), **options)
     assert generate(model, prompt_of(90), params_of(settings), factory) == plain[settings]
 
 

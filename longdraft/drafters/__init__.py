@@ -6,7 +6,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialCache
@@ -15,6 +15,7 @@ from longdraft.drafters import magicdec
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
+from longdraft.drafters.glide import GlideDrafter, GlideOptions
 from longdraft.drafters.magicdec import MagicDecDrafter, MagicDecOptions
 from longdraft.drafters.medusa import MedusaDrafter, MedusaOptions
 from longdraft.drafters.ngram import NgramDrafter, NgramOptions
@@ -23,6 +24,7 @@ from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions
 from longdraft.drafters.tokenswift import TokenSwiftDrafter, TokenSwiftOptions
 from longdraft.drafters.triforce import TriForceDrafter, TriForceOptions
 from longdraft.errors import UsageError
+from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
@@ -40,6 +42,7 @@ class Resources(NamedTuple):
     sampler: Sampler
     params: SamplingParams
     heads: Heads | None
+    glide: Glide | None = None
     corpora: Corpora | None = None
     draft: Transformer | None = None
     partial: PartialCache | None = None
@@ -53,7 +56,7 @@ class NoOptions:
 class Kind(NamedTuple):
     options: type[Any]
     build: Callable[[Any, Resources], Drafter]
-    needs_heads: bool
+    needs: Literal["", "heads", "glide"]  # what must have been trained for it
     summary: str
     in_auto: Mapping[str, Any] | None = None  # options with which `auto` tries it, where there is what it needs
 
@@ -62,6 +65,12 @@ def _heads(name: str, given: Resources) -> Heads:
     if given.heads is None:
         raise UsageError(f"drafter {name!r} needs trained heads; give --heads or train them")
     return given.heads
+
+
+def _glide(options: GlideOptions, given: Resources) -> Drafter:
+    if given.glide is None:
+        raise UsageError("drafter 'glide' needs a trained layer; give --heads or use `longdraft train glide`")
+    return GlideDrafter(options, given.glide, given.model, given.cache, given.sampler, given.params)
 
 
 def _tokenswift(options: TokenSwiftOptions, given: Resources) -> Drafter:
@@ -99,31 +108,32 @@ def _auto(options: NoOptions, given: Resources) -> Drafter:
     share a partial cache, so that who takes over finds it as the last one left it."""
     given = given._replace(partial=magicdec.new_partial(MagicDecOptions(), given.model, given.cache))
     contenders = {name: kind.build(kind.options(**kind.in_auto), given) for name, kind in KINDS.items()
-                  if kind.in_auto is not None and (given.heads or not kind.needs_heads)}
+                  if kind.in_auto is not None and (not kind.needs or getattr(given, kind.needs))}
     return AutoDrafter(contenders, given.model.weights_in_tokens)
 
 
 KINDS: dict[str, Kind] = {
-    AUTO: Kind(NoOptions, _auto, False, "whichever of the others is fastest here and now, measured while writing"),
-    "plain": Kind(NoOptions, lambda options, given: PlainDrafter(), False,
+    AUTO: Kind(NoOptions, _auto, "", "whichever of the others is fastest here and now, measured while writing"),
+    "plain": Kind(NoOptions, lambda options, given: PlainDrafter(), "",
                   "no drafting: one token for each forward", {}),
-    "ngram": Kind(NgramOptions, lambda options, given: NgramDrafter(options, given.params), False,
+    "ngram": Kind(NgramOptions, lambda options, given: NgramDrafter(options, given.params), "",
                   "continuations of the last token from a table of the text's 4-grams"),
-    "suffix": Kind(SuffixOptions, _suffix, False,
+    "suffix": Kind(SuffixOptions, _suffix, "",
                    "what followed the longest suffix of the text before, from a suffix automaton; a corpus beside it",
                    {}),
-    "tokenswift": Kind(TokenSwiftOptions, _tokenswift, True,
+    "tokenswift": Kind(TokenSwiftOptions, _tokenswift, "heads",
                        "the model on a partial cache, three trained heads, n-grams, one tree",
                        {"chain": 16}),
-    "medusa": Kind(MedusaOptions, _medusa, True, "trained heads on the last verified row, one static tree", {}),
-    "magicdec": Kind(MagicDecOptions, _magicdec, False, "the model itself on a compressed cache", {"chain": 16}),
-    "draft-model": Kind(DraftModelOptions, _draft_model, False, "a smaller model with the same vocabulary"),
-    "triforce": Kind(TriForceOptions, _triforce, False,
+    "medusa": Kind(MedusaOptions, _medusa, "heads", "trained heads on the last verified row, one static tree", {}),
+    "magicdec": Kind(MagicDecOptions, _magicdec, "", "the model itself on a compressed cache", {"chain": 16}),
+    "draft-model": Kind(DraftModelOptions, _draft_model, "", "a smaller model with the same vocabulary"),
+    "glide": Kind(GlideOptions, _glide, "glide", "one trained layer that reads the model's own cache", {}),
+    "triforce": Kind(TriForceOptions, _triforce, "",
                      "a smaller model for the model on a retrieval cache for the model"),
 }
 
 
-WITH_HEADS = (AUTO, *(name for name, kind in KINDS.items() if kind.needs_heads))
+WITH_HEADS = (AUTO, *(name for name, kind in KINDS.items() if kind.needs))
 
 
 def check_name(name: str) -> None:

@@ -3,6 +3,7 @@
 Head j turns the hidden state of the one before it into a guess one token further:
 
     x_j = x_{j-1} + W_j RMSNorm_in(x_{j-1})      x_0 = the last layer's output, before the final norm
+    or      x_{j-1} + D_j silu(U_j RMSNorm_in(x_{j-1})), ours (`train heads --kind mlp`; tensors up and down)
     logits_j = LM_head(RMSNorm_out(x_j))
 
 so head j of a row at position p speaks of the token at position p + 1 + j.
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from longdraft.errors import ModelError
 from longdraft.kernels import Linear
@@ -40,7 +42,9 @@ class Heads(Protocol):
 
 
 class Head(NamedTuple):
-    linear: Linear
+    """`maps`: W, or U and D."""
+
+    maps: tuple[Linear, ...]
     input_norm: Tensor  # [hidden]
     output_norm: Tensor  # [hidden]
 
@@ -60,7 +64,8 @@ class ChainedHeads:
         kernels, eps = self._model.kernels, self._model.config.rms_norm_eps
         normed = []
         for head in self.layers:
-            hidden = hidden + kernels.linear(kernels.rms_norm(hidden, head.input_norm, eps), head.linear)
+            inner = kernels.linear(kernels.rms_norm(hidden, head.input_norm, eps), head.maps[0])
+            hidden = hidden + (kernels.linear(functional.silu(inner), head.maps[1]) if len(head.maps) > 1 else inner)
             normed.append(kernels.rms_norm(hidden, head.output_norm, eps))
         return self._model.head(torch.cat(normed))
 
@@ -98,11 +103,13 @@ def require_model(folder: Path) -> None:
         raise ModelError(f"{folder} holds heads, not a model; give --model {base} --heads {folder}")
 
 
-def load(folder: Path, model: Transformer, fingerprint: Callable[[], str] | None = None) -> Heads:
+def load(folder: Path, model: Transformer, fingerprint: Callable[[], str] | None = None,
+         vocabulary: Callable[[], str] | None = None) -> Heads:
     """Heads of either kind: from their own folder, from a whole model's that carries them, or from beside a model.
 
     A folder of their own has a config.json that names kind, sizes and the weights they were trained on; what does
-    not fit `model` (or its weights' `fingerprint`, where given; asked for only where it decides) is a ModelError.
+    not fit `model` (or its weights' `fingerprint`, or its tokenizer's `vocabulary`, where given; asked for only where
+    they decide) is a ModelError.
     """
     found = find(folder)
     if found is None:
@@ -110,37 +117,46 @@ def load(folder: Path, model: Transformer, fingerprint: Callable[[], str] | None
                          f"{HEADS_PREFIX}*) nor Medusa's (medusa_num_heads and {medusa.FILE})")
     folder, config = found, read_json(found / "config.json")
     if _kind(folder) == "medusa":
+        if "base_sha256" in config:  # ours; the public ones do not say
+            check_target(folder, config, model, fingerprint, vocabulary)
         return medusa.load(folder, config, model)
-    _check(folder, config, model, fingerprint)
+    check_target(folder, config, model, fingerprint, vocabulary)
     files = TensorFiles(folder)
     names = sorted(name for name in files.names() if name.startswith(HEADS_PREFIX))
-    count = len(names) // 3
-    wanted = {f"{HEADS_PREFIX}{i}.{part}.weight"
-              for i in range(count) for part in ("linear", "input_layernorm", "post_layernorm")}
-    hidden = model.config.hidden_size
-    if not names or set(names) != wanted:
-        raise ModelError(f"{folder}: heads need linear, input_layernorm and post_layernorm each; "
+    maps = ("up", "down") if any(name.endswith(".up.weight") for name in names) else ("linear",)
+    parts = (*maps, "input_layernorm", "post_layernorm")
+    count = len(names) // len(parts)
+    if not names or set(names) != {f"{HEADS_PREFIX}{i}.{part}.weight" for i in range(count) for part in parts}:
+        raise ModelError(f"{folder}: heads need linear (or up and down), input_layernorm and post_layernorm each; "
                          f"found {', '.join(names) or 'none'}")
-    layers = []
-    for i in range(count):
-        parts = [files.read(f"{HEADS_PREFIX}{i}.{part}.weight")
-                 for part in ("linear", "input_layernorm", "post_layernorm")]
-        if [tuple(p.shape) for p in parts] != [(hidden, hidden), (hidden,), (hidden,)]:
-            raise ModelError(f"{folder}: head {i} has shapes {[list(p.shape) for p in parts]}; the model's "
-                             f"hidden size is {hidden}")
-        kernels = model.kernels
-        norms = [p.to(kernels.device, kernels.dtype, copy=True) for p in parts[1:]]
-        layers.append(Head(kernels.pack(parts[0]), norms[0], norms[1]))
-    return ChainedHeads(tuple(layers), model)
+    return ChainedHeads(tuple(_head(folder, files, i, maps, model) for i in range(count)), model)
 
 
-def _check(folder: Path, config: dict[str, Any], model: Transformer,
-           fingerprint: Callable[[], str] | None) -> None:
+def _head(folder: Path, files: TensorFiles, index: int, maps: tuple[str, ...], model: Transformer) -> Head:
+    *found, first, second = (files.read(f"{HEADS_PREFIX}{index}.{part}.weight")
+                             for part in (*maps, "input_layernorm", "post_layernorm"))
+    hidden, kernels = model.config.hidden_size, model.kernels
+    inner = found[0].shape[0]
+    wanted = [(hidden, hidden)] if len(maps) == 1 else [(inner, hidden), (hidden, inner)]
+    if [tuple(p.shape) for p in (*found, first, second)] != [*wanted, (hidden,), (hidden,)]:
+        raise ModelError(f"{folder}: head {index} has shapes {[list(p.shape) for p in (*found, first, second)]}; the "
+                         f"model's hidden size is {hidden}")
+    norms = [p.to(kernels.device, kernels.dtype, copy=True) for p in (first, second)]
+    return Head(tuple(kernels.pack(p) for p in found), norms[0], norms[1])
+
+
+def check_target(folder: Path, config: dict[str, Any], model: Transformer,
+                 fingerprint: Callable[[], str] | None, vocabulary: Callable[[], str] | None) -> None:
+    """ModelError where what a folder's config.json says of its model is not so."""
     for name, wanted in (("hidden_size", model.config.hidden_size), ("vocab_size", model.config.vocab_size)):
         if config.get(name) != wanted:
-            raise ModelError(f"{folder}: heads were trained for {name} {config.get(name)}, the model has {wanted}")
+            raise ModelError(f"{folder}: trained for {name} {config.get(name)}, the model has {wanted}")
     trained_on = config.get("base_sha256")
     if fingerprint and trained_on and trained_on != (actual := fingerprint()):
-        raise ModelError(f"{folder}: heads were trained on other weights of {config.get('base_model')!r} "
-                         f"(sha256 {str(trained_on)[:12]}, this model's is {actual[:12]}); train heads for this "
-                         "model or give those of its own with --heads")
+        raise ModelError(f"{folder}: trained on other weights of {config.get('base_model')!r} "
+                         f"(sha256 {str(trained_on)[:12]}, this model's is {actual[:12]}); train for this "
+                         "model or give what belongs to it with --heads")
+    words = config.get("vocabulary_sha256")
+    if vocabulary and words and words != vocabulary():
+        raise ModelError(f"{folder}: trained with another tokenizer than the model's; train for this model or give "
+                         "what belongs to it with --heads")

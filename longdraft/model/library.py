@@ -28,7 +28,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIGS = ("config.json", "generation_config.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
               "chat_template.json")
-_HEADS = ("medusa_lm_head.safetensors", "heads/config.json", "heads/model.safetensors")
+_HEADS = ("medusa_lm_head.safetensors", "heads/config.json", "heads/model.safetensors",
+          "heads/medusa_lm_head.safetensors", "glide/config.json", "glide/model.safetensors")
 
 
 @dataclass(frozen=True)

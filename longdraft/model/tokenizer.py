@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -50,6 +51,10 @@ class Tokenizer:
         """Every token with its id, added ones included."""
         found: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return found
+
+    def vocabulary_sha256(self) -> str:
+        """Which token has which id, as one hash."""
+        return hashlib.sha256(json.dumps(sorted(self.vocabulary().items())).encode()).hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -106,14 +106,20 @@ class Transformer:
     def forward(self, rows: Rows, cache: KVCache) -> Forward:
         """Run rows over a cache; their keys and values stay provisional until the cache commits them."""
         kernels, config = self.kernels, self.config
-        cos, sin = self._rope.at(rows.positions)
+        cos, sin = self.rotations(rows.positions)
         parents = torch.tensor(rows.parents, dtype=torch.int32)
         shape = (config.num_layers, len(rows.tokens), config.num_kv_heads, config.head_dim)
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
-        x = kernels.embed(self.weights.embedding, rows.tokens)
-        if config.embedding_factor != 1:
-            x = x * config.embedding_factor
-        return Forward(*self._decoder.forward(x, cos, sin, cache.append(k, v), parents))
+        return Forward(*self._decoder.forward(self.embed(rows.tokens), cos, sin, cache.append(k, v), parents))
+
+    def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """cos, sin [R, D / 2] float32 of positions."""
+        return self._rope.at(positions)
+
+    def embed(self, tokens: Sequence[int]) -> Tensor:
+        """Rows [R, hidden] that the first layer reads."""
+        x = self.kernels.embed(self.weights.embedding, tokens)
+        return x if self.config.embedding_factor == 1 else x * self.config.embedding_factor
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 of hidden rows [R, hidden] (before the final norm)."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Tokens = NDArray[np.int32]
 SUFFIXES = (".parquet", ".jsonl", ".txt")
+HUB = "hf:"  # hf:NAME, hf:NAME:CONFIG, either with @SPLIT
 BATCH_CHARACTERS = 8_000_000  # tokenised at a time: the tokenizer's own records take ~30 bytes a character
 
 
@@ -34,9 +35,15 @@ class Split(NamedTuple):
     validation: list[Tokens]
 
 
+def is_hub_data(name: str) -> bool:
+    return name.startswith(HUB)
+
+
 def check_files(files: Sequence[str]) -> None:
-    """UsageError unless every file is there and of a kind that can be read."""
+    """UsageError unless every file is there and of a kind that can be read; the hub is asked later."""
     for name in files:
+        if is_hub_data(name):
+            continue
         if not Path(name).is_file():
             raise UsageError(f"no file {name!r}; data files are {', '.join(SUFFIXES)}")
         if Path(name).suffix.lower() not in SUFFIXES:
@@ -47,6 +54,9 @@ def read_documents(files: Sequence[str], column: str) -> Iterator[str]:
     """The non-empty texts of the files, in order. UsageError names the file and what is wrong in it."""
     check_files(files)
     for name in files:
+        if is_hub_data(name):
+            yield from (text for text in _hub(name, column) if text.strip())
+            continue
         path = Path(name)
         read = {".parquet": _parquet, ".jsonl": _jsonl, ".txt": _txt}[path.suffix.lower()]
         try:
@@ -93,6 +103,27 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
             yield from (text for text in batch.column(0).to_pylist() if text is not None)
     except pyarrow.ArrowException as error:
         raise UsageError(f"{path} is not a readable parquet file: {error}") from error
+
+
+def _hub(name: str, column: str) -> Iterator[str]:
+    """Texts of a data set, as they come; nothing is held but the one at hand."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise UsageError(f"{name} needs {error.name}; pip install datasets") from error
+    what, _, split = name.removeprefix(HUB).partition("@")
+    path, _, config = what.partition(":")
+    try:
+        rows = load_dataset(path, config or None, split=split or "train", streaming=True)
+        for row in rows:
+            if not isinstance(text := row.get(column), str):
+                raise UsageError(f"{name} has no text column {column!r}; its columns: {', '.join(row)}; name one with "
+                                 "--text-column")
+            yield text
+    except UsageError:
+        raise
+    except Exception as error:  # the library raises what its parts raise: of files, of the network, of its own
+        raise UsageError(f"cannot read {name}: {str(error).strip().splitlines()[0]}") from error
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
@@ -197,7 +228,20 @@ def spread(packed: Tokens, max_tokens: int) -> Tokens:
 
 def names(files: Sequence[str]) -> list[str]:
     """File names without their folders: provenance that says nothing of the machine."""
-    return [Path(name).name for name in files]
+    return [name if is_hub_data(name) else Path(name).name for name in files]
+
+
+def model_name(model: str) -> str:
+    """A model's name for the record: a folder's own name, not where it lies on this machine."""
+    from longdraft.model.library import bundled
+
+    return Path(model).resolve().name if model not in bundled() and Path(model).is_dir() else model
+
+
+def vocabulary_sha256(tokenizer: Tokenizer) -> str:
+    """Which token has which id."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
 def versions() -> dict[str, Any]:
@@ -205,5 +249,5 @@ def versions() -> dict[str, Any]:
     import platform
     from importlib import metadata
 
-    found = {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")}
+    found = {name: metadata.version(name) for name in ("accelerate", "torch", "transformers", "tokenizers")}
     return found | {"longdraft": __version__, "python": platform.python_version()}

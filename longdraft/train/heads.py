@@ -1,10 +1,12 @@
-"""TokenSwift's chained heads as a module that learns (paper 3.1), and the frozen model under it.
+"""Heads that learn: chained ones (TokenSwift's, paper 3.1, and ours) and Medusa's independent ones.
 
-    x_j = x_{j-1} + W_j RMSNorm_in(x_{j-1})      x_0 = the last layer's output, before the final norm
-    logits_j = LM_head(RMSNorm_out(x_j))         the loss of head j at row t is that of token t + 1 + j
+    tokenswift   x_j = x_{j-1} + W_j RMSNorm_in(x_{j-1})               x_0 = the last layer's row, before the final norm
+    mlp          x_j = x_{j-1} + s D_j silu(U_j RMSNorm_in(x_{j-1}))   s = the usual size of such a row
+    medusa       x_j = n + silu(W_j n + b_j)                           n = x_0 behind the final norm
 
-No row of the heads looks at another, so a long sequence is cut into runs of rows whose logits are made,
-differentiated and dropped one run at a time: [heads, tokens, vocabulary] never exists at once.
+    logits_j = LM_head(RMSNorm_out(x_j)), of medusa LM_head(x_j); the loss of head j at row t is that of token t + 1 + j
+
+The loss mixes the text's token with what the model itself says at row t + j, where it has read j tokens more.
 """
 
 from __future__ import annotations
@@ -12,160 +14,148 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longdraft.errors import ModelError, UsageError
-from longdraft.model.checkpoint import HEADS_PREFIX, TensorFiles, dump_json
-from longdraft.model.config import ModelConfig, read
+from longdraft.model import medusa
+from longdraft.model.checkpoint import HEADS_PREFIX, dump_json
 from longdraft.model.heads import KIND
+from longdraft.train.base import IGNORED, Base, Scores, as_ids, mixed_loss
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
-
-CPU_RUN_ELEMENTS = 2**21  # logits of a run; float32 they still fit the second-level cache of a server's core
-GPU_RUN_ELEMENTS = 2**28
-TOP = 3
-IGNORED = -100
+from longdraft.train.loop import decayed
+from longdraft.train.settings import HeadSettings
 
 
-@dataclass(frozen=True)
-class Base:
-    """A frozen model: rows of hidden states in, logits out."""
+class LinearHead(nn.Module):
+    """One link of the paper's chain. The names of its parameters are those of TokenSwift's checkpoints."""
 
-    folder: Path
-    config: ModelConfig
-    fingerprint: str
-    initializer_range: float
-    body: nn.Module  # its final norm taken out
-    final_norm: Tensor  # [hidden]
-    head_weight: Tensor  # [V, hidden]
-    saved_dtype: torch.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.head_weight.device
-
-    @torch.no_grad()
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Rows of the last layer before the final norm, [B * L, hidden] float32, of ids [B, L]."""
-        hidden: Tensor = self.body(input_ids=ids, use_cache=False).last_hidden_state
-        return hidden.flatten(0, 1).float()
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """Logits [R, V] float32 of normalised rows [R, hidden]; differentiable in the rows."""
-        return functional.linear(normed.to(self.head_weight.dtype), self.head_weight).float()
-
-
-def load_base(folder: Path, dtype: str, device: str) -> Base:
-    """The frozen model of a folder. ModelError where a file or tensor is missing or not supported."""
-    try:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-    except ImportError as error:
-        raise UsageError(f"training needs {error.name}; pip install 'longdraft[train]'") from error
-
-    config = read(folder)
-    fingerprint = TensorFiles(folder).fingerprint()
-    logging.disable_progress_bar()
-    saved = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
-    compute = saved if dtype == "auto" else {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=compute, local_files_only=True, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"cannot load {folder}: {str(error).strip().splitlines()[0]}") from error
-    if report["missing_keys"]:
-        raise ModelError(f"{folder} lacks the tensors {', '.join(sorted(report['missing_keys']))}")
-    model.requires_grad_(False).eval().to(device)
-    body, norm = model.model, model.model.norm.weight.detach().float()
-    # With an identity in its place the body returns what the heads read: the rows before the final norm.
-    body.norm = nn.Identity()
-    spread = float(getattr(model.config, "initializer_range", 0.02))
-    head_weight = model.get_output_embeddings().weight.detach()
-    return Base(folder, config, fingerprint, spread, body, norm, head_weight, saved)
-
-
-def choose_device(device: str) -> str:
-    """cpu or cuda, for auto: the GPU where there is one."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device is 'cuda', but PyTorch sees no GPU; give --device cpu")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-
-
-class Head(nn.Module):
-    """One link of the chain. The names of its parameters are those of TokenSwift's checkpoints."""
-
-    def __init__(self, hidden: int, eps: float) -> None:
+    def __init__(self, hidden: int, eps: float, size: float) -> None:
         super().__init__()
         self.linear = nn.Linear(hidden, hidden, bias=False)
         self.input_layernorm = nn.RMSNorm(hidden, eps)
         self.post_layernorm = nn.RMSNorm(hidden, eps)
+        with torch.no_grad():
+            self.linear.weight.zero_()
+            self.input_layernorm.weight.fill_(size)
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The next x [R, hidden] float32; only the product is made in `dtype`."""
         normed = self.input_layernorm(x).to(dtype)
         return x + functional.linear(normed, self.linear.weight.to(dtype)).float()
 
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.named_parameters()}
 
-class TokenSwiftHeads(nn.Module):
-    """The chain, in float32. `init` says how it begins; `sample` is a sequence [1, L] of the training data.
 
-    identity  linear 0; the output norm is the model's final norm; the input norm is the usual size of a
-              hidden row. Every head then begins by saying what the model says of the next token.
-    paper     norms 1, linear normal(0, initializer_range).
+class MlpHead(nn.Module):
+    """One link of our chain: a residual MLP that begins as nothing."""
+
+    def __init__(self, hidden: int, eps: float, size: float) -> None:
+        super().__init__()
+        self._size = size
+        self.up = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.down = nn.Linear(2 * hidden, hidden, bias=False)
+        self.input_layernorm = nn.RMSNorm(hidden, eps)
+        self.post_layernorm = nn.RMSNorm(hidden, eps)
+        with torch.no_grad():
+            self.down.weight.zero_()
+
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The next x [R, hidden] float32; only the products are made in `dtype`."""
+        inner = functional.silu(functional.linear(self.input_layernorm(x).to(dtype), self.up.weight.to(dtype)))
+        return x + self._size * functional.linear(inner, self.down.weight.to(dtype)).float()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As they are used, with the size inside `down`."""
+        found = {name: p.detach() for name, p in self.named_parameters()}
+        return found | {"down.weight": found["down.weight"] * self._size}
+
+
+class ChainedModule(nn.Module):
+    """The chain, in float32. `init` says how it begins; `size` is the usual size of the rows it reads.
+
+    identity  maps 0; the output norm is the model's final norm; the input norm of a linear head is the size of a row.
+              Every head then begins by saying what the model says of the next token.
+    paper     norms 1, maps normal(0, initializer_range).
 
     Why not the paper's: a normalised row has size 1, the hidden rows of a trained model have a size of
     their own (20 in the bundled one), and Adam moves an entry by about the learning rate a step whatever
     its gradient: W spends hundreds of steps growing to where it can be heard. With the input norm at that
     size the entries of W are of the identity's order, and the rate no longer depends on the model's scale.
-
-    Measured on the bundled model, validation loss summed over 3 heads after 200 steps of 4,096 tokens:
-
-        learning rate   5e-3    1e-2    2e-2
-        paper           20.08           19.22
-        identity        19.11   19.00   18.95      after 600 steps: 18.89, 18.87; 18.87 at 3e-2
+    Figures: docs/training.md.
     """
 
-    def __init__(self, base: Base, num_heads: int, init: str, seed: int, sample: Tokens) -> None:
+    def __init__(self, base: Base, settings: HeadSettings, size: float) -> None:
         super().__init__()
-        self.medusa_layers = nn.ModuleList(
-            Head(base.config.hidden_size, base.config.rms_norm_eps) for _ in range(num_heads))
-        generator = torch.Generator().manual_seed(seed)
-        size = base.hidden(as_ids(sample, base.device)).square().mean(-1).sqrt().median()
+        config = base.config
+        self._base = base
+        kind = MlpHead if settings.kind == "mlp" else LinearHead
+        torch.manual_seed(settings.seed)
+        self.medusa_layers = nn.ModuleList(kind(config.hidden_size, config.rms_norm_eps, size)
+                                           for _ in range(settings.heads))
         with torch.no_grad():
-            for head in self._heads():
-                if init == "identity":
-                    head.linear.weight.zero_()
-                    head.input_layernorm.weight.fill_(float(size))
-                    head.post_layernorm.weight.copy_(base.final_norm)
-                else:
-                    head.linear.weight.normal_(std=base.initializer_range, generator=generator)
+            for head in self.links():
+                head.post_layernorm.weight.copy_(base.final_norm)
+                if settings.init == "paper":
+                    for parameter in head.parameters():
+                        if parameter.ndim > 1:
+                            parameter.normal_(std=base.initializer_range)
+                        else:
+                            parameter.fill_(1.0)
         self.to(base.device)
 
-    def _heads(self) -> Iterator[Head]:
+    def links(self) -> Iterator[LinearHead | MlpHead]:
         for layer in self.medusa_layers:
-            assert isinstance(layer, Head)
+            assert isinstance(layer, LinearHead | MlpHead)
             yield layer
 
-    def forward(self, hidden: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Normalised rows [R, hidden] of each head in turn, for rows of hidden states [R, hidden]."""
-        for head in self._heads():
-            hidden = head(hidden, dtype)
+    def forward(self, hidden: Tensor) -> Iterator[Tensor]:
+        """Rows [R, hidden] for the output head, of each head in turn, from rows of hidden states [R, hidden]."""
+        for head in self.links():
+            hidden = head(hidden, self._base.head_weight.dtype)
             yield head.post_layernorm(hidden)
 
-    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Parameters for the optimizer: decay pulls a linear map to zero, but would pull a norm from one."""
-        maps = [head.linear.weight for head in self._heads()]
-        norms = [norm.weight for head in self._heads()
-                 for norm in (head.input_layernorm, head.post_layernorm)]
-        return [{"params": maps, "weight_decay": weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    def export(self, folder: Path, record: dict[str, Any]) -> None:
+        """As longdraft.model.heads reads it."""
+        prefix = HEADS_PREFIX.removesuffix("medusa_layers.")
+        tensors = {f"{prefix}medusa_layers.{index}.{name}": tensor.to("cpu", self._base.saved_dtype)
+                   for index, head in enumerate(self.links()) for name, tensor in head.tensors().items()}
+        write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
+        dump_json(folder / "config.json", {"kind": KIND, "num_heads": len(self.medusa_layers), **record})
 
 
-def as_ids(sequences: Tokens, device: torch.device) -> Tensor:
-    return torch.from_numpy(sequences).long().to(device)
+class MedusaModule(nn.Module):
+    """Independent residual blocks, in float32; they begin as nothing and share the model's output head."""
+
+    def __init__(self, base: Base, settings: HeadSettings) -> None:
+        super().__init__()
+        hidden = base.config.hidden_size
+        self._base = base
+        self.blocks = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(settings.heads))
+        for parameter in self.blocks.parameters():
+            nn.init.zeros_(parameter)
+        self.to(base.device)
+
+    def forward(self, hidden: Tensor) -> Iterator[Tensor]:
+        """Rows [R, hidden] for the output head, of each head, from rows of hidden states [R, hidden]."""
+        dtype = self._base.head_weight.dtype
+        normed = self._base.normed(hidden)
+        for block in self.blocks:
+            assert isinstance(block, nn.Linear)
+            inner = functional.linear(normed.to(dtype), block.weight.to(dtype), block.bias.to(dtype))
+            yield normed + functional.silu(inner.float())
+
+    def export(self, folder: Path, record: dict[str, Any]) -> None:
+        """In the public format, as longdraft.model.medusa reads it."""
+        tensors = {f"{index}.0.linear.{name}": p.detach().to("cpu", self._base.saved_dtype)
+                   for index, block in enumerate(self.blocks) for name, p in block.named_parameters()}
+        write_tensors(folder / medusa.FILE, tensors, {"format": "pt"})
+        dump_json(folder / "config.json", {"medusa_num_heads": len(self.blocks), "medusa_num_layers": 1,
+                                           "base_model_name_or_path": record["base_model"], **record})
 
 
 def targets(ids: Tensor, num_heads: int) -> Tensor:
@@ -181,74 +171,68 @@ def targets(ids: Tensor, num_heads: int) -> Tensor:
     return rows.flatten(1)
 
 
-def _runs(base: Base, count: int) -> Iterator[slice]:
-    elements = CPU_RUN_ELEMENTS if base.device.type == "cpu" else GPU_RUN_ELEMENTS
-    rows = max(64, elements // base.config.vocab_size)
-    return (slice(start, start + rows) for start in range(0, count, rows))
+@dataclass
+class HeadsTrainee:
+    """Heads over a frozen model, as the loop wants them."""
+
+    module: ChainedModule | MedusaModule
+    base: Base
+    settings: HeadSettings
+    validation: Tokens
+
+    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        return decayed(list(self.module.named_parameters()), weight_decay)
+
+    def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
+        """The loss is the sum over heads of the mean over their rows; each head's mean [heads]."""
+        base, part, count = self.base, self.settings.distill, self.settings.heads
+        ids = as_ids(sequences, base.device)
+        wanted = targets(ids, count)
+        rows = (wanted != IGNORED).sum(1)
+        read = base.hidden(ids, self.settings.window, self.settings.sinks)
+        whole = base.hidden(ids) if part and self.settings.window else read
+        losses = torch.zeros(count, device=ids.device)
+        for run in base.runs(len(read)):
+            teacher = self._teacher(whole, run) if part else None
+            total = torch.zeros((), device=ids.device)
+            for j, normed in enumerate(self.module(read[run])):
+                own = None if teacher is None else teacher[j : j + len(normed)]
+                loss = mixed_loss(base.logits(normed), wanted[j, run], own, part) / rows[j]
+                losses[j] += loss.detach()
+                total = total + loss
+            (total * scale).backward()  # type: ignore[no-untyped-call]
+        return losses
+
+    @torch.no_grad()
+    def _teacher(self, hidden: Tensor, run: slice) -> Tensor:
+        """What the model says at the rows that follow those of a run: row i of it, shifted by j, is head j + 1's."""
+        last = run.stop + self.settings.heads
+        rows = hidden[run.start + 1 : last]
+        missing = last - (run.start + 1) - len(rows)  # behind the end, where no head wants anything
+        return self.base.logits(functional.pad(self.base.normed(rows), (0, 0, 0, missing)))
+
+    @torch.no_grad()
+    def validate(self) -> list[dict[str, float]]:
+        base = self.base
+        scores = Scores(self.settings.heads)
+        for sequence in self.validation:
+            ids = as_ids(sequence[None], base.device)
+            read = base.hidden(ids, self.settings.window, self.settings.sinks)
+            wanted = targets(ids, self.settings.heads)
+            for run in base.runs(len(read)):
+                for j, normed in enumerate(self.module(read[run])):
+                    known = wanted[j, run] != IGNORED
+                    if bool(known.any()):
+                        scores.add(j, base.logits(normed[known]), wanted[j, run][known])
+        return scores.metrics()
+
+    def export(self, folder: Path, record: dict[str, Any]) -> None:
+        self.module.export(folder, record)
 
 
-def accumulate(heads: TokenSwiftHeads, base: Base, ids: Tensor, scale: float) -> Tensor:
-    """Add `scale` times the loss's gradient to the heads' `.grad`; each head's mean loss [heads].
-
-    The loss is the sum over heads of the mean cross-entropy over their rows.
-    """
-    hidden, wanted = base.hidden(ids), targets(ids, len(heads.medusa_layers))
-    counts = (wanted != IGNORED).sum(1)
-    losses = torch.zeros(len(wanted), device=ids.device)
-    for run in _runs(base, len(hidden)):
-        total = torch.zeros((), device=ids.device)
-        for j, normed in enumerate(heads(hidden[run], base.head_weight.dtype)):
-            loss = functional.cross_entropy(base.logits(normed), wanted[j, run], ignore_index=IGNORED,
-                                            reduction="sum") / counts[j]
-            losses[j] += loss.detach()
-            total = total + loss
-        (total * scale).backward()  # type: ignore[no-untyped-call]
-    return losses
-
-
-class HeadMetrics(NamedTuple):
-    """Validation of one head: mean cross-entropy in nats, and how often the token is its first (three)."""
-
-    loss: float
-    top1: float
-    top3: float
-
-
-@torch.no_grad()
-def evaluate(heads: TokenSwiftHeads, base: Base, sequences: Tokens) -> list[HeadMetrics]:
-    """Each head's validation over sequences [N, L]."""
-    sums = torch.zeros(len(heads.medusa_layers), 4, dtype=torch.float64)  # loss, top 1, top 3, rows
-    for sequence in sequences:
-        ids = as_ids(sequence[None], base.device)
-        hidden, wanted = base.hidden(ids), targets(ids, len(sums))
-        for run in _runs(base, len(hidden)):
-            for j, normed in enumerate(heads(hidden[run], base.head_weight.dtype)):
-                known = wanted[j, run] != IGNORED
-                target = wanted[j, run][known]
-                if len(target):
-                    sums[j] += _score(base.logits(normed[known]), target).cpu()
-    return [HeadMetrics(*(row[:3] / row[3]).tolist()) for row in sums]
-
-
-def _score(logits: Tensor, target: Tensor) -> Tensor:
-    own = logits.gather(1, target[:, None])
-    rank = (logits > own).sum(1)
-    loss = functional.cross_entropy(logits, target, reduction="sum")
-    return torch.stack([loss.double(), (rank < 1).sum().double(), (rank < TOP).sum().double(),
-                        torch.tensor(float(len(target)), dtype=torch.float64, device=logits.device)])
-
-
-def export(folder: Path, heads: TokenSwiftHeads, base: Base, name: str, training: dict[str, Any]) -> None:
-    """Write `config.json` and `model.safetensors`, as longdraft.model.heads.load reads them."""
-    prefix = HEADS_PREFIX.removesuffix("medusa_layers.")
-    tensors = {prefix + key: p.detach().to("cpu", base.saved_dtype) for key, p in heads.named_parameters()}
-    write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
-    dump_json(folder / "config.json", {
-        "kind": KIND,
-        "base_model": name,
-        "hidden_size": base.config.hidden_size,
-        "vocab_size": base.config.vocab_size,
-        "num_heads": len(heads.medusa_layers),
-        "base_sha256": base.fingerprint,
-        "training": training,
-    })
+def new_trainee(base: Base, settings: HeadSettings, sample: Tokens, validation: Tokens) -> HeadsTrainee:
+    """Heads that have learnt nothing; `sample` is a sequence [1, L] of the training data."""
+    if settings.kind == "medusa":
+        return HeadsTrainee(MedusaModule(base, settings), base, settings, validation)
+    size = float(base.hidden(as_ids(sample, base.device)).square().mean(-1).sqrt().median())
+    return HeadsTrainee(ChainedModule(base, settings, size), base, settings, validation)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
+
+from longdraft.errors import UsageError
 
 PLAIN_EVERY_S = 15.0
 
@@ -55,25 +57,59 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
 
-class MetricsFile:
-    """JSON lines, each with its step. A resumed training forgets the lines after its checkpoint."""
+class Metrics:
+    """JSON lines, each with its step, and TensorBoard's event files where asked. A resumed training forgets the lines
+    after its checkpoint. With `path` None nothing is written: another process does."""
 
-    def __init__(self, path: Path, last_step: int) -> None:
+    def __init__(self, path: Path | None, last_step: int, tensorboard: bool = False) -> None:
+        self._file: TextIO | None = None
+        self._board: Any = None
+        if path is None:
+            return
         kept = []
         if path.exists():
             for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
                 # A kill can leave half a line at the end.
                 if line.endswith("\n") and json.loads(line)["step"] <= last_step:
                     kept.append(line)
+        if tensorboard:
+            self._board = _board(path.parent, last_step)
         path.write_text("".join(kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
 
-    def __enter__(self) -> MetricsFile:
+    def __enter__(self) -> Metrics:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        if self._file:
+            self._file.close()
+        if self._board:
+            self._board.close()
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        if self._file:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        if self._board:
+            for name, value in _flat(line):
+                self._board.add_scalar(name, value, line["step"])
+
+
+def _board(folder: Path, last_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UsageError("--tensorboard needs tensorboard; install it with: pip install tensorboard") from error
+    return SummaryWriter(str(folder), purge_step=last_step + 1)
+
+
+def _flat(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Names and numbers of a line: `losses` become losses/1, losses/2, ..., `validation` validation/1/loss, ..."""
+    for name, value in line.items():
+        values = value if isinstance(value, list) else [value]
+        for index, each in enumerate(values, 1):
+            part = f"{name}/{index}" if isinstance(value, list) else name
+            if isinstance(each, dict):
+                yield from ((f"{part}/{inner}", number) for inner, number in each.items())
+            elif name not in ("step", "is_final"):
+                yield part, each

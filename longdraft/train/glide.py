@@ -1,0 +1,185 @@
+"""Glide learns (LongSpec, arXiv 2502.17421): a layer that drafts from a window and the model's own keys.
+
+At inference the model's keys lie behind the row that looks at them: by one for the first draft, by j for the j-th.
+So in training every batch draws a lag and shifts queries against keys by it, which needs no mask:
+
+    keys       0 1 2 3 4 5 6 7 . .        lag 2: row i sees the model's keys up to i - 2,
+    rows           2 3 4 5 6 7 8 9        and its own layer's up to i
+
+Positions are moved (anchor-offset): the first ones stay, the others begin far out, so that short sequences teach far
+positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longdraft.errors import ModelError
+from longdraft.model.checkpoint import WEIGHTS, dump_json
+from longdraft.model.glide import KIND, shapes
+from longdraft.train.base import Base, Scores, Seen, as_ids, mixed_loss
+from longdraft.train.checkpoint import write_tensors
+from longdraft.train.data import Tokens
+from longdraft.train.loop import decayed
+from longdraft.train.settings import GlideSettings
+
+
+class GlideModule(nn.Module):
+    """The layer, in float32, with the names of its file (longdraft/model/glide.py). What it adds begins as nothing."""
+
+    def __init__(self, base: Base, settings: GlideSettings) -> None:
+        super().__init__()
+        config = base.config
+        if config.rope.dims != config.head_dim:
+            raise ModelError("glide needs a model that rotates whole heads; this one rotates a part of each")
+        self._base, self._window = base, settings.window
+        generator = torch.Generator().manual_seed(settings.seed)
+        self.weights = nn.ParameterDict()
+        for name, shape in shapes(config).items():
+            tensor = torch.ones(shape)
+            if len(shape) > 1:
+                is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+                tensor = torch.zeros(shape) if is_output else torch.randn(shape, generator=generator) * shape[1] ** -0.5
+            self.weights[name.replace(".", "/")] = nn.Parameter(tensor)
+        with torch.no_grad():
+            self._weight("norm.weight").copy_(base.final_norm)
+        self.to(base.device)
+
+    def _weight(self, name: str) -> Tensor:
+        weight: Tensor = self.weights[name.replace(".", "/")]
+        return weight
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name.replace("/", "."), p) for name, p in self.weights.items()]
+
+    def forward(self, ids: Tensor, positions: Tensor, seen: Seen, lag: int) -> Tensor:
+        """Normalised rows [B, L, hidden] float32 for ids [B, L] that the model has `seen`."""
+        body: Any = self._base.body
+        x = body.embed_tokens(ids).float() * self._base.config.embedding_factor
+        cos, sin = body.rotary_emb(seen.keys, positions)
+        x = x + self._own(self._norm(x, "input_layernorm"), cos, sin)
+        x = x + self._cross(self._norm(x, "cross_layernorm"), cos, sin, seen, lag)
+        normed = self._norm(x, "post_attention_layernorm")
+        gate, up = self._linear(normed, "mlp.gate_proj"), self._linear(normed, "mlp.up_proj")
+        x = x + self._linear(functional.silu(gate) * up, "mlp.down_proj").float()
+        return self._norm(x, "norm")
+
+    def _own(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attention over the `window` rows of this layer before each row, and itself."""
+        q, k, v = (self._heads(self._linear(x, f"self_attn.{name}_proj")) for name in "qkv")
+        row = torch.arange(x.shape[1], device=x.device)
+        distance = row[:, None] - row
+        mask = (distance >= 0) & (distance <= self._window)
+        out = functional.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, mask,
+                                                      enable_gqa=True)
+        return self._merge(out, "self_attn.o_proj")
+
+    def _cross(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen, lag: int) -> Tensor:
+        """Attention over the model's last layer, `lag` positions behind; the first `lag` rows see nothing."""
+        q = _rotate(self._heads(self._linear(x, "cross_attn.q_proj")), cos, sin)
+        count = x.shape[1] - lag
+        keys, values = (part[:, :, :count].to(q.dtype) for part in (seen.keys, seen.values))
+        out = functional.scaled_dot_product_attention(q[:, :, lag:], keys, values, is_causal=True, enable_gqa=True)
+        return functional.pad(self._merge(out, "cross_attn.o_proj"), (0, 0, lag, 0))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self._base.config.head_dim).transpose(1, 2)
+
+    def _merge(self, out: Tensor, name: str) -> Tensor:
+        return self._linear(out.transpose(1, 2).flatten(2), name).float()
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        dtype = self._base.head_weight.dtype
+        return functional.linear(x.to(dtype), self._weight(f"{name}.weight").to(dtype))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self._weight(f"{name}.weight")
+        return functional.rms_norm(x, weight.shape, weight, self._base.config.rms_norm_eps)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, H, L, D] by cos, sin [B, L, D], halves paired."""
+    first, second = x.float().chunk(2, -1)
+    turned = torch.cat([-second, first], -1)
+    rotated = x.float() * cos[:, None].float() + turned * sin[:, None].float()
+    return rotated.to(x.dtype)
+
+
+def positions(settings: GlideSettings, most: int, place: int, count: int, length: int) -> Tensor:
+    """Positions [count, length]: up to `anchors` stay, the others are moved on, each sequence by its own draw."""
+    found = np.tile(np.arange(length), (count, 1))
+    room = (settings.positions or most) - length
+    for row in range(count):
+        draw = np.random.default_rng([settings.seed, 3, place + row])
+        anchors = int(draw.integers(settings.anchors + 1))
+        if room > 0:
+            found[row, anchors:] += int(draw.integers(room + 1))
+    return torch.from_numpy(found)
+
+
+@dataclass
+class GlideTrainee:
+    """Glide over a frozen model, as the loop wants it."""
+
+    module: GlideModule
+    base: Base
+    settings: GlideSettings
+    validation: Tokens
+
+    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        return decayed(list(self.module.named()), weight_decay)
+
+    def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
+        """Mean cross-entropy of the next token over all rows but the first `lag`, which see too little."""
+        base, settings = self.base, self.settings
+        ids = as_ids(sequences, base.device)
+        places = positions(settings, base.config.trained_positions, place, *ids.shape).to(base.device)
+        lag = int(np.random.default_rng([settings.seed, 5, place]).integers(1, settings.max_lag + 1))
+        seen = base.see(ids, places)
+        hidden = self.module(ids, places, seen, lag)[:, lag:-1].flatten(0, 1)
+        wanted = ids[:, lag + 1 :].flatten()
+        taught = base.normed(seen.hidden[:, lag:-1]).flatten(0, 1)
+        rows = hidden.detach().requires_grad_()
+        loss = torch.zeros((), device=base.device)
+        for run in base.runs(len(rows)):
+            with torch.no_grad():
+                said = base.logits(taught[run]) if settings.distill else None
+            part = mixed_loss(base.logits(rows[run]), wanted[run], said, settings.distill) / len(wanted)
+            (part * scale).backward()  # type: ignore[no-untyped-call]
+            loss += part.detach()
+        assert rows.grad is not None
+        hidden.backward(rows.grad)
+        return loss[None]
+
+    @torch.no_grad()
+    def validate(self) -> list[dict[str, float]]:
+        """As the first draft of a step, and as the last: lag 1 and `max_lag`."""
+        lags = sorted({1, self.settings.max_lag})
+        scores = Scores(len(lags))
+        for sequence in self.validation:
+            ids = as_ids(sequence[None], self.base.device)
+            places = torch.arange(ids.shape[1], device=ids.device)[None]
+            seen = self.base.see(ids, places)
+            for part, lag in enumerate(lags):
+                rows, wanted = self.module(ids, places, seen, lag)[0, lag:-1], ids[0, lag + 1 :]
+                for run in self.base.runs(len(rows)):
+                    scores.add(part, self.base.logits(rows[run]), wanted[run])
+        return [{"lag": float(lag)} | found for lag, found in zip(lags, scores.metrics(), strict=True)]
+
+    def export(self, folder: Path, record: dict[str, Any]) -> None:
+        """As longdraft.model.glide reads it."""
+        tensors = {name: p.detach().to("cpu", self.base.saved_dtype) for name, p in self.module.named()}
+        write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+        dump_json(folder / "config.json", {"kind": KIND, "window": self.settings.window,
+                                           "max_lag": self.settings.max_lag, **record})
+
+
+def new_trainee(base: Base, settings: GlideSettings, validation: Tokens) -> GlideTrainee:
+    return GlideTrainee(GlideModule(base, settings), base, settings, validation)

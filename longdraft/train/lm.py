@@ -1,0 +1,183 @@
+"""A small Llama that learns to write: the bundled models (`train lm`), and drafters for larger ones (`train draft`).
+
+Far positions are made real in two ways. Positional skip-wise training (arXiv 2309.10400) lets a short sequence jump:
+tokens behind a random place stand some thousands of positions further on, so that every distance is met. What it
+cannot show is attention over many keys at once, so a last phase on sequences of 16,384 tokens and more belongs to it
+(docs/training.md).
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longdraft.errors import UsageError
+from longdraft.train.base import Base, Scores, as_ids, mixed_loss, runs
+from longdraft.train.data import Tokens
+from longdraft.train.loop import decayed
+from longdraft.train.settings import LmSettings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BEGIN, END = "<s>", "</s>"
+_CHECKPOINTED = 8192  # tokens of a sequence from which layers are computed twice instead of kept
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer: no text is unknown to it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[BEGIN, END], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return tokenizer
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """The tokenizer's files of a model folder."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def new_model(settings: LmSettings, vocab_size: int, begin: int | None, end: int | None) -> Any:
+    """A Llama of random weights, its embeddings tied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(settings.seed)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=vocab_size, hidden_size=settings.hidden_size, intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.layers, num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_kv_heads, max_position_embeddings=settings.context, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta}, tie_word_embeddings=True,
+        bos_token_id=begin, eos_token_id=end))
+
+
+def positions(settings: LmSettings, place: int, count: int, length: int) -> Tensor:
+    """Positions [count, length] of sequences at places `place`, ...: some jump, by a log-uniform distance.
+
+    Each follows from the seed and its own place, so that it is the same however sequences are shared out.
+    """
+    found = np.tile(np.arange(length), (count, 1))
+    room = settings.context - length
+    for row in range(count):
+        draw = np.random.default_rng([settings.seed, 3, place + row])
+        if room > 1 and length > 1 and draw.random() < settings.skip:
+            found[row, draw.integers(1, length) :] += int(math.exp(draw.random() * math.log(room)))
+    return torch.from_numpy(found)
+
+
+@dataclass
+class LmTrainee:
+    """A language model, as the loop wants it; it learns beside `teacher` where there is one."""
+
+    module: nn.Module  # transformers' LlamaForCausalLM, float32
+    settings: LmSettings
+    device: torch.device
+    dtype: torch.dtype  # of the arithmetic
+    saved_dtype: torch.dtype
+    teacher: Base | None
+    validation: Tokens
+
+    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        return decayed(list(self.module.named_parameters()), weight_decay)
+
+    def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
+        """Mean cross-entropy of all tokens but the first of each sequence."""
+        ids = as_ids(sequences, self.device)
+        places = positions(self.settings, place, *ids[:, :-1].shape).to(self.device)
+        hidden = self._hidden(ids[:, :-1], places)
+        wanted = ids[:, 1:].flatten()
+        taught = self._taught(ids[:, :-1], places)
+        # The rows' gradient is made a run at a time, then handed to the layers in one.
+        rows = hidden.detach().flatten(0, 1).requires_grad_()
+        loss = torch.zeros((), device=self.device)
+        for run in runs(self.device, self._weight.shape[0], len(rows)):
+            said = None
+            if self.teacher is not None and taught is not None:
+                with torch.no_grad():
+                    said = self.teacher.logits(taught[run])
+            part = mixed_loss(self._logits(rows[run]), wanted[run], said, self.settings.distill) / len(wanted)
+            (part * scale).backward()  # type: ignore[no-untyped-call]
+            loss += part.detach()
+        assert rows.grad is not None
+        hidden.backward(rows.grad.view_as(hidden))  # type: ignore[no-untyped-call]
+        return loss[None]
+
+    def _taught(self, ids: Tensor, places: Tensor) -> Tensor | None:
+        if self.teacher is None:
+            return None
+        return self.teacher.normed(self.teacher.see(ids, places).hidden).flatten(0, 1)
+
+    @torch.no_grad()
+    def validate(self) -> list[dict[str, float]]:
+        scores = Scores(1)
+        self.module.eval()
+        for sequence in self.validation:
+            ids = as_ids(sequence[None], self.device)
+            rows, wanted = self._hidden(ids[:, :-1], None).flatten(0, 1), ids[0, 1:]
+            for run in runs(self.device, self._weight.shape[0], len(rows)):
+                scores.add(0, self._logits(rows[run]), wanted[run])
+        self.module.train()
+        return scores.metrics()
+
+    @property
+    def _weight(self) -> Tensor:
+        weight: Tensor = self.module.get_output_embeddings().weight  # type: ignore[operator]
+        return weight
+
+    def _hidden(self, ids: Tensor, places: Tensor | None) -> Tensor:
+        """Normalised rows [B, L, hidden] in the arithmetic's dtype."""
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            # With a cache given, though it keeps nothing, `transformers` does not take a jump for the start of another
+            # text, whose rows would see nothing of what stands before it.
+            hidden: Tensor = self.module.model(  # type: ignore[operator]
+                input_ids=ids, position_ids=places, past_key_values=_keeps_nothing(), use_cache=False).last_hidden_state
+        return hidden
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        return functional.linear(rows.to(self.dtype), self._weight.to(self.dtype)).float()
+
+    def export(self, folder: Path, record: dict[str, Any]) -> None:
+        """A Hugging Face model folder, with `training.json` beside it."""
+        from longdraft.model.checkpoint import dump_json
+
+        module: Any = self.module
+        module.to(self.saved_dtype).save_pretrained(folder)
+        dump_json(folder / "training.json", record)
+
+
+def _keeps_nothing() -> Any:
+    from transformers import DynamicCache
+
+    class KeepsNothing(DynamicCache):  # type: ignore[misc]
+        def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any,
+                   **options: Any) -> tuple[Tensor, Tensor]:
+            return key_states, value_states
+
+    return KeepsNothing()
+
+
+def prepare(module: Any, settings: LmSettings, device: torch.device) -> Any:
+    """A model ready to learn: float32 weights, and layers that are computed twice where a sequence is long."""
+    module = module.float().train().requires_grad_(True).to(device)
+    limit = module.config.max_position_embeddings
+    if settings.sequence_length > limit:
+        raise UsageError(f"sequence_length is {settings.sequence_length}; allowed: at most the model's context "
+                         f"({limit})")
+    if settings.sequence_length > _CHECKPOINTED:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+    return module

@@ -1,0 +1,198 @@
+"""Training of language models and small drafters: they learn, jump, resume, and end as folders that load."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB, make_checkpoint
+from safetensors.torch import load_file
+from test_train_heads import ALPHABET, At, losses
+
+import longdraft
+from longdraft.__main__ import run
+from longdraft.core import SamplingParams
+from longdraft.errors import LongdraftError, UsageError
+from longdraft.train import base as frozen
+from longdraft.train import job, lm
+from longdraft.train.settings import DraftSettings, HeadSettings, LmSettings
+
+SMALL = dict(layers=1, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, context=256,
+             sequence_length=32, steps=25, batch_size=4, learning_rate=2e-2, warmup_steps=3, eval_every=0,
+             checkpoint_every=0, probe_tokens=0, device="cpu", threads=1, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(ALPHABET * 200)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    """A model whose tokenizer serves: training one needs hundreds of words."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_checkpoint(folder, initializer_range=0.15)
+    return folder
+
+
+def test_a_model_learns_and_loads(text, tokens, tmp_path):
+    result = job.train(LmSettings(data=(text,), tokenizer=str(tokens), **SMALL), tmp_path / "lm")
+    first, *_, last = losses(tmp_path / "lm")
+    assert last[0] < 0.7 * first[0] and result.validation[0]["loss"] < first[0]
+    engine = longdraft.load(str(tmp_path / "lm"))
+    assert engine.model.config.num_kv_heads == 1 and engine.model.config.max_positions == 256
+    assert list(engine.generate("abc", SamplingParams(max_new_tokens=20, seed=1)))
+    record = json.loads((tmp_path / "lm" / "training.json").read_text())["training"]
+    assert record["tokens_seen"] == 25 * 4 * 32 and str(tmp_path) not in json.dumps(record)
+
+
+def test_a_tokenizer_is_trained_where_none_is_named(tmp_path):
+    words = " ".join(f"word{i} stands beside line{i * 7}" for i in range(600))
+    (tmp_path / "words.txt").write_text(words)
+    wanted = LmSettings(data=(str(tmp_path / "words.txt"),), vocab_size=400, **SMALL)
+    job.train(wanted, tmp_path / "lm")
+    engine = longdraft.load(str(tmp_path / "lm"))
+    assert engine.tokenizer.decode(engine.encode("word5 étrange 漢")) == "word5 étrange 漢"
+    assert engine.model.config.vocab_size == 400 and engine.model.config.eos_token_ids == (1,)
+
+
+def test_a_draft_learns_from_its_model_and_drafts(text, tokens, tmp_path):
+    wanted = DraftSettings(data=(text,), model=str(tokens), distill=1.0, **SMALL | {"probe_tokens": 12})
+    result = job.train(wanted, tmp_path / "draft")
+    first, *_, last = losses(tmp_path / "draft")
+    assert last[0] < first[0] and [measured["temperature"] for measured in result.probe] == [0.0, 1.0]
+    engine = longdraft.load(str(tokens), drafter="draft-model", drafter_options={"model": str(tmp_path / "draft"),
+                                                                               "budget": 200, "refresh": 50})
+    assert [event.stats for event in engine.generate("abcdef", SamplingParams(max_new_tokens=30, seed=1))][-1]
+
+
+def test_a_cut_training_resumed_equals_an_uncut_one(text, tokens, tmp_path):
+    wanted = LmSettings(data=(text,), tokenizer=str(tokens), gradient_accumulation=2, **SMALL)
+    job.train(wanted, tmp_path / "whole")
+    cut = job.train(wanted, tmp_path / "cut", At(9, lambda: signal.raise_signal(signal.SIGTERM)))
+    assert cut.signal == signal.SIGTERM
+    with pytest.raises(UsageError, match=r"holds a training of 'lm', not of 'heads'"):
+        job.resume("heads", tmp_path / "cut", {})
+    job.resume("lm", tmp_path / "cut", {})
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole"))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_going_on_from_a_model_keeps_its_shape_and_words(text, tokens, tmp_path):
+    wanted = LmSettings(data=(text,), start=str(tokens), **SMALL | {"learning_rate": 1e-3})
+    job.train(wanted, tmp_path / "lm")
+    config = json.loads((tmp_path / "lm" / "config.json").read_text())
+    assert config["hidden_size"] == 48 and config["vocab_size"] == VOCAB
+
+
+def test_sequences_jump_by_their_own_place():
+    wanted = LmSettings(data=("none",), skip=0.5, **SMALL | {"context": 4096})
+    found = lm.positions(wanted, 10, 200, 20)
+    assert torch.equal(lm.positions(wanted, 13, 1, 20)[0], found[3])
+    jumps = (found.diff(dim=1) > 1).sum(1)
+    assert set(jumps.tolist()) == {0, 1} and 60 < int(jumps.sum()) < 140
+    assert found.max() < 4096 and found.max() > 2000
+
+
+def test_rows_behind_a_jump_see_what_stands_before_it(text, tokens):
+    """`transformers` takes a jump for another text's start unless it is told otherwise."""
+    wanted = LmSettings(data=(text,), tokenizer=str(tokens), **SMALL)
+    module = lm.prepare(lm.new_model(wanted, VOCAB, 0, 1), wanted, torch.device("cpu"))
+    trainee = lm.LmTrainee(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
+    places = torch.cat([torch.arange(10), torch.arange(10) + 100])[None]
+    one, other = torch.arange(20)[None] + 5, torch.arange(20)[None] + 5
+    other[0, 3] = 99
+    with torch.no_grad():
+        first, second = trainee._hidden(one, places), trainee._hidden(other, places)
+    assert not torch.allclose(first[0, 15], second[0, 15])
+    model = frozen.load_base(tokens, "auto", torch.device("cpu"))
+    assert not torch.allclose(model.see(one, places).hidden[0, 15], model.see(other, places).hidden[0, 15])
+
+
+def test_the_loss_is_the_mean_over_all_tokens(text, tokens):
+    wanted = LmSettings(data=(text,), tokenizer=str(tokens), **SMALL)
+    module = lm.prepare(lm.new_model(wanted, VOCAB, 0, 1), wanted, torch.device("cpu"))
+    trainee = lm.LmTrainee(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
+    ids = np.random.default_rng(3).integers(2, 250, (3, 20))
+    loss = trainee.accumulate(ids, 1.0, 0)
+    gradients = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    tokens_ = torch.from_numpy(ids)
+    logits = module(tokens_[:, :-1], position_ids=lm.positions(wanted, 0, 3, 19),
+                    past_key_values=lm._keeps_nothing()).logits
+    whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_[:, 1:].flatten())
+    whole.backward()
+    assert float(loss) == pytest.approx(float(whole), rel=1e-4)
+    for mine, parameter in zip(gradients, module.parameters(), strict=True):
+        assert torch.allclose(mine, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"hidden_size": 15}, "a multiple of 2 x num_heads"), ({"num_kv_heads": 3}, "a multiple of num_kv_heads"),
+    ({"sequence_length": 512}, "at most the context"), ({"skip": 2.0}, "0 to 1"), ({"vocab_size": 20}, "300 or more"),
+    ({"start": "nowhere"}, "no model 'nowhere'"), ({"tokenizer": "nowhere"}, "no model 'nowhere'"),
+    ({"distill_from": "nowhere"}, "no model 'nowhere'"),
+    ({"data": ("hf:nobody/nothing",)}, "hf:nobody/nothing"),
+])
+def test_bad_settings_are_named(text, tokens, tmp_path, changes, message):
+    with pytest.raises(LongdraftError, match=message):
+        job.train(LmSettings(**{"data": (text,), "tokenizer": str(tokens)} | SMALL | changes), tmp_path / "lm")
+
+
+TWO = """
+import sys
+from longdraft.train import job
+from longdraft.train.settings import {kind}
+job.train({kind}(**{settings!r}), __import__("pathlib").Path({output!r}))
+"""
+
+
+@pytest.mark.parametrize("kind", ["heads", "lm"])
+def test_two_processes_equal_one(text, tokens, tmp_path, kind):
+    shared = dict(data=(text,), sequence_length=32, steps=6, warmup_steps=2, eval_every=0, checkpoint_every=0,
+                  probe_tokens=0, device="cpu", threads=1, dtype="float32", learning_rate=1e-2)
+    given = {"heads": dict(shared, model=str(tokens)), "lm": dict(SMALL, **shared, tokenizer=str(tokens))}[kind]
+    name = {"heads": HeadSettings, "lm": LmSettings}[kind]
+    job.train(name(**given | {"batch_size": 4}), tmp_path / "one")
+    script = TWO.format(kind=name.__name__, settings=given | {"batch_size": 2}, output=str(tmp_path / "two"))
+    (tmp_path / "two.py").write_text(script)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    ran = subprocess.run(
+        [sys.executable, *launch, str(tmp_path / "two.py")], capture_output=True, text=True, timeout=240,
+        env=os.environ | {"PYTHONPATH": str(Path(job.__file__).parents[2]), "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr
+    assert np.allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-3)
+    one, other = (load_file(tmp_path / where / "model.safetensors") for where in ("one", "two"))
+    assert all(torch.allclose(one[key], other[key], rtol=1e-2, atol=2e-3) for key in one)
+
+
+def test_commands_end_with_json(text, tokens, tmp_path, capsys):
+    small = ["--data", text, "--steps", "2", "--sequence-length", "32", "--probe-tokens", "4", "--threads", "1"]
+    shape = ["--layers", "1", "--hidden-size", "16", "--num-heads", "2", "--num-kv-heads", "1", "--context", "256"]
+    commands = {"glide": ["--model", str(tokens), "--window", "8", "--max-lag", "2"],
+                "draft": ["--model", str(tokens), *shape], "lm": ["--tokenizer", str(tokens), *shape]}
+    for kind, more in commands.items():
+        assert run(["train", kind, "--output", str(tmp_path / kind), *small, *more]) == 0
+        last = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert last["kind"] == kind and last["steps"] == 2 and len(last["probe"]) == (0 if kind == "lm" else 2)
+
+
+def test_a_preset_gives_way_to_options(text, tokens, tmp_path, capsys):
+    more = ["--preset", "paper-llama3.1-8b", "--model", str(tokens), "--data", text, "--sequence-length", "32",
+            "--steps", "2", "--batch-size", "1", "--gradient-accumulation", "2", "--threads", "1",
+            "--probe-tokens", "0"]
+    assert run(["train", "heads", "--output", str(tmp_path / "heads"), *more]) == 0
+    record = json.loads((tmp_path / "heads" / "config.json").read_text())["training"]
+    assert [record[name] for name in ("kind", "init", "learning_rate", "steps")] == ["tokenswift", "paper", 5e-3, 2]
+    assert run(["train", "heads", "--output", str(tmp_path / "no"), "--preset", "paper-gpt2", "--data", text]) == 2
+    assert "preset is 'paper-gpt2'; allowed: paper-llama3.1-8b" in capsys.readouterr().err
