@@ -71,9 +71,8 @@ def _bucket(turns: Sequence[Figures], first: Sequence[Figures]) -> Figures:
 def start(engine: Engine, setting: str, prompt: Prompt, params: SamplingParams) -> Generation:
     """A generation with the drafter and the options that a setting names."""
     name, *options = setting.split(",")
-    drafters.check_name(name)
-    engine.drafter = name
     engine.options = drafters.parse_options(name, dict(option.partition("=")[::2] for option in options))
+    engine.drafter = name
     if drafters.draft_model_of(engine.options):
         raise UsageError(f"{setting!r} names a smaller model, which this benchmark does not load; leave it out")
     return engine.generate(prompt, params)
