@@ -1,6 +1,6 @@
 """One long text written by several drafters side by side: speed by length, against plain decoding in the same run.
 
-    longdraft bench length --prompt-file novel.txt --prefill 4096 --max-new-tokens 100000 --drafters plain,auto
+    longdraft bench length --prompt-file novel.txt --prefill 4096 --max-new-tokens 100000 --drafters "plain auto"
 
 The drafters take turns of some thousand tokens, so that the machine's moods meet all of them alike; what one is
 to the first is the median over the turns of a bucket.

@@ -15,7 +15,8 @@ import torch
 
 from longdraft.bench import decode
 from longdraft.bench.decode import Models
-from longdraft.errors import UsageError, check
+from longdraft.errors import check
+from longdraft.files import read_text
 from longdraft.model import library
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import Transformer, chain_rows
@@ -32,9 +33,8 @@ def steps_of(repeats: int) -> int:
 
 def read(model: str, path: Path, most: int, context: int) -> list[int]:
     """The first tokens of a text file, `context` or more."""
-    if not path.is_file():
-        raise UsageError(f"--text {path} is not a file; give a text")
-    ids = Tokenizer(library.resolve(model)).encode(path.read_text(encoding="utf-8"))[:most]
+    text = read_text(str(path), "--text")
+    ids = Tokenizer(library.resolve(model)).encode(text)[:most]
     check(len(ids) >= context, "tokens in --text", len(ids), f"{context} (a window) or more")
     return ids
 
@@ -57,6 +57,7 @@ def measure(models: Sequence[Models], ids: Sequence[int], context: int, repeats:
 
 def nats_of(model: Transformer, ids: Sequence[int], context: int) -> tuple[float, int]:
     """Nats of all tokens but the first of each whole window, given those before them in it; and how many they are."""
+    model = model.for_length(context)
     total, count = 0.0, 0
     for first in range(0, len(ids) - context + 1, context):
         window = ids[first : first + context]
