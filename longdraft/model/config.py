@@ -64,7 +64,7 @@ class ModelConfig:
     norms_follow: bool
     is_fused: bool
     window: int  # positions that windowed layers see; 0: there are none
-    windowed: tuple[bool, ...]  # by layer; empty: all from `window_from` on
+    windowed: tuple[bool, ...]  # by layer; empty: those from `window_from` on
     window_from: int
     rotated: tuple[bool, ...]  # by layer; empty: all but every `skip_rope_every`-th
     skip_rope_every: int  # 0: none is skipped
@@ -198,7 +198,7 @@ def _divisor(value: Any) -> float:
 
 
 def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, tuple[bool, ...], int]:
-    """Window, which layers have it, and the first that has it where that is empty (`ModelConfig.window_of`)."""
+    """`window`, `windowed` and `window_from` of a ModelConfig."""
     is_used = family.windows == "all" or (family.windows == "some" and bool(config.get("use_sliding_window", False)))
     window = config.get("sliding_window")
     if not is_used or window is None:
