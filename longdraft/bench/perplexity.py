@@ -11,16 +11,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
+from longdraft.bench import context as by_place
 from longdraft.bench import decode
 from longdraft.bench.decode import Models
-from longdraft.errors import UsageError, check
+from longdraft.errors import check
+from longdraft.files import read_prompt
 from longdraft.model import library
 from longdraft.model.tokenizer import Tokenizer
-from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.model.transformer import Transformer
 
-_CHUNK = 256  # rows of a forward, whose logits are held at once
 _STEPS = 4  # of plain decoding, before the next setting's turn
 _WARM = 2  # steps that `decode.steps` does not count
 
@@ -32,9 +31,7 @@ def steps_of(repeats: int) -> int:
 
 def read(model: str, path: Path, most: int, context: int) -> list[int]:
     """The first tokens of a text file, `context` or more."""
-    if not path.is_file():
-        raise UsageError(f"--text {path} is not a file; give a text")
-    ids = Tokenizer(library.resolve(model)).encode(path.read_text(encoding="utf-8"))[:most]
+    ids = Tokenizer(library.resolve(model)).encode(read_prompt(None, str(path)))[:most]
     check(len(ids) >= context, "tokens in --text", len(ids), f"{context} (a window) or more")
     return ids
 
@@ -60,12 +57,7 @@ def nats_of(model: Transformer, ids: Sequence[int], context: int) -> tuple[float
     total, count = 0.0, 0
     for first in range(0, len(ids) - context + 1, context):
         window = ids[first : first + context]
-        cache = model.new_cache()
-        for start in range(0, context - 1, _CHUNK):
-            rows = window[start : min(start + _CHUNK, context - 1)]
-            logits = model.logits(model.forward(chain_rows(rows, start), cache).hidden)
-            cache.commit(range(len(rows)))
-            following = torch.tensor(window[start + 1 : start + 1 + len(rows)])
-            total += torch.nn.functional.cross_entropy(logits.double(), following, reduction="sum").item()
-            count += len(rows)
+        for nats in by_place.nats_of(model.for_length(context), window):
+            total += float(nats.sum())
+            count += len(nats)
     return total, count
