@@ -6,9 +6,12 @@ import json
 import math
 
 import pytest
+from conftest import load
 
 from longdraft.__main__ import run
 from longdraft.bench import measure, peers
+from longdraft.model.tokenizer import Tokenizer
+from longdraft.model.transformer import chain_rows
 
 TINY = ["--repeats", "1", "--memory", "0.0005"]
 TIMES = {"ms", "ms_low", "ms_high"}
@@ -215,3 +218,26 @@ def test_length_writes_one_text_with_each_drafter_in_turns(tmp_path, capsys):
     (tmp_path / "prompt.txt").write_bytes(b"caf\xe9")
     assert run(command) == 2
     assert "is not UTF-8 text (byte 3)" in capsys.readouterr().err
+
+
+def test_nats_by_place_are_those_of_one_forward(tiny, tmp_path, capsys):
+    text = "It was a dark and stormy night; the rain fell in torrents. " * 12
+    for name in ("one.txt", "other.txt"):
+        (tmp_path / name).write_text(text if name == "one.txt" else text[::-1])
+    command = ["bench", "context", "--text", str(tmp_path / "one.txt"), "--text", str(tmp_path / "other.txt"),
+               "--model", str(tiny["gqa"]), "--dtype", "float32", "--output", str(tmp_path / "out.json")]
+    assert run([*command, "--edges", "100,500"]) == 0
+    first, second = json.loads((tmp_path / "out.json").read_text())["stretches"]
+    assert (first["from"], first["until"], second["from"], second["until"]) == (0, 100, 100, 500)
+    model, tokenizer, nats = load(tiny["gqa"]), Tokenizer(tiny["gqa"]), []
+    for name in ("one.txt", "other.txt"):
+        ids = tokenizer.encode((tmp_path / name).read_text())[:501]
+        logits = model.logits(model.forward(chain_rows(ids[:-1], 0), model.new_cache()).hidden)
+        nats.append(-logits.double().log_softmax(-1)[range(500), ids[1:]])
+    mean = (nats[0] + nats[1]) / 2
+    assert first["nats_per_token"] == pytest.approx(float(mean[:100].mean()))
+    assert second["nats_per_token"] == pytest.approx(float(mean[100:].mean()))
+    for edges, message in (("500,100", "numbers that rise"), ("100,5000", "less than the model's context"),
+                           ("100,900", "tokens in one.txt is 708; allowed: at least 901")):
+        assert run([*command, "--edges", edges]) == 2
+        assert message in capsys.readouterr().err

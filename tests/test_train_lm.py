@@ -132,7 +132,7 @@ def test_the_loss_is_the_mean_over_all_tokens(text, tokens):
                     past_key_values=lm._keeps_nothing()).logits
     whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_[:, 1:].flatten())
     whole.backward()
-    assert float(loss) == pytest.approx(float(whole), rel=1e-4)
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-4)
     for mine, parameter in zip(gradients, module.parameters(), strict=True):
         assert torch.allclose(mine, parameter.grad, rtol=1e-3, atol=1e-6)
 

@@ -284,6 +284,37 @@ def perplexity_command(
         tables.perplexity(filled["settings"])
 
 
+@app.command("context")
+def context_command(
+    text: Annotated[list[Path], typer.Option(help="A text file that the model has not seen; repeatable.")],
+    model: Model = "novelist", dtype: Dtype = "bfloat16",
+    edges: Annotated[str, typer.Option(help="Where stretches of the text end, tokens; with commas.")] =
+        "1024,8192,32768,65536,100000",
+    threads: Threads = None, output: Output = None,
+) -> None:
+    """Measure what a model makes of a long context: nats per token by place in whole texts."""
+    from longdraft.bench import context, machine, report, tables
+    from longdraft.kernels import alone
+    from longdraft.model import checkpoint, library
+    from longdraft.model import config as model_config
+
+    places = numbers("--edges", edges, 10**8)
+    check(places == sorted(set(places)), "--edges", edges, "numbers that rise")
+    _prepare(threads, 1, 1)
+    chosen = _choose(dtype)
+    folder = library.resolve(model)
+    config = model_config.read(folder)
+    check(places[-1] < config.max_positions, "--edges", places[-1], f"less than the model's context "
+                                                                   f"({config.max_positions})")
+    texts = context.read(model, text, places[-1])
+    loaded = checkpoint.load(checkpoint.TensorFiles(folder), config, chosen)
+    with report.document(output) as filled:
+        filled |= {"bench": "context", "machine": machine.describe(chosen), "model": model, "texts": len(texts)}
+        with report.doing("context"), alone(chosen):
+            filled["stretches"] = context.measure(loaded, texts, places)
+        tables.context(filled["stretches"])
+
+
 def numbers(option: str, text: str, most: int) -> list[int]:
     """'1,2,4' -> [1, 2, 4]"""
     parts = [part.strip() for part in text.split(",")]

@@ -11,17 +11,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
+from longdraft.bench import context as by_place
 from longdraft.bench import decode
 from longdraft.bench.decode import Models
 from longdraft.errors import check
 from longdraft.files import read_text
 from longdraft.model import library
 from longdraft.model.tokenizer import Tokenizer
-from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.model.transformer import Transformer
 
-_CHUNK = 256  # rows of a forward, whose logits are held at once
 _STEPS = 4  # of plain decoding, before the next setting's turn
 _WARM = 2  # steps that `decode.steps` does not count
 
@@ -57,16 +55,10 @@ def measure(models: Sequence[Models], ids: Sequence[int], context: int, repeats:
 
 def nats_of(model: Transformer, ids: Sequence[int], context: int) -> tuple[float, int]:
     """Nats of all tokens but the first of each whole window, given those before them in it; and how many they are."""
-    model = model.for_length(context)
     total, count = 0.0, 0
     for first in range(0, len(ids) - context + 1, context):
         window = ids[first : first + context]
-        cache = model.new_cache()
-        for start in range(0, context - 1, _CHUNK):
-            rows = window[start : min(start + _CHUNK, context - 1)]
-            logits = model.logits(model.forward(chain_rows(rows, start), cache).hidden)
-            cache.commit(range(len(rows)))
-            following = torch.tensor(window[start + 1 : start + 1 + len(rows)])
-            total += torch.nn.functional.cross_entropy(logits.double(), following, reduction="sum").item()
-            count += len(rows)
+        for nats in by_place.nats_of(model.for_length(context), window):
+            total += float(nats.sum())
+            count += len(nats)
     return total, count

@@ -56,6 +56,11 @@ def perplexity(records: Sequence[Record]) -> None:
     ), records)
 
 
+def context(records: Sequence[Record]) -> None:
+    table("Nats per token by place", (("from", "from", ","), ("until", "until", ","),
+                                      ("nats per token", "nats_per_token", ".4f"), ("texts", "texts", "")), records)
+
+
 def peers(report: Record) -> None:
     table("Engines", (
         ("engine", "engine", ""), ("version", "version", ""), ("greedy tokens as the first", "greedy_agreement", ""),
