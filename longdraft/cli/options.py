@@ -31,8 +31,8 @@ Revision = Annotated[str | None, option("Branch, tag or commit of a hub id; defa
 CacheDir = Annotated[Path | None, option("Where files from the hub are kept; default: HF_HOME's.", RUNNING,
                                          "--cache-dir")]
 Offline = Annotated[bool, option("Use what was fetched from the hub before.", RUNNING, "--offline")]
-Drafter = Annotated[str, option("auto, plain, ngram, suffix, tokenswift, medusa, magicdec, draft-model, triforce.",
-                                RUNNING, "--drafter")]
+Drafter = Annotated[str, option("auto, plain, ngram, suffix, tokenswift, medusa, magicdec, draft-model, glide, "
+                                "triforce.", RUNNING, "--drafter")]
 DrafterOption = Annotated[list[str] | None, option("KEY=VALUE for the drafter; repeatable.", RUNNING,
                                                    "--drafter-option")]
 Heads = Annotated[str | None, option("Folder or hub id of heads; default: the model's.", RUNNING, "--heads")]
