@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import VOCAB, load, load_glide, make_glide, make_heads, write_tokenizer
 from helpers import by_name, generate
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_equality import DRAFTERS, prompt_of
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -209,7 +209,7 @@ BASE = dict(model_type="llama", vocab_size=320, hidden_size=48, intermediate_siz
     (dict(model_type="gemma2"), "'gemma2'; supported: llama, .*smollm3; missing for it: logit soft-capping"),
     (dict(model_type="qwen3_moe"), "missing for it: mixture-of-experts"),
     (dict(model_type="unheard-of"), r"model_type is 'unheard-of'; supported: [\w, ]*$"),
-    (dict(quantization_config={"quant_method": "gptq"}), r"quantised \(gptq\); supported: float32"),
+    (dict(quantization_config={"quant_method": "gptq"}), r"quantised \('gptq'\); supported: float32"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; supported: 1"),
     (dict(model_type="phi3", partial_rotary_factor=0.75), "rotates an even number"),
     (dict(model_type="mistral", sliding_window=0), "sliding_window is 0; allowed: null"),
@@ -244,6 +244,7 @@ VALUES = st.one_of(
     st.lists(st.integers(0, 1) | st.sampled_from(["full_attention", "sliding_attention"]), max_size=4))
 
 
+@settings(deadline=None)
 @given(kind=st.sampled_from(model_config.SUPPORTED), changes=st.dictionaries(st.sampled_from([
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "no_rope_layers",
     "no_rope_layer_interval", "partial_rotary_factor", "embedding_multiplier", "residual_multiplier",

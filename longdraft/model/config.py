@@ -135,7 +135,7 @@ def _family(config: Mapping[str, Any]) -> Family:
         raise ModelError(f"hidden_act is {config['hidden_act']!r}; supported: silu")
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise ModelError(f"the checkpoint is quantised ({method}); supported: float32, float16 and bfloat16 files; "
+        raise ModelError(f"the checkpoint is quantised ({method!r}); supported: float32, float16 and bfloat16 files; "
                          "get the model it was made from")
     return family
 
