@@ -1,8 +1,11 @@
-"""What the doors share: the first signal asks the work to end, and how a length of time is written."""
+"""What the doors share: the first signal asks the work to end, stdout may end before it, how long a time is."""
 
 from __future__ import annotations
 
+import io
+import os
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
@@ -49,6 +52,20 @@ class Interrupt:
 def on_terminate(number: int, frame: FrameType | None) -> None:
     """A handler for SIGTERM where nothing is under way that must be finished."""
     raise Terminated
+
+
+def any_letter() -> None:
+    """A terminal that cannot show a letter shows '?'."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def stdout_lost(error: OSError) -> int:
+    """The exit status where stdout takes no more. Says why, unless the reader has gone."""
+    if not isinstance(error, BrokenPipeError):
+        print(f"longdraft: cannot write to stdout: {error.strerror or error}", file=sys.stderr)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else Python tries again at exit
+    return 1
 
 
 def clock(seconds: float) -> str:

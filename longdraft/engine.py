@@ -41,8 +41,6 @@ from longdraft.model.transformer import Transformer
 from longdraft.version import __version__
 
 log = logging.getLogger(__name__)
-PREFILL_CHUNK = 512  # prompt tokens in one forward; any number gives the same text
-_QUERY_ROWS = 128  # last prompt rows that drafters are told of
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 
@@ -80,14 +78,14 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
         raise UsageError("device is 'cuda', but PyTorch sees no CUDA device; use cpu or auto")
     if threads:
         kernels.set_threads(threads)
-    drafters.check_name(drafter)
+    options = drafters.parse_options(drafter, drafter_options or {})
+    drafters.check_heads(drafter, heads)
     hub = library.Hub(revision, token, cache_dir, offline)
     folder = library.resolve(model, hub)
     require_model(folder)
     config = model_config.read(folder)
     chosen = kernels.choose("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"),
                             config.dtype if dtype == "auto" else dtype, kernels_name)
-    options = drafters.parse_options(drafter, drafter_options or {})
     tokenizer = Tokenizer(folder)
     _require_fit(tokenizer, config, folder)
     files = checkpoint.TensorFiles(folder, on_read=on_load)
@@ -116,8 +114,6 @@ class Engine:
         self._files = files
         self._heads_name = heads_name
         self._hub = hub
-        if heads_name is not None and drafter not in drafters.WITH_HEADS:
-            raise UsageError(f"drafter {drafter!r} uses no heads; leave --heads out, or use --drafter tokenswift")
         self.heads, self.glide = self._load_trained()
         self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
         self.draft = self._load_draft(drafters.draft_model_of(options))

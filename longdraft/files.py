@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -83,21 +84,29 @@ def open_outputs(paths: Mapping[str, Path | None]) -> dict[str, OutputFile]:
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
     """The prompt's text from the argument, a file, or standard input (`-`)."""
-    import sys
-
     if prompt is not None and file is not None:
         raise UsageError("a prompt and --prompt-file are both given; give one of them")
     if prompt is not None:
-        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-            raise UsageError("the prompt is not UTF-8 text; put it into a UTF-8 file and give --prompt-file")
+        require_text(prompt, "the prompt", "put it into a UTF-8 file and give --prompt-file")
         return prompt
     if file is None:
         raise UsageError("no prompt; give it as an argument or with --prompt-file FILE ('-' reads stdin)")
+    return read_text(file, "--prompt-file")
+
+
+def read_text(file: str, option: str) -> str:
+    """The text of a file that an option names, or of standard input (`-`)."""
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
-        raise UsageError(f"--prompt-file cannot read {file}: {error.strerror or error}") from error
+        raise UsageError(f"{option} cannot read {file}: {error.strerror or error}; give a text") from error
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"--prompt-file {file} is not UTF-8 text (byte {error.start}); convert it first") from error
+        raise UsageError(f"{option} {file} is not UTF-8 text (byte {error.start}); convert it first") from error
+
+
+def require_text(text: str, name: str, cure: str) -> None:
+    """UsageError for an argument with bytes that are no UTF-8 (Python hides them in surrogates)."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise UsageError(f"{name} is not UTF-8 text; {cure}")

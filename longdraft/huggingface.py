@@ -5,15 +5,18 @@
 
     ids = model.generate(**inputs, max_new_tokens=20_000, custom_generate=longdraft.hf_generate, drafter="auto")
 
-Greedy texts equal those of `model.generate`; sampled ones have the same distribution, with noise of our own,
-reproducible by `seed` (else by torch's generator). What longdraft cannot do is refused by name, never ignored.
+Greedy texts equal those of `model.generate` (in bfloat16 up to its rounding, where two tokens are about as likely);
+sampled ones have the same distribution, with noise of our own, reproducible by `seed` (else by torch's generator).
+What longdraft cannot do is refused by name, never ignored.
 """
 
 from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +30,7 @@ from longdraft.errors import UsageError, check
 from longdraft.generation import Generation
 from longdraft.model import checkpoint, defaults, library
 from longdraft.model import config as model_config
+from longdraft.model.chat_template import ChatTemplate
 from longdraft.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,11 +48,12 @@ _KNOWN_PROCESSORS = {
     "RepetitionPenaltyLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
     "InfNanRemoveLogitsProcessor", "LogitNormalization",
 }
+_SAMPLED = 1024  # values of a parameter that are compared, whatever its size
 _KNOWN_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria"}
 
 
 class StateDict(checkpoint.TensorFiles):
-    """The tensors of a model in memory, read as if they lay in files.
+    """The tensors of a model in memory, read as if they lay in files, until it lets go of them.
 
     folder  where the model came from: heads beside it are found as for `longdraft.load`
     """
@@ -57,6 +62,9 @@ class StateDict(checkpoint.TensorFiles):
         self.folder = folder
         self.files = []
         self._tensors = dict(tensors)
+
+    def let_go(self) -> None:
+        self._tensors = {}
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -77,9 +85,18 @@ class StateDict(checkpoint.TensorFiles):
     def _wrong_type(self, name: str) -> str:
         return "" if self._tensors[name].is_floating_point() else f"{name} holds {self._tensors[name].dtype}"
 
+    def _view(self, name: str) -> Tensor:
+        return self.read(name).cpu()
+
+    def _forget(self) -> None:
+        """Nothing: no pages of a file are held."""
+
     def fingerprint(self) -> str:
-        raise UsageError("heads and journals name the weights they belong to, which a model in memory cannot show; "
-                         "save it, and give its folder to longdraft.load")
+        """That of the checkpoint it was loaded from, while the tensors are as they were there."""
+        if not self._tensors:
+            raise UsageError("a journal names the weights it belongs to, and those of a model in memory are not kept; "
+                             "save it, and give its folder to longdraft.load")
+        return super().fingerprint()
 
 
 class Writer:
@@ -104,7 +121,7 @@ class Writer:
         """
         config = _changed(generation_config or self._own, options)
         prompt = _prompt(input_ids, options.get("attention_mask"))
-        params = _params(config, len(prompt), seed, penalty_window)
+        params = _params(config, len(prompt), self.engine.model.config.vocab_size, seed, penalty_window)
         if params.stop and isinstance(self.engine.tokenizer, _NoTokenizer):
             raise UsageError("stop_strings needs a tokenizer: longdraft.from_transformers(model, tokenizer)")
         if streamer is not None:
@@ -125,26 +142,40 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     """A writer around a loaded model.
 
     The kernels want weights in a layout of their own, so they are copied once: from then on `model` is not used and may
-    be deleted, which frees its memory. (Norms, and on a GPU all weights, are shared where types agree.)
+    be deleted, which frees its memory.
 
     tokenizer  needed for stop strings and for `writer.engine`'s texts; ids alone need none
     others     as for `longdraft.load`
 
     Raises ModelError for an architecture that is not supported, UsageError for settings.
     """
-    drafters.check_name(drafter)
+    _require_version()
+    options = drafters.parse_options(drafter, drafter_options or {})
+    drafters.check_heads(drafter, heads)
     check(quantize in checkpoint.QUANTIZE, "quantize", quantize, " or ".join(checkpoint.QUANTIZE))
     own = model.generation_config
     config = model_config.from_hf(model.config.to_dict(), own.eos_token_id)
     dtype = "float32" if model.dtype == torch.float32 else "bfloat16"
     chosen = kernels.choose(model.device.type, dtype)
     folder = Path(str(model.config.name_or_path or "model in memory"))
-    files = StateDict(model.state_dict(), folder)
+    tensors = model.state_dict()
+    if config.is_tied:
+        tensors.pop("lm_head.weight", None)  # the embedding, by a name that checkpoints leave out
+    files = StateDict(tensors, folder)
     transformer = checkpoint.load(files, config, chosen, quantize)
-    options = drafters.parse_options(drafter, drafter_options or {})
-    engine = Engine(str(folder), files, transformer, _tokenizer(tokenizer), drafter, options, heads, library.Hub(),
+    words = _NoTokenizer() if tokenizer is None else _SavedTokenizer(tokenizer)
+    engine = Engine(str(folder), files, transformer, words, drafter, options, heads, library.Hub(),
                     defaults.Defaults())
+    files.let_go()
     return Writer(engine, own)
+
+
+def _require_version() -> None:
+    import transformers
+
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        raise UsageError(f"transformers is {transformers.__version__}; needed: 5.0 or newer; "
+                         "pip install --upgrade transformers")
 
 
 _WRITERS: weakref.WeakKeyDictionary[Any, tuple[Any, Writer]] = weakref.WeakKeyDictionary()
@@ -160,6 +191,7 @@ def hf_generate(model: PreTrainedModel, input_ids: Tensor, logits_processor: Any
     custom function no `streamer`: give it as `text_streamer`.
     """
     assert generation_config is not None, "model.generate prepares one"
+    _require_plain_input(model_kwargs, input_ids.shape[-1])
     for given, known in ((logits_processor, _KNOWN_PROCESSORS), (stopping_criteria, _KNOWN_CRITERIA)):
         foreign = [type(one).__name__ for one in given or () if type(one).__name__ not in known]
         if foreign:
@@ -167,7 +199,7 @@ def hf_generate(model: PreTrainedModel, input_ids: Tensor, logits_processor: Any
     if generation_config.stop_strings:
         raise UsageError("stop_strings need a tokenizer, which longdraft.hf_generate is not given; use "
                          "longdraft.from_transformers(model, tokenizer)")
-    state = (drafter, repr(drafter_options), heads, tuple((p.data_ptr(), p._version) for p in model.parameters()))
+    state = (drafter, repr(drafter_options), heads, tuple(map(_state, model.parameters())))
     kept = _WRITERS.get(model)
     if kept is None or kept[0] != state:
         kept = state, from_transformers(model, drafter=drafter, drafter_options=drafter_options, heads=heads)
@@ -188,6 +220,9 @@ class _NoTokenizer(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         return {}
 
+    def vocabulary_sha256(self) -> str:
+        return ""  # nobody knows
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise UsageError("a text needs a tokenizer: longdraft.from_transformers(model, tokenizer)")
 
@@ -198,12 +233,43 @@ class _NoTokenizer(Tokenizer):
         return ""
 
 
-def _tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> Tokenizer:
-    if tokenizer is None:
-        return _NoTokenizer()
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return Tokenizer(Path(folder))
+class _SavedTokenizer(Tokenizer):
+    """A tokenizer of `transformers`, by way of files that are there while they are read."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._source = tokenizer
+        with self._saved() as folder:
+            super().__init__(folder)
+        self._folder = Path(tokenizer.name_or_path or "memory")
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        with self._saved() as folder:
+            return ChatTemplate.find(folder)
+
+    @contextmanager
+    def _saved(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory() as folder:
+            self._source.save_pretrained(folder)
+            yield Path(folder)
+
+
+def _require_plain_input(model_kwargs: Mapping[str, Any], length: int) -> None:
+    """UsageError for what `generate` was given beside ids and a mask. It adds the ids' own positions itself."""
+    positions = model_kwargs.get("position_ids")
+    given = [name for name in ("inputs_embeds", "token_type_ids") if model_kwargs.get(name) is not None]
+    if positions is not None and positions.flatten().tolist() != list(range(length)):
+        given.append("position_ids")
+    if given:
+        raise UsageError(f"longdraft reads input_ids alone; leave {', '.join(given)} out")
+
+
+def _state(parameter: Tensor) -> tuple[int, int, int]:
+    """What changes when a parameter does: where it lies, how often autograd saw it written, and a sample of its values,
+    since autograd does not see what is written through `.data`."""
+    flat = parameter.detach().reshape(-1)
+    sample = flat[:: max(1, len(flat) // _SAMPLED)].cpu().contiguous()
+    return parameter.data_ptr(), parameter._version, hash(sample.view(torch.uint8).numpy().tobytes())
 
 
 def _changed(config: GenerationConfig, options: Mapping[str, Any]) -> GenerationConfig:
@@ -236,10 +302,11 @@ def _prompt(input_ids: Tensor | Sequence[int], attention_mask: Tensor | None) ->
     return prompt
 
 
-def _params(config: GenerationConfig, prompt: int, seed: int | None, penalty_window: int | None) -> SamplingParams:
-    """What a GenerationConfig asks for; `prompt` is the prompt's length."""
+def _params(config: GenerationConfig, prompt: int, vocabulary: int, seed: int | None,
+            penalty_window: int | None) -> SamplingParams:
+    """What a GenerationConfig asks for; `prompt` is the prompt's length, `vocabulary` the model's."""
     refused = [f"{name}={getattr(config, name)!r}" for name, off in _REFUSED.items()
-               if getattr(config, name, None) is not None and getattr(config, name) not in off]
+               if not defaults.is_off(getattr(config, name, None), off)]
     if refused:
         raise UsageError(f"longdraft does not have {', '.join(refused)}; leave it out")
     if config.max_new_tokens is not None:
@@ -251,9 +318,10 @@ def _params(config: GenerationConfig, prompt: int, seed: int | None, penalty_win
     settings: dict[str, Any] = {
         "max_new_tokens": count,
         "min_new_tokens": max(config.min_new_tokens or 0, (config.min_length or 0) - prompt, 0),
-        "repetition_penalty": config.repetition_penalty, "penalty_window": penalty_window or prompt + count,
+        "repetition_penalty": config.repetition_penalty,
+        "penalty_window": prompt + count if penalty_window is None else penalty_window,
         "stop": (stops,) if isinstance(stops, str) else tuple(stops), "temperature": 0.0,
-        "ignore_eos": True, "stop_token_ids": model_config.ids(config.eos_token_id),
+        "ignore_eos": True, "stop_token_ids": model_config.ids(config.eos_token_id, vocabulary),
         "seed": seed if seed is not None else int(torch.randint(0, MAX_SEED >> 1, ()).item()),
     }
     if config.do_sample:

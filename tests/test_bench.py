@@ -214,7 +214,10 @@ def test_length_writes_one_text_with_each_drafter_in_turns(tmp_path, capsys):
     assert all(bucket["to_first"] == 1 for bucket in figures["plain"]["buckets"])
     assert "Speed by length" in capsys.readouterr().out
     assert run([*command[:3], str(tmp_path / "missing.txt")]) == 2
-    assert "is not a file" in capsys.readouterr().err
+    assert "--prompt-file cannot read" in capsys.readouterr().err
+    (tmp_path / "prompt.txt").write_bytes(b"caf\xe9")
+    assert run(command) == 2
+    assert "is not UTF-8 text (byte 3)" in capsys.readouterr().err
 
 
 def test_nats_by_place_are_those_of_one_forward(tiny, tmp_path, capsys):

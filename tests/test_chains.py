@@ -235,6 +235,16 @@ def test_a_smaller_model_drafts_by_name(tiny, small, name, options):
     assert stats["drafter_memory_bytes"] > 0 and stats["drafter_options"]["model"] == str(small)
 
 
+@pytest.mark.parametrize("name, options", [("draft-model", {"budget": 60, "refresh": 20}),
+                                           ("triforce", {"window": 60, "refresh": 20})])
+def test_a_window_has_the_rotations_of_a_window(tiny, tmp_path, name, options, caplog):
+    """However long the text: nothing is stretched, and nobody is warned of it."""
+    make_checkpoint(tmp_path, num_hidden_layers=1, max_position_embeddings=64,
+                    rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
+    stats = stats_of(tiny["gqa"], name, model=str(tmp_path), **options)
+    assert stats["by_source"]["draft"]["drafted"] > 0 and "is longer than" not in caplog.text
+
+
 def test_memory_of_drafters_is_reported(tiny):
     sizes = {name: stats_of(tiny["gqa"], name)["drafter_memory_bytes"] for name in ("plain", "magicdec", "tokenswift")}
     assert sizes["plain"] == 0 < sizes["magicdec"] and sizes["tokenswift"] > 0

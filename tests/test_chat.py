@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -139,6 +140,8 @@ def test_an_answer_is_the_text_that_generate_writes(monkeypatch, capfd, talker):
     ([], ["--chat-option", "loud"], "--chat-option is 'loud'; allowed: KEY=VALUE"),
     ([], ["--model", "novelist"], "has no chat template"),
     ([], ["--temperature", "-1"], "temperature is -1"),
+    ([], ["--system", "a\udcff"], "--system is not UTF-8 text"),
+    (["a\udcff"], [], "stdin is not UTF-8 text"),
 ])
 def test_mistakes_end_a_script_with_one_line(monkeypatch, capfd, talker, lines, options, message):
     assert talk(monkeypatch, talker, lines, *options) == 2
@@ -146,11 +149,56 @@ def test_mistakes_end_a_script_with_one_line(monkeypatch, capfd, talker, lines, 
     assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
+def longdraft_chat(talker, *options):
+    return [sys.executable, "-m", "longdraft", "chat", "--model", str(talker), "--drafter", "plain",
+            "--stop-token-id", "1", *options]
+
+
+def test_a_reader_that_goes_away_ends_the_work_quietly(talker):
+    work = subprocess.Popen(longdraft_chat(talker, "--max-new-tokens", "3900"), stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    work.stdin.write(b"Hello\n")
+    work.stdin.flush()
+    assert work.stdout.read(1)
+    work.stdout.close()
+    assert work.stderr.read() == b"" and work.wait(timeout=60) == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("where", ["stdout", "/save"])
+def test_a_full_disk_ends_a_script_with_one_line(talker, where, tmp_path):
+    lines = {"stdout": b"Hello\n", "/save": b"/save /dev/full\n"}[where]
+    with open("/dev/full" if where == "stdout" else tmp_path / "out", "w") as out:
+        work = subprocess.run(longdraft_chat(talker, "--max-new-tokens", "4"), input=lines, stdout=out,
+                              stderr=subprocess.PIPE, check=False)
+    assert work.returncode == 1
+    assert b"No space left" in work.stderr and work.stderr.count(b"\n") == 1
+
+
+def test_a_conversation_that_cannot_be_saved_goes_on(monkeypatch, capfd, talker, tmp_path):
+    class Typed(io.StringIO):
+        def isatty(self):
+            return True
+
+    def refuse(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("longdraft.files.os.replace", refuse)
+    monkeypatch.setattr("sys.stdin", Typed(f"Hello\n/save {tmp_path / 'x'}\nHello\n"))
+    assert run(["chat", "--model", str(talker), "--drafter", "plain", "--max-new-tokens", "4", "--quiet"]) == 0
+    captured = capfd.readouterr()
+    assert captured.out and "No space left" in captured.err and "Traceback" not in captured.err
+
+
+def test_a_terminal_that_cannot_show_a_letter_gets_another(talker):
+    work = subprocess.run(longdraft_chat(talker, "--max-new-tokens", "60", "--seed", "2"), input=b"Hello\n",
+                          env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
+    assert (work.returncode, work.stderr) == (0, b"") and b"?" in work.stdout
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_program(talker):
-    work = subprocess.Popen(
-        [sys.executable, "-m", "longdraft", "chat", "--model", str(talker), "--drafter", "plain", "--max-new-tokens",
-         "3900", "--seed", "1", "--stop-token-id", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE)
+    work = subprocess.Popen(longdraft_chat(talker, "--max-new-tokens", "3900", "--seed", "1"), stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     work.stdin.write(b"Hello\n")
     work.stdin.flush()
     assert work.stdout.read(1)

@@ -165,6 +165,21 @@ def test_every_drafter_writes_the_plain_text(made, dtype, settings):
             assert tally.accepted.total() > 16
 
 
+@pytest.mark.parametrize("name", kernels.available()[1:])
+@pytest.mark.parametrize("family", ["mistral, windows", "olmo2", "granite"])  # windows, norms behind, multipliers
+def test_trees_write_the_plain_text_on_the_other_kernels_too(tmp_path, family, name):
+    """The fastest ones write it above."""
+    make_heads(tmp_path / "heads", make(tmp_path, family))
+    params = SamplingParams(max_new_tokens=24, seed=11, **SETTINGS["sampled"])
+    for dtype in ("float32", "bfloat16"):
+        model = load(tmp_path, dtype, name)
+        trained = heads.load(tmp_path / "heads", model)
+        plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
+        for drafter in ("tokenswift, small cache", "medusa, choices", "magicdec, snapkv"):
+            kind, options = DRAFTERS[drafter]
+            assert generate(model, prompt_of(60), params, by_name(kind, trained, **options), banned=[1]) == plain
+
+
 def test_saved_again_a_model_gives_the_same_bits(made, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(made.folder)
     again.save_pretrained(tmp_path, max_shard_size="40KB")

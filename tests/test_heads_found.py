@@ -167,6 +167,16 @@ def test_a_cache_that_is_of_no_use_costs_time_only(tmp_path, counted, damage):
     assert fingerprint.of(TensorFiles(tmp_path / "model")) == first and len(counted) == 2
 
 
+def test_a_user_without_a_home_has_no_cache(tmp_path, counted, monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    make_checkpoint(tmp_path / "model")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert fingerprint.of(TensorFiles(tmp_path / "model")) == counted[0]
+
+
 def test_weights_are_hashed_only_where_heads_say_whose_they_are(tiny, tmp_path, counted):
     longdraft.load(str(tiny["mha"]))  # its heads do not say
     assert not counted

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
+import transformers
+from conftest import make_checkpoint, make_heads
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.streamers import TextIteratorStreamer
 
 import longdraft
-from longdraft.errors import UsageError
+from longdraft.errors import ModelError, UsageError
+from longdraft.model.checkpoint import TensorFiles
 
 PROMPT = [5, 9, 17, 4, 30, 9, 17, 4, 30, 8]
 
@@ -59,13 +64,50 @@ def test_the_model_may_go_and_changed_weights_are_seen(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny["gqa"], dtype=torch.float32)
     options = {"max_new_tokens": 20, "do_sample": False}
     before = theirs(model, custom_generate=longdraft.hf_generate, **options)
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.mul_(-3)
-    after = theirs(model, custom_generate=longdraft.hf_generate, **options)
-    assert after == theirs(model, **options) != before
+    weight = model.model.layers[0].mlp.down_proj.weight
+    for written in (weight.detach(), weight.data):  # autograd does not see the second
+        written.mul_(-3)
+        after = theirs(model, custom_generate=longdraft.hf_generate, **options)
+        assert after == theirs(model, **options) != before
+        before = after
     writer = longdraft.from_transformers(model)
-    del model
+    parameters = [weakref.ref(parameter.untyped_storage()) for parameter in model.parameters()]
+    del model, weight, written
+    gc.collect()
     assert writer.generate(PROMPT, **options)[0].tolist() == after
+    assert not any(parameter() for parameter in parameters)
+
+
+def test_heads_that_name_their_weights_are_found_while_the_weights_are_those(tmp_path):
+    base = make_checkpoint(tmp_path, dtype=torch.bfloat16)
+    make_heads(tmp_path / "heads", base, base_sha256=TensorFiles(tmp_path).fingerprint(), vocabulary_sha256="0" * 64)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    writer = longdraft.from_transformers(model, drafter="tokenswift")
+    assert len(writer.engine.heads) == 3
+    with pytest.raises(UsageError, match="a model in memory are not kept"):
+        writer.engine.generate(PROMPT, journal=tmp_path / "journal")
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert longdraft.from_transformers(other).engine.heads is None
+    with pytest.raises(ModelError, match="trained on other weights"):
+        longdraft.from_transformers(other, drafter="tokenswift")
+
+
+def test_a_quantised_model_writes_what_it_writes_from_its_folder(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny["gqa"], dtype=torch.float32)
+    texts = [longdraft.from_transformers(model, drafter=drafter, quantize="int8").generate(
+        PROMPT, max_new_tokens=30, do_sample=False, eos_token_id=None)[0].tolist() for drafter in ("plain", "magicdec")]
+    engine = longdraft.load(str(tiny["gqa"]), drafter="plain", quantize="int8")
+    params = longdraft.SamplingParams(max_new_tokens=30, temperature=0.0, ignore_eos=True)
+    ours = [token for event in engine.generate(PROMPT, params) for token in event.tokens]
+    assert texts[0] == texts[1] == PROMPT + ours
+
+
+def test_the_engine_below_speaks_the_tokenizers_chat_template(model, tiny):
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tiny["gqa"] / "tokenizer.json"), bos_token="<s>",
+                                        chat_template=template)
+    writer = longdraft.from_transformers(model, tokenizer)
+    assert writer.engine.chat("Hello") == tokenizer("<s>user: Hello", add_special_tokens=False).input_ids
 
 
 class Listener:
@@ -111,10 +153,48 @@ def test_a_generation_config_and_a_dictionary_back(model):
     ({"max_new_tokens": 0}, "max_new_tokens is 0"),
     ({"attention_mask": torch.tensor([[0] + [1] * 9])}, "attention_mask hides tokens"),
     ({"stop_strings": "x"}, "stop_strings needs a tokenizer"),
+    ({"penalty_window": 0}, "penalty_window is 0"),
 ])
 def test_what_it_does_not_have_is_refused_by_name(model, options, message):
     with pytest.raises(UsageError, match=message):
         longdraft.from_transformers(model).generate(PROMPT, **{"max_new_tokens": 5, **options})
+
+
+def test_what_changes_nothing_is_not_refused(model):
+    options = {"max_new_tokens": 8, "do_sample": False}
+    idle = {"suppress_tokens": [], "bad_words_ids": [], "num_beams": 1, "forced_eos_token_id": None,
+            "eos_token_id": [-1, 1, 10**6]}
+    writer = longdraft.from_transformers(model)
+    assert torch.equal(writer.generate(PROMPT, **options, **idle), writer.generate(PROMPT, **options))
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"drafter": "guess"}, "unknown drafter 'guess'"),
+    ({"drafter": "magicdec", "drafter_options": {"chian": 2}}, "no option 'chian'"),
+    ({"drafter": "suffix", "heads": "somewhere"}, "drafter 'suffix' uses no heads"),
+])
+def test_mistakes_show_before_anything_is_read(model, monkeypatch, options, message):
+    monkeypatch.setattr(type(model), "state_dict", lambda self: pytest.fail("read"))
+    with pytest.raises(UsageError, match=message):
+        longdraft.from_transformers(model, **options)
+    with pytest.raises(UsageError, match=message):
+        longdraft.load("no/such/model", **options)
+
+
+def test_a_transformers_that_is_too_old_is_named(model, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    with pytest.raises(UsageError, match=r"transformers is 4.57.1; needed: 5.0 or newer"):
+        longdraft.from_transformers(model)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("token_type_ids", torch.zeros(1, len(PROMPT), dtype=torch.int64)),
+    ("position_ids", torch.arange(3, 3 + len(PROMPT))[None]),
+    ("inputs_embeds", torch.zeros(1, len(PROMPT), 48))])
+def test_other_inputs_than_ids_are_refused_by_name(model, name, value):
+    config = GenerationConfig(max_new_tokens=3)
+    with pytest.raises(UsageError, match=f"leave {name} out"):
+        longdraft.hf_generate(model, torch.tensor([PROMPT]), generation_config=config, **{name: value})
 
 
 def test_other_refusals(model):

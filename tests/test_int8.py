@@ -169,6 +169,9 @@ def test_perplexity_of_both_side_by_side(tiny, tmp_path, capsys):
     assert int8["weights_bytes"] < 0.6 * as_it_is["weights_bytes"]
     assert "What quantising costs" in capsys.readouterr().out
     assert run([*command[:3], str(tmp_path / "missing.txt")]) == 2
-    assert "missing.txt" in capsys.readouterr().err
+    assert "--text cannot read" in capsys.readouterr().err
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert run([*command[:3], str(tmp_path / "latin.txt")]) == 2
+    assert "--text" in (shown := capsys.readouterr().err) and "not UTF-8 text (byte 3)" in shown
     assert run([*command, "--quantize", "int4"]) == 2
     assert "--quantize is 'int4'; allowed: none or int8" in capsys.readouterr().err

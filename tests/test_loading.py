@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 import longdraft
+from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError, UsageError
 from longdraft.kernels import cpu
@@ -113,6 +114,14 @@ def test_a_repository_of_pickles_says_so(hub, tmp_path):
     (tmp_path / "owner/model/model.safetensors").rename(tmp_path / "owner/model/pytorch_model.bin")
     with pytest.raises(ModelError, match=r"holds no model.safetensors .*pickles, which can run code.*save_pretrained"):
         library.resolve("owner/model")
+
+
+def test_what_was_not_fetched_is_no_pickle(hub, tmp_path):
+    """Offline, behind `doctor --model`, which fetches config.json alone."""
+    make_checkpoint(tmp_path / "owner/model")
+    (tmp_path / "owner/model/model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"'owner/model' is not whole in .*offline nothing is fetched"):
+        library.resolve("owner/model", library.Hub(offline=True))
 
 
 def test_a_folder_of_pickles_says_so(tmp_path):
@@ -227,11 +236,12 @@ def test_progress_ends_where_all_is_read(tmp_path):
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
+@pytest.mark.parametrize("name", kernels.available())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_loaded_model_needs_its_files_no_more(tmp_path, dtype):
+def test_a_loaded_model_needs_its_files_no_more(tmp_path, dtype, name):
     make_checkpoint(tmp_path, dtype=dtype)
     make_heads(tmp_path / "heads", LlamaForCausalLM.from_pretrained(tmp_path))
-    engine = longdraft.load(str(tmp_path), drafter="tokenswift")
+    engine = longdraft.load(str(tmp_path), drafter="tokenswift", kernels_name=name)
     params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
     texts = []
     for _ in range(2):

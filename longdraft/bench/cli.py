@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longdraft.errors import UsageError, check
+from longdraft.errors import check
 
 if TYPE_CHECKING:
     from longdraft.bench.measure import Limits
@@ -223,20 +223,20 @@ def length_command(
     from longdraft.bench import plot as plots
     from longdraft.core import SamplingParams
     from longdraft.engine import load
+    from longdraft.files import read_prompt
 
     check(prefill >= 1, "prefill", prefill, "1 or more")
     check(turn >= 1, "turn", turn, "1 or more")
     check(bucket >= turn, "bucket", bucket, f"a turn's tokens ({turn}) or more")
     if plot:
         plots.check(plot)
-    if not prompt_file.is_file():
-        raise UsageError(f"--prompt-file {prompt_file} is not a file; give a text")
+    text = read_prompt(None, str(prompt_file))
     settings = drafters.split()
     check(bool(settings), "drafters", drafters, "at least one name")
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, min_p=0.1, seed=7,
-                                      repetition_penalty=1.2, ignore_eos=True)
+                            repetition_penalty=1.2, ignore_eos=True)
     engine = load(model, threads=threads)
-    prompt = engine.encode(prompt_file.read_text(encoding="utf-8"))[:prefill]
+    prompt = engine.encode(text)[:prefill]
     about = {"bench": "length", "machine": machine.describe(engine.model.kernels), "prefill": len(prompt)}
 
     def save(figures: length.Figures) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longdraft.errors import check
-from longdraft.files import read_prompt
+from longdraft.files import read_text
 from longdraft.model import library
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import Transformer, chain_rows
@@ -28,7 +28,7 @@ def read(model: str, paths: Sequence[Path], length: int) -> list[list[int]]:
     tokenizer = Tokenizer(library.resolve(model))
     found = []
     for path in paths:
-        ids = tokenizer.encode(read_prompt(None, str(path)))[: length + 1]
+        ids = tokenizer.encode(read_text(str(path), "--text"))[: length + 1]
         check(len(ids) > length, f"tokens in {path.name}", len(ids), f"at least {length + 1}, one beyond the edges")
         found.append(ids)
     return found

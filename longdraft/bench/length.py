@@ -1,6 +1,6 @@
 """One long text written by several drafters side by side: speed by length, against plain decoding in the same run.
 
-    longdraft bench length --prompt-file novel.txt --prefill 4096 --max-new-tokens 100000 --drafters plain,auto
+    longdraft bench length --prompt-file novel.txt --prefill 4096 --max-new-tokens 100000 --drafters "plain auto"
 
 The drafters take turns of some thousand tokens, so that the machine's moods meet all of them alike; what one is
 to the first is the median over the turns of a bucket.
@@ -71,9 +71,8 @@ def _bucket(turns: Sequence[Figures], first: Sequence[Figures]) -> Figures:
 def start(engine: Engine, setting: str, prompt: Prompt, params: SamplingParams) -> Generation:
     """A generation with the drafter and the options that a setting names."""
     name, *options = setting.split(",")
-    drafters.check_name(name)
-    engine.drafter = name
     engine.options = drafters.parse_options(name, dict(option.partition("=")[::2] for option in options))
+    engine.drafter = name
     if drafters.draft_model_of(engine.options):
         raise UsageError(f"{setting!r} names a smaller model, which this benchmark does not load; leave it out")
     return engine.generate(prompt, params)

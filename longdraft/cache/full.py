@@ -32,7 +32,7 @@ class KVCache(Protocol):
 
 
 class FullCache:
-    """Committed rows of all layers in stores that grow by blocks and never copy what they hold.
+    """Committed rows of all layers in stores that grow by blocks (`KVStore.reserve`).
 
     windows  positions that each layer's attention sees; 0, or none given: all. Every row is held all the same
     """

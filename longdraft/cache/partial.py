@@ -172,4 +172,5 @@ class PartialCache:
     @property
     def nbytes(self) -> int:
         rows = 0 if self._mode == "full" else self._rows.nbytes
-        return rows + (self._remainder.nbytes if self._remainder else 0)
+        rest = 0 if self._rest is None else self._rest.nbytes
+        return rows + rest + (self._remainder.nbytes if self._remainder else 0)

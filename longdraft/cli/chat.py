@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from longdraft.cli import options
 from longdraft.cli.options import FILES, SAMPLING, option, parse_pairs
+from longdraft.console import Interrupt, Interrupted, any_letter, stdout_lost
 from longdraft.core import SamplingParams
-from longdraft.errors import UsageError
+from longdraft.errors import OutputError, UsageError
+from longdraft.files import OutputFile, require_text
 
 if TYPE_CHECKING:
     from longdraft.engine import Engine
@@ -62,6 +65,7 @@ def chat(
         "repetition_penalty": repetition_penalty, "penalty_window": penalty_window, "stop": stop or None,
         "stop_token_ids": stop_token_id or None}
     SamplingParams.from_names(given)  # a mistake shows before the model is read
+    require_text(system or "", "--system", "give it in UTF-8")
     drafting = parse_pairs("--drafter-option", drafter_option or ())
     chat_options = options.chat_options(chat_option or ())
     from longdraft.cli.display import LoadBar
@@ -75,6 +79,7 @@ def chat(
     talk = Conversation(engine, params, system, chat_options)
     talk.prompt("Hello")  # no template, an unknown option: known before the first message
     options.tell_defaults(params, quiet=quiet)
+    any_letter()
     return _loop(talk, quiet)
 
 
@@ -125,7 +130,7 @@ def _loop(talk: Conversation, quiet: bool) -> int:
                 _command(talk, message)
             elif message.strip() and (status := _answer(talk, message.removeprefix("/"), quiet)):
                 return status
-        except UsageError as error:
+        except (UsageError, OutputError) as error:
             if not is_typed:
                 raise
             _remark(str(error))
@@ -147,6 +152,7 @@ def _read(is_typed: bool) -> str | None:
             raise UsageError(f"stdin is not UTF-8 text (byte {error.start}); convert it first") from error
         if not line:
             return "\n".join(lines) if lines else None
+        require_text(line, "stdin", "convert it first")
         line = line.rstrip("\r\n")
         lines.append(line.removesuffix("\\"))
         if not line.endswith("\\"):
@@ -160,18 +166,25 @@ def _command(talk: Conversation, line: str) -> None:
     elif name == "/reset":
         talk.said.clear()
     elif name == "/save" and rest.strip():
-        from longdraft.files import OutputFile
-
-        file = OutputFile(Path(rest.strip()).expanduser(), "/save")
-        file.write((json.dumps({"messages": talk.messages}, indent=2, ensure_ascii=False) + "\n").encode())
-        file.finish()
+        file = OutputFile(Path(os.path.expanduser(rest.strip())), "/save")
+        try:
+            file.write((json.dumps({"messages": talk.messages}, indent=2, ensure_ascii=False) + "\n").encode())
+            file.finish()
+        finally:
+            file.abandon()
     else:
         raise UsageError(f"the command is {line!r}; allowed: /help, /reset, /save FILE, /quit; //text says /text")
 
 
 def _answer(talk: Conversation, message: str, quiet: bool) -> int:
     """Stream the answer to one message and remember both. An exit status where the program is to end, else 0."""
-    from longdraft.console import Interrupt, Interrupted
+    try:
+        return _stream(talk, message, quiet)
+    except OSError as error:
+        return stdout_lost(error)
+
+
+def _stream(talk: Conversation, message: str, quiet: bool) -> int:
     from longdraft.model.chat_template import opened_thinking
 
     prompt = talk.prompt(message)

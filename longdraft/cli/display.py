@@ -6,7 +6,6 @@ below the text.
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 from types import TracebackType
@@ -16,7 +15,7 @@ from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from longdraft.console import clock
+from longdraft.console import any_letter, clock
 from longdraft.core import Event
 
 _REFRESH = 8  # times a second
@@ -67,8 +66,7 @@ class Display:
                           get_renderable=self._render) if is_live else None
 
     def __enter__(self) -> Display:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows '?'
+        any_letter()
         if self._live:
             self._live.start()
         return self

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from longdraft.errors import UsageError
+
 _CONTEXTS = (4096, 100_000)  # tokens, for which a model's time is told
 _READ_BYTES = 1 << 29  # read again and again to measure the bandwidth; larger than any cache
 _Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
@@ -15,14 +17,15 @@ _Json = Annotated[bool, typer.Option("--json", help="One JSON document instead o
 
 def models(as_json: _Json = False) -> None:
     """List the bundled models."""
-    from longdraft.model import library
+    from longdraft.model import config, library
 
     rows = [_describe(name) for name in library.bundled()]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     _table(rows)
-    print("\nAny Llama checkpoint works as well: --model FOLDER or --model owner/name from the hub.")
+    print(f"\nCheckpoints of other models work as well ({', '.join(config.SUPPORTED)}): --model FOLDER, or --model "
+          "owner/name from the hub.")
 
 
 def _describe(name: str) -> dict[str, Any]:
@@ -50,6 +53,8 @@ def doctor(
     as_json: _Json = False,
 ) -> None:
     """Show versions, hardware and the kernels that would run, with what is missing; or what a model needs."""
+    if model is None and (cache_dir or offline):
+        raise UsageError("--cache-dir and --offline are about a model from the hub; give --model with them")
     report = _report() if model is None else _needs(model, cache_dir, offline)
     if as_json:
         print(json.dumps(report, indent=2))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from longdraft.cli.display import Display
-from longdraft.console import Interrupt, Interrupted, Terminated
+from longdraft.console import Interrupt, Interrupted, Terminated, stdout_lost
 from longdraft.core import Event
 from longdraft.errors import LongdraftError
 from longdraft.files import OutputFile
@@ -50,11 +50,8 @@ def write(job: Job) -> int:
             generation = job.start(progress)
             try:
                 _stream(generation, display, interrupt, job.files.get("--output"))
-            except BrokenPipeError:
-                status = _silence()  # the reader has gone
             except OSError as error:
-                print(f"longdraft: cannot write to stdout: {error.strerror or error}", file=sys.stderr)
-                status = _silence()
+                status = stdout_lost(error)
             except KeyboardInterrupt:  # Typer makes it status 130, and says nothing
                 print("longdraft:", "; ".join(["interrupted", *_hints(generation, job)]), file=sys.stderr)
                 raise
@@ -83,12 +80,6 @@ def _tell_end(generation: Generation, job: Job, interrupt: Interrupt) -> None:
     if job.journal or interrupt.number:
         what = _hints(generation, job) or ["what was written is whole"]
         print(f"longdraft: {how} after {count}; {what[0]}", file=sys.stderr)
-
-
-def _silence() -> int:
-    """Nothing more can be shown, so Python must not try at exit either."""
-    sys.stdout = open("/dev/null", "w")  # noqa: SIM115
-    return 1
 
 
 def _stream(generation: Generation, display: Display, interrupt: Interrupt, output: OutputFile | None) -> None:

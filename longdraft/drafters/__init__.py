@@ -136,22 +136,24 @@ KINDS: dict[str, Kind] = {
 WITH_HEADS = (AUTO, *(name for name, kind in KINDS.items() if kind.needs))
 
 
-def check_name(name: str) -> None:
-    """UsageError, listing the known drafters, for a name that is none of them."""
-    if name not in KINDS:
-        raise UsageError(f"unknown drafter {name!r}; known: {', '.join(KINDS)}")
-
-
 def draft_model_of(options: Any) -> str:
     """The smaller model that a drafter's options name; empty: none."""
     return str(getattr(options, "model", ""))
 
 
+def check_heads(name: str, heads: str | None) -> None:
+    """UsageError where heads are named for a drafter that uses none."""
+    if heads is not None and name not in WITH_HEADS:
+        raise UsageError(f"drafter {name!r} uses no heads; leave --heads out, or use --drafter tokenswift")
+
+
 def parse_options(name: str, given: Mapping[str, Any]) -> Any:
     """Options of a drafter from KEY -> value; values may be texts, as on the command line.
 
-    UsageError for an unknown key (listing the known ones), a value of the wrong kind or out of range.
+    UsageError for an unknown drafter or key (listing the known ones), a value of the wrong kind or out of range.
     """
+    if name not in KINDS:
+        raise UsageError(f"unknown drafter {name!r}; known: {', '.join(KINDS)}")
     kind = KINDS[name].options
     hints = typing.get_type_hints(kind)
     known = [field.name for field in fields(kind)]

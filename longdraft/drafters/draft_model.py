@@ -51,6 +51,12 @@ class DraftModelOptions:
         check(self.cache == "streaming" or is_default, "cache", self.cache, "streaming, with budget, sinks or refresh")
 
 
+    @property
+    def reads(self) -> int:
+        """Rows that the model's rotations must reach; 0: all of its context."""
+        return self.budget if self.cache == "streaming" else 0
+
+
 def check_window(budget: int, sinks: int, refresh: int) -> None:
     check(sinks >= 0, "sinks", sinks, "0 or more")
     check(refresh >= 1, "refresh", refresh, "1 or more")

@@ -82,6 +82,11 @@ class TriForceOptions:
         is_default = (self.window, self.sinks, self.refresh) == (_WINDOW, _SINKS, _REFRESH)
         check(bool(self.model) or is_default, "model", self.model, "a smaller model, with window, sinks or refresh")
 
+    @property
+    def reads(self) -> int:
+        """Rows that the small model's rotations must reach."""
+        return self.window
+
 
 class Guesser(Protocol):
     """Level 1: a tree of guesses behind drafted tokens."""

@@ -1,7 +1,7 @@
 """The fast CPU kernels: `csrc/`, compiled into `_cpu`, behind the interface.
 
 Everything that crosses over is checked here (dtype, shape, bounds, alignment); the C++ below trusts it.
-The variants (AVX-512 with BF16, AVX2 with FMA, portable) are each row-invariant to the bit; between them,
+The variants (AMX, AVX-512 with BF16, AVX2 with FMA, portable) are each row-invariant to the bit; between them,
 and to the reference, results agree within float rounding.
 """
 

@@ -68,7 +68,8 @@ class KVStore(Protocol):
     """Keys and values of one layer, position by position, in the layout its kernels want."""
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` positions. Grows by blocks; what is held is never copied."""
+        """Make room for `length` positions. Grows by blocks; what is held is not copied, save for a first block that
+        begins small."""
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
         """Put rows k, v [T, Hkv, D] at positions start, start + 1, ..."""

@@ -124,7 +124,8 @@ class ReferenceKernels:
         return ReferenceLinear(values.float(), bias, scale)
 
     def _rounded(self, x: Tensor) -> Tensor:
-        return x.to(self.device).to(self.dtype).float().contiguous()
+        """In memory of its own: a weight may be a view of a file, which changes when the file does."""
+        return x.to(self.device, self.dtype, copy=True).float().contiguous()
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, ReferenceLinear)

@@ -61,9 +61,7 @@ class TensorFiles:
         file = self._where[name]
         if problem := self._wrong_type(name):
             raise ModelError(f"{file.path}: {problem}")
-        self._forget()
-        self._last = name
-        tensor = file.view(name)
+        tensor = self._view(name)
         # A sum with a NaN or an infinity in it is none, and takes a fraction of the time that reading does.
         # One that overflows by itself is looked into.
         if not tensor.sum().isfinite() and (bad := int((~tensor.isfinite()).sum())):
@@ -88,6 +86,12 @@ class TensorFiles:
             row += self.shape(name)[0]
         self._forget()
         return stacked
+
+    def _view(self, name: str) -> Tensor:
+        """A tensor as it is stored; lets go of the one before."""
+        self._forget()
+        self._last = name
+        return self._where[name].view(name)
 
     def _forget(self) -> None:
         if self._last:
@@ -121,10 +125,10 @@ class TensorFiles:
         digest = hashlib.sha256()
         for name in sorted(self.names()):
             if not name.startswith(HEADS_PREFIX):
-                tensor = self._where[name].view(name)
+                tensor = self._view(name)
                 digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
                 digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-                self._where[name].forget(name)
+        self._forget()
         return digest.hexdigest()
 
 

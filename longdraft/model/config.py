@@ -64,7 +64,7 @@ class ModelConfig:
     norms_follow: bool
     is_fused: bool
     window: int  # positions that windowed layers see; 0: there are none
-    windowed: tuple[bool, ...]  # by layer; empty: all from `window_from` on
+    windowed: tuple[bool, ...]  # by layer; empty: those from `window_from` on
     window_from: int
     rotated: tuple[bool, ...]  # by layer; empty: all but every `skip_rope_every`-th
     skip_rope_every: int  # 0: none is skipped
@@ -116,7 +116,8 @@ def from_hf(config: Mapping[str, Any], generation_eos: Any = None) -> ModelConfi
     family = _family(config)
     config = {**family.defaults, **config}
     try:
-        eos = ids(generation_eos if generation_eos is not None else config.get("eos_token_id"))
+        eos = ids(generation_eos if generation_eos is not None else config.get("eos_token_id"),
+                  int(config["vocab_size"]))
         return _translate(config, family, eos)
     except KeyError as error:
         raise ModelError(f"config.json lacks {error.args[0]!r}") from error
@@ -184,8 +185,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: tuple[int, ...]) 
         # In place of 1 / sqrt(D), which the kernels' attention has built in.
         query_factor=float(config.get("attention_multiplier", 1.0)) * math.sqrt(head_dim) if multiplied else 1.0,
         logits_divisor=_divisor(multiplied.get("logits_scaling", 1.0)),
-        # What is outside the vocabulary (-1 says "none" in some files) can never be written.
-        eos_token_ids=tuple(i for i in eos if 0 <= i < vocabulary),
+        eos_token_ids=eos,
         dtype=_dtype(config),
     )
 
@@ -198,7 +198,7 @@ def _divisor(value: Any) -> float:
 
 
 def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, tuple[bool, ...], int]:
-    """Window, which layers have it (empty: from the third on)."""
+    """`window`, `windowed` and `window_from` of a ModelConfig."""
     is_used = family.windows == "all" or (family.windows == "some" and bool(config.get("use_sliding_window", False)))
     window = config.get("sliding_window")
     if not is_used or window is None:
@@ -275,11 +275,10 @@ def _is_rope_type(kind: object) -> TypeGuard[RopeType]:
     return kind in ROPE_TYPES
 
 
-def ids(value: Any) -> tuple[int, ...]:
-    """One id, several or none."""
-    if value is None:
-        return ()
-    return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
+def ids(value: Any, vocabulary: int) -> tuple[int, ...]:
+    """One id, several or none. What is outside the vocabulary (-1 says "none" in some files) can never be written."""
+    several = () if value is None else value if isinstance(value, list) else (value,)
+    return tuple(i for i in map(int, several) if 0 <= i < vocabulary)
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

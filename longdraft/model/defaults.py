@@ -64,7 +64,7 @@ def from_hf(config: Mapping[str, Any]) -> Defaults:
     """Translate the dictionary of a `generation_config.json`. What cannot be used is named, not followed."""
     settings: dict[str, Any] = {}
     ignored = [f"{name} {config[name]!r} (not supported)" for name, off in FOREIGN.items()
-               if config.get(name) not in (None, False, [], {}, *off)]
+               if not is_off(config.get(name), off)]
     for name in _TAKEN:
         if (value := config.get(name)) is None:
             continue
@@ -77,6 +77,11 @@ def from_hf(config: Mapping[str, Any]) -> Defaults:
     elif do_sample is not None:
         ignored.append(f"do_sample {do_sample!r}; allowed: true or false")
     return Defaults(settings, tuple(ignored))
+
+
+def is_off(value: Any, off: tuple[Any, ...]) -> bool:
+    """Whether a foreign setting changes nothing: it is not given, empty, or one of the values `off`."""
+    return value is None or value is False or value in ([], {}, *off)
 
 
 def describe(params: SamplingParams) -> str:

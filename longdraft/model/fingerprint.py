@@ -29,8 +29,12 @@ def of(files: TensorFiles) -> str:
     _require_unchanged(files)
     if not files.files or files.nbytes < _WORTH_KEEPING:
         return files.fingerprint()
+    try:
+        folder = cache_dir()
+    except RuntimeError:  # a user without a home
+        return files.fingerprint()
     state = _state(files)
-    kept = cache_dir() / f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()}.json"
+    kept = folder / f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(kept.read_text(encoding="utf-8"))["sha256"])
     found = files.fingerprint()

@@ -157,6 +157,6 @@ def check_target(folder: Path, config: dict[str, Any], model: Transformer,
                          f"(sha256 {str(trained_on)[:12]}, this model's is {actual[:12]}); train for this "
                          "model or give what belongs to it with --heads")
     words = config.get("vocabulary_sha256")
-    if vocabulary and words and words != vocabulary():
+    if vocabulary and words and vocabulary() not in ("", words):  # "": not known
         raise ModelError(f"{folder}: trained with another tokenizer than the model's; train for this model or give "
                          "what belongs to it with --heads")

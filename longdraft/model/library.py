@@ -96,10 +96,27 @@ class _Repository:
         commit = folder.name if _COMMIT.fullmatch(folder.name) else self.revision
         folder = replace(self, revision=commit)._download(names)
         if not any((folder / name).exists() for name in (*names, *_HEADS)):
+            if self._is_offline:  # nobody knows whether they are there
+                raise self._not_whole()
             raise ModelError(f"{self._shown} holds no {WEIGHTS} and no {INDEX}; .bin, .pt and .pth files are pickles, "
                              "which can run code, and are not loaded; look for a revision with safetensors, or save "
                              "the model again with save_pretrained (it writes them)")
         return folder
+
+    @property
+    def _is_offline(self) -> bool:
+        from huggingface_hub import constants
+
+        return self.hub.offline or constants.HF_HUB_OFFLINE
+
+    def _not_whole(self) -> ModelError:
+        from huggingface_hub import constants
+
+        where = f"{self._shown!r} is not whole in {self.hub.cache_dir or constants.HF_HUB_CACHE}"
+        if self._is_offline:
+            return ModelError(f"{where}, and offline nothing is fetched; leave --offline (HF_HUB_OFFLINE) out once, or "
+                              "give a folder")
+        return ModelError(f"{where}, and the hub cannot be reached; check the network, or give a folder")
 
     @property
     def _shown(self) -> str:
@@ -132,12 +149,7 @@ class _Repository:
             raise ModelError(f"the hub has no {self.id!r}, or it is private; check the name, and set HF_TOKEN for "
                              "what is private") from error
         except errors.LocalEntryNotFoundError as error:
-            cache = self.hub.cache_dir or constants.HF_HUB_CACHE
-            where = f"{self._shown!r} is not whole in {cache}"
-            if self.hub.offline or constants.HF_HUB_OFFLINE:
-                raise ModelError(f"{where}, and offline nothing is fetched; leave --offline (HF_HUB_OFFLINE) out "
-                                 "once, or give a folder") from error
-            raise ModelError(f"{where}, and the hub cannot be reached; check the network, or give a folder") from error
+            raise self._not_whole() from error
         except (HTTPError, errors.HFValidationError, OSError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ModelError(f"cannot get {self._shown!r} from the hub: {reason}; check the name and the network, "

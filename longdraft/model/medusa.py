@@ -46,7 +46,7 @@ class MedusaHeads:
         """Logits [heads, V] float32 of one row's hidden state [1, hidden] (before the final norm)."""
         model = self._model
         kernels = model.kernels
-        normed = kernels.rms_norm(hidden, model.weights.norm, model.config.rms_norm_eps)
+        normed = model.normed(hidden)
         rows = []
         for head in self.layers:
             x = normed

@@ -123,9 +123,12 @@ class Transformer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 of hidden rows [R, hidden] (before the final norm)."""
+        return self.head(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Hidden rows [R, hidden] behind the final norm."""
         config = self.config
-        normed = self.kernels.rms_norm(hidden, self.weights.norm, config.rms_norm_eps, rounds_once=config.norms_follow)
-        return self.head(normed)
+        return self.kernels.rms_norm(hidden, self.weights.norm, config.rms_norm_eps, rounds_once=config.norms_follow)
 
     def head(self, normed: Tensor) -> Tensor:
         """Logits [R, V] float32 of rows that are already normalised."""
