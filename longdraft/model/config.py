@@ -116,9 +116,7 @@ def from_hf(config: Mapping[str, Any], generation_eos: Any = None) -> ModelConfi
     family = _family(config)
     config = {**family.defaults, **config}
     try:
-        eos = ids(generation_eos if generation_eos is not None else config.get("eos_token_id"),
-                  int(config["vocab_size"]))
-        return _translate(config, family, eos)
+        return _translate(config, family, generation_eos if generation_eos is not None else config.get("eos_token_id"))
     except KeyError as error:
         raise ModelError(f"config.json lacks {error.args[0]!r}") from error
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -141,7 +139,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def _translate(config: Mapping[str, Any], family: Family, eos: tuple[int, ...]) -> ModelConfig:
+def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConfig:
     heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
     head_dim = int(config.get("head_dim") or hidden // max(heads, 1))
     kv_heads, num_layers = int(config.get("num_key_value_heads") or heads), int(config["num_hidden_layers"])
@@ -185,7 +183,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: tuple[int, ...]) 
         # In place of 1 / sqrt(D), which the kernels' attention has built in.
         query_factor=float(config.get("attention_multiplier", 1.0)) * math.sqrt(head_dim) if multiplied else 1.0,
         logits_divisor=_divisor(multiplied.get("logits_scaling", 1.0)),
-        eos_token_ids=eos,
+        eos_token_ids=ids(eos, vocabulary),
         dtype=_dtype(config),
     )
 
