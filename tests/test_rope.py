@@ -18,7 +18,7 @@ from longdraft.core import SamplingParams
 from longdraft.errors import ModelError, UsageError
 from longdraft.model import config as model_config
 from longdraft.model.checkpoint import dump_json
-from longdraft.model.rope import frequencies
+from longdraft.model.rope import _CHUNK, _KEPT, RopeTable, frequencies
 from longdraft.model.transformer import Transformer, chain_rows
 
 TRAINED = 128
@@ -184,3 +184,17 @@ def test_the_first_names_of_longrope_are_understood():
     for name in ("su", "yarn"):
         config = model_config.from_hf(SIZES | dict(model_type="phi3", rope_scaling={"type": name, **FACTORS}))
         assert config.rope.kind == "longrope" and len(config.rope.long_factors) == 6
+
+
+def test_rotations_depend_on_the_position_alone_and_few_are_kept(tiny):
+    """Whatever was asked for before, together or alone; and a table does not grow with the text."""
+    config = model_config.read(tiny["mha"])
+    table = RopeTable(config, 1, torch.device("cpu"))
+    asked = [[0], [5, _CHUNK - 1, _CHUNK, _CHUNK + 1], [50 * _CHUNK, 3], list(range(_CHUNK - 2, 2 * _CHUNK + 3)),
+             *[[number * _CHUNK + 7] for number in range(40)], [7, 20 * _CHUNK + 7]]
+    for positions in asked:
+        cos, sin = table.at(positions)
+        for row, position in enumerate(positions[:4]):
+            alone = RopeTable(config, 1, torch.device("cpu")).at([position])
+            assert torch.equal(cos[row], alone[0][0]) and torch.equal(sin[row], alone[1][0])
+        assert len(table._chunks) <= _KEPT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import load, make_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from longdraft.__main__ import run
-from longdraft.errors import LongdraftError, ModelError, UsageError
+from longdraft.errors import LongdraftError, ModelError, OutputError, UsageError
 from longdraft.model import heads as trained_heads
 from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
@@ -198,6 +199,27 @@ def test_a_killed_training_resumes_at_its_last_checkpoint(base, tmp_path):
     with (tmp_path / "cut" / job.METRICS).open("a") as file:
         file.write('{"step": 8, "lo')
     job.resume("heads", tmp_path / "cut", {"eval_every": 6})
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stands(base, tmp_path, monkeypatch):
+    wanted = settings(base, checkpoint_every=4)
+    job.train(wanted, tmp_path / "whole")
+    written = []
+
+    def full(tensors, path, metadata):
+        written.append(path)
+        if len(written) == 2:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_file(tensors, path, metadata)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("longdraft.train.checkpoint.save_file", full)
+        with pytest.raises(OutputError, match="No space left on device; what was saved before stands"):
+            job.train(wanted, tmp_path / "cut")
+    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["checkpoint.safetensors", job.METRICS]
+    job.resume("heads", tmp_path / "cut", {})
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 

@@ -116,8 +116,7 @@ def from_hf(config: Mapping[str, Any], generation_eos: Any = None) -> ModelConfi
     family = _family(config)
     config = {**family.defaults, **config}
     try:
-        eos = generation_eos if generation_eos is not None else config.get("eos_token_id")
-        return _translate(config, family, eos)
+        return _translate(config, family, generation_eos if generation_eos is not None else config.get("eos_token_id"))
     except KeyError as error:
         raise ModelError(f"config.json lacks {error.args[0]!r}") from error
     except (TypeError, ValueError, ArithmeticError) as error:

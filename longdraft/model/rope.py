@@ -18,6 +18,7 @@ from longdraft.model.config import ModelConfig, RopeConfig
 
 _ORIGINAL = "original_max_position_embeddings"
 _CHUNK = 1024  # positions computed at once: always the same shape, so always the same bits
+_KEPT = 8  # chunks; a step meets one or two
 
 
 def frequencies(rope: RopeConfig, trained: int, length: int) -> tuple[Tensor, float]:
@@ -107,32 +108,39 @@ def _yarn(rope: RopeConfig, inverse: Tensor, positions: int) -> tuple[Tensor, fl
 
 
 class RopeTable:
-    """cos and sin by position, computed in aligned chunks up to the farthest position asked for.
+    """cos and sin by position, in aligned chunks of which the latest in use are kept: memory does not grow with a text.
 
     Dimensions that are not rotated (they end each half: `checkpoint.load` has moved them there) have cos 1, sin 0.
     """
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:
         self._inverse, self._factor = frequencies(config.rope, config.trained_positions, length)
-        head_dim = config.head_dim
-        self._still = (head_dim - config.rope.dims) // 2
+        self._still = (config.head_dim - config.rope.dims) // 2
         self._device = device
-        self._cos = self._sin = torch.empty(0, head_dim // 2, device=device)
+        self._chunks: dict[int, tuple[Tensor, Tensor]] = {}  # in the order of their use
 
     def at(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos, sin [R, D / 2] float32."""
-        if max(positions) >= len(self._cos):
-            self._grow(max(positions) + 1)
-        places = torch.tensor(positions, device=self._device)
-        return self._cos[places], self._sin[places]
+        numbers = sorted({position // _CHUNK for position in positions})
+        chunks = [self._chunk(number) for number in numbers]
+        start = {number: place * _CHUNK for place, number in enumerate(numbers)}
+        places = torch.tensor([start[position // _CHUNK] + position % _CHUNK for position in positions],
+                              device=self._device)
+        if len(chunks) == 1:
+            (cos, sin), = chunks
+        else:
+            cos, sin = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        return cos[places], sin[places]
 
-    def _grow(self, length: int) -> None:
-        """Double at least, so that a long text grows the table a few times only."""
-        have = len(self._cos) // _CHUNK
-        want = max(-(-length // _CHUNK), 2 * have)
-        starts = range(have * _CHUNK, want * _CHUNK, _CHUNK)
-        angles = [torch.arange(start, start + _CHUNK).float()[:, None] * self._inverse for start in starts]
+    def _chunk(self, number: int) -> tuple[Tensor, Tensor]:
+        found = self._chunks.pop(number, None) or self._compute(number)
+        self._chunks[number] = found
+        while len(self._chunks) > _KEPT:
+            self._chunks.pop(next(iter(self._chunks)), None)
+        return found
+
+    def _compute(self, number: int) -> tuple[Tensor, Tensor]:
+        angles = torch.arange(number * _CHUNK, (number + 1) * _CHUNK).float()[:, None] * self._inverse
         still = (0, self._still)
-        cos = [pad(a.cos() * self._factor, still, value=1.0).to(self._device) for a in angles]
-        sin = [pad(a.sin() * self._factor, still).to(self._device) for a in angles]
-        self._cos, self._sin = torch.cat([self._cos, *cos]), torch.cat([self._sin, *sin])
+        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        return pad(cos, still, value=1.0).to(self._device), pad(sin, still).to(self._device)

@@ -5,6 +5,7 @@ One file, because two cannot be replaced at once: a kill at any moment leaves th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from longdraft.errors import ModelError
+from longdraft.errors import ModelError, OutputError
 
 FILE = "checkpoint.safetensors"
 FORMAT = 1
@@ -39,15 +40,22 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, state:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
-    """A safetensors file that is either the old one or the whole new one, whenever one looks."""
+    """A safetensors file that is either the old one or the whole new one, whenever one looks. OutputError where there
+    is no room for it, or whatever else the system says."""
     partial = path.with_name(path.name + ".partial")
-    partial.touch()
-    mode = stat.S_IMODE(partial.stat().st_mode)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, dict(header))
-    partial.chmod(mode)  # save_file leaves a file that only its owner can read
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        partial.touch()
+        mode = stat.S_IMODE(partial.stat().st_mode)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, dict(header))
+        partial.chmod(mode)  # save_file leaves a file that only its owner can read
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; what was saved before "
+                          "stands: make room, then go on with --resume") from error
 
 
 def load(path: Path) -> Checkpoint:

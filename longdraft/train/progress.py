@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
-from longdraft.errors import UsageError
+from longdraft.errors import OutputError, UsageError
 
 PLAIN_EVERY_S = 15.0
 
@@ -88,8 +88,12 @@ class Metrics:
 
     def write(self, line: Mapping[str, Any]) -> None:
         if self._file:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise OutputError(f"cannot write {self._file.name}: {error.strerror or error}; what was saved before "
+                                  "stands: make room, then go on with --resume") from error
         if self._board:
             for name, value in _flat(line):
                 self._board.add_scalar(name, value, line["step"])
