@@ -66,8 +66,8 @@ class Generation(Iterator[Event]):
         self.is_closed = False
         length = len(prompt) + params.max_new_tokens
         model = engine.model.for_length(length)
-        draft = engine.draft and engine.draft.for_length(
-            min(length, engine.options.reads or length, engine.draft.config.max_positions))
+        reads = getattr(engine.options, "reads", 0) or length  # of drafters that have a model of their own
+        draft = engine.draft and engine.draft.for_length(min(length, reads, engine.draft.config.max_positions))
         self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
         sampler = Sampler(params, self._writing.stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)

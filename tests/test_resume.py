@@ -290,7 +290,7 @@ def test_a_model_in_memory_cannot_be_journalled_and_says_so(folder, tmp_path):
     from transformers import AutoModelForCausalLM
 
     writer = longdraft.from_transformers(AutoModelForCausalLM.from_pretrained(folder))
-    with pytest.raises(longdraft.UsageError, match="a model in memory cannot show"):
+    with pytest.raises(longdraft.UsageError, match="those of a model in memory are not kept"):
         writer.engine.generate([1, 2], journal=tmp_path / "j")
 
 

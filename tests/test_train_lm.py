@@ -104,8 +104,10 @@ def test_sequences_jump_by_their_own_place():
     assert found.max() < 4096 and found.max() > 2000
 
 
-def test_rows_behind_a_jump_see_what_stands_before_it(text, tokens):
+@pytest.mark.parametrize("checkpointed", [10, 10**9])
+def test_rows_behind_a_jump_see_what_stands_before_it(text, tokens, monkeypatch, checkpointed):
     """`transformers` takes a jump for another text's start unless it is told otherwise."""
+    monkeypatch.setattr(lm, "_CHECKPOINTED", checkpointed)  # layers computed twice, as for long sequences, or once
     wanted = LmSettings(data=(text,), tokenizer=str(tokens), **SMALL)
     module = lm.prepare(lm.new_model(wanted, VOCAB, 0, 1), wanted, torch.device("cpu"))
     trainee = lm.LmTrainee(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
@@ -129,7 +131,7 @@ def test_the_loss_is_the_mean_over_all_tokens(text, tokens):
     module.zero_grad()
     tokens_ = torch.from_numpy(ids)
     logits = module(tokens_[:, :-1], position_ids=lm.positions(wanted, 0, 3, 19),
-                    past_key_values=lm._keeps_nothing()).logits
+                    attention_mask=torch.ones(3, 19)).logits
     whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_[:, 1:].flatten())
     whole.backward()
     assert loss.item() == pytest.approx(whole.item(), rel=1e-4)

@@ -142,10 +142,11 @@ class LmTrainee:
     def _hidden(self, ids: Tensor, places: Tensor | None) -> Tensor:
         """Normalised rows [B, L, hidden] in the arithmetic's dtype."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            # With a cache given, though it keeps nothing, `transformers` does not take a jump for the start of another
+            # With a mask given, though it hides nothing, `transformers` does not take a jump for the start of another
             # text, whose rows would see nothing of what stands before it.
             hidden: Tensor = self.module.model(  # type: ignore[operator]
-                input_ids=ids, position_ids=places, past_key_values=_keeps_nothing(), use_cache=False).last_hidden_state
+                input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids),
+                use_cache=False).last_hidden_state
         return hidden
 
     def _logits(self, rows: Tensor) -> Tensor:
@@ -158,17 +159,6 @@ class LmTrainee:
         module: Any = self.module
         module.to(self.saved_dtype).save_pretrained(folder)
         dump_json(folder / "training.json", record)
-
-
-def _keeps_nothing() -> Any:
-    from transformers import DynamicCache
-
-    class KeepsNothing(DynamicCache):  # type: ignore[misc]
-        def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any,
-                   **options: Any) -> tuple[Tensor, Tensor]:
-            return key_states, value_states
-
-    return KeepsNothing()
 
 
 def prepare(module: Any, settings: LmSettings, device: torch.device) -> Any:
