@@ -24,12 +24,14 @@ from longdraft.loops import Foresight
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer
-from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.model.transformer import Transformer, chain_rows, tree_rows
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Drafter, Verified, memory_of
+from longdraft.speculation.recorder import Recorder
 from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.tree import root_only
 from longdraft.version import __version__
-from longdraft.writing import Writing
+from longdraft.writing import Writing, Written
 
 log = logging.getLogger(__name__)
 PREFILL_CHUNK = 512  # prompt tokens in one forward; any number gives the same text
@@ -55,8 +57,10 @@ class Generation(Iterator[Event]):
 
     def __init__(self, engine: Means, prompt: list[int], params: SamplingParams,
                  on_prefill: Callable[[int, int], None] | None, journal: Journal | None = None,
-                 written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True) -> None:
-        """written: tokens that are there already; is_pure: they and the rest are of one arithmetic."""
+                 written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True,
+                 logprobs: int | None = None) -> None:
+        """written: tokens that are there already; is_pure: they and the rest are of one arithmetic; logprobs: tell
+        each token's log-probability, and those of so many of the likeliest."""
         self._engine = engine
         self._params = params
         self._on_prefill = on_prefill
@@ -70,13 +74,15 @@ class Generation(Iterator[Event]):
         draft = engine.draft and engine.draft.for_length(min(length, reads, engine.draft.config.max_positions))
         self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
-        sampler = Sampler(params, self._writing.stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
+        stop_ids, is_fast = self._writing.stop_ids, model.kernels.name != kernels.REFERENCE
+        sampler = Sampler(params, stop_ids, is_fast)
+        self._recorder = None if logprobs is None else Recorder(params, stop_ids, is_fast, logprobs)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
                                        draft)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
         context = Context(prompt)
         context.extend(int(token) for token in written)
-        self._step = Step(model, cache, drafter, sampler, context, Timings(), Tally())
+        self._step = Step(model, cache, drafter, self._recorder or sampler, context, Timings(), Tally())
         self._accepted = 0
         self._foresight = Foresight()
         self._prefill_seconds = 0.0
@@ -84,6 +90,13 @@ class Generation(Iterator[Event]):
         self._events = self._run()
 
     def __next__(self) -> Event:
+        while (event := self.work()) is None:
+            pass
+        return event
+
+    def work(self) -> Event | None:
+        """A piece of the work: the next event, or None for some of the prompt that was read. For whoever has
+        several texts under way; StopIteration when nothing is left."""
         return next(self._events)
 
     def close(self) -> None:
@@ -92,6 +105,32 @@ class Generation(Iterator[Event]):
         self.is_closed = True
         if self._journal:
             self._journal.close()
+
+    @property
+    def params(self) -> SamplingParams:
+        """The settings in use, the seed among them."""
+        return self._params
+
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt's token ids."""
+        return [int(token) for token in self._step.context.slice(0, self._step.context.prompt_length)]
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time of this text's own steps so far."""
+        return self._decode_seconds
+
+    def time_plain(self) -> float:
+        """Seconds that plain decoding would take for the next token, by trying it. Changes nothing: the row is
+        dropped."""
+        model, cache, context = self._step.model, self._step.cache, self._step.context
+        start = time.perf_counter()
+        with kernels.alone(self._engine.model.kernels):
+            model.logits(model.forward(tree_rows(root_only(context.last), len(context) - 1), cache).hidden)
+        seconds = time.perf_counter() - start
+        cache.commit(())
+        return seconds
 
     @property
     def finish_reason(self) -> Finish | None:
@@ -135,12 +174,12 @@ class Generation(Iterator[Event]):
         start = self._step.context.prompt_length
         return self._step.context.slice(start, start + self._writing.num_tokens)
 
-    def _run(self) -> Generator[Event, None, None]:
+    def _run(self) -> Generator[Event | None, None, None]:
         try:
             with _memory_told():
                 yield from self._replay()
                 if not self.is_finished:
-                    self._prefill()
+                    yield from self._prefill()
                 while not self.is_finished:
                     yield self._advance()
         finally:
@@ -152,10 +191,10 @@ class Generation(Iterator[Event]):
         if self.num_resumed:
             start = self._step.context.prompt_length
             written = self._step.context.slice(start, start + self.num_resumed).tolist()
-            tokens, text = self._writing.push(written)
-            if len(tokens) < len(written):
+            new = self._writing.push(written)
+            if len(new.tokens) < len(written):
                 raise JournalError("the journal holds tokens behind the text's end; it cannot be used")
-            yield self._event(tokens, text)
+            yield self._event(new)._replace(sources=("",) * len(new.tokens))
 
     def _advance(self) -> Event:
         """One step, in the journal before anybody sees it."""
@@ -163,41 +202,51 @@ class Generation(Iterator[Event]):
         with kernels.alone(self._engine.model.kernels):
             accepted = self._step.run(self._params.max_new_tokens - writing.num_tokens)
         had_loop = writing.loop is not None
-        tokens, text = writing.push(accepted.tokens)
-        self._accepted += min(len(tokens), len(accepted.sources))
+        new = writing.push(accepted.tokens)
+        self._accepted += min(len(new.tokens), len(accepted.sources))
         self._foresight.push(len(accepted.sources), accepted.depth)
         seconds = time.perf_counter() - start
         self._decode_seconds += seconds
         if self._journal:
-            self._journal.append(tokens, accepted.drafted, seconds)
+            self._journal.append(new.tokens, accepted.drafted, seconds)
         if writing.loop and not had_loop:
             sure = ", and nearly every draft is right to its end" if self._foresight.is_stuck else ""
             log.warning("%s%s; a repetition penalty or a higher temperature helps, on_loop=stop ends such a text",
                         writing.loop, sure)
-        return self._event(tokens, text)
+        count = len(new.tokens)
+        told = tuple(self._recorder.last[:count]) if self._recorder else ()
+        return self._event(new)._replace(sources=(*accepted.sources, "")[:count], drafted=accepted.drafted,
+                                         depth=accepted.depth, logprobs=told)
 
-    def _event(self, tokens: tuple[int, ...], text: str) -> Event:
+    def _event(self, new: Written) -> Event:
         reason = self._writing.finish_reason
         if reason and self._journal:
             self._journal.finish(reason)
-        return Event(tokens, text, reason, self.stats() if reason else None)
+        return Event(new.tokens, new.text, reason, self.stats() if reason else None, new.pieces)
 
-    def _prefill(self) -> None:
-        """All of the text but its last token, which is the first root."""
-        began = time.perf_counter()
+    def _prefill(self) -> Iterator[None]:
+        """All of the text but its last token, which is the first root; in pieces."""
         step = self._step
         last = len(step.context) - 1
         verified: Verified | None = None
-        with kernels.alone(self._engine.model.kernels):
-            for start in range(0, last, PREFILL_CHUNK):
+        for start in range(0, last, PREFILL_CHUNK):
+            with self._prefilling():
                 chunk = step.context.slice(start, min(start + PREFILL_CHUNK, last)).tolist()
                 result = step.model.forward(chain_rows(chunk, start), step.cache)
                 step.cache.commit(range(len(chunk)))
                 verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
-                if self._on_prefill:
-                    self._on_prefill(start + len(chunk), last)
+            if self._on_prefill:
+                self._on_prefill(start + len(chunk), last)
+            yield None
+        with self._prefilling():
             step.drafter.begin(step.context, verified)
-        self._prefill_seconds = time.perf_counter() - began
+
+    @contextmanager
+    def _prefilling(self) -> Iterator[None]:
+        began = time.perf_counter()
+        with kernels.alone(self._engine.model.kernels):
+            yield
+        self._prefill_seconds += time.perf_counter() - began
 
     def stats(self) -> dict[str, Any]:
         """The statistics so far, under the names of the `--stats` file."""

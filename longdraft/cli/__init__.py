@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from longdraft.bench.cli import app as bench
-from longdraft.cli import chat, doctor, generate, journal
+from longdraft.cli import chat, doctor, generate, journal, serve
 from longdraft.train.cli import app as train
 from longdraft.version import __version__
 
@@ -17,6 +17,7 @@ app.command("generate")(generate.generate)
 app.command("resume")(journal.resume)
 app.command("inspect")(journal.inspect)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("models")(doctor.models)
 app.command("doctor")(doctor.doctor)
 app.add_typer(train, name="train", help="Train drafters for a model.")
