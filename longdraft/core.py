@@ -122,7 +122,7 @@ class SamplingParams:
             if target not in known:
                 raise UsageError(f"unknown sampling setting {name!r}; known: {', '.join(sorted(known))}", name)
             if target in chosen and chosen[target] != value and name != "temperature":
-                raise UsageError(f"{name!r} contradicts another spelling of {target!r}; give one of them")
+                raise UsageError(f"{name!r} contradicts another spelling of {target!r}; give one of them", name)
             if target == "temperature" and settings.get("do_sample") is False:
                 value = 0.0
             if target == "stop":

@@ -27,7 +27,8 @@ def routes(service: Service, journals: Journals | None) -> APIRouter:
 
     @router.get(_ROUTE, summary="Every text that is known, the latest first.")
     async def generations() -> dict[str, Any]:
-        live = [_about(job) for job in scheduler.jobs()]
+        latest = {job.resume_id or job.id: job for job in reversed(scheduler.jobs())}
+        live = [_about(job) for job in latest.values()]
         kept = await asyncio.to_thread(journals.list) if journals else []
         running = {each["id"] for each in live if each["state"] in ("queued", "prefill", "running")}
         on_disk = {each["id"] for each in kept}

@@ -182,9 +182,9 @@ class Scheduler:
                 metrics.prompt_tokens.inc(job.plan.prompt_tokens)
             elif job.speed.wall:
                 metrics.between.observe(1 / job.speed.wall)
+        job.stats = event.stats
         job.outlet.put(job, event)
         if event.finish_reason:
-            job.stats = event.stats
             metrics.ended(event.finish_reason)
             metrics.whole.observe(now - job.arrived)
             self._close(job)

@@ -79,8 +79,10 @@ class Extension(Strict):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     on_loop: Literal["warn", "stop", "off"] | None = None
-    journal: bool | Annotated[str, Field(pattern=ID)] | None = Field(default=None, description="Keep the text on disk under this id (true: the response's), so that it can be resumed.")
-    timeout: float | None = Field(default=None, gt=0, description="Seconds, waiting included; at most the server's own.")
+    journal: bool | Annotated[str, Field(pattern=ID)] | None = Field(
+        default=None, description="Keep the text on disk under this id (true: the response's), to go on with it.")
+    timeout: float | None = Field(default=None, gt=0,
+                                  description="Seconds, waiting included; at most the server's own.")
     details: bool = Field(default=False, description="Chunks tell each token, who guessed it, and the speed.")
 
 
