@@ -122,15 +122,17 @@ class Generation(Iterator[Event]):
         return self._decode_seconds
 
     def time_plain(self) -> float:
-        """Seconds that plain decoding would take for the next token, by trying it. Changes nothing: the row is
-        dropped."""
+        """Seconds that plain decoding would take for the next token: a forward of the root alone, tried now, and what
+        else a step of this text takes besides drafting and verifying. Changes nothing: the row is dropped."""
         model, cache, context = self._step.model, self._step.cache, self._step.context
         start = time.perf_counter()
         with kernels.alone(self._engine.model.kernels):
             model.logits(model.forward(tree_rows(root_only(context.last), len(context) - 1), cache).hidden)
         seconds = time.perf_counter() - start
         cache.commit(())
-        return seconds
+        timings, steps = self._step.timings, self._step.tally.steps
+        besides = self._decode_seconds - timings.draft - timings.verify
+        return seconds + (max(0.0, besides) / steps if steps else 0.0)
 
     @property
     def finish_reason(self) -> Finish | None:

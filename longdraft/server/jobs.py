@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import threading
 import time
 from collections import deque
@@ -17,7 +18,8 @@ from longdraft.server.acceptance import Acceptance
 
 _RATE_S = 5.0  # over which the speed is told
 _PROBED = 0.01  # share of a text's time that measuring plain decoding beside it may take
-_PROBE_S = 1.0  # least time between two of these measurements
+_PROBE_S = 0.5  # least time between two of these measurements
+_PLAIN = 9  # times of plain steps that are told together, at least
 
 Progress = Callable[[int, int], None]
 
@@ -129,11 +131,12 @@ class Job:
     seconds: float = 0.0  # of the engine that it had
     prefill: tuple[int, int] = (0, 0)
     num_tokens: int = 0
-    plain_seconds: float = 0.0  # that plain decoding takes for a token here; 0: not known
     acceptance: Acceptance = field(default_factory=Acceptance)
     speed: Speed = field(default_factory=Speed)
     stats: dict[str, Any] | None = None
     _probed: tuple[float, float] = (0.0, 0.0)  # when last, seconds in all
+    _plain: deque[tuple[float, float]] = field(default_factory=deque)  # when, seconds
+    _decoded: float = 0.0  # decode seconds when the last step was done
 
     def advance(self) -> Event | None:
         """One piece of the work; None where it gave no tokens. Begins the text the first time."""
@@ -165,7 +168,10 @@ class Job:
         self.first_token = self.first_token or now
         self.acceptance.add(event)
         self.speed.add(now, self.generation.decode_seconds, self.num_tokens)
-        if self.plan.compares and not event.finish_reason:
+        seconds, self._decoded = self.generation.decode_seconds - self._decoded, self.generation.decode_seconds
+        if event.drafted == 0:
+            self._note_plain(now, seconds)
+        elif self.plan.compares and not event.finish_reason:
             self._compare(now)
 
     def _compare(self, now: float) -> None:
@@ -173,8 +179,19 @@ class Job:
         assert self.generation is not None
         last, spent = self._probed
         if now - last >= _PROBE_S and spent <= _PROBED * self.generation.decode_seconds:
-            self.plain_seconds = self.generation.time_plain()
-            self._probed = now, spent + self.plain_seconds
+            seconds = self.generation.time_plain()
+            self._probed = now, spent + seconds
+            self._note_plain(now, seconds)
+
+    def _note_plain(self, now: float, seconds: float) -> None:
+        self._plain.append((now, seconds))
+        while len(self._plain) > _PLAIN and now - self._plain[0][0] > _RATE_S:
+            self._plain.popleft()
+
+    @property
+    def plain_seconds(self) -> float | None:
+        """What plain decoding takes for a token here: the mean of steps without a draft and of those tried lately."""
+        return statistics.fmean(seconds for _, seconds in list(self._plain)) if self._plain else None
 
     @property
     def remaining_tokens(self) -> int:

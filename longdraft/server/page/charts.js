@@ -1,24 +1,38 @@
 // Curves against context on a canvas: one line, and where there is one, the line to beat.
 
-const MOST = 600; // points; beyond that neighbours are merged
+const MOST = 600; // points; beyond that each stands for twice as many
 
 export class Chart {
   constructor(canvas, { unit, digits = 0, line = "--self", plain = null, floor = null, describe }) {
     Object.assign(this, { canvas, unit, digits, line, plain, floor, describe });
-    this.points = []; // [context, value, plain or null, weight]
+    // points: [context, value, plain or null]
     this.at = null;
+    this.clear();
     canvas.addEventListener("pointermove", (event) => { this.at = event.offsetX; this.dirty(); });
     canvas.addEventListener("pointerleave", () => { this.at = null; this.dirty(); });
     new ResizeObserver(() => this.dirty()).observe(canvas);
   }
 
-  clear() { this.points = []; this.dirty(); }
+  clear() {
+    this.points = [];
+    this.stride = 1; // what was added for each point
+    this.fresh = []; // what was added since the last
+    this.dirty();
+  }
 
   add(context, value, plain = null) {
-    const last = this.points.at(-1);
+    const last = this.fresh.at(-1) ?? this.points.at(-1);
     if (!Number.isFinite(value) || value <= 0 || (last && context <= last[0])) return;
-    this.points.push([context, value, plain, 1]);
-    if (this.points.length > MOST) this.points = merged(this.points);
+    this.fresh.push([context, value, plain]);
+    if (this.fresh.length < this.stride) return;
+    this.points.push(mean(this.fresh));
+    this.fresh = [];
+    if (this.points.length > MOST) {
+      const [first, ...rest] = this.points; // where it began stays
+      this.points = [first];
+      for (let i = 0; i < rest.length; i += 2) this.points.push(mean(rest.slice(i, i + 2)));
+      this.stride *= 2;
+    }
     this.dirty();
   }
 
@@ -48,10 +62,10 @@ export class Chart {
     const y = (value) => bottom - value / high * (bottom - top);
     g.fillStyle = soft; g.strokeStyle = grid; g.lineWidth = 1;
     g.textAlign = "right"; g.textBaseline = "middle";
-    for (let i = 0; i <= 2; i++) {
+    for (let i = 0; i <= 2 && points.length > 1; i++) {
       const value = high * i / 2;
       line(g, [[left, y(value)], [right, y(value)]]);
-      if (points.length) g.fillText(short(value, high < 10 ? 1 : 0), left - 6, y(value));
+      g.fillText(short(value, high < 10 ? 1 : 0), left - 6, y(value));
     }
     if (smooth.length < 2) {
       g.textAlign = "center";
@@ -124,29 +138,24 @@ function halo(g, text, x, y, paper) {
   g.fillText(text, x, y);
 }
 
-// Half as many points: pairs become their means, weighed by what they stand for.
-function merged(points) {
-  const half = [];
-  for (let i = 0; i + 1 < points.length; i += 2) {
-    const [a, b] = [points[i], points[i + 1]], all = a[3] + b[3];
-    const mean = (k) => (a[k] === null || b[k] === null ? a[k] ?? b[k] : (a[k] * a[3] + b[k] * b[3]) / all);
-    half.push([b[0], mean(1), mean(2), all]);
-  }
-  if (points.length % 2) half.push(points.at(-1));
-  return half;
+// One point for several.
+function mean(points) {
+  const of = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
+  return [points.at(-1)[0], of(points.map((p) => p[1])), of(points.map((p) => p[2]).filter((v) => v !== null))];
 }
 
-// A running mean, so that a curve can be read; plain decoding is measured now and then, between these times its last.
+// Running means, so that curves can be read. Plain decoding is measured now and then; between, its last holds.
 function smoothed(points) {
   const reach = Math.max(1, Math.round(points.length / 40)), found = [];
-  let sum = 0, plain = null;
-  const firstPlain = points.find((p) => p[2] !== null)?.[2] ?? null;
+  let plain = points.find((p) => p[2] !== null)?.[2] ?? null;
+  const plains = points.map((p) => (plain = p[2] ?? plain));
+  let sum = 0, beside = 0;
   for (let i = 0; i < points.length; i++) {
     sum += points[i][1];
-    if (i >= reach) sum -= points[i - reach][1];
-    const now = points[i][2] ?? plain ?? firstPlain;
-    plain = now === null || plain === null ? now : plain + (now - plain) * Math.min(1, 4 / reach);
-    found.push([points[i][0], sum / Math.min(i + 1, reach), plain]);
+    beside += plains[i];
+    if (i >= reach) { sum -= points[i - reach][1]; beside -= plains[i - reach]; }
+    const size = Math.min(i + 1, reach);
+    found.push([points[i][0], sum / size, plains[i] === null ? null : beside / size]);
   }
   return found;
 }
