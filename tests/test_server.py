@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import openai
@@ -487,3 +489,12 @@ def test_keys_are_read_from_options_a_file_and_the_environment(tmp_path, monkeyp
                                             ("0.0.0.0", False), ("example.org", False)])
 def test_which_addresses_are_this_machines_own(host, is_local):
     assert Settings(host=host).is_local is is_local
+
+
+def test_the_dashboard_asks_for_series_that_are_there(server, post):
+    post("/v1/completions", {"prompt": "a", "max_tokens": 30, "temperature": 0})
+    told = set(re.findall(r"longdraft:\w+", httpx.get(server.url + "/metrics").text))
+    dashboard = (Path(__file__).parent.parent / "docs" / "grafana.json").read_text()
+    asked = set(re.findall(r"longdraft:\w+", dashboard))
+    assert len(json.loads(dashboard)["panels"]) >= 10 and len(asked) > 12
+    assert asked - told <= {"longdraft:request_failure_total"}  # there when something has failed
