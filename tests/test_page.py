@@ -19,6 +19,8 @@ CHROMIUM = os.environ.get("LONGDRAFT_CHROMIUM") or shutil.which("chromium") or s
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; install it, or name it in LONGDRAFT_CHROMIUM")
 SHOTS = os.environ.get("LONGDRAFT_SCREENSHOTS")  # a folder: keep pictures of what was seen
 
+at_length = pytest.mark.skipif(not SHOTS, reason="takes a minute; `make test-page` runs it")
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
@@ -136,6 +138,7 @@ def test_a_mistake_is_told_where_it_was_made(page):
     assert "seed" in page.inner_text("#error")
 
 
+@at_length
 def test_hundred_thousand_tokens_fed_fast_stay_smooth(page):
     """From a server that sends them at once. Frames go on; few tokens are in the document; the ends can be reached."""
     draw, total = random.Random(1), 100_000
@@ -178,11 +181,12 @@ def test_hundred_thousand_tokens_fed_fast_stay_smooth(page):
     assert median < 100 and page.evaluate("performance.memory.usedJSHeapSize") < 300e6
 
 
+@at_length
 def test_light_and_dark_wide_and_narrow(page, browser, server):
     """Nothing runs out of the page; text can be read on its ground; pictures for the documentation."""
     shot(page, "page-idle")
     chapter = (Path(__file__).parent.parent / "examples" / "chapter.txt").read_text()
-    write(page, 40 if not SHOTS else 2500, chapter[:2000] if not SHOTS else chapter)
+    write(page, 2500, chapter)
     state(page, "done", 120)
     page.emulate_media(color_scheme="light")
     shot(page, "page-light")

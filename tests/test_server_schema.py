@@ -33,7 +33,7 @@ def tried(operation, mode):
     documented = {int(code) for code in operation.definition.raw["responses"]}
 
     @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     def sound(case):
         reply = case.call()
         assert reply.status_code < 500, reply.text
