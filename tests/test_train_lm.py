@@ -104,10 +104,10 @@ def test_sequences_jump_by_their_own_place():
     assert found.max() < 4096 and found.max() > 2000
 
 
-@pytest.mark.parametrize("checkpointed", [10, 10**9])
-def test_rows_behind_a_jump_see_what_stands_before_it(text, tokens, monkeypatch, checkpointed):
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 40])
+def test_rows_behind_a_jump_see_what_stands_before_it(text, tokens, monkeypatch, kept_bytes):
     """`transformers` takes a jump for another text's start unless it is told otherwise."""
-    monkeypatch.setattr(lm, "_CHECKPOINTED", checkpointed)  # layers computed twice, as for long sequences, or once
+    monkeypatch.setattr(lm, "_KEPT_BYTES", kept_bytes)  # layers computed twice, as for long sequences, or once
     wanted = LmSettings(data=(text,), tokenizer=str(tokens), **SMALL)
     module = lm.prepare(lm.new_model(wanted, VOCAB, 0, 1), wanted, torch.device("cpu"))
     trainee = lm.LmTrainee(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))

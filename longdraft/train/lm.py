@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BEGIN, END = "<s>", "</s>"
-_CHECKPOINTED = 8192  # tokens of a sequence from which layers are computed twice instead of kept
+_KEPT_BYTES = 4 << 30  # of what layers computed: where a forward would keep more, they are computed twice
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -162,12 +162,18 @@ class LmTrainee:
 
 
 def prepare(module: Any, settings: LmSettings, device: torch.device) -> Any:
-    """A model ready to learn: float32 weights, and layers that are computed twice where a sequence is long."""
+    """A model ready to learn: float32 weights, and layers that are computed twice where memory asks for it."""
     module = module.float().train().requires_grad_(True).to(device)
     limit = module.config.max_position_embeddings
     if settings.sequence_length > limit:
         raise UsageError(f"sequence_length is {settings.sequence_length}; allowed: at most the model's context "
                          f"({limit})")
-    if settings.sequence_length > _CHECKPOINTED:
+    if _kept_bytes(module.config, settings) > _KEPT_BYTES:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     return module
+
+
+def _kept_bytes(config: Any, settings: LmSettings) -> int:
+    """About what a forward keeps for its backward: ten rows of hidden size and four of the MLP's for each layer."""
+    row = 10 * config.hidden_size + 4 * config.intermediate_size
+    return 4 * settings.batch_size * settings.sequence_length * config.num_hidden_layers * row
