@@ -41,6 +41,7 @@ from longdraft.model.transformer import Transformer
 from longdraft.version import __version__
 
 log = logging.getLogger(__name__)
+_DRAFT = "draft"  # folder of a smaller model within a model's own
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 
@@ -118,7 +119,9 @@ class Engine:
         self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
         self.draft = self._load_draft(drafters.draft_model_of(options))
         if (needed := drafters.KINDS[drafter].needs) and getattr(self, needed) is None:
-            raise ModelError(f"drafter {drafter!r} needs trained {needed} and {files.folder} has none; give --heads, "
+            what, cure = ("a smaller model", "--drafter-option model=NAME") if needed == "draft" else (
+                f"trained {needed}", "--heads")
+            raise ModelError(f"drafter {drafter!r} needs {what} and {files.folder} has none; give {cure}, "
                              f"train with `longdraft train {needed}`, or use --drafter magicdec")
 
     def _load_trained(self) -> Trained:
@@ -137,12 +140,13 @@ class Engine:
             return Trained()
 
     def _load_draft(self, name: str) -> Transformer | None:
-        """The smaller model that drafts, on the same kernels; it must speak of the same tokens."""
-        if not name:
+        """The smaller model that drafts, on the same kernels: the one named, else the one in the model's own folder, if
+        any. It must speak of the same tokens."""
+        folder = library.resolve(name, self._hub) if name else self._files.folder / _DRAFT
+        if self.drafter not in drafters.WITH_DRAFT or not (name or (folder / "config.json").is_file()):
             return None
-        folder = library.resolve(name, self._hub)
         config = model_config.read(folder)
-        require_same_vocabulary(self.tokenizer, Tokenizer(folder), name)
+        require_same_vocabulary(self.tokenizer, Tokenizer(folder), name or str(folder))
         _require_fit(self.tokenizer, config, folder)
         return checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels,
                                self.model.weights.quantize)
