@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import pickle
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -58,10 +58,10 @@ def on_ray(address: str, placement: Placement) -> Crew:
 
 def _library() -> ModuleType:
     try:
-        import ray.data
+        import_module("ray.data")
+        return import_module("ray")
     except ImportError as error:
         raise UsageError(f"--ray needs {error.name}; pip install 'longdraft[ray]'") from error
-    return sys.modules["ray"]
 
 
 def _connect(ray: ModuleType, address: str) -> None:

@@ -25,6 +25,7 @@ from longdraft.files import sync_folder
 
 _COLLECTED = "records.jsonl"  # in the work folder, for an output that cannot be appended to
 _AT_ONCE = 1024
+_LINE_ENDS = "\x85\u2028\u2029"  # which JSON leaves as they are, and some readers take for the end of a line
 
 
 class Records:
@@ -123,7 +124,7 @@ class Records:
 
     def add(self, record: Record) -> None:
         """On the disk when this returns. OutputError where it cannot be."""
-        line = json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+        line = _line(record)
         size = os.fstat(self._file).st_size
         try:
             rest = memoryview(line)
@@ -171,6 +172,13 @@ class Records:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.close()
+
+
+def _line(record: Record) -> bytes:
+    text = json.dumps(record, ensure_ascii=False)
+    for letter in _LINE_ENDS:
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return text.encode("utf-8", "surrogatepass") + b"\n"
 
 
 # A table has one shape for all rows: what OpenAI's records have of their own stands in `response`, as JSON.
