@@ -15,7 +15,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,7 @@ class Engine:
         """
         params = params or self.params()
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        ids, params = self._checked(prompt, params), params.with_seed(seed)
+        ids, params = self.checked(prompt, params), params.with_seed(seed)
         interval = parse_fsync(fsync)
         writer = None
         if journal is not None:
@@ -217,7 +217,7 @@ class Engine:
             writer, found = Journal.open(folder, interval)
         try:
             params = found.header.params
-            now = self._header(self._checked(found.header.prompt, params), params)
+            now = self._header(self.checked(found.header.prompt, params), params)
             text, arithmetic = differences(found.header, now)
             if text:
                 raise JournalError(f"the journal {folder} belongs to something else: {'; '.join(text)}; give "
@@ -239,8 +239,8 @@ class Engine:
                 writer.close()
             raise
 
-    def _checked(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The prompt's ids, when model and settings can work with them."""
+    def checked(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's ids. UsageError where model and settings cannot work with them."""
         ids = self.encode(prompt)
         limit = self.model.config.max_positions
         if len(ids) + params.max_new_tokens > limit:
@@ -250,6 +250,18 @@ class Engine:
         bad = next((i for i in params.stop_token_ids if i >= self.model.config.vocab_size), None)
         check(bad is None, "stop_token_ids", bad, f"0 to {self.model.config.vocab_size - 1}")
         return ids
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """What a text depends on beside its prompt and settings: weights, tokenizer, configuration, arithmetic."""
+        header = self._header([0], SamplingParams(seed=0))
+        return {"weights": header.weights, "tokenizer": header.tokenizer, "config": header.config,
+                "quantize": header.quantize, **header.arithmetic}
+
+    @property
+    def fingerprint(self) -> str:
+        """`identity` in a word: engines with the same one write the same texts."""
+        return "fp_" + hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def _header(self, prompt: Sequence[int], params: SamplingParams) -> Header:
         """What a text of this engine depends on."""

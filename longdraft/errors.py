@@ -30,6 +30,10 @@ class NumericalError(LongdraftError):
     """The model produced logits that are not numbers."""
 
 
+class WorkerError(LongdraftError):
+    """A process that was to help is gone, and nobody can take its place."""
+
+
 def check(condition: bool, name: str, value: object, allowed: str, cure: str = "") -> None:
     """Raise :class:`UsageError` naming the value, the allowed range and the cure unless `condition`."""
     if not condition:
