@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from longdraft import drafters, kernels, statistics
-from longdraft.core import SamplingParams
+from longdraft import batching, drafters, kernels, statistics
+from longdraft.core import Event, Prompt, SamplingParams
 from longdraft.drafters.corpus import Corpora
 from longdraft.errors import JournalError, ModelError, UsageError, check
 from longdraft.generation import Generation
@@ -42,8 +41,6 @@ from longdraft.version import __version__
 
 log = logging.getLogger(__name__)
 _DRAFT = "draft"  # folder of a smaller model within a model's own
-
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 
 
 def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
@@ -197,6 +194,26 @@ class Engine:
             header = self._header(ids, params)
             writer = Journal.create(Path(journal), header, self._run(0, header), interval)
         return Generation(self, ids, params, on_prefill, writer)
+
+    def generate_many(self, prompts: Iterable[Prompt],
+                      params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                      at_once: int = 8) -> Iterator[tuple[int, Event]]:
+        """Write many texts, `at_once` of them side by side: (place among the prompts, event), as they come.
+
+        Each text is, to the bit, what `generate` gives for its prompt; the weights are read once for all (see
+        `batch`, for more control). Prompts may come from an endless iterator: each is taken when there is room.
+
+        params   for all, or for each prompt; without any, the model's defaults
+
+        A text that fails has `error` on its last event, and the others go on. UsageError for `at_once`.
+        """
+        check(1 <= at_once <= 4096, "at_once", at_once, "1 to 4096 texts")
+        return batching.generate_many(self, iter(prompts), params, at_once)
+
+    def batch(self) -> batching.Batch:
+        """An empty batch: texts written side by side, which join and leave between its rounds (`add`, `step`,
+        `remove`)."""
+        return batching.Batch(self)
 
     def resume(self, journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,
                on_prefill: Callable[[int, int], None] | None = None) -> Generation:

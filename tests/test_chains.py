@@ -21,6 +21,7 @@ from longdraft.drafters import follower as follower_module
 from longdraft.drafters.follower import Follower
 from longdraft.errors import UsageError
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.model.work import alone
 from longdraft.speculation.step import Tally
 
 
@@ -54,7 +55,7 @@ def test_what_it_has_read_is_what_a_fresh_one_reads(model, monkeypatch, budget, 
     for _ in range(60):
         path = [context.last]
         for _ in range(pick.randrange(7)):
-            logits = reader.read(context, path)
+            logits = alone(reader.read(context, path))
             if logits is None:
                 break
             row = reader.cache.length
@@ -73,9 +74,9 @@ def test_what_it_has_read_is_what_a_fresh_one_reads(model, monkeypatch, budget, 
 def test_a_window_reads_no_more_of_a_long_prompt_than_it_holds(model, monkeypatch):
     reader = Follower(model, model.config.vocab_size, 40, 4, 10)
     read = []
-    forward = Transformer.forward
-    monkeypatch.setattr(Transformer, "forward", lambda self, rows, cache: (
-        read.append(len(rows.tokens)), forward(self, rows, cache))[1])
+    together = Transformer.together
+    monkeypatch.setattr(Transformer, "together", lambda self, asks: (
+        read.extend(len(ask.rows.tokens) for ask in asks), together(self, asks))[1])
     reader.begin(Context(prompt_of(3000)))
     assert read == [30]
 
@@ -87,7 +88,7 @@ def test_vocabularies_padded_to_different_sizes_fit(model, tmp_path):
     for size in (280, 300, 320):
         reader = Follower(small, size, 100, 0, 10)
         reader.begin(context)
-        logits = reader.read(context, [5])
+        logits = alone(reader.read(context, [5]))
         assert logits.shape == (1, size) and logits[0, 300:].isneginf().all()
 
 
@@ -136,7 +137,7 @@ class Watched:
     def propose(self, context, max_depth):
         rows = self._drafter.partial._rows
         before, length = contents(rows), rows.length
-        tree = self._drafter.propose(context, max_depth)
+        tree = yield from self._drafter.propose(context, max_depth)
         assert rows.length == length
         assert all(torch.equal(a, b) for a, b in zip(before, contents(rows), strict=True))
         self.selections = self._drafter.partial.num_selections

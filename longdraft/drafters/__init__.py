@@ -27,6 +27,7 @@ from longdraft.errors import UsageError
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.transformer import Transformer
+from longdraft.model.work import Meter
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Drafter
 
@@ -35,7 +36,8 @@ AUTO = "auto"
 
 class Resources(NamedTuple):
     """What a drafter of one request may use. `draft` is the smaller model that the option `model` names; `partial` a
-    partial cache that is kept up already, for drafters that serve one text in turns."""
+    partial cache that is kept up already, for drafters that serve one text in turns; `meter` says what time the text
+    takes (none: the clock, as where a text is alone)."""
 
     model: Transformer
     cache: FullCache
@@ -46,6 +48,7 @@ class Resources(NamedTuple):
     corpora: Corpora | None = None
     draft: Transformer | None = None
     partial: PartialCache | None = None
+    meter: Meter | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def _auto(options: NoOptions, given: Resources) -> Drafter:
         given = given._replace(draft=None)
     contenders = {name: kind.build(kind.options(**kind.in_auto), given) for name, kind in KINDS.items()
                   if kind.in_auto is not None and (not kind.needs or getattr(given, kind.needs))}
-    return AutoDrafter(contenders, given.model.weights_in_tokens)
+    return AutoDrafter(contenders, given.model.weights_in_tokens, given.meter)
 
 
 KINDS: dict[str, Kind] = {

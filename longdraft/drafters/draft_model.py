@@ -10,6 +10,7 @@ from longdraft.drafters.chain import Chain
 from longdraft.drafters.follower import Follower
 from longdraft.errors import check
 from longdraft.model.transformer import Transformer
+from longdraft.model.work import Work
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
@@ -84,9 +85,9 @@ class DraftModelDrafter:
     def begin(self, context: Context, verified: Verified | None) -> None:
         self._follower.begin(context)
 
-    def propose(self, context: Context, max_depth: int) -> Tree:
+    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
         trie = Trie(context.last)
-        self._chain.grow(trie, context, [context.last], min(self._length, max_depth))
+        yield from self._chain.grow(trie, context, [context.last], min(self._length, max_depth))
         return trie.tree()
 
     def observe(self, context: Context, accepted: Accepted) -> None:

@@ -31,7 +31,8 @@ from longdraft.drafters.draft_model import DRAFT, check_window, streaming
 from longdraft.drafters.follower import Follower
 from longdraft.drafters.ngram import DelayedTable, NgramOptions
 from longdraft.errors import check
-from longdraft.model.transformer import Transformer, tree_rows
+from longdraft.model.transformer import Ask, Transformer, tree_rows
+from longdraft.model.work import Work, at_once
 from longdraft.sampling.sampler import DAMAGED, Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.speculation.verify import walk
@@ -95,7 +96,7 @@ class Guesser(Protocol):
 
     def begin(self, context: Context) -> None: ...
 
-    def guess(self, context: Context, path: Sequence[int], num: int) -> Tree:
+    def guess(self, context: Context, path: Sequence[int], num: int) -> Work[Tree]:
         """At most `num` tokens deep, on the last token of `path` (the root of the text, then drafted tokens)."""
 
 
@@ -111,9 +112,9 @@ class SmallModel:
     def begin(self, context: Context) -> None:
         self._follower.begin(context)
 
-    def guess(self, context: Context, path: Sequence[int], num: int) -> Tree:
+    def guess(self, context: Context, path: Sequence[int], num: int) -> Work[Tree]:
         trie = Trie(path[-1])
-        self._chain.grow(trie, context, path, num)
+        yield from self._chain.grow(trie, context, path, num)
         return trie.tree()
 
 
@@ -126,6 +127,7 @@ class Ngrams:
     def begin(self, context: Context) -> None:
         self._table.follow(context)
 
+    @at_once
     def guess(self, context: Context, path: Sequence[int], num: int) -> Tree:
         self._table.follow(context)
         trie = Trie(path[-1])
@@ -161,14 +163,14 @@ class TriForceDrafter:
         self.partial.refresh((lambda: verified.attended) if verified else None)
         self._guesser.begin(context)
 
-    def propose(self, context: Context, max_depth: int) -> Tree:
+    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
         """Level 2, nested: its own steps on the retrieval cache until the chain is long enough."""
         trie, node, path = Trie(context.last), 0, [context.last]
         most = min(self._options.chain, max_depth)
         while len(path) <= most:
-            tree = self._guesser.guess(context, path, min(self._options.guesses, most - len(path)))
-            result = self._model.forward(tree_rows(tree, len(context) - 2 + len(path)), self.partial)
-            choices = self._choose(self._model.logits(result.hidden), tree, context, path)
+            tree = yield from self._guesser.guess(context, path, min(self._options.guesses, most - len(path)))
+            result = yield Ask(self._model, tree_rows(tree, len(context) - 2 + len(path)), self.partial, len(tree))
+            choices = self._choose(result.logits, tree, context, path)
             walked = walk(tree, choices)
             self.partial.commit(walked)
             if choices[walked[-1]] == DAMAGED:
