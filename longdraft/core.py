@@ -18,6 +18,7 @@ from longdraft.errors import UsageError, check
 
 Finish = Literal["length", "eos", "stop", "loop", "cancelled"]
 MAX_SEED = 2**64 - 1
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]  # a text, or the ids of its tokens
 
 # Spellings of other tools, translated by SamplingParams.from_names.
 ALIASES = {
@@ -203,6 +204,8 @@ class Event(NamedTuple):
     text           the new whole characters
     finish_reason  why it ended; set on the last event only
     stats          the statistics of the run; set on the last event only
+    error          what cut a text that is written among others; set on the last event only, which has no finish
+                   reason then (alone, a text raises it)
     pieces         `text` by token: what each one added to it
     sources        who guessed each token; "" for one that the target itself added, and for those of an earlier run
     drafted        guesses that were verified in this step
@@ -214,6 +217,7 @@ class Event(NamedTuple):
     text: str
     finish_reason: Finish | None = None
     stats: dict[str, Any] | None = None
+    error: Exception | None = None
     pieces: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     drafted: int = 0

@@ -14,18 +14,17 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from longdraft import drafters, kernels, statistics
-from longdraft.core import SamplingParams
+from longdraft import batching, drafters, kernels, statistics
+from longdraft.core import Event, Prompt, SamplingParams
 from longdraft.drafters.corpus import Corpora
 from longdraft.errors import JournalError, ModelError, UsageError, check
 from longdraft.generation import Generation
@@ -42,8 +41,7 @@ from longdraft.model.transformer import Transformer
 from longdraft.version import __version__
 
 log = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+_DRAFT = "draft"  # folder of a smaller model within a model's own
 
 
 def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
@@ -119,7 +117,9 @@ class Engine:
         self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
         self.draft = self._load_draft(drafters.draft_model_of(options))
         if (needed := drafters.KINDS[drafter].needs) and getattr(self, needed) is None:
-            raise ModelError(f"drafter {drafter!r} needs trained {needed} and {files.folder} has none; give --heads, "
+            what, cure = ("a smaller model", "--drafter-option model=NAME") if needed == "draft" else (
+                f"trained {needed}", "--heads")
+            raise ModelError(f"drafter {drafter!r} needs {what} and {files.folder} has none; give {cure}, "
                              f"train with `longdraft train {needed}`, or use --drafter magicdec")
 
     def _load_trained(self) -> Trained:
@@ -138,12 +138,13 @@ class Engine:
             return Trained()
 
     def _load_draft(self, name: str) -> Transformer | None:
-        """The smaller model that drafts, on the same kernels; it must speak of the same tokens."""
-        if not name:
+        """The smaller model that drafts, on the same kernels: the one named, else the one in the model's own folder, if
+        any. It must speak of the same tokens."""
+        folder = library.resolve(name, self._hub) if name else self._files.folder / _DRAFT
+        if self.drafter not in drafters.WITH_DRAFT or not (name or (folder / "config.json").is_file()):
             return None
-        folder = library.resolve(name, self._hub)
         config = model_config.read(folder)
-        require_same_vocabulary(self.tokenizer, Tokenizer(folder), name)
+        require_same_vocabulary(self.tokenizer, Tokenizer(folder), name or str(folder))
         _require_fit(self.tokenizer, config, folder)
         return checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels,
                                self.model.weights.quantize)
@@ -206,7 +207,7 @@ class Engine:
         """
         params = params or self.params()
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        ids, params = self._checked(prompt, params), params.with_seed(seed)
+        ids, params = self.checked(prompt, params), params.with_seed(seed)
         interval = parse_fsync(fsync)
         check(logprobs is None or 0 <= logprobs <= self.model.config.vocab_size, "logprobs", logprobs,
               f"0 to {self.model.config.vocab_size}")
@@ -215,6 +216,26 @@ class Engine:
             header = self._header(ids, params)
             writer = Journal.create(Path(journal), header, self._run(0, header), interval)
         return Generation(self, ids, params, on_prefill, writer, logprobs=logprobs)
+
+    def generate_many(self, prompts: Iterable[Prompt],
+                      params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                      at_once: int = 8) -> Iterator[tuple[int, Event]]:
+        """Write many texts, `at_once` of them side by side: (place among the prompts, event), as they come.
+
+        Each text is, to the bit, what `generate` gives for its prompt; the weights are read once for all (see
+        `batch`, for more control). Prompts may come from an endless iterator: each is taken when there is room.
+
+        params   for all, or for each prompt; without any, the model's defaults
+
+        A text that fails has `error` on its last event, and the others go on. UsageError for `at_once`.
+        """
+        check(1 <= at_once <= 4096, "at_once", at_once, "1 to 4096 texts")
+        return batching.generate_many(self, iter(prompts), params, at_once)
+
+    def batch(self) -> batching.Batch:
+        """An empty batch: texts written side by side, which join and leave between its rounds (`add`, `step`,
+        `remove`)."""
+        return batching.Batch(self)
 
     def resume(self, journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,
                on_prefill: Callable[[int, int], None] | None = None) -> Generation:
@@ -235,7 +256,7 @@ class Engine:
             writer, found = Journal.open(folder, interval)
         try:
             params = found.header.params
-            now = self._header(self._checked(found.header.prompt, params), params)
+            now = self._header(self.checked(found.header.prompt, params), params)
             text, arithmetic = differences(found.header, now)
             if text:
                 raise JournalError(f"the journal {folder} belongs to something else: {'; '.join(text)}; give "
@@ -257,8 +278,8 @@ class Engine:
                 writer.close()
             raise
 
-    def _checked(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The prompt's ids, when model and settings can work with them."""
+    def checked(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's ids. UsageError where model and settings cannot work with them."""
         ids = self.encode(prompt)
         limit = self.model.config.max_positions
         if len(ids) + params.max_new_tokens > limit:
@@ -270,6 +291,18 @@ class Engine:
         bad = next((i for i, _ in params.logit_bias if i >= self.model.config.vocab_size), None)
         check(bad is None, "logit_bias", bad, f"token ids, 0 to {self.model.config.vocab_size - 1}")
         return ids
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """What a text depends on beside its prompt and settings: weights, tokenizer, configuration, arithmetic."""
+        header = self._header([0], SamplingParams(seed=0))
+        return {"weights": header.weights, "tokenizer": header.tokenizer, "config": header.config,
+                "quantize": header.quantize, **header.arithmetic}
+
+    @property
+    def fingerprint(self) -> str:
+        """`identity` in a word: engines with the same one write the same texts."""
+        return "fp_" + hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def _header(self, prompt: Sequence[int], params: SamplingParams) -> Header:
         """What a text of this engine depends on."""

@@ -327,6 +327,7 @@ def test_details_tell_who_guessed_each_token_and_what_plain_decoding_would_take(
     assert len(tokens) == len(pieces) == len(sources) == sum(steps) == 60
     assert "".join(pieces) == "".join(chunk["choices"][0]["text"] for chunk in chunks)
     assert sources.count("") == len(steps)  # the target adds one token to each step
+    assert "".join(pieces) == written(engine, "It was", max_new_tokens=60, min_p=0)
     assert details[-1]["progress"]["plain_tokens_per_second"] > 0
     assert details[-1]["stats"]["seed"] == 7
 
@@ -399,17 +400,16 @@ def test_a_text_may_take_only_so_long(post):
 
 
 def test_a_text_that_runs_out_of_memory_is_the_only_one_that_fails(server, engine, monkeypatch):
-    """Both ways in which it happens: an allocation that fails in a step, and one in the beginning."""
     from longdraft.generation import Generation
 
-    work = Generation.work
+    go_on = Generation.go_on
 
-    def poisoned(self):
+    def poisoned(self, answer=None):
         if self.params.seed == 666 and len(self.tokens) > 3:
             raise MemoryError
-        return work(self)
+        return go_on(self, answer)
 
-    monkeypatch.setattr(Generation, "work", poisoned)
+    monkeypatch.setattr(Generation, "go_on", poisoned)
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(httpx.post, server.url + "/v1/completions", timeout=60,
                              json={"prompt": "The ship", "max_tokens": 30, "seed": seed, "longdraft": {"min_p": 0.1}})
@@ -424,10 +424,10 @@ def test_a_text_that_runs_out_of_memory_is_the_only_one_that_fails(server, engin
 def test_a_failure_in_a_stream_is_an_error_in_the_stream(client, monkeypatch):
     from longdraft.generation import Generation
 
-    def fail(self):
+    def fail(self, answer=None):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Generation, "work", fail)
+    monkeypatch.setattr(Generation, "go_on", fail)
     with pytest.raises(openai.APIError, match="internal error"):
         list(client.completions.create(model="novelist", prompt="a", stream=True))
 
@@ -459,6 +459,10 @@ def test_a_web_page_elsewhere_cannot_use_a_local_server(server, engine):
     assert httpx.post(url, json={"prompt": "a"}, headers={"Host": "evil.example"}).status_code == 403
     reply = httpx.options(url, headers={"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"})
     assert "access-control-allow-origin" not in reply.headers
+    reply = httpx.post(url, json={"prompt": "a", "max_tokens": 1}, headers={"Origin": "https://evil.example"})
+    assert reply.status_code == 403 and reply.json()["error"]["code"] == "origin_not_allowed"
+    assert httpx.post(url, json={"prompt": "a", "max_tokens": 1}, headers={"Origin": server.url}).status_code == 200
+    assert httpx.get(server.url + "/version", headers={"Host": "["}).status_code == 403
     with serving.running(engine, cors_origins=("https://good.example",)) as open_server:
         reply = httpx.options(open_server.url + "/v1/completions", headers={
             "Origin": "https://good.example", "Access-Control-Request-Method": "POST"})
@@ -469,6 +473,7 @@ def test_request_ids_come_back_and_logs_hold_no_text(server, caplog):
     with caplog.at_level("INFO", logger="longdraft.server"):
         reply = httpx.post(server.url + "/v1/completions", headers={"X-Request-Id": "abc-1"}, timeout=30,
                            json={"prompt": "A very secret prompt", "max_tokens": 3, "user": "ann"})
+        serving.wait_for(lambda: any(entry.getMessage() == "request" for entry in caplog.records))
     assert reply.headers["x-request-id"] == "abc-1"
     fields = [getattr(entry, "longdraft_fields", {}) for entry in caplog.records]
     assert any(each.get("id") == "abc-1" and each.get("status") == 200 for each in fields)

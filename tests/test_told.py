@@ -154,13 +154,6 @@ def test_a_stop_texts_rest_belongs_to_the_last_piece(engine):
     assert "".join(piece for event in events for piece in event.pieces) == "".join(event.text for event in events)
 
 
-def test_work_comes_in_pieces(engine):
-    """A prompt of three chunks is read in three pieces, then there are events."""
-    generation = engine.generate([5] * 1500, SamplingParams(max_new_tokens=3, temperature=0))
-    pieces = [generation.work() for _ in range(3)]
-    assert pieces == [None] * 3 and generation.work().tokens
-
-
 def test_trying_plain_decoding_changes_nothing(engine):
     params = SamplingParams(max_new_tokens=50, seed=5)
     for drafter in DRAFTERS:

@@ -36,7 +36,7 @@ def serve(
         "--allowed-host")] = None,
     log_format: Annotated[str, _env("json or text.", "LOG_FORMAT")] = "text",
     log_level: Annotated[str, _env("debug, info, warning or error.", "LOG_LEVEL")] = "info",
-    max_running: Annotated[int, _env("Texts written in turns.", "MAX_RUNNING", limits=True)] = 8,
+    max_running: Annotated[int, _env("Texts written side by side.", "MAX_RUNNING", limits=True)] = 8,
     max_queued: Annotated[int, _env("Texts that may wait; more get 429.", "MAX_QUEUED", limits=True)] = 64,
     memory_mib: Annotated[int | None, _env("For the caches of running texts; default: 80 % of what is free once the "
                                            "model is loaded.", "MEMORY_MIB", limits=True)] = None,

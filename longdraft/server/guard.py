@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,7 +23,8 @@ from longdraft.server.metrics import Metrics
 from longdraft.server.settings import Settings
 
 OPEN = ("/health",)
-_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+_READING = ("GET", "HEAD", "OPTIONS")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -76,13 +78,18 @@ class Guard:
         """Why this request goes no further."""
         if scope["path"] in OPEN:
             return None
+        # A browser adds the password it knows to whatever a web page asks for, but says which page that is.
+        origin, host = headers.get("origin"), headers.get("host", "")
+        is_foreign = origin is not None and _netloc(origin)[0] != host
+        if is_foreign and scope["method"] not in _READING and origin not in self._settings.cors_origins:
+            return ApiError(403, "web pages of other places may not do this; --cors-origin names those that may",
+                            code="origin_not_allowed")
         if self._keys:
             return None if self._has_key(headers) else _no_key(headers)
         # Without a key a web page could call a server on this machine, by a name of its own that leads here.
         if self._settings.is_local:
-            host = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
-            host = host if not host.isdigit() else headers.get("host", "")
-            if host not in (*_LOCAL, self._settings.host, *self._settings.allowed_hosts):
+            name = _netloc(f"//{host}")[1]
+            if name not in (*_LOCAL, self._settings.host, *self._settings.allowed_hosts):
                 return ApiError(403, "this server is meant for its own machine; --allowed-host names others",
                                 code="host_not_allowed")
         return None
@@ -100,6 +107,15 @@ class Guard:
             return False
         digest = hashlib.sha256(value.strip().encode()).digest()
         return sum(hmac.compare_digest(digest, key) for key in self._keys) > 0
+
+
+def _netloc(url: str) -> tuple[str, str]:
+    """Host with port, and host alone; neither of what is no URL."""
+    try:
+        parts = urlsplit(url)
+        return parts.netloc, parts.hostname or ""
+    except ValueError:
+        return "", ""
 
 
 def _no_key(headers: Headers) -> ApiError:

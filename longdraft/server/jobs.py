@@ -85,12 +85,12 @@ class Speed:
     """Tokens per second lately: of the clock on the wall, and of the text's own steps, which others do not slow."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, float, int]] = deque()  # when, decode seconds, tokens
+        self._seen: deque[tuple[float, float, int]] = deque()  # when, seconds of its own, tokens
 
-    def add(self, now: float, decode_seconds: float, tokens: int) -> None:
+    def add(self, now: float, own_seconds: float, tokens: int) -> None:
         if self._seen and now - self._seen[-1][0] < _RATE_S / 50:
             return
-        self._seen.append((now, decode_seconds, tokens))
+        self._seen.append((now, own_seconds, tokens))
         while now - self._seen[0][0] > _RATE_S:
             self._seen.popleft()
 
@@ -128,7 +128,7 @@ class Job:
     started: float | None = None
     first_token: float | None = None
     ended: float | None = None
-    seconds: float = 0.0  # of the engine that it had
+    number: int = -1  # in the batch
     prefill: tuple[int, int] = (0, 0)
     num_tokens: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -136,41 +136,34 @@ class Job:
     stats: dict[str, Any] | None = None
     _probed: tuple[float, float] = (0.0, 0.0)  # when last, seconds in all
     _plain: deque[tuple[float, float]] = field(default_factory=deque)  # when, seconds
-    _decoded: float = 0.0  # decode seconds when the last step was done
+    _metered: float = 0.0  # on the text's own clock when the last step was done
 
-    def advance(self) -> Event | None:
-        """One piece of the work; None where it gave no tokens. Begins the text the first time."""
-        start = time.perf_counter()
-        try:
-            if self.generation is None:
-                self.state = "prefill"
-                self.generation = self.plan.start(self._on_prefill)
-                return None
-            event = self.generation.work()
-            if event is None:
-                return None
-            self._note(event)
-            return event
-        finally:
-            self.seconds += time.perf_counter() - start
+    def begin(self) -> Generation:
+        """The text, of which nothing is written yet. Raises what `Engine.generate` and `Engine.resume` do."""
+        self.state = "prefill"
+        self.generation = self.plan.start(self._on_prefill)
+        return self.generation
 
     def _on_prefill(self, done: int, total: int) -> None:
         self.prefill = done, total
 
-    def _note(self, event: Event) -> None:
+    def note(self, event: Event) -> None:
+        """Take in what a step brought."""
         assert self.generation is not None
         now = time.monotonic()
         is_replay = self.num_tokens == 0 and self.generation.num_resumed > 0
         self.num_tokens += len(event.tokens)
         if is_replay:
             return
-        self.state = "running"
+        self.state, is_first = "running", self.first_token is None  # the first step's clock has the prefill in it
         self.first_token = self.first_token or now
         self.acceptance.add(event)
-        self.speed.add(now, self.generation.decode_seconds, self.num_tokens)
-        seconds, self._decoded = self.generation.decode_seconds - self._decoded, self.generation.decode_seconds
-        if event.drafted == 0:
+        own = self.generation.meter()
+        self.speed.add(now, own, self.num_tokens)
+        seconds, self._metered = own - self._metered, own
+        if event.drafted == 0 and not is_first:
             self._note_plain(now, seconds)
+            self._probed = now, self._probed[1]
         elif self.plan.compares and not event.finish_reason:
             self._compare(now)
 
@@ -178,7 +171,7 @@ class Job:
         """Measure what plain decoding would take here, now and then."""
         assert self.generation is not None
         last, spent = self._probed
-        if now - last >= _PROBE_S and spent <= _PROBED * self.generation.decode_seconds:
+        if now - last >= _PROBE_S and spent <= _PROBED * self.generation.meter():
             seconds = self.generation.time_plain()
             self._probed = now, spent + seconds
             self._note_plain(now, seconds)

@@ -1,8 +1,8 @@
 """Who is written next: the one thread that the engine works in.
 
 Texts wait in order of arrival until there is a place and memory for all that their caches may come to hold. Those that
-run take turns: whoever has had the least of the engine's time gets the next piece of work, a step or a part of a
-prompt. `Scheduler.turn` is all that knows of turns.
+run are written side by side: each round, one forward has the rows of all (longdraft/batching.py), so that each gets a
+piece of its work done, a step, a draft or a part of its prompt. Between rounds texts come and go.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
+        self._batch = engine.batch()
         self._ended: deque[Job] = deque(maxlen=_REMEMBERED)
         self._reserved = 0
         self._is_closing = False
@@ -120,7 +121,7 @@ class Scheduler:
     def _work(self) -> None:
         try:
             while self._admit():
-                self.turn()
+                self.round()
         except BaseException:
             log.exception("the engine thread has ended; no text can be written any more")
             raise
@@ -136,7 +137,6 @@ class Scheduler:
                 while self._waiting and self._fits(self._waiting[0]):
                     job = self._waiting.popleft()
                     job.started = time.monotonic()
-                    job.seconds = min((other.seconds for other in self._running), default=0.0)  # no right to catch up
                     self._reserved += job.plan.num_bytes
                     self._running.append(job)
                     self._metrics.queued.observe(job.started - job.arrived)
@@ -159,21 +159,38 @@ class Scheduler:
             if job.deadline is not None and now > job.deadline:
                 self.cancel(job, ApiError(408, f"the text was not whole in time{_how(job)}", code="timeout"))
 
-    def turn(self) -> None:
-        """A piece of work for whoever has had the least of the engine's time."""
-        job = min(self._running, key=lambda each: each.seconds)
-        try:
+    def round(self) -> None:
+        """Let go of who has to leave, begin with who has come, and do a piece of everybody's work."""
+        for job in list(self._running):
             if job.cancelled is not None:
                 self._leave(job, job.cancelled)
-            elif (event := job.advance()) is not None:
+            elif job.generation is None:
+                self._begin(job)
+        by_number = {job.number: job for job in self._running}
+        try:
+            events = self._batch.step() if self._batch else []
+        except Exception as error:  # of no text in particular: a bug, and none can go on
+            events = []
+            for job in by_number.values():
+                self._fail(job, error)
+        for number, event in events:
+            job = by_number[number]
+            try:
+                if event.error is not None:
+                    raise event.error
                 self._tell(job, event)
-        except StopIteration:  # a journal that was finished before
-            self._end(job, "finished", None)
-        except Exception as error:  # one text's failure is nobody else's
+            except Exception as error:  # one text's failure is nobody else's
+                self._fail(job, error)
+
+    def _begin(self, job: Job) -> None:
+        try:
+            job.number = self._batch.admit(job.begin())
+        except Exception as error:
             self._fail(job, error)
 
     def _tell(self, job: Job, event: Event) -> None:
         now, metrics = time.monotonic(), self._metrics
+        job.note(event)
         if event.sources and job.generation and job.num_tokens > job.generation.num_resumed:
             metrics.generation_tokens.inc(len(event.tokens))
             metrics.stepped(event.drafted, sum(source != "" for source in event.sources))
@@ -223,7 +240,9 @@ class Scheduler:
     def _close(self, job: Job) -> None:
         generation, job.generation = job.generation, None
         try:
-            if generation is not None:
+            if job.number in self._batch:
+                self._batch.remove(job.number)
+            elif generation is not None:
                 generation.close()
         except Exception as error:
             log.error("a text could not be closed: %s", error)
