@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,10 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longdraft import drafters, kernels, statistics
+from longdraft import drafters, kernels, parallel, statistics
 from longdraft.core import SamplingParams
 from longdraft.drafters.corpus import Corpora
-from longdraft.errors import JournalError, ModelError, UsageError, check
+from longdraft.errors import JournalError, ModelError, NumericalError, UsageError, check
 from longdraft.generation import Generation
 from longdraft.journal import Header, Journal, Run, differences, parse_fsync
 from longdraft.journal import read as read_journal
@@ -49,7 +50,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
          drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, device: str = "auto",
          dtype: str = "auto", quantize: str = "none", threads: int | None = None, revision: str | None = None,
          token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
-         kernels_name: str | None = None,
+         kernels_name: str | None = None, tensor_parallel: int = 1,
          on_load: Callable[[int, int], None] | None = None) -> Engine:
     """An engine for a bundled name, a model folder or a hub id.
 
@@ -66,6 +67,8 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     cache_dir        where files from the hub are kept; default: HF_HOME's
     offline          use what was fetched before, ask nobody; default: HF_HUB_OFFLINE
     kernels_name     certain kernels, as LONGDRAFT_KERNELS names them; default: its, else the fastest
+    tensor_parallel  ranks that share the model, started by torchrun, all with the same arguments; on those behind the
+                     first call `follow`
     on_load          called with (bytes read, bytes in all) while the weights are read
 
     Raises ModelError for files that are missing, corrupt or unsupported, UsageError for settings.
@@ -76,6 +79,10 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     check(threads is None or 1 <= threads <= 1024, "threads", threads, "1 to 1024")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device is 'cuda', but PyTorch sees no CUDA device; use cpu or auto")
+    check(1 <= tensor_parallel <= 1024, "tensor_parallel", tensor_parallel, "1 to 1024")
+    group = parallel.join(tensor_parallel, device) if tensor_parallel > 1 else None
+    if threads is None and group:
+        threads = group.cores  # torchrun asks for one
     if threads:
         kernels.set_threads(threads)
     options = drafters.parse_options(drafter, drafter_options or {})
@@ -86,6 +93,8 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     config = model_config.read(folder)
     chosen = kernels.choose("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"),
                             config.dtype if dtype == "auto" else dtype, kernels_name)
+    if group:
+        chosen = parallel.ParallelKernels(chosen, group)
     tokenizer = Tokenizer(folder)
     _require_fit(tokenizer, config, folder)
     files = checkpoint.TensorFiles(folder, on_read=on_load)
@@ -95,8 +104,11 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
         log.warning("%s of %s: going on without %s", defaults.FILE, model, "; ".join(sampling.ignored))
     log.info("%s: %s kernels, %s on %s, weights quantised: %s, drafter %s", model, chosen.name, chosen.dtype,
              chosen.device, quantize, drafter)
-    return Engine(model, files, transformer, tokenizer, drafter, options, heads, replace(hub, revision=None),
-                  sampling)
+    engine = Engine(model, files, transformer, tokenizer, drafter, options, heads, replace(hub, revision=None),
+                    sampling, parallel.Team(group) if group else None)
+    if group:
+        group.require_same({**engine.identity, "drafter": drafter, "drafter options": str(options)})
+    return engine
 
 
 class Engine:
@@ -104,13 +116,14 @@ class Engine:
 
     def __init__(self, name: str, files: checkpoint.TensorFiles, model: Transformer, tokenizer: Tokenizer,
                  drafter: str, options: Any, heads_name: str | None, hub: library.Hub,
-                 sampling: Defaults) -> None:
+                 sampling: Defaults, team: parallel.Team | None = None) -> None:
         self.name = name
         self.defaults = sampling
         self.model = model
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.options = options
+        self.team: parallel.Alone = team or parallel.Alone()
         self._files = files
         self._heads_name = heads_name
         self._hub = hub
@@ -144,7 +157,7 @@ class Engine:
         config = model_config.read(folder)
         require_same_vocabulary(self.tokenizer, Tokenizer(folder), name)
         _require_fit(self.tokenizer, config, folder)
-        return checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels,
+        return checkpoint.load(checkpoint.TensorFiles(folder), config, parallel.local(self.model.kernels),
                                self.model.weights.quantize)
 
     def chat(self, messages: str | Sequence[Message], **options: Any) -> list[int]:
@@ -235,6 +248,25 @@ class Engine:
                 writer.close()
             raise
 
+    def close(self) -> None:
+        """On the first of several ranks: the others return from `follow`."""
+        self.team.dismiss()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def follow(self) -> None:
+        """On ranks behind the first: write along with it, until it closes its engine or ends."""
+        assert isinstance(self.team, parallel.Team) and self.team.follows
+        while (request := self.team.listen()) is not None:
+            generation = Generation(self, request.prompt.tolist(), request.params, None, None, request.written)
+            with suppress(parallel.Stopped, NumericalError, JournalError):  # the first rank says so
+                for _ in generation:
+                    pass
+
     def checked(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The prompt's ids. UsageError where model and settings cannot work with them."""
         ids = self.encode(prompt)
@@ -266,7 +298,7 @@ class Engine:
             model=library.lasting_name(self.name, self._files.folder),
             weights=fingerprint.of(self._files),
             tokenizer=self.tokenizer.sha256,
-            config=hashlib.sha256(json.dumps(asdict(model.config), sort_keys=True).encode()).hexdigest(),
+            config=hashlib.sha256(json.dumps(asdict(model.whole), sort_keys=True).encode()).hexdigest(),
             prompt_sha256=statistics.sha256_tokens(np.array(prompt, dtype=np.int32)),
             prompt=list(prompt),
             sampling=json.loads(json.dumps(asdict(params))),
@@ -274,12 +306,17 @@ class Engine:
             quantize=model.weights.quantize,
             arithmetic={"kernels": arithmetic.name, "device": str(arithmetic.device),
                         "dtype": str(arithmetic.dtype).removeprefix("torch."), "longdraft_version": __version__,
-                        "torch_version": str(torch.__version__)},
+                        "torch_version": str(torch.__version__), **self._degree()},
             exactness="bit-exact" if arithmetic.is_row_invariant else "distribution",
             drafter=self.drafter,
             drafter_options=json.loads(json.dumps(asdict(self.options))),
             heads=self._heads_name,
         )
+
+    def _degree(self) -> dict[str, str]:
+        """Ranks add their parts up in another order than one process does."""
+        size = parallel.part_of(self.model.kernels).size
+        return {"tensor_parallel": str(size)} if size > 1 else {}
 
     def _run(self, token: int, header: Header) -> Run:
         began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -310,7 +347,7 @@ def load_for(header: Header, *, model: str | None = None, drafter: str | None = 
     return load(model or header.model, drafter=drafter or header.drafter, drafter_options=drafter_options, heads=heads,
                 device=device, dtype=header.arithmetic.get("dtype", "auto"), quantize=header.quantize, threads=threads,
                 token=token, cache_dir=cache_dir, offline=offline, kernels_name=asked if is_asked else None,
-                on_load=on_load)
+                tensor_parallel=int(header.arithmetic.get("tensor_parallel", "1")), on_load=on_load)
 
 
 def resume(journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,

@@ -25,6 +25,7 @@ from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.parallel import Alone, Request
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Drafter, Verified, memory_of
 from longdraft.speculation.step import Step, Tally, Timings
@@ -48,6 +49,7 @@ class Means(Protocol):
     glide: Glide | None
     corpora: Corpora
     draft: Transformer | None
+    team: Alone
 
 
 class Generation(Iterator[Event]):
@@ -72,7 +74,7 @@ class Generation(Iterator[Event]):
         self._cache = cache = model.new_cache()
         sampler = Sampler(params, self._writing.stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
-                                       draft)
+                                       draft, clock=engine.team.clock)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
         context = Context(prompt)
         context.extend(int(token) for token in written)
@@ -136,7 +138,10 @@ class Generation(Iterator[Event]):
         return self._step.context.slice(start, start + self._writing.num_tokens)
 
     def _run(self) -> Generator[Event, None, None]:
+        team, context = self._engine.team, self._step.context
         try:
+            written = context.slice(context.prompt_length, len(context))
+            team.begin(Request(context.slice(0, context.prompt_length), self._params, written))
             with _memory_told():
                 yield from self._replay()
                 if not self.is_finished:
@@ -146,6 +151,7 @@ class Generation(Iterator[Event]):
         finally:
             if self._journal:
                 self._journal.close()
+            team.end(is_finished=self.is_finished)
 
     def _replay(self) -> Iterator[Event]:
         """What was written before, as one event."""
@@ -160,7 +166,7 @@ class Generation(Iterator[Event]):
     def _advance(self) -> Event:
         """One step, in the journal before anybody sees it."""
         start, writing = time.perf_counter(), self._writing
-        with kernels.alone(self._engine.model.kernels):
+        with kernels.alone(self._engine.model.kernels), self._engine.team.unit(self._step.context):
             accepted = self._step.run(self._params.max_new_tokens - writing.num_tokens)
         had_loop = writing.loop is not None
         tokens, text = writing.push(accepted.tokens)
@@ -191,7 +197,8 @@ class Generation(Iterator[Event]):
         with kernels.alone(self._engine.model.kernels):
             for start in range(0, last, PREFILL_CHUNK):
                 chunk = step.context.slice(start, min(start + PREFILL_CHUNK, last)).tolist()
-                result = step.model.forward(chain_rows(chunk, start), step.cache)
+                with self._engine.team.unit(step.context):
+                    result = step.model.forward(chain_rows(chunk, start), step.cache)
                 step.cache.commit(range(len(chunk)))
                 verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
                 if self._on_prefill:

@@ -27,11 +27,11 @@ Crew = Callable[[Job, Iterator[Task], Check], Iterator[Report]]
 
 def alone(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report]:
     """In this process."""
-    writer = Writer(job)
-    for task in tasks:
-        for report in writer.write(task):
-            check()
-            yield report
+    with Writer(job) as writer:
+        for task in tasks:
+            for report in writer.write(task):
+                check()
+                yield report
 
 
 def processes(count: int) -> Crew:

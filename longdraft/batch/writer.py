@@ -99,6 +99,12 @@ class Writer:
             raise UsageError(f"the job was begun by another engine: {'; '.join(unlike)}; use the same everywhere "
                              "(LONGDRAFT_KERNELS chooses kernels), or begin the job anew with another output")
 
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._engine.close()
+
     def write(self, task: Task) -> Iterator[Report]:
         """A report for each step, the last one with the record: the row's text, or why there is none.
 

@@ -62,6 +62,7 @@ def batch(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = "none",
+    tensor_parallel: options.TensorParallel = 1,
     threads: Annotated[int | None, option("CPU threads of each worker; default: the cores, shared out.", RUNNING,
                                           "--threads")] = None,
     max_new_tokens: Annotated[int | None, option("Tokens of a text at most.", SAMPLING, show_default="1024")] = None,
@@ -98,9 +99,18 @@ def batch(
         raise UsageError("--workers share one GPU; leave it out, or give --ray, where each worker has a GPU of its own")
     if ray is None and threads is None and workers:
         threads = max(1, (os.cpu_count() or 1) // workers)
-    load = {"model": model, "revision": revision, "cache_dir": cache_dir and str(cache_dir), "offline": offline,
-            "drafter": drafter, "drafter_options": parse_pairs("--drafter-option", drafter_option or ()),
-            "heads": heads, "device": device, "dtype": dtype, "quantize": quantize, "threads": threads}
+    load: dict[str, Any] = {
+        "model": model, "revision": revision, "cache_dir": cache_dir and str(cache_dir), "offline": offline,
+        "drafter": drafter, "drafter_options": parse_pairs("--drafter-option", drafter_option or ()), "heads": heads,
+        "device": device, "dtype": dtype, "quantize": quantize, "threads": threads, "tensor_parallel": tensor_parallel}
+    options.require_one_process(tensor_parallel)
+    if tensor_parallel > 1 and (workers or ray is not None):
+        raise UsageError("--tensor-parallel writes one text at a time, on all ranks; leave --workers and --ray out")
+    if options.is_follower():
+        from longdraft.cli.stream import follow
+        from longdraft.engine import load as load_engine
+
+        return follow(lambda: load_engine(**load))
     defaults = {name: list(value) if isinstance(value, list) else value for name, value in given.items()
                 if value is not None}
     from longdraft.batch.writer import Job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -35,7 +36,7 @@ AUTO = "auto"
 
 class Resources(NamedTuple):
     """What a drafter of one request may use. `draft` is the smaller model that the option `model` names; `partial` a
-    partial cache that is kept up already, for drafters that serve one text in turns."""
+    partial cache that is kept up already, for drafters that serve one text in turns; `clock` is what `auto` goes by."""
 
     model: Transformer
     cache: FullCache
@@ -46,6 +47,7 @@ class Resources(NamedTuple):
     corpora: Corpora | None = None
     draft: Transformer | None = None
     partial: PartialCache | None = None
+    clock: Callable[[], float] = time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _auto(options: NoOptions, given: Resources) -> Drafter:
     given = given._replace(partial=magicdec.new_partial(MagicDecOptions(), given.model, given.cache))
     contenders = {name: kind.build(kind.options(**kind.in_auto), given) for name, kind in KINDS.items()
                   if kind.in_auto is not None and (not kind.needs or getattr(given, kind.needs))}
-    return AutoDrafter(contenders, given.model.weights_in_tokens)
+    return AutoDrafter(contenders, given.model.weights_in_tokens, given.clock)
 
 
 KINDS: dict[str, Kind] = {
