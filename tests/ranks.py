@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
 def sums_are_in_the_order_of_ranks() -> None:
     """... bit for bit, and the same for few numbers and for many."""
     group = parallel.join(int(os.environ["WORLD_SIZE"]), "cpu")
-    parts = [torch.randn(70, 1001, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
+    parts = [torch.randn(270, 1001, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
     expected = parts[0]
     for part in parts[1:]:
         expected = expected + part

@@ -75,7 +75,7 @@ def test_every_drafter_writes_the_plain_text_at_each_degree(folder, size):
 
 
 def test_a_rank_that_dies_is_one_line_and_the_text_goes_on(folder, tmp_path, capsys):
-    settings = ["--model", str(folder / "llama"), "--max-new-tokens", "400", "--seed", "3", "--drafter", "suffix",
+    settings = ["--model", str(folder / "llama"), "--max-new-tokens", "1000", "--seed", "3", "--drafter", "suffix",
                 "--ignore-eos", "--on-loop", "off", "--threads", "1", "--tensor-parallel", "2"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     journal, output = tmp_path / "journal", tmp_path / "out.txt"

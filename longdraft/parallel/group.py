@@ -24,7 +24,7 @@ from torch import Tensor
 
 from longdraft.errors import UsageError, WorkerError
 
-_MANY = 1 << 16  # numbers from which the second way sends less than it waits longer
+_MANY = 1 << 18  # numbers from which the second way sends less than it waits longer
 
 
 def in_torchrun() -> tuple[int, int]:
