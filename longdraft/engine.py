@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -22,10 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from longdraft import drafters, kernels, parallel, statistics
-from longdraft.core import SamplingParams
+from longdraft import batching, drafters, kernels, parallel, statistics
+from longdraft.core import Event, Prompt, SamplingParams
 from longdraft.drafters.corpus import Corpora
 from longdraft.errors import JournalError, ModelError, NumericalError, UsageError, check
 from longdraft.generation import Generation
@@ -42,8 +41,7 @@ from longdraft.model.transformer import Transformer
 from longdraft.version import __version__
 
 log = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+_DRAFT = "draft"  # folder of a smaller model within a model's own
 
 
 def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
@@ -131,7 +129,9 @@ class Engine:
         self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
         self.draft = self._load_draft(drafters.draft_model_of(options))
         if (needed := drafters.KINDS[drafter].needs) and getattr(self, needed) is None:
-            raise ModelError(f"drafter {drafter!r} needs trained {needed} and {files.folder} has none; give --heads, "
+            what, cure = ("a smaller model", "--drafter-option model=NAME") if needed == "draft" else (
+                f"trained {needed}", "--heads")
+            raise ModelError(f"drafter {drafter!r} needs {what} and {files.folder} has none; give {cure}, "
                              f"train with `longdraft train {needed}`, or use --drafter magicdec")
 
     def _load_trained(self) -> Trained:
@@ -150,12 +150,13 @@ class Engine:
             return Trained()
 
     def _load_draft(self, name: str) -> Transformer | None:
-        """The smaller model that drafts, on the same kernels; it must speak of the same tokens."""
-        if not name:
+        """The smaller model that drafts, on the same kernels: the one named, else the one in the model's own folder, if
+        any. It must speak of the same tokens."""
+        folder = library.resolve(name, self._hub) if name else self._files.folder / _DRAFT
+        if self.drafter not in drafters.WITH_DRAFT or not (name or (folder / "config.json").is_file()):
             return None
-        folder = library.resolve(name, self._hub)
         config = model_config.read(folder)
-        require_same_vocabulary(self.tokenizer, Tokenizer(folder), name)
+        require_same_vocabulary(self.tokenizer, Tokenizer(folder), name or str(folder))
         _require_fit(self.tokenizer, config, folder)
         return checkpoint.load(checkpoint.TensorFiles(folder), config, parallel.local(self.model.kernels),
                                self.model.weights.quantize)
@@ -206,6 +207,26 @@ class Engine:
             header = self._header(ids, params)
             writer = Journal.create(Path(journal), header, self._run(0, header), interval)
         return Generation(self, ids, params, on_prefill, writer)
+
+    def generate_many(self, prompts: Iterable[Prompt],
+                      params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                      at_once: int = 8) -> Iterator[tuple[int, Event]]:
+        """Write many texts, `at_once` of them side by side: (place among the prompts, event), as they come.
+
+        Each text is, to the bit, what `generate` gives for its prompt; the weights are read once for all (see
+        `batch`, for more control). Prompts may come from an endless iterator: each is taken when there is room.
+
+        params   for all, or for each prompt; without any, the model's defaults
+
+        A text that fails has `error` on its last event, and the others go on. UsageError for `at_once`.
+        """
+        check(1 <= at_once <= 4096, "at_once", at_once, "1 to 4096 texts")
+        return batching.generate_many(self, iter(prompts), params, at_once)
+
+    def batch(self) -> batching.Batch:
+        """An empty batch: texts written side by side, which join and leave between its rounds (`add`, `step`,
+        `remove`)."""
+        return batching.Batch(self)
 
     def resume(self, journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,
                on_prefill: Callable[[int, int], None] | None = None) -> Generation:

@@ -71,6 +71,19 @@ def stop_after(count: int):
     return check
 
 
+def writers(work: Path) -> list[int]:
+    """Processes that have a journal of the job open."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            opened = [os.readlink(file) for file in (process / "fd").iterdir()]
+        except OSError:
+            continue
+        if any(name.startswith(str(work / "journals")) for name in opened):
+            found.append(int(process.name))
+    return found
+
+
 def test_each_row_is_the_text_that_generate_writes(model, job, tmp_path):
     rows = put(tmp_path / "in.jsonl", [
         {"id": "a", "prompt": "It was", "max_new_tokens": 12, "seed": 5, "metadata": {"page": 3}},
@@ -198,10 +211,9 @@ def test_worker_processes_write_the_same_and_one_that_is_killed_loses_nothing(jo
 
     def kill_once(totals: Totals) -> None:
         if not killed and any(totals.running.values()):
-            children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-            workers = [pid for pid in map(int, children) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-            killed.append(workers[0])
-            os.kill(workers[0], signal.SIGKILL)
+            killed.extend(writers(job.work)[:1])
+            for process in killed:
+                os.kill(process, signal.SIGKILL)
 
     totals = run(rows, tmp_path / "out.jsonl", job, processes(2), on_progress=kill_once)
     assert killed and (totals.done, totals.failed) == (6, 0)

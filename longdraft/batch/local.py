@@ -18,6 +18,7 @@ from longdraft.batch.writer import Job, Writer
 from longdraft.errors import LongdraftError, WorkerError
 
 _LOOK_S = 0.25  # how often a waiting job looks whether it is to end
+_LOADS = 2  # workers that may die while they load
 _TELL_S = 0.5  # how often a worker tells how far it is
 
 
@@ -39,6 +40,7 @@ def processes(count: int) -> Crew:
 
     def crew(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report]:
         lost: list[Task] = []  # rows of workers that died
+        lost_loading = 0
 
         def give(worker: _Worker) -> None:
             worker.give(lost.pop() if lost else next(tasks, None))
@@ -52,7 +54,8 @@ def processes(count: int) -> Crew:
                     if isinstance(message, Exception):
                         raise message
                     if message is None:  # it died
-                        if not worker.is_loaded:
+                        lost_loading += not worker.is_loaded
+                        if lost_loading > _LOADS:
                             raise WorkerError(f"a worker ended while it loaded the model ({worker.how()}); fewer "
                                               "--workers need less memory")
                         lost += [worker.task] if worker.task else []

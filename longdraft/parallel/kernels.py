@@ -83,11 +83,12 @@ class _Layers:
     def __init__(self, kernels: ParallelKernels, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
         self._kernels, self._layers, self._geometry = kernels, layers, geometry
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, Attended]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
+                parents: Tensor) -> tuple[Tensor, Attended]:
         seen = []
         for index, layer in enumerate(self._layers):
-            rest = None if kv.rest is None else kv.rest[index]
-            x, mixed = layer_forward(self._kernels, x, layer, self._geometry, cos, sin, kv.layer(index), parents, rest)
+            kv = [text.layer(index) for text in texts]
+            x, mixed = layer_forward(self._kernels, x, layer, self._geometry, cos, sin, kv, parents)
             seen.append(mixed)
         return x, Attended(*(torch.stack(part) for part in zip(*seen, strict=True)))
 

@@ -8,7 +8,6 @@ otherwise, ends the run rather than writing nonsense.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import NamedTuple
@@ -38,8 +37,9 @@ class Alone:
 
     follows = False
 
-    def clock(self) -> float:
-        return time.perf_counter()
+    def agree(self, seconds: float) -> float:
+        """A time by which decisions are made: rank 0's."""
+        return seconds
 
     def begin(self, request: Request) -> None:
         """A text begins."""
@@ -64,8 +64,8 @@ class Team(Alone):
         self._is_busy = self._is_dismissed = False
         self._are_waiting = False  # the others, for the leader's word
 
-    def clock(self) -> float:
-        return self._group.numbers((time.perf_counter(),))[0]
+    def agree(self, seconds: float) -> float:
+        return self._group.numbers((seconds,))[0]
 
     def listen(self) -> Request | None:
         """The next text, for those who follow; None: the leader wants no more, or is gone."""
