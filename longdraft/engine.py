@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -117,9 +118,20 @@ class Engine:
         self.heads, self.glide = self._load_trained()
         self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
         self.draft = self._load_draft(drafters.draft_model_of(options))
-        if (needed := drafters.KINDS[drafter].needs) and getattr(self, needed) is None:
-            raise ModelError(f"drafter {drafter!r} needs trained {needed} and {files.folder} has none; give --heads, "
-                             f"train with `longdraft train {needed}`, or use --drafter magicdec")
+        self._require_trained()
+
+    def drafting(self, drafter: str, options: Mapping[str, Any] | None = None) -> Engine:
+        """An engine that drafts otherwise, with the same model in memory. Heads are those that this one has found."""
+        other = copy(self)
+        other.drafter, other.options = drafter, drafters.parse_options(drafter, options or {})
+        other.draft = other._load_draft(drafters.draft_model_of(other.options))
+        other._require_trained()
+        return other
+
+    def _require_trained(self) -> None:
+        if (needed := drafters.KINDS[self.drafter].needs) and getattr(self, needed) is None:
+            raise ModelError(f"drafter {self.drafter!r} needs trained {needed} and {self._files.folder} has none; give "
+                             f"--heads, train with `longdraft train {needed}`, or use --drafter magicdec")
 
     def _load_trained(self) -> Trained:
         """Heads and glide: those asked for, else those in the model's own files or beside them, if any."""
@@ -146,6 +158,19 @@ class Engine:
         _require_fit(self.tokenizer, config, folder)
         return checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels,
                                self.model.weights.quantize)
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What was loaded: the model's name, hashes of its weights and tokenizer, what decoding it reads."""
+        folder = self._files.folder
+        files = {part: folder / part / checkpoint.WEIGHTS for part in ("heads", "glide")}
+        trained = {f"{part}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for part, file in files.items()
+                   if not self._heads_name and file.exists()}
+        return {"model": library.lasting_name(self.name, folder), "weights_sha256": fingerprint.of(self._files),
+                "tokenizer_sha256": self.tokenizer.sha256, "heads": self._heads_name, **trained,
+                "quantize": self.model.weights.quantize,
+                "weights_bytes": sum(weight.nbytes for weight in self.model.linears),
+                "cache_bytes_per_token": self.model.cache_bytes_per_token}
 
     def chat(self, messages: str | Sequence[Message], **options: Any) -> list[int]:
         """Token ids of messages (a text: one of the user's) in the model's chat template.

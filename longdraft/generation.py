@@ -26,7 +26,7 @@ from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Drafter, Verified, memory_of
+from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.version import __version__
 from longdraft.writing import Writing
@@ -51,12 +51,18 @@ class Means(Protocol):
 
 
 class Generation(Iterator[Event]):
-    """One text being written: an iterator of events that can be closed and asked for its statistics."""
+    """One text being written: an iterator of events that can be closed and asked for its statistics.
+
+    on_step  told of each step and of the seconds it took; set it to watch
+    """
 
     def __init__(self, engine: Means, prompt: list[int], params: SamplingParams,
                  on_prefill: Callable[[int, int], None] | None, journal: Journal | None = None,
-                 written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True) -> None:
-        """written: tokens that are there already; is_pure: they and the rest are of one arithmetic."""
+                 written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True,
+                 sampler_of: Callable[..., Sampler] = Sampler) -> None:
+        """written: tokens that are there already; is_pure: they and the rest are of one arithmetic; sampler_of: who
+        makes the sampler, as `Sampler` does."""
+        self.on_step: Callable[[Accepted, float], None] | None = None
         self._engine = engine
         self._params = params
         self._on_prefill = on_prefill
@@ -70,7 +76,7 @@ class Generation(Iterator[Event]):
         draft = engine.draft and engine.draft.for_length(min(length, reads, engine.draft.config.max_positions))
         self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
-        sampler = Sampler(params, self._writing.stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
+        sampler = sampler_of(params, self._writing.stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
                                        draft)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
@@ -170,6 +176,8 @@ class Generation(Iterator[Event]):
         self._decode_seconds += seconds
         if self._journal:
             self._journal.append(tokens, accepted.drafted, seconds)
+        if self.on_step:
+            self.on_step(accepted, seconds)
         if writing.loop and not had_loop:
             sure = ", and nearly every draft is right to its end" if self._foresight.is_stuck else ""
             log.warning("%s%s; a repetition penalty or a higher temperature helps, on_loop=stop ends such a text",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from longdraft.bench import experiments_cli
 from longdraft.errors import check
 
 if TYPE_CHECKING:
@@ -313,6 +314,12 @@ def context_command(
         with report.doing("context"), alone(chosen):
             filled["stretches"] = context.measure(loaded, texts, places)
         tables.context(filled["stretches"])
+
+
+app.command("paper")(experiments_cli.paper)
+app.command("ablation")(experiments_cli.ablation)
+app.command("run")(experiments_cli.run)
+app.command("report")(experiments_cli.report)
 
 
 def numbers(option: str, text: str, most: int) -> list[int]:
