@@ -92,24 +92,33 @@ def _run(name: str, prompt_file: Path, model: str, scale: str | None, tables: st
 
 
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Files of results, as --output wrote them.")],
+    results: Annotated[list[Path], typer.Argument(
+        help="Files of results, as --output wrote them: of experiments, and of peers.")],
     output: Annotated[Path, typer.Option(help="Folder for report.html, tables.md, tables.tex and the figures.")],
     experiment: Annotated[str | None, typer.Option(
         help="The .toml whose tables are read; default: the one that was run, where it is one of ours.")] = None,
 ) -> None:
     """Make a page (one file, works offline), figures as PNG and SVG, and tables in Markdown and LaTeX of results."""
-    from longdraft.bench import figures, page
+    from longdraft.bench import documents, figures, page, peers_text
     from longdraft.bench import results as stored
 
     figures.require_matplotlib("report")
-    found = [stored.read(path) for path in results]
+    peers = {path: document for path in results if (document := documents.peers(path))}
+    found = [stored.read(path) for path in results if path not in peers]
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"--output cannot make the folder {output}: {error.strerror or error}") from error
     grids: list[Any] = []
     sections: list[Section] = []
-    for path, each in zip(results, found):
+    for path, document in peers.items():
+        tables = peers_text.tables(document)
+        grids += tables
+        figure = figures.peers(document["texts"])
+        figures.save(figure, output, f"{path.stem}-texts")
+        sections.append(page.Section(f"Other engines: {path.name}", pictures=[(page.CAPTIONS["peers"], figure)],
+                                     grids=[*tables, documents.machine(document)]))
+    for path, each in zip((path for path in results if path not in peers), found):
         tables = _tables(each, experiment)
         grids += tables
         sections.append(page.Section(f"Results: {path.name}", grids=tables))
@@ -126,14 +135,10 @@ def report(
 
 
 def _tables(results: Results, experiment: str | None) -> list[Any]:
-    from longdraft.bench import measures, peers_text
+    from longdraft.bench import measures
 
-    grids = peers_text.tables(results)
     plan = _experiment_of(results, experiment)
-    if plan:
-        session = results.sessions[0]
-        grids += measures.tables(results, plan, plan.scale(session["scale"]))
-    return grids
+    return measures.tables(results, plan, plan.scale(results.sessions[0]["scale"])) if plan else []
 
 
 def _experiment_of(results: Results, name: str | None) -> Experiment | None:

@@ -55,7 +55,7 @@ def of_text(text: Text, session: Record) -> Iterator[tuple[str, Figure]]:
 
 
 def minutes(text: Text, systems: Sequence[str]) -> Figure:
-    figure, axes = _single("new tokens, thousands", "minutes (prompt not counted)")
+    figure, axes = _single("new tokens", "minutes (prompt not counted)")
     for place, name in enumerate(systems):
         turns = _turns(text, name)
         spent = accumulate(turn["seconds"] / 60 for turn in turns)
@@ -67,7 +67,7 @@ def minutes(text: Text, systems: Sequence[str]) -> Figure:
 def speedup(text: Text, systems: Sequence[str]) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     reference = text.turns[text.about["reference"]]
     for place, name in enumerate(systems, 1):
@@ -75,25 +75,26 @@ def speedup(text: Text, systems: Sequence[str]) -> Figure:
         ratios = [_pace([other for _, other in pairs[: count + 1]]) / _pace([mine for mine, _ in pairs[: count + 1]])
                   for count in range(len(pairs))]
         _line(left, _until(mine for mine, _ in pairs), ratios, name, place)
-        rates = [(turn["until"] / 1000, turn["accepted"] / turn["depth"]) for turn, _ in pairs if turn["depth"]]
+        rates = [(turn["until"], turn["accepted"] / turn["depth"]) for turn, _ in pairs if turn["depth"]]
         _line(right, [end for end, _ in rates], [rate for _, rate in rates], name, place)
     left.axhline(1, color="grey", linewidth=0.8)
-    left.set(xlabel="new tokens, thousands", ylabel=f"times as fast as {text.about['reference']}, up to there")
-    right.set(xlabel="new tokens, thousands", ylabel="accepted guesses / places guessed ahead", ylim=(0, 1))
+    left.set(xlabel="new tokens", ylabel=f"times as fast as {text.about['reference']}, up to there")
+    right.set(xlabel="new tokens", ylabel="accepted guesses / places guessed ahead", ylim=(0, 1))
     for axes in (left, right):
         axes.grid(alpha=0.3)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
     left.set_ylim(bottom=0)
-    left.legend(fontsize=8)
+    _legend(right)
     return figure
 
 
 def sources(text: Text, system: str) -> Figure:
-    figure, axes = _single("new tokens, thousands", "share of the tokens")
+    figure, axes = _single("new tokens", "share of the tokens")
     turns = _turns(text, system)
     names = sorted({name for turn in turns for name in turn["accepted_by_source"]})
     shares = [[turn["accepted_by_source"].get(name, 0) / turn["tokens"] for turn in turns] for name in names]
     shares.append([1 - sum(share[place] for share in shares) for place in range(len(turns))])
-    edges = [start / 1000 for start in [turns[0]["until"] - turns[0]["tokens"], *(turn["until"] for turn in turns)]]
+    edges = [turns[0]["until"] - turns[0]["tokens"], *(turn["until"] for turn in turns)]
     below = [0.0] * len(turns)
     widths = [end - start for start, end in pairwise(edges)]
     for place, (name, share) in enumerate(zip([*names, TARGET], shares)):
@@ -101,7 +102,7 @@ def sources(text: Text, system: str) -> Figure:
                  edgecolor="white", linewidth=0.3, hatch=("", "//", "..", "xx", "\\\\")[place % 5])
         below = [low + high for low, high in zip(below, share)]
     axes.set(ylim=(0, 1), xlim=(edges[0], edges[-1]), title=f"who guessed the tokens: {system}")
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _legend(axes)
     return figure
 
 
@@ -111,32 +112,32 @@ def colour_of(source: str, names: Sequence[str]) -> str:
 
 
 def step(text: Text, systems: Sequence[str], session: Record) -> Figure:
-    figure, axes = _single("context, thousand tokens", "ms for each step")
+    figure, axes = _single("context, tokens", "ms for each step")
     prefill = text.about["prefill"]
     for place, name in enumerate(systems):
         turns = _turns(text, name)
-        _line(axes, [prefill / 1000 + end for end in _until(turns)],
+        _line(axes, [prefill + end for end in _until(turns)],
               [1e3 * turn["seconds"] / turn["steps"] for turn in turns], name, place)
     bandwidth = session.get("limits", {}).get("read_bandwidth_gb_per_s")
     if bandwidth:
-        contexts = [prefill + 1000 * end for end in _until(_turns(text, systems[0]))]
+        contexts = [prefill + end for end in _until(_turns(text, systems[0]))]
         floors = [(session["weights_bytes"] + session["cache_bytes_per_token"] * context) / bandwidth / 1e6
                   for context in contexts]
-        axes.plot([context / 1000 for context in contexts], floors, color="grey", linewidth=3, alpha=0.6,
+        axes.plot(contexts, floors, color="grey", linewidth=3, alpha=0.6,
                   label=f"floor: weights and cache read once at {bandwidth:.0f} GB/s")
     _finish(axes, text)
     return figure
 
 
 def lengths(text: Text, system: str) -> Figure:
-    figure, axes = _single("new tokens, thousands", "tokens that a step wrote")
+    figure, axes = _single("new tokens", "tokens that a step wrote")
     turns = _turns(text, system)
     longest = min(_LONGEST, max(int(length) for turn in turns for length in turn["lengths"]))
     shares = [[0.0] * len(turns) for _ in range(longest)]
     for place, turn in enumerate(turns):
         for length, count in turn["lengths"].items():
             shares[min(int(length), longest) - 1][place] += count / turn["steps"]
-    edges = [start / 1000 for start in [turns[0]["until"] - turns[0]["tokens"], *(turn["until"] for turn in turns)]]
+    edges = [turns[0]["until"] - turns[0]["tokens"], *(turn["until"] for turn in turns)]
     mesh = axes.pcolormesh(edges, [height + 0.5 for height in range(longest + 1)], shares, cmap="cividis", vmin=0)
     figure.colorbar(mesh, ax=axes, label="share of the steps")
     more = " (the last: or more)" if longest == _LONGEST else ""
@@ -147,7 +148,8 @@ def lengths(text: Text, system: str) -> Figure:
 
 def peers(records: Sequence[Record]) -> Figure:
     """Times of engines to ours, with the spread over their rounds."""
-    figure, axes = _single("ms for each token; whiskers: the fastest and the slowest run", "")
+    figure, axes = _single("ms for each new token; whiskers: the fastest and the slowest run", "engine and drafting")
+    axes.xaxis.set_major_formatter("{x:g}")
     shown = [record for record in records if record.get("ms")]
     names = [f"{record['engine']}\n{record['system']}" for record in shown]
     middle = [record["ms"] for record in shown]
@@ -163,21 +165,29 @@ def peers(records: Sequence[Record]) -> Figure:
 def _single(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
     axes: Axes = figure.subplots()
     axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)
     return figure, axes
 
 
 def _line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, place: int) -> None:
-    axes.plot(x, y, _LINES[place % 4], marker=_MARKERS[place % 8], color=COLOURS[place % 8], label=name, linewidth=1.4,
-              markersize=4, markevery=max(1, len(x) // 10))
+    again = place // len(COLOURS)  # the second time round markers are hollow and lines of another style
+    axes.plot(x, y, _LINES[(place + again) % 4], marker=_MARKERS[place % 8], color=COLOURS[place % 8], label=name,
+              linewidth=1.4, markersize=4, markevery=max(1, len(x) // 10), markerfacecolor="white" if again else None)
 
 
 def _finish(axes: Axes, text: Text) -> None:
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, title=f"behind {text.about['prefill']:,} tokens of prompt", title_fontsize=8)
+    axes.set_title(f"behind {text.about['prefill']:,} tokens of prompt", fontsize=9)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    """Beside the lines, where it hides none."""
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
 def _turns(text: Text, system: str) -> list[Record]:
@@ -185,8 +195,8 @@ def _turns(text: Text, system: str) -> list[Record]:
     return [turn for turn in text.turns[system] if turn["steps"]]
 
 
-def _until(turns: Iterable[Record]) -> list[float]:
-    return [turn["until"] / 1000 for turn in turns]
+def _until(turns: Iterable[Record]) -> list[int]:
+    return [turn["until"] for turn in turns]
 
 
 def _tokens(turns: Iterable[Record]) -> float:

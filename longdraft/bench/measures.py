@@ -128,11 +128,12 @@ def tables(results: Results, experiment: Experiment, scale: Scale) -> list[Grid]
 
 
 def measured(results: Results, experiment: Experiment, scale: Scale) -> Experiment:
-    """The experiment with only those tables for which there is something."""
+    """The experiment with only those tables of which half or more was measured."""
     def is_there(spec: TableSpec) -> bool:
         seeds = results.sessions[0]["seeds"]
         keys = {(text.about["spec"], system) for text in results.texts.values() for system in text.turns}
-        return any((experiment.text_of(case, scale, seeds[0], 0).key, case.system) in keys for case in spec.cases)
+        found = [(experiment.text_of(case, scale, seeds[0], 0).key, case.system) in keys for case in spec.cases]
+        return 2 * sum(found) >= max(1, len(found))
 
     return replace(experiment, tables=tuple(spec for spec in experiment.tables if is_there(spec)))
 

@@ -27,6 +27,7 @@ CAPTIONS = {
     "step": "What a step costs: drafting, one forward, choosing. The grey line is what memory alone sets for a step "
             "that reads weights and cache once.",
     "sources": "Which drafter each token came from. The model's own: the one that every verification adds.",
+    "peers": "Each engine's own generation of one text, plain and drafted; blue: ours.",
     "lengths": "How many tokens each step wrote, along the text.",
 }
 

@@ -52,7 +52,6 @@ class Results:
 
     sessions: list[Record] = field(default_factory=list)
     texts: dict[str, Text] = field(default_factory=dict)
-    peers: list[Record] = field(default_factory=list)
     name: str = ""
 
     def add(self, record: Record) -> None:
@@ -66,8 +65,6 @@ class Results:
             turns.append(record)
         elif record["kind"] == "stats":
             self.texts[record["text"]].stats[record["system"]] = record["stats"]
-        else:
-            self.peers.append(record)
 
     def check(self) -> None:
         """UsageError where what the file holds must not be compared."""
