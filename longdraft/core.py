@@ -18,6 +18,7 @@ from longdraft.errors import UsageError, check
 
 Finish = Literal["length", "eos", "stop", "loop", "cancelled"]
 MAX_SEED = 2**64 - 1
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]  # a text, or the ids of its tokens
 
 # Spellings of other tools, translated by SamplingParams.from_names.
 ALIASES = {
@@ -179,9 +180,12 @@ class Event(NamedTuple):
     text           the new whole characters
     finish_reason  why it ended; set on the last event only
     stats          the statistics of the run; set on the last event only
+    error          what cut a text that is written among others; set on the last event only, which has no finish
+                   reason then (alone, a text raises it)
     """
 
     tokens: tuple[int, ...]
     text: str
     finish_reason: Finish | None = None
     stats: dict[str, Any] | None = None
+    error: Exception | None = None

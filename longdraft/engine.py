@@ -13,19 +13,18 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from longdraft import drafters, kernels, statistics
-from longdraft.core import SamplingParams
+from longdraft import batching, drafters, kernels, statistics
+from longdraft.core import Event, Prompt, SamplingParams
 from longdraft.drafters.corpus import Corpora
 from longdraft.errors import JournalError, ModelError, UsageError, check
 from longdraft.generation import Generation
@@ -42,8 +41,7 @@ from longdraft.model.transformer import Transformer
 from longdraft.version import __version__
 
 log = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+_DRAFT = "draft"  # folder of a smaller model within a model's own
 
 
 def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
@@ -130,8 +128,10 @@ class Engine:
 
     def _require_trained(self) -> None:
         if (needed := drafters.KINDS[self.drafter].needs) and getattr(self, needed) is None:
-            raise ModelError(f"drafter {self.drafter!r} needs trained {needed} and {self._files.folder} has none; give "
-                             f"--heads, train with `longdraft train {needed}`, or use --drafter magicdec")
+            what, cure = ("a smaller model", "--drafter-option model=NAME") if needed == "draft" else (
+                f"trained {needed}", "--heads")
+            raise ModelError(f"drafter {self.drafter!r} needs {what} and {self._files.folder} has none; give {cure}, "
+                             f"train with `longdraft train {needed}`, or use --drafter magicdec")
 
     def _load_trained(self) -> Trained:
         """Heads and glide: those asked for, else those in the model's own files or beside them, if any."""
@@ -149,12 +149,13 @@ class Engine:
             return Trained()
 
     def _load_draft(self, name: str) -> Transformer | None:
-        """The smaller model that drafts, on the same kernels; it must speak of the same tokens."""
-        if not name:
+        """The smaller model that drafts, on the same kernels: the one named, else the one in the model's own folder, if
+        any. It must speak of the same tokens."""
+        folder = library.resolve(name, self._hub) if name else self._files.folder / _DRAFT
+        if self.drafter not in drafters.WITH_DRAFT or not (name or (folder / "config.json").is_file()):
             return None
-        folder = library.resolve(name, self._hub)
         config = model_config.read(folder)
-        require_same_vocabulary(self.tokenizer, Tokenizer(folder), name)
+        require_same_vocabulary(self.tokenizer, Tokenizer(folder), name or str(folder))
         _require_fit(self.tokenizer, config, folder)
         return checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels,
                                self.model.weights.quantize)
@@ -163,7 +164,7 @@ class Engine:
     def provenance(self) -> dict[str, Any]:
         """What was loaded: the model's name, hashes of its weights and tokenizer, what decoding it reads."""
         folder = self._files.folder
-        files = {part: folder / part / checkpoint.WEIGHTS for part in ("heads", "glide")}
+        files = {part: folder / part / checkpoint.WEIGHTS for part in ("heads", "glide", "draft")}
         trained = {f"{part}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for part, file in files.items()
                    if not self._heads_name and file.exists()}
         return {"model": library.lasting_name(self.name, folder), "weights_sha256": fingerprint.of(self._files),
@@ -211,13 +212,33 @@ class Engine:
         """
         params = params or self.params()
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        ids, params = self._checked(prompt, params), params.with_seed(seed)
+        ids, params = self.checked(prompt, params), params.with_seed(seed)
         interval = parse_fsync(fsync)
         writer = None
         if journal is not None:
             header = self._header(ids, params)
             writer = Journal.create(Path(journal), header, self._run(0, header), interval)
         return Generation(self, ids, params, on_prefill, writer)
+
+    def generate_many(self, prompts: Iterable[Prompt],
+                      params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                      at_once: int = 8) -> Iterator[tuple[int, Event]]:
+        """Write many texts, `at_once` of them side by side: (place among the prompts, event), as they come.
+
+        Each text is, to the bit, what `generate` gives for its prompt; the weights are read once for all (see
+        `batch`, for more control). Prompts may come from an endless iterator: each is taken when there is room.
+
+        params   for all, or for each prompt; without any, the model's defaults
+
+        A text that fails has `error` on its last event, and the others go on. UsageError for `at_once`.
+        """
+        check(1 <= at_once <= 4096, "at_once", at_once, "1 to 4096 texts")
+        return batching.generate_many(self, iter(prompts), params, at_once)
+
+    def batch(self) -> batching.Batch:
+        """An empty batch: texts written side by side, which join and leave between its rounds (`add`, `step`,
+        `remove`)."""
+        return batching.Batch(self)
 
     def resume(self, journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,
                on_prefill: Callable[[int, int], None] | None = None) -> Generation:
@@ -238,7 +259,7 @@ class Engine:
             writer, found = Journal.open(folder, interval)
         try:
             params = found.header.params
-            now = self._header(self._checked(found.header.prompt, params), params)
+            now = self._header(self.checked(found.header.prompt, params), params)
             text, arithmetic = differences(found.header, now)
             if text:
                 raise JournalError(f"the journal {folder} belongs to something else: {'; '.join(text)}; give "
@@ -260,8 +281,8 @@ class Engine:
                 writer.close()
             raise
 
-    def _checked(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The prompt's ids, when model and settings can work with them."""
+    def checked(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's ids. UsageError where model and settings cannot work with them."""
         ids = self.encode(prompt)
         limit = self.model.config.max_positions
         if len(ids) + params.max_new_tokens > limit:
@@ -271,6 +292,18 @@ class Engine:
         bad = next((i for i in params.stop_token_ids if i >= self.model.config.vocab_size), None)
         check(bad is None, "stop_token_ids", bad, f"0 to {self.model.config.vocab_size - 1}")
         return ids
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """What a text depends on beside its prompt and settings: weights, tokenizer, configuration, arithmetic."""
+        header = self._header([0], SamplingParams(seed=0))
+        return {"weights": header.weights, "tokenizer": header.tokenizer, "config": header.config,
+                "quantize": header.quantize, **header.arithmetic}
+
+    @property
+    def fingerprint(self) -> str:
+        """`identity` in a word: engines with the same one write the same texts."""
+        return "fp_" + hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def _header(self, prompt: Sequence[int], params: SamplingParams) -> Header:
         """What a text of this engine depends on."""

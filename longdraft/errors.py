@@ -5,6 +5,10 @@ The doors (command line, server) print the message and nothing else; a traceback
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class LongdraftError(Exception):
     """Base of every error that is the user's to cure."""
@@ -30,7 +34,26 @@ class NumericalError(LongdraftError):
     """The model produced logits that are not numbers."""
 
 
+class WorkerError(LongdraftError):
+    """A process that was to help is gone, and nobody can take its place."""
+
+
 def check(condition: bool, name: str, value: object, allowed: str, cure: str = "") -> None:
     """Raise :class:`UsageError` naming the value, the allowed range and the cure unless `condition`."""
     if not condition:
         raise UsageError(f"{name} is {value!r}; allowed: {allowed}" + (f"; {cure}" if cure else ""))
+
+
+@contextmanager
+def memory_told() -> Iterator[None]:
+    """Whoever ran out of memory, it is a MemoryError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in ("can't allocate memory", "not enough memory", "out of memory")):
+            raise MemoryError(str(error).splitlines()[0]) from error
+        raise
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError(str(error)) from error
+        raise

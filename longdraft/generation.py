@@ -1,12 +1,14 @@
-"""One text being written, as an iterator of events: prefill, then the one loop, until the text ends or is stopped."""
+"""One text being written, as an iterator of events: prefill, then the one loop, until the text ends or is stopped.
+
+All of it is work that asks for forwards (longdraft/model/work.py). Iterating does it alone; a batch
+(longdraft/batching.py) does that of several texts side by side.
+"""
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -18,13 +20,14 @@ from longdraft import drafters, kernels, statistics
 from longdraft.core import Context, Event, Finish, SamplingParams
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
-from longdraft.errors import JournalError
+from longdraft.errors import JournalError, memory_told
 from longdraft.journal import Journal
 from longdraft.loops import Foresight
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer
-from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.model.transformer import Ask, Forward, Transformer, chain_rows
+from longdraft.model.work import Meter, Work, answers
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
 from longdraft.speculation.step import Step, Tally, Timings
@@ -33,6 +36,7 @@ from longdraft.writing import Writing
 
 log = logging.getLogger(__name__)
 PREFILL_CHUNK = 512  # prompt tokens in one forward; any number gives the same text
+PREFILL_SHARED = 64  # ... while others write in the same forwards: they wait for each
 _QUERY_ROWS = 128  # last prompt rows that drafters are told of
 
 
@@ -77,24 +81,48 @@ class Generation(Iterator[Event]):
         self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
         sampler = sampler_of(params, self._writing.stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
+        meter = Meter()
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
-                                       draft)
+                                       draft, meter=meter)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
         context = Context(prompt)
         context.extend(int(token) for token in written)
         self._step = Step(model, cache, drafter, sampler, context, Timings(), Tally())
+        self.meter = meter
         self._accepted = 0
         self._foresight = Foresight()
         self._prefill_seconds = 0.0
         self._decode_seconds = 0.0
-        self._events = self._run()
+        self._work = self._run()
 
     def __next__(self) -> Event:
-        return next(self._events)
+        """Go on, alone, up to the next event."""
+        with kernels.alone(self._engine.model.kernels):
+            done = self.go_on()
+            while isinstance(done, Ask):
+                began = time.perf_counter()
+                try:
+                    answer, = answers([done])
+                except BaseException:  # interrupted
+                    self._work.close()
+                    raise
+                self.meter.charge(time.perf_counter() - began)
+                done = self.go_on(answer)
+        return done
+
+    def go_on(self, answer: Forward | Exception | None = None) -> Ask | Event:
+        """Go on up to the next event, or the next forward that it takes: to be called again with the answer to that.
+
+        answer  the forward that was asked for, or why there is none, which ends the text
+
+        Raises StopIteration behind the last event, and whatever ends the text on the way.
+        """
+        with self.meter.running():
+            return self._work.throw(answer) if isinstance(answer, Exception) else self._work.send(answer)
 
     def close(self) -> None:
         """Stop the work. What was given so far stands, and a journal can be resumed."""
-        self._events.close()
+        self._work.close()
         self.is_closed = True
         if self._journal:
             self._journal.close()
@@ -141,14 +169,14 @@ class Generation(Iterator[Event]):
         start = self._step.context.prompt_length
         return self._step.context.slice(start, start + self._writing.num_tokens)
 
-    def _run(self) -> Generator[Event, None, None]:
+    def _run(self) -> Generator[Ask | Event, Forward | None, None]:
         try:
-            with _memory_told():
+            with memory_told():
                 yield from self._replay()
                 if not self.is_finished:
-                    self._prefill()
+                    yield from self._prefill()
                 while not self.is_finished:
-                    yield self._advance()
+                    yield (yield from self._advance())
         finally:
             if self._journal:
                 self._journal.close()
@@ -163,11 +191,10 @@ class Generation(Iterator[Event]):
                 raise JournalError("the journal holds tokens behind the text's end; it cannot be used")
             yield self._event(tokens, text)
 
-    def _advance(self) -> Event:
+    def _advance(self) -> Work[Event]:
         """One step, in the journal before anybody sees it."""
         start, writing = time.perf_counter(), self._writing
-        with kernels.alone(self._engine.model.kernels):
-            accepted = self._step.run(self._params.max_new_tokens - writing.num_tokens)
+        accepted = yield from self._step.run(self._params.max_new_tokens - writing.num_tokens)
         had_loop = writing.loop is not None
         tokens, text = writing.push(accepted.tokens)
         self._accepted += min(len(tokens), len(accepted.sources))
@@ -190,21 +217,22 @@ class Generation(Iterator[Event]):
             self._journal.finish(reason)
         return Event(tokens, text, reason, self.stats() if reason else None)
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> Work[None]:
         """All of the text but its last token, which is the first root."""
         began = time.perf_counter()
         step = self._step
         last = len(step.context) - 1
         verified: Verified | None = None
-        with kernels.alone(self._engine.model.kernels):
-            for start in range(0, last, PREFILL_CHUNK):
-                chunk = step.context.slice(start, min(start + PREFILL_CHUNK, last)).tolist()
-                result = step.model.forward(chain_rows(chunk, start), step.cache)
-                step.cache.commit(range(len(chunk)))
-                verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
-                if self._on_prefill:
-                    self._on_prefill(start + len(chunk), last)
-            step.drafter.begin(step.context, verified)
+        while step.cache.length < last:
+            start = step.cache.length
+            size = PREFILL_CHUNK if self.meter.texts == 1 else PREFILL_SHARED
+            chunk = step.context.slice(start, min(start + size, last)).tolist()
+            result = yield Ask(step.model, chain_rows(chunk, start), step.cache)
+            step.cache.commit(range(len(chunk)))
+            verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
+            if self._on_prefill:
+                self._on_prefill(start + len(chunk), last)
+        step.drafter.begin(step.context, verified)
         self._prefill_seconds = time.perf_counter() - began
 
     def stats(self) -> dict[str, Any]:
@@ -242,18 +270,3 @@ class Generation(Iterator[Event]):
             "longdraft_version": __version__,
             "torch_version": str(torch.__version__),
         }
-
-
-@contextmanager
-def _memory_told() -> Iterator[None]:
-    """Whoever ran out of memory, it is a MemoryError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if any(sign in str(error) for sign in ("can't allocate memory", "not enough memory", "out of memory")):
-            raise MemoryError(str(error).splitlines()[0]) from error
-        raise
-    except OSError as error:
-        if error.errno == errno.ENOMEM:
-            raise MemoryError(str(error)) from error
-        raise

@@ -105,7 +105,7 @@ class KV(NamedTuple):
 
 
 class LayersKV(NamedTuple):
-    """The same for all L layers of a model: k, v [L, T, Hkv, D].
+    """The same for all L layers of a model: k, v [L, T, Hkv, D], each layer's rows contiguous.
 
     rest  [L, H, D + 1, D + 1] float32: `KV.rest` as a function of each row's query before its rotation,
           rest[:D] times the query plus rest[D] (longdraft/cache/remainder.py)
@@ -118,8 +118,9 @@ class LayersKV(NamedTuple):
     rest: Tensor | None = None
 
     def layer(self, index: int) -> KV:
-        """One layer's, without the rest."""
-        return KV(self.stores[index], self.length, self.k[index], self.v[index])
+        """One layer's. Its `rest` is still the function of the query."""
+        return KV(self.stores[index], self.length, self.k[index], self.v[index],
+                  None if self.rest is None else self.rest[index])
 
 
 class Attended(NamedTuple):
@@ -138,6 +139,10 @@ class Attended(NamedTuple):
         """Some rows of several layers."""
         return self._each(list(rows))
 
+    def cut(self, rows: slice) -> Attended:
+        """Rows of several layers that follow one another, as views."""
+        return self._each(rows)
+
     def last(self, count: int) -> Attended:
         """The last rows of several layers."""
         return self._each(slice(-count, None))
@@ -149,10 +154,17 @@ class Attended(NamedTuple):
 class Decoder(Protocol):
     """The layers of a model, ready to run."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, Attended]:
-        """Rows x [T, hidden] through all layers: the new rows, and what each layer's attention did for them.
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
+                parents: Tensor) -> tuple[Tensor, Attended]:
+        """Rows x [R, hidden] through all layers: the new rows, and what each layer's attention did for them.
 
-        cos, sin [T, D / 2] float32. Fills kv.k and kv.v with the rows' keys and values. `parents` as for `attention`.
+        The rows of one text stand behind those of another, and each text's attention reads its own stores; everything
+        else reads the weights once for all rows.
+
+        texts       what each text's rows read, in the order of the rows. Their k and v are slices [L, T, Hkv, D] of one
+                    tensor [L, R, Hkv, D] each, one slice behind the other: filled here
+        cos, sin    [R, D / 2] float32
+        parents     [R] as for `attention`, counted from the first row of the row's text
         """
 
 

@@ -195,9 +195,10 @@ class ReferenceKernels:
         lse = (whole.lse[..., None] + left.clamp_min(NOTHING).log()).masked_fill(is_nothing, -math.inf)
         return torch.cat([output, lse], -1)
 
-    def layer_forward(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
-                      parents: Tensor, rest: Tensor | None = None) -> tuple[Tensor, Attended]:
-        """Rows x [T, hidden] through one layer; fills kv.k and kv.v. `rest` [H, D + 1, D + 1] as in LayersKV."""
+    def layer_forward(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor,
+                      texts: Sequence[KV], parents: Tensor) -> tuple[Tensor, Attended]:
+        """Rows x [R, hidden] of texts through one layer; fills their k and v. `rest` is a map [H, D + 1, D + 1] here,
+        as in LayersKV."""
         heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
 
         def norm(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -219,11 +220,18 @@ class ReferenceKernels:
         if not layer.rotates:
             cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         q = self.rope(content, cos * geometry.query_factor, sin * geometry.query_factor)
-        kv.k.copy_(self.rope(norm(qkv[:, heads : heads + kv_heads], layer.k_norm), cos, sin))
-        kv.v.copy_(qkv[:, heads + kv_heads :])
-        if rest is not None:
-            kv = kv._replace(rest=torch.einsum("thd,hde->the", content.float(), rest[:, :-1]) + rest[:, -1])
-        attended = self.attention(q, kv, parents, layer.window)._replace(content=content)
+        k, v = self.rope(norm(qkv[:, heads : heads + kv_heads], layer.k_norm), cos, sin), qkv[:, heads + kv_heads :]
+        seen, start = [], 0
+        for kv in texts:
+            own = slice(start, start + len(kv.k))
+            kv.k.copy_(k[own])
+            kv.v.copy_(v[own])
+            if kv.rest is not None:
+                rest = torch.einsum("thd,hde->the", content[own].float(), kv.rest[:, :-1]) + kv.rest[:, -1]
+                kv = kv._replace(rest=rest)
+            seen.append(self.attention(q[own], kv, parents[own], layer.window))
+            start = own.stop
+        attended = Attended(*(torch.cat(part) for part in zip(*seen, strict=True)))._replace(content=content)
         x = join(x, self.linear(attended.output.flatten(1), layer.out), layer.attention_norm)
         gate_up = self.linear(read(x, layer.mlp_norm), layer.gate_up)
         return join(x, self.linear(self.swiglu(gate_up), layer.down), layer.mlp_norm), attended
@@ -265,11 +273,12 @@ class ReferenceDecoder:
         self._layers = layers
         self._geometry = geometry
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, Attended]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
+                parents: Tensor) -> tuple[Tensor, Attended]:
         attended = []
         for index, layer in enumerate(self._layers):
-            rest = None if kv.rest is None else kv.rest[index]
-            x, mixed = self._kernels.layer_forward(x, layer, self._geometry, cos, sin, kv.layer(index), parents, rest)
+            seen = [kv.layer(index) for kv in texts]
+            x, mixed = self._kernels.layer_forward(x, layer, self._geometry, cos, sin, seen, parents)
             attended.append(mixed)
         return x, Attended(*(torch.stack(part) for part in zip(*attended, strict=True)))
 
