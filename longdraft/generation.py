@@ -28,8 +28,9 @@ from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import Ask, Forward, Transformer, chain_rows, tree_rows
 from longdraft.model.work import Meter, Work, answers
+from longdraft.parallel import Alone, Request
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Drafter, Verified, memory_of
+from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
 from longdraft.speculation.recorder import Recorder
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.tree import root_only
@@ -54,17 +55,23 @@ class Means(Protocol):
     glide: Glide | None
     corpora: Corpora
     draft: Transformer | None
+    team: Alone
 
 
 class Generation(Iterator[Event]):
-    """One text being written: an iterator of events that can be closed and asked for its statistics."""
+    """One text being written: an iterator of events that can be closed and asked for its statistics.
+
+    on_step  told of each step and of the seconds it took; set it to watch
+    """
 
     def __init__(self, engine: Means, prompt: list[int], params: SamplingParams,
                  on_prefill: Callable[[int, int], None] | None, journal: Journal | None = None,
                  written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True,
-                 logprobs: int | None = None) -> None:
+                 logprobs: int | None = None, sampler_of: Callable[..., Sampler] = Sampler) -> None:
         """written: tokens that are there already; is_pure: they and the rest are of one arithmetic; logprobs: tell
-        each token's log-probability, and those of so many of the likeliest."""
+        each token's log-probability, and those of so many of the likeliest; sampler_of: who makes the sampler, as
+        `Sampler` does."""
+        self.on_step: Callable[[Accepted, float], None] | None = None
         self._engine = engine
         self._params = params
         self._on_prefill = on_prefill
@@ -79,9 +86,9 @@ class Generation(Iterator[Event]):
         self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
         stop_ids, is_fast = self._writing.stop_ids, model.kernels.name != kernels.REFERENCE
-        sampler = Sampler(params, stop_ids, is_fast)
+        sampler = sampler_of(params, stop_ids, is_fast)
         self._recorder = None if logprobs is None else Recorder(params, stop_ids, is_fast, logprobs)
-        meter = Meter()
+        meter = Meter(agree=engine.team.agree)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
                                        draft, meter=meter)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
@@ -198,7 +205,10 @@ class Generation(Iterator[Event]):
         return self._step.context.slice(start, start + self._writing.num_tokens)
 
     def _run(self) -> Generator[Ask | Event, Forward | None, None]:
+        team, context = self._engine.team, self._step.context
         try:
+            written = context.slice(context.prompt_length, len(context))
+            team.begin(Request(context.slice(0, context.prompt_length), self._params, written))
             with memory_told():
                 yield from self._replay()
                 if not self.is_finished:
@@ -208,6 +218,7 @@ class Generation(Iterator[Event]):
         finally:
             if self._journal:
                 self._journal.close()
+            team.end(is_finished=self.is_finished)
 
     def _replay(self) -> Iterator[Event]:
         """What was written before, as one event."""
@@ -222,7 +233,8 @@ class Generation(Iterator[Event]):
     def _advance(self) -> Work[Event]:
         """One step, in the journal before anybody sees it."""
         start, writing = time.perf_counter(), self._writing
-        accepted = yield from self._step.run(self._params.max_new_tokens - writing.num_tokens)
+        with self._engine.team.unit(self._step.context):
+            accepted = yield from self._step.run(self._params.max_new_tokens - writing.num_tokens)
         had_loop = writing.loop is not None
         new = writing.push(accepted.tokens)
         self._accepted += min(len(new.tokens), len(accepted.sources))
@@ -231,6 +243,8 @@ class Generation(Iterator[Event]):
         self._decode_seconds += seconds
         if self._journal:
             self._journal.append(new.tokens, accepted.drafted, seconds)
+        if self.on_step:
+            self.on_step(accepted, seconds)
         if writing.loop and not had_loop:
             sure = ", and nearly every draft is right to its end" if self._foresight.is_stuck else ""
             log.warning("%s%s; a repetition penalty or a higher temperature helps, on_loop=stop ends such a text",
@@ -256,7 +270,8 @@ class Generation(Iterator[Event]):
             start = step.cache.length
             size = PREFILL_CHUNK if self.meter.texts == 1 else PREFILL_SHARED
             chunk = step.context.slice(start, min(start + size, last)).tolist()
-            result = yield Ask(step.model, chain_rows(chunk, start), step.cache)
+            with self._engine.team.unit(step.context):
+                result = yield Ask(step.model, chain_rows(chunk, start), step.cache)
             step.cache.commit(range(len(chunk)))
             verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
             if self._on_prefill:

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "longdraft"
 # Lower floors know nothing of higher ones. `version` and `errors` may be read from anywhere.
 FLOORS = {
     "version": 0, "errors": 0, "core": 0, "tree": 0, "kernels": 0,
-    "cache": 1, "sampling": 1,
+    "cache": 1, "sampling": 1, "parallel": 1,
     "model": 2,
     "speculation": 3,
     "drafters": 4, "statistics": 4,
