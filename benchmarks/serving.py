@@ -4,7 +4,6 @@
     python benchmarks/serving.py load --clients 128 --seconds 180
     python benchmarks/serving.py malformed --count 10000
     python benchmarks/serving.py recovery --kills 5          # kill -9, restart, go on
-    python benchmarks/serving.py slow --clients 32           # readers that stop reading, bodies that do not come
 
 Each starts a server of its own, prints a table and ends with one line of JSON; --json FILE keeps it.
 """
@@ -17,7 +16,6 @@ import datetime
 import json
 import random
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -256,47 +254,13 @@ def recovery(args: argparse.Namespace) -> dict:
             "shown_text_lost": lost, "restart_s_median": statistics.median(seconds)}
 
 
-def slow(args: argparse.Namespace) -> dict:
-    """Clients that stop reading or sending; meanwhile others are served."""
-    prompt = "It was " * 20_000
-    with server("--journals", "none", "--stall", "2") as (child, url):
-        port = int(url.rpartition(":")[2])
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        sockets = []
-        for number in range(args.clients):
-            connection = socket.socket()
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.connect(("127.0.0.1", port))
-            data = json.dumps({"prompt": [prompt] * 8, "max_tokens": 1, "echo": True, "stream": True})
-            half = number % 2 == 0
-            sent = head + f"Content-Length: {len(data)}\r\n\r\n" + (data[:100] if half else data)
-            connection.sendall(sent.encode())
-            sockets.append(connection)
-        began = time.monotonic()
-        ok = 0
-        while time.monotonic() - began < 8:
-            ok += httpx.get(url + "/ready", timeout=10).status_code == 200
-            time.sleep(0.1)
-        connections = len(psutil.Process(child.pid).net_connections())
-        deadline = time.monotonic() + 60
-        while (ready := httpx.get(url + "/ready").json())["running"] + ready["waiting"]:
-            assert time.monotonic() < deadline, ready
-            time.sleep(0.2)
-        reply = httpx.post(url + COMPLETIONS, json={"prompt": "a", "max_tokens": 3}, timeout=60)
-        for connection in sockets:
-            connection.close()
-    return {"clients": args.clients, "answers_meanwhile": ok, "connections_left_after_8_s": connections,
-            "served_after": reply.status_code == 200, "all_freed_s": time.monotonic() - began}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     for name, run, options in (("load", load, (("clients", 128), ("seconds", 180), ("tokens", 200))),
                                ("latency", latency, (("tokens", 1000), ("repeats", 5))),
                                ("malformed", malformed, (("count", 10_000), ("seed", 1))),
-                               ("recovery", recovery, (("kills", 5), ("tokens", 3000), ("seed", 1))),
-                               ("slow", slow, (("clients", 32),))):
+                               ("recovery", recovery, (("kills", 5), ("tokens", 3000), ("seed", 1)))):
         command = commands.add_parser(name, help=(run.__doc__ or "128 clients for minutes").splitlines()[0])
         for option, default in options:
             command.add_argument(f"--{option}", type=int, default=default)

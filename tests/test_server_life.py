@@ -146,9 +146,9 @@ def test_a_damaged_journal_is_listed_and_refused(server):
 
 
 def test_sigterm_lets_short_texts_end_and_keeps_the_long_ones(engine, tmp_path):
-    options = ("--journals", str(tmp_path), "--drain", "0.1", "--journal-from", "1000000")
+    options = ("--journals", str(tmp_path), "--drain", "1", "--journal-from", "1000000")
     with serving.process(*options) as server, httpx.stream(
-            "POST", server.url + "/v1/completions", json=BODY | {"max_tokens": 700}, timeout=30) as reply:
+            "POST", server.url + "/v1/completions", json=BODY | {"max_tokens": 1500}, timeout=30) as reply:
         lines = reply.iter_lines()
         while not next(lines).startswith("data: "):
             pass
@@ -164,7 +164,7 @@ def test_sigterm_lets_short_texts_end_and_keeps_the_long_ones(engine, tmp_path):
         assert error["code"] == "draining" and server.child.wait(timeout=10) == 0
     with serving.process("--journals", str(tmp_path)) as server:
         assert listed(server.url)[name]["resumable"]
-        assert resume(server.url, name) == uncut(engine, 700)
+        assert resume(server.url, name) == uncut(engine, 1500)
 
 
 def test_kill_nine_loses_nothing_that_was_shown(engine, tmp_path):
