@@ -8,6 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from longdraft.__main__ import run as longdraft_command
 from longdraft.batch import source
 from longdraft.batch.local import alone, processes
 from longdraft.batch.records import Records
-from longdraft.batch.rows import failed, key_of, parse, seed_of
+from longdraft.batch.rows import Report, Task, failed, key_of, parse, seed_of
 from longdraft.batch.run import Totals, run
 from longdraft.batch.writer import Job, Writer
 from longdraft.console import Interrupted
@@ -69,6 +72,19 @@ def stop_after(count: int):
             raise Interrupted
 
     return check
+
+
+def writers(work: Path) -> list[int]:
+    """Processes that have a journal of the job open."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            opened = [os.readlink(file) for file in (process / "fd").iterdir()]
+        except OSError:
+            continue
+        if any(name.startswith(str(work / "journals")) for name in opened):
+            found.append(int(process.name))
+    return found
 
 
 def test_each_row_is_the_text_that_generate_writes(model, job, tmp_path):
@@ -198,27 +214,42 @@ def test_worker_processes_write_the_same_and_one_that_is_killed_loses_nothing(jo
 
     def kill_once(totals: Totals) -> None:
         if not killed and any(totals.running.values()):
-            children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-            workers = [pid for pid in map(int, children) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-            killed.append(workers[0])
-            os.kill(workers[0], signal.SIGKILL)
+            killed.extend(writers(job.work)[:1])
+            for process in killed:
+                os.kill(process, signal.SIGKILL)
 
     totals = run(rows, tmp_path / "out.jsonl", job, processes(2), on_progress=kill_once)
     assert killed and (totals.done, totals.failed) == (6, 0)
     assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")
 
 
+def write(writer: Writer, task: Task) -> Iterator[Report]:
+    tasks = iter([task])
+    return writer.write(lambda is_idle: next(tasks, None))
+
+
+def test_texts_side_by_side_are_what_each_is_alone(job, tmp_path):
+    rows = put(tmp_path / "in.jsonl", [*ROWS, "{", {**ROWS[0], "id": "far", "prompt": [10**6]}])
+    run(rows, tmp_path / "one.jsonl", job, alone)
+    for at_once, crew in ((3, alone), (8, alone), (2, processes(2))):
+        output = tmp_path / f"{at_once}.jsonl"
+        with suppress(Interrupted):
+            run(rows, output, replace(job, at_once=at_once), crew, check=stop_after(25))
+        run(rows, output, replace(job, at_once=at_once), crew)
+        assert sorted_lines(output) == sorted_lines(tmp_path / "one.jsonl"), at_once
+
+
 def test_a_row_that_ends_its_writer_again_and_again_becomes_an_error(job, tmp_path):
     writer, task = Writer(job), parse({**ROWS[0]}, 1, "tiny")
     for _ in range(3):  # each ends before a token, as a process that is killed does
-        next(writer.write(task))
+        next(write(writer, task))
         job.journal(task.key).joinpath(FILE).unlink()
-    (report,) = writer.write(task)
+    (report,) = write(writer, task)
     assert report.record["error"]["code"] == "worker_lost"
     other = parse({**ROWS[1]}, 2, "tiny")
     for _ in range(8):  # these get further every time
-        assert len(list(islice(writer.write(other), 2))) == 2
-    assert list(writer.write(other))[-1].record["text"]
+        assert len(list(islice(write(writer, other), 2))) == 2
+    assert list(write(writer, other))[-1].record["text"]
 
 
 def test_a_row_that_changed_begins_anew(job, tmp_path):
@@ -232,8 +263,6 @@ def test_a_row_that_changed_begins_anew(job, tmp_path):
 
 
 def test_other_models_settings_and_jobs_are_refused(model, job, tmp_path):
-    from dataclasses import replace
-
     rows, output = put(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     with pytest.raises(Interrupted):
         run(rows, output, job, alone, check=stop_after(30))
@@ -338,7 +367,6 @@ def test_mistakes_are_one_line_and_status_2(tmp_path, monkeypatch, capsys, argum
 
 def test_time_left_goes_by_the_texts_that_ended():
     from longdraft.batch.display import outcome, status
-    from longdraft.batch.rows import Report
 
     totals = Totals(rows=4, skipped=1, began=time.monotonic() - 10)
     totals.take(Report("a", 50))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import make_checkpoint
-from test_batch import put, records, sorted_lines
+from test_batch import put, records, sorted_lines, writers
 
 from longdraft.batch.local import alone
 from longdraft.batch.on_ray import Placement, on_ray
@@ -41,19 +41,6 @@ def cluster(monkeypatch):
     yield nodes
     ray.shutdown()
     nodes.shutdown()
-
-
-def writers(work: Path) -> list[int]:
-    """Processes that have a journal of the job open."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            opened = [os.readlink(file) for file in (process / "fd").iterdir()]
-        except OSError:
-            continue
-        if any(name.startswith(str(work / "journals")) for name in opened):
-            found.append(int(process.name))
-    return found
 
 
 def parent_of(process: int) -> int:

@@ -45,7 +45,8 @@ class Display:
 
 def status(totals: Totals) -> str:
     """12 of 100 rows, 1 failed · 4 running · 45,000 tokens · 120.3 tokens/s · 31:00 left"""
-    failed = f", {totals.failed:,} failed" if totals.failed else ""
+    errors = totals.errors + totals.failed
+    failed = f", {errors:,} failed" if errors else ""
     left = "" if totals.seconds_left is None else f" · {clock(totals.seconds_left)} left"
     return (f"{totals.skipped + totals.done:,} of {totals.rows:,} rows{failed} · {len(totals.running):,} running · "
             f"{totals.new_tokens:,} tokens · {totals.tokens_per_second:.1f} tokens/s{left}")
@@ -55,6 +56,7 @@ def outcome(totals: Totals) -> str:
     """The last line: what this run did."""
     parts = [f"{totals.done:,} of {totals.rows:,} rows written"]
     parts += [f"{totals.skipped:,} were done before"] if totals.skipped else []
-    parts += [f"{totals.failed:,} are errors"] if totals.failed else []
+    errors = totals.errors + totals.failed
+    parts += [f"{errors:,} are errors (--retry-errors writes them anew)"] if errors else []
     parts += [f"{totals.new_tokens:,} tokens in {clock(totals.seconds)}, {totals.tokens_per_second:.1f} tokens/s"]
     return "; ".join(parts)

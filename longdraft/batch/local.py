@@ -18,6 +18,7 @@ from longdraft.batch.writer import Job, Writer
 from longdraft.errors import LongdraftError, WorkerError
 
 _LOOK_S = 0.25  # how often a waiting job looks whether it is to end
+_LOADS = 2  # workers that may die while they load
 _TELL_S = 0.5  # how often a worker tells how far it is
 
 
@@ -27,9 +28,8 @@ Crew = Callable[[Job, Iterator[Task], Check], Iterator[Report]]
 
 def alone(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report]:
     """In this process."""
-    writer = Writer(job)
-    for task in tasks:
-        for report in writer.write(task):
+    with Writer(job) as writer:
+        for report in writer.write(lambda is_idle: next(tasks, None)):
             check()
             yield report
 
@@ -39,9 +39,14 @@ def processes(count: int) -> Crew:
 
     def crew(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report]:
         lost: list[Task] = []  # rows of workers that died
+        lost_loading = 0
 
-        def give(worker: _Worker) -> None:
-            worker.give(lost.pop() if lost else next(tasks, None))
+        def fill(worker: _Worker) -> None:
+            while worker.is_loaded and len(worker.tasks) < job.at_once:
+                task = lost.pop() if lost else next(tasks, None)
+                if task is None:
+                    return
+                worker.give(task)
 
         workers = [_Worker(job) for _ in range(count)]
         try:
@@ -52,20 +57,18 @@ def processes(count: int) -> Crew:
                     if isinstance(message, Exception):
                         raise message
                     if message is None:  # it died
-                        if not worker.is_loaded:
+                        lost_loading += not worker.is_loaded
+                        if lost_loading > _LOADS:
                             raise WorkerError(f"a worker ended while it loaded the model ({worker.how()}); fewer "
                                               "--workers need less memory")
-                        lost += [worker.task] if worker.task else []
+                        lost += worker.tasks.values()
                         workers[workers.index(worker)] = _Worker(job)
                         worker.end()
                     elif isinstance(message, Report):
                         yield message
-                    if message == _READY or (isinstance(message, Report) and message.record):
-                        give(worker)
                 for worker in workers:
-                    if lost and worker.is_loaded and worker.task is None:
-                        give(worker)
-                if not lost and all(worker.is_loaded and worker.task is None for worker in workers):
+                    fill(worker)
+                if not lost and all(worker.is_loaded and not worker.tasks for worker in workers):
                     return
         finally:
             for worker in workers:
@@ -78,7 +81,7 @@ _READY = "ready"
 
 
 class _Worker:
-    """A process, and the row that it has."""
+    """A process, and the rows that it has."""
 
     def __init__(self, job: Job) -> None:
         context = get_context("spawn")  # a fork would share threads and locks with this process
@@ -86,7 +89,7 @@ class _Worker:
         self._process: SpawnProcess = context.Process(target=_serve, args=(job, theirs), daemon=True)
         self._process.start()
         theirs.close()
-        self.task: Task | None = None
+        self.tasks: dict[str, Task] = {}
         self.is_loaded = False
 
     @property
@@ -94,11 +97,10 @@ class _Worker:
         """What can be waited for."""
         return self._pipe, self._process.sentinel
 
-    def give(self, task: Task | None) -> None:
-        self.task = task
-        if task is not None:
-            with contextlib.suppress(OSError):  # it died: `hear` will tell, and the row is given to another
-                self._pipe.send(task)
+    def give(self, task: Task) -> None:
+        self.tasks[task.key] = task
+        with contextlib.suppress(OSError):  # it died: `hear` will tell, and the row is given to another
+            self._pipe.send(task)
 
     def hear(self) -> object:
         """A message, an error that ends the job, or None: the process is no more."""
@@ -108,7 +110,7 @@ class _Worker:
             return None
         self.is_loaded = True
         if isinstance(message, Report) and message.record:
-            self.task = None
+            self.tasks.pop(message.key)
         return message
 
     def how(self) -> str:
@@ -135,14 +137,15 @@ def _serve(job: Job, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; who gives the rows decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        writer, due = Writer(job), 0.0
+        writer = Writer(job)
+        told: dict[str, float] = {}
         pipe.send(_READY)
-        while True:
-            task: Task = pipe.recv()
-            for report in writer.write(task):
-                if report.record or time.monotonic() > due:
-                    due = time.monotonic() + _TELL_S
-                    pipe.send(report)
+        for report in writer.write(lambda is_idle: pipe.recv() if is_idle or pipe.poll() else None):
+            if report.record or time.monotonic() > told.get(report.key, 0.0) + _TELL_S:
+                told[report.key] = time.monotonic()
+                pipe.send(report)
+            if report.record:
+                told.pop(report.key, None)
     except (EOFError, OSError):
         return  # whom it was for is gone
     except (LongdraftError, MemoryError) as error:

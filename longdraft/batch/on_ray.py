@@ -21,7 +21,7 @@ from longdraft.batch.rows import Report, Task
 from longdraft.batch.writer import Job, Writer
 from longdraft.errors import LongdraftError, UsageError, WorkerError
 
-_WINDOW = 8192  # rows that Ray holds at once; each is a block, so that its record comes when its text ends
+_WINDOW = 8192  # rows that Ray holds at once, in blocks of those that are written side by side: they come together
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,11 @@ def _written(ray: ModuleType, job: Job, tasks: list[Task], placement: Placement,
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     resources = _resources(ray, placement)
-    most = min(len(tasks), placement.workers or _fitting(ray, resources))
+    most = min(-(-len(tasks) // job.at_once), placement.workers or _fitting(ray, resources))
     rows = [{"task": pickle.dumps(task)} for task in tasks]
-    data = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-        _actor(job), batch_size=1, concurrency=(1, most), **resources)
+    blocks = -(-len(rows) // job.at_once)
+    data = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
+        _actor(job), batch_size=job.at_once, concurrency=(1, most), **resources)
     try:
         for row in data.iter_rows():
             check()
@@ -121,16 +122,18 @@ def _actor(job: Job) -> type:
                 self._error = error
 
         def __call__(self, batch: dict[str, Any]) -> dict[str, list[bytes]]:
-            return {"report": [pickle.dumps(self._answer(pickle.loads(task))) for task in batch["task"]]}
+            return {"report": [pickle.dumps(answer) for answer in self._answers(map(pickle.loads, batch["task"]))]}
 
-        def _answer(self, task: Task) -> Report | LongdraftError | MemoryError:
+        def _answers(self, tasks: Iterator[Task]) -> Iterator[Report | LongdraftError | MemoryError]:
             if self._error:
-                return self._error
+                yield self._error
+                return
             try:
-                *_, last = self._writer.write(task)
+                for report in self._writer.write(lambda is_idle: next(tasks, None)):
+                    if report.record:
+                        yield report
             except (LongdraftError, MemoryError) as error:
-                return error
-            return last
+                yield error
 
     return Actor
 

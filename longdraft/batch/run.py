@@ -28,7 +28,7 @@ class Totals:
     """How far a job has come.
 
     rows     of the input
-    skipped  that were done before this run began
+    skipped  that were done before this run began; of them `errors` are errors
     done     in this run; of them `failed` are errors
     tokens   of the texts that ended in this run
     resumed  of all tokens, those that were in journals before
@@ -37,6 +37,7 @@ class Totals:
 
     rows: int
     skipped: int
+    errors: int = 0
     done: int = 0
     failed: int = 0
     tokens: int = 0
@@ -82,9 +83,9 @@ class Totals:
 
     def summary(self) -> dict[str, Any]:
         """For `--stats`."""
-        return {"rows": self.rows, "skipped": self.skipped, "done": self.done, "failed": self.failed, "left": self.left,
-                "new_tokens": self.new_tokens, "resumed_tokens": self.resumed, "seconds": self.seconds,
-                "tokens_per_second": self.tokens_per_second}
+        return {"rows": self.rows, "skipped": self.skipped, "done": self.done, "failed": self.errors + self.failed,
+                "left": self.left, "new_tokens": self.new_tokens, "resumed_tokens": self.resumed,
+                "seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
 
 
 def run(rows: Path, output: Path, job: Job, crew: Crew, *, check: Check = lambda: None,
@@ -99,7 +100,7 @@ def run(rows: Path, output: Path, job: Job, crew: Crew, *, check: Check = lambda
     with Records.open(output, job.work, without_errors=retry_errors) as records:
         _agree(job)
         shutil.rmtree(job.work / "attempts", ignore_errors=True)
-        totals = Totals(num_rows, len(records.done))
+        totals = Totals(num_rows, len(records.done), records.failed)
         tasks = _pending(rows, job.model, frozenset(records.done))
         if (first := next(tasks, None)) is not None:
             reports = crew(replace(job, fingerprint=records.fingerprint), chain([first], tasks), check)

@@ -12,14 +12,14 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from longdraft import engine as engines
 from longdraft.batch.rows import Report, Task, failed, seed_of, written
-from longdraft.core import SamplingParams
+from longdraft.core import Event, SamplingParams
 from longdraft.errors import JournalError, ModelError, NumericalError, UsageError
 from longdraft.generation import Generation
 from longdraft.journal import is_being_written, is_there, read
@@ -41,6 +41,7 @@ class Job:
     fsync        of the journals
     retries      times that a row may end its writer without a new token; then it becomes an error
     fingerprint  of what wrote the records that are there (None: none are)
+    at_once      texts that a writer writes side by side, in the same forwards
     """
 
     work: Path
@@ -51,6 +52,7 @@ class Job:
     fsync: str = "1"
     retries: int = 2
     fingerprint: str | None = None
+    at_once: int = 1
 
     def journal(self, key: str) -> Path:
         return self.work / "journals" / _name(key)
@@ -67,6 +69,15 @@ class Job:
 def _name(key: str) -> str:
     """An id as the name of a file: ids may hold any letters."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+@dataclass
+class _Row:
+    """A row that is being written, and its text so far."""
+
+    task: Task
+    generation: Generation
+    text: list[str] = field(default_factory=list)
 
 
 class Writer:
@@ -99,39 +110,67 @@ class Writer:
             raise UsageError(f"the job was begun by another engine: {'; '.join(unlike)}; use the same everywhere "
                              "(LONGDRAFT_KERNELS chooses kernels), or begin the job anew with another output")
 
-    def write(self, task: Task) -> Iterator[Report]:
-        """A report for each step, the last one with the record: the row's text, or why there is none.
+    def __enter__(self) -> Writer:
+        return self
 
-        What is no row's fault is raised. Whoever stops iterating leaves a journal to go on with.
+    def __exit__(self, *exc: object) -> None:
+        self._engine.close()
+
+    def write(self, more: Callable[[bool], Task | None]) -> Iterator[Report]:
+        """Reports as texts grow and end, `at_once` of them side by side; the last of a row has its record.
+
+        more  the next row; None: there is none now, or, where it is called with True (nothing is being written), no
+              more at all
+
+        What is no row's fault is raised. Whoever stops iterating leaves journals to go on with.
         """
+        rows: dict[int, _Row] = {}  # by their numbers in the batch
+        with self._engine.batch() as batch:
+            while True:
+                while len(batch) < self._job.at_once and (task := more(not batch)) is not None:
+                    found = self._open(task)
+                    if isinstance(found, Report):
+                        yield found
+                    else:
+                        rows[batch.admit(found)] = _Row(task, found)
+                if not batch:
+                    return
+                for number, event in batch.step():
+                    report = self._taken(rows[number], event)
+                    if report.record:
+                        del rows[number]
+                    yield report
+
+    def _open(self, task: Task) -> Generation | Report:
+        """The text of a row, begun or gone on with; or why there will be none."""
         if task.problem:
-            yield _failed(task, "invalid_request", task.problem)
-            return
+            return _failed(task, "invalid_request", task.problem)
         try:
             ids, params = self._asked(task)
         except (UsageError, ModelError) as error:  # a chat template is the model's, and may fail in any way
-            yield _failed(task, "invalid_request", str(error))
-            return
+            return _failed(task, "invalid_request", str(error))
         if self._is_hopeless(task.key):
-            yield _failed(task, "worker_lost", f"the row ended its worker {self._job.retries + 1} times without a new "
-                                               "token; too little memory, for one, may do that")
-            return
-        text: list[str] = []
-        stats: dict[str, Any] = {}
+            return _failed(task, "worker_lost", f"the row ended its worker {self._job.retries + 1} times without a new "
+                                                "token; too little memory, for one, may do that")
         try:
-            with self._begin(task.key, ids, params) as generation:
-                for event in generation:
-                    text.append(event.text)
-                    stats = event.stats or stats
-                    yield Report(task.key, len(generation.tokens), generation.num_resumed)
-        except NumericalError as error:
-            yield _failed(task, "model_error", str(error))
-            return
+            return self._begin(task.key, ids, params)
         except MemoryError as error:
-            yield _failed(task, "out_of_memory", f"out of memory: {error}; a shorter context needs less")
-            return
-        record = written(task, "".join(text), stats, self._job.model, self._fingerprint)
-        yield Report(task.key, stats["new_tokens"], stats["resumed_tokens"], record)
+            return _failed(task, "out_of_memory", f"out of memory: {error}; a shorter context needs less")
+
+    def _taken(self, row: _Row, event: Event) -> Report:
+        if event.error:
+            if isinstance(event.error, NumericalError):
+                return _failed(row.task, "model_error", str(event.error))
+            if isinstance(event.error, MemoryError):
+                return _failed(row.task, "out_of_memory", f"out of memory: {event.error}; fewer texts --at-once, or a "
+                                                          "shorter context, need less")
+            raise event.error
+        row.text.append(event.text)
+        tokens, resumed = len(row.generation.tokens), row.generation.num_resumed
+        if event.stats is None:
+            return Report(row.task.key, tokens, resumed)
+        record = written(row.task, "".join(row.text), event.stats, self._job.model, self._fingerprint)
+        return Report(row.task.key, tokens, resumed, record)
 
     def _asked(self, task: Task) -> tuple[list[int], SamplingParams]:
         """The row's token ids and settings, checked against the model."""

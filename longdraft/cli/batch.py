@@ -38,8 +38,10 @@ class Command(TyperCommand):
 def batch(
     rows: Annotated[Path, typer.Argument(metavar="IN", help="Rows: .jsonl or .parquet.", show_default=False)],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Records: .jsonl or .parquet.", show_default=False)],
-    workers: Annotated[int | None, option("Texts written at once, each by a process with an engine; default: one "
-                                          "process, with --ray as many as fit.", JOB, "--workers")] = None,
+    workers: Annotated[int | None, option("Processes with an engine each; default: this one, with --ray as many as "
+                                          "fit.", JOB, "--workers")] = None,
+    at_once: Annotated[int, option("Texts that each engine writes side by side, in the same forwards: more a second, "
+                                   "and a cache for each.", JOB, "--at-once")] = 4,
     ray: Annotated[str | None, option("Run on Ray: a cluster's address, auto (the default without ADDRESS), or local. "
                                       "--work must be on storage that all of it sees.", JOB, "--ray",
                                       metavar="[ADDRESS]")] = None,
@@ -62,6 +64,7 @@ def batch(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = "none",
+    tensor_parallel: options.TensorParallel = 1,
     threads: Annotated[int | None, option("CPU threads of each worker; default: the cores, shared out.", RUNNING,
                                           "--threads")] = None,
     max_new_tokens: Annotated[int | None, option("Tokens of a text at most.", SAMPLING, show_default="1024")] = None,
@@ -81,7 +84,7 @@ def batch(
     """Write a text for every row of IN into OUT, in any order; start the same command again to go on after any end.
 
     Rows are OpenAI batch lines, or objects with id and prompt (or messages) and sampling settings, which win over
-    these options. A row that cannot be written becomes an error record, and the exit status 1.
+    these options. A row that cannot be written becomes an error record; the exit status is 1 while there is one.
     """
     from longdraft.core import SamplingParams
     from longdraft.journal import parse_fsync
@@ -93,20 +96,30 @@ def batch(
     SamplingParams.from_names({**given, "seed": seed})  # a mistake shows before anything is read
     parse_fsync(fsync)
     check(workers is None or 1 <= workers <= 4096, "--workers", workers, "1 to 4096")
+    check(1 <= at_once <= 1024, "--at-once", at_once, "1 to 1024")
     check(0 <= retries <= 1000, "--retries", retries, "0 to 1000")
     if ray is None and workers and workers > 1 and device == "cuda":
         raise UsageError("--workers share one GPU; leave it out, or give --ray, where each worker has a GPU of its own")
     if ray is None and threads is None and workers:
         threads = max(1, (os.cpu_count() or 1) // workers)
-    load = {"model": model, "revision": revision, "cache_dir": cache_dir and str(cache_dir), "offline": offline,
-            "drafter": drafter, "drafter_options": parse_pairs("--drafter-option", drafter_option or ()),
-            "heads": heads, "device": device, "dtype": dtype, "quantize": quantize, "threads": threads}
+    load: dict[str, Any] = {
+        "model": model, "revision": revision, "cache_dir": cache_dir and str(cache_dir), "offline": offline,
+        "drafter": drafter, "drafter_options": parse_pairs("--drafter-option", drafter_option or ()), "heads": heads,
+        "device": device, "dtype": dtype, "quantize": quantize, "threads": threads, "tensor_parallel": tensor_parallel}
+    options.require_one_process(tensor_parallel)
+    if tensor_parallel > 1 and (workers or ray is not None):
+        raise UsageError("--tensor-parallel writes one text at a time, on all ranks; leave --workers and --ray out")
+    if options.is_follower():
+        from longdraft.cli.stream import follow
+        from longdraft.engine import load as load_engine
+
+        return follow(lambda: load_engine(**load))
     defaults = {name: list(value) if isinstance(value, list) else value for name, value in given.items()
                 if value is not None}
     from longdraft.batch.writer import Job
 
     job = Job(Path(os.path.abspath(work or f"{output}.work")), load, defaults, seed, served_model_name or model, fsync,
-              retries)
+              retries, at_once=1 if tensor_parallel > 1 else at_once)
     return _run(rows, output, job, _crew(workers, ray, threads, device), retry_errors, stats, quiet)
 
 
@@ -157,4 +170,4 @@ def _end(totals: Totals | None, interrupt: Interrupt, quiet: bool) -> int:
         print(f"longdraft: {'; '.join(said)}", file=sys.stderr)
     if interrupt.number:
         return 128 + interrupt.number
-    return 1 if totals and totals.failed else 0
+    return 1 if totals and totals.errors + totals.failed else 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 from longdraft.cli.display import Display
 from longdraft.console import Interrupt, Interrupted, Terminated, stdout_lost
 from longdraft.core import Event
+from longdraft.engine import Engine
 from longdraft.errors import LongdraftError
 from longdraft.files import OutputFile
 from longdraft.generation import Generation
@@ -22,7 +25,8 @@ from longdraft.journal import resume_hint
 
 if TYPE_CHECKING:
     from longdraft.bench.single import Watcher
-    from longdraft.engine import Engine
+
+_LATER_S = 2.0
 
 
 @dataclass
@@ -79,6 +83,19 @@ def write(job: Job) -> int:
     return 128 + interrupt.number if interrupt.number else status
 
 
+def follow(load: Callable[[], Engine]) -> int:
+    """A rank behind the first: works along with it in silence, which says what there is to say.
+
+    A signal to all is the first one's to answer; it ends the work for everybody.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        load().follow()
+    except LongdraftError:
+        time.sleep(_LATER_S)  # torchrun ends all where one fails: let the first say why
+        return 1
+    return 0
 def _watched(generation: Generation, job: Job) -> Watcher | None:
     """Who keeps what the steps did, where a report is wanted."""
     if "--report" not in job.files:

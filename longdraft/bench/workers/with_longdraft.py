@@ -64,7 +64,7 @@ class Writer:
     def write(self, prompt: Sequence[int], count: int, drafter: str = "plain") -> Sequence[int]:
         options = {"model": self._draft} if drafter == "draft-model" else {}
         params = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True, on_loop="off")
-        text = self._engine.drafting(drafter, options).generate(prompt, params)
+        text = self._engine.with_drafter(drafter, options).generate(prompt, params)
         for _ in text:
             pass
         return [int(token) for token in text.tokens]
