@@ -7,6 +7,7 @@
 #   make sanitize  the kernels' tests with addresses and undefined behaviour watched (GCC or Clang; minutes)
 #   make cluster  a batch job on a local Ray cluster whose workers and nodes are killed (a minute)
 #   make soak    a hundred kills and 200,000 damaged inputs (some twenty minutes; docs/reliability.md)
+#   make test-page  the page in Chromium (Debian: apt install chromium); pictures go to docs/
 #   make clean   remove .venv and everything built
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ TOKENS ?= 4000
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
-.PHONY: demo test lint sanitize cluster soak clean
+.PHONY: demo test test-page lint sanitize cluster soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/longdraft generate --prompt-file examples/chapter.txt --max-new-tokens $(TOKENS) --seed 7 \
@@ -25,6 +26,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses auto
+
+test-page: $(VENV)/.installed-dev
+	LONGDRAFT_SCREENSHOTS=docs $(BIN)/python -m pytest -rs tests/test_page.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

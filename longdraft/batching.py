@@ -14,7 +14,7 @@ depends on another (no row does), so it is the text that it would be alone, to t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -90,19 +90,23 @@ class Batch:
         generation.close()
         return generation
 
-    def step(self) -> list[tuple[int, Event]]:
+    def step(self, only: Iterable[int] | None = None) -> list[tuple[int, Event]]:
         """One round: the events that it brought, each with its text's number; a text may have none yet.
+
+        only  texts that go on; the others stand by (whose reader is slow, say)
 
         A text's last event has a finish reason, or the error that cut it (no memory for it, a full disk for its
         journal, logits that are not numbers), and the text leaves the batch. The others go on.
         """
         events: list[tuple[int, Event]] = []
         with kernels.alone(self._engine.model.kernels):
-            for text in [text for text in self._texts if text not in self._asks]:
-                self._go_on(text, None, events)
-            asking = dict(self._asks)
-            for generation in self._texts.values():
-                generation.meter.texts = len(asking)
+            chosen = list(self._texts) if only is None else [text for text in only if text in self._texts]
+            for text in chosen:
+                self._texts[text].meter.texts = len(chosen)
+            for text in chosen:
+                if text not in self._asks:
+                    self._go_on(text, None, events)
+            asking = {text: self._asks[text] for text in chosen if text in self._asks}
             began = time.perf_counter()
             found = answers(list(asking.values()))
             self._charge(asking, time.perf_counter() - began)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import hashlib
 import json
@@ -178,6 +179,23 @@ class Engine:
         check(bad is None, "a prompt token id", bad, f"0 to {vocabulary - 1}")
         return ids
 
+    def with_drafter(self, name: str, options: Mapping[str, Any] | None = None) -> Engine:
+        """This engine with another drafter, on the same weights. UsageError where it needs what was not loaded."""
+        other = copy.copy(self)
+        other.drafter, other.options = name, drafters.parse_options(name, options or {})
+        needs, model = drafters.KINDS[name].needs, drafters.draft_model_of(other.options)
+        if (needs and getattr(self, needs) is None) or model != drafters.draft_model_of(self.options):
+            raise UsageError(f"drafter {name!r} needs {needs or 'a smaller model'}, which this engine was loaded "
+                             "without", "drafter")
+        return other
+
+    def keep(self, generation: Generation, journal: str | Path) -> None:
+        """A journal of what a generation without one has written so far, for `resume` to go on with."""
+        header = self._header(generation.prompt, generation.params)
+        with Journal.create(Path(journal), header, self._run(0, header)) as writer:
+            if len(generation.tokens):
+                writer.append(generation.tokens.tolist(), 0, generation.decode_seconds)
+
     def params(self, **given: Any) -> SamplingParams:
         """Sampling settings: what is given here over the model's own defaults over the built-in ones.
 
@@ -186,7 +204,8 @@ class Engine:
         return self.defaults.params(given)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, journal: str | Path | None = None,
-                 fsync: str | float = 1.0, on_prefill: Callable[[int, int], None] | None = None) -> Generation:
+                 fsync: str | float = 1.0, on_prefill: Callable[[int, int], None] | None = None,
+                 logprobs: int | None = None) -> Generation:
         """Write a text. Iterate over the result for its events; close it to stop early.
 
         params      taken as they are; without any, the model's defaults apply. See also Engine.params
@@ -194,6 +213,7 @@ class Engine:
                     on after any end
         fsync       how soon the journal survives a power cut too: always | never | seconds
         on_prefill  called with (tokens done, tokens in all) while the prompt is read
+        logprobs    events tell the log-probability of each token, and of so many of the likeliest beside it
 
         Raises UsageError; JournalError where the folder holds a journal; on the way OutputError where the journal
         cannot be written, MemoryError, NumericalError.
@@ -202,11 +222,13 @@ class Engine:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         ids, params = self.checked(prompt, params), params.with_seed(seed)
         interval = parse_fsync(fsync)
+        check(logprobs is None or 0 <= logprobs <= self.model.config.vocab_size, "logprobs", logprobs,
+              f"0 to {self.model.config.vocab_size}")
         writer = None
         if journal is not None:
             header = self._header(ids, params)
             writer = Journal.create(Path(journal), header, self._run(0, header), interval)
-        return Generation(self, ids, params, on_prefill, writer)
+        return Generation(self, ids, params, on_prefill, writer, logprobs=logprobs)
 
     def generate_many(self, prompts: Iterable[Prompt],
                       params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -298,6 +320,8 @@ class Engine:
                              "shorten the prompt or write fewer tokens")
         bad = next((i for i in params.stop_token_ids if i >= self.model.config.vocab_size), None)
         check(bad is None, "stop_token_ids", bad, f"0 to {self.model.config.vocab_size - 1}")
+        bad = next((i for i, _ in params.logit_bias if i >= self.model.config.vocab_size), None)
+        check(bad is None, "logit_bias", bad, f"token ids, 0 to {self.model.config.vocab_size - 1}")
         return ids
 
     @cached_property

@@ -161,3 +161,79 @@ def test_auto_drafts_as_deep_as_pays_and_leaves_out_what_is_not_worth_its_row():
     assert drafter.turns["chain"] > 0.95 * sum(drafter.turns.values())
     assert 3 <= sum(rows[-500:]) / 500 <= 6, "1 + .6 + .36 + ... over 10 + depth is best at three or four"
     assert isinstance(tree, Tree) and drafter.nbytes == 0
+
+
+# Among other texts.
+
+
+def test_the_parts_of_a_forward_add_up_to_it_and_a_row_costs_what_it_adds():
+    cost, numbers = ForwardCost(weights=1000), random.Random(4)
+
+    def seconds(parts: list[tuple[int, int]]) -> float:
+        return 1e-3 * (1000 + sum(context for _, context in parts)) + 1e-5 * sum(
+            rows * (1000 + context) for rows, context in parts)
+
+    for _ in range(300):
+        parts = [(numbers.randint(1, 12), numbers.randint(1, 5000)) for _ in range(numbers.randint(1, 16))]
+        cost.add(parts, seconds(parts))
+    parts = [(1, 200), (8, 4000), (3, 100)]
+    shares = [cost.at(rows, context, len(parts)) for rows, context in parts]
+    assert sum(shares) == pytest.approx(seconds(parts), rel=0.05)
+    assert cost.per_row(4000) == pytest.approx(0.05, rel=0.1), "whatever it is called with, others or none"
+    assert cost.at(8, 4000, 3) - cost.at(7, 4000, 3) == pytest.approx(cost.per_row(4000))
+    assert cost.shared(1) == 1 and cost.shared(16) == pytest.approx(1 / 16 + 0.01, rel=0.2)
+
+
+class Crowd(Clock):
+    """A text among others that do as it does: its part of each forward, drafts over few keys and verifications."""
+
+    def __init__(self, per_row: float) -> None:
+        super().__init__([0.0])
+        self.per_row = per_row
+
+    def forward(self, rows: int, context: int) -> None:
+        self.now[0] += 1000 / self.texts + context + self.per_row * rows * (1000 + context)
+
+
+def written_among(texts: list[float], per_row: float) -> tuple[list[float], list[float]]:
+    """For each number of texts: the share of tokens that were drafted, and the mean rows of a verification."""
+    crowd, numbers, context = Crowd(per_row), random.Random(5), Context([2] * 1000)
+
+    class Drafting(Chained):
+        @at_once
+        def propose(self, context, max_depth):
+            depth = min(max_depth, 10)
+            for _ in range(depth):
+                crowd.forward(1, 100)
+            return chain(context.last, [2] * depth, "self")
+
+    drafter = AutoDrafter({"plain": Paced([0.0], 0.0), "chain": Drafting([0.0], 0.0)}, weights=1000, meter=crowd)
+    drafter.begin(context, None)
+    shares, sizes = [], []
+    for number in texts:
+        crowd.texts = number
+        rows, turns = 0, []
+        for _ in range(600):
+            tree = alone(drafter.propose(context, 99))
+            rows += len(tree)
+            crowd.forward(len(tree), 1000)
+            right = next((d for d in range(max(tree.depths)) if numbers.random() > 0.7), max(tree.depths))
+            path = tuple(range(right + 1))
+            turns.append(drafter._active == "chain")
+            context.extend([2] * len(path))
+            drafter.observe(context, Accepted((2,) * len(path), path, ("self",) * right, None))
+        shares.append(sum(turns[100:]) / 500)
+        sizes.append(rows / 600)
+    return shares, sizes
+
+
+def test_drafting_begins_to_pay_where_others_share_the_weights_and_stops_when_they_leave():
+    """Alone a draft reads 1,100 and a verification 2,000; among sixteen, 160 and 1,060."""
+    shares, _ = written_among([1, 16, 1], per_row=1e-4)
+    assert shares[0] < 0.3 and shares[1] > 0.9 and shares[2] < 0.3
+
+
+def test_trees_are_smaller_where_the_rows_of_all_keep_the_processor_busy():
+    _, free = written_among([16], per_row=1e-4)
+    _, busy = written_among([16], per_row=0.05)
+    assert busy[0] < 0.75 * free[0]

@@ -51,6 +51,7 @@ def generate(
     penalty_window: options.PenaltyWindow = SamplingParams.penalty_window,
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
+    logit_bias: options.LogitBias = None,
     ignore_eos: Annotated[bool, option("The model's end of text does not end it.", SAMPLING, "--ignore-eos")] = False,
     on_loop: options.OnLoop = SamplingParams.on_loop,
 ) -> int:
@@ -69,7 +70,8 @@ def generate(
         "top_k": top_k, "top_p": top_p, "min_p": min_p, "eta_cutoff": eta_cutoff,
         "min_tokens_to_keep": min_tokens_to_keep, "repetition_penalty": repetition_penalty,
         "penalty_window": penalty_window, "stop": stop or None,
-        "stop_token_ids": stop_token_id or None, "ignore_eos": ignore_eos, "on_loop": on_loop}
+        "stop_token_ids": stop_token_id or None, "logit_bias": options.parse_bias(logit_bias or ()),
+        "ignore_eos": ignore_eos, "on_loop": on_loop}
     SamplingParams.from_names(given)  # a mistake shows before the model is read
     drafting = parse_pairs("--drafter-option", drafter_option or ())
     chat_options = options.chat_options(chat_option or ())

@@ -124,7 +124,7 @@ def _text(found: Found, model: str | None, cache_dir: Path | None, offline: bool
     if tokenizer.sha256 != found.header.tokenizer:
         raise JournalError(f"the tokenizer of {name} is not the journal's; give --model what it was begun with")
     writing = Writing(tokenizer, found.header.params, found.header.eos_token_ids)
-    text = writing.push(found.tokens.tolist())[1]
+    text = writing.push(found.tokens.tolist()).text
     return text if writing.finish_reason else text + writing.rest()
 
 

@@ -65,6 +65,22 @@ Stop = Annotated[list[str] | None, option("Text that ends the generation; repeat
 StopTokenId = Annotated[list[int] | None, option("Token id that ends it; repeatable.", SAMPLING, "--stop-token-id")]
 
 
+LogitBias = Annotated[list[str] | None, option("ID=VALUE added to a token's logit, -100 to 100; repeatable.", SAMPLING,
+                                               "--logit-bias")]
+
+
+def parse_bias(pairs: Iterable[str]) -> dict[int, float] | None:
+    """Token id -> what is added to its logit; None where nothing is asked for."""
+    found = {}
+    for token, value in parse_pairs("--logit-bias", pairs).items():
+        try:
+            found[int(token)] = float(value)
+        except ValueError as error:
+            raise UsageError(f"--logit-bias is '{token}={value}'; allowed: a token id and a number, such as 42=-5") \
+                from error
+    return found or None
+
+
 def parse_pairs(name: str, pairs: Iterable[str]) -> dict[str, str]:
     """KEY=VALUE texts of the option `name` to a mapping; UsageError for other shapes and for a key given twice."""
     parsed: dict[str, str] = {}
