@@ -79,6 +79,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device is 'cuda', but PyTorch sees no CUDA device; use cpu or auto")
     check(1 <= tensor_parallel <= 1024, "tensor_parallel", tensor_parallel, "1 to 1024")
+    device = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
     group = parallel.join(tensor_parallel, device) if tensor_parallel > 1 else None
     if threads is None and group:
         threads = group.cores  # torchrun asks for one
@@ -90,8 +91,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     folder = library.resolve(model, hub)
     require_model(folder)
     config = model_config.read(folder)
-    chosen = kernels.choose("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"),
-                            config.dtype if dtype == "auto" else dtype, kernels_name)
+    chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, kernels_name)
     if group:
         chosen = parallel.ParallelKernels(chosen, group)
     tokenizer = Tokenizer(folder)
