@@ -15,12 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 from longdraft import drafters, kernels, statistics
+from longdraft.cache.full import FullCache
 from longdraft.core import Context, Event, Finish, SamplingParams
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
 from longdraft.errors import JournalError
 from longdraft.journal import Journal
 from longdraft.loops import Foresight
+from longdraft.model import sizing
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer
@@ -32,7 +34,9 @@ from longdraft.version import __version__
 from longdraft.writing import Writing
 
 log = logging.getLogger(__name__)
-PREFILL_CHUNK = 512  # prompt tokens in one forward; any number gives the same text
+PREFILL_CHUNK = 512  # prompt tokens in one forward; on the CPU any number gives the same text
+WRITTEN_CHUNK = 128  # of tokens that were written before, when a text is resumed; any number gives the same text
+_LARGEST_TREE = 1024  # rows behind the text for which a reserved cache has room
 _QUERY_ROWS = 128  # last prompt rows that drafters are told of
 
 
@@ -70,7 +74,10 @@ class Generation(Iterator[Event]):
         draft = engine.draft and engine.draft.for_length(min(length, reads, engine.draft.config.max_positions))
         self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
-        sampler = Sampler(params, self._writing.stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
+        if model.kernels.reserves:
+            _reserve(model, cache, length)
+        sampler = Sampler(params, self._writing.stop_ids, is_fast=model.kernels.name != kernels.REFERENCE,
+                          kernels=model.kernels)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
                                        draft)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
@@ -189,15 +196,27 @@ class Generation(Iterator[Event]):
         last = len(step.context) - 1
         verified: Verified | None = None
         with kernels.alone(self._engine.model.kernels):
-            for start in range(0, last, PREFILL_CHUNK):
-                chunk = step.context.slice(start, min(start + PREFILL_CHUNK, last)).tolist()
-                result = step.model.forward(chain_rows(chunk, start), step.cache)
+            for start, end, is_prompt in self._chunks(last):
+                chunk = step.context.slice(start, end).tolist()
+                result = step.model.forward(chain_rows(chunk, start), step.cache, is_prompt)
                 step.cache.commit(range(len(chunk)))
                 verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
                 if self._on_prefill:
                     self._on_prefill(start + len(chunk), last)
             step.drafter.begin(step.context, verified)
         self._prefill_seconds = time.perf_counter() - began
+
+    def _chunks(self, last: int) -> Iterator[tuple[int, int, bool]]:
+        """Where the chunks of [0, last) begin and end, and whether they are the prompt's.
+
+        The prompt's last token and what was written were computed by steps in the uncut run, and are so again: as
+        rows of verification, which do not depend on one another.
+        """
+        prompt = min(self._step.context.prompt_length - 1, last)
+        for start in range(0, prompt, PREFILL_CHUNK):
+            yield start, min(start + PREFILL_CHUNK, prompt), True
+        for start in range(prompt, last, WRITTEN_CHUNK):
+            yield start, min(start + WRITTEN_CHUNK, last), False
 
     def stats(self) -> dict[str, Any]:
         """The statistics so far, under the names of the `--stats` file."""
@@ -234,6 +253,21 @@ class Generation(Iterator[Event]):
             "longdraft_version": __version__,
             "torch_version": str(torch.__version__),
         }
+
+
+def _reserve(model: Transformer, cache: FullCache, length: int) -> None:
+    """The whole cache of a text of `length` tokens, or a MemoryError that says what would fit."""
+    per_token, free = model.cache_bytes_per_token, model.kernels.free_bytes()
+    wanted = length + _LARGEST_TREE
+    fits = wanted if free is None else int(free * sizing.USABLE) // per_token
+    if fits < wanted:
+        small = "" if model.kernels.name.endswith("-fp8") else f", {kernels.VARIABLE}={model.kernels.name}-fp8"
+        raise MemoryError(f"the cache of {length} tokens takes {wanted * per_token / 2**30:.1f} GiB, and "
+                          f"{(free or 0) / 2**30:.1f} GiB of {model.kernels.device} are free; "
+                          f"{max(0, fits - _LARGEST_TREE)} tokens would fit, prompt and new ones together; write "
+                          f"fewer, or take --quantize int8{small}")
+    with _memory_told():
+        cache.reserve(wanted)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class TableModel:
         self._logits_of = logits_of
         self._text: list[int] = []
 
-    def forward(self, rows: Rows, cache: object) -> Forward:
+    def forward(self, rows: Rows, cache: object, is_prompt: bool = False) -> Forward:
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(rows.tokens, rows.parents, strict=True):
             paths.append((*(paths[parent] if parent >= 0 else ()), token))

@@ -26,6 +26,7 @@ from longdraft.core import Context
 from longdraft.model.transformer import Transformer, chain_rows
 
 CHUNK = 512  # tokens read in one forward
+MANY = 64  # tokens from which they are read as a prompt's are: guesses need not be exact
 
 
 class Follower:
@@ -77,7 +78,7 @@ class Follower:
         tokens += _tokens(context, path, self._place(max(row, self._sinks)), end)
         known = self._model.config.vocab_size - 1  # ids beyond it are padding, never text: any row will do
         rows = chain_rows([min(token, known) for token in tokens[:CHUNK]], row)
-        hidden = self._model.forward(rows, self.cache).hidden
+        hidden = self._model.forward(rows, self.cache, is_prompt=len(rows.tokens) > MANY).hidden
         self.cache.commit(range(len(rows.tokens)))
         return hidden[-1:]
 

@@ -115,6 +115,7 @@ class CpuKernels:
     """See :class:`longdraft.kernels.interface.Kernels` for shapes and meaning."""
 
     is_row_invariant = True
+    reserves = chooses = False
 
     def __init__(self, variant: str, dtype: str) -> None:
         self.name = variant
@@ -190,6 +191,16 @@ class CpuKernels:
         _require(kv.length >= 0, "positions of 0 or more", kv.length)
         if len(rows):
             self.native.keep(stores, kv.length, rows, held, kv.k.data_ptr(), kv.v.data_ptr())
+
+    def keep_at(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
+        there = targets >= 0
+        self.keep(kv, rows[there].tolist())
+
+    def cache_bytes(self, head_dim: int) -> int:
+        return head_dim * self.dtype.itemsize
+
+    def free_bytes(self) -> int | None:
+        return None
 
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
         num_layers, heads, count = positions.shape
@@ -281,7 +292,8 @@ class CpuDecoder:
         _require(layer.window >= 0, "a window of 0 or more positions", layer.window)
         return weights
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, Attended]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor,
+                is_prompt: bool = False) -> tuple[Tensor, Attended]:
         heads, kv_heads, dim = self._geometry[:3]
         num_layers, rows, dtype = len(self._layers), len(x), self._kernels.dtype
         _require(x.shape == (rows, self._hidden), f"rows [T, {self._hidden}]", x.shape)

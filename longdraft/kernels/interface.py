@@ -149,10 +149,15 @@ class Attended(NamedTuple):
 class Decoder(Protocol):
     """The layers of a model, ready to run."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, Attended]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor,
+                is_prompt: bool = False) -> tuple[Tensor, Attended]:
         """Rows x [T, hidden] through all layers: the new rows, and what each layer's attention did for them.
 
         cos, sin [T, D / 2] float32. Fills kv.k and kv.v with the rows' keys and values. `parents` as for `attention`.
+
+        is_prompt  the rows are a chunk of a prompt, a chain that is cut in the same chunks in every run: kernels may
+                   then use what is faster for many rows and not row-invariant, and tell only of the last rows'
+                   attention
         """
 
 
@@ -163,6 +168,8 @@ class Kernels(Protocol):
     is_row_invariant: bool  # whether the promise above holds to the bit on this device and dtype
     device: torch.device
     dtype: torch.dtype
+    reserves: bool  # whether a text's cache is reserved whole at its beginning
+    chooses: bool  # whether tokens can be chosen on the device (longdraft/sampling/device.py)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> Linear:
         """Take a weight [N, K] (and bias [N]) into the kernels' layout; with `is_int8` quantised (kernels/int8.py)."""
@@ -192,6 +199,15 @@ class Kernels(Protocol):
 
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
         """Put these provisional rows, in this order, at positions kv.length, kv.length + 1, ... of every layer."""
+
+    def keep_at(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
+        """The same of rows [N] and positions [N] that only the device knows; of a negative position: nothing."""
+
+    def cache_bytes(self, head_dim: int) -> int:
+        """Bytes of a head's key, or its value, in a store."""
+
+    def free_bytes(self) -> int | None:
+        """Memory of the device that is not in use; None where the system's memory is used."""
 
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
         """Rows at positions [L, Hkv, N] (int64) of each source to positions start, start + 1, ... of its target."""

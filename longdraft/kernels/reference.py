@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from longdraft.kernels.int8 import quantise
 from longdraft.kernels.interface import KV, Attended, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
+from longdraft.kernels.layer import layer_forward
 
 SPLIT = 4096  # positions in a block of storage; each is reduced by one call, splits merge in order
 NOTHING = 1e-3  # a share of attention too small to be told from rounding
@@ -111,10 +112,12 @@ class ReferenceKernels:
     """See :class:`longdraft.kernels.interface.Kernels` for shapes and meaning."""
 
     name = "reference"
+    reserves = chooses = False
+
     def __init__(self, device: str, dtype: str) -> None:
         self.device = torch.device(device)
         self.is_row_invariant = self.device.type == "cpu"  # elsewhere it is not yet tested, so not claimed
-        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> ReferenceLinear:
         bias = None if bias is None else self._rounded(bias)
@@ -174,6 +177,16 @@ class ReferenceKernels:
         for store, k, v in zip(kv.stores, kv.k, kv.v, strict=True):
             store.write(kv.length, k[list(rows)], v[list(rows)])
 
+    def keep_at(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
+        there = targets >= 0
+        self.keep(kv, rows[there].tolist())
+
+    def cache_bytes(self, head_dim: int) -> int:
+        return head_dim * self.dtype.itemsize
+
+    def free_bytes(self) -> int | None:
+        return None
+
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
         for source, target, chosen in zip(sources, targets, positions.to(self.device), strict=True):
             target.write_heads(start, *source.read(chosen))
@@ -187,46 +200,8 @@ class ReferenceKernels:
             assert isinstance(store, ReferenceStore)
             k, v = (x.transpose(0, 1) for x in store.read(last.expand(store.num_kv_heads, -1)))
             parts.append(self.attention(whole.queries[index], KV(store, length - rows, k, v), chain))
-        output, lse = torch.stack([part.output for part in parts]).float(), torch.stack([part.lse for part in parts])
-        share = (lse - whole.lse).exp()[..., None]  # of the attention that the part holds
-        left = 1 - share
-        is_nothing = left < NOTHING
-        output = ((whole.output.float() - share * output) / left).masked_fill(is_nothing, 0.0)
-        lse = (whole.lse[..., None] + left.clamp_min(NOTHING).log()).masked_fill(is_nothing, -math.inf)
-        return torch.cat([output, lse], -1)
-
-    def layer_forward(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor, kv: KV,
-                      parents: Tensor, rest: Tensor | None = None) -> tuple[Tensor, Attended]:
-        """Rows x [T, hidden] through one layer; fills kv.k and kv.v. `rest` [H, D + 1, D + 1] as in LayersKV."""
-        heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
-
-        def norm(x: Tensor, weight: Tensor | None) -> Tensor:
-            """Of the last axes, as many as the weight has numbers for."""
-            if weight is None:
-                return x
-            return self.rms_norm(x.reshape(-1, len(weight)), weight, geometry.eps,
-                                 rounds_once=geometry.rounds_once).view(x.shape)
-
-        def read(x: Tensor, weight: Tensor) -> Tensor:
-            return x if geometry.norms_follow else norm(x, weight)
-
-        def join(x: Tensor, given: Tensor, weight: Tensor) -> Tensor:
-            given = norm(given, weight) if geometry.norms_follow else given
-            return x + (given if geometry.residual_factor == 1 else given * geometry.residual_factor)
-
-        qkv = self.linear(read(x, layer.attention_norm), layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
-        content = norm(qkv[:, :heads], layer.q_norm)
-        if not layer.rotates:
-            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-        q = self.rope(content, cos * geometry.query_factor, sin * geometry.query_factor)
-        kv.k.copy_(self.rope(norm(qkv[:, heads : heads + kv_heads], layer.k_norm), cos, sin))
-        kv.v.copy_(qkv[:, heads + kv_heads :])
-        if rest is not None:
-            kv = kv._replace(rest=torch.einsum("thd,hde->the", content.float(), rest[:, :-1]) + rest[:, -1])
-        attended = self.attention(q, kv, parents, layer.window)._replace(content=content)
-        x = join(x, self.linear(attended.output.flatten(1), layer.out), layer.attention_norm)
-        gate_up = self.linear(read(x, layer.mlp_norm), layer.gate_up)
-        return join(x, self.linear(self.swiglu(gate_up), layer.down), layer.mlp_norm), attended
+        output, lse = torch.stack([part.output for part in parts]), torch.stack([part.lse for part in parts])
+        return remainder_of(whole, output, lse)
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:
         """One row after the other; a row's path is laid behind the committed part, where plain decoding
@@ -257,6 +232,16 @@ class ReferenceKernels:
         return Attended(q, out, lse, q)
 
 
+def remainder_of(whole: Attended, output: Tensor, lse: Tensor) -> Tensor:
+    """`Kernels.remainder` from what the part gave: output [L, T, H, D] and lse [L, T, H]."""
+    share = (lse - whole.lse).exp()[..., None]  # of the attention that the part holds
+    left = 1 - share
+    is_nothing = left < NOTHING
+    output = ((whole.output.float() - share * output.float()) / left).masked_fill(is_nothing, 0.0)
+    lse = (whole.lse[..., None] + left.clamp_min(NOTHING).log()).masked_fill(is_nothing, -math.inf)
+    return torch.cat([output, lse], -1)
+
+
 class ReferenceDecoder:
     """One layer after the other."""
 
@@ -265,11 +250,12 @@ class ReferenceDecoder:
         self._layers = layers
         self._geometry = geometry
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, Attended]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor,
+                is_prompt: bool = False) -> tuple[Tensor, Attended]:
         attended = []
         for index, layer in enumerate(self._layers):
             rest = None if kv.rest is None else kv.rest[index]
-            x, mixed = self._kernels.layer_forward(x, layer, self._geometry, cos, sin, kv.layer(index), parents, rest)
+            x, mixed = layer_forward(self._kernels, x, layer, self._geometry, cos, sin, kv.layer(index), parents, rest)
             attended.append(mixed)
         return x, Attended(*(torch.stack(part) for part in zip(*attended, strict=True)))
 

@@ -96,21 +96,26 @@ class Transformer:
     @property
     def cache_bytes_per_token(self) -> int:
         config = self.config
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.kernels.dtype.itemsize
+        heads = 2 * config.num_layers * config.num_kv_heads
+        return heads * self.kernels.cache_bytes(config.head_dim)
 
     def new_cache(self) -> FullCache:
         config = self.config
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
         return FullCache(self.kernels, config.num_layers, config.num_kv_heads, config.head_dim, windows)
 
-    def forward(self, rows: Rows, cache: KVCache) -> Forward:
-        """Run rows over a cache; their keys and values stay provisional until the cache commits them."""
+    def forward(self, rows: Rows, cache: KVCache, is_prompt: bool = False) -> Forward:
+        """Run rows over a cache; their keys and values stay provisional until the cache commits them.
+
+        is_prompt  see `Decoder.forward`
+        """
         kernels, config = self.kernels, self.config
         cos, sin = self.rotations(rows.positions)
         parents = torch.tensor(rows.parents, dtype=torch.int32)
         shape = (config.num_layers, len(rows.tokens), config.num_kv_heads, config.head_dim)
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
-        return Forward(*self._decoder.forward(self.embed(rows.tokens), cos, sin, cache.append(k, v), parents))
+        return Forward(*self._decoder.forward(self.embed(rows.tokens), cos, sin, cache.append(k, v), parents,
+                                              is_prompt))
 
     def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos, sin [R, D / 2] float32 of positions."""

@@ -17,13 +17,13 @@ from longdraft.errors import NumericalError
 from longdraft.model.transformer import Forward, Rows, tree_rows
 from longdraft.sampling.sampler import DAMAGED, Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
-from longdraft.speculation.verify import walk
+from longdraft.speculation.verify import decide
 
 
 class Model(Protocol):
     """What a step asks of a model."""
 
-    def forward(self, rows: Rows, cache: KVCache) -> Forward: ...
+    def forward(self, rows: Rows, cache: KVCache, is_prompt: bool = False) -> Forward: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -76,14 +76,13 @@ class Step(NamedTuple):
             result = model.forward(tree_rows(tree, len(context) - 1), cache)
             logits = model.logits(result.hidden)
         with timings.measure("sample"):
-            choices = sampler.choose(logits, tree, context)
-            path = walk(tree, choices)
-            if DAMAGED in (choices[node] for node in path):
+            path, choices = decide(sampler, logits, tree, context, cache)
+            if DAMAGED in choices:
                 raise NumericalError("the model's logits are not finite; its weights may be damaged")
         with timings.measure("commit"):
             cache.commit(path)
-            context.extend(choices[node] for node in path)
-        accepted = Accepted(tuple(choices[node] for node in path), tuple(path),
+            context.extend(choices)
+        accepted = Accepted(tuple(choices), tuple(path),
                             tuple(tree.sources[node] for node in path[1:]), Verified(result, path),
                             len(tree) - 1, max(tree.depths))
         with timings.measure("draft"):
