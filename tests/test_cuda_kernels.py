@@ -20,8 +20,10 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 from test_kernels import obvious_attention, parents_of, path_of, random_parents
 
 from longdraft.kernels import KV, Attended, Geometry, LayersKV, LayerWeights
+from longdraft.kernels.cuda import selfcheck
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.kernels import NAMES, CudaKernels
+from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.reference import ReferenceKernels
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -308,6 +310,23 @@ def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family):
         results.append((out, k, v, *(part[:, -120:] for part in attended)))
     for got, expected in zip(*results, strict=True):
         close(got, expected, dtype, times=20)
+
+
+def test_what_the_device_does_is_checked_and_not_believed(monkeypatch):
+    """One layer, a tree of 9 rows that crosses the end of a split; then with a product that depends on how many rows there are."""
+    geometry = Geometry(2, 1, 16, 1e-5)
+    kernel = kernels("float16", "triton-64")
+    decoder = kernel.new_decoder(layers_of(kernel, geometry, 1, "none", False), geometry)
+    assert selfcheck.is_row_invariant(decoder, 120, 9, 7)
+    honest = CudaLinear.parts
+
+    def wrong(self, x, tile, sums=None):
+        parts = honest(self, x, tile, sums)
+        parts.sums.mul_(1 + len(x) / 1000)
+        return parts
+
+    monkeypatch.setattr(CudaLinear, "parts", wrong)
+    assert not selfcheck.is_row_invariant(decoder, 120, 9, 7)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

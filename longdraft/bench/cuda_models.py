@@ -85,7 +85,7 @@ def device_ms(device: torch.device, work: Callable[[], object], repeats: int, wa
 
 
 def queued_ms(device: torch.device, work: Callable[[], object], calls: int) -> float:
-    """Milliseconds of one of `calls` calls that lie waiting for the device: without the host's time, if that is less."""
+    """Milliseconds of one of `calls` calls that lie waiting for the device, without the host if it is faster."""
     work()
     return device_ms(device, lambda: [work() for _ in range(calls)], 3, 1) / calls
 

@@ -19,6 +19,7 @@ from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.graphs import Graphs
 from longdraft.kernels.cuda.launch import ceil_div, on, padded, require
 from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, summed
+from longdraft.kernels.cuda.selfcheck import is_row_invariant
 from longdraft.kernels.cuda.store import FP8, CudaStore
 from longdraft.kernels.interface import KV, Attended, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
 from longdraft.kernels.reference import remainder_of
@@ -102,6 +103,11 @@ class CudaKernels:
         return CudaStore(self.device, self.dtype, self._element, num_kv_heads, head_dim)
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
+        if self.device.type == "cuda" and self.is_row_invariant:
+            self.is_row_invariant = is_row_invariant(CudaDecoder(self, layers[:1], geometry))
+            if not self.is_row_invariant:
+                log.warning("on this device rows of a tree differ from plain decoding in their last bits: texts keep "
+                            "their distribution, but are not those of plain decoding to the bit")
         return CudaDecoder(self, layers, geometry)
 
     def own(self, stores: Sequence[KVStore]) -> list[CudaStore]:

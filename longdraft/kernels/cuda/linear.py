@@ -13,7 +13,7 @@ from longdraft.kernels.cuda.launch import ceil_div, on, require
 from longdraft.kernels.int8 import quantise
 
 _PROGRAMS = 256  # at least as many read a weight at once, where it is large enough
-_BLOCK = 128
+_LEAST = 512  # numbers of a row that a part of a sum has at least
 _WIDE = 16384  # outputs from which a program takes 128 of them: it reads the rows anew for each
 SUM_BLOCK = 1024
 
@@ -53,7 +53,7 @@ class CudaLinear:
     def _splits(self) -> int:
         """By shape alone: the number of rows must not change the order of a sum."""
         splits, programs = 1, ceil_div(self.out_features, self.columns)
-        while splits * programs < _PROGRAMS and self.in_features >= 8 * splits * _BLOCK:
+        while splits * programs < _PROGRAMS and self.in_features >= 2 * splits * _LEAST:
             splits *= 2
         return splits
 
@@ -70,8 +70,8 @@ class CudaLinear:
         with on(x.device):
             jit_linear.few_rows[grid](
                 x, self.weight, sums, rows, OUT=self.out_features, INNER=self.in_features, ROWS=tile,
-                COLUMNS=self.columns, BLOCK=_BLOCK // (4 if is_float else 1), SPLITS=self.splits, num_warps=4,
-                num_stages=2 if is_float else 3)
+                COLUMNS=self.columns, BLOCK=32 if is_float else 8192 // self.columns, SPLITS=self.splits, num_warps=4,
+                num_stages=2 if is_float else 3 if self.columns == 64 else 4)
         return Parts(sums, self.scale, self.bias)
 
     def sum_size(self, rows: int) -> int:
