@@ -258,7 +258,7 @@ class Generation(Iterator[Event]):
 def _reserve(model: Transformer, cache: FullCache, length: int) -> None:
     """The whole cache of a text of `length` tokens, or a MemoryError that says what would fit."""
     per_token, free = model.cache_bytes_per_token, model.kernels.free_bytes()
-    wanted = length + _LARGEST_TREE
+    wanted = length + _LARGEST_TREE  # rows behind the text
     fits = wanted if free is None else int(free * sizing.USABLE) // per_token
     if fits < wanted:
         small = "" if model.kernels.name.endswith("-fp8") else f", {kernels.VARIABLE}={model.kernels.name}-fp8"

@@ -181,7 +181,7 @@ def test_weights_are_the_attention_of_the_queries(name):
     for each in (kernel, definition):
         store = each.new_store(2, 32)
         store.write(0, k, k)
-        k = store.read(torch.arange(300).expand(2, -1))[0].transpose(0, 1)  # as the cache has it
+        k = store.read(torch.arange(300, device=DEVICE).expand(2, -1))[0].transpose(0, 1)  # as the cache has it
         found.append(store.weights(q, 280))
     torch.testing.assert_close(*found, atol=2e-3, rtol=0.02)
 
@@ -238,7 +238,8 @@ def layers_of(kernel, geometry: Geometry, num: int, norms: str, bias: bool,
         made.append(LayerWeights(
             norm(hidden, 1), weight((heads + 2 * kv_heads) * dim, hidden, 2), weight(hidden, heads * dim, 3),
             norm(hidden, 4), weight(2 * inner, hidden, 5), weight(hidden, inner, 6), window=30 * (index % 2),
-            q_norm=widths and norm(widths[0], 7), k_norm=widths and norm(widths[1], 8), rotates=index != 2))
+            q_norm=widths and norm(widths[0], 7), k_norm=widths and norm(widths[1], 8),
+            rotates=index != 1 or norms != "none"))
     return made
 
 
@@ -251,14 +252,18 @@ FAMILIES = {
 }
 
 
-@every_dtype
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("has_rest", [False, True])
+MIXED = [("float32", "llama", True), ("float16", "llama", False), ("float16", "qwen2", False),
+         ("float16", "qwen3", True), ("float16", "olmo2", True), ("float16", "granite", False)]
+if HAS_CUDA:
+    MIXED = [(dtype, family, has_rest) for dtype in DTYPES for family in FAMILIES for has_rest in (False, True)]
+
+
+@pytest.mark.parametrize("dtype, family, has_rest", MIXED)
 def test_layers_agree_with_the_reference_and_rows_do_not_know_one_another(dtype, family, has_rest):
     """The whole decoder over several layers, in buckets of rows; a remainder that is a function of the query."""
     geometry, norms, bias = FAMILIES[family]
     heads, kv_heads, dim = geometry[:3]
-    num, rows, length, results = 3, 5, 70, []
+    num, rows, length, results = 2, 5, 70, []
     parents = parents_of([-1, 0, 0, 2, 3])
     for kernel in (kernels(dtype), reference(dtype)):
         decoder = kernel.new_decoder(layers_of(kernel, geometry, num, norms, bias), geometry)
@@ -289,12 +294,11 @@ def test_layers_agree_with_the_reference_and_rows_do_not_know_one_another(dtype,
         close(got, expected, dtype, times=10)
 
 
-@every_dtype
-@pytest.mark.parametrize("family", ["llama", "olmo2"])
+@pytest.mark.parametrize("dtype, family", [("float16", "llama"), ("float32", "olmo2")])
 def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family):
     geometry, norms, bias = FAMILIES[family]
     _, kv_heads, dim = geometry[:3]
-    num, length, rows, results = 2, 40, 150, []
+    num, length, rows, results = 2, 40, 140, []
     for kernel in (kernels(dtype), reference(dtype)):
         decoder = kernel.new_decoder(layers_of(kernel, geometry, num, norms, bias, is_int8=True), geometry)
         stores = [kernel.new_store(kv_heads, dim) for _ in range(num)]
@@ -313,7 +317,8 @@ def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family):
 
 
 def test_what_the_device_does_is_checked_and_not_believed(monkeypatch):
-    """One layer, a tree of 9 rows that crosses the end of a split; then with a product that depends on how many rows there are."""
+    """One layer, a tree of 9 rows that crosses the end of a split; then with a product that depends on
+    how many rows there are."""
     geometry = Geometry(2, 1, 16, 1e-5)
     kernel = kernels("float16", "triton-64")
     decoder = kernel.new_decoder(layers_of(kernel, geometry, 1, "none", False), geometry)

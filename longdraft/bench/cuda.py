@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     rows: tuple[int, ...]
     equality: tuple[int, ...]  # contexts of the signature test
     tokens: int  # that it writes
-    run_tokens: int  # of the bundled model's run
+    run: tuple[str, int]  # the bundled model's: with this drafter, so many tokens
     bytes_copied: int
     repeats: int
     has_peer: bool
@@ -55,10 +55,11 @@ class Plan(NamedTuple):
 MODELS = ("llama-3.1-8b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "yarn-llama-2-7b-128k")
 ON_DEVICE = Plan("cuda", "bfloat16", ("triton-64", "triton-32", "triton-16", "triton-64-fp8"),
                  {name: SHAPES[name] for name in MODELS}, (4096, 32768, 61440, 102400), (1, 8, 16, 32, 64),
-                 (4096, 61440), 48, 100_000, 1 << 31, 9, True)
+                 (4096, 61440), 48, ("auto", 100_000), 1 << 31, 9, True)
 _TINY = SHAPES["qwen2.5-1.5b"] | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
                                   "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-INTERPRETED = Plan("cpu", "float32", ("triton-16",), {"tiny": _TINY}, (40,), (1, 2), (40,), 4, 3, 1 << 12, 1, False)
+INTERPRETED = Plan("cpu", "float32", ("triton-16",), {"tiny": _TINY}, (40,), (1, 2), (40,), 4, ("plain", 1),
+                   1 << 12, 1, False)
 
 
 @dataclass
@@ -288,13 +289,14 @@ def variant(plan: Plan, name: str, rate: float | None) -> dict[str, Any]:
 
 
 def long_run(plan: Plan, report: Report) -> dict[str, Any]:
-    """The bundled model with the default drafter, as far as the time goes."""
+    """The bundled model's text, as far as the time goes."""
     from longdraft.engine import load
 
-    engine = load(device=plan.device, dtype=plan.dtype, kernels_name=plan.names[0])
+    drafter, tokens = plan.run
+    engine = load(drafter=drafter, device=plan.device, dtype=plan.dtype, kernels_name=plan.names[0])
     until = report.deadline - (75 if plan.has_peer else 0)
-    limit = min(plan.run_tokens, engine.model.config.max_positions - 100)
-    with engine.generate("It was a dark and stormy night", SamplingParams(
+    limit = min(tokens, engine.model.config.max_positions - 100)
+    with engine.generate("It was", SamplingParams(
             max_new_tokens=limit, seed=7, min_p=0.1, repetition_penalty=1.2, ignore_eos=True)) as text:
         for _ in text:
             if time.monotonic() > until:

@@ -20,6 +20,7 @@ from longdraft.kernels.cuda.launch import ceil_div, element_of, on, padded, requ
 
 FP8 = torch.float8_e4m3fn
 _LEAST_ROOM, _LEAST_DRAFTS = 256, 128
+_LONG, _MOST_DRAFTS = 8192, 1024
 _COPIED_AT_ONCE = 32
 _serials = itertools.count()
 
@@ -57,7 +58,10 @@ class CudaStore:
     def reserve(self, length: int) -> None:
         if length > self.room:
             grown = length if not self.room else max(length, self.room + self.room // 2)
-            self._allocate(ceil_div(max(grown, _LEAST_ROOM), 64) * 64, max(self.num_drafts, _LEAST_DRAFTS))
+            room = ceil_div(max(grown, _LEAST_ROOM), 64) * 64
+            # A long store should never have to move for a large tree.
+            drafts = _LEAST_DRAFTS if room < _LONG else _MOST_DRAFTS
+            self._allocate(room, max(self.num_drafts, drafts))
 
     def reserve_drafts(self, rows: int) -> None:
         """Slots for so many drafted rows."""
