@@ -6,7 +6,9 @@
 #   make test-cuda  the CUDA kernels' tests on a device of this machine (docs/cuda.md)
 #   make lint    ruff and mypy
 #   make sanitize  the kernels' tests with addresses and undefined behaviour watched (GCC or Clang; minutes)
+#   make cluster  a batch job on a local Ray cluster whose workers and nodes are killed (a minute)
 #   make soak    a hundred kills and 200,000 damaged inputs (some twenty minutes; docs/reliability.md)
+#   make test-page  the page in Chromium (Debian: apt install chromium); pictures go to docs/
 #   make clean   remove .venv and everything built
 
 PYTHON ?= python3
@@ -17,7 +19,7 @@ TOKENS ?= 4000
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
-.PHONY: demo test test-cuda lint sanitize soak clean
+.PHONY: demo test test-cuda test-page lint sanitize cluster soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/longdraft generate --prompt-file examples/chapter.txt --max-new-tokens $(TOKENS) --seed 7 \
@@ -30,6 +32,9 @@ test: $(VENV)/.installed-dev
 test-cuda: $(VENV)/.installed-dev
 	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "PyTorch sees no CUDA device; docs/cuda.md says what is needed")'
 	$(BIN)/python -m pytest --timeout 900 tests/test_cuda_kernels.py tests/test_cuda_engine.py tests/test_cuda_bench.py
+
+test-page: $(VENV)/.installed-dev
+	LONGDRAFT_SCREENSHOTS=docs $(BIN)/python -m pytest -rs tests/test_page.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -44,6 +49,9 @@ sanitize:
 	$(WATCHED)/bin/python -m pip install --quiet --disable-pip-version-check --config-settings cmake.define.LONGDRAFT_SANITIZE=ON --editable '.[dev]'
 	LD_PRELOAD="$(RUNTIME)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(WATCHED)/bin/python -m pytest \
 	    --timeout 900 tests/test_kernels.py tests/test_cache.py tests/test_fast_sampler.py tests/test_equality.py
+
+cluster: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m cluster tests/test_ray.py
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py kills --count 100

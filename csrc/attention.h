@@ -1,4 +1,4 @@
-// A few query rows over a long cache, and a tree of provisional rows behind it.
+// A few query rows over a long cache, and a tree of provisional rows behind it; of one text or of several.
 //
 // The logical positions of a row are the committed ones, then its path in the tree, itself last; with a sliding
 // window, the last of these. They are walked in blocks of BLOCK positions counted from 0, each with one step of an
@@ -156,7 +156,7 @@ template <class T> class Tails {
     uint32_t* base_;
 };
 
-// One call's rows, laid out for the walk, and what the walk leaves of them.
+// One text's rows, laid out for the walk, and what the walk leaves of them.
 template <class T> class Walk {
     using Element = typename T::Element;
     static constexpr int BATCH = Attend<T>::BATCH;
@@ -183,25 +183,40 @@ template <class T> class Walk {
         held_ = round_up(rows_, BATCH);
         stride_ = s_.padded + LANES;
         splits_ = (longest_ + SPLIT - 1) / SPLIT;
-        queries_ = static_cast<Element*>(workspace<0>(static_cast<size_t>(s_.heads * held_ * s_.padded) * sizeof(Element)));
-        states_ = static_cast<float*>(workspace<1>(static_cast<size_t>(s_.heads * splits_ * held_ * stride_) * sizeof(float)));
     }
 
-    void run() {
+    // What its queries and the states of its rows take, whole cache lines each.
+    size_t query_bytes() const { return lines(static_cast<size_t>(s_.heads * held_ * s_.padded) * sizeof(Element)); }
+    size_t state_bytes() const { return lines(static_cast<size_t>(s_.heads * splits_ * held_ * stride_) * sizeof(float)); }
+    long units() const { return s_.heads * splits_; }
+
+    void settle(void* queries, void* states) {
+        queries_ = static_cast<Element*>(queries);
+        states_ = static_cast<float*>(states);
         for (long head = 0; head < s_.heads; head++) lay_queries(head);
-        long chunk = rows_;  // rows of one job
-        if (s_.heads * splits_ < 2 * threads())
-            chunk = std::max<long>(BATCH, round_up((rows_ + threads() - 1) / threads(), BATCH));
-        long chunks = (rows_ + chunk - 1) / chunk;
-        parallel(s_.heads * splits_ * chunks, [&](long job) {
-            long first = job / s_.heads / splits_ * chunk;
-            walk(job % s_.heads, job / s_.heads % splits_, first, std::min(rows_, first + chunk));
-        });
+    }
+
+    // Cut into jobs; into more where all that is to be done has few units. Returns how many.
+    long cut(long units_in_all) {
+        chunk_ = rows_;
+        if (units_in_all < 2 * threads())
+            chunk_ = std::max<long>(BATCH, round_up((rows_ + threads() - 1) / threads(), BATCH));
+        return units() * ((rows_ + chunk_ - 1) / chunk_);
+    }
+
+    void work(long job) {
+        long first = job / s_.heads / splits_ * chunk_;
+        walk(job % s_.heads, job / s_.heads % splits_, first, std::min(rows_, first + chunk_));
+    }
+
+    void finish() {
         for (long node = 0; node < a_.rows; node++)
             for (long h = 0; h < a_.heads; h++) merge(node, h);
     }
 
   private:
+    static size_t lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
     float* state(long head, long split, long row) const {
         return states_ + ((head * splits_ + split) * held_ + row) * stride_;
     }
@@ -280,14 +295,39 @@ template <class T> class Walk {
     const Attention& a_;
     Store& s_;
     long group_, rows_;         // query heads of a KV head; rows of one KV head
-    long longest_, in_place_, held_, stride_, splits_;
+    long longest_, in_place_, held_, stride_, splits_, chunk_ = 0;
     bool has_tails_;
     std::vector<long> ends_, row_first_, row_end_;
-    Element* queries_;
-    float* states_;
+    Element* queries_ = nullptr;
+    float* states_ = nullptr;
 };
 
-template <class T> void attention_as(const Attention& a) { Walk<T>(a).run(); }
+// Texts of any lengths and numbers of rows: each walks its own store as it would alone, the jobs of all are done together.
+template <class T> void attention_as(const Attention* texts, long count) {
+    std::vector<Walk<T>> walks;
+    walks.reserve(static_cast<size_t>(count));
+    size_t queries = 0, states = 0;
+    long units = 0, jobs = 0;
+    for (long i = 0; i < count; i++) {
+        walks.emplace_back(texts[i]);
+        queries += walks.back().query_bytes();
+        states += walks.back().state_bytes();
+        units += walks.back().units();
+    }
+    char *at_queries = static_cast<char*>(workspace<0>(queries)), *at_states = static_cast<char*>(workspace<1>(states));
+    std::vector<long> ends;  // of each text's jobs
+    for (Walk<T>& walk : walks) {
+        walk.settle(at_queries, at_states);
+        at_queries += walk.query_bytes();
+        at_states += walk.state_bytes();
+        ends.push_back(jobs += walk.cut(units));
+    }
+    parallel(jobs, [&](long job) {
+        const auto text = std::upper_bound(ends.begin(), ends.end(), job) - ends.begin();
+        walks[static_cast<size_t>(text)].work(text ? job - ends[static_cast<size_t>(text - 1)] : job);
+    });
+    for (Walk<T>& walk : walks) walk.finish();
+}
 
 // For each KV head, softmax(q . k * scale) over [0, length), summed over rows and the head's query heads.
 template <class T>

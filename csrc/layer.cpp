@@ -55,11 +55,40 @@ void split(const Kernels& kernels, const Decoder& d, const Layer& l, const Decod
     kernels.rope(bf16, keys, of_keys.cos, of_keys.sin, rows, d.kv_heads, d.dim, r.k);
 }
 
+// Each text's rows over its own store of this layer.
+void attend(const Kernels& kernels, const Decoder& d, size_t layer, const DecoderRows& r, const std::vector<Part>& parts) {
+    const bool bf16 = parts[0].stores[layer]->is_bf16;
+    const long size = bf16 ? 2 : 4, q_width = d.heads * d.dim, kv_width = d.kv_heads * d.dim;
+    const long map = d.heads * (d.dim + 1) * (d.dim + 1);
+    auto at = [size](void* rows, long row, long width) { return static_cast<char*>(rows) + row * width * size; };
+    float* rests = nullptr;
+    if (std::any_of(parts.begin(), parts.end(), [](const Part& part) { return part.rest != nullptr; }))
+        rests = static_cast<float*>(workspace<4>(static_cast<size_t>(r.rows * d.heads * (d.dim + 1)) * sizeof(float)));
+    std::vector<Attention> texts;
+    long row = 0;
+    for (const Part& part : parts) {
+        Store& store = *part.stores[layer];
+        store.reserve(part.length + part.rows);
+        float* rest = part.rest ? rests + row * d.heads * (d.dim + 1) : nullptr;
+        if (rest)
+            kernels.rests(bf16, at(r.content, row, q_width), part.rest + static_cast<long>(layer) * map, part.rows, d.heads,
+                          d.dim, rest);
+        texts.push_back({&store, part.length, part.rows, d.heads, at(r.q, row, q_width),
+                         {at(r.k, row, kv_width), kv_width, d.dim}, {at(r.v, row, kv_width), kv_width, d.dim},
+                         r.parent + row, 1.0f / std::sqrt(static_cast<float>(d.dim)), d.layers[layer].window, rest,
+                         at(r.attended, row, q_width), r.lse + row * d.heads});
+        row += part.rows;
+    }
+    kernels.attention(texts.data(), static_cast<long>(texts.size()));
+}
+
 // One layer: x in place; the pointers of `r` are this layer's own.
-void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, const DecoderRows& r, Store& store, long length) {
-    const bool bf16 = store.is_bf16;
+void layer_forward(const Kernels& kernels, const Decoder& d, size_t layer, const DecoderRows& r,
+                   const std::vector<Part>& parts) {
+    const Layer& l = d.layers[layer];
+    const bool bf16 = parts[0].stores[layer]->is_bf16;
     const long size = bf16 ? 2 : 4, rows = r.rows, hidden = l.out->n, inner = l.down->k;
-    const long kv_width = d.kv_heads * d.dim, wide = d.heads * d.dim + 2 * kv_width;
+    const long wide = (d.heads + 2 * d.kv_heads) * d.dim;
     const long step = round_up(rows * std::max({hidden, wide, 2 * inner}) * size, 64);
     char* first = static_cast<char*>(workspace<2>(static_cast<size_t>(3 * step)));
     char *second = first + step, *third = second + step;
@@ -80,14 +109,7 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, con
 
     kernels.linear(*l.qkv, input(l.attention_norm), rows, second, false);
     split(kernels, d, l, r, bf16, second, first);
-    store.reserve(length + rows);
-    float* rest = nullptr;
-    if (r.rest) {
-        rest = static_cast<float*>(workspace<4>(static_cast<size_t>(rows * d.heads * (d.dim + 1)) * sizeof(float)));
-        kernels.rests(bf16, r.content, r.rest, rows, d.heads, d.dim, rest);
-    }
-    kernels.attention({&store, length, rows, d.heads, r.q, {r.k, kv_width, d.dim}, {r.v, kv_width, d.dim}, r.parent,
-                       1.0f / std::sqrt(static_cast<float>(d.dim)), l.window, rest, r.attended, r.lse});
+    attend(kernels, d, layer, r, parts);
     kernels.linear(*l.out, r.attended, rows, second, false);
     join(l.attention_norm);
     kernels.linear(*l.gate_up, input(l.mlp_norm), rows, second, false);
@@ -98,20 +120,18 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, con
 
 }  // namespace
 
-void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, const std::vector<Store*>& stores,
-             long length) {
+void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, const std::vector<Part>& parts) {
     DecoderRows r = rows;
     auto skip = [](void*& at, long bytes) { at = static_cast<char*>(at) + bytes; };
     for (size_t i = 0; i < d.layers.size(); i++) {
-        layer_forward(kernels, d, d.layers[i], r, *stores[i], length);
-        const long size = stores[i]->is_bf16 ? 2 : 4, q_bytes = r.rows * d.heads * d.dim * size;
+        layer_forward(kernels, d, i, r, parts);
+        const long size = parts[0].stores[i]->is_bf16 ? 2 : 4, q_bytes = r.rows * d.heads * d.dim * size;
         skip(r.q, q_bytes);
         skip(r.content, q_bytes);
         skip(r.attended, q_bytes);
         skip(r.k, r.rows * d.kv_heads * d.dim * size);
         skip(r.v, r.rows * d.kv_heads * d.dim * size);
         r.lse += r.rows * d.heads;
-        if (r.rest) r.rest += d.heads * (d.dim + 1) * (d.dim + 1);
     }
 }
 

@@ -28,12 +28,19 @@ struct Decoder {
     std::vector<Layer> layers;
 };
 
-// Rows on their way through the layers; what is made for each layer has the layers as its first axis.
+// One text's part of a forward: rows that stand behind `length` positions of its own stores.
+struct Part {
+    std::vector<Store*> stores;  // of each layer
+    long length, rows;
+    const float* rest;  // [layers, heads, dim + 1, dim + 1] or null: maps to what is left out (rests_as)
+};
+
+// Rows on their way through the layers, those of one text after those of another; what is made for each layer has the
+// layers as its first axis.
 struct DecoderRows {
     long rows;
     const float *cos, *sin;  // [rows, dim / 2]
-    const int32_t* parent;   // [rows]
-    const float* rest;       // [layers, heads, dim + 1, dim + 1] or null: maps to what is left out (rests_as)
+    const int32_t* parent;   // [rows], counted from the first row of the row's text
     void* x;                 // [rows, hidden], replaced by the result
     void *q, *k, *v;         // made here: [layers, rows, heads, dim], [layers, rows, kv_heads, dim] twice
     void* content;           // made here: queries before rotation [layers, rows, heads, dim]
@@ -41,7 +48,6 @@ struct DecoderRows {
     float* lse;              // made here: [layers, rows, heads]
 };
 
-void forward(const Kernels& kernels, const Decoder& decoder, const DecoderRows& rows, const std::vector<Store*>& stores,
-             long length);
+void forward(const Kernels& kernels, const Decoder& decoder, const DecoderRows& rows, const std::vector<Part>& parts);
 
 }  // namespace longdraft

@@ -171,7 +171,7 @@ struct Kernels {
     void (*write)(Store&, long start, Rows k, Rows v, const int64_t* which, long rows);
     void (*read)(const Store&, const int64_t* positions, long count, void* k, void* v);
     void (*weights)(const Store&, long length, const void* q, long rows, long heads, float scale, float* out);
-    void (*attention)(const Attention&);
+    void (*attention)(const Attention*, long count);  // of several texts, each with its own store
     void (*rests)(bool bf16, const void* content, const float* map, long rows, long heads, long dim, float* out);
     void (*scale)(bool bf16, void* x, long count, float by);
 };

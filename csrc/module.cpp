@@ -168,19 +168,26 @@ NB_MODULE(_cpu, m) {
             s.reserve(start + rows);
             k.write(s, start, rows_at(key, key_row, key_head), rows_at(value, value_row, value_head),
                     at<int64_t>(which), rows); })
-        .def("forward", [](const Kernels& k, const Decoder& decoder, const std::vector<Store*>& stores, long length,
-                           long rows, Address x, Address cos, Address sin, Address parent, Address rest, Address q,
-                           Address content, Address key, Address value, Address attended, Address lse) {
-            require_order(at<int32_t>(parent), rows);
-            forward(k, decoder, {rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<float>(rest), at<void>(x),
-                                 at<void>(q), at<void>(key), at<void>(value), at<void>(content), at<void>(attended), at<float>(lse)},
-                    stores, length); }, free_gil)
+        .def("forward", [](const Kernels& k, const Decoder& decoder, const std::vector<std::vector<Store*>>& stores,
+                           const std::vector<long>& lengths, const std::vector<long>& counts,
+                           const std::vector<Address>& rests, Address x, Address cos, Address sin, Address parent,
+                           Address q, Address content, Address key, Address value, Address attended, Address lse) {
+            std::vector<Part> parts;
+            long rows = 0;
+            for (size_t i = 0; i < stores.size(); i++) {
+                require_order(at<int32_t>(parent) + rows, counts[i]);
+                parts.push_back({stores[i], lengths[i], counts[i], at<float>(rests[i])});
+                rows += counts[i];
+            }
+            forward(k, decoder, {rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<void>(x), at<void>(q),
+                                 at<void>(key), at<void>(value), at<void>(content), at<void>(attended), at<float>(lse)},
+                    parts); }, free_gil)
         .def("keep", [](const Kernels& k, const std::vector<Store*>& stores, long start, const std::vector<int64_t>& rows,
-                        long held, Address key, Address value) {
+                        long held, long layer_stride, Address key, Address value) {
             for (int64_t row : rows) require(0 <= row && row < held, "rows that are there");
             for (size_t i = 0; i < stores.size(); i++) {
                 Store& s = *stores[i];
-                const long width = s.heads * s.dim, skipped = static_cast<long>(i) * held * width * (s.is_bf16 ? 2 : 4);
+                const long width = s.heads * s.dim, skipped = static_cast<long>(i) * layer_stride * (s.is_bf16 ? 2 : 4);
                 s.reserve(start + static_cast<long>(rows.size()));
                 k.write(s, start, rows_at(key + skipped, width, s.dim), rows_at(value + skipped, width, s.dim), rows.data(),
                         static_cast<long>(rows.size()));
@@ -209,7 +216,8 @@ NB_MODULE(_cpu, m) {
                              float scale, long window, Address rest, Address out, Address lse) {
             require_order(at<int32_t>(parent), rows);
             s.reserve(length + rows);
-            k.attention({&s, length, rows, heads, at<void>(q), rows_at(key, key_row, key_head),
-                         rows_at(value, value_row, value_head), at<int32_t>(parent), scale,
-                         window, at<float>(rest), at<void>(out), at<float>(lse)}); }, free_gil);
+            const Attention asked = {&s, length, rows, heads, at<void>(q), rows_at(key, key_row, key_head),
+                                     rows_at(value, value_row, value_head), at<int32_t>(parent), scale,
+                                     window, at<float>(rest), at<void>(out), at<float>(lse)};
+            k.attention(&asked, 1); }, free_gil);
 }

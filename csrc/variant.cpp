@@ -64,7 +64,9 @@ void rests(bool bf16, const void* content, const float* map, long rows, long hea
     bf16 ? rests_as<BF16>(content, map, rows, heads, dim, out) : rests_as<F32>(content, map, rows, heads, dim, out);
 }
 
-void attention(const Attention& a) { a.store->is_bf16 ? attention_as<BF16>(a) : attention_as<F32>(a); }
+void attention(const Attention* texts, long count) {
+    texts->store->is_bf16 ? attention_as<BF16>(texts, count) : attention_as<F32>(texts, count);
+}
 
 }  // namespace
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from longdraft.version import __version__
 
 if TYPE_CHECKING:
+    from longdraft.batching import Batch
     from longdraft.core import Event, SamplingParams
     from longdraft.engine import Engine, load, resume
     from longdraft.errors import JournalError, LongdraftError, ModelError, NumericalError, UsageError
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from longdraft.huggingface import from_transformers, hf_generate
 
 _HOME = {
-    "Event": "core", "SamplingParams": "core",
+    "Batch": "batching", "Event": "core", "SamplingParams": "core",
     "Engine": "engine", "Generation": "generation", "load": "engine", "resume": "engine",
     "JournalError": "errors", "LongdraftError": "errors", "ModelError": "errors", "NumericalError": "errors",
     "UsageError": "errors",
     "from_transformers": "huggingface", "hf_generate": "huggingface",
 }
-__all__ = ["Engine", "Event", "Generation", "JournalError", "LongdraftError", "ModelError", "NumericalError",
+__all__ = ["Batch", "Engine", "Event", "Generation", "JournalError", "LongdraftError", "ModelError", "NumericalError",
            "SamplingParams", "UsageError", "__version__", "from_transformers", "hf_generate", "load", "resume"]
 
 

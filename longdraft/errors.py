@@ -5,13 +5,21 @@ The doors (command line, server) print the message and nothing else; a traceback
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class LongdraftError(Exception):
     """Base of every error that is the user's to cure."""
 
 
 class UsageError(LongdraftError):
-    """An option, setting or prompt outside what is allowed."""
+    """An option, setting or prompt outside what is allowed. `name`: which one, where it is one."""
+
+    def __init__(self, message: str, name: str | None = None) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class ModelError(LongdraftError):
@@ -30,7 +38,26 @@ class NumericalError(LongdraftError):
     """The model produced logits that are not numbers."""
 
 
+class WorkerError(LongdraftError):
+    """A process that was to help is gone, and nobody can take its place."""
+
+
 def check(condition: bool, name: str, value: object, allowed: str, cure: str = "") -> None:
     """Raise :class:`UsageError` naming the value, the allowed range and the cure unless `condition`."""
     if not condition:
-        raise UsageError(f"{name} is {value!r}; allowed: {allowed}" + (f"; {cure}" if cure else ""))
+        raise UsageError(f"{name} is {value!r}; allowed: {allowed}" + (f"; {cure}" if cure else ""), name)
+
+
+@contextmanager
+def memory_told() -> Iterator[None]:
+    """Whoever ran out of memory, it is a MemoryError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in ("can't allocate memory", "not enough memory", "out of memory")):
+            raise MemoryError(str(error).splitlines()[0]) from error
+        raise
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError(str(error)) from error
+        raise

@@ -1,12 +1,14 @@
-"""One text being written, as an iterator of events: prefill, then the one loop, until the text ends or is stopped."""
+"""One text being written, as an iterator of events: prefill, then the one loop, until the text ends or is stopped.
+
+All of it is work that asks for forwards (longdraft/model/work.py). Iterating does it alone; a batch
+(longdraft/batching.py) does that of several texts side by side.
+"""
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -19,23 +21,28 @@ from longdraft.cache.full import FullCache
 from longdraft.core import Context, Event, Finish, SamplingParams
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
-from longdraft.errors import JournalError
+from longdraft.errors import JournalError, memory_told
 from longdraft.journal import Journal
 from longdraft.loops import Foresight
 from longdraft.model import sizing
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer
-from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.model.transformer import Ask, Forward, Transformer, chain_rows, tree_rows
+from longdraft.model.work import Meter, Work, answers
+from longdraft.parallel import Alone, Request
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Drafter, Verified, memory_of
+from longdraft.speculation.recorder import Recorder
 from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.tree import root_only
 from longdraft.version import __version__
-from longdraft.writing import Writing
+from longdraft.writing import Writing, Written
 
 log = logging.getLogger(__name__)
 PREFILL_CHUNK = 512  # prompt tokens in one forward; on the CPU any number gives the same text
-WRITTEN_CHUNK = 128  # of tokens that were written before, when a text is resumed; any number gives the same text
+PREFILL_SHARED = 64  # ... while others write in the same forwards: they wait for each
+WRITTEN_CHUNK = 128  # on a device, of tokens that were written before, when a text is resumed
 _LARGEST_TREE = 1024  # rows behind the text for which a reserved cache has room
 _QUERY_ROWS = 128  # last prompt rows that drafters are told of
 
@@ -52,6 +59,7 @@ class Means(Protocol):
     glide: Glide | None
     corpora: Corpora
     draft: Transformer | None
+    team: Alone
 
 
 class Generation(Iterator[Event]):
@@ -59,8 +67,10 @@ class Generation(Iterator[Event]):
 
     def __init__(self, engine: Means, prompt: list[int], params: SamplingParams,
                  on_prefill: Callable[[int, int], None] | None, journal: Journal | None = None,
-                 written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True) -> None:
-        """written: tokens that are there already; is_pure: they and the rest are of one arithmetic."""
+                 written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True,
+                 logprobs: int | None = None) -> None:
+        """written: tokens that are there already; is_pure: they and the rest are of one arithmetic; logprobs: tell
+        each token's log-probability, and those of so many of the likeliest."""
         self._engine = engine
         self._params = params
         self._on_prefill = on_prefill
@@ -74,31 +84,84 @@ class Generation(Iterator[Event]):
         draft = engine.draft and engine.draft.for_length(min(length, reads, engine.draft.config.max_positions))
         self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
-        if model.kernels.reserves:
+        if model.kernels.is_device:
             _reserve(model, cache, length)
-        sampler = Sampler(params, self._writing.stop_ids, is_fast=model.kernels.name != kernels.REFERENCE,
-                          kernels=model.kernels)
+        stop_ids, is_fast = self._writing.stop_ids, model.kernels.name != kernels.REFERENCE
+        sampler = Sampler(params, stop_ids, is_fast, model.kernels)
+        self._recorder = None if logprobs is None else Recorder(params, stop_ids, is_fast, logprobs)
+        meter = Meter(agree=engine.team.agree)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
-                                       draft)
+                                       draft, meter=meter)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
         context = Context(prompt)
         context.extend(int(token) for token in written)
-        self._step = Step(model, cache, drafter, sampler, context, Timings(), Tally())
+        self._step = Step(model, cache, drafter, self._recorder or sampler, context, Timings(), Tally())
+        self.meter = meter
         self._accepted = 0
         self._foresight = Foresight()
         self._prefill_seconds = 0.0
         self._decode_seconds = 0.0
-        self._events = self._run()
+        self._work = self._run()
 
     def __next__(self) -> Event:
-        return next(self._events)
+        """Go on, alone, up to the next event."""
+        with kernels.alone(self._engine.model.kernels):
+            done = self.go_on()
+            while isinstance(done, Ask):
+                began = time.perf_counter()
+                try:
+                    answer, = answers([done])
+                except BaseException:  # interrupted
+                    self._work.close()
+                    raise
+                self.meter.charge(time.perf_counter() - began)
+                done = self.go_on(answer)
+        return done
+
+    def go_on(self, answer: Forward | Exception | None = None) -> Ask | Event:
+        """Go on up to the next event, or the next forward that it takes: to be called again with the answer to that.
+
+        answer  the forward that was asked for, or why there is none, which ends the text
+
+        Raises StopIteration behind the last event, and whatever ends the text on the way.
+        """
+        with self.meter.running():
+            return self._work.throw(answer) if isinstance(answer, Exception) else self._work.send(answer)
 
     def close(self) -> None:
         """Stop the work. What was given so far stands, and a journal can be resumed."""
-        self._events.close()
+        self._work.close()
         self.is_closed = True
         if self._journal:
             self._journal.close()
+
+    @property
+    def params(self) -> SamplingParams:
+        """The settings in use, the seed among them."""
+        return self._params
+
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt's token ids."""
+        return [int(token) for token in self._step.context.slice(0, self._step.context.prompt_length)]
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time of this text's own steps so far."""
+        return self._decode_seconds
+
+    def time_plain(self) -> float:
+        """Seconds that plain decoding would take for the next token: a forward of the root alone, tried now, and what
+        else a step of this text takes besides drafting and verifying. Changes nothing: the row is dropped."""
+        model, cache, context = self._step.model, self._step.cache, self._step.context
+        start = time.perf_counter()
+        with kernels.alone(self._engine.model.kernels):
+            model.forward(tree_rows(root_only(context.last), len(context) - 1), cache, 1)
+        seconds = time.perf_counter() - start
+        cache.commit(())
+        timings, steps = self._step.timings, self._step.tally.steps
+        besides = self._decode_seconds - timings.draft - timings.verify
+        return seconds + (max(0.0, besides) / steps if steps else 0.0)
 
     @property
     def finish_reason(self) -> Finish | None:
@@ -142,81 +205,91 @@ class Generation(Iterator[Event]):
         start = self._step.context.prompt_length
         return self._step.context.slice(start, start + self._writing.num_tokens)
 
-    def _run(self) -> Generator[Event, None, None]:
+    def _run(self) -> Generator[Ask | Event, Forward | None, None]:
+        team, context = self._engine.team, self._step.context
         try:
-            with _memory_told():
+            written = context.slice(context.prompt_length, len(context))
+            team.begin(Request(context.slice(0, context.prompt_length), self._params, written))
+            with memory_told():
                 yield from self._replay()
                 if not self.is_finished:
-                    self._prefill()
+                    yield from self._prefill()
                 while not self.is_finished:
-                    yield self._advance()
+                    yield (yield from self._advance())
         finally:
             if self._journal:
                 self._journal.close()
+            team.end(is_finished=self.is_finished)
 
     def _replay(self) -> Iterator[Event]:
         """What was written before, as one event."""
         if self.num_resumed:
             start = self._step.context.prompt_length
             written = self._step.context.slice(start, start + self.num_resumed).tolist()
-            tokens, text = self._writing.push(written)
-            if len(tokens) < len(written):
+            new = self._writing.push(written)
+            if len(new.tokens) < len(written):
                 raise JournalError("the journal holds tokens behind the text's end; it cannot be used")
-            yield self._event(tokens, text)
+            yield self._event(new)._replace(sources=("",) * len(new.tokens))
 
-    def _advance(self) -> Event:
+    def _advance(self) -> Work[Event]:
         """One step, in the journal before anybody sees it."""
         start, writing = time.perf_counter(), self._writing
-        with kernels.alone(self._engine.model.kernels):
-            accepted = self._step.run(self._params.max_new_tokens - writing.num_tokens)
+        with self._engine.team.unit(self._step.context):
+            accepted = yield from self._step.run(self._params.max_new_tokens - writing.num_tokens)
         had_loop = writing.loop is not None
-        tokens, text = writing.push(accepted.tokens)
-        self._accepted += min(len(tokens), len(accepted.sources))
+        new = writing.push(accepted.tokens)
+        self._accepted += min(len(new.tokens), len(accepted.sources))
         self._foresight.push(len(accepted.sources), accepted.depth)
         seconds = time.perf_counter() - start
         self._decode_seconds += seconds
         if self._journal:
-            self._journal.append(tokens, accepted.drafted, seconds)
+            self._journal.append(new.tokens, accepted.drafted, seconds)
         if writing.loop and not had_loop:
             sure = ", and nearly every draft is right to its end" if self._foresight.is_stuck else ""
             log.warning("%s%s; a repetition penalty or a higher temperature helps, on_loop=stop ends such a text",
                         writing.loop, sure)
-        return self._event(tokens, text)
+        count = len(new.tokens)
+        told = tuple(self._recorder.last[:count]) if self._recorder else ()
+        return self._event(new)._replace(sources=(*accepted.sources, "")[:count], drafted=accepted.drafted,
+                                         depth=accepted.depth, logprobs=told)
 
-    def _event(self, tokens: tuple[int, ...], text: str) -> Event:
+    def _event(self, new: Written) -> Event:
         reason = self._writing.finish_reason
         if reason and self._journal:
             self._journal.finish(reason)
-        return Event(tokens, text, reason, self.stats() if reason else None)
+        return Event(new.tokens, new.text, reason, self.stats() if reason else None, pieces=new.pieces)
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> Work[None]:
         """All of the text but its last token, which is the first root."""
         began = time.perf_counter()
         step = self._step
         last = len(step.context) - 1
         verified: Verified | None = None
-        with kernels.alone(self._engine.model.kernels):
-            for start, end, is_prompt in self._chunks(last):
-                chunk = step.context.slice(start, end).tolist()
-                result = step.model.forward(chain_rows(chunk, start), step.cache, is_prompt)
-                step.cache.commit(range(len(chunk)))
-                verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
-                if self._on_prefill:
-                    self._on_prefill(start + len(chunk), last)
-            step.drafter.begin(step.context, verified)
+        while step.cache.length < last:
+            start = step.cache.length
+            end, is_prompt = self._chunk(start, last)
+            chunk = step.context.slice(start, end).tolist()
+            with self._engine.team.unit(step.context):
+                result = yield Ask(step.model, chain_rows(chunk, start), step.cache, is_prompt=is_prompt)
+            step.cache.commit(range(len(chunk)))
+            verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
+            if self._on_prefill:
+                self._on_prefill(start + len(chunk), last)
+        step.drafter.begin(step.context, verified)
         self._prefill_seconds = time.perf_counter() - began
 
-    def _chunks(self, last: int) -> Iterator[tuple[int, int, bool]]:
-        """Where the chunks of [0, last) begin and end, and whether they are the prompt's.
+    def _chunk(self, start: int, last: int) -> tuple[int, bool]:
+        """Where the chunk that begins at `start` ends, and whether it is the prompt's.
 
-        The prompt's last token and what was written were computed by steps in the uncut run, and are so again: as
-        rows of verification, which do not depend on one another.
+        On a device a prompt's chunks are of one size. Its last token and what was written were computed by steps in
+        the uncut run, and are so again: as rows of verification, which do not depend on one another.
         """
+        if not self._step.model.kernels.is_device:
+            return min(start + (PREFILL_CHUNK if self.meter.texts == 1 else PREFILL_SHARED), last), True
         prompt = min(self._step.context.prompt_length - 1, last)
-        for start in range(0, prompt, PREFILL_CHUNK):
-            yield start, min(start + PREFILL_CHUNK, prompt), True
-        for start in range(prompt, last, WRITTEN_CHUNK):
-            yield start, min(start + WRITTEN_CHUNK, last), False
+        if start < prompt:
+            return min(start + PREFILL_CHUNK, prompt), True
+        return min(start + WRITTEN_CHUNK, last), False
 
     def stats(self) -> dict[str, Any]:
         """The statistics so far, under the names of the `--stats` file."""
@@ -266,20 +339,5 @@ def _reserve(model: Transformer, cache: FullCache, length: int) -> None:
                           f"{(free or 0) / 2**30:.1f} GiB of {model.kernels.device} are free; "
                           f"{max(0, fits - _LARGEST_TREE)} tokens would fit, prompt and new ones together; write "
                           f"fewer, or take --quantize int8{small}")
-    with _memory_told():
+    with memory_told():
         cache.reserve(wanted)
-
-
-@contextmanager
-def _memory_told() -> Iterator[None]:
-    """Whoever ran out of memory, it is a MemoryError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if any(sign in str(error) for sign in ("can't allocate memory", "not enough memory", "out of memory")):
-            raise MemoryError(str(error).splitlines()[0]) from error
-        raise
-    except OSError as error:
-        if error.errno == errno.ENOMEM:
-            raise MemoryError(str(error)) from error
-        raise

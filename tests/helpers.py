@@ -8,7 +8,8 @@ import torch
 
 from longdraft import drafters
 from longdraft.core import Context, SamplingParams
-from longdraft.model.transformer import Forward, Rows, Transformer, chain_rows
+from longdraft.model.transformer import Ask, Forward, Transformer, chain_rows
+from longdraft.model.work import alone, at_once
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
 from longdraft.speculation.step import Step, Tally, Timings
@@ -39,7 +40,7 @@ def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
     drafter.begin(context, verified)
     step = Step(model, cache, drafter, sampler, context, Timings(), Tally() if tally is None else tally)
     while context.num_new < params.max_new_tokens:
-        step.run(params.max_new_tokens - context.num_new)
+        alone(step.run(params.max_new_tokens - context.num_new))
     return context.slice(len(prompt), len(context)).tolist()
 
 
@@ -50,14 +51,13 @@ class TableModel:
         self._logits_of = logits_of
         self._text: list[int] = []
 
-    def forward(self, rows: Rows, cache: object, is_prompt: bool = False) -> Forward:
+    def together(self, asks: Sequence[Ask]) -> list[Forward]:
+        (ask,) = asks
         paths: list[tuple[int, ...]] = []
-        for token, parent in zip(rows.tokens, rows.parents, strict=True):
+        for token, parent in zip(ask.rows.tokens, ask.rows.parents, strict=True):
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
-        return Forward(torch.tensor([list(self._logits_of(path)) for path in paths]), ())
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
+        logits = torch.tensor([list(self._logits_of(path)) for path in paths])
+        return [Forward(logits, (), slice(None), logits)]
 
 
 class NoCache:
@@ -79,6 +79,7 @@ class TreeDrafter:
     def begin(self, context: Context, verified: Verified | None) -> None:
         pass
 
+    @at_once
     def propose(self, context: Context, max_depth: int) -> Tree:
         return self._propose(context)
 

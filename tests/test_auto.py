@@ -8,7 +8,8 @@ import pytest
 
 from longdraft.core import Context
 from longdraft.drafters.auto import AutoDrafter
-from longdraft.drafters.costs import Acceptance, Contender, Depths, Line, VerifyCost
+from longdraft.drafters.costs import Acceptance, Contender, Depths, ForwardCost, Line
+from longdraft.model.work import alone, at_once
 from longdraft.speculation.drafter import Accepted
 from longdraft.tree import Tree, chain, from_paths, root_only
 
@@ -32,9 +33,9 @@ def test_a_line_keeps_its_slope_while_all_points_are_alike_and_shrugs_off_a_hicc
 
 
 def test_a_verification_grows_with_the_context_that_it_reads():
-    verify = VerifyCost(weights=1000)
+    verify = ForwardCost(weights=1000)
     for rows in (1, 4, 8, 1, 4, 8):
-        verify.add(rows, 1000, 0.002 * (1 + 0.02 * rows))
+        verify.add([(rows, 1000)], 0.002 * (1 + 0.02 * rows))
     assert verify.at(4, 9000) == pytest.approx(5 * verify.at(4, 1000))
     assert verify.per_row(1000) == pytest.approx(0.00004, rel=0.3)
 
@@ -68,13 +69,25 @@ def test_a_tree_keeps_the_wanted_nodes_below_wanted_ones():
 
 @pytest.mark.parametrize("draft_seconds, expected", [(0.1, range(5, 17)), (1.5, range(2, 5)), (30.0, range(1, 2))])
 def test_the_best_depth_follows_from_what_drafts_cost(draft_seconds, expected):
-    contender, verify, numbers = Contender(16), VerifyCost(1), random.Random(3)
+    contender, verify, numbers = Contender(16), ForwardCost(1), random.Random(3)
     for step in range(400):
         depth = 1 + step % 16
         accepted = next((d for d in range(depth) if numbers.random() > 0.7), depth)
-        verify.add(1 + depth, 99, 5.0)
+        verify.add([(1 + depth, 99)], 5.0)
         contender.add(depth, chain(1, range(2, 2 + depth), "self"), accepted, draft_seconds * depth)
     assert contender.best(verify, 99)[1] in expected
+
+
+class Clock:
+    """What a text alone takes is what `now` says."""
+
+    texts = 1.0
+
+    def __init__(self, now: list[float]) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now[0]
 
 
 class Paced:
@@ -86,6 +99,7 @@ class Paced:
     def begin(self, context, verified):
         pass
 
+    @at_once
     def propose(self, context, max_depth):
         self.clock[0] += self.seconds
         return root_only(context.last)
@@ -97,13 +111,13 @@ class Paced:
 def test_auto_drafts_with_the_fastest_and_notices_when_that_changes():
     clock = [0.0]
     paces = {name: Paced(clock, seconds) for name, seconds in (("plain", 1.0), ("slow", 3.0), ("fast", 0.5))}
-    drafter = AutoDrafter(paces, clock=lambda: clock[0])
+    drafter = AutoDrafter(paces, meter=Clock(clock))
     context = Context([1])
     drafter.begin(context, None)
 
     def write(steps: int) -> None:
         for _ in range(steps):
-            drafter.propose(context, 9)
+            alone(drafter.propose(context, 9))
             context.extend([1])
             drafter.observe(context, Accepted((1,), (0,), (), None))
             assert paces[drafter._active].observed == len(context), "whoever drafts next has seen the whole text"
@@ -122,6 +136,7 @@ def test_auto_drafts_with_the_fastest_and_notices_when_that_changes():
 class Chained(Paced):
     """Drafts a chain that costs `seconds` for each token; `wanted` says how many of them are right."""
 
+    @at_once
     def propose(self, context, max_depth):
         self.depth = min(max_depth, 10)
         self.clock[0] += self.seconds * self.depth
@@ -131,12 +146,12 @@ class Chained(Paced):
 def test_auto_drafts_as_deep_as_pays_and_leaves_out_what_is_not_worth_its_row():
     clock, numbers = [0.0], random.Random(5)
     chained = Chained(clock, 1.0)
-    drafter = AutoDrafter({"plain": Paced(clock, 0.0), "chain": chained}, weights=1e6, clock=lambda: clock[0])
+    drafter = AutoDrafter({"plain": Paced(clock, 0.0), "chain": chained}, weights=1e6, meter=Clock(clock))
     context = Context([2])
     drafter.begin(context, None)
     rows: list[int] = []
     for _ in range(3000):
-        tree = drafter.propose(context, 99)
+        tree = alone(drafter.propose(context, 99))
         clock[0] += 10.0 + 0.05 * len(tree)
         right = next((d for d in range(max(tree.depths)) if numbers.random() > 0.6), max(tree.depths))
         path = tuple(range(right + 1))
@@ -146,3 +161,79 @@ def test_auto_drafts_as_deep_as_pays_and_leaves_out_what_is_not_worth_its_row():
     assert drafter.turns["chain"] > 0.95 * sum(drafter.turns.values())
     assert 3 <= sum(rows[-500:]) / 500 <= 6, "1 + .6 + .36 + ... over 10 + depth is best at three or four"
     assert isinstance(tree, Tree) and drafter.nbytes == 0
+
+
+# Among other texts.
+
+
+def test_the_parts_of_a_forward_add_up_to_it_and_a_row_costs_what_it_adds():
+    cost, numbers = ForwardCost(weights=1000), random.Random(4)
+
+    def seconds(parts: list[tuple[int, int]]) -> float:
+        return 1e-3 * (1000 + sum(context for _, context in parts)) + 1e-5 * sum(
+            rows * (1000 + context) for rows, context in parts)
+
+    for _ in range(300):
+        parts = [(numbers.randint(1, 12), numbers.randint(1, 5000)) for _ in range(numbers.randint(1, 16))]
+        cost.add(parts, seconds(parts))
+    parts = [(1, 200), (8, 4000), (3, 100)]
+    shares = [cost.at(rows, context, len(parts)) for rows, context in parts]
+    assert sum(shares) == pytest.approx(seconds(parts), rel=0.05)
+    assert cost.per_row(4000) == pytest.approx(0.05, rel=0.1), "whatever it is called with, others or none"
+    assert cost.at(8, 4000, 3) - cost.at(7, 4000, 3) == pytest.approx(cost.per_row(4000))
+    assert cost.shared(1) == 1 and cost.shared(16) == pytest.approx(1 / 16 + 0.01, rel=0.2)
+
+
+class Crowd(Clock):
+    """A text among others that do as it does: its part of each forward, drafts over few keys and verifications."""
+
+    def __init__(self, per_row: float) -> None:
+        super().__init__([0.0])
+        self.per_row = per_row
+
+    def forward(self, rows: int, context: int) -> None:
+        self.now[0] += 1000 / self.texts + context + self.per_row * rows * (1000 + context)
+
+
+def written_among(texts: list[float], per_row: float) -> tuple[list[float], list[float]]:
+    """For each number of texts: the share of tokens that were drafted, and the mean rows of a verification."""
+    crowd, numbers, context = Crowd(per_row), random.Random(5), Context([2] * 1000)
+
+    class Drafting(Chained):
+        @at_once
+        def propose(self, context, max_depth):
+            depth = min(max_depth, 10)
+            for _ in range(depth):
+                crowd.forward(1, 100)
+            return chain(context.last, [2] * depth, "self")
+
+    drafter = AutoDrafter({"plain": Paced([0.0], 0.0), "chain": Drafting([0.0], 0.0)}, weights=1000, meter=crowd)
+    drafter.begin(context, None)
+    shares, sizes = [], []
+    for number in texts:
+        crowd.texts = number
+        rows, turns = 0, []
+        for _ in range(600):
+            tree = alone(drafter.propose(context, 99))
+            rows += len(tree)
+            crowd.forward(len(tree), 1000)
+            right = next((d for d in range(max(tree.depths)) if numbers.random() > 0.7), max(tree.depths))
+            path = tuple(range(right + 1))
+            turns.append(drafter._active == "chain")
+            context.extend([2] * len(path))
+            drafter.observe(context, Accepted((2,) * len(path), path, ("self",) * right, None))
+        shares.append(sum(turns[100:]) / 500)
+        sizes.append(rows / 600)
+    return shares, sizes
+
+
+def test_drafting_begins_to_pay_where_others_share_the_weights_and_stops_when_they_leave():
+    """Alone a draft reads 1,100 and a verification 2,000; among sixteen, 160 and 1,060."""
+    shares, _ = written_among([1, 16, 1], per_row=1e-4)
+    assert shares[0] < 0.3 and shares[1] > 0.9 and shares[2] < 0.3
+
+
+def test_trees_are_smaller_where_the_rows_of_all_keep_the_processor_busy():
+    _, free = written_among([16], per_row=1e-4)
+    _, busy = written_among([16], per_row=0.05)
+    assert busy[0] < 0.75 * free[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from conftest import load
@@ -89,6 +90,24 @@ def test_roofline(capfd, tmp_path, tiny):
     assert "A step of plain decoding" in out
 
 
+def test_texts_side_by_side(capfd, tmp_path, tiny):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("It was a dark and stormy night. " * 4)
+    report, out = bench(capfd, tmp_path, "batch", *TINY, "--model", str(tiny["gqa"]), "--contexts", "20,40", "--texts",
+                        "1,3", "--drafters", "plain ngram,seen=1", "--turn", "4", "--prompt-file", str(prompt),
+                        "--python", "/bin/true" if Path("/bin/true").exists() else "/usr/bin/true")
+    records = report["texts"]
+    assert [(r["context"], r["drafter"], r["texts"]) for r in records] == [
+        (context, drafter, texts) for context in (20, 40) for drafter in ("plain", "ngram,seen=1") for texts in (1, 3)]
+    for record in records:
+        assert record["limit"] >= 1 and record["mean_accepted_length"] >= 1
+        assert record["to_one_after_another"] == pytest.approx(
+            record["tokens_per_second"] / record["alone_tokens_per_second"]), "one turn: its ratio is the median"
+    assert records[0]["limit"] == 1 < records[1]["limit"] < 3 and len(report["sha256_prompt"]) == 64
+    assert [set(peer) >= {"engine", "error"} for peer in report["peer"]] == [True, True]
+    assert "one after another" in out and "The peer" in out
+
+
 def test_a_roofline_is_drawn(capfd, tmp_path, tiny):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "plot.svg"
@@ -98,6 +117,12 @@ def test_a_roofline_is_drawn(capfd, tmp_path, tiny):
 
 MISTAKES = {
     "no numbers": (["kernels", "--rows", "1,x"], "--rows is '1,x'; allowed: whole numbers from 1 to 512"),
+    "texts": (["batch", "--prompt-file", "x", "--texts", "0"], "--texts is '0'"),
+    "a turn": (["batch", "--prompt-file", "x", "--turn", "0"], "--turn is 0"),
+    "slots of another": (["batch", "--prompt-file", "x", "--peers", "vllm"], "allowed: llama.cpp or none"),
+    "a short prompt": (["batch", "--prompt-file", __file__, "--contexts", "9000000"], "the prompt file has"),
+    "a model to draft with": (["batch", "--prompt-file", __file__, "--contexts", "50", "--drafters",
+                               "draft-model,model=novelist"], "drafters without a model of their own"),
     "zero": (["roofline", "--contexts", "0"], "--contexts is '0'"),
     "beyond the model": (["roofline", "--contexts", "200000"], "the model's context limit"),
     "dtype": (["kernels", "--dtype", "float16"], "--dtype is 'float16'; allowed: float32 or bfloat16"),

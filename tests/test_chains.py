@@ -21,6 +21,7 @@ from longdraft.drafters import follower as follower_module
 from longdraft.drafters.follower import Follower
 from longdraft.errors import UsageError
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.model.work import alone
 from longdraft.speculation.step import Tally
 
 
@@ -54,7 +55,7 @@ def test_what_it_has_read_is_what_a_fresh_one_reads(model, monkeypatch, budget, 
     for _ in range(60):
         path = [context.last]
         for _ in range(pick.randrange(7)):
-            logits = reader.read(context, path)
+            logits = alone(reader.read(context, path))
             if logits is None:
                 break
             row = reader.cache.length
@@ -73,9 +74,9 @@ def test_what_it_has_read_is_what_a_fresh_one_reads(model, monkeypatch, budget, 
 def test_a_window_reads_no_more_of_a_long_prompt_than_it_holds(model, monkeypatch):
     reader = Follower(model, model.config.vocab_size, 40, 4, 10)
     read = []
-    forward = Transformer.forward
-    monkeypatch.setattr(Transformer, "forward", lambda self, rows, cache: (
-        read.append(len(rows.tokens)), forward(self, rows, cache))[1])
+    together = Transformer.together
+    monkeypatch.setattr(Transformer, "together", lambda self, asks: (
+        read.extend(len(ask.rows.tokens) for ask in asks), together(self, asks))[1])
     reader.begin(Context(prompt_of(3000)))
     assert read == [30]
 
@@ -87,7 +88,7 @@ def test_vocabularies_padded_to_different_sizes_fit(model, tmp_path):
     for size in (280, 300, 320):
         reader = Follower(small, size, 100, 0, 10)
         reader.begin(context)
-        logits = reader.read(context, [5])
+        logits = alone(reader.read(context, [5]))
         assert logits.shape == (1, size) and logits[0, 300:].isneginf().all()
 
 
@@ -136,7 +137,7 @@ class Watched:
     def propose(self, context, max_depth):
         rows = self._drafter.partial._rows
         before, length = contents(rows), rows.length
-        tree = self._drafter.propose(context, max_depth)
+        tree = yield from self._drafter.propose(context, max_depth)
         assert rows.length == length
         assert all(torch.equal(a, b) for a, b in zip(before, contents(rows), strict=True))
         self.selections = self._drafter.partial.num_selections
@@ -198,7 +199,6 @@ def test_falling_acceptance_has_retrieval_chosen_anew(model):
     ("magicdec", {"refresh": "0"}, "refresh is 0"),
     ("magicdec", {"sinks": "-1"}, "sinks is -1"),
     ("magicdec", {"width": "17"}, "width is 17; allowed: 1 to 16"),
-    ("draft-model", {}, "drafter 'draft-model' needs a smaller model with the same vocabulary; give --drafter-option"),
     ("draft-model", {"model": "m", "cache": "partial"}, "cache is 'partial'; allowed: streaming or full"),
     ("draft-model", {"model": "m", "cache": "full", "budget": "999"}, "'full'; allowed: streaming, with budget"),
     ("draft-model", {"model": "m", "budget": "260"}, r"budget is 260; allowed: more than sinks \+ refresh \(260\)"),
@@ -206,7 +206,6 @@ def test_falling_acceptance_has_retrieval_chosen_anew(model):
     ("triforce", {"floor": "1"}, "floor is 1.0; allowed: 0 to below 1; 0 chooses by the stride alone"),
     ("triforce", {"stride": "0"}, "stride is 0"),
     ("triforce", {"guesses": "0"}, "guesses is 0; allowed: 1 to 16"),
-    ("triforce", {"window": "99"}, "model is ''; allowed: a smaller model, with window, sinks or refresh"),
     ("triforce", {"model": "m", "window": "60"}, r"budget is 60; allowed: more than sinks \+ refresh \(68\)"),
 ])
 def test_options_out_of_range_say_why(name, options, message):
@@ -243,6 +242,38 @@ def test_a_window_has_the_rotations_of_a_window(tiny, tmp_path, name, options, c
                     rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
     stats = stats_of(tiny["gqa"], name, model=str(tmp_path), **options)
     assert stats["by_source"]["draft"]["drafted"] > 0 and "is longer than" not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def with_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a smaller one in its own folder."""
+    folder = tmp_path_factory.mktemp("pair")
+    make_checkpoint(folder)
+    make_checkpoint(folder / "draft", num_hidden_layers=1, max_position_embeddings=2048)
+    return folder
+
+
+@pytest.mark.parametrize("name, source", [("draft-model", "draft"), ("triforce", "draft"), ("auto", "")])
+def test_a_smaller_model_beside_the_model_is_found(with_draft, name, source):
+    stats = stats_of(with_draft, name, **({"window": 99} if name == "triforce" else {}))
+    assert stats["sha256_tokens"] == stats_of(with_draft, "plain")["sha256_tokens"]
+    if name == "auto":
+        assert "draft-model" in stats["tokens_by_choice"]
+    else:
+        assert stats["by_source"][source]["drafted"] > 0
+
+
+def test_without_a_smaller_model_who_needs_one_says_so(tiny):
+    with pytest.raises(longdraft.ModelError, match=r"needs a smaller model and .* give --drafter-option model=NAME"):
+        stats_of(tiny["gqa"], "draft-model")
+    with pytest.raises(UsageError, match=r"model is ''; allowed: a smaller model, with window, sinks or refresh"):
+        stats_of(tiny["gqa"], "triforce", window=99)
+
+
+def test_a_draft_of_too_short_a_context_is_none_for_auto(tmp_path):
+    make_checkpoint(tmp_path)
+    make_checkpoint(tmp_path / "draft", num_hidden_layers=1, max_position_embeddings=512)
+    assert "draft-model" not in stats_of(tmp_path, "auto")["tokens_by_choice"]
 
 
 def test_memory_of_drafters_is_reported(tiny):

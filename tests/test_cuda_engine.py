@@ -28,6 +28,7 @@ from longdraft.kernels import noise
 from longdraft.model import checkpoint, heads
 from longdraft.model import config as model_config
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.model.work import alone
 from longdraft.sampling.sampler import DAMAGED, Sampler
 from longdraft.speculation.drafter import Verified
 from longdraft.speculation.step import Step, Tally, Timings
@@ -139,7 +140,7 @@ def generate(model: Transformer, prompt: list[int], params: SamplingParams, fact
     drafter.begin(context, Verified(result, [len(prompt) - 2]))
     step = Step(model, cache, drafter, sampler, context, Timings(), tally or Tally())
     while context.num_new < params.max_new_tokens:
-        step.run(params.max_new_tokens - context.num_new)
+        alone(step.run(params.max_new_tokens - context.num_new))
     return context.slice(len(prompt), len(context)).tolist()
 
 

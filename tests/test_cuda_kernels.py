@@ -279,7 +279,7 @@ def test_layers_agree_with_the_reference_and_rows_do_not_know_one_another(dtype,
                 angles=angles, kernel=kernel) -> tuple[torch.Tensor, ...]:
             k, v = (torch.empty(num, len(chosen), kv_heads, dim, dtype=kernel.dtype, device=DEVICE) for _ in range(2))
             out, attended = decoder.forward(x[chosen], angles[chosen].cos(), angles[chosen].sin(),
-                                            LayersKV(stores, length, k, v, rest), parents)
+                                            [LayersKV(stores, length, k, v, rest)], parents)
             return (out, k, v, *attended)
 
         results.append(run(list(range(rows)), parents))
@@ -309,8 +309,8 @@ def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family):
         k, v = (torch.empty(num, rows, kv_heads, dim, dtype=kernel.dtype, device=DEVICE) for _ in range(2))
         angles = rows_of(rows, dim // 2, seed=7)
         out, attended = decoder.forward(rows_of(rows, 48, seed=8, dtype=kernel.dtype), angles.cos(), angles.sin(),
-                                        LayersKV(stores, length, k, v), torch.arange(-1, rows - 1, dtype=torch.int32),
-                                        is_prompt=True)
+                                        [LayersKV(stores, length, k, v, is_prompt=True)],
+                                        torch.arange(-1, rows - 1, dtype=torch.int32))
         results.append((out, k, v, *(part[:, -120:] for part in attended)))
     for got, expected in zip(*results, strict=True):
         close(got, expected, dtype, times=20)

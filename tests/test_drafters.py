@@ -18,6 +18,7 @@ from longdraft.drafters.table import RANKED, NgramTable
 from longdraft.drafters.tokenswift import TokenSwiftOptions
 from longdraft.errors import ModelError, UsageError
 from longdraft.model import heads
+from longdraft.model.work import alone
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.verify import walk
 from longdraft.tree import Trie, chain, from_paths, root_only
@@ -126,7 +127,7 @@ def test_ngram_drafts_nothing_where_there_is_nothing_to_reuse():
     drafter = NgramDrafter(NgramOptions(), SamplingParams())
     context = Context([5])
     drafter.begin(context, None)
-    assert drafter.propose(context, 10) == root_only(5)
+    assert alone(drafter.propose(context, 10)) == root_only(5)
 
 
 def tokenswift(tiny: dict[str, Path], prompt: list[int], **options: object):
@@ -148,7 +149,7 @@ def tokenswift(tiny: dict[str, Path], prompt: list[int], **options: object):
 
 def test_tokenswift_builds_the_papers_tree(tiny):
     drafter, context = tokenswift(tiny, prompt_of(60), chain=1, tree="1,3,3,3", continuations=0)
-    tree = drafter.propose(context, 100)
+    tree = alone(drafter.propose(context, 100))
     assert len(tree) == 41
     assert Counter(tree.depths) == {0: 1, 1: 1, 2: 3, 3: 9, 4: 27}
 
@@ -157,11 +158,11 @@ def test_tokenswift_grafts_ngrams_behind_its_first_token(tiny):
     prompt = prompt_of(60)
     drafter, context = tokenswift(tiny, prompt, chain=1, tree="1", delay=0, seen=1, budget=500)
     drafter._sampler.rank = lambda logits, context, path, num, ahead=0: prompt[:1]  # what has a known successor
-    tree = drafter.propose(context, 100)
+    tree = alone(drafter.propose(context, 100))
     assert [tree.tokens[n] for n in tree.path(len(tree) - 1)[1:]][:2] == prompt[:2]
     assert tree.sources[1] == "self" and set(tree.sources[2:]) == {"ngram"} and max(tree.depths) == 4
-    assert max(drafter.propose(context, 2).depths) <= 2
-    assert drafter.propose(context, 0) == root_only(context.last)
+    assert max(alone(drafter.propose(context, 2)).depths) <= 2
+    assert alone(drafter.propose(context, 0)) == root_only(context.last)
 
 
 def test_with_a_partial_cache_that_holds_everything_the_first_guess_is_right(tiny):
@@ -171,7 +172,7 @@ def test_with_a_partial_cache_that_holds_everything_the_first_guess_is_right(tin
     from longdraft.model.transformer import chain_rows
 
     ids = context.slice(0, len(context)).tolist()
-    for token in drafter.propose(context, 9).tokens[1:]:
+    for token in alone(drafter.propose(context, 9)).tokens[1:]:
         logits = model.logits(model.forward(chain_rows(ids, 0), model.new_cache()).hidden)
         assert token == int(logits[-1].argmax())
         ids.append(token)
@@ -182,7 +183,7 @@ def test_with_a_partial_cache_that_holds_everything_the_first_guess_is_right(tin
 def test_drafts_stay_within_the_depth_allowed_and_leave_the_cache_as_it_was(tiny, max_depth):
     drafter, context = tokenswift(tiny, prompt_of(60), chain=3, tree="2,2,1", continuations=0)
     held = drafter.partial.length
-    assert max(drafter.propose(context, max_depth).depths) == min(max_depth, 5)
+    assert max(alone(drafter.propose(context, max_depth)).depths) == min(max_depth, 5)
     assert drafter.partial.length == held
 
 

@@ -17,6 +17,7 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters.glide import GlideReader, Ring
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.transformer import chain_rows
+from longdraft.model.work import alone
 from longdraft.speculation.step import Tally
 from longdraft.train import base as frozen
 from longdraft.train import glide as training
@@ -106,9 +107,9 @@ def test_what_is_read_does_not_depend_on_what_was_drafted_before(tiny, model):
     straight, led = (GlideReader(layer, model, cache, 8) for _ in range(2))
     context = Context(text)
     for path in ([9], [9, 8], [9, 8, 7], [3]):
-        led.read(context, [text[-1], *path])
+        alone(led.read(context, [text[-1], *path]))
     for path in ([], [5], [5, 6], [5, 6, 7]):
-        one, other = (reader.read(context, [text[-1], *path]) for reader in (straight, led))
+        one, other = (alone(reader.read(context, [text[-1], *path])) for reader in (straight, led))
         assert torch.allclose(one, other, atol=1e-4)
         assert led.ring.num_drafts == len(path)
 
@@ -122,7 +123,7 @@ def test_memory_does_not_grow_with_the_text(tiny, model):
         model.forward(chain_rows(text[:-1], 0), cache)
         cache.commit(range(length - 1))
         reader = GlideReader(layer, model, cache, 4)
-        reader.read(Context(text), text[-1:])
+        alone(reader.read(Context(text), text[-1:]))
         sizes.append(reader.ring.nbytes)
         assert reader.ring.num_text == 12
     assert sizes[0] == sizes[1]

@@ -276,7 +276,7 @@ def test_layers_whose_cache_leaves_something_out_agree_with_the_reference(name, 
         angles = random_rows(rows, dim // 2, seed=7)
         decoder = kernel.new_decoder([layer], Geometry(heads, kv_heads, dim, 1e-5))
         x, attended = decoder.forward(random_rows(rows, hidden, seed=8, dtype=kernel.dtype), angles.cos(), angles.sin(),
-                                      LayersKV([store], 40, k, v, rest), parents_of([-1, 0, 0]))
+                                      [LayersKV([store], 40, k, v, rest)], parents_of([-1, 0, 0]))
         rotated = kernel.rope(attended.content[0], angles.cos(), angles.sin())
         torch.testing.assert_close(rotated, attended.queries[0])
         results.append([part.float() for part in (x, *attended)])

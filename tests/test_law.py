@@ -15,6 +15,7 @@ from helpers import NoCache, TableModel, TreeDrafter
 from scipy import stats
 
 from longdraft.core import Context, SamplingParams
+from longdraft.model.work import alone
 from longdraft.sampling import process
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.step import Step, Tally, Timings
@@ -72,7 +73,7 @@ def first_two(seed: int, params: SamplingParams, propose) -> tuple[int, int]:
     sampler = Sampler(params.with_seed(seed))
     step = Step(TableModel(logits_after), NoCache(), TreeDrafter(propose), sampler, context, Timings(), Tally())
     while context.num_new < 2:
-        step.run(2 - context.num_new)
+        alone(step.run(2 - context.num_new))
     first, second = context.slice(2, 4).tolist()
     return first, second
 

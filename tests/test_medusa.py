@@ -20,6 +20,7 @@ from longdraft.errors import ModelError, UsageError
 from longdraft.model import heads
 from longdraft.model.medusa import MedusaHeads
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.model.work import alone
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Verified
 
@@ -145,10 +146,10 @@ def test_the_tree_holds_the_heads_best_guesses_at_each_depth(tiny):
     drafter, context, hidden = begin(model, tiny["mha"] / "heads", prompt_of(40), "0 1 0.0 0.1 1.1 0.0.0")
     best = heads.load(tiny["mha"] / "heads", model).logits(hidden).argsort(-1, descending=True)[:, :2].tolist()
     (a, b), (c, d), (e, _) = best
-    tree = drafter.propose(context, 9)
+    tree = alone(drafter.propose(context, 9))
     paths = {tuple(tree.tokens[n] for n in tree.path(node)[1:]) for node in range(1, len(tree))}
     assert paths == {(a,), (b,), (a, c), (a, d), (b, d), (a, c, e)}
-    assert max(drafter.propose(context, 2).depths) == 2 and len(drafter.propose(context, 0)) == 1
+    assert max(alone(drafter.propose(context, 2)).depths) == 2 and len(alone(drafter.propose(context, 0))) == 1
 
 
 def test_a_tree_deeper_than_the_heads_is_refused(tiny):

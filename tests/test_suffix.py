@@ -20,6 +20,7 @@ from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.index import RECENT, SEPARATOR, ObviousIndex, SuffixIndex, new_index
 from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions, SuffixText
 from longdraft.errors import UsageError
+from longdraft.model.work import alone
 from longdraft.speculation.step import Tally
 from longdraft.tree import Trie, chain, root_only
 
@@ -167,7 +168,7 @@ def test_the_delay_may_be_the_penalty_window_while_there_is_a_penalty():
         SamplingParams(), SamplingParams(repetition_penalty=1.2, penalty_window=4)))
     for drafter, expected in ((now, 3), (waits, 1)):
         drafter.begin(context, None)
-        assert len(drafter.propose(context, 2)) == expected
+        assert len(alone(drafter.propose(context, 2))) == expected
 
 
 def test_continuations_are_grafted_behind_the_guesses_of_others():
@@ -188,7 +189,7 @@ def test_trees_stay_within_their_bounds(max_depth, budget):
     drafter = SuffixDrafter(SuffixOptions(budget=budget, depth=6, min_match=1, min_probability=0.0), SamplingParams())
     context = Context(prompt_of(400))
     drafter.begin(context, None)
-    tree = drafter.propose(context, max_depth)
+    tree = alone(drafter.propose(context, max_depth))
     assert len(tree) <= 1 + budget and max(tree.depths) <= min(max_depth, 6)
     assert len(tree) > 1 or max_depth == 0
 
@@ -198,7 +199,7 @@ def test_where_nothing_was_seen_before_nothing_is_drafted():
     for prompt in ([5], [1, 2, 3, 4]):
         context = Context(prompt)
         drafter.begin(context, None)
-        assert drafter.propose(context, 9) == root_only(prompt[-1])
+        assert alone(drafter.propose(context, 9)) == root_only(prompt[-1])
 
 
 def test_without_the_compiled_module_the_twin_serves_and_drafts_the_same(monkeypatch):
@@ -210,7 +211,7 @@ def test_without_the_compiled_module_the_twin_serves_and_drafts_the_same(monkeyp
             assert isinstance(new_index(0, 4), ObviousIndex)
         drafter = SuffixDrafter(SuffixOptions(min_probability=0.05), SamplingParams())
         drafter.begin(context, None)
-        trees.append(drafter.propose(context, 9))
+        trees.append(alone(drafter.propose(context, 9)))
         assert drafter.nbytes > 0
     assert trees[0] == trees[1] and len(trees[0]) > 1
 
@@ -229,12 +230,12 @@ def test_a_corpus_is_guessed_from_beside_the_text(tmp_path):
     drafter = SuffixDrafter(SuffixOptions(min_match=2, min_probability=0.0, depth=2), SamplingParams(), index)
     context = Context([1, 2, 9, 9, 1, 2])
     drafter.begin(context, None)
-    tree = drafter.propose(context, 9)
+    tree = alone(drafter.propose(context, 9))
     paths = {tuple(tree.tokens[n] for n in tree.path(node)[1:]): tree.sources[node] for node in range(1, len(tree))}
     assert paths == {(9,): "suffix", (9, 9): "suffix", (3,): "corpus", (3, 4): "corpus", (5,): "corpus"}
     few = SuffixDrafter(SuffixOptions(min_match=2, min_probability=0.0, depth=2, budget=3), SamplingParams(), index)
     few.begin(context, None)
-    assert len(few.propose(context, 9)) == 4
+    assert len(alone(few.propose(context, 9))) == 4
 
 
 def test_a_corpus_is_read_once(tmp_path):

@@ -250,6 +250,50 @@ def length_command(
         plots.length(about | {"drafters": figures}, plot)
 
 
+@app.command("batch")
+def batch_command(
+    prompt_file: Annotated[Path, typer.Option(help="A text whose stretches are the prompts.")],
+    model: Model = "novelist",
+    contexts: Contexts = "1024,8192,32768",
+    texts: Annotated[str, typer.Option(help="Numbers of texts that are written side by side.")] = "1,2,4,8,16",
+    drafters: Annotated[str, typer.Option(
+        help="Drafters to measure, with options such as magicdec,chain=6; separated by spaces.")] = "plain auto",
+    turn: Annotated[int, typer.Option(help="Tokens that each text writes in a turn.")] = 24,
+    peers: Annotated[str, typer.Option(help="llama.cpp: its parallel slots beside ours; none.")] = "llama.cpp",
+    python: Annotated[Path | None, typer.Option(
+        help="Interpreter that has the peer's packages; default: this one.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds that one answer of the peer may take.")] = 600,
+    threads: Threads = None, repeats: Repeats = 5, memory: Memory = 2.0, output: Output = None,
+) -> None:
+    """Measure texts written side by side beside one after another: total tokens per second by their number.
+
+    Sampling as in the paper: min-p 0.1, repetition penalty 1.2 within 1,024 tokens.
+    """
+    from longdraft.bench import batch, machine, report, tables
+    from longdraft.bench import peers as engines
+    from longdraft.engine import load
+    from longdraft.files import read_prompt
+
+    lengths, counts = numbers("--contexts", contexts, 10**8), numbers("--texts", texts, 512)
+    check(1 <= turn <= 10_000, "--turn", turn, "1 to 10000")
+    check(peers in ("llama.cpp", "none"), "--peers", peers, "llama.cpp or none")
+    check(1 <= limit <= 86400, "--limit", limit, "1 to 86400 seconds")
+    check(bool(drafters.split()), "--drafters", drafters, "at least one name")
+    size = _prepare(threads, repeats, memory)
+    peer = engines.KINDS["llama.cpp"]["llama.cpp, flash"] if peers != "none" else None
+    text = read_prompt(None, str(prompt_file))
+    engine = load(model, threads=threads, device="cpu")
+    plan = batch.Plan(engine.encode(text), lengths, counts, drafters.split(), turn, repeats, peer,
+                      engines.interpreter(python), limit)
+    plan.check(engine)
+    with report.document(output) as filled:
+        limits = _limits(size, repeats)
+        filled |= {"bench": "batch", "machine": machine.describe(engine.model.kernels) | limits.details, "model": model,
+                   "sha256_prompt": batch.sha256(plan.ids)}
+        batch.measure(engine, plan, limits, filled, report.doing)
+        tables.batch(filled)
+
+
 @app.command("perplexity")
 def perplexity_command(
     text: Annotated[Path, typer.Option(help="A text file that the model has not seen.")],

@@ -28,6 +28,7 @@ from longdraft.errors import UsageError
 from longdraft.kernels import KV, Kernels
 from longdraft.kernels.reference import ReferenceKernels
 from longdraft.model.transformer import Transformer, tree_rows
+from longdraft.model.work import alone, at_once
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.tree import Tree, chain
@@ -201,10 +202,9 @@ def _verifies(model: Transformer, context: int, rows: int) -> Callable[[], objec
     tree = chain(5, [5] * (rows - 1), "guess")
 
     def work() -> object:
-        result = model.forward(tree_rows(tree, context), cache)
-        logits = model.logits(result.hidden)
+        result = model.forward(tree_rows(tree, context), cache, rows)
         assert sampler.on_device
-        chosen = sampler.on_device.launch(logits, tree, text)
+        chosen = sampler.on_device.launch(result.logits, tree, text)
         cache.commit([])
         return chosen
 
@@ -236,11 +236,11 @@ def _wall_ms(model: Transformer, context: int, count: int) -> float:
     sampler = Sampler(SAMPLING, kernels=model.kernels)
     step = Step(model, cache, PlainDrafter(), sampler, Context([5] * (context + 1)), Timings(), Tally())
     for _ in range(3):
-        step.run(1)
+        alone(step.run(1))
     models.synchronise(model.kernels.device)
     began = time.perf_counter()
     for _ in range(count):
-        step.run(1)
+        alone(step.run(1))
     models.synchronise(model.kernels.device)
     return (time.perf_counter() - began) / count * 1e3
 
@@ -255,6 +255,7 @@ class _Liar:
 
     def observe(self, context: Context, accepted: object) -> None: ...
 
+    @at_once
     def propose(self, context: Context, max_depth: int) -> Tree:
         place = len(context) - self._start
         told = [token if (place + i) % 5 else (token + 1) % 7 for i, token in enumerate(self._truth[place : place + 6])]
@@ -274,7 +275,7 @@ def equality(plan: Plan, model: Transformer, context: int) -> dict[str, Any]:
         drafter = PlainDrafter() if is_plain else _Liar(texts[0], len(text))
         step = Step(model, cache, drafter, Sampler(SAMPLING, kernels=model.kernels), text, Timings(), tally)
         while len(text) - context - 1 < plan.tokens:
-            step.run(plan.tokens - (len(text) - context - 1))
+            alone(step.run(plan.tokens - (len(text) - context - 1)))
         texts.append(text.slice(context + 1, len(text)).tolist())
         taken = tally.accepted.total()
     return {"context": context, "tokens": plan.tokens, "accepted": taken, "is_equal": texts[0] == texts[1]}

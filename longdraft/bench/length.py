@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from longdraft import drafters
-from longdraft.core import SamplingParams
-from longdraft.engine import Engine, Prompt
+from longdraft.core import Prompt, SamplingParams
+from longdraft.engine import Engine
 from longdraft.errors import ModelError, UsageError
 from longdraft.generation import Generation
 

@@ -26,6 +26,7 @@ from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.ngram import NgramDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.errors import UsageError, check
+from longdraft.model.work import alone
 from longdraft.speculation.drafter import Accepted, Drafter
 from longdraft.tree import Tree
 
@@ -106,7 +107,7 @@ class _Steps:
         context, drafter, length = self._context, self._drafter, len(self._text)
         while len(context) < length:
             start = time.perf_counter()
-            tree = drafter.propose(context, min(max_depth, length - len(context) - 1))
+            tree = alone(drafter.propose(context, min(max_depth, length - len(context) - 1)))
             drafting = time.perf_counter() - start
             rows = self._walk(tree)
             here = len(context)

@@ -83,3 +83,15 @@ def length(figures: Mapping[str, Any]) -> None:
         ("until", "until", ","), ("drafter", "drafter", ""), ("seconds", "seconds", ".1f"),
         ("tokens/s", "tokens_per_second", ",.1f"), ("mean accepted length", "mean_accepted_length", ".2f"),
         ("to the first", "to_first", ".2f")), records)
+
+
+def batch(report: Mapping[str, Any]) -> None:
+    table("Texts side by side, all together", (
+        ("context", "context", ","), ("drafter", "drafter", ""), ("texts", "texts", ","),
+        ("tokens/s", "tokens_per_second", ",.1f"), ("one after another", "alone_tokens_per_second", ",.1f"),
+        ("times", "to_one_after_another", ".2f"), ("bytes would give", "limit", ".2f"),
+        ("mean accepted length", "mean_accepted_length", ".2f"), ("llama.cpp, slots", "peer_tokens_per_second", ",.1f"),
+        ("to it", "to_peer", ".2f")), report["texts"])
+    if report["peer"]:
+        table("The peer", (("context", "context", ","), ("engine", "engine", ""), ("version", "version", ""),
+                           ("error", "error", "")), report["peer"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,13 @@ import numpy as np
 from longdraft.cli.display import Display
 from longdraft.console import Interrupt, Interrupted, Terminated, stdout_lost
 from longdraft.core import Event
+from longdraft.engine import Engine
 from longdraft.errors import LongdraftError
 from longdraft.files import OutputFile
 from longdraft.generation import Generation
 from longdraft.journal import resume_hint
+
+_LATER_S = 2.0
 
 
 @dataclass
@@ -64,6 +69,21 @@ def write(job: Job) -> int:
         _finish(generation, job)
         _tell_end(generation, job, interrupt)
     return 128 + interrupt.number if interrupt.number else status
+
+
+def follow(load: Callable[[], Engine]) -> int:
+    """A rank behind the first: works along with it in silence, which says what there is to say.
+
+    A signal to all is the first one's to answer; it ends the work for everybody.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        load().follow()
+    except LongdraftError:
+        time.sleep(_LATER_S)  # torchrun ends all where one fails: let the first say why
+        return 1
+    return 0
 
 
 def _hints(generation: Generation, job: Job) -> list[str]:

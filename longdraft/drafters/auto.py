@@ -13,13 +13,13 @@ text.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from longdraft.core import Context
-from longdraft.drafters.costs import Acceptance, Contender, VerifyCost
+from longdraft.drafters.costs import Acceptance, Contender, ForwardCost
+from longdraft.model.work import Meter, Work
 from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
 from longdraft.tree import Tree
 
@@ -39,16 +39,17 @@ class AutoDrafter:
     """Drafts with one of `contenders` (name -> drafter, plain decoding first) at a time.
 
     weights  tokens of context whose cache is as large as the model's weights
+    meter    what the text takes of the time, and how many texts share its forwards; none: the clock, it is alone
     """
 
     def __init__(self, contenders: Mapping[str, Drafter], weights: float = 1.0,
-                 clock: Callable[[], float] = time.perf_counter) -> None:
+                 meter: Meter | None = None) -> None:
         self._drafters = dict(contenders)
         self._plain = next(iter(self._drafters))
-        self._clock = clock
+        self._meter = meter or Meter(always=True)
         self._known = {name: Contender(DEEPEST if name != self._plain else 0) for name in self._drafters}
         self._best = dict.fromkeys(self._drafters, (0.0, 0))  # seconds for each token, and the depth that gives them
-        self._verify = VerifyCost(weights)
+        self._verify = ForwardCost(weights)
         self._acceptance = Acceptance()
         self._active = self._leader = self._plain
         self._probing = FIRST_STEPS  # steps left of a probe
@@ -69,21 +70,21 @@ class AutoDrafter:
         for drafter in self._drafters.values():
             drafter.begin(context, verified)
 
-    def propose(self, context: Context, max_depth: int) -> Tree:
-        began = self._clock()
+    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
+        began = self._meter()
         is_open = bool(self._probing) or self._steps % _OPEN_EVERY == 0
         if self._probing:  # as deep as it goes, and less, to learn what depth costs
             depth = DEEPEST if self._probing % 2 else DEEPEST // 4
         else:
             depth = max(1, self._best[self._active][1]) + _DEEPER * is_open
         self._allowed = min(max_depth, depth)
-        tree = self._drafters[self._active].propose(context, self._allowed)
+        tree = yield from self._drafters[self._active].propose(context, self._allowed)
         if not is_open and len(tree) > 1:
             whole, tree = tree, self._worth_verifying(tree, context)
             if tree is not whole:  # says nothing of the depths that were cut off
                 self._allowed = max(tree.depths)
         self._tree = tree
-        self._times = began, self._clock()
+        self._times = began, self._meter()
         return tree
 
     def _worth_verifying(self, tree: Tree, context: Context) -> Tree:
@@ -92,7 +93,7 @@ class AutoDrafter:
         return tree.kept([reach * pace >= row for reach in self._acceptance.reach(tree)])
 
     def observe(self, context: Context, accepted: Accepted) -> None:
-        verified_at = self._clock()
+        verified_at = self._meter()
         self._drafters[self._active].observe(context, accepted)
         self._learn(context, accepted, verified_at)
         self._report(context, len(accepted.tokens))
@@ -104,7 +105,7 @@ class AutoDrafter:
 
     def _learn(self, context: Context, accepted: Accepted, verified_at: float) -> None:
         began, proposed = self._times
-        now, guesses = self._clock(), len(accepted.tokens) - 1
+        now, guesses = self._meter(), len(accepted.tokens) - 1
         tree = self._tree
         assert tree is not None, "observed without a proposal"
         self._steps += 1
@@ -113,8 +114,10 @@ class AutoDrafter:
             self._waited[name] += now - began
         if self._is_new or self._steps == 1:
             return  # it had to catch up, or the machine to wake up
-        self._verify.add(len(tree), len(context), verified_at - proposed)
-        self._known[self._active].add(self._allowed, tree, guesses, (proposed - began) + (now - verified_at))
+        texts = self._meter.texts
+        self._verify.add_part(len(tree), len(context), texts, verified_at - proposed)
+        drafted = ((proposed - began) + (now - verified_at)) / self._verify.shared(texts)
+        self._known[self._active].add(self._allowed, tree, guesses, drafted)
 
     def _report(self, context: Context, written: int) -> None:
         self.turns[self._active] += written
@@ -127,7 +130,7 @@ class AutoDrafter:
         paces: dict[str, float] = {}
         for name, known in self._known.items():
             if known.steps:
-                self._best[name] = known.best(self._verify, len(context))
+                self._best[name] = known.best(self._verify, len(context), self._meter.texts)
                 paces[name] = self._best[name][0]
         if not paces:
             return
@@ -154,7 +157,7 @@ class AutoDrafter:
     def _credit(self, name: str, paces: Mapping[str, float], context: Context) -> float:
         """Seconds that may be lost on a probe, less those that it will probably lose."""
         known = self._known[name]
-        step = known.seconds(self._verify, len(context), self._best[name][1])
+        step = known.seconds(self._verify, len(context), self._best[name][1], self._meter.texts)
         lost = step * (1 - paces[self._leader] / paces[name]) * PROBE_STEPS + step  # catching up takes a step's time
         lost *= min(1.0, known.steps / SURE_AFTER)  # a few steps may have been unlucky ones
         return self._waited[name] * BUDGET / max(1, len(self._known) - 1) - lost

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from longdraft.cache.partial import PartialCache
 from longdraft.core import Context
-from longdraft.model.transformer import Rows, Transformer
+from longdraft.model.transformer import Ask, Forward, Rows, Transformer
+from longdraft.model.work import Work
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import Trie
 
@@ -22,7 +23,7 @@ from longdraft.tree import Trie
 class Reader(Protocol):
     """A model that reads the text and what is drafted behind it."""
 
-    def read(self, context: Context, path: Sequence[int]) -> Tensor | None:
+    def read(self, context: Context, path: Sequence[int]) -> Work[Tensor | None]:
         """Logits [1, V] behind `path`: the last token of the text, then drafted ones. None: nothing to say yet."""
 
 
@@ -37,11 +38,11 @@ class Chain(NamedTuple):
     source: str
     margin: float = math.inf
 
-    def grow(self, trie: Trie, context: Context, path: Sequence[int], length: int) -> tuple[int, list[int]]:
+    def grow(self, trie: Trie, context: Context, path: Sequence[int], length: int) -> Work[tuple[int, list[int]]]:
         """Add `length` tokens to a trie whose root is the end of `path`; the chain's last node, and the path to it."""
         node, path = 0, list(path)
         for _ in range(length):
-            logits = self.reader.read(context, path)
+            logits = yield from self.reader.read(context, path)
             guesses = [] if logits is None else self.sampler.rank(logits[0], context, path[1:], self.width,
                                                                     within=self.margin)
             if not guesses:
@@ -59,12 +60,12 @@ class SelfReader:
         self._model = model
         self._cache = cache
 
-    def read(self, context: Context, path: Sequence[int]) -> Tensor:
-        return self._model.logits(self.hidden(context, path))
+    def read(self, context: Context, path: Sequence[int]) -> Work[Tensor | None]:
+        return (yield from self.forward(context, path)).logits
 
-    def hidden(self, context: Context, path: Sequence[int]) -> Tensor:
-        """The last layer's output [1, hidden] for the last token of `path`."""
+    def forward(self, context: Context, path: Sequence[int]) -> Work[Forward]:
+        """The row of the last token of `path`, and its logits."""
         position = len(context) - 2 + len(path)
-        result = self._model.forward(Rows(path[-1:], [position], [-1]), self._cache)
+        result = yield Ask(self._model, Rows(path[-1:], [position], [-1]), self._cache, 1)
         self._cache.commit([0])
-        return result.hidden
+        return result

@@ -53,24 +53,44 @@ class Line:
         return self._share * self._y / self._x if self._x else 0.0
 
 
-class VerifyCost:
-    """Seconds of a verification, by rows and context.
+class ForwardCost:
+    """Seconds of a forward, from what it reads and what it multiplies.
 
-    weights  tokens of context whose cache is as large as the model's weights: a forward reads weights + context
+        a (weights + contexts of all texts)  +  b (rows of each text times (weights + its context), summed)
+
+    One text's part of it is what is its own, and of the weights' reading as much as everybody's. So a row costs what
+    it adds to the forward, however many others are in it: b is learned from forwards with the rows of all.
+
+    weights  tokens of context whose cache is as large as the model's weights
     """
 
     def __init__(self, weights: float) -> None:
         self._weights = weights
-        self._line = Line(0.1)
+        self._line = Line(0.1)  # y: seconds by what is read; x: what is multiplied by what is read (alone: the rows)
 
-    def add(self, rows: int, context: int, seconds: float) -> None:
-        self._line.add(rows, seconds / (self._weights + context))
+    def add(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
+        """A forward of texts with (rows, context) each."""
+        reads = self._weights + sum(context for _, context in parts)
+        self._line.add(sum(rows * (self._weights + context) for rows, context in parts) / reads, seconds / reads)
 
-    def at(self, rows: float, context: int) -> float:
-        return self._line.at(rows) * (self._weights + context)
+    def add_part(self, rows: int, context: int, texts: float, seconds: float) -> None:
+        """One text's part of a forward of `texts` of them."""
+        reads = self._weights / texts + context
+        self._line.add(rows * (self._weights + context) / reads, seconds / reads)
+
+    def at(self, rows: float, context: int, texts: float = 1) -> float:
+        """One text's part of a forward of `texts` of them."""
+        reads = self._weights / texts + context
+        return self._line.at(rows * (self._weights + context) / reads) * reads
 
     def per_row(self, context: int) -> float:
+        """What each row adds."""
         return self._line.per_x * (self._weights + context)
+
+    def shared(self, texts: float) -> float:
+        """What a draft costs among `texts` texts, as a part of what it costs alone: a forward of little but weights."""
+        whole = self.at(1, 0)
+        return self.at(1, 0, texts) / whole if whole else 1.0
 
 
 class Depths:
@@ -145,22 +165,23 @@ class Contender:
         self.steps = 0
 
     def add(self, allowed: int, tree: Tree, accepted: int, draft_seconds: float) -> None:
-        """A step that might draft `allowed` deep, and verified `tree`."""
+        """A step that might draft `allowed` deep, and verified `tree`. The seconds are those of a text alone."""
         self.steps += 1
         self._deepest = max(self._deepest, *tree.depths)
         self._draft.add(min(allowed, self._deepest), draft_seconds)
         self._rows.add(min(allowed, self._deepest), len(tree))
         self._depths.add(allowed, accepted)
 
-    def best(self, verify: VerifyCost, context: int) -> tuple[float, int]:
+    def best(self, verify: ForwardCost, context: int, texts: float = 1) -> tuple[float, int]:
         """(seconds for each token, depth) at the depth that is fastest."""
         tokens, reached = 1.0, self._depths.reached()
-        choices = [(self.seconds(verify, context, 0), 0)] if not reached else []
+        choices = [(self.seconds(verify, context, 0, texts), 0)] if not reached else []
         for depth, probability in enumerate(reached[: max(1, self._deepest)], 1):
             tokens += probability
-            choices.append((self.seconds(verify, context, depth) / tokens, depth))
+            choices.append((self.seconds(verify, context, depth, texts) / tokens, depth))
         return min(choices)
 
-    def seconds(self, verify: VerifyCost, context: int, depth: int) -> float:
-        """Of a step that drafts `depth` deep."""
-        return self._draft.at(depth) + verify.at(max(1.0, self._rows.at(depth)), context)
+    def seconds(self, verify: ForwardCost, context: int, depth: int, texts: float = 1) -> float:
+        """Of a step that drafts `depth` deep, among so many texts."""
+        draft = self._draft.at(depth) * verify.shared(texts)
+        return draft + verify.at(max(1.0, self._rows.at(depth)), context, texts)

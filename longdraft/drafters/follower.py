@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.core import Context
-from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.model.transformer import Ask, Forward, Transformer, chain_rows
+from longdraft.model.work import Work, alone
 
 CHUNK = 512  # tokens read in one forward
 MANY = 64  # tokens from which they are read as a prompt's are: guesses need not be exact
@@ -45,16 +46,16 @@ class Follower:
         """Read the prompt, but for its last token."""
         end = len(context) - 1
         while self._place(self.cache.length) < end:
-            self._read_on(context, (), end)
+            alone(self._read_on(context, (), end))
 
-    def read(self, context: Context, path: Sequence[int]) -> Tensor | None:
+    def read(self, context: Context, path: Sequence[int]) -> Work[Tensor | None]:
         """Logits [1, V] behind `path` (the root, then drafted tokens); None while it is far behind the text."""
         end = len(context) - 1 + len(path)
         self._roll_back(context, path, end)
-        hidden = self._read_on(context, path, end)
+        result = yield from self._read_on(context, path, end)
         place = self._place(self.cache.length)
         self._guesses = _tokens(context, path, len(context), place)
-        return self._fit(self._model.logits(hidden)) if place == end else None
+        return self._fit(result.logits) if place == end else None
 
     def _roll_back(self, context: Context, path: Sequence[int], end: int) -> None:
         """Drop the rows of guesses that are neither text nor `path`; at least the last of `path` is to be read."""
@@ -68,8 +69,8 @@ class Follower:
         else:
             self.cache.truncate(self.cache.length - num_wrong)
 
-    def _read_on(self, context: Context, path: Sequence[int], end: int) -> Tensor:
-        """Read up to place `end`, at most CHUNK tokens; the last row [1, hidden]."""
+    def _read_on(self, context: Context, path: Sequence[int], end: int) -> Work[Forward]:
+        """Read up to place `end`, at most CHUNK tokens; with logits behind the last of them."""
         behind = max(self.cache.length, self._sinks)
         if behind + end - self._place(behind) > self._budget:
             self._move(end)
@@ -78,9 +79,9 @@ class Follower:
         tokens += _tokens(context, path, self._place(max(row, self._sinks)), end)
         known = self._model.config.vocab_size - 1  # ids beyond it are padding, never text: any row will do
         rows = chain_rows([min(token, known) for token in tokens[:CHUNK]], row)
-        hidden = self._model.forward(rows, self.cache, is_prompt=len(rows.tokens) > MANY).hidden
+        result = yield Ask(self._model, rows, self.cache, 1, is_prompt=len(rows.tokens) > MANY)
         self.cache.commit(range(len(rows.tokens)))
-        return hidden[-1:]
+        return result
 
     def _place(self, row: int) -> int:
         """Which place of the text (and the drafts behind it) a row holds."""

@@ -15,6 +15,7 @@ from longdraft.drafters.suffix import SuffixOptions, SuffixText
 from longdraft.errors import check
 from longdraft.model.glide import Glide, Row
 from longdraft.model.transformer import Transformer
+from longdraft.model.work import Work, at_once
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
@@ -112,7 +113,8 @@ class GlideReader:
         self._drafts: list[int] = []  # tokens of the ring's drafts
         self._rows: list[Tensor] = []  # hidden rows [1, hidden] of the text's last token and of the drafts
 
-    def read(self, context: Context, path: Sequence[int]) -> Tensor:
+    @at_once
+    def read(self, context: Context, path: Sequence[int]) -> Tensor | None:
         """Logits [1, V] behind `path`: the root, which is the text's last token, then drafted ones."""
         self._follow(context)
         wanted = path[1:]
@@ -172,9 +174,9 @@ class GlideDrafter:
         if self._text:
             self._text.follow(context)
 
-    def propose(self, context: Context, max_depth: int) -> Tree:
+    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
         trie = Trie(context.last)
-        self._chain.grow(trie, context, [context.last], min(self._length, max_depth))
+        yield from self._chain.grow(trie, context, [context.last], min(self._length, max_depth))
         if self._text:
             self._text.graft(trie, 0, context, (), max_depth)
         return trie.tree()

@@ -22,6 +22,7 @@ from longdraft.drafters.chain import Chain, SelfReader
 from longdraft.drafters.suffix import SuffixOptions, SuffixText
 from longdraft.errors import check
 from longdraft.model.transformer import Transformer
+from longdraft.model.work import Work
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
@@ -103,9 +104,9 @@ class MagicDecDrafter:
         if self._text:
             self._text.follow(context)
 
-    def propose(self, context: Context, max_depth: int) -> Tree:
+    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
         trie = Trie(context.last)
-        node, path = self._chain.grow(trie, context, [context.last], min(self._length, max_depth))
+        node, path = yield from self._chain.grow(trie, context, [context.last], min(self._length, max_depth))
         self.partial.forget()
         if self._text:
             self._text.graft(trie, 0, context, (), max_depth)

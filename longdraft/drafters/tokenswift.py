@@ -28,6 +28,7 @@ from longdraft.drafters.table import RANKED
 from longdraft.errors import UsageError, check
 from longdraft.model.heads import Heads
 from longdraft.model.transformer import Transformer
+from longdraft.model.work import Work
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
@@ -109,7 +110,6 @@ class TokenSwiftDrafter:
             raise UsageError(f"tree {list(options.tree)} is {len(options.tree)} deep; allowed: at most "
                              f"{len(heads) + 1} with {len(heads)} heads")
         self._options = options
-        self._model = model
         self._sampler = sampler
         self._heads = heads
         self._table = DelayedTable(options.ngrams(), params) if options.continuations else None
@@ -140,26 +140,26 @@ class TokenSwiftDrafter:
         if self._suffix:
             self._suffix.follow(context)
 
-    def propose(self, context: Context, max_depth: int) -> Tree:
+    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
         trie = Trie(context.last)
         # The template keeps its depth where that is limited: it costs no forwards.
         chain = min(self._options.chain, max_depth, max(1, max_depth + 1 - len(self._options.tree)))
         if chain:
-            node, path = self._chain.grow(trie, context, [context.last], chain - 1)
+            node, path = yield from self._chain.grow(trie, context, [context.last], chain - 1)
             if len(path) == chain:
-                self._spread(trie, node, context, path, max_depth - chain + 1)
+                yield from self._spread(trie, node, context, path, max_depth - chain + 1)
             self.partial.forget()
         if self._suffix:
             self._suffix.graft(trie, 0, context, (), max_depth)
         return trie.tree()
 
-    def _spread(self, trie: Trie, node: int, context: Context, path: list[int], max_depth: int) -> None:
+    def _spread(self, trie: Trie, node: int, context: Context, path: list[int], max_depth: int) -> Work[None]:
         """The template below the end of the chain, and n-grams behind its first tokens."""
         template = self._options.tree[:max_depth]
-        hidden = self._reader.hidden(context, path)
-        logits = self._model.logits(hidden)
+        result = yield from self._reader.forward(context, path)
+        logits = result.logits
         if len(template) > 1:
-            logits = torch.cat([logits, self._heads.logits(hidden)])
+            logits = torch.cat([logits, self._heads.logits(result.hidden)])
         level = [node]
         for ahead, width in enumerate(template):
             candidates = self._sampler.rank(logits[ahead], context, path[1:], width, ahead)

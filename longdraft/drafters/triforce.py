@@ -31,7 +31,8 @@ from longdraft.drafters.draft_model import DRAFT, check_window, streaming
 from longdraft.drafters.follower import Follower
 from longdraft.drafters.ngram import DelayedTable, NgramOptions
 from longdraft.errors import check
-from longdraft.model.transformer import Transformer, tree_rows
+from longdraft.model.transformer import Ask, Transformer, tree_rows
+from longdraft.model.work import Work, at_once
 from longdraft.sampling.sampler import DAMAGED, Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.speculation.verify import walk
@@ -48,7 +49,8 @@ _REMEMBERED = 16  # steps that the rolling acceptance is computed from
 class TriForceOptions:
     """Options of `triforce`.
 
-    model      a smaller model of the same vocabulary for level 1; none: the text's n-grams
+    model      a smaller model of the same vocabulary for level 1; default: the one in the model's
+               own folder `draft`, else the text's n-grams
     guesses    tokens guessed for each forward of level 2 at most (the paper: 1 to 2)
     chain      tokens drafted by level 2 in each step (the paper: 6)
     budget     rows of the retrieval cache for each layer and KV head at each choice (the paper: 4096)
@@ -79,8 +81,6 @@ class TriForceOptions:
         check(self.stride >= 1, "stride", self.stride, "1 or more")
         check(0 <= self.floor < 1, "floor", self.floor, "0 to below 1", "0 chooses by the stride alone")
         check_window(self.window, self.sinks, self.refresh)
-        is_default = (self.window, self.sinks, self.refresh) == (_WINDOW, _SINKS, _REFRESH)
-        check(bool(self.model) or is_default, "model", self.model, "a smaller model, with window, sinks or refresh")
 
     @property
     def reads(self) -> int:
@@ -96,7 +96,7 @@ class Guesser(Protocol):
 
     def begin(self, context: Context) -> None: ...
 
-    def guess(self, context: Context, path: Sequence[int], num: int) -> Tree:
+    def guess(self, context: Context, path: Sequence[int], num: int) -> Work[Tree]:
         """At most `num` tokens deep, on the last token of `path` (the root of the text, then drafted tokens)."""
 
 
@@ -112,9 +112,9 @@ class SmallModel:
     def begin(self, context: Context) -> None:
         self._follower.begin(context)
 
-    def guess(self, context: Context, path: Sequence[int], num: int) -> Tree:
+    def guess(self, context: Context, path: Sequence[int], num: int) -> Work[Tree]:
         trie = Trie(path[-1])
-        self._chain.grow(trie, context, path, num)
+        yield from self._chain.grow(trie, context, path, num)
         return trie.tree()
 
 
@@ -127,6 +127,7 @@ class Ngrams:
     def begin(self, context: Context) -> None:
         self._table.follow(context)
 
+    @at_once
     def guess(self, context: Context, path: Sequence[int], num: int) -> Tree:
         self._table.follow(context)
         trie = Trie(path[-1])
@@ -141,6 +142,8 @@ class TriForceDrafter:
         self._model = model
         self._sampler = sampler
         self._guesser: Guesser = Ngrams(params)
+        is_default = (options.window, options.sinks, options.refresh) == (_WINDOW, _SINKS, _REFRESH)
+        check(draft is not None or is_default, "model", options.model, "a smaller model, with window, sinks or refresh")
         if draft is not None:
             follower = streaming(draft, model, options.window, options.sinks, options.refresh)
             self._guesser = SmallModel(follower, sampler)
@@ -160,14 +163,14 @@ class TriForceDrafter:
         self.partial.refresh((lambda: verified.attended) if verified else None)
         self._guesser.begin(context)
 
-    def propose(self, context: Context, max_depth: int) -> Tree:
+    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
         """Level 2, nested: its own steps on the retrieval cache until the chain is long enough."""
         trie, node, path = Trie(context.last), 0, [context.last]
         most = min(self._options.chain, max_depth)
         while len(path) <= most:
-            tree = self._guesser.guess(context, path, min(self._options.guesses, most - len(path)))
-            result = self._model.forward(tree_rows(tree, len(context) - 2 + len(path)), self.partial)
-            choices = self._choose(self._model.logits(result.hidden), tree, context, path)
+            tree = yield from self._guesser.guess(context, path, min(self._options.guesses, most - len(path)))
+            result = yield Ask(self._model, tree_rows(tree, len(context) - 2 + len(path)), self.partial, len(tree))
+            choices = self._choose(result.logits, tree, context, path)
             walked = walk(tree, choices)
             self.partial.commit(walked)
             if choices[walked[-1]] == DAMAGED:

@@ -115,7 +115,7 @@ class CpuKernels:
     """See :class:`longdraft.kernels.interface.Kernels` for shapes and meaning."""
 
     is_row_invariant = True
-    reserves = chooses = False
+    is_device = False
 
     def __init__(self, variant: str, dtype: str) -> None:
         self.name = variant
@@ -185,12 +185,12 @@ class CpuKernels:
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
         num_layers, held, heads, dim = kv.k.shape
         for x in (kv.k, kv.v):
-            fits = x.shape == kv.k.shape and x.dtype == self.dtype and x.is_contiguous()
+            fits = x.shape == kv.k.shape and x.dtype == self.dtype and _are_layers(x) and x.stride(0) == kv.k.stride(0)
             _require(fits, f"{self.dtype} [L, T, Hkv, D]", (x.shape, x.dtype))
         stores = self.stores(kv.stores, num_layers, heads, dim)
         _require(kv.length >= 0, "positions of 0 or more", kv.length)
         if len(rows):
-            self.native.keep(stores, kv.length, rows, held, kv.k.data_ptr(), kv.v.data_ptr())
+            self.native.keep(stores, kv.length, rows, held, kv.k.stride(0), kv.k.data_ptr(), kv.v.data_ptr())
 
     def keep_at(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
         there = targets >= 0
@@ -292,28 +292,29 @@ class CpuDecoder:
         _require(layer.window >= 0, "a window of 0 or more positions", layer.window)
         return weights
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor,
-                is_prompt: bool = False) -> tuple[Tensor, Attended]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
+                parents: Tensor) -> tuple[Tensor, Attended]:
         heads, kv_heads, dim = self._geometry[:3]
         num_layers, rows, dtype = len(self._layers), len(x), self._kernels.dtype
-        _require(x.shape == (rows, self._hidden), f"rows [T, {self._hidden}]", x.shape)
-        for name, tensor, shape, kind in (
-            ("keys", kv.k, (num_layers, rows, kv_heads, dim), dtype),
-            ("values", kv.v, (num_layers, rows, kv_heads, dim), dtype),
-            ("cos", cos, (rows, dim // 2), torch.float32), ("sin", sin, (rows, dim // 2), torch.float32),
-        ):
-            _require(tensor.shape == shape and tensor.dtype == kind and tensor.is_contiguous(), f"{name} {shape}",
-                     (tensor.shape, tensor.dtype))
-        stores = self._kernels.stores(kv.stores, num_layers, kv_heads, dim)
-        check_tail(stores, kv.length, rows, parents)
+        _require(x.shape == (rows, self._hidden), f"rows [R, {self._hidden}]", x.shape)
+        for name, tensor, shape in (("cos", cos, (rows, dim // 2)), ("sin", sin, (rows, dim // 2))):
+            fits = tensor.shape == shape and tensor.dtype == torch.float32 and tensor.is_contiguous()
+            _require(fits, f"{name} {shape}", (tensor.shape, tensor.dtype))
+        k, v = (_slices_of_one(parts, (num_layers, rows, kv_heads, dim), dtype)
+                for parts in ([kv.k for kv in texts], [kv.v for kv in texts]))
+        fits = parents.shape == (rows,) and parents.dtype == torch.int32 and parents.is_contiguous()
+        _require(fits, f"{rows} parents as int32", parents.shape)
+        stores = [self._kernels.stores(kv.stores, num_layers, kv_heads, dim) for kv in texts]
+        for kv, held in zip(texts, stores, strict=True):
+            _require_held(held, kv.length)
         result = x.to(dtype, copy=True).contiguous()
         q, content, attended = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(3))
         lse = torch.empty(num_layers, rows, heads)
         self._kernels.native.forward(
-            self._native, stores, kv.length, rows,
-            result.data_ptr(), cos.data_ptr(), sin.data_ptr(), parents.data_ptr(),
-            _rest(kv.rest, (num_layers, heads, dim + 1, dim + 1)), q.data_ptr(), content.data_ptr(), kv.k.data_ptr(),
-            kv.v.data_ptr(), attended.data_ptr(), lse.data_ptr())
+            self._native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
+            [_rest(kv.rest, (num_layers, heads, dim + 1, dim + 1)) for kv in texts],
+            result.data_ptr(), cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), q.data_ptr(), content.data_ptr(),
+            k, v, attended.data_ptr(), lse.data_ptr())
         return result, Attended(q, attended, lse, content)
 
 
@@ -321,7 +322,34 @@ def check_tail(stores: Sequence[_cpu.Store], length: int, rows: int, parents: Te
     """Provisional rows behind positions that are held."""
     fits = parents.shape == (rows,) and parents.dtype == torch.int32 and parents.is_contiguous() and rows > 0
     _require(fits, f"{rows} parents (one or more) as int32", parents.shape)
+    _require_held(stores, length)
+
+
+def _require_held(stores: Sequence[_cpu.Store], length: int) -> None:
     _require(0 <= length <= min(store.capacity for store in stores), "positions that are held", length)
+
+
+def _are_layers(x: Tensor, layer_stride: int | None = None) -> bool:
+    """Whether [L, T, Hkv, D] is contiguous within each layer, and the layers lie so far apart."""
+    num_layers, _, heads, dim = x.shape
+    wanted = (layer_stride if layer_stride and num_layers > 1 else x.stride(0), heads * dim, dim, 1)
+    return all(size == 1 or at == to for size, at, to in zip(x.shape, x.stride(), wanted, strict=True))
+
+
+def _slices_of_one(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """The address of a tensor [L, R, Hkv, D] of which these are slices, [L, T, Hkv, D] each, one behind the other."""
+    num_layers, rows, heads, dim = shape
+    width, start = heads * dim, parts[0].data_ptr()
+    row = 0
+    for part in parts:
+        count = part.shape[1]
+        fits = (part.shape == (num_layers, count, heads, dim) and part.dtype == dtype and count > 0
+                and _are_layers(part, rows * width)
+                and part.data_ptr() == start + row * width * dtype.itemsize)
+        _require(fits, f"keys and values {shape} of {dtype}, a slice for each text", (part.shape, part.dtype))
+        row += count
+    _require(row == rows, f"keys and values of {rows} rows", row)
+    return start
 
 
 def _rest(rest: Tensor | None, shape: tuple[int, ...]) -> int:

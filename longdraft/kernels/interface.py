@@ -105,10 +105,12 @@ class KV(NamedTuple):
 
 
 class LayersKV(NamedTuple):
-    """The same for all L layers of a model: k, v [L, T, Hkv, D].
+    """The same for all L layers of a model: k, v [L, T, Hkv, D], each layer's rows contiguous.
 
     rest  [L, H, D + 1, D + 1] float32: `KV.rest` as a function of each row's query before its rotation,
           rest[:D] times the query plus rest[D] (longdraft/cache/remainder.py)
+    is_prompt  the rows are a chunk of a prompt, a chain that is cut in the same chunks in every run: kernels may use
+          what is faster for many rows and not row-invariant, and tell only of the last rows' attention
     """
 
     stores: Sequence[KVStore]
@@ -116,10 +118,12 @@ class LayersKV(NamedTuple):
     k: Tensor
     v: Tensor
     rest: Tensor | None = None
+    is_prompt: bool = False
 
     def layer(self, index: int) -> KV:
-        """One layer's, without the rest."""
-        return KV(self.stores[index], self.length, self.k[index], self.v[index])
+        """One layer's. Its `rest` is still the function of the query."""
+        return KV(self.stores[index], self.length, self.k[index], self.v[index],
+                  None if self.rest is None else self.rest[index])
 
 
 class Attended(NamedTuple):
@@ -138,6 +142,10 @@ class Attended(NamedTuple):
         """Some rows of several layers."""
         return self._each(list(rows))
 
+    def cut(self, rows: slice) -> Attended:
+        """Rows of several layers that follow one another, as views."""
+        return self._each(rows)
+
     def last(self, count: int) -> Attended:
         """The last rows of several layers."""
         return self._each(slice(-count, None))
@@ -149,15 +157,17 @@ class Attended(NamedTuple):
 class Decoder(Protocol):
     """The layers of a model, ready to run."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor,
-                is_prompt: bool = False) -> tuple[Tensor, Attended]:
-        """Rows x [T, hidden] through all layers: the new rows, and what each layer's attention did for them.
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
+                parents: Tensor) -> tuple[Tensor, Attended]:
+        """Rows x [R, hidden] through all layers: the new rows, and what each layer's attention did for them.
 
-        cos, sin [T, D / 2] float32. Fills kv.k and kv.v with the rows' keys and values. `parents` as for `attention`.
+        The rows of one text stand behind those of another, and each text's attention reads its own stores; everything
+        else reads the weights once for all rows.
 
-        is_prompt  the rows are a chunk of a prompt, a chain that is cut in the same chunks in every run: kernels may
-                   then use what is faster for many rows and not row-invariant, and tell only of the last rows'
-                   attention
+        texts       what each text's rows read, in the order of the rows. Their k and v are slices [L, T, Hkv, D] of one
+                    tensor [L, R, Hkv, D] each, one slice behind the other: filled here
+        cos, sin    [R, D / 2] float32
+        parents     [R] as for `attention`, counted from the first row of the row's text
         """
 
 
@@ -168,8 +178,7 @@ class Kernels(Protocol):
     is_row_invariant: bool  # whether the promise above holds to the bit on this device and dtype
     device: torch.device
     dtype: torch.dtype
-    reserves: bool  # whether a text's cache is reserved whole at its beginning
-    chooses: bool  # whether tokens can be chosen on the device (longdraft/sampling/device.py)
+    is_device: bool  # of their own memory: caches are reserved whole, tokens chosen there, prompts read in fixed chunks
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> Linear:
         """Take a weight [N, K] (and bias [N]) into the kernels' layout; with `is_int8` quantised (kernels/int8.py)."""

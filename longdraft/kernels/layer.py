@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -25,8 +26,9 @@ class Operations(Protocol):
 
 
 def layer_forward(ops: Operations, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor,
-                  kv: KV, parents: Tensor, rest: Tensor | None = None) -> tuple[Tensor, Attended]:
-    """Rows x [T, hidden] through one layer; fills kv.k and kv.v. `rest` [H, D + 1, D + 1] as in LayersKV."""
+                  texts: Sequence[KV], parents: Tensor) -> tuple[Tensor, Attended]:
+    """Rows x [R, hidden] of texts through one layer; fills their k and v. `rest` is a map [H, D + 1, D + 1] here,
+    as in LayersKV."""
     heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
 
     def norm(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -48,11 +50,18 @@ def layer_forward(ops: Operations, x: Tensor, layer: LayerWeights, geometry: Geo
     if not layer.rotates:
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     q = ops.rope(content, cos * geometry.query_factor, sin * geometry.query_factor)
-    kv.k.copy_(ops.rope(norm(qkv[:, heads : heads + kv_heads], layer.k_norm), cos, sin))
-    kv.v.copy_(qkv[:, heads + kv_heads :])
-    if rest is not None:
-        kv = kv._replace(rest=torch.einsum("thd,hde->the", content.float(), rest[:, :-1]) + rest[:, -1])
-    attended = ops.attention(q, kv, parents, layer.window)._replace(content=content)
+    k, v = ops.rope(norm(qkv[:, heads : heads + kv_heads], layer.k_norm), cos, sin), qkv[:, heads + kv_heads :]
+    seen, start = [], 0
+    for kv in texts:
+        own = slice(start, start + len(kv.k))
+        kv.k.copy_(k[own])
+        kv.v.copy_(v[own])
+        if kv.rest is not None:
+            rest = torch.einsum("thd,hde->the", content[own].float(), kv.rest[:, :-1]) + kv.rest[:, -1]
+            kv = kv._replace(rest=rest)
+        seen.append(ops.attention(q[own], kv, parents[own], layer.window))
+        start = own.stop
+    attended = Attended(*(torch.cat(part) for part in zip(*seen, strict=True)))._replace(content=content)
     x = join(x, ops.linear(attended.output.flatten(1), layer.out), layer.attention_norm)
     gate_up = ops.linear(read(x, layer.mlp_norm), layer.gate_up)
     return join(x, ops.linear(ops.swiglu(gate_up), layer.down), layer.mlp_norm), attended

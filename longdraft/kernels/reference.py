@@ -112,7 +112,7 @@ class ReferenceKernels:
     """See :class:`longdraft.kernels.interface.Kernels` for shapes and meaning."""
 
     name = "reference"
-    reserves = chooses = False
+    is_device = False
 
     def __init__(self, device: str, dtype: str) -> None:
         self.device = torch.device(device)
@@ -250,12 +250,12 @@ class ReferenceDecoder:
         self._layers = layers
         self._geometry = geometry
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor,
-                is_prompt: bool = False) -> tuple[Tensor, Attended]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
+                parents: Tensor) -> tuple[Tensor, Attended]:
         attended = []
         for index, layer in enumerate(self._layers):
-            rest = None if kv.rest is None else kv.rest[index]
-            x, mixed = layer_forward(self._kernels, x, layer, self._geometry, cos, sin, kv.layer(index), parents, rest)
+            seen = [kv.layer(index) for kv in texts]
+            x, mixed = layer_forward(self._kernels, x, layer, self._geometry, cos, sin, seen, parents)
             attended.append(mixed)
         return x, Attended(*(torch.stack(part) for part in zip(*attended, strict=True)))
 

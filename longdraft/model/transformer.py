@@ -1,10 +1,16 @@
-"""The decoder of all families: one class, the cache an argument, prefill, decode, verify and draft one call."""
+"""The decoder of all families: one class, the cache an argument, prefill, decode, verify and draft one call.
+
+A forward serves one text or several: each has rows of its own over a cache of its own, and the weights are read once
+for the rows of all. No row depends on the others, so who travels together is nobody's business but the clock's.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -20,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Rows(NamedTuple):
-    """The rows of one forward: token, absolute position, and the row each one follows (-1: the cache)."""
+    """One text's rows of a forward: token, absolute position, and the row each one follows (-1: the cache)."""
 
     tokens: Sequence[int]
     positions: Sequence[int]
@@ -43,18 +49,48 @@ class Weights(NamedTuple):
     quantize: str = "none"  # or "int8": the tables and all that rows are multiplied with; norms and biases never
 
 
-class Forward(NamedTuple):
-    """What a forward leaves: hidden [R, hidden] before the final norm, and all layers' attention."""
+class Ask(NamedTuple):
+    """What a text asks for: a forward of rows over its cache, and logits of the last `num_logits` of them.
 
-    hidden: Tensor
-    attended: Attended
+    is_prompt  see `LayersKV`
+    """
+
+    model: Transformer
+    rows: Rows
+    cache: KVCache
+    num_logits: int = 0
+    is_prompt: bool = False
+
+
+class Forward:
+    """What a forward leaves of one text's rows: a part of what it leaves of all, cut out where it is wanted.
+
+    hidden    [T, hidden] before the final norm
+    attended  what all layers' attention did for the rows
+    logits    [num_logits, V] float32 of the last rows
+    """
+
+    def __init__(self, hidden: Tensor, attended: Attended, rows: slice, logits: Tensor) -> None:
+        self.logits = logits
+        self._hidden, self._attended, self._rows = hidden, attended, rows
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        return self._hidden[self._rows]
+
+    @cached_property
+    def attended(self) -> Attended:
+        return self._attended.cut(self._rows)
 
 
 class Transformer:
     """The decoder. Holds weights and kernels, no state of any text."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels,
+                 whole: ModelConfig | None = None) -> None:
+        """config: of what this process has of the model; whole: of the model, where that is more."""
         self.config = config
+        self.whole = whole or config
         self.weights = weights
         self.kernels = kernels
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps,
@@ -104,18 +140,39 @@ class Transformer:
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
         return FullCache(self.kernels, config.num_layers, config.num_kv_heads, config.head_dim, windows)
 
-    def forward(self, rows: Rows, cache: KVCache, is_prompt: bool = False) -> Forward:
-        """Run rows over a cache; their keys and values stay provisional until the cache commits them.
+    @property
+    def identity(self) -> object:
+        """Equal of the models that can be asked together: of one's copies for several lengths."""
+        return self._decoder
 
-        is_prompt  see `Decoder.forward`
-        """
+    def forward(self, rows: Rows, cache: KVCache, num_logits: int = 0, is_prompt: bool = False) -> Forward:
+        """Run rows over a cache; their keys and values stay provisional until the cache commits them."""
+        return self.together([Ask(self, rows, cache, num_logits, is_prompt)])[0]
+
+    def together(self, asks: Sequence[Ask]) -> list[Forward]:
+        """One forward for all that is asked of this model, each text over a cache of its own."""
         kernels, config = self.kernels, self.config
-        cos, sin = self.rotations(rows.positions)
-        parents = torch.tensor(rows.parents, dtype=torch.int32)
-        shape = (config.num_layers, len(rows.tokens), config.num_kv_heads, config.head_dim)
+        counts = [len(ask.rows.tokens) for ask in asks]
+        ends = list(accumulate(counts))
+        own = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        shape = (config.num_layers, ends[-1], config.num_kv_heads, config.head_dim)
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
-        return Forward(*self._decoder.forward(self.embed(rows.tokens), cos, sin, cache.append(k, v), parents,
-                                              is_prompt))
+        texts = [ask.cache.append(k[:, rows], v[:, rows])._replace(is_prompt=ask.is_prompt)
+                 for ask, rows in zip(asks, own, strict=True)]
+        hidden, attended = self._decoder.forward(
+            self.embed([token for ask in asks for token in ask.rows.tokens]), *_rotations(asks), texts,
+            torch.tensor([parent for ask in asks for parent in ask.rows.parents], dtype=torch.int32))
+        logits = self._last_logits(hidden, [(end, ask.num_logits) for end, ask in zip(ends, asks, strict=True)])
+        return [Forward(hidden, attended, rows, part) for rows, part in zip(own, logits, strict=True)]
+
+    def _last_logits(self, hidden: Tensor, wanted: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+        """Logits of the last rows of each text: (where its rows end, how many)."""
+        counts = [count for _, count in wanted]
+        if not any(counts):
+            return [hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)] * len(wanted)
+        if sum(counts) != len(hidden):
+            hidden = torch.cat([hidden[end - count : end] for end, count in wanted])
+        return torch.split(self.logits(hidden), counts)
 
     def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos, sin [R, D / 2] float32 of positions."""
@@ -139,3 +196,11 @@ class Transformer:
         """Logits [R, V] float32 of rows that are already normalised."""
         logits = self.kernels.linear(normed, self.weights.head, keep_float=True)
         return logits if self.config.logits_divisor == 1 else logits.div_(self.config.logits_divisor)
+
+
+def _rotations(asks: Sequence[Ask]) -> tuple[Tensor, Tensor]:
+    """cos, sin [R, D / 2] of all rows, each with those of its own text."""
+    if len(asks) == 1:
+        return asks[0].model.rotations(asks[0].rows.positions)
+    parts = [ask.model.rotations(ask.rows.positions) for ask in asks]
+    return torch.cat([cos for cos, _ in parts]), torch.cat([sin for _, sin in parts])

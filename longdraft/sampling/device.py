@@ -24,7 +24,7 @@ Place = Callable[[Tensor, Tensor], None]  # keep these rows at these positions, 
 
 def serves(params: SamplingParams, kernels: Kernels | None) -> bool:
     """Whether these settings can be decided on these kernels' device."""
-    if kernels is None or not kernels.chooses:
+    if kernels is None or not kernels.is_device or params.logit_bias:
         return False
     no_sums = params.top_k == 0 and params.top_p == 1 and params.eta_cutoff == 0
     return params.temperature == 0 or (no_sums and params.min_tokens_to_keep == 1)

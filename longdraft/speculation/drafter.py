@@ -10,6 +10,7 @@ from torch import Tensor
 from longdraft.core import Context
 from longdraft.kernels import Attended
 from longdraft.model.transformer import Forward
+from longdraft.model.work import Work
 from longdraft.tree import Tree
 
 
@@ -55,8 +56,12 @@ class Drafter(Protocol):
     def begin(self, context: Context, verified: Verified | None) -> None:
         """The prompt is in the cache but for its last token; `verified` are its last rows (None: no rows)."""
 
-    def propose(self, context: Context, max_depth: int) -> Tree:
-        """A tree on the last token, at most `max_depth` deep; the root alone is plain decoding."""
+    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
+        """A tree on the last token, at most `max_depth` deep; the root alone is plain decoding.
+
+        What forwards it takes are asked for (longdraft/model/work.py), so that several texts draft together; a drafter
+        that takes none is a function with `at_once`.
+        """
 
     def observe(self, context: Context, accepted: Accepted) -> None:
         """A step is done: `accepted.tokens` end the context, their rows but the last's are committed."""

@@ -7,30 +7,21 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
-
-from torch import Tensor
+from typing import NamedTuple
 
 from longdraft.cache.full import KVCache
 from longdraft.core import Context
 from longdraft.errors import NumericalError
-from longdraft.model.transformer import Forward, Rows, tree_rows
+from longdraft.model.transformer import Ask, Transformer, tree_rows
+from longdraft.model.work import Work
 from longdraft.sampling.sampler import DAMAGED, Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
 from longdraft.speculation.verify import decide
 
 
-class Model(Protocol):
-    """What a step asks of a model."""
-
-    def forward(self, rows: Rows, cache: KVCache, is_prompt: bool = False) -> Forward: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-
 @dataclass
 class Timings:
-    """Seconds spent in each part of the steps so far (monotonic wall clock)."""
+    """Seconds spent in each part of the steps so far (monotonic wall clock; among other texts, with theirs)."""
 
     draft: float = 0.0
     verify: float = 0.0
@@ -58,7 +49,7 @@ class Tally:
 class Step(NamedTuple):
     """The moving parts of one request."""
 
-    model: Model
+    model: Transformer
     cache: KVCache
     drafter: Drafter
     sampler: Sampler
@@ -66,17 +57,16 @@ class Step(NamedTuple):
     timings: Timings
     tally: Tally
 
-    def run(self, max_tokens: int) -> Accepted:
+    def run(self, max_tokens: int) -> Work[Accepted]:
         """One step: at least one token, at most `max_tokens`, appended to the context."""
         model, cache, drafter, sampler, context, timings, tally = self
         with timings.measure("draft"):
-            tree = drafter.propose(context, max_tokens - 1).pruned(max_tokens - 1)
+            tree = (yield from drafter.propose(context, max_tokens - 1)).pruned(max_tokens - 1)
             assert tree.tokens[0] == context.last, "a tree grows on the last token of the text"
         with timings.measure("verify"):
-            result = model.forward(tree_rows(tree, len(context) - 1), cache)
-            logits = model.logits(result.hidden)
+            result = yield Ask(model, tree_rows(tree, len(context) - 1), cache, len(tree))
         with timings.measure("sample"):
-            path, choices = decide(sampler, logits, tree, context, cache)
+            path, choices = decide(sampler, result.logits, tree, context, cache)
             if DAMAGED in choices:
                 raise NumericalError("the model's logits are not finite; its weights may be damaged")
         with timings.measure("commit"):

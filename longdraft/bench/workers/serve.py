@@ -7,6 +7,7 @@
     {"do": "fill", "length": 2048, "within_s": 60}                       {"cache": "random", "length": 2048}
     {"do": "steps", "count": 2}                                                  {"seconds": [0.01, 0.01]}
     {"do": "prefill", "tokens": [5, 6, 7]}                                               {"seconds": 0.02}
+    {"do": "together", "slots": 4, "count": 1}    (who has the option "slots" only)       {"seconds": [0.02]}
 
 Where a package that it needs is missing, "open" is answered so: {"missing": ["gguf"]}. An error ends the process.
 """
@@ -36,6 +37,9 @@ class Engine(Protocol):
 
     def step(self, token: int) -> int:
         """One step of plain decoding: the likeliest token behind this one."""
+
+    def together(self, tokens: Sequence[int]) -> list[int]:
+        """The same for texts in slots of their own, side by side. `fill` fills all slots."""
 
 
 def main(name: str) -> None:
@@ -74,6 +78,9 @@ def _answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
         return {"cache": kind, "length": length}
     if request["do"] == "prefill":
         return {"seconds": _seconds(lambda: engine.prefill(request["tokens"]))}
+    if request["do"] == "together":
+        slots = [5] * request["slots"]
+        return {"seconds": [_seconds(lambda: engine.together(slots)) for _ in range(request["count"])]}
     assert request["do"] == "steps"
     return {"seconds": [_seconds(lambda: engine.step(5)) for _ in range(request["count"])]}
 

@@ -26,7 +26,8 @@ _BLOCK = 1024  # positions of random numbers, repeated
 
 
 class Engine:
-    def __init__(self, folder: str, threads: int, longest: int, flash: bool = False, weights: str = "bf16") -> None:
+    def __init__(self, folder: str, threads: int, longest: int, flash: bool = False, weights: str = "bf16",
+                 slots: int = 1) -> None:
         self.version = f"{llama.__version__} ({weights}, flash attention {'on' if flash else 'off'})"
         llama.llama_backend_init()
         with tempfile.TemporaryDirectory() as place:
@@ -36,7 +37,8 @@ class Engine:
             settings.use_mmap = False  # the file goes away
             self._model = llama.llama_model_load_from_file(str(path).encode(), settings)
         wanted = llama.llama_context_default_params()
-        wanted.n_ctx = longest
+        wanted.n_ctx = longest * slots
+        wanted.n_seq_max = self._slots = slots
         wanted.n_batch = wanted.n_ubatch = _CHUNK
         wanted.n_threads = wanted.n_threads_batch = threads
         wanted.flash_attn_type = (llama.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash
@@ -52,10 +54,14 @@ class Engine:
 
     def fill(self, length: int, limit_s: float) -> tuple[str, int]:
         self.prefill([5] * 8)
-        state = random_state(self._state(), 8, length)
+        state = random_state(self._state(), 8, length, self._slots)
         self._forget()
-        if state is not None and llama.llama_state_seq_set_data(self._context, state, len(state), 0):
+        if state is not None and all(llama.llama_state_seq_set_data(self._context, state, len(state), slot)
+                                     for slot in range(self._slots)):
+            self._length = length
             return "random", length
+        if self._slots > 1:
+            raise RuntimeError("a state of random keys and values was refused")
         self._forget()
         end = time.monotonic() + limit_s
         done = 0
@@ -69,6 +75,21 @@ class Engine:
         self._decode([token])
         logits = llama.llama_get_logits_ith(self._context, -1)
         return int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
+
+    def together(self, tokens: Sequence[int]) -> list[int]:
+        batch = llama.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for slot, token in enumerate(tokens):  # each time at the same place
+            llama.llama_memory_seq_rm(llama.llama_get_memory(self._context), slot, self._length, -1)
+            batch.token[slot], batch.pos[slot] = token, self._length
+            batch.n_seq_id[slot], batch.seq_id[slot][0], batch.logits[slot] = 1, slot, True
+        status = llama.llama_decode(self._context, batch)
+        llama.llama_batch_free(batch)
+        if status:
+            raise RuntimeError(f"llama_decode gave {status}")
+        llama.llama_synchronize(self._context)
+        logits = [llama.llama_get_logits_ith(self._context, slot) for slot in range(len(tokens))]
+        return [int(np.ctypeslib.as_array(row, (self._vocabulary,)).argmax()) for row in logits]
 
     def _decode(self, tokens: Sequence[int]) -> None:
         given = (llama.llama_token * len(tokens))(*tokens)
@@ -87,15 +108,16 @@ class Engine:
         return bytes(buffer)
 
 
-def random_state(sample: bytes, cells: int, length: int) -> Any:
+def random_state(sample: bytes, cells: int, length: int, streams: int) -> Any:
     """The state of a sequence of `length` random positions, in the format of one that has `cells`; None: unknown.
 
         a few words; u32 streams, u32 cells; for each cell i32 position, u32 1, i32 sequence; u32 transposed, u32 layers
         keys of each layer      i32 type, u64 bytes of a row, rows
         values of each layer    alike; where transposed i32 type, u32 bytes of an element, u32 rows, rows by dimension
+        u32 cells, which are 0, of the other streams; each slot has one
     """
     try:
-        pieces = list(_pieces(sample, cells, length))
+        pieces = list(_pieces(sample, cells, length, streams))
     except struct.error:
         return None
     if None in pieces:
@@ -104,14 +126,14 @@ def random_state(sample: bytes, cells: int, length: int) -> Any:
     return (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
 
 
-def _pieces(sample: bytes, cells: int, length: int) -> Iterator[bytes | None]:
+def _pieces(sample: bytes, cells: int, length: int, streams: int) -> Iterator[bytes | None]:
     """The state's parts; None where the sample is not of the format."""
-    start = sample.find(struct.pack("<IIiIi", 1, cells, 0, 1, 0), 0, 64)
+    start = sample.find(struct.pack("<IIiIi", streams, cells, 0, 1, 0), 0, 64)
     if start < 0:
         yield None
         return
     yield sample[:start]
-    yield struct.pack("<II", 1, length) + b"".join(struct.pack("<iIi", place, 1, 0) for place in range(length))
+    yield struct.pack("<II", streams, length) + b"".join(struct.pack("<iIi", place, 1, 0) for place in range(length))
     at = start + 8 + 12 * cells
     transposed, layers = struct.unpack_from("<II", sample, at)
     yield sample[at : at + 8]
@@ -125,8 +147,8 @@ def _pieces(sample: bytes, cells: int, length: int) -> Iterator[bytes | None]:
         yield sample[at : at + 12]
         yield _random_float16(length * width)
         at += 12 + cells * width
-    if at != len(sample):
-        yield None
+    others = bytes(4 * (streams - 1))
+    yield others if sample[at:] == others else None
 
 
 def _random_float16(nbytes: int) -> bytes:

@@ -84,11 +84,23 @@ class CudaDecoder:
         require(len(weights) == 4, "weights that these kernels packed", [type(w).__name__ for w in layer[:6]])
         return weights
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor,
-                is_prompt: bool = False) -> tuple[Tensor, Attended]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
+                parents: Tensor) -> tuple[Tensor, Attended]:
+        """Texts one after the other: each with the graph of its own rows and cache."""
+        found, start = [], 0
+        for kv in texts:
+            own = slice(start, start + kv.k.shape[1])
+            found.append(self._text(x[own], cos[own], sin[own], kv, parents[own]))
+            start = own.stop
+        if len(found) == 1:
+            return found[0]
+        seen = (torch.cat(part, 1) for part in zip(*(attended for _, attended in found), strict=True))
+        return torch.cat([hidden for hidden, _ in found]), Attended(*seen)
+
+    def _text(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, Attended]:
         rows, stores = len(x), self.kernels.own(kv.stores)
         require(kv.length <= min(store.room for store in stores), "positions that are held", kv.length)
-        if is_prompt and kv.rest is None:
+        if kv.is_prompt and kv.rest is None:
             return prompt.forward(self, x, cos, sin, kv, parents)
         for store in stores:
             store.reserve_drafts(max(rows, BUCKETS[-1]))

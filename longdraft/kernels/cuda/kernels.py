@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class CudaKernels:
     """See :class:`longdraft.kernels.interface.Kernels` for shapes and meaning."""
 
-    reserves = chooses = True
+    is_device = True
 
     def __init__(self, device: str, dtype: str, name: str = NAMES[0], splits: Splits | None = None) -> None:
         """splits: how attention cuts positions; for tests, which have few of them."""

@@ -86,7 +86,7 @@ def forward(decoder: CudaDecoder, x: Tensor, cos: Tensor, sin: Tensor, kv: Layer
     told = min(TOLD, len(x))
     attended = []
     for index, layer in enumerate(decoder.layers):
-        x, mixed = layer_forward(ops, x, layer, decoder.geometry, cos, sin, kv.layer(index), parents)
+        x, mixed = layer_forward(ops, x, layer, decoder.geometry, cos, sin, [kv.layer(index)], parents)
         attended.append(mixed)
     shape = (len(decoder.layers), len(x))
     whole = []

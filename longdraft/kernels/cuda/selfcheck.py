@@ -42,8 +42,9 @@ def is_row_invariant(decoder: CudaDecoder, length: int = _LENGTH, rows: int = _R
 
     def run(chosen: list[int], at: int, parents: Tensor) -> tuple[Tensor, LayersKV]:
         shape = (len(stores), len(chosen), kv_heads, dim)
-        kv = LayersKV(stores, at, *(torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2)))
-        return decoder.forward(x[chosen], angles[chosen].cos(), angles[chosen].sin(), kv, parents)[0], kv
+        k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
+        kv = LayersKV(stores, at, k, v)
+        return decoder.forward(x[chosen], angles[chosen].cos(), angles[chosen].sin(), [kv], parents)[0], kv
 
     alone = torch.tensor([-1], dtype=torch.int32)
     tree, kv = run(list(range(rows)), length, parents)

@@ -1,0 +1,215 @@
+"""Texts written side by side beside one after another: total tokens per second by how many there are.
+
+    longdraft bench batch --prompt-file novel.txt --contexts 1024,8192 --texts 1,2,4,8,16
+
+Every text is a real one, behind its own stretch of the file. The same texts write in turns: all side by side, then each
+alone, so that the machine's moods meet both; what one is to the other is the median over neighbouring turns. What plain
+decoding could gain at most is the bytes that need not be read again:
+
+    floor = (weights + texts * cache) / read bandwidth        for a token of each text
+    limit = texts * (weights + cache) / (weights + texts * cache)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from longdraft import drafters, statistics
+from longdraft.batching import Batch
+from longdraft.bench import peers
+from longdraft.bench.measure import Limits
+from longdraft.core import SamplingParams
+from longdraft.engine import Engine
+from longdraft.errors import UsageError, check
+from longdraft.model import library
+
+Record = dict[str, Any]
+LLAMA = "llama.cpp, slots"
+_SETTLE_S = 0.3  # before another engine's turn, so that the threads of this one have gone to sleep
+
+
+class Plan(NamedTuple):
+    """What is to be measured."""
+
+    ids: Sequence[int]  # the prompts' tokens: each text begins at a place of its own
+    contexts: Sequence[int]
+    texts: Sequence[int]
+    settings: Sequence[str]  # drafters
+    turn: int  # tokens that each text writes in a turn
+    repeats: int
+    peer: peers.Kind | None
+    python: str
+    limit_s: float
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that a text may write: two turns for each repeat, and what a step brings beyond a turn."""
+        return len(self.texts) * (self.repeats + 1) * 2 * (self.turn + drafters.auto.DEEPEST)
+
+    def prompt(self, context: int, place: int) -> list[int]:
+        apart = max(1, (len(self.ids) - context) // max(self.texts))
+        return list(self.ids[place * apart : place * apart + context])
+
+    def check(self, engine: Engine) -> None:
+        longest, limit = max(self.contexts), engine.model.config.max_positions
+        least = longest + max(self.texts) - 1
+        if len(self.ids) < least:
+            raise UsageError(f"the prompt file has {len(self.ids)} tokens; allowed: {least} or more, for "
+                             f"{max(self.texts)} texts behind {longest} tokens each")
+        if longest + self.num_new > limit:
+            raise UsageError(f"--contexts, --turn and --repeats come to {longest + self.num_new} positions; allowed: "
+                             f"{limit} (the model's context limit)")
+        for setting in self.settings:
+            name, *options = setting.split(",")
+            parsed = drafters.parse_options(name, dict(option.partition("=")[::2] for option in options))
+            check(not drafters.draft_model_of(parsed), "--drafters", setting, "drafters without a model of their own")
+
+
+def measure(engine: Engine, plan: Plan, limits: Limits, report: Record, doing: Callable[[str], Any]) -> None:
+    """Fill the report: `texts`, a record for each context, drafter and number of texts, and `peer`."""
+    report |= {"contexts": list(plan.contexts), "turn": plan.turn, "repeats": plan.repeats, "texts": [], "peer": []}
+    for context in plan.contexts:
+        with ExitStack() as stack:
+            slots = stack.enter_context(_slots(plan, engine, context, report["peer"], doing))
+            for setting in plan.settings:
+                with doing(f"{context:,} tokens: prompts of {max(plan.texts)} texts, {setting}"):
+                    group = Group(engine, plan, context, setting)
+                for count in plan.texts:
+                    with doing(f"{context:,} tokens: {count} texts, {setting}"):
+                        report["texts"].append(_record(engine, plan, group, count, limits, slots))
+                slots = None  # measured once
+                group.batch.close()  # its memory is the next one's
+
+
+class Group:
+    """Texts behind prompts of one length, read and under way."""
+
+    def __init__(self, engine: Engine, plan: Plan, context: int, setting: str) -> None:
+        name, *options = setting.split(",")
+        engine.drafter = name
+        engine.options = drafters.parse_options(name, dict(option.partition("=")[::2] for option in options))
+        self.context, self.setting = context, setting
+        self.batch: Batch = engine.batch()
+        self.texts: list[int] = []
+        for place in range(max(plan.texts)):  # one after the other: large pieces of a prompt are read faster
+            params = SamplingParams(max_new_tokens=plan.num_new, seed=place, min_p=0.1, repetition_penalty=1.2,
+                                    ignore_eos=True, on_loop="off")
+            self.texts.append(self.batch.add(plan.prompt(context, place), params))
+            self.write(self.texts[-1:], 1)
+
+    def write(self, texts: Sequence[int], tokens: int) -> tuple[float, int]:
+        """Let these texts write so many tokens each, or a few more, side by side: seconds, and tokens in all.
+
+        A text that has written its share stands by while the others end theirs.
+        """
+        left = dict.fromkeys(texts, tokens)
+        written, began = 0, time.perf_counter()
+        while left:
+            for text, event in self.batch.step(left):
+                written += len(event.tokens)
+                if event.error:
+                    raise event.error
+                left[text] -= len(event.tokens)
+            left = {text: more for text, more in left.items() if more > 0}
+        return time.perf_counter() - began, written
+
+
+def _record(engine: Engine, plan: Plan, group: Group, count: int, limits: Limits, slots: Slots | None) -> Record:
+    """`count` texts side by side, each by itself, and as many slots of the peer, in turns."""
+    texts = group.texts[:count]
+    rates: dict[str, list[float]] = {"side by side": [], "one after another": [], LLAMA: []}
+    before = [group.batch[text].stats() for text in texts]
+    for _ in range(plan.repeats + 1):
+        seconds, tokens = group.write(texts, plan.turn)
+        rates["side by side"].append(tokens / seconds)
+        turns = [group.write([text], plan.turn) for text in texts]
+        rates["one after another"].append(sum(tokens for _, tokens in turns) / sum(seconds for seconds, _ in turns))
+        if slots and (rate := slots.rate(count, plan.turn)):
+            rates[LLAMA].append(rate)
+    rates = {name: found[1:] for name, found in rates.items()}  # the first turns warm up
+    after = [group.batch[text].stats() for text in texts]
+    grown = {key: sum(b[key] - a[key] for a, b in zip(before, after, strict=True)) for key in ("new_tokens", "steps")}
+    weights = sum(linear.nbytes for linear in engine.model.linears)
+    cache = group.context * engine.model.cache_bytes_per_token
+    record: Record = {
+        "context": group.context, "drafter": group.setting, "texts": count,
+        "tokens_per_second": median(rates["side by side"]),
+        "alone_tokens_per_second": median(rates["one after another"]),
+        "to_one_after_another": _ratio(rates["side by side"], rates["one after another"]),
+        "limit": count * (weights + cache) / (weights + count * cache),
+        "floor_tokens_per_second": count * limits.read_bandwidth / (weights + count * cache),
+        "mean_accepted_length": grown["new_tokens"] / grown["steps"],
+        "turns": rates,
+    }
+    if rates[LLAMA]:
+        record |= {"peer_tokens_per_second": median(rates[LLAMA]),
+                   "to_peer": _ratio(rates["side by side"], rates[LLAMA])}
+    return record
+
+
+def sha256(ids: Sequence[int]) -> str:
+    return statistics.sha256_tokens(np.array(ids, dtype=np.int32))
+
+
+def _ratio(one: Sequence[float], other: Sequence[float]) -> float:
+    return median(a / b for a, b in zip(one, other, strict=True))
+
+
+class Slots:
+    """llama.cpp with as many slots as there are texts, in a process of its own."""
+
+    def __init__(self, worker: peers.Worker, limit_s: float, found: Record) -> None:
+        self._worker: peers.Worker | None = worker
+        self._limit_s = limit_s
+        self._found = found
+
+    def rate(self, count: int, steps: int) -> float | None:
+        """Tokens per second of so many slots together; None where it failed, with the reason in the report."""
+        if self._worker is None:
+            return None
+        time.sleep(_SETTLE_S)
+        try:
+            seconds = self._worker.ask(self._limit_s, do="together", slots=count, count=steps)["seconds"]
+        except peers.Failed as error:
+            self._found["error"], self._worker = str(error), None
+            return None
+        time.sleep(_SETTLE_S)
+        return count * steps / float(sum(seconds))
+
+
+@contextmanager
+def _slots(plan: Plan, engine: Engine, context: int, found: list[Record],
+           doing: Callable[[str], Any]) -> Iterator[Slots | None]:
+    """The peer, its slots filled with random keys and values; None, with the reason in the report, where it is not."""
+    if plan.peer is None:
+        yield None
+        return
+    with TemporaryDirectory() as place, peers.Worker(plan.peer, plan.python) as worker, \
+            doing(f"{context:,} tokens: {LLAMA}"):
+        record: Record = {"engine": LLAMA, "context": context}
+        found.append(record)
+        try:
+            peers.portable(library.resolve(engine.name), Path(place))
+            room = context + plan.num_new
+            options: Mapping[str, Any] = {**plan.peer.options, "slots": max(plan.texts)}
+            answer = worker.ask(plan.limit_s, do="open", folder=place, threads=torch.get_num_threads(), longest=room,
+                                needs=plan.peer.needs, options=options)
+            if "missing" in answer:
+                missing = ", ".join(answer["missing"])
+                raise peers.Failed(f"not installed: {plan.peer.install} (missing: {missing})")
+            record |= {"version": answer["version"]}
+            record |= worker.ask(plan.limit_s, do="fill", length=context, within_s=plan.limit_s)
+        except peers.Failed as error:
+            record["error"] = str(error)
+            yield None
+            return
+        yield Slots(worker, plan.limit_s, record)
