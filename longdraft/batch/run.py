@@ -83,9 +83,9 @@ class Totals:
 
     def summary(self) -> dict[str, Any]:
         """For `--stats`."""
-        return {"rows": self.rows, "skipped": self.skipped, "done": self.done, "failed": self.errors + self.failed, "left": self.left,
-                "new_tokens": self.new_tokens, "resumed_tokens": self.resumed, "seconds": self.seconds,
-                "tokens_per_second": self.tokens_per_second}
+        return {"rows": self.rows, "skipped": self.skipped, "done": self.done, "failed": self.errors + self.failed,
+                "left": self.left, "new_tokens": self.new_tokens, "resumed_tokens": self.resumed,
+                "seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
 
 
 def run(rows: Path, output: Path, job: Job, crew: Crew, *, check: Check = lambda: None,
