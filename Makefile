@@ -5,7 +5,9 @@
 #   make test    install what tests need, then run them all
 #   make lint    ruff and mypy
 #   make sanitize  the kernels' tests with addresses and undefined behaviour watched (GCC or Clang; minutes)
+#   make cluster  a batch job on a local Ray cluster whose workers and nodes are killed (a minute)
 #   make soak    a hundred kills and 200,000 damaged inputs (some twenty minutes; docs/reliability.md)
+#   make test-page  the page in Chromium (Debian: apt install chromium); pictures go to docs/
 #   make clean   remove .venv and everything built
 
 PYTHON ?= python3
@@ -16,7 +18,7 @@ TOKENS ?= 4000
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
-.PHONY: demo test lint sanitize soak clean
+.PHONY: demo test test-page lint sanitize cluster soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/longdraft generate --prompt-file examples/chapter.txt --max-new-tokens $(TOKENS) --seed 7 \
@@ -24,6 +26,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses auto
+
+test-page: $(VENV)/.installed-dev
+	LONGDRAFT_SCREENSHOTS=docs $(BIN)/python -m pytest -rs tests/test_page.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -38,6 +43,9 @@ sanitize:
 	$(WATCHED)/bin/python -m pip install --quiet --disable-pip-version-check --config-settings cmake.define.LONGDRAFT_SANITIZE=ON --editable '.[dev]'
 	LD_PRELOAD="$(RUNTIME)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(WATCHED)/bin/python -m pytest \
 	    --timeout 900 tests/test_kernels.py tests/test_cache.py tests/test_fast_sampler.py tests/test_equality.py
+
+cluster: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m cluster tests/test_ray.py
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py kills --count 100

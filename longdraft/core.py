@@ -49,6 +49,7 @@ class SamplingParams:
     penalty_window      how many of the last tokens are penalised, prompt included, >= 1
     stop                texts that end the generation; not part of the text
     stop_token_ids      token ids that end it, beside the model's own end-of-text ids
+    logit_bias          (token id, what is added to its logit, -100 to 100) pairs, before everything else
     ignore_eos          the model's end-of-text ids do not end it
     on_loop             a text that repeats itself: warn | stop (finish reason "loop") | off; see longdraft/loops.py
     from_model          names of the settings above that the model's own defaults gave; for the record
@@ -67,6 +68,7 @@ class SamplingParams:
     penalty_window: int = 1024
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
     ignore_eos: bool = False
     on_loop: str = "warn"
     from_model: tuple[str, ...] = field(default=(), compare=False, repr=False)
@@ -101,6 +103,7 @@ class SamplingParams:
         ids: object = self.stop_token_ids
         check(isinstance(ids, tuple) and all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", ids,
               "a tuple of token ids, 0 or more")
+        _check_bias(self.logit_bias)
         check(self.on_loop in ("warn", "stop", "off"), "on_loop", self.on_loop, "warn, stop or off")
 
     @classmethod
@@ -118,20 +121,33 @@ class SamplingParams:
             if value is None and target != "seed":
                 continue  # not set
             if target not in known:
-                raise UsageError(f"unknown sampling setting {name!r}; known: {', '.join(sorted(known))}")
+                raise UsageError(f"unknown sampling setting {name!r}; known: {', '.join(sorted(known))}", name)
             if target in chosen and chosen[target] != value and name != "temperature":
-                raise UsageError(f"{name!r} contradicts another spelling of {target!r}; give one of them")
+                raise UsageError(f"{name!r} contradicts another spelling of {target!r}; give one of them", name)
             if target == "temperature" and settings.get("do_sample") is False:
                 value = 0.0
             if target == "stop":
                 value = (value,) if isinstance(value, str) else tuple(value)
             if target == "stop_token_ids":
                 value = tuple(value)
+            if target == "logit_bias" and isinstance(value, Mapping):
+                value = tuple(sorted(value.items()))
             chosen[target] = value
         return cls(**chosen)
 
     def with_seed(self, seed: int) -> SamplingParams:
         return replace(self, seed=seed)
+
+
+def _check_bias(pairs: object) -> None:
+    is_pairs = isinstance(pairs, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+    check(is_pairs, "logit_bias", pairs, "pairs of a token id and a number")
+    assert isinstance(pairs, tuple)
+    for token, bias in pairs:
+        check(_is_int(token) and token >= 0, "logit_bias", token, "token ids, 0 or more")
+        is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+        check(is_number and -100 <= bias <= 100, "logit_bias", bias, "-100 to 100")
+    check(len({token for token, _ in pairs}) == len(pairs), "logit_bias", pairs, "each token id once")
 
 
 def _is_int(value: object) -> bool:
@@ -173,6 +189,14 @@ class Context:
         return view
 
 
+class TokenLogprob(NamedTuple):
+    """A chosen token, its log-probability among those that the law could choose, and the likeliest of these."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Event(NamedTuple):
     """What one step of a generation gives to the reader.
 
@@ -182,6 +206,11 @@ class Event(NamedTuple):
     stats          the statistics of the run; set on the last event only
     error          what cut a text that is written among others; set on the last event only, which has no finish
                    reason then (alone, a text raises it)
+    pieces         `text` by token: what each one added to it
+    sources        who guessed each token; "" for one that the target itself added, and for those of an earlier run
+    drafted        guesses that were verified in this step
+    depth          how far ahead they went
+    logprobs       of each token, where they were asked for
     """
 
     tokens: tuple[int, ...]
@@ -189,3 +218,8 @@ class Event(NamedTuple):
     finish_reason: Finish | None = None
     stats: dict[str, Any] | None = None
     error: Exception | None = None
+    pieces: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    drafted: int = 0
+    depth: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import hashlib
 import json
@@ -14,18 +15,19 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from longdraft import batching, drafters, kernels, statistics
+from longdraft import batching, drafters, kernels, parallel, statistics
 from longdraft.core import Event, Prompt, SamplingParams
 from longdraft.drafters.corpus import Corpora
-from longdraft.errors import JournalError, ModelError, UsageError, check
+from longdraft.errors import JournalError, ModelError, NumericalError, UsageError, check
 from longdraft.generation import Generation
 from longdraft.journal import Header, Journal, Run, differences, parse_fsync
 from longdraft.journal import read as read_journal
@@ -40,13 +42,14 @@ from longdraft.model.transformer import Transformer
 from longdraft.version import __version__
 
 log = logging.getLogger(__name__)
+_DRAFT = "draft"  # folder of a smaller model within a model's own
 
 
 def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
          drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, device: str = "auto",
          dtype: str = "auto", quantize: str = "none", threads: int | None = None, revision: str | None = None,
          token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
-         kernels_name: str | None = None,
+         kernels_name: str | None = None, tensor_parallel: int = 1,
          on_load: Callable[[int, int], None] | None = None) -> Engine:
     """An engine for a bundled name, a model folder or a hub id.
 
@@ -63,6 +66,8 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     cache_dir        where files from the hub are kept; default: HF_HOME's
     offline          use what was fetched before, ask nobody; default: HF_HUB_OFFLINE
     kernels_name     certain kernels, as LONGDRAFT_KERNELS names them; default: its, else the fastest
+    tensor_parallel  ranks that share the model, started by torchrun, all with the same arguments; on those behind the
+                     first call `follow`
     on_load          called with (bytes read, bytes in all) while the weights are read
 
     Raises ModelError for files that are missing, corrupt or unsupported, UsageError for settings.
@@ -73,6 +78,10 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     check(threads is None or 1 <= threads <= 1024, "threads", threads, "1 to 1024")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device is 'cuda', but PyTorch sees no CUDA device; use cpu or auto")
+    check(1 <= tensor_parallel <= 1024, "tensor_parallel", tensor_parallel, "1 to 1024")
+    group = parallel.join(tensor_parallel, device) if tensor_parallel > 1 else None
+    if threads is None and group:
+        threads = group.cores  # torchrun asks for one
     if threads:
         kernels.set_threads(threads)
     options = drafters.parse_options(drafter, drafter_options or {})
@@ -83,6 +92,8 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     config = model_config.read(folder)
     chosen = kernels.choose("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"),
                             config.dtype if dtype == "auto" else dtype, kernels_name)
+    if group:
+        chosen = parallel.ParallelKernels(chosen, group)
     tokenizer = Tokenizer(folder)
     _require_fit(tokenizer, config, folder)
     files = checkpoint.TensorFiles(folder, on_read=on_load)
@@ -92,8 +103,11 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
         log.warning("%s of %s: going on without %s", defaults.FILE, model, "; ".join(sampling.ignored))
     log.info("%s: %s kernels, %s on %s, weights quantised: %s, drafter %s", model, chosen.name, chosen.dtype,
              chosen.device, quantize, drafter)
-    return Engine(model, files, transformer, tokenizer, drafter, options, heads, replace(hub, revision=None),
-                  sampling)
+    engine = Engine(model, files, transformer, tokenizer, drafter, options, heads, replace(hub, revision=None),
+                    sampling, parallel.Team(group) if group else None)
+    if group:
+        group.require_same({**engine.identity, "drafter": drafter, "drafter options": str(options)})
+    return engine
 
 
 class Engine:
@@ -101,21 +115,27 @@ class Engine:
 
     def __init__(self, name: str, files: checkpoint.TensorFiles, model: Transformer, tokenizer: Tokenizer,
                  drafter: str, options: Any, heads_name: str | None, hub: library.Hub,
-                 sampling: Defaults) -> None:
+                 sampling: Defaults, team: parallel.Team | None = None) -> None:
         self.name = name
         self.defaults = sampling
         self.model = model
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.options = options
+        self.team: parallel.Alone = team or parallel.Alone()
         self._files = files
         self._heads_name = heads_name
         self._hub = hub
         self.heads, self.glide = self._load_trained()
         self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
         self.draft = self._load_draft(drafters.draft_model_of(options))
-        if (needed := drafters.KINDS[drafter].needs) and getattr(self, needed) is None:
-            raise ModelError(f"drafter {drafter!r} needs trained {needed} and {files.folder} has none; give --heads, "
+        self._require_trained()
+
+    def _require_trained(self) -> None:
+        if (needed := drafters.KINDS[self.drafter].needs) and getattr(self, needed) is None:
+            what, cure = ("a smaller model", "--drafter-option model=NAME") if needed == "draft" else (
+                f"trained {needed}", "--heads")
+            raise ModelError(f"drafter {self.drafter!r} needs {what} and {self._files.folder} has none; give {cure}, "
                              f"train with `longdraft train {needed}`, or use --drafter magicdec")
 
     def _load_trained(self) -> Trained:
@@ -134,15 +154,29 @@ class Engine:
             return Trained()
 
     def _load_draft(self, name: str) -> Transformer | None:
-        """The smaller model that drafts, on the same kernels; it must speak of the same tokens."""
-        if not name:
+        """The smaller model that drafts, on the same kernels: the one named, else the one in the model's own folder, if
+        any. It must speak of the same tokens."""
+        folder = library.resolve(name, self._hub) if name else self._files.folder / _DRAFT
+        if self.drafter not in drafters.WITH_DRAFT or not (name or (folder / "config.json").is_file()):
             return None
-        folder = library.resolve(name, self._hub)
         config = model_config.read(folder)
-        require_same_vocabulary(self.tokenizer, Tokenizer(folder), name)
+        require_same_vocabulary(self.tokenizer, Tokenizer(folder), name or str(folder))
         _require_fit(self.tokenizer, config, folder)
-        return checkpoint.load(checkpoint.TensorFiles(folder), config, self.model.kernels,
+        return checkpoint.load(checkpoint.TensorFiles(folder), config, parallel.local(self.model.kernels),
                                self.model.weights.quantize)
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What was loaded: the model's name, hashes of its weights and tokenizer, what decoding it reads."""
+        folder = self._files.folder
+        files = {part: folder / part / checkpoint.WEIGHTS for part in ("heads", "glide", "draft")}
+        trained = {f"{part}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for part, file in files.items()
+                   if not self._heads_name and file.exists()}
+        return {"model": library.lasting_name(self.name, folder), "weights_sha256": fingerprint.of(self._files),
+                "tokenizer_sha256": self.tokenizer.sha256, "heads": self._heads_name, **trained,
+                "quantize": self.model.weights.quantize,
+                "weights_bytes": sum(weight.nbytes for weight in self.model.linears),
+                "cache_bytes_per_token": self.model.cache_bytes_per_token}
 
     def chat(self, messages: str | Sequence[Message], **options: Any) -> list[int]:
         """Token ids of messages (a text: one of the user's) in the model's chat template.
@@ -161,6 +195,33 @@ class Engine:
         check(bad is None, "a prompt token id", bad, f"0 to {vocabulary - 1}")
         return ids
 
+    def with_drafter(self, name: str, options: Mapping[str, Any] | None = None, *, may_load: bool = True) -> Engine:
+        """This engine with another drafter, on the same weights; heads are those that this one has found.
+
+        may_load  a smaller model may be read for it
+
+        UsageError for options, or where it needs what was not loaded and may not be; ModelError where there is none.
+        """
+        other = copy.copy(self)
+        other.drafter, other.options = name, drafters.parse_options(name, options or {})
+        wanted = drafters.draft_model_of(other.options)
+        if may_load:
+            other.draft = other._load_draft(wanted)
+            other._require_trained()
+            return other
+        needs = drafters.KINDS[name].needs
+        if (needs and getattr(self, needs) is None) or wanted != drafters.draft_model_of(self.options):
+            raise UsageError(f"drafter {name!r} needs {needs or 'a smaller model'}, which this engine was loaded "
+                             "without", "drafter")
+        return other
+
+    def keep(self, generation: Generation, journal: str | Path) -> None:
+        """A journal of what a generation without one has written so far, for `resume` to go on with."""
+        header = self._header(generation.prompt, generation.params)
+        with Journal.create(Path(journal), header, self._run(0, header)) as writer:
+            if len(generation.tokens):
+                writer.append(generation.tokens.tolist(), 0, generation.decode_seconds)
+
     def params(self, **given: Any) -> SamplingParams:
         """Sampling settings: what is given here over the model's own defaults over the built-in ones.
 
@@ -169,7 +230,8 @@ class Engine:
         return self.defaults.params(given)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, journal: str | Path | None = None,
-                 fsync: str | float = 1.0, on_prefill: Callable[[int, int], None] | None = None) -> Generation:
+                 fsync: str | float = 1.0, on_prefill: Callable[[int, int], None] | None = None,
+                 logprobs: int | None = None) -> Generation:
         """Write a text. Iterate over the result for its events; close it to stop early.
 
         params      taken as they are; without any, the model's defaults apply. See also Engine.params
@@ -177,19 +239,22 @@ class Engine:
                     on after any end
         fsync       how soon the journal survives a power cut too: always | never | seconds
         on_prefill  called with (tokens done, tokens in all) while the prompt is read
+        logprobs    events tell the log-probability of each token, and of so many of the likeliest beside it
 
         Raises UsageError; JournalError where the folder holds a journal; on the way OutputError where the journal
         cannot be written, MemoryError, NumericalError.
         """
         params = params or self.params()
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        ids, params = self._checked(prompt, params), params.with_seed(seed)
+        ids, params = self.checked(prompt, params), params.with_seed(seed)
         interval = parse_fsync(fsync)
+        check(logprobs is None or 0 <= logprobs <= self.model.config.vocab_size, "logprobs", logprobs,
+              f"0 to {self.model.config.vocab_size}")
         writer = None
         if journal is not None:
             header = self._header(ids, params)
             writer = Journal.create(Path(journal), header, self._run(0, header), interval)
-        return Generation(self, ids, params, on_prefill, writer)
+        return Generation(self, ids, params, on_prefill, writer, logprobs=logprobs)
 
     def generate_many(self, prompts: Iterable[Prompt],
                       params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -230,7 +295,7 @@ class Engine:
             writer, found = Journal.open(folder, interval)
         try:
             params = found.header.params
-            now = self._header(self._checked(found.header.prompt, params), params)
+            now = self._header(self.checked(found.header.prompt, params), params)
             text, arithmetic = differences(found.header, now)
             if text:
                 raise JournalError(f"the journal {folder} belongs to something else: {'; '.join(text)}; give "
@@ -252,8 +317,27 @@ class Engine:
                 writer.close()
             raise
 
-    def _checked(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The prompt's ids, when model and settings can work with them."""
+    def close(self) -> None:
+        """On the first of several ranks: the others return from `follow`."""
+        self.team.dismiss()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def follow(self) -> None:
+        """On ranks behind the first: write along with it, until it closes its engine or ends."""
+        assert isinstance(self.team, parallel.Team) and self.team.follows
+        while (request := self.team.listen()) is not None:
+            generation = Generation(self, request.prompt.tolist(), request.params, None, None, request.written)
+            with suppress(parallel.Stopped, NumericalError, JournalError):  # the first rank says so
+                for _ in generation:
+                    pass
+
+    def checked(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's ids. UsageError where model and settings cannot work with them."""
         ids = self.encode(prompt)
         limit = self.model.config.max_positions
         if len(ids) + params.max_new_tokens > limit:
@@ -262,7 +346,21 @@ class Engine:
                              "shorten the prompt or write fewer tokens")
         bad = next((i for i in params.stop_token_ids if i >= self.model.config.vocab_size), None)
         check(bad is None, "stop_token_ids", bad, f"0 to {self.model.config.vocab_size - 1}")
+        bad = next((i for i, _ in params.logit_bias if i >= self.model.config.vocab_size), None)
+        check(bad is None, "logit_bias", bad, f"token ids, 0 to {self.model.config.vocab_size - 1}")
         return ids
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """What a text depends on beside its prompt and settings: weights, tokenizer, configuration, arithmetic."""
+        header = self._header([0], SamplingParams(seed=0))
+        return {"weights": header.weights, "tokenizer": header.tokenizer, "config": header.config,
+                "quantize": header.quantize, **header.arithmetic}
+
+    @property
+    def fingerprint(self) -> str:
+        """`identity` in a word: engines with the same one write the same texts."""
+        return "fp_" + hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
 
     def _header(self, prompt: Sequence[int], params: SamplingParams) -> Header:
         """What a text of this engine depends on."""
@@ -271,7 +369,7 @@ class Engine:
             model=library.lasting_name(self.name, self._files.folder),
             weights=fingerprint.of(self._files),
             tokenizer=self.tokenizer.sha256,
-            config=hashlib.sha256(json.dumps(asdict(model.config), sort_keys=True).encode()).hexdigest(),
+            config=hashlib.sha256(json.dumps(asdict(model.whole), sort_keys=True).encode()).hexdigest(),
             prompt_sha256=statistics.sha256_tokens(np.array(prompt, dtype=np.int32)),
             prompt=list(prompt),
             sampling=json.loads(json.dumps(asdict(params))),
@@ -279,12 +377,17 @@ class Engine:
             quantize=model.weights.quantize,
             arithmetic={"kernels": arithmetic.name, "device": str(arithmetic.device),
                         "dtype": str(arithmetic.dtype).removeprefix("torch."), "longdraft_version": __version__,
-                        "torch_version": str(torch.__version__)},
+                        "torch_version": str(torch.__version__), **self._degree()},
             exactness="bit-exact" if arithmetic.is_row_invariant else "distribution",
             drafter=self.drafter,
             drafter_options=json.loads(json.dumps(asdict(self.options))),
             heads=self._heads_name,
         )
+
+    def _degree(self) -> dict[str, str]:
+        """Ranks add their parts up in another order than one process does."""
+        size = parallel.part_of(self.model.kernels).size
+        return {"tensor_parallel": str(size)} if size > 1 else {}
 
     def _run(self, token: int, header: Header) -> Run:
         began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -315,7 +418,7 @@ def load_for(header: Header, *, model: str | None = None, drafter: str | None = 
     return load(model or header.model, drafter=drafter or header.drafter, drafter_options=drafter_options, heads=heads,
                 device=device, dtype=header.arithmetic.get("dtype", "auto"), quantize=header.quantize, threads=threads,
                 token=token, cache_dir=cache_dir, offline=offline, kernels_name=asked if is_asked else None,
-                on_load=on_load)
+                tensor_parallel=int(header.arithmetic.get("tensor_parallel", "1")), on_load=on_load)
 
 
 def resume(journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,

@@ -15,7 +15,11 @@ class LongdraftError(Exception):
 
 
 class UsageError(LongdraftError):
-    """An option, setting or prompt outside what is allowed."""
+    """An option, setting or prompt outside what is allowed. `name`: which one, where it is one."""
+
+    def __init__(self, message: str, name: str | None = None) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class ModelError(LongdraftError):
@@ -34,10 +38,14 @@ class NumericalError(LongdraftError):
     """The model produced logits that are not numbers."""
 
 
+class WorkerError(LongdraftError):
+    """A process that was to help is gone, and nobody can take its place."""
+
+
 def check(condition: bool, name: str, value: object, allowed: str, cure: str = "") -> None:
     """Raise :class:`UsageError` naming the value, the allowed range and the cure unless `condition`."""
     if not condition:
-        raise UsageError(f"{name} is {value!r}; allowed: {allowed}" + (f"; {cure}" if cure else ""))
+        raise UsageError(f"{name} is {value!r}; allowed: {allowed}" + (f"; {cure}" if cure else ""), name)
 
 
 @contextmanager

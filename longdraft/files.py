@@ -64,6 +64,15 @@ class OutputFile:
             self._partial.unlink()
 
 
+def sync_folder(folder: Path) -> None:
+    """A name is on the disk when its folder is."""
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def open_outputs(paths: Mapping[str, Path | None]) -> dict[str, OutputFile]:
     """Option -> its file, for the options that are given. Two options may not name the same file."""
     files: dict[str, OutputFile] = {}

@@ -26,13 +26,16 @@ from longdraft.loops import Foresight
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer
-from longdraft.model.transformer import Ask, Forward, Transformer, chain_rows
+from longdraft.model.transformer import Ask, Forward, Transformer, chain_rows, tree_rows
 from longdraft.model.work import Meter, Work, answers
+from longdraft.parallel import Alone, Request
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Drafter, Verified, memory_of
+from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
+from longdraft.speculation.recorder import Recorder
 from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.tree import root_only
 from longdraft.version import __version__
-from longdraft.writing import Writing
+from longdraft.writing import Writing, Written
 
 log = logging.getLogger(__name__)
 PREFILL_CHUNK = 512  # prompt tokens in one forward; any number gives the same text
@@ -52,15 +55,23 @@ class Means(Protocol):
     glide: Glide | None
     corpora: Corpora
     draft: Transformer | None
+    team: Alone
 
 
 class Generation(Iterator[Event]):
-    """One text being written: an iterator of events that can be closed and asked for its statistics."""
+    """One text being written: an iterator of events that can be closed and asked for its statistics.
+
+    on_step  told of each step and of the seconds it took; set it to watch
+    """
 
     def __init__(self, engine: Means, prompt: list[int], params: SamplingParams,
                  on_prefill: Callable[[int, int], None] | None, journal: Journal | None = None,
-                 written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True) -> None:
-        """written: tokens that are there already; is_pure: they and the rest are of one arithmetic."""
+                 written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True,
+                 logprobs: int | None = None, sampler_of: Callable[..., Sampler] = Sampler) -> None:
+        """written: tokens that are there already; is_pure: they and the rest are of one arithmetic; logprobs: tell
+        each token's log-probability, and those of so many of the likeliest; sampler_of: who makes the sampler, as
+        `Sampler` does."""
+        self.on_step: Callable[[Accepted, float], None] | None = None
         self._engine = engine
         self._params = params
         self._on_prefill = on_prefill
@@ -74,14 +85,16 @@ class Generation(Iterator[Event]):
         draft = engine.draft and engine.draft.for_length(min(length, reads, engine.draft.config.max_positions))
         self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
-        sampler = Sampler(params, self._writing.stop_ids, is_fast=model.kernels.name != kernels.REFERENCE)
-        meter = Meter()
+        stop_ids, is_fast = self._writing.stop_ids, model.kernels.name != kernels.REFERENCE
+        sampler = sampler_of(params, stop_ids, is_fast)
+        self._recorder = None if logprobs is None else Recorder(params, stop_ids, is_fast, logprobs)
+        meter = Meter(agree=engine.team.agree)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
                                        draft, meter=meter)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
         context = Context(prompt)
         context.extend(int(token) for token in written)
-        self._step = Step(model, cache, drafter, sampler, context, Timings(), Tally())
+        self._step = Step(model, cache, drafter, self._recorder or sampler, context, Timings(), Tally())
         self.meter = meter
         self._accepted = 0
         self._foresight = Foresight()
@@ -123,6 +136,34 @@ class Generation(Iterator[Event]):
         self.is_closed = True
         if self._journal:
             self._journal.close()
+
+    @property
+    def params(self) -> SamplingParams:
+        """The settings in use, the seed among them."""
+        return self._params
+
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt's token ids."""
+        return [int(token) for token in self._step.context.slice(0, self._step.context.prompt_length)]
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time of this text's own steps so far."""
+        return self._decode_seconds
+
+    def time_plain(self) -> float:
+        """Seconds that plain decoding would take for the next token: a forward of the root alone, tried now, and what
+        else a step of this text takes besides drafting and verifying. Changes nothing: the row is dropped."""
+        model, cache, context = self._step.model, self._step.cache, self._step.context
+        start = time.perf_counter()
+        with kernels.alone(self._engine.model.kernels):
+            model.forward(tree_rows(root_only(context.last), len(context) - 1), cache, 1)
+        seconds = time.perf_counter() - start
+        cache.commit(())
+        timings, steps = self._step.timings, self._step.tally.steps
+        besides = self._decode_seconds - timings.draft - timings.verify
+        return seconds + (max(0.0, besides) / steps if steps else 0.0)
 
     @property
     def finish_reason(self) -> Finish | None:
@@ -167,7 +208,10 @@ class Generation(Iterator[Event]):
         return self._step.context.slice(start, start + self._writing.num_tokens)
 
     def _run(self) -> Generator[Ask | Event, Forward | None, None]:
+        team, context = self._engine.team, self._step.context
         try:
+            written = context.slice(context.prompt_length, len(context))
+            team.begin(Request(context.slice(0, context.prompt_length), self._params, written))
             with memory_told():
                 yield from self._replay()
                 if not self.is_finished:
@@ -177,40 +221,47 @@ class Generation(Iterator[Event]):
         finally:
             if self._journal:
                 self._journal.close()
+            team.end(is_finished=self.is_finished)
 
     def _replay(self) -> Iterator[Event]:
         """What was written before, as one event."""
         if self.num_resumed:
             start = self._step.context.prompt_length
             written = self._step.context.slice(start, start + self.num_resumed).tolist()
-            tokens, text = self._writing.push(written)
-            if len(tokens) < len(written):
+            new = self._writing.push(written)
+            if len(new.tokens) < len(written):
                 raise JournalError("the journal holds tokens behind the text's end; it cannot be used")
-            yield self._event(tokens, text)
+            yield self._event(new)._replace(sources=("",) * len(new.tokens))
 
     def _advance(self) -> Work[Event]:
         """One step, in the journal before anybody sees it."""
         start, writing = time.perf_counter(), self._writing
-        accepted = yield from self._step.run(self._params.max_new_tokens - writing.num_tokens)
+        with self._engine.team.unit(self._step.context):
+            accepted = yield from self._step.run(self._params.max_new_tokens - writing.num_tokens)
         had_loop = writing.loop is not None
-        tokens, text = writing.push(accepted.tokens)
-        self._accepted += min(len(tokens), len(accepted.sources))
+        new = writing.push(accepted.tokens)
+        self._accepted += min(len(new.tokens), len(accepted.sources))
         self._foresight.push(len(accepted.sources), accepted.depth)
         seconds = time.perf_counter() - start
         self._decode_seconds += seconds
         if self._journal:
-            self._journal.append(tokens, accepted.drafted, seconds)
+            self._journal.append(new.tokens, accepted.drafted, seconds)
+        if self.on_step:
+            self.on_step(accepted, seconds)
         if writing.loop and not had_loop:
             sure = ", and nearly every draft is right to its end" if self._foresight.is_stuck else ""
             log.warning("%s%s; a repetition penalty or a higher temperature helps, on_loop=stop ends such a text",
                         writing.loop, sure)
-        return self._event(tokens, text)
+        count = len(new.tokens)
+        told = tuple(self._recorder.last[:count]) if self._recorder else ()
+        return self._event(new)._replace(sources=(*accepted.sources, "")[:count], drafted=accepted.drafted,
+                                         depth=accepted.depth, logprobs=told)
 
-    def _event(self, tokens: tuple[int, ...], text: str) -> Event:
+    def _event(self, new: Written) -> Event:
         reason = self._writing.finish_reason
         if reason and self._journal:
             self._journal.finish(reason)
-        return Event(tokens, text, reason, self.stats() if reason else None)
+        return Event(new.tokens, new.text, reason, self.stats() if reason else None, pieces=new.pieces)
 
     def _prefill(self) -> Work[None]:
         """All of the text but its last token, which is the first root."""
@@ -222,7 +273,8 @@ class Generation(Iterator[Event]):
             start = step.cache.length
             size = PREFILL_CHUNK if self.meter.texts == 1 else PREFILL_SHARED
             chunk = step.context.slice(start, min(start + size, last)).tolist()
-            result = yield Ask(step.model, chain_rows(chunk, start), step.cache)
+            with self._engine.team.unit(step.context):
+                result = yield Ask(step.model, chain_rows(chunk, start), step.cache)
             step.cache.commit(range(len(chunk)))
             verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
             if self._on_prefill:

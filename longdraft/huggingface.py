@@ -32,6 +32,7 @@ from longdraft.model import checkpoint, defaults, library
 from longdraft.model import config as model_config
 from longdraft.model.chat_template import ChatTemplate
 from longdraft.model.tokenizer import Tokenizer
+from longdraft.parallel import Pick
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -73,11 +74,13 @@ class StateDict(checkpoint.TensorFiles):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name].detach()
+    def read(self, name: str, pick: Pick | None = None) -> Tensor:
+        whole = self._tensors[name].detach()
+        return whole if pick is None else pick(whole)
 
-    def stack(self, names: Sequence[str], dtype: torch.dtype | None) -> Tensor:
-        return torch.cat([self.read(name).to("cpu", dtype) for name in names])
+    def stack(self, names: Sequence[str], dtype: torch.dtype | None, picks: Sequence[Pick | None] = ()) -> Tensor:
+        picks = picks or [None] * len(names)
+        return torch.cat([self.read(name, pick).to("cpu", dtype) for name, pick in zip(names, picks, strict=True)])
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)

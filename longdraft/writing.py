@@ -6,10 +6,22 @@ Whoever pushes the same tokens, at once or step by step, now or after a restart,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from longdraft.core import Finish, SamplingParams
 from longdraft.loops import Loop, LoopGuard
 from longdraft.model.tokenizer import StopText, Tokenizer
+
+
+class Written(NamedTuple):
+    """Tokens, and what each added to the text."""
+
+    tokens: tuple[int, ...]
+    pieces: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 class Writing:
@@ -38,7 +50,7 @@ class Writing:
         """Distinct 4-grams over 4-grams of the latest tokens; None where nobody looks for loops."""
         return self._guard.distinct if self._guard else None
 
-    def push(self, tokens: Sequence[int]) -> tuple[tuple[int, ...], str]:
+    def push(self, tokens: Sequence[int]) -> Written:
         """Tokens and text of a step up to where the text ends; sets `finish_reason` there."""
         shown: list[str] = []
         for count, token in enumerate(tokens, 1):
@@ -47,6 +59,7 @@ class Writing:
             if self._guard:
                 self._guard.push(token)
             if token in self.stop_ids:
+                shown.append("")
                 self.finish_reason = "eos" if token in self._eos else "stop"
             else:
                 text, stopped = self._text.push(token), False
@@ -55,7 +68,7 @@ class Writing:
                 shown.append(text)
                 if stopped:
                     self.finish_reason = "stop"
-                    return tuple(tokens[:count]), "".join(shown)
+                    return Written(tuple(tokens[:count]), tuple(shown))
             if self.finish_reason is None and self.num_tokens == self._params.max_new_tokens:
                 self.finish_reason = "length"
             stops = self._params.on_loop == "stop" and is_long_enough and self._guard and self._guard.is_looping
@@ -63,11 +76,11 @@ class Writing:
                 self.finish_reason = "loop"
             if self.finish_reason:
                 rest, stopped = self._rest()
-                shown.append(rest)
+                shown[-1] += rest
                 if stopped:
                     self.finish_reason = "stop"
-                return tuple(tokens[:count]), "".join(shown)
-        return tuple(tokens), "".join(shown)
+                return Written(tuple(tokens[:count]), tuple(shown))
+        return Written(tuple(tokens), tuple(shown))
 
     def rest(self) -> str:
         """The text that was held back, up to a stop text in it. Nothing can be pushed after that."""

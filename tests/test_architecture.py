@@ -15,17 +15,18 @@ PACKAGE = ROOT / "longdraft"
 # Lower floors know nothing of higher ones. `version` and `errors` may be read from anywhere.
 FLOORS = {
     "version": 0, "errors": 0, "core": 0, "tree": 0, "kernels": 0,
-    "cache": 1, "sampling": 1,
+    "cache": 1, "sampling": 1, "parallel": 1,
     "model": 2,
     "speculation": 3,
     "drafters": 4, "statistics": 4,
     "loops": 1,
     "engine": 5, "generation": 5, "batching": 5, "writing": 5, "journal": 5, "console": 5, "files": 5,
-    "cli": 6, "train": 6, "bench": 6, "huggingface": 6,
+    "cli": 6, "batch": 6, "train": 6, "bench": 6, "server": 6, "huggingface": 6,
     "__main__": 7, "__init__": 7,
 }
-# The command line mounts the trainers' and the benchmarks' own commands; other doors do not know one another.
-DOORS_MAY_IMPORT = {("cli", "train"), ("cli", "bench")}
+# The command line mounts the trainers' and the benchmarks' own commands, and runs batch jobs; other doors do not know
+# one another.
+DOORS_MAY_IMPORT = {("cli", "batch"), ("cli", "train"), ("cli", "bench"), ("cli", "server")}
 
 
 def modules() -> list[Path]:

@@ -199,7 +199,6 @@ def test_falling_acceptance_has_retrieval_chosen_anew(model):
     ("magicdec", {"refresh": "0"}, "refresh is 0"),
     ("magicdec", {"sinks": "-1"}, "sinks is -1"),
     ("magicdec", {"width": "17"}, "width is 17; allowed: 1 to 16"),
-    ("draft-model", {}, "drafter 'draft-model' needs a smaller model with the same vocabulary; give --drafter-option"),
     ("draft-model", {"model": "m", "cache": "partial"}, "cache is 'partial'; allowed: streaming or full"),
     ("draft-model", {"model": "m", "cache": "full", "budget": "999"}, "'full'; allowed: streaming, with budget"),
     ("draft-model", {"model": "m", "budget": "260"}, r"budget is 260; allowed: more than sinks \+ refresh \(260\)"),
@@ -207,7 +206,6 @@ def test_falling_acceptance_has_retrieval_chosen_anew(model):
     ("triforce", {"floor": "1"}, "floor is 1.0; allowed: 0 to below 1; 0 chooses by the stride alone"),
     ("triforce", {"stride": "0"}, "stride is 0"),
     ("triforce", {"guesses": "0"}, "guesses is 0; allowed: 1 to 16"),
-    ("triforce", {"window": "99"}, "model is ''; allowed: a smaller model, with window, sinks or refresh"),
     ("triforce", {"model": "m", "window": "60"}, r"budget is 60; allowed: more than sinks \+ refresh \(68\)"),
 ])
 def test_options_out_of_range_say_why(name, options, message):
@@ -244,6 +242,38 @@ def test_a_window_has_the_rotations_of_a_window(tiny, tmp_path, name, options, c
                     rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
     stats = stats_of(tiny["gqa"], name, model=str(tmp_path), **options)
     assert stats["by_source"]["draft"]["drafted"] > 0 and "is longer than" not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def with_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a smaller one in its own folder."""
+    folder = tmp_path_factory.mktemp("pair")
+    make_checkpoint(folder)
+    make_checkpoint(folder / "draft", num_hidden_layers=1, max_position_embeddings=2048)
+    return folder
+
+
+@pytest.mark.parametrize("name, source", [("draft-model", "draft"), ("triforce", "draft"), ("auto", "")])
+def test_a_smaller_model_beside_the_model_is_found(with_draft, name, source):
+    stats = stats_of(with_draft, name, **({"window": 99} if name == "triforce" else {}))
+    assert stats["sha256_tokens"] == stats_of(with_draft, "plain")["sha256_tokens"]
+    if name == "auto":
+        assert "draft-model" in stats["tokens_by_choice"]
+    else:
+        assert stats["by_source"][source]["drafted"] > 0
+
+
+def test_without_a_smaller_model_who_needs_one_says_so(tiny):
+    with pytest.raises(longdraft.ModelError, match=r"needs a smaller model and .* give --drafter-option model=NAME"):
+        stats_of(tiny["gqa"], "draft-model")
+    with pytest.raises(UsageError, match=r"model is ''; allowed: a smaller model, with window, sinks or refresh"):
+        stats_of(tiny["gqa"], "triforce", window=99)
+
+
+def test_a_draft_of_too_short_a_context_is_none_for_auto(tmp_path):
+    make_checkpoint(tmp_path)
+    make_checkpoint(tmp_path / "draft", num_hidden_layers=1, max_position_embeddings=512)
+    assert "draft-model" not in stats_of(tmp_path, "auto")["tokens_by_choice"]
 
 
 def test_memory_of_drafters_is_reported(tiny):

@@ -55,6 +55,30 @@ def test_a_model_learns_and_loads(text, tokens, tmp_path):
     assert record["tokens_seen"] == 25 * 4 * 32 and str(tmp_path) not in json.dumps(record)
 
 
+def test_fewer_kv_heads_are_means_of_groups(tokens):
+    """Where the heads of a group are equal nothing changes."""
+    wanted = LmSettings(data=("x",), **SMALL | {"num_heads": 4, "num_kv_heads": 4})
+    model = lm.new_model(wanted, VOCAB, 0, 1)
+    state = model.state_dict()
+    for name in ("k_proj", "v_proj"):
+        weight = state[f"model.layers.0.self_attn.{name}.weight"].view(2, 2, -1, 16)
+        weight[:, 1] = weight[:, 0]
+    model.load_state_dict(state)
+    fewer = lm.with_fewer_kv_heads(model, 2)
+    assert fewer.config.num_key_value_heads == 2 and model.config.num_key_value_heads == 4
+    ids = torch.arange(10)[None] + 20
+    assert torch.allclose(fewer(ids).logits, model(ids).logits, atol=1e-6)
+
+
+def test_a_model_goes_on_with_fewer_kv_heads(text, tokens, tmp_path):
+    had = longdraft.load(str(tokens), drafter="plain").model.config.num_kv_heads
+    wanted = SMALL | {"num_kv_heads": had // 2, "steps": 2}
+    job.train(LmSettings(data=(text,), start=str(tokens), **wanted), tmp_path / "lm")
+    assert longdraft.load(str(tmp_path / "lm"), drafter="plain").model.config.num_kv_heads == had // 2
+    with pytest.raises(UsageError, match=rf"num_kv_heads is 3; allowed: a divisor of {had}, the KV heads of"):
+        job.train(LmSettings(data=(text,), start=str(tokens), **SMALL | {"num_kv_heads": 3}), tmp_path / "no")
+
+
 def test_a_tokenizer_is_trained_where_none_is_named(tmp_path):
     words = " ".join(f"word{i} stands beside line{i * 7}" for i in range(600))
     (tmp_path / "words.txt").write_text(words)
@@ -104,10 +128,10 @@ def test_sequences_jump_by_their_own_place():
     assert found.max() < 4096 and found.max() > 2000
 
 
-@pytest.mark.parametrize("checkpointed", [10, 10**9])
-def test_rows_behind_a_jump_see_what_stands_before_it(text, tokens, monkeypatch, checkpointed):
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 40])
+def test_rows_behind_a_jump_see_what_stands_before_it(text, tokens, monkeypatch, kept_bytes):
     """`transformers` takes a jump for another text's start unless it is told otherwise."""
-    monkeypatch.setattr(lm, "_CHECKPOINTED", checkpointed)  # layers computed twice, as for long sequences, or once
+    monkeypatch.setattr(lm, "_KEPT_BYTES", kept_bytes)  # layers computed twice, as for long sequences, or once
     wanted = LmSettings(data=(text,), tokenizer=str(tokens), **SMALL)
     module = lm.prepare(lm.new_model(wanted, VOCAB, 0, 1), wanted, torch.device("cpu"))
     trainee = lm.LmTrainee(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))

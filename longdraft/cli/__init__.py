@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from longdraft.bench.cli import app as bench
-from longdraft.cli import chat, doctor, generate, journal
+from longdraft.cli import batch, chat, doctor, generate, journal, serve
 from longdraft.train.cli import app as train
 from longdraft.version import __version__
 
@@ -16,7 +16,9 @@ app = typer.Typer(name="longdraft", no_args_is_help=True, add_completion=True, p
 app.command("generate")(generate.generate)
 app.command("resume")(journal.resume)
 app.command("inspect")(journal.inspect)
+app.command("batch", cls=batch.Command)(batch.batch)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("models")(doctor.models)
 app.command("doctor")(doctor.doctor)
 app.add_typer(train, name="train", help="Train drafters for a model.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +22,8 @@ def generate(
     output: Annotated[Path | None, option("Write the text to this file instead of stdout.", FILES)] = None,
     tokens_out: Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES)] = None,
     stats: Annotated[Path | None, option("Write statistics to this JSON file.", FILES)] = None,
+    report: Annotated[Path | None, option("Write figures and the text, coloured by drafter, to this HTML file.",
+                                          FILES)] = None,
     journal: Annotated[Path | None, option("Crash-safe journal in this new folder; `longdraft resume` goes on from it.",
                                            FILES)] = None,
     fsync: options.Fsync = "1",
@@ -37,6 +39,7 @@ def generate(
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = "none",
     threads: options.Threads = None,
+    tensor_parallel: options.TensorParallel = 1,
     max_new_tokens: Annotated[int, option("Tokens to write at most.", SAMPLING)] = SamplingParams.max_new_tokens,
     min_new_tokens: Annotated[int, option("Tokens before the text may end by itself.", SAMPLING)] = 0,
     seed: options.Seed = None,
@@ -50,6 +53,7 @@ def generate(
     penalty_window: options.PenaltyWindow = SamplingParams.penalty_window,
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
+    logit_bias: options.LogitBias = None,
     ignore_eos: Annotated[bool, option("The model's end of text does not end it.", SAMPLING, "--ignore-eos")] = False,
     on_loop: options.OnLoop = SamplingParams.on_loop,
 ) -> int:
@@ -57,7 +61,9 @@ def generate(
 
     The text depends on model, prompt, seed and sampling settings only, never on the drafter.
     """
-    from longdraft.cli.stream import Job, write
+    from longdraft.cli.display import LoadBar
+    from longdraft.cli.stream import Job, follow, write
+    from longdraft.engine import load
     from longdraft.files import open_outputs, read_prompt
     from longdraft.journal import is_there, parse_fsync, resume_hint
 
@@ -66,31 +72,39 @@ def generate(
         "top_k": top_k, "top_p": top_p, "min_p": min_p, "eta_cutoff": eta_cutoff,
         "min_tokens_to_keep": min_tokens_to_keep, "repetition_penalty": repetition_penalty,
         "penalty_window": penalty_window, "stop": stop or None,
-        "stop_token_ids": stop_token_id or None, "ignore_eos": ignore_eos, "on_loop": on_loop}
+        "stop_token_ids": stop_token_id or None, "logit_bias": options.parse_bias(logit_bias or ()),
+        "ignore_eos": ignore_eos, "on_loop": on_loop}
     SamplingParams.from_names(given)  # a mistake shows before the model is read
     drafting = parse_pairs("--drafter-option", drafter_option or ())
     chat_options = options.chat_options(chat_option or ())
     if chat_options and not chat:
         raise UsageError("--chat-option is a variable of the chat template; give --chat with it")
     parse_fsync(fsync)
+    options.require_one_process(tensor_parallel)
+    loading: dict[str, Any] = {
+        "model": model, "drafter": drafter, "drafter_options": drafting, "heads": heads, "device": device,
+        "dtype": dtype, "quantize": quantize, "threads": threads, "revision": revision, "cache_dir": cache_dir,
+        "offline": offline, "tensor_parallel": tensor_parallel}
+    if options.is_follower():
+        return follow(lambda: load(**loading))
     if journal and is_there(journal):
         raise JournalError(f"--journal {journal} holds one already; {resume_hint(journal)}, or give another folder")
     text = read_prompt(prompt, prompt_file)
-    files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats})
-    try:
-        from longdraft.cli.display import LoadBar
-        from longdraft.engine import load
+    if report:
+        from longdraft.bench.figures import require_matplotlib
 
+        require_matplotlib("--report")
+    files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats, "--report": report})
+    try:
         with LoadBar(quiet=quiet) as bar:
-            engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,
-                          quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
-                          on_load=bar.show)
+            engine = load(**loading, on_load=bar.show)
         params = engine.params(**given)
         options.tell_defaults(params, quiet=quiet)
         ids = _shortened(engine.chat(text, **chat_options) if chat else engine.encode(text), prefill)
-        return write(Job(lambda progress: engine.generate(ids, params, journal=journal, fsync=fsync,
-                                                          on_prefill=progress),
-                         params.max_new_tokens, files, journal, quiet))
+        with engine:
+            return write(Job(lambda progress: engine.generate(ids, params, journal=journal, fsync=fsync,
+                                                              on_prefill=progress),
+                             params.max_new_tokens, files, journal, quiet, engine))
     finally:
         for file in files.values():
             file.abandon()

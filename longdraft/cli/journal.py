@@ -43,7 +43,7 @@ def resume(
     Settings, seed and prompt are the journal's. The model may lie elsewhere and another drafter may draft.
     """
     from longdraft.cli.display import LoadBar
-    from longdraft.cli.stream import Job, write
+    from longdraft.cli.stream import Job, follow, write
     from longdraft.engine import load_for
     from longdraft.files import open_outputs
     from longdraft.journal import parse_fsync, read
@@ -51,17 +51,23 @@ def resume(
     parse_fsync(fsync)
     drafting = parse_pairs("--drafter-option", drafter_option) if drafter_option else None
     found = read(journal)
+    loading: dict[str, Any] = {
+        "model": model, "drafter": drafter, "drafter_options": drafting, "heads": heads, "threads": threads,
+        "cache_dir": cache_dir, "offline": offline}
+    options.require_one_process(int(found.header.arithmetic.get("tensor_parallel", "1")))
+    if options.is_follower():
+        return follow(lambda: load_for(found.header, **loading))
     files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats})
     try:
         with LoadBar(quiet=quiet) as bar:
-            engine = load_for(found.header, model=model, drafter=drafter, drafter_options=drafting, heads=heads,
-                              threads=threads, cache_dir=cache_dir, offline=offline, on_load=bar.show)
+            engine = load_for(found.header, **loading, on_load=bar.show)
         if found.finish and not quiet:
             print(f"longdraft: the text is whole ({len(found.tokens):,} tokens, finish reason {found.finish}), nothing "
                   "is left to write", file=sys.stderr)
-        return write(Job(lambda progress: engine.resume(journal, fsync=fsync, on_prefill=progress,
-                                                        allow_different_kernels=allow_different_kernels),
-                         found.header.params.max_new_tokens, files, journal, quiet))
+        with engine:
+            return write(Job(lambda progress: engine.resume(journal, fsync=fsync, on_prefill=progress,
+                                                            allow_different_kernels=allow_different_kernels),
+                             found.header.params.max_new_tokens, files, journal, quiet))
     finally:
         for file in files.values():
             file.abandon()
@@ -118,7 +124,7 @@ def _text(found: Found, model: str | None, cache_dir: Path | None, offline: bool
     if tokenizer.sha256 != found.header.tokenizer:
         raise JournalError(f"the tokenizer of {name} is not the journal's; give --model what it was begun with")
     writing = Writing(tokenizer, found.header.params, found.header.eos_token_ids)
-    text = writing.push(found.tokens.tolist())[1]
+    text = writing.push(found.tokens.tolist()).text
     return text if writing.finish_reason else text + writing.rest()
 
 

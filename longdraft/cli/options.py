@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,6 +42,8 @@ Dtype = Annotated[str, option("auto (the file's; float16: bfloat16), float32 or 
 Quantize = Annotated[str, option("none, or int8: half the memory, another (slightly worse) model.", RUNNING,
                                  "--quantize")]
 Threads = Annotated[int | None, option("CPU threads; default: PyTorch's choice.", RUNNING, "--threads")]
+TensorParallel = Annotated[int, option("Ranks that share the model: torchrun --nproc-per-node N -m longdraft.",
+                                       RUNNING, "--tensor-parallel")]
 ChatOption = Annotated[list[str] | None, option("KEY=VALUE for the chat template, such as enable_thinking=false; "
                                                 "repeatable.", FILES, "--chat-option")]
 Seed = Annotated[int | None, option("0 to 2**64-1; default: drawn, and reported in --stats.", SAMPLING, "--seed")]
@@ -62,6 +65,22 @@ Stop = Annotated[list[str] | None, option("Text that ends the generation; repeat
 StopTokenId = Annotated[list[int] | None, option("Token id that ends it; repeatable.", SAMPLING, "--stop-token-id")]
 
 
+LogitBias = Annotated[list[str] | None, option("ID=VALUE added to a token's logit, -100 to 100; repeatable.", SAMPLING,
+                                               "--logit-bias")]
+
+
+def parse_bias(pairs: Iterable[str]) -> dict[int, float] | None:
+    """Token id -> what is added to its logit; None where nothing is asked for."""
+    found = {}
+    for token, value in parse_pairs("--logit-bias", pairs).items():
+        try:
+            found[int(token)] = float(value)
+        except ValueError as error:
+            raise UsageError(f"--logit-bias is '{token}={value}'; allowed: a token id and a number, such as 42=-5") \
+                from error
+    return found or None
+
+
 def parse_pairs(name: str, pairs: Iterable[str]) -> dict[str, str]:
     """KEY=VALUE texts of the option `name` to a mapping; UsageError for other shapes and for a key given twice."""
     parsed: dict[str, str] = {}
@@ -80,6 +99,18 @@ def chat_options(pairs: Iterable[str]) -> dict[str, Any]:
     from longdraft.model.chat_template import parse_option
 
     return {key: parse_option(value) for key, value in parse_pairs("--chat-option", pairs).items()}
+
+
+def require_one_process(tensor_parallel: int = 1) -> None:
+    """UsageError where torchrun started several that would all do the same work."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and tensor_parallel == 1:
+        raise UsageError(f"torchrun started {ranks} processes; with --tensor-parallel {ranks} they share one model")
+
+
+def is_follower() -> bool:
+    """Whether this process only works along with the first of several ranks: it reads and writes no files of texts."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK", "0") != "0"
 
 
 def tell_defaults(params: SamplingParams, *, quiet: bool) -> None:

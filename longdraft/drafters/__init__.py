@@ -59,7 +59,7 @@ class NoOptions:
 class Kind(NamedTuple):
     options: type[Any]
     build: Callable[[Any, Resources], Drafter]
-    needs: Literal["", "heads", "glide"]  # what must have been trained for it
+    needs: Literal["", "heads", "glide", "draft"]  # what must have been trained for it
     summary: str
     in_auto: Mapping[str, Any] | None = None  # options with which `auto` tries it, where there is what it needs
 
@@ -90,7 +90,8 @@ def _magicdec(options: MagicDecOptions, given: Resources) -> Drafter:
 
 
 def _draft_model(options: DraftModelOptions, given: Resources) -> Drafter:
-    assert given.draft is not None, "the options name a model"
+    if given.draft is None:
+        raise UsageError("drafter 'draft-model' needs a smaller model; give its option model")
     return DraftModelDrafter(options, given.draft, given.model, given.sampler)
 
 
@@ -110,6 +111,8 @@ def _auto(options: NoOptions, given: Resources) -> Drafter:
     """Every drafter that is worth a try and for which there is what it needs. Those that draft with the model itself
     share a partial cache, so that who takes over finds it as the last one left it."""
     given = given._replace(partial=magicdec.new_partial(MagicDecOptions(), given.model, given.cache))
+    if given.draft is not None and given.draft.config.max_positions < DraftModelOptions().budget:
+        given = given._replace(draft=None)
     contenders = {name: kind.build(kind.options(**kind.in_auto), given) for name, kind in KINDS.items()
                   if kind.in_auto is not None and (not kind.needs or getattr(given, kind.needs))}
     return AutoDrafter(contenders, given.model.weights_in_tokens, given.meter)
@@ -129,14 +132,15 @@ KINDS: dict[str, Kind] = {
                        {"chain": 16}),
     "medusa": Kind(MedusaOptions, _medusa, "heads", "trained heads on the last verified row, one static tree", {}),
     "magicdec": Kind(MagicDecOptions, _magicdec, "", "the model itself on a compressed cache", {"chain": 16}),
-    "draft-model": Kind(DraftModelOptions, _draft_model, "", "a smaller model with the same vocabulary"),
+    "draft-model": Kind(DraftModelOptions, _draft_model, "draft", "a smaller model with the same vocabulary", {}),
     "glide": Kind(GlideOptions, _glide, "glide", "one trained layer that reads the model's own cache", {}),
     "triforce": Kind(TriForceOptions, _triforce, "",
                      "a smaller model for the model on a retrieval cache for the model"),
 }
 
 
-WITH_HEADS = (AUTO, *(name for name, kind in KINDS.items() if kind.needs))
+WITH_HEADS = (AUTO, *(name for name, kind in KINDS.items() if kind.needs in ("heads", "glide")))
+WITH_DRAFT = (AUTO, "draft-model", "triforce")
 
 
 def draft_model_of(options: Any) -> str:

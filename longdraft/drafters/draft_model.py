@@ -8,7 +8,7 @@ from typing import Literal
 from longdraft.core import Context
 from longdraft.drafters.chain import Chain
 from longdraft.drafters.follower import Follower
-from longdraft.errors import UsageError, check
+from longdraft.errors import check
 from longdraft.model.transformer import Transformer
 from longdraft.model.work import Work
 from longdraft.sampling.sampler import Sampler
@@ -23,7 +23,8 @@ _BUDGET, _SINKS, _REFRESH = 1024, 4, 256
 class DraftModelOptions:
     """Options of `draft-model`.
 
-    model    the smaller model: a bundled name, a folder or a hub id; its tokenizer must be the target's
+    model    the smaller model: a bundled name, a folder or a hub id; its tokenizer must be the target's;
+             default: the one in the model's own folder `draft`
     chain    tokens drafted in each step
     width    guesses at each place of the chain, which follows the best
     cache    streaming: it reads the first tokens and the latest; full: all of the text its context allows
@@ -41,16 +42,12 @@ class DraftModelOptions:
     refresh: int = _REFRESH
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise UsageError("drafter 'draft-model' needs a smaller model with the same vocabulary; give "
-                             "--drafter-option model=NAME (a bundled name, a folder or a hub id)")
         check(1 <= self.chain <= 64, "chain", self.chain, "1 to 64")
         check(1 <= self.width <= 16, "width", self.width, "1 to 16")
         check(self.cache in ("streaming", "full"), "cache", self.cache, "streaming or full")
         check_window(self.budget, self.sinks, self.refresh)
         is_default = (self.budget, self.sinks, self.refresh) == (_BUDGET, _SINKS, _REFRESH)
         check(self.cache == "streaming" or is_default, "cache", self.cache, "streaming, with budget, sinks or refresh")
-
 
     @property
     def reads(self) -> int:

@@ -49,7 +49,8 @@ _REMEMBERED = 16  # steps that the rolling acceptance is computed from
 class TriForceOptions:
     """Options of `triforce`.
 
-    model      a smaller model of the same vocabulary for level 1; none: the text's n-grams
+    model      a smaller model of the same vocabulary for level 1; default: the one in the model's
+               own folder `draft`, else the text's n-grams
     guesses    tokens guessed for each forward of level 2 at most (the paper: 1 to 2)
     chain      tokens drafted by level 2 in each step (the paper: 6)
     budget     rows of the retrieval cache for each layer and KV head at each choice (the paper: 4096)
@@ -80,8 +81,6 @@ class TriForceOptions:
         check(self.stride >= 1, "stride", self.stride, "1 or more")
         check(0 <= self.floor < 1, "floor", self.floor, "0 to below 1", "0 chooses by the stride alone")
         check_window(self.window, self.sinks, self.refresh)
-        is_default = (self.window, self.sinks, self.refresh) == (_WINDOW, _SINKS, _REFRESH)
-        check(bool(self.model) or is_default, "model", self.model, "a smaller model, with window, sinks or refresh")
 
     @property
     def reads(self) -> int:
@@ -143,6 +142,8 @@ class TriForceDrafter:
         self._model = model
         self._sampler = sampler
         self._guesser: Guesser = Ngrams(params)
+        is_default = (options.window, options.sinks, options.refresh) == (_WINDOW, _SINKS, _REFRESH)
+        check(draft is not None or is_default, "model", options.model, "a smaller model, with window, sinks or refresh")
         if draft is not None:
             follower = streaming(draft, model, options.window, options.sinks, options.refresh)
             self._guesser = SmallModel(follower, sampler)

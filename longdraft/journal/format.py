@@ -76,8 +76,7 @@ class Header:
     @property
     def params(self) -> SamplingParams:
         """The sampling settings. JournalError where they are none."""
-        settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
-                                    for name, value in self.sampling.items()}
+        settings: dict[str, Any] = {name: _tupled(value) for name, value in self.sampling.items()}
         try:
             params = SamplingParams(**settings)
         except (TypeError, UsageError) as error:
@@ -255,6 +254,11 @@ def _header(payload: bytes, path: Path) -> Header:
     header = _typed(Header, content, path)
     header.params  # noqa: B018 - as early as all else
     return header
+
+
+def _tupled(value: Any) -> Any:
+    """JSON's lists as the tuples that they were."""
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
 def _json(payload: bytes, path: Path) -> dict[str, Any]:

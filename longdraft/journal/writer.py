@@ -23,6 +23,7 @@ from types import TracebackType
 import numpy as np
 
 from longdraft.errors import JournalError, OutputError, UsageError, check
+from longdraft.files import sync_folder
 from longdraft.journal import format as form
 from longdraft.journal.format import Digest, Found, Header, Run
 
@@ -223,9 +224,9 @@ def _place(folder: Path, content: bytes) -> int:
         _write(file, content)
         os.fsync(file)
         os.replace(partial, folder / form.FILE)
-        _sync_folder(folder)
+        sync_folder(folder)
         if is_new:
-            _sync_folder(folder.parent)
+            sync_folder(folder.parent)
     except BaseException:
         if is_ours:
             partial.unlink(missing_ok=True)
@@ -241,15 +242,6 @@ def _lock(file: int, folder: Path) -> None:
     except BlockingIOError as error:
         raise JournalError(f"the journal {folder} is being written, by another process or a generation that was not "
                            "closed; wait for it, or end it") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """A name is on the disk when its folder is."""
-    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _write(file: int, data: bytes) -> None:

@@ -65,7 +65,12 @@ def set_threads(count: int) -> None:
 
 def threads(kernels: Kernels) -> int:
     """How many threads these kernels use on the CPU."""
-    return cpu.threads() if isinstance(kernels, cpu.CpuKernels) else torch.get_num_threads()
+    return cpu.threads() if _has_threads(kernels) else torch.get_num_threads()
+
+
+def _has_threads(kernels: Kernels) -> bool:
+    """Whether they are the compiled ones, be it each rank's own (longdraft/parallel)."""
+    return isinstance(getattr(kernels, "local", kernels), cpu.CpuKernels)
 
 
 @contextmanager
@@ -76,7 +81,7 @@ def alone(kernels: Kernels) -> Iterator[None]:
     two to three times slower drafts (docs/notebook.md).
     """
     before = torch.get_num_threads()
-    if not isinstance(kernels, cpu.CpuKernels) or before == 1:
+    if not _has_threads(kernels) or before == 1:
         yield
         return
     torch.set_num_threads(1)

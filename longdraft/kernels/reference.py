@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from longdraft.kernels.int8 import quantise
 from longdraft.kernels.interface import KV, Attended, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
+from longdraft.kernels.layer import layer_forward
 
 SPLIT = 4096  # positions in a block of storage; each is reduced by one call, splits merge in order
 NOTHING = 1e-3  # a share of attention too small to be told from rounding
@@ -195,47 +196,6 @@ class ReferenceKernels:
         lse = (whole.lse[..., None] + left.clamp_min(NOTHING).log()).masked_fill(is_nothing, -math.inf)
         return torch.cat([output, lse], -1)
 
-    def layer_forward(self, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor,
-                      texts: Sequence[KV], parents: Tensor) -> tuple[Tensor, Attended]:
-        """Rows x [R, hidden] of texts through one layer; fills their k and v. `rest` is a map [H, D + 1, D + 1] here,
-        as in LayersKV."""
-        heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
-
-        def norm(x: Tensor, weight: Tensor | None) -> Tensor:
-            """Of the last axes, as many as the weight has numbers for."""
-            if weight is None:
-                return x
-            return self.rms_norm(x.reshape(-1, len(weight)), weight, geometry.eps,
-                                 rounds_once=geometry.rounds_once).view(x.shape)
-
-        def read(x: Tensor, weight: Tensor) -> Tensor:
-            return x if geometry.norms_follow else norm(x, weight)
-
-        def join(x: Tensor, given: Tensor, weight: Tensor) -> Tensor:
-            given = norm(given, weight) if geometry.norms_follow else given
-            return x + (given if geometry.residual_factor == 1 else given * geometry.residual_factor)
-
-        qkv = self.linear(read(x, layer.attention_norm), layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
-        content = norm(qkv[:, :heads], layer.q_norm)
-        if not layer.rotates:
-            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-        q = self.rope(content, cos * geometry.query_factor, sin * geometry.query_factor)
-        k, v = self.rope(norm(qkv[:, heads : heads + kv_heads], layer.k_norm), cos, sin), qkv[:, heads + kv_heads :]
-        seen, start = [], 0
-        for kv in texts:
-            own = slice(start, start + len(kv.k))
-            kv.k.copy_(k[own])
-            kv.v.copy_(v[own])
-            if kv.rest is not None:
-                rest = torch.einsum("thd,hde->the", content[own].float(), kv.rest[:, :-1]) + kv.rest[:, -1]
-                kv = kv._replace(rest=rest)
-            seen.append(self.attention(q[own], kv, parents[own], layer.window))
-            start = own.stop
-        attended = Attended(*(torch.cat(part) for part in zip(*seen, strict=True)))._replace(content=content)
-        x = join(x, self.linear(attended.output.flatten(1), layer.out), layer.attention_norm)
-        gate_up = self.linear(read(x, layer.mlp_norm), layer.gate_up)
-        return join(x, self.linear(self.swiglu(gate_up), layer.down), layer.mlp_norm), attended
-
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:
         """One row after the other; a row's path is laid behind the committed part, where plain decoding
         would have put it, and then the row reads one run of positions:
@@ -278,7 +238,7 @@ class ReferenceDecoder:
         attended = []
         for index, layer in enumerate(self._layers):
             seen = [kv.layer(index) for kv in texts]
-            x, mixed = self._kernels.layer_forward(x, layer, self._geometry, cos, sin, seen, parents)
+            x, mixed = layer_forward(self._kernels, x, layer, self._geometry, cos, sin, seen, parents)
             attended.append(mixed)
         return x, Attended(*(torch.stack(part) for part in zip(*attended, strict=True)))
 

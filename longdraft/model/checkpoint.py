@@ -18,8 +18,10 @@ from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.model import rope
 from longdraft.model.config import ModelConfig, read_json
+from longdraft.model.sharding import of_rank
 from longdraft.model.tensor_file import FLOATS, TensorFile
 from longdraft.model.transformer import Transformer, Weights
+from longdraft.parallel import Part, Pick, Spread, Summed, part_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -56,12 +58,13 @@ class TensorFiles:
     def nbytes(self) -> int:
         return sum(self._size(name) for name in self._where)
 
-    def read(self, name: str) -> Tensor:
-        """A floating-point tensor without NaN or infinity: a view of the file, not to be kept or written into."""
+    def read(self, name: str, pick: Pick | None = None) -> Tensor:
+        """A floating-point tensor, or a part of it, without NaN or infinity: a view of the file, not to be kept or
+        written into. Of what is not picked nothing is read."""
         file = self._where[name]
         if problem := self._wrong_type(name):
             raise ModelError(f"{file.path}: {problem}")
-        tensor = self._view(name)
+        tensor = self._view(name) if pick is None else pick(self._view(name))
         # A sum with a NaN or an infinity in it is none, and takes a fraction of the time that reading does.
         # One that overflows by itself is looked into.
         if not tensor.sum().isfinite() and (bad := int((~tensor.isfinite()).sum())):
@@ -72,18 +75,20 @@ class TensorFiles:
             self._on_read(sum(map(self._size, self._read)), self.nbytes)
         return tensor
 
-    def stack(self, names: Sequence[str], dtype: torch.dtype | None) -> Tensor:
-        """Tensors as one of this dtype (None: the first one's own), one below the other: no more in memory than that
-        and the part being read."""
+    def stack(self, names: Sequence[str], dtype: torch.dtype | None, picks: Sequence[Pick | None] = ()) -> Tensor:
+        """Tensors (or what `picks` take of each) as one of this dtype (None: the first one's own), one below the other:
+        no more in memory than that and the part being read."""
         own = FLOATS[self._where[names[0]].entries[names[0]].dtype]
         dtype = dtype or own
         if len(names) == 1 and own == dtype:
-            return self.read(names[0])
-        stacked = _temporary((sum(self.shape(name)[0] for name in names), *self.shape(names[0])[1:]), dtype)
+            return self.read(names[0], *picks)
+        picks = picks or [None] * len(names)
+        shapes = [_picked(self.shape(name), pick) for name, pick in zip(names, picks, strict=True)]
+        stacked = _temporary((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype)
         row = 0
-        for name in names:
-            stacked[row : row + self.shape(name)[0]] = self.read(name)
-            row += self.shape(name)[0]
+        for name, pick, shape in zip(names, picks, shapes, strict=True):
+            stacked[row : row + shape[0]] = self.read(name, pick)
+            row += shape[0]
         self._forget()
         return stacked
 
@@ -132,6 +137,10 @@ class TensorFiles:
         return digest.hexdigest()
 
 
+def _picked(shape: tuple[int, ...], pick: Pick | None) -> tuple[int, ...]:
+    return shape if pick is None else tuple(pick(torch.empty(shape, device="meta")).shape)
+
+
 def _temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory of its own, which the system has back as soon as nobody needs it.
 
@@ -161,26 +170,34 @@ def shard_names(index: Path) -> list[str]:
 
 
 class _Stacked(NamedTuple):
-    """A weight of ours: the tensors of a file, by name and rows, that lie in it one below the other."""
+    """A weight of ours: the tensors of a file, by name and segments of rows, that lie in it one below the other.
 
-    parts: tuple[tuple[str, int], ...]
+    is_summed  ranks have some of its columns each, not of its rows
+    """
+
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
     columns: int
     has_bias: bool
+    is_summed: bool = False
+
+    def picks(self, part: Part) -> list[Pick | None]:
+        return [part.columns() if self.is_summed else part.rows(segments) for _, segments in self.parts]
 
 
 def _linears(config: ModelConfig) -> dict[str, _Stacked]:
     """The weights of a layer by their names in LayerWeights."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv: tuple[tuple[str, int], ...] = (("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv))
-    gate_up: tuple[tuple[str, int], ...] = (("mlp.gate_proj", inner), ("mlp.up_proj", inner))
+    qkv: tuple[tuple[str, tuple[int, ...]], ...] = (
+        ("self_attn.q_proj", (q,)), ("self_attn.k_proj", (kv,)), ("self_attn.v_proj", (kv,)))
+    gate_up: tuple[tuple[str, tuple[int, ...]], ...] = (("mlp.gate_proj", (inner,)), ("mlp.up_proj", (inner,)))
     if config.is_fused:
-        qkv, gate_up = (("self_attn.qkv_proj", q + 2 * kv),), (("mlp.gate_up_proj", 2 * inner),)
+        qkv, gate_up = (("self_attn.qkv_proj", (q, kv, kv)),), (("mlp.gate_up_proj", (inner, inner)),)
     return {
         "qkv": _Stacked(qkv, hidden, config.qkv_bias),
-        "out": _Stacked((("self_attn.o_proj", hidden),), q, config.out_bias),
+        "out": _Stacked((("self_attn.o_proj", (hidden,)),), q, config.out_bias, is_summed=True),
         "gate_up": _Stacked(gate_up, hidden, config.mlp_bias),
-        "down": _Stacked((("mlp.down_proj", hidden),), inner, config.mlp_bias),
+        "down": _Stacked((("mlp.down_proj", (hidden,)),), inner, config.mlp_bias, is_summed=True),
     }
 
 
@@ -210,10 +227,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for name, width in _norms(config).values():
             shapes[f"{layer}{name}.weight"] = (width,)
         for stacked in _linears(config).values():
-            for name, rows in stacked.parts:
-                shapes[f"{layer}{name}.weight"] = (rows, stacked.columns)
+            for name, segments in stacked.parts:
+                shapes[f"{layer}{name}.weight"] = (sum(segments), stacked.columns)
                 if stacked.has_bias:
-                    shapes[f"{layer}{name}.bias"] = (rows,)
+                    shapes[f"{layer}{name}.bias"] = (sum(segments),)
     return shapes
 
 
@@ -238,33 +255,47 @@ def _rotated_order(config: ModelConfig) -> Tensor | None:
 
 
 def load(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str = "none") -> Transformer:
-    """The transformer of a folder; ModelError names every missing, surplus or misshapen tensor.
+    """The transformer of a folder, or this rank's part of it; ModelError names every missing, surplus or misshapen
+    tensor.
 
+    kernels   parallel ones share the weights out: of each only this rank's part is read
     quantize  none | int8: each weight is quantised when it is packed, one after the other
     """
-    _check(files, config)
+    whole, shares = config, part_of(kernels)
+    _check(files, whole)
+    config = of_rank(whole, shares, quantize)
     order = _rotated_order(config)
     is_int8 = quantize == "int8"
     pack, dtype = partial(kernels.pack, is_int8=is_int8), None if is_int8 else kernels.dtype
 
     def linear(layer: str, stacked: _Stacked, order: Tensor | None = None) -> Linear:
         def part(kind: str, dtype: torch.dtype | None) -> Tensor:
-            whole = files.stack([f"{layer}{name}.{kind}" for name, _ in stacked.parts], dtype)
-            return whole if order is None else whole[order]
+            names = [f"{layer}{name}.{kind}" for name, _ in stacked.parts]
+            taken = files.stack(names, dtype, () if is_added and kind == "bias" else stacked.picks(shares))
+            return taken if order is None else taken[order]
 
-        return pack(part("weight", dtype), part("bias", kernels.dtype) if stacked.has_bias else None)
+        is_added = stacked.is_summed and shares.size > 1
+        has_bias = stacked.has_bias and not (is_added and shares.rank)  # added once
+        packed = pack(part("weight", dtype), part("bias", kernels.dtype) if has_bias else None)
+        return Summed(packed) if is_added else packed
+
+    def table(name: str) -> Linear:
+        if shares.size == 1:
+            return pack(files.stack((name,), dtype))
+        ours = shares.vocabulary(whole.vocab_size)
+        return Spread(pack(files.stack((name,), dtype, [lambda rows: rows[ours]])), ours.start, whole.vocab_size)
 
     def norm(name: str) -> Tensor:
         return files.read(name).to(kernels.device, kernels.dtype, copy=True)
 
     # The largest first, while nothing else is in memory: packing one takes room for it twice.
-    embedding = pack(files.stack(("model.embed_tokens.weight",), dtype))
-    head = embedding if config.is_tied else pack(files.stack(("lm_head.weight",), dtype))
+    embedding = table("model.embed_tokens.weight")
+    head = embedding if config.is_tied else table("lm_head.weight")
     layers = []
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
         norms = {ours: norm(f"{layer}{name}.weight") for ours, (name, _) in _norms(config).items()}
-        linears = _linears(config)
+        linears = _linears(whole)
         layers.append(LayerWeights(
             attention_norm=norms["attention_norm"],
             qkv=linear(layer, linears["qkv"], order),
@@ -278,7 +309,7 @@ def load(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: st
             rotates=config.rotates(index),
         ))
     weights = Weights(embedding, tuple(layers), norm("model.norm.weight"), head, quantize)
-    return Transformer(config, weights, kernels)
+    return Transformer(config, weights, kernels, whole)
 
 
 def _check(files: TensorFiles, config: ModelConfig) -> None:

@@ -25,6 +25,7 @@ from longdraft.kernels import KV, KVStore, Linear
 from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.config import ModelConfig, read_json
 from longdraft.model.transformer import Transformer
+from longdraft.parallel import Summed, part_of
 
 KIND = "glide"
 _NORMS = ("input_layernorm", "cross_layernorm", "post_attention_layernorm", "norm")
@@ -125,11 +126,17 @@ def load(folder: Path, target: Transformer, check: Callable[[Path, dict[str, Any
     if target.config.rope.dims != target.config.head_dim:
         raise ModelError(f"{folder}: glide needs a model that rotates whole heads; this one rotates a part of each")
     files = TensorFiles(folder)
-    files.check(shapes(target.config), files.names(), "its config.json and this model")
-    kernels = target.kernels
+    expected = shapes(target.whole)
+    files.check(expected, files.names(), "its config.json and this model")
+    kernels, shares = target.kernels, part_of(target.kernels)
 
     def pack(*names: str) -> Linear:
-        return kernels.pack(files.stack([f"{name}.weight" for name in names], kernels.dtype))
+        """Shared out like the target's: this rank's heads and inner width."""
+        files_names = [f"{name}.weight" for name in names]
+        is_summed = names[0].endswith(("o_proj", "down_proj")) and shares.size > 1
+        picks = [shares.columns() if is_summed else shares.rows(expected[name][:1]) for name in files_names]
+        packed = kernels.pack(files.stack(files_names, kernels.dtype, picks))
+        return Summed(packed) if is_summed else packed
 
     norms = tuple(files.read(f"{name}.weight").to(kernels.device, kernels.dtype, copy=True) for name in _NORMS)
     weights = Weights(

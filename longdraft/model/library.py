@@ -30,6 +30,8 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
               "chat_template.json")
 _HEADS = ("medusa_lm_head.safetensors", "heads/config.json", "heads/model.safetensors",
           "heads/medusa_lm_head.safetensors", "glide/config.json", "glide/model.safetensors")
+_DRAFT = tuple(f"draft/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json",
+                                            "tokenizer_config.json"))
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class _Repository:
         """The folder of the files that are needed. Which weights there are, the shards' index says."""
         if is_config_enough:
             return self._download(_CONFIGS)
-        folder = self._download((*_CONFIGS, *_TOKENIZER, *_HEADS, INDEX))
+        folder = self._download((*_CONFIGS, *_TOKENIZER, *_HEADS, *_DRAFT, INDEX))
         names = shard_names(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
         # The cache names a folder by its commit: the weights are those of the same one, whatever came meanwhile.
         commit = folder.name if _COMMIT.fullmatch(folder.name) else self.revision

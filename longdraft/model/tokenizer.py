@@ -65,6 +65,10 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def letters(self, token: int) -> str:
+        """A token as the vocabulary writes it; empty for ids that have no text."""
+        return self._tokenizer.id_to_token(token) or ""
+
     def is_silent(self, token: int) -> bool:
         """Whether `decode` passes over it: special tokens, and ids that have no text."""
         return token in self._special or not self._tokenizer.id_to_token(token)

@@ -82,8 +82,11 @@ class Forward:
 class Transformer:
     """The decoder. Holds weights and kernels, no state of any text."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels,
+                 whole: ModelConfig | None = None) -> None:
+        """config: of what this process has of the model; whole: of the model, where that is more."""
         self.config = config
+        self.whole = whole or config
         self.weights = weights
         self.kernels = kernels
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps,

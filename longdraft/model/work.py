@@ -74,14 +74,19 @@ class Meter:
     texts  how many texts share its forwards now (1: it is alone)
     """
 
-    def __init__(self, always: bool = False) -> None:
-        """always: it runs from now on, for a text whose work nobody else's comes between."""
+    def __init__(self, always: bool = False, agree: Callable[[float], float] = lambda seconds: seconds) -> None:
+        """always: it runs from now on, for a text whose work nobody else's comes between; agree: makes of the seconds
+        here those that all ranks go by."""
         self.texts = 1.0
         self._charged = 0.0
+        self._agree = agree
         self._since = time.perf_counter() if always else None  # that its own work began
 
     def __call__(self) -> float:
         """Seconds so far."""
+        return self._agree(self._so_far())
+
+    def _so_far(self) -> float:
         return self._charged + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def charge(self, seconds: float) -> None:
@@ -94,5 +99,4 @@ class Meter:
 
     def stop(self) -> None:
         """Its own work stands by."""
-        self._charged = self()
-        self._since = None
+        self._charged, self._since = self._so_far(), None

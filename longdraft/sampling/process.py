@@ -1,6 +1,7 @@
 """From logits to the tokens that may be chosen: pure functions on one row, in one documented order.
 
-    1. repetition penalty within the window      (raw logits, float32)
+    0. logit_bias added                          (raw logits, float32)
+    1. repetition penalty within the window
     2. end-of-text ids banned before min_new_tokens
     3. temperature                               (from here on float64)
     4. top_k   5. top_p   6. min_p   7. eta_cutoff

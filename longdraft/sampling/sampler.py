@@ -42,6 +42,8 @@ class Sampler:
         self._seed = params.seed or 0
         self._banned = np.array(sorted(set(banned)), dtype=np.int64)
         self._window = PenaltyWindow(params.penalty_window) if params.repetition_penalty != 1 else None
+        tokens, values = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
+        self._bias = torch.tensor(tokens, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
         self._is_fast = is_fast and fast.serves(params)
         self._fast: FastSampler | None = None
 
@@ -50,6 +52,7 @@ class Sampler:
 
         DAMAGED where a row's logits are not finite: an error only if the text gets there.
         """
+        logits = self._biased(logits)
         if self._is_fast:
             return self._compiled(logits.shape[1]).choose(logits, tree, context)
         paths = [[tree.tokens[n] for n in tree.path(node)[1:]] for node in range(len(tree))]
@@ -77,6 +80,7 @@ class Sampler:
         logits agrees with its samples, at any temperature. Tokens that the filters remove come last:
         a drafter's logits are only an estimate. Logits that are not finite give no guesses.
         """
+        logits = self._biased(logits)
         if self._is_fast:
             return self._compiled(len(logits)).rank(logits, context, path, num, ahead, within)
         position = len(context) + len(path) + ahead
@@ -97,6 +101,23 @@ class Sampler:
             scores = row[others].astype(np.float64) / self.params.temperature
             ranked += _by_noise(Support(others, scores), self._seed, position)[: num - len(ranked)]
         return [token for score, token in ranked if score >= ranked[0][0] - within]
+
+    def log_probabilities(self, logits: torch.Tensor, context: Context,
+                          paths: Sequence[Sequence[int]]) -> list[Support]:
+        """What the law chooses from behind the text and the tokens of paths[i], by logits [R, V]: the ids that
+        penalty, bans and filters leave, and their log-probabilities. At T = 0, where the choice has none, those of
+        the penalised logits themselves."""
+        rows = self._penalised(self._biased(logits), context, paths)
+        return [_normalised(row, self.params) for row in rows]
+
+    def _biased(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] with `logit_bias` added."""
+        tokens, values = self._bias
+        if not len(tokens):
+            return logits
+        logits = logits.detach().to(torch.float32, copy=True)
+        logits[..., tokens.to(logits.device)] += values.to(logits.device)
+        return logits
 
     def _compiled(self, vocabulary: int) -> FastSampler:
         if self._fast is None:
@@ -121,6 +142,16 @@ class Sampler:
             if context.num_new + ahead + len(path) < self.params.min_new_tokens:
                 rows[i, self._banned] = -np.inf
         return rows
+
+
+def _normalised(row: NDArray[np.float32], params: SamplingParams) -> Support:
+    if params.temperature == 0:
+        ids = np.flatnonzero(np.isfinite(row))
+        kept = Support(ids, row[ids].astype(np.float64))
+    else:
+        kept = process.support(row, params)
+    best = kept.scores.max()
+    return Support(kept.ids, kept.scores - best - np.log(np.exp(kept.scores - best).sum()))
 
 
 def _restore(row: NDArray[np.float32], raw: NDArray[np.float32], tokens: set[int]) -> None:

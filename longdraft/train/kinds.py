@@ -117,7 +117,7 @@ class _Lm:
     def _model(self, source: Path) -> Any:
         settings = self._settings
         if settings.start:
-            return pretrained(source, torch.float32, self._team.device)
+            return self._grouped(pretrained(source, torch.float32, self._team.device))
         if (source / "config.json").exists():
             config = read(source)
             begin, end = None, next(iter(config.eos_token_ids), None)
@@ -125,6 +125,15 @@ class _Lm:
         tokenizer = data.load_tokenizer(source, 2**31)
         return lm.new_model(settings, tokenizer.get_vocab_size(), tokenizer.token_to_id(lm.BEGIN),
                             tokenizer.token_to_id(lm.END))
+
+    def _grouped(self, model: Any) -> Any:
+        wanted, has = self._settings.num_kv_heads, model.config.num_key_value_heads
+        if wanted in (0, has):
+            return model
+        if model.config.model_type != "llama" or has % wanted:
+            raise UsageError(f"num_kv_heads is {wanted}; allowed: a divisor of {has}, the KV heads of "
+                             f"{self._settings.start!r}, if that is a Llama")
+        return lm.with_fewer_kv_heads(model, wanted)
 
     def trainee(self, sample: Tokens, validation: Tokens) -> Exports:
         settings, device = self._settings, self._team.device

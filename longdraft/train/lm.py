@@ -8,6 +8,7 @@ cannot show is attention over many keys at once, so a last phase on sequences of
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BEGIN, END = "<s>", "</s>"
-_CHECKPOINTED = 8192  # tokens of a sequence from which layers are computed twice instead of kept
+_KEPT_BYTES = 4 << 30  # of what layers computed: where a forward would keep more, they are computed twice
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -61,9 +62,25 @@ def new_model(settings: LmSettings, vocab_size: int, begin: int | None, end: int
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=vocab_size, hidden_size=settings.hidden_size, intermediate_size=settings.intermediate_size,
         num_hidden_layers=settings.layers, num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_kv_heads, max_position_embeddings=settings.context, rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta}, tie_word_embeddings=True,
-        bos_token_id=begin, eos_token_id=end))
+        num_key_value_heads=settings.num_kv_heads or settings.num_heads, max_position_embeddings=settings.context,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
+        tie_word_embeddings=True, bos_token_id=begin, eos_token_id=end))
+
+
+def with_fewer_kv_heads(model: Any, num: int) -> Any:
+    """The Llama with `num` KV heads: each is the mean of a group (GQA, arXiv 2305.13245, 2.1). It must learn again."""
+    from transformers import LlamaForCausalLM
+
+    config = copy.deepcopy(model.config)
+    config.num_key_value_heads = num
+    weights = model.state_dict()
+    for name, weight in weights.items():
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            grouped = weight.view(num, -1, config.head_dim, weight.shape[1])
+            weights[name] = grouped.mean(1).flatten(0, 1)
+    fewer = LlamaForCausalLM(config)
+    fewer.load_state_dict(weights)
+    return fewer
 
 
 def positions(settings: LmSettings, place: int, count: int, length: int) -> Tensor:
@@ -162,12 +179,19 @@ class LmTrainee:
 
 
 def prepare(module: Any, settings: LmSettings, device: torch.device) -> Any:
-    """A model ready to learn: float32 weights, and layers that are computed twice where a sequence is long."""
+    """A model ready to learn: float32 weights, and layers that are computed twice where memory asks for it."""
     module = module.float().train().requires_grad_(True).to(device)
     limit = module.config.max_position_embeddings
     if settings.sequence_length > limit:
         raise UsageError(f"sequence_length is {settings.sequence_length}; allowed: at most the model's context "
                          f"({limit})")
-    if settings.sequence_length > _CHECKPOINTED:
+    if _kept_bytes(module.config, settings) > _KEPT_BYTES:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     return module
+
+
+def _kept_bytes(config: Any, settings: LmSettings) -> int:
+    """About what a forward keeps for its backward: ten rows of hidden size and four of the MLP's for each layer."""
+    row: int = 10 * config.hidden_size + 4 * config.intermediate_size
+    rows: int = settings.batch_size * settings.sequence_length * config.num_hidden_layers
+    return 4 * rows * row

@@ -188,7 +188,9 @@ class LmSettings(Settings):
     hidden_size: int = said(256, "Its hidden size.")
     intermediate_size: int = said(704, "Its MLP's inner size.")
     num_heads: int = said(4, "Its query heads.")
-    num_kv_heads: int = said(4, "Its KV heads.")
+    num_kv_heads: int = said(0,
+        "Its KV heads; 0: as many as query heads, or as --start has. Fewer than --start has: the means of groups of "
+        "those.")
     rope_theta: float = said(500000.0, "Base of its rotations.")
     context: int = said(131072, "Positions that it declares, and is shown.")
     skip: float = said(0.5,
@@ -203,12 +205,12 @@ class LmSettings(Settings):
     learning_rate: float = said(3e-3, "Peak of AdamW's learning rate, at most 1.")
 
     def __post_init__(self) -> None:
-        at_least(self, vocab_size=300, layers=1, hidden_size=2, intermediate_size=1, num_heads=1, num_kv_heads=1,
+        at_least(self, vocab_size=300, layers=1, hidden_size=2, intermediate_size=1, num_heads=1, num_kv_heads=0,
                  context=2)
         check(self.hidden_size % (2 * self.num_heads) == 0, "hidden_size", self.hidden_size,
               f"a multiple of 2 x num_heads ({2 * self.num_heads})")
-        check(self.num_heads % self.num_kv_heads == 0, "num_heads", self.num_heads,
-              f"a multiple of num_kv_heads ({self.num_kv_heads})")
+        check(bool(self.start) or self.num_heads % (self.num_kv_heads or self.num_heads) == 0, "num_heads",
+              self.num_heads, f"a multiple of num_kv_heads ({self.num_kv_heads})")
         check(0 <= self.skip <= 1, "skip", self.skip, "0 to 1")
         check(0 <= self.distill <= 1, "distill", self.distill, "0 to 1")
         check(self.rope_theta > 1, "rope_theta", self.rope_theta, "above 1")
@@ -229,7 +231,6 @@ class DraftSettings(LmSettings):
     hidden_size: int = said(128, "Its hidden size.")
     intermediate_size: int = said(352, "Its MLP's inner size.")
     num_heads: int = said(2, "Its query heads.")
-    num_kv_heads: int = said(2, "Its KV heads.")
     context: int = said(4096, "Positions that it declares, and is shown.")
     skip: float = said(0.0,
         "Part of the sequences that jump to far positions at a random place (positional skip-wise training), 0 to "

@@ -1,0 +1,151 @@
+"""A fleet that writes long texts on machines that may be taken away, simulated: what journals save, and the cost.
+
+    python benchmarks/fleet.py --machines 16 --texts 2000 --spot-hours 2 --price 20
+
+A machine holds a model shared by its GPUs and writes as many texts at once as fit. Spot machines are lost at random
+(exponential, --spot-hours on average) and replaced after --replace minutes. A text that was cut goes back to the head
+of the queue: with journals on shared storage it goes on after its prefill is read again; without, it begins anew.
+
+Taken from measurements of this repository: the share of the memory's bandwidth that a step reaches (results/
+roofline.json), and what a journal's step record takes (a record of 25 bytes and 4 for each token, 4 microseconds;
+docs/notebook.md). From paper: the step times of benchmarks/scaling.py. Assumed: tokens for each forward (--accepted;
+on the bundled model `auto` measured 6.4 over 100,000 tokens, for a large one nothing is measured yet), the cost of a
+verified row (scaling.py's arithmetic), prefill at half of the arithmetic's peak, losses, prices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import random
+from dataclasses import dataclass
+
+from scaling import ROWS, Machine, step, texts_that_fit
+from shapes import SHAPES
+
+from longdraft.model import config, sizing
+
+_POINTS = 8  # of a text's length, at which a step's time is computed
+_RECORD, _TOKEN = 25, 4  # bytes
+
+
+@dataclass
+class Text:
+    """What is written of a text, and kept if its machine is lost."""
+
+    number: int
+    written: float = 0.0
+    kept: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What is fixed of a run. Times in seconds, prices in dollars for an hour of a machine."""
+
+    model: str
+    gpus: int
+    machine: Machine
+    machines: int
+    texts: int
+    tokens: int
+    prompt: int
+    accepted: float
+    spot_s: float
+    replace_s: float
+    load_s: float
+    price: float
+    has_journals: bool
+
+    @property
+    def at_once(self) -> int:
+        """Texts that a machine writes together."""
+        return min(texts_that_fit(self.model, self.gpus, self.prompt + self.tokens, self.machine), self.texts)
+
+    def tokens_per_s(self, written: float) -> float:
+        """Of one text among those that its machine writes, at this length."""
+        rows = ROWS if self.accepted > 1 else 1
+        whole = step(self.model, self.gpus, int(self.prompt + written), self.machine, rows, self.at_once)
+        return self.accepted / whole.seconds
+
+    def prefill_s(self, tokens: float) -> float:
+        """To read a prompt, or a text that goes on, while the others of the machine wait."""
+        parameters = sizing.of(config.from_hf(SHAPES[self.model])).parameters
+        return 2 * parameters * tokens / (self.gpus * self.machine.operations / 2)
+
+
+def simulate(fleet: Fleet, seed: int) -> dict[str, float]:
+    """Machines take texts from a queue until all are written."""
+    chance = random.Random(seed)
+    speeds = [fleet.tokens_per_s(fleet.tokens * (point + 0.5) / _POINTS) for point in range(_POINTS)]
+    queue = [Text(number) for number in reversed(range(fleet.texts))]
+    ready = [(0.0, number) for number in range(fleet.machines)]  # when each machine may begin a batch
+    end = busy = computed = lost = 0.0
+    losses = 0
+    while queue:
+        begin, number = heapq.heappop(ready)
+        taken = [queue.pop() for _ in range(min(fleet.at_once, len(queue)))]
+        until = begin + chance.expovariate(1 / fleet.spot_s)
+        now = begin + fleet.load_s + sum(fleet.prefill_s(fleet.prompt + text.kept) for text in taken)
+        for text in taken:
+            text.written = text.kept
+        while now < until and (open_texts := [text for text in taken if text.written < fleet.tokens]):
+            longest = max(open_texts, key=lambda text: text.written)
+            part = min(_POINTS - 1, int(longest.written * _POINTS / fleet.tokens))
+            goal = min(fleet.tokens, (part + 1) * fleet.tokens / _POINTS)
+            seconds = min((goal - longest.written) / speeds[part], until - now)
+            for text in open_texts:
+                new = min(seconds * speeds[part], fleet.tokens - text.written)
+                text.written += new
+                computed += new
+            now += seconds
+        cut = [text for text in taken if text.written < fleet.tokens - 1e-6]
+        for text in cut:
+            text.kept = text.written if fleet.has_journals else 0.0
+            lost += text.written - text.kept
+        queue += cut
+        losses += now >= until
+        now = min(now, until)
+        busy += now - begin
+        end = max(end, now)
+        heapq.heappush(ready, (now + (fleet.replace_s if now >= until else 0.0), number))
+    useful = fleet.texts * fleet.tokens
+    return {"hours": end / 3600, "machine_hours": busy / 3600, "losses": losses,
+            "tokens_written_twice": lost / useful, "tokens_per_second": useful / end,
+            "dollars_per_million_tokens": busy / 3600 * fleet.price / useful * 1e6,
+            "journal_bytes_per_token": (_RECORD / fleet.accepted + _TOKEN)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-70b", choices=sorted(SHAPES))
+    parser.add_argument("--gpus", type=int, default=8, help="of a machine; default: 8")
+    parser.add_argument("--machines", type=int, default=16)
+    parser.add_argument("--texts", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=100_000, help="of each text")
+    parser.add_argument("--prompt", type=int, default=2000, help="tokens of each prompt")
+    parser.add_argument("--accepted", type=float, default=1.0, help="tokens for each forward; 1: plain decoding")
+    parser.add_argument("--spot-hours", type=float, default=2.0, help="until a machine is lost, on average")
+    parser.add_argument("--replace", type=float, default=5.0, help="minutes until another takes its place")
+    parser.add_argument("--load", type=float, default=2.0, help="minutes to load the model")
+    parser.add_argument("--price", type=float, default=20.0, help="dollars for an hour of a machine")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    h100 = Machine(80e9, 3.35e12, 989e12, 450e9, 15e-6)
+    found = {}
+    for name, has_journals in (("with journals", True), ("without", False)):
+        fleet = Fleet(given.model, given.gpus, h100, given.machines, given.texts, given.tokens, given.prompt,
+                      given.accepted, given.spot_hours * 3600, given.replace * 60, given.load * 60, given.price,
+                      has_journals)
+        if not fleet.at_once:
+            parser.error(f"{given.gpus} GPUs do not hold {given.model} and a text of {given.tokens} tokens")
+        if not has_journals and fleet.tokens / fleet.tokens_per_s(fleet.tokens / 2) > 8 * fleet.spot_s:
+            continue  # no text would ever end
+        found[name] = simulate(fleet, given.seed)
+        figures = ", ".join(f"{key.replace('_', ' ')} {value:,.2f}" for key, value in found[name].items())
+        print(f"{name}: {fleet.at_once} texts on each machine, {figures}")
+    print(json.dumps({"settings": vars(given), **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The tables of docs/scale.md: what a step of a model shared by GPUs takes, from bytes, operations and links.
+
+    python benchmarks/scaling.py                                  # H100s with NVLink
+    python benchmarks/scaling.py --memory 48 --bandwidth 0.864 --tflops 181 --link 25 --latency 30
+
+What the GPUs are said to do (--bandwidth, --tflops, --link, --latency) are their makers' figures and an assumption;
+the share of the bandwidth that a step reaches is what our CPU kernels were measured to reach with nothing in a cache
+(results/roofline.json, its longest context): on GPUs it is not measured yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from shapes import SHAPES
+
+from longdraft.model import config, sizing
+
+ROOFLINE = Path(__file__).parent / "results" / "roofline.json"
+MODELS = ("qwen2.5-32b", "llama-3.1-70b")
+CONTEXTS = (4096, 100_000)
+MANY = 1 << 18  # numbers from which a sum goes in two messages (longdraft/parallel/group.py)
+ROWS = 10  # of a verified tree
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs and their links: bytes, bytes/s, operations/s, bytes/s in each direction, seconds for a message."""
+
+    memory: float
+    bandwidth: float
+    operations: float
+    link: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one forward: what memory, arithmetic and links take. Memory and arithmetic overlap."""
+
+    memory: float
+    arithmetic: float
+    links: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.memory, self.arithmetic) + self.links
+
+
+def measured_share() -> float:
+    """Of the memory's bandwidth, what a plain step over a long context reached."""
+    contexts = json.loads(ROOFLINE.read_text())["contexts"]
+    return float(max(contexts, key=lambda record: record["context"])["share_of_floor_cold"])
+
+
+def step(name: str, gpus: int, context: int, machine: Machine, rows: int = 1, texts: int = 1) -> Step:
+    """A forward of `rows` rows for each of some texts, each with a context of its own."""
+    shape = config.from_hf(SHAPES[name])
+    size = sizing.of(shape)
+    read = size.read_bytes + texts * context * size.cache_bytes_per_token
+    rows *= texts
+    attended = 4 * rows * context * shape.num_layers * shape.num_heads * shape.head_dim
+    operations = 2 * rows * size.parameters + attended
+    return Step(read / gpus / (machine.bandwidth * measured_share()), operations / gpus / (machine.operations / 2),
+                links(shape, gpus, rows, machine))
+
+
+def links(shape: config.ModelConfig, gpus: int, rows: int, machine: Machine) -> float:
+    """Two sums in a layer and one for the embedding, float32; the head's logits; the leader's word."""
+    if gpus == 1:
+        return 0.0
+    numbers = rows * shape.hidden_size
+    if numbers < MANY:
+        a_sum = machine.latency + (gpus - 1) * numbers * 4 / machine.link
+    else:
+        a_sum = 2 * machine.latency + 2 * (gpus - 1) / gpus * numbers * 4 / machine.link
+    logits = machine.latency + (gpus - 1) / gpus * rows * shape.vocab_size * 4 / machine.link
+    return (2 * shape.num_layers + 1) * a_sum + logits + machine.latency
+
+
+def texts_that_fit(name: str, gpus: int, context: int, machine: Machine) -> int:
+    """Texts of this length beside the weights, with a tenth of the memory for all else."""
+    size = sizing.of(config.from_hf(SHAPES[name]))
+    room = 0.9 * gpus * machine.memory - size.weights_bytes
+    return max(0, int(room // (context * size.cache_bytes_per_token)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory", type=float, default=80, help="GB of a GPU; default: 80")
+    parser.add_argument("--bandwidth", type=float, default=3.35, help="TB/s that it reads; default: 3.35")
+    parser.add_argument("--tflops", type=float, default=989, help="bfloat16 TFLOP/s; half is taken; default: 989")
+    parser.add_argument("--link", type=float, default=450, help="GB/s in each direction; default: 450 (NVLink 4)")
+    parser.add_argument("--latency", type=float, default=15, help="microseconds for a message to all; default: 15")
+    given = parser.parse_args()
+    machine = Machine(given.memory * 1e9, given.bandwidth * 1e12, given.tflops * 1e12, given.link * 1e9,
+                      given.latency * 1e-6)
+    print("| model | GPUs | context | texts that fit | memory, ms | arithmetic | links | tokens/s, plain | to one GPU "
+          f"| {ROWS} rows cost | all texts, tokens/s |")
+    print("|---" * 11 + "|")
+    for name in MODELS:
+        for gpus in (1, 2, 4, 8):
+            for context in CONTEXTS:
+                print(row(name, gpus, context, machine))
+
+
+def row(name: str, gpus: int, context: int, machine: Machine) -> str:
+    plain, alone = step(name, gpus, context, machine), step(name, 1, context, machine)
+    fit = texts_that_fit(name, gpus, context, machine)
+    cells = [name, str(gpus), f"{context:,}", str(fit) if fit else "-", f"{plain.memory * 1e3:.1f}",
+             f"{plain.arithmetic * 1e3:.2f}", f"{plain.links * 1e3:.1f}", f"{1 / plain.seconds:.0f}",
+             f"{alone.seconds / plain.seconds:.2f}",
+             f"{step(name, gpus, context, machine, ROWS).seconds / plain.seconds:.2f}",
+             f"{fit / step(name, gpus, context, machine, texts=fit).seconds:,.0f}" if fit else "-"]
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()

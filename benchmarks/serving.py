@@ -1,0 +1,312 @@
+"""A server under load and under bad clients: what docs/server.md tells. Needs longdraft[dev].
+
+    python benchmarks/serving.py latency                     # time to first token, tokens/s beside the command line
+    python benchmarks/serving.py load --clients 128 --seconds 180
+    python benchmarks/serving.py malformed --count 10000
+    python benchmarks/serving.py recovery --kills 5          # kill -9, restart, go on
+    python benchmarks/serving.py slow --clients 32           # readers that stop reading, bodies that do not come
+
+Each starts a server of its own, prints a table and ends with one line of JSON; --json FILE keeps it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import random
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+
+import longdraft
+from longdraft.statistics import sha256_tokens
+
+COMPLETIONS = "/v1/completions"
+PROMPTS = ("It was", "The ship", "She had not", "In the year 1843", "\"No,\" said the")
+
+
+@contextmanager
+def server(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process of its own, as a user starts it."""
+    command = [sys.executable, "-m", "longdraft", "serve", "--port", "0", "--log-level", "info", *options]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert child.stderr is not None
+    url = next(found.group() for line in child.stderr if (found := re.search(r"http://[\d.]+:\d+", line)))
+    threading.Thread(target=lambda: child.stderr and child.stderr.read(), daemon=True).start()
+    try:
+        yield child, url
+    finally:
+        child.kill()
+        child.wait()
+
+
+def body(rng: random.Random, tokens: int, *, stream: bool) -> dict:
+    drafter = rng.choice(["plain", "suffix", "tokenswift", "magicdec", "auto"])
+    return {"prompt": rng.choice(PROMPTS), "seed": rng.randrange(12), "max_tokens": tokens, "stream": stream,
+            "longdraft": {"min_p": 0.1, "drafter": drafter}}
+
+
+def library_text(engine: longdraft.Engine, asked: dict) -> str:
+    params = engine.params(max_new_tokens=asked["max_tokens"], seed=asked["seed"], min_p=0.1)
+    return "".join(event.text for event in engine.generate(asked["prompt"], params))
+
+
+async def ask(client: httpx.AsyncClient, url: str, asked: dict, patience: float | None) -> dict:
+    """One request. patience: seconds after which the client hangs up."""
+    began, first, text, status = time.monotonic(), None, "", 0
+    try:
+        async with asyncio.timeout(patience):
+            async with client.stream("POST", url + COMPLETIONS, json=asked) as reply:
+                status = reply.status_code
+                if status != 200:
+                    await reply.aread()
+                elif asked["stream"]:
+                    async for line in reply.aiter_lines():
+                        if line.startswith("data: {"):
+                            first = first or time.monotonic() - began
+                            chunk = json.loads(line[6:])
+                            if "error" in chunk:
+                                return {"status": 599, "error": chunk["error"]}
+                            text += chunk["choices"][0]["text"]
+                else:
+                    text = json.loads(await reply.aread())["choices"][0]["text"]
+        return {"status": status, "first": first, "seconds": time.monotonic() - began, "text": text}
+    except TimeoutError:
+        return {"status": 0}
+    except httpx.HTTPError as error:
+        return {"status": -1, "error": repr(error)}
+
+
+async def client_life(number: int, url: str, until: float, tokens: int, found: list) -> None:
+    """Ask again and again; a third of the time hang up in the middle."""
+    rng = random.Random(number)
+    async with httpx.AsyncClient(timeout=None) as client:
+        while time.monotonic() < until:
+            asked = body(rng, rng.choice([tokens // 4, tokens]), stream=rng.random() < 0.7)
+            answer = await ask(client, url, asked, rng.uniform(0.05, 3) if rng.random() < 0.33 else None)
+            found.append((asked, answer))
+            if answer["status"] == 429:
+                await asyncio.sleep(rng.uniform(0.2, 1.5))
+
+
+def load(args: argparse.Namespace) -> dict:
+    with server("--journals", "none", "--max-running", "8", "--max-queued", "48") as (child, url):
+        process = psutil.Process(child.pid)
+        found: list = []
+        resident: list[float] = []
+
+        async def run() -> None:
+            until = time.monotonic() + args.seconds
+            clients = [asyncio.create_task(client_life(i, url, until, args.tokens, found)) for i in range(args.clients)]
+            while time.monotonic() < until:
+                resident.append(process.memory_info().rss / 2**20)
+                await asyncio.sleep(args.seconds / 40)
+            await asyncio.gather(*clients)
+
+        asyncio.run(run())
+        time.sleep(1.5)
+        ready = httpx.get(url + "/ready").json()
+    engine = longdraft.load("novelist", drafter="plain")
+    expected: dict[str, str] = {}
+    whole = equal = 0
+    for asked, answer in found:
+        if answer["status"] == 200:
+            key = json.dumps([asked["prompt"], asked["seed"], asked["max_tokens"]])
+            expected.setdefault(key, library_text(engine, asked))
+            whole += 1
+            equal += answer["text"] == expected[key]
+    states = [answer["status"] for _, answer in found]
+    half = len(resident) // 2
+    times = sorted(answer["first"] for _, answer in found if answer.get("first"))
+    return {
+        "clients": args.clients, "seconds": args.seconds, "requests": len(found), "finished": whole, "equal": equal,
+        "different_texts": len(expected), "hung_up": states.count(0), "refused_429": states.count(429),
+        "other": sorted({s for s in states if s not in (0, 200, 429)}),
+        "first_token_s_median": statistics.median(times), "first_token_s_p95": times[int(0.95 * len(times))],
+        "resident_mib_second_quarter": statistics.median(resident[half // 2 : half]),
+        "resident_mib_last_quarter": statistics.median(resident[-half // 2 :]),
+        "stuck": ready["running"] + ready["waiting"], "reserved_bytes_after": ready["reserved_bytes"],
+    }
+
+
+def latency(args: argparse.Namespace) -> dict:
+    """One client; the command line and the server in turns, the same text."""
+    options = ["--max-new-tokens", str(args.tokens), "--seed", "7", "--min-p", "0.1"]
+    asked = {"prompt": "It was", "max_tokens": args.tokens, "seed": 7, "stream": True, "longdraft": {"min_p": 0.1}}
+    firsts, rates, wholes, lines = [], [], [], []
+    with server("--journals", "none") as (_, url), tempfile.TemporaryDirectory() as folder:
+        stats = Path(folder) / "stats.json"
+        for _ in range(args.repeats):
+            subprocess.run([sys.executable, "-m", "longdraft", "generate", "It was", *options, "--quiet", "--output",
+                            str(Path(folder) / "text"), "--stats", str(stats)], check=True)
+            lines.append(json.loads(stats.read_text())["tokens_per_second"])
+            began, first, last = time.monotonic(), 0.0, {}
+            with httpx.stream("POST", url + COMPLETIONS, json=asked, timeout=None) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith("data: {"):
+                        first = first or time.monotonic() - began
+                        last = json.loads(line[6:])
+            firsts.append(first)
+            rates.append(last["longdraft"]["stats"]["tokens_per_second"])
+            wholes.append(args.tokens / (time.monotonic() - began))
+            assert last["longdraft"]["stats"]["sha256_tokens"] == json.loads(stats.read_text())["sha256_tokens"]
+    pairs = [ours / line for ours, line in zip(rates, lines, strict=True)]
+    return {"tokens": args.tokens, "repeats": args.repeats, "first_token_ms": 1e3 * statistics.median(firsts),
+            "command_line_tokens_per_second": statistics.median(lines),
+            "server_tokens_per_second": statistics.median(rates), "as_fast": statistics.median(pairs),
+            "as_fast_each": pairs, "server_whole_request_tokens_per_second": statistics.median(wholes)}
+
+
+def malformed(args: argparse.Namespace) -> dict:
+    """Good bodies with bytes changed, cut, doubled; then one good request."""
+    rng = random.Random(args.seed)
+    good = [json.dumps(each).encode() for each in (
+        {"prompt": "a", "max_tokens": 1, "temperature": 0.5, "stop": ["x"], "logit_bias": {"5": 1.5}},
+        {"prompt": [5, 6], "max_tokens": 2, "n": 2, "stream": True, "longdraft": {"min_p": 0.1, "journal": "a"}},
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+        {"tokens": [1, 2, 3]}, {"prompt": "a", "add_special_tokens": False})]
+    paths = (COMPLETIONS, "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/longdraft/generations/a/resume")
+    counts: dict[int, int] = {}
+    with server("--journals", "none", "--timeout", "2") as (child, url), httpx.Client(timeout=60) as client:
+        process = psutil.Process(child.pid)
+        for number in range(args.count):
+            if number == args.count // 10:
+                before = process.memory_info().rss
+            data = bytearray(rng.choice(good))
+            for _ in range(rng.randint(1, 5)):
+                at = rng.randrange(len(data))
+                change = rng.choice(["flip", "cut", "double", "insert"])
+                if change == "flip":
+                    data[at] = rng.randrange(256)
+                elif change == "cut":
+                    del data[at : at + rng.randint(1, 8)]
+                elif change == "double":
+                    data[at:at] = data[at : at + rng.randint(1, 40)]
+                else:
+                    data[at:at] = rng.choice([b"[" * 2000, b"\x00", b"\\ud800", b"1e999", b"null", b"-0", b"9" * 400])
+                if not data:
+                    data = bytearray(b"{")
+            reply = client.post(url + rng.choice(paths), content=bytes(data),
+                                headers={"Content-Type": "application/json"})
+            counts[reply.status_code] = counts.get(reply.status_code, 0) + 1
+            assert reply.status_code < 500, (bytes(data), reply.text)
+        grown = process.memory_info().rss - before
+        assert client.post(url + COMPLETIONS, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        ready = client.get(url + "/ready").json()
+    return {"requests": args.count, "by_status": dict(sorted(counts.items())), "grown_mib": grown / 2**20,
+            "stuck": ready["running"] + ready["waiting"]}
+
+
+def recovery(args: argparse.Namespace) -> dict:
+    """kill -9 at random moments, restart on the same journals, go on; the end is the uncut text."""
+    rng, seconds, kills, lost = random.Random(args.seed), [], 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        options, name, shown = ("--journals", folder), "one", ""
+        path, asked = COMPLETIONS, {"prompt": "The ship", "seed": 7, "max_tokens": args.tokens, "stream": True,
+                                    "longdraft": {"min_p": 0.1, "journal": name}}
+        digest = None
+        while digest is None:
+            began = time.monotonic()
+            with server(*options) as (child, url):
+                if kills:
+                    seconds.append(time.monotonic() - began)
+                text = ""
+                wait = rng.uniform(0.3, 3.0) if kills < args.kills else None
+                timer = threading.Timer(wait, child.kill) if wait else None
+                try:
+                    with httpx.stream("POST", url + path, json=asked, timeout=None) as reply:
+                        for line in reply.iter_lines():
+                            if line.startswith("data: {"):
+                                if timer and not timer.is_alive() and not text:
+                                    timer.start()
+                                chunk = json.loads(line[6:])
+                                text += chunk["choices"][0]["text"]
+                                if chunk["choices"][0]["finish_reason"]:
+                                    digest = chunk["longdraft"]["stats"]["sha256_tokens"]
+                except httpx.HTTPError:
+                    kills += 1
+                finally:
+                    if timer:
+                        timer.cancel()
+                lost += not text.startswith(shown)
+                shown = text
+                path, asked = f"/v1/longdraft/generations/{name}/resume", {"stream": True}
+    engine = longdraft.load("novelist", drafter="plain")
+    generation = engine.generate("The ship", engine.params(max_new_tokens=args.tokens, seed=7, min_p=0.1))
+    for _ in generation:
+        pass
+    return {"kills": kills, "tokens": args.tokens, "is_equal": digest == sha256_tokens(generation.tokens),
+            "shown_text_lost": lost, "restart_s_median": statistics.median(seconds)}
+
+
+def slow(args: argparse.Namespace) -> dict:
+    """Clients that stop reading or sending; meanwhile others are served."""
+    prompt = "It was " * 20_000
+    with server("--journals", "none", "--stall", "2") as (child, url):
+        port = int(url.rpartition(":")[2])
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        sockets = []
+        for number in range(args.clients):
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", port))
+            data = json.dumps({"prompt": [prompt] * 8, "max_tokens": 1, "echo": True, "stream": True})
+            half = number % 2 == 0
+            sent = head + f"Content-Length: {len(data)}\r\n\r\n" + (data[:100] if half else data)
+            connection.sendall(sent.encode())
+            sockets.append(connection)
+        began = time.monotonic()
+        ok = 0
+        while time.monotonic() - began < 8:
+            ok += httpx.get(url + "/ready", timeout=10).status_code == 200
+            time.sleep(0.1)
+        connections = len(psutil.Process(child.pid).net_connections())
+        deadline = time.monotonic() + 60
+        while (ready := httpx.get(url + "/ready").json())["running"] + ready["waiting"]:
+            assert time.monotonic() < deadline, ready
+            time.sleep(0.2)
+        reply = httpx.post(url + COMPLETIONS, json={"prompt": "a", "max_tokens": 3}, timeout=60)
+        for connection in sockets:
+            connection.close()
+    return {"clients": args.clients, "answers_meanwhile": ok, "connections_left_after_8_s": connections,
+            "served_after": reply.status_code == 200, "all_freed_s": time.monotonic() - began}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, run, options in (("load", load, (("clients", 128), ("seconds", 180), ("tokens", 200))),
+                               ("latency", latency, (("tokens", 1000), ("repeats", 5))),
+                               ("malformed", malformed, (("count", 10_000), ("seed", 1))),
+                               ("recovery", recovery, (("kills", 5), ("tokens", 3000), ("seed", 1))),
+                               ("slow", slow, (("clients", 32),))):
+        command = commands.add_parser(name, help=(run.__doc__ or "128 clients for minutes").splitlines()[0])
+        for option, default in options:
+            command.add_argument(f"--{option}", type=int, default=default)
+        command.add_argument("--json", type=Path)
+        command.set_defaults(run=run, name=name)
+    args = parser.parse_args()
+    result = {"benchmark": f"serving {args.name}", "date": datetime.date.today().isoformat(),
+              "longdraft_version": longdraft.__version__, **args.run(args)}
+    for key, value in result.items():
+        print(f"{key:42} {value}")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

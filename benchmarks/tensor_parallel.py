@@ -1,0 +1,72 @@
+"""What sharing a model costs and brings on this machine's cores: the only links there are to measure without GPUs.
+
+    torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py MODEL --tokens 40
+
+A text by all ranks with one thread each, and by rank 0 alone with one thread and with as many as there are ranks, in
+turns; medians of the ratios of neighbouring turns, and the time of a sum. One JSON line at the end. Both write one
+text if the hashes are equal; they need not be (docs/scale.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+import longdraft
+from longdraft import kernels, parallel
+from longdraft.core import SamplingParams
+
+PROMPT = "It was the best of times, it was the worst of times, " * 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    _, size = parallel.in_torchrun()
+    shared = longdraft.load(given.model, drafter="plain", threads=1, tensor_parallel=size)
+    group = parallel.join(size, "cpu")
+    sums = {rows: [sum_seconds(group, rows * shared.model.config.hidden_size) for _ in range(200)] for rows in (1, 16)}
+    if shared.team.follows:
+        shared.follow()
+        return
+    alone = longdraft.load(given.model, drafter="plain", threads=1)
+    turns: dict[str, list[float]] = {"shared": [], "one thread": [], f"{size} threads": []}
+    hashes = set()
+    for _ in range(given.rounds):
+        for name in turns:
+            kernels.set_threads(size if name.endswith("threads") else 1)
+            seconds, sha256 = write(shared if name == "shared" else alone, given.tokens)
+            turns[name].append(seconds / given.tokens)
+            hashes.add((name == "shared", sha256))
+    shared.close()
+    print(json.dumps({
+        "model": given.model, "ranks": size, "tokens": given.tokens, "rounds": given.rounds,
+        "ms_per_token": {name: statistics.median(times) * 1e3 for name, times in turns.items()},
+        "shared_to": {name: statistics.median(b / a for a, b in zip(turns["shared"], times, strict=True))
+                      for name, times in turns.items() if name != "shared"},
+        "sum_microseconds": {rows: statistics.median(times) * 1e6 for rows, times in sums.items()},
+        "is_one_text": len({sha256 for _, sha256 in hashes}) == 1}))
+
+
+def sum_seconds(group: parallel.Group, numbers: int) -> float:
+    part = torch.ones(numbers)
+    began = time.perf_counter()
+    group.sum(part)
+    return time.perf_counter() - began
+
+
+def write(engine: longdraft.Engine, tokens: int) -> tuple[float, str]:
+    params = SamplingParams(max_new_tokens=tokens, seed=1, ignore_eos=True, on_loop="off")
+    *_, last = engine.generate(PROMPT, params)
+    return last.stats["decode_seconds"], last.stats["sha256_tokens"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The same job on a Ray cluster: Ray Data with a pool of actors, an engine each.
+
+Ray places the actors by GPUs or cores, hands each a row when it is free, starts actors again that were lost, and gives
+their rows to others, which find the journal on shared storage and go on. What was lost with a node is asked for again,
+so a record may come twice; the job takes one.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
+from types import ModuleType
+from typing import Any
+
+from longdraft.batch.local import Check, Crew
+from longdraft.batch.rows import Report, Task
+from longdraft.batch.writer import Job, Writer
+from longdraft.errors import LongdraftError, UsageError, WorkerError
+
+_WINDOW = 8192  # rows that Ray holds at once, in blocks of those that are written side by side: they come together
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What an actor takes.
+
+    workers  actors at most; None: as many as fit into the cluster
+    threads  cores of each; None: 1
+    device   auto, cpu or cuda; cuda, or auto on a cluster with GPUs, takes a GPU for each
+    """
+
+    workers: int | None
+    threads: int | None
+    device: str
+
+
+def on_ray(address: str, placement: Placement) -> Crew:
+    """A crew on the cluster at `address` ("auto": the one this machine belongs to, "local": one of this machine)."""
+
+    def crew(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report]:
+        ray = _library()
+        is_ours = not ray.is_initialized()
+        if is_ours:
+            _connect(ray, address)
+        try:
+            while window := list(islice(tasks, _WINDOW)):
+                yield from _written(ray, job, window, placement, check)
+        finally:
+            if is_ours:
+                ray.shutdown()
+
+    return crew
+
+
+def _library() -> ModuleType:
+    try:
+        import_module("ray.data")
+        return import_module("ray")
+    except ImportError as error:
+        raise UsageError(f"--ray needs {error.name}; pip install 'longdraft[ray]'") from error
+
+
+def _connect(ray: ModuleType, address: str) -> None:
+    try:
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(f"--ray {address}: {reason}; start a cluster with `ray start --head`, or give --ray "
+                         "local") from error
+
+
+def _written(ray: ModuleType, job: Job, tasks: list[Task], placement: Placement, check: Check) -> Iterator[Report]:
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_options.verbose_progress = False
+    context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    resources = _resources(ray, placement)
+    most = min(-(-len(tasks) // job.at_once), placement.workers or _fitting(ray, resources))
+    rows = [{"task": pickle.dumps(task)} for task in tasks]
+    blocks = -(-len(rows) // job.at_once)
+    data = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
+        _actor(job), batch_size=job.at_once, concurrency=(1, most), **resources)
+    try:
+        for row in data.iter_rows():
+            check()
+            yield _report(row)
+    except ray.exceptions.RayError as error:
+        raise WorkerError(f"Ray gave the job up: {str(error).strip().splitlines()[-1]}; the same command goes "
+                          "on") from error
+
+
+def _resources(ray: ModuleType, placement: Placement) -> dict[str, float]:
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    if placement.device == "cuda" and not has_gpus:
+        raise UsageError("device is 'cuda', but the cluster has no GPU; use --device cpu or auto")
+    is_gpu = has_gpus and placement.device != "cpu"
+    return {"num_cpus": float(placement.threads or 1), "num_gpus": float(is_gpu)}
+
+
+def _fitting(ray: ModuleType, resources: dict[str, float]) -> int:
+    there = ray.cluster_resources()
+    names = {"num_cpus": "CPU", "num_gpus": "GPU"}
+    return max(1, int(min(there.get(names[name], 0) // need for name, need in resources.items() if need)))
+
+
+def _actor(job: Job) -> type:
+    """The class of the pool's actors. They find the job in it: arguments would lie in one node's memory."""
+
+    class Actor:
+        """An engine in a process of the cluster. What ends the job travels as an answer: Ray would try it again."""
+
+        def __init__(self) -> None:
+            self._error: LongdraftError | MemoryError | None = None
+            try:
+                self._writer = Writer(job)
+            except (LongdraftError, MemoryError) as error:
+                self._error = error
+
+        def __call__(self, batch: dict[str, Any]) -> dict[str, list[bytes]]:
+            return {"report": [pickle.dumps(answer) for answer in self._answers(map(pickle.loads, batch["task"]))]}
+
+        def _answers(self, tasks: Iterator[Task]) -> Iterator[Report | LongdraftError | MemoryError]:
+            if self._error:
+                yield self._error
+                return
+            try:
+                for report in self._writer.write(lambda is_idle: next(tasks, None)):
+                    if report.record:
+                        yield report
+            except (LongdraftError, MemoryError) as error:
+                yield error
+
+    return Actor
+
+
+def _report(row: dict[str, Any]) -> Report:
+    found = pickle.loads(row["report"])
+    if isinstance(found, Exception):
+        raise found
+    assert isinstance(found, Report)
+    return found
+
+

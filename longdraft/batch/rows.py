@@ -1,0 +1,219 @@
+"""A row of a job's input becomes a task; a task and its text become a record.
+
+Two kinds of rows, which may stand in one file:
+
+    {"id": "a", "prompt": "It was", "max_new_tokens": 500, "seed": 3}       ours; or `messages`: a chat
+    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 500}}
+
+Everything in a record is a function of row, model and settings: it holds no times and no drawn numbers, so that a job
+gives the same bytes whoever writes its rows, and however often it was cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from longdraft.core import ALIASES, SamplingParams
+from longdraft.errors import UsageError
+
+Row = Mapping[str, Any]
+Record = dict[str, Any]
+Kind = Literal["simple", "chat", "completion"]
+
+_URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+_RESERVED = re.compile(r"line \d+")
+_SIMPLE = ("id", "prompt", "messages", "chat_options", "metadata")
+# Of OpenAI's body: what names people and things, and what is supported with these values only.
+_NAMES = ("model", "messages", "prompt", "chat_template_kwargs", "user", "metadata", "store")
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "stream": (False,), "stream_options": (), "logprobs": (False, 0), "top_logprobs": (0,),
+    "echo": (False,), "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},),
+    "tools": ([],), "tool_choice": ("none",), "response_format": ({"type": "text"},), "modalities": (["text"],)}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One text to write.
+
+    key       the row's id, one of its kind in the job
+    prompt    a text, token ids, or messages (kind chat, or `is_chat`)
+    settings  sampling, by our names
+    problem   why it cannot be written; everything else is without meaning then
+    """
+
+    key: str
+    kind: Kind = "simple"
+    prompt: Any = ""
+    is_chat: bool = False
+    chat_options: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    metadata: Any = None
+    problem: str = ""
+
+
+class Report(NamedTuple):
+    """How far a row has come: `tokens` so far (of them `resumed` from a journal), and its record once it is done."""
+
+    key: str
+    tokens: int
+    resumed: int = 0
+    record: Record | None = None
+
+
+def parse(row: Row | str, line: int, model: str) -> Task:
+    """The task of a row, or of what is wrong with it (a text).
+
+    line   of the input, from 1: names a row that has no id
+    model  the name by which bodies may call the job's model
+    """
+    key = f"line {line}"
+    kind: Kind = "simple"
+    try:
+        if isinstance(row, str):
+            raise UsageError(row)
+        row = {name: value for name, value in row.items() if value is not None}  # what a table has no value for
+        is_openai = "custom_id" in row
+        kind = _kind(row) if is_openai else "simple"
+        key = _key(row, "custom_id" if is_openai else "id")
+        return _openai(key, kind, row, model) if is_openai else _simple(key, row)
+    except UsageError as error:
+        return Task(key, kind, problem=str(error))
+
+
+def _key(row: Row, name: str) -> str:
+    key = row.get(name)
+    key = str(key) if isinstance(key, int) and not isinstance(key, bool) else key
+    if not isinstance(key, str) or not key or _RESERVED.fullmatch(key):
+        raise UsageError(f"{name} is {str(key)[:80]!r}; allowed: a text, or a whole number, that no other row has "
+                         "(and not 'line N')")
+    return key
+
+
+def _simple(key: str, row: Row) -> Task:
+    settings = {name: value for name, value in row.items() if name not in _SIMPLE}
+    if ("prompt" in row) == ("messages" in row):
+        raise UsageError("the row has both prompt and messages, or neither; give one of them")
+    is_chat = "messages" in row
+    return Task(key, "simple", _messages(row["messages"]) if is_chat else _prompt(row["prompt"]), is_chat,
+                _options(row, "chat_options"), _settings(settings), row.get("metadata"))
+
+
+def _kind(row: Row) -> Kind:
+    url, method = row.get("url"), row.get("method", "POST")
+    if method != "POST" or not isinstance(url, str) or url not in _URLS:
+        raise UsageError(f"the request is {method} {url!r}; allowed: POST {' or '.join(_URLS)}")
+    return _URLS[url]
+
+
+def _openai(key: str, kind: Kind, row: Row, model: str) -> Task:
+    body = row.get("body")
+    if not isinstance(body, dict):
+        raise UsageError(f"body is a {type(body).__name__}; allowed: an object")
+    if body.get("model") not in (None, model):
+        raise UsageError(f"the body asks for model {str(body['model'])[:80]!r}, the job has {model!r}; name it so, or "
+                         "give --served-model-name")
+    for name, allowed in _ONLY.items():
+        if body.get(name) is not None and body[name] not in allowed:
+            values = " or ".join(map(repr, allowed)) or "nothing"
+            raise UsageError(f"{name} is {str(body[name])[:80]!r}; supported: {values}")
+    wanted, other = ("messages", "prompt") if kind == "chat" else ("prompt", "messages")
+    if wanted not in body or other in body:
+        raise UsageError(f"a body for {row['url']} has {wanted}, and no {other}")
+    prompt = _messages(body["messages"]) if kind == "chat" else _prompt(body["prompt"])
+    settings = {name: value for name, value in body.items() if name not in (*_NAMES, *_ONLY)}
+    return Task(key, kind, prompt, kind == "chat", _options(body, "chat_template_kwargs"), _settings(settings))
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """By our names, checked: `max_tokens` is `max_new_tokens`."""
+    try:
+        SamplingParams.from_names(given)
+    except TypeError as error:  # a number where a list belongs, for one
+        raise UsageError(f"a sampling setting is of the wrong kind: {error}") from error
+    return {ALIASES.get(name, name): value for name, value in given.items() if value is not None}
+
+
+def _prompt(prompt: Any) -> Any:
+    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not prompt or not (isinstance(prompt, str) or is_ids):
+        raise UsageError(f"prompt is {str(prompt)[:80]!r}; allowed: one text, or token ids")
+    return prompt
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    is_list = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
+    if not messages or not is_list or not all(isinstance(each.get("role"), str) for each in messages):
+        raise UsageError(f"messages is {str(messages)[:80]!r}; allowed: a list of objects with role and content")
+    return list(messages)
+
+
+def _options(row: Row, name: str) -> dict[str, Any]:
+    options = row.get(name) or {}
+    if not isinstance(options, dict):
+        raise UsageError(f"{name} is {str(options)[:80]!r}; allowed: an object of the chat template's variables")
+    return options
+
+
+def seed_of(key: str, seed: int) -> int:
+    """The seed of a row that gives none: a function of its id and of the job's seed."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def written(task: Task, text: str, stats: Mapping[str, Any], model: str, fingerprint: str) -> Record:
+    """The record of a text. fingerprint: of the model's weights and the arithmetic (`Engine.fingerprint`)."""
+    facts = {name: stats[name] for name in ("finish_reason", "seed", "sha256_tokens")}
+    if task.kind == "simple":
+        counts = {name: stats[name] for name in ("prompt_tokens", "new_tokens")}
+        return _with_metadata(task, {"id": task.key, "text": text, **counts, **facts,
+                                     "system_fingerprint": fingerprint})
+    number = hashlib.blake2b(f"{fingerprint} {task.key}".encode(), digest_size=12).hexdigest()
+    reason = "length" if stats["finish_reason"] == "length" else "stop"
+    choice: Record = {"index": 0, "logprobs": None, "finish_reason": reason}
+    choice |= {"message": {"role": "assistant", "content": text}} if task.kind == "chat" else {"text": text}
+    name, prefix = ("chat.completion", "chatcmpl") if task.kind == "chat" else ("text_completion", "cmpl")
+    prompt, new = stats["prompt_tokens"], stats["new_tokens"]
+    body = {"id": f"{prefix}-{number}", "object": name, "created": 0, "model": model, "choices": [choice],
+            "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
+            "system_fingerprint": fingerprint, "longdraft": facts}
+    return {"id": f"batch_req_{number}", "custom_id": task.key, "error": None,
+            "response": {"status_code": 200, "request_id": number, "body": body}}
+
+
+def failed(task: Task, code: str, message: str) -> Record:
+    """The record of a row that gave no text. code: invalid_request | model_error | out_of_memory | worker_lost"""
+    error = {"code": code, "message": message}
+    if task.kind == "simple":
+        return _with_metadata(task, {"id": task.key, "error": error})
+    number = hashlib.blake2b(task.key.encode(), digest_size=12).hexdigest()
+    return {"id": f"batch_req_{number}", "custom_id": task.key, "response": None, "error": error}
+
+
+def _with_metadata(task: Task, record: Record) -> Record:
+    return record if task.metadata is None else {**record, "metadata": task.metadata}
+
+
+def key_of(record: Mapping[str, Any]) -> str | None:
+    """The row's id, from its record; None where it is none."""
+    key = record.get("custom_id", record.get("id"))
+    return key if isinstance(key, str) and ("text" in record or "error" in record) else None
+
+
+def is_failed(record: Mapping[str, Any]) -> bool:
+    return record.get("error") is not None
+
+
+def fingerprint_of(record: Mapping[str, Any]) -> str | None:
+    """Of what wrote the record's text; None where there is no text."""
+    body = (record.get("response") or {}).get("body") or record
+    found = body.get("system_fingerprint")
+    return found if isinstance(found, str) else None
+
+
+def num_tokens(record: Mapping[str, Any]) -> int:
+    """New tokens of a record's text."""
+    usage = ((record.get("response") or {}).get("body") or {}).get("usage") or {}
+    return int(record.get("new_tokens", usage.get("completion_tokens", 0)))

@@ -1,0 +1,228 @@
+"""One engine that writes the rows of a job, one after the other: the same on this machine and on any other.
+
+Each text has a journal in the job's work folder. Who is given a row goes on where the last one was cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longdraft import engine as engines
+from longdraft.batch.rows import Report, Task, failed, seed_of, written
+from longdraft.core import Event, SamplingParams
+from longdraft.errors import JournalError, ModelError, NumericalError, UsageError
+from longdraft.generation import Generation
+from longdraft.journal import is_being_written, is_there, read
+
+log = logging.getLogger(__name__)
+_PATIENCE_S = 30.0  # for the process that had the row before to be gone
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every writer of a job must know; plain data that travels to other processes.
+
+    work         folder of journals; on several machines, on storage that all of them see
+    load         arguments of `longdraft.load`
+    defaults     sampling settings of rows that give none, by our names
+    seed         of the job: rows that give no seed have one from it and their id
+    model        the model's name in records
+    fsync        of the journals
+    retries      times that a row may end its writer without a new token; then it becomes an error
+    fingerprint  of what wrote the records that are there (None: none are)
+    at_once      texts that a writer writes side by side, in the same forwards
+    """
+
+    work: Path
+    load: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    seed: int
+    model: str
+    fsync: str = "1"
+    retries: int = 2
+    fingerprint: str | None = None
+    at_once: int = 1
+
+    def journal(self, key: str) -> Path:
+        return self.work / "journals" / _name(key)
+
+    def attempts(self, key: str) -> Path:
+        return self.work / "attempts" / _name(key)
+
+    def forget(self, key: str) -> None:
+        """The row's record is on the disk."""
+        shutil.rmtree(self.journal(key), ignore_errors=True)
+        self.attempts(key).unlink(missing_ok=True)
+
+
+def _name(key: str) -> str:
+    """An id as the name of a file: ids may hold any letters."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+@dataclass
+class _Row:
+    """A row that is being written, and its text so far."""
+
+    task: Task
+    generation: Generation
+    text: list[str] = field(default_factory=list)
+
+
+class Writer:
+    """A loaded engine. Raises UsageError where it would write other texts than the job's other writers do."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._engine = engines.load(**job.load)
+        self._fingerprint = self._engine.fingerprint
+        if job.fingerprint not in (None, self._fingerprint):
+            raise UsageError(f"the output's texts are of {job.fingerprint}, this engine is {self._fingerprint}: other "
+                             "weights, tokenizer, kernels or versions; give the same ones, or another output")
+        self._agree()
+
+    def _agree(self) -> None:
+        """The first writer notes what it is, the others must be the same: else texts would depend on who wrote them."""
+        ours, path = self._engine.identity, self._job.work / "engine.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{uuid.uuid4().hex}")
+        partial.write_text(json.dumps(ours), encoding="utf-8")
+        try:
+            os.link(partial, path)  # whole from the moment it has its name, and never replaced
+        except FileExistsError:
+            pass
+        finally:
+            partial.unlink()
+        first = json.loads(path.read_text(encoding="utf-8"))
+        if unlike := [f"{name} {first.get(name)}, here {ours.get(name)}" for name in sorted(first.keys() | ours.keys())
+                      if first.get(name) != ours.get(name)]:
+            raise UsageError(f"the job was begun by another engine: {'; '.join(unlike)}; use the same everywhere "
+                             "(LONGDRAFT_KERNELS chooses kernels), or begin the job anew with another output")
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._engine.close()
+
+    def write(self, more: Callable[[bool], Task | None]) -> Iterator[Report]:
+        """Reports as texts grow and end, `at_once` of them side by side; the last of a row has its record.
+
+        more  the next row; None: there is none now, or, where it is called with True (nothing is being written), no
+              more at all
+
+        What is no row's fault is raised. Whoever stops iterating leaves journals to go on with.
+        """
+        rows: dict[int, _Row] = {}  # by their numbers in the batch
+        with self._engine.batch() as batch:
+            while True:
+                while len(batch) < self._job.at_once and (task := more(not batch)) is not None:
+                    found = self._open(task)
+                    if isinstance(found, Report):
+                        yield found
+                    else:
+                        rows[batch.admit(found)] = _Row(task, found)
+                if not batch:
+                    return
+                for number, event in batch.step():
+                    report = self._taken(rows[number], event)
+                    if report.record:
+                        del rows[number]
+                    yield report
+
+    def _open(self, task: Task) -> Generation | Report:
+        """The text of a row, begun or gone on with; or why there will be none."""
+        if task.problem:
+            return _failed(task, "invalid_request", task.problem)
+        try:
+            ids, params = self._asked(task)
+        except (UsageError, ModelError) as error:  # a chat template is the model's, and may fail in any way
+            return _failed(task, "invalid_request", str(error))
+        if self._is_hopeless(task.key):
+            return _failed(task, "worker_lost", f"the row ended its worker {self._job.retries + 1} times without a new "
+                                                "token; too little memory, for one, may do that")
+        try:
+            return self._begin(task.key, ids, params)
+        except MemoryError as error:
+            return _failed(task, "out_of_memory", f"out of memory: {error}; a shorter context needs less")
+
+    def _taken(self, row: _Row, event: Event) -> Report:
+        if event.error:
+            if isinstance(event.error, NumericalError):
+                return _failed(row.task, "model_error", str(event.error))
+            if isinstance(event.error, MemoryError):
+                return _failed(row.task, "out_of_memory", f"out of memory: {event.error}; fewer texts --at-once, or a "
+                                                          "shorter context, need less")
+            raise event.error
+        row.text.append(event.text)
+        tokens, resumed = len(row.generation.tokens), row.generation.num_resumed
+        if event.stats is None:
+            return Report(row.task.key, tokens, resumed)
+        record = written(row.task, "".join(row.text), event.stats, self._job.model, self._fingerprint)
+        return Report(row.task.key, tokens, resumed, record)
+
+    def _asked(self, task: Task) -> tuple[list[int], SamplingParams]:
+        """The row's token ids and settings, checked against the model."""
+        engine = self._engine
+        prompt = engine.chat(task.prompt, **task.chat_options) if task.is_chat else task.prompt
+        settings = {**self._job.defaults, **task.settings}
+        params = engine.params(**settings)
+        if params.seed is None:
+            params = params.with_seed(seed_of(task.key, self._job.seed))
+        return engine.checked(prompt, params), params
+
+    def _begin(self, key: str, ids: list[int], params: SamplingParams) -> Generation:
+        """Begin the text, or go on with its journal. One of another prompt or settings is no use any more."""
+        folder, fsync = self._job.journal(key), self._job.fsync
+        if is_there(folder):
+            self._wait(folder)
+            try:
+                header = read(folder).header
+                if header.prompt == ids and header.params == params:
+                    return self._engine.resume(folder, fsync=fsync)
+                log.warning("row %s has another prompt or other settings than when it was begun; it begins anew", key)
+            except JournalError as error:
+                log.warning("row %s begins anew: %s", key, error)
+            shutil.rmtree(folder, ignore_errors=True)
+        return self._engine.generate(ids, params, journal=folder, fsync=fsync)
+
+    def _wait(self, folder: Path) -> None:
+        """Whoever had the row before may be dying still."""
+        patience = time.monotonic() + _PATIENCE_S
+        while is_being_written(folder):
+            if time.monotonic() > patience:
+                raise JournalError(f"the journal {folder} is being written by a process of another job; end it")
+            time.sleep(_LOOK_S)
+
+    def _is_hopeless(self, key: str) -> bool:
+        """Whether the last attempts, each noted with the tokens that were there, all ended without one more."""
+        path, allowed = self._job.attempts(key), self._job.retries + 1
+        now = _num_written(self._job.journal(key))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+", encoding="ascii") as file:
+            file.seek(0)
+            before = [int(line) for line in file]
+            file.write(f"{now}\n")
+        return len(before) >= allowed and before[-allowed] >= now
+
+
+def _failed(task: Task, code: str, message: str) -> Report:
+    return Report(task.key, 0, 0, failed(task, code, message))
+
+
+def _num_written(journal: Path) -> int:
+    try:
+        return len(read(journal).tokens) if is_there(journal) else 0
+    except JournalError:  # damaged: the text begins anew
+        return 0

@@ -1,0 +1,173 @@
+"""`longdraft batch`: a file of prompts in, a file of texts out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from longdraft.cli import options
+from longdraft.cli.options import FILES, RUNNING, SAMPLING, option, parse_pairs
+from longdraft.errors import UsageError, check
+
+if TYPE_CHECKING:
+    from longdraft.batch.local import Crew
+    from longdraft.batch.run import Totals
+    from longdraft.batch.writer import Job
+    from longdraft.console import Interrupt
+
+JOB = "The job"
+
+
+class Command(TyperCommand):
+    """Lets `--ray` stand without its value, which Typer has no word for."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        for parameter in self.params:
+            if parameter.name == "ray":
+                parameter.flag_value, parameter._flag_needs_value = "auto", True  # type: ignore[attr-defined]
+
+
+def batch(
+    rows: Annotated[Path, typer.Argument(metavar="IN", help="Rows: .jsonl or .parquet.", show_default=False)],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="Records: .jsonl or .parquet.", show_default=False)],
+    workers: Annotated[int | None, option("Processes with an engine each; default: this one, with --ray as many as "
+                                          "fit.", JOB, "--workers")] = None,
+    at_once: Annotated[int, option("Texts that each engine writes side by side, in the same forwards: more a second, "
+                                   "and a cache for each.", JOB, "--at-once")] = 4,
+    ray: Annotated[str | None, option("Run on Ray: a cluster's address, auto (the default without ADDRESS), or local. "
+                                      "--work must be on storage that all of it sees.", JOB, "--ray",
+                                      metavar="[ADDRESS]")] = None,
+    work: Annotated[Path | None, option("Folder of journals until all is done; default: OUT.work.", JOB)] = None,
+    retries: Annotated[int, option("Times that a row may end its worker without a new token before it becomes an "
+                                   "error.", JOB)] = 2,
+    retry_errors: Annotated[bool, option("Write rows whose records are errors anew.", JOB, "--retry-errors")] = False,
+    served_model_name: Annotated[str | None, option("The model's name in requests and records; default: --model.",
+                                                    JOB)] = None,
+    stats: Annotated[Path | None, option("Write totals to this JSON file.", FILES)] = None,
+    fsync: options.Fsync = "1",
+    quiet: Annotated[bool, option("No live line and no remarks on stderr.", FILES, "--quiet")] = False,
+    model: options.Model = "novelist",
+    revision: options.Revision = None,
+    cache_dir: options.CacheDir = None,
+    offline: options.Offline = False,
+    drafter: options.Drafter = "auto",
+    drafter_option: options.DrafterOption = None,
+    heads: options.Heads = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    quantize: options.Quantize = "none",
+    tensor_parallel: options.TensorParallel = 1,
+    threads: Annotated[int | None, option("CPU threads of each worker; default: the cores, shared out.", RUNNING,
+                                          "--threads")] = None,
+    max_new_tokens: Annotated[int | None, option("Tokens of a text at most.", SAMPLING, show_default="1024")] = None,
+    min_new_tokens: Annotated[int | None, option("Tokens before a text may end.", SAMPLING, show_default="0")] = None,
+    seed: Annotated[int, option("Of the job: rows without a seed have one from this and their id.", SAMPLING)] = 0,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    eta_cutoff: options.EtaCutoff = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    penalty_window: Annotated[int | None, option("Last tokens penalised.", SAMPLING, show_default="1024")] = None,
+    stop: options.Stop = None,
+    ignore_eos: Annotated[bool, option("The model's end of text ends none.", SAMPLING, "--ignore-eos")] = False,
+    on_loop: options.OnLoop = "warn",
+) -> int:
+    """Write a text for every row of IN into OUT, in any order; start the same command again to go on after any end.
+
+    Rows are OpenAI batch lines, or objects with id and prompt (or messages) and sampling settings, which win over
+    these options. A row that cannot be written becomes an error record; the exit status is 1 while there is one.
+    """
+    from longdraft.core import SamplingParams
+    from longdraft.journal import parse_fsync
+
+    given = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "temperature": temperature,
+             "top_k": top_k, "top_p": top_p, "min_p": min_p, "eta_cutoff": eta_cutoff,
+             "repetition_penalty": repetition_penalty, "penalty_window": penalty_window, "stop": stop or None,
+             "ignore_eos": ignore_eos or None, "on_loop": on_loop}
+    SamplingParams.from_names({**given, "seed": seed})  # a mistake shows before anything is read
+    parse_fsync(fsync)
+    check(workers is None or 1 <= workers <= 4096, "--workers", workers, "1 to 4096")
+    check(1 <= at_once <= 1024, "--at-once", at_once, "1 to 1024")
+    check(0 <= retries <= 1000, "--retries", retries, "0 to 1000")
+    if ray is None and workers and workers > 1 and device == "cuda":
+        raise UsageError("--workers share one GPU; leave it out, or give --ray, where each worker has a GPU of its own")
+    if ray is None and threads is None and workers:
+        threads = max(1, (os.cpu_count() or 1) // workers)
+    load: dict[str, Any] = {
+        "model": model, "revision": revision, "cache_dir": cache_dir and str(cache_dir), "offline": offline,
+        "drafter": drafter, "drafter_options": parse_pairs("--drafter-option", drafter_option or ()), "heads": heads,
+        "device": device, "dtype": dtype, "quantize": quantize, "threads": threads, "tensor_parallel": tensor_parallel}
+    options.require_one_process(tensor_parallel)
+    if tensor_parallel > 1 and (workers or ray is not None):
+        raise UsageError("--tensor-parallel writes one text at a time, on all ranks; leave --workers and --ray out")
+    if options.is_follower():
+        from longdraft.cli.stream import follow
+        from longdraft.engine import load as load_engine
+
+        return follow(lambda: load_engine(**load))
+    defaults = {name: list(value) if isinstance(value, list) else value for name, value in given.items()
+                if value is not None}
+    from longdraft.batch.writer import Job
+
+    job = Job(Path(os.path.abspath(work or f"{output}.work")), load, defaults, seed, served_model_name or model, fsync,
+              retries, at_once=1 if tensor_parallel > 1 else at_once)
+    return _run(rows, output, job, _crew(workers, ray, threads, device), retry_errors, stats, quiet)
+
+
+def _crew(workers: int | None, ray: str | None, threads: int | None, device: str) -> Crew:
+    from longdraft.batch.local import alone, processes
+
+    if ray is not None:
+        from longdraft.batch.on_ray import Placement, on_ray
+
+        return on_ray(ray, Placement(workers, threads, device))
+    return processes(workers) if workers and workers > 1 else alone
+
+
+def _run(rows: Path, output: Path, job: Job, crew: Crew, retry_errors: bool, stats: Path | None, quiet: bool) -> int:
+    from longdraft.batch.display import Display
+    from longdraft.batch.run import run
+    from longdraft.console import Interrupt, Interrupted
+    from longdraft.files import open_outputs
+
+    files = open_outputs({"--stats": stats})
+    totals: Totals | None = None
+
+    def shown(now: Totals) -> None:
+        nonlocal totals
+        totals = now
+        display.show(now)
+
+    try:
+        with Interrupt() as interrupt, Display(quiet=quiet) as display, contextlib.suppress(Interrupted):
+            totals = run(rows, output, job, crew, check=interrupt.check, on_progress=shown,
+                         retry_errors=retry_errors)
+        if totals and files:
+            files["--stats"].write((json.dumps(totals.summary(), indent=2) + "\n").encode())
+            files["--stats"].finish()
+        return _end(totals, interrupt, quiet)
+    finally:
+        for file in files.values():
+            file.abandon()
+
+
+def _end(totals: Totals | None, interrupt: Interrupt, quiet: bool) -> int:
+    from longdraft.batch.display import outcome
+
+    said: list[Any] = [outcome(totals)] if totals else []
+    if interrupt.number:
+        said = ["interrupted", *said, "the same command goes on"]
+    if not quiet or interrupt.number:
+        print(f"longdraft: {'; '.join(said)}", file=sys.stderr)
+    if interrupt.number:
+        return 128 + interrupt.number
+    return 1 if totals and totals.errors + totals.failed else 0

@@ -1,0 +1,98 @@
+"""`longdraft serve`: the model behind OpenAI's API, and a page at /."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from longdraft.cli import options
+from longdraft.cli.options import RUNNING, option, parse_pairs
+from longdraft.errors import UsageError
+
+_SERVING, _LIMITS = "Serving", "Limits"
+
+
+def _env(text: str, name: str, *, limits: bool = False) -> Any:
+    """An option that the environment can set as well."""
+    return typer.Option(help=text, rich_help_panel=_LIMITS if limits else _SERVING, envvar=f"LONGDRAFT_{name}")
+
+
+def serve(
+    host: Annotated[str, _env("Address to listen on; 0.0.0.0: all (give a key then).", "HOST")] = "127.0.0.1",
+    port: Annotated[int, _env("Port; 0 takes a free one.", "PORT")] = 8000,
+    api_key: Annotated[list[str] | None, option("Key that opens everything but /health; repeatable. Also "
+                                                "LONGDRAFT_API_KEY.", _SERVING, "--api-key")] = None,
+    api_key_file: Annotated[Path | None, _env("Keys, one a line.", "API_KEY_FILE")] = None,
+    served_model_name: Annotated[str | None, _env("What clients call the model; default: --model.",
+                                                  "SERVED_MODEL_NAME")] = None,
+    journals: Annotated[str, _env("Folder of journals; 'none' keeps none; default: longdraft/journals in "
+                                  "XDG_STATE_HOME.", "JOURNALS")] = "",
+    cors_origin: Annotated[list[str] | None, option("Web origin that may call this server; repeatable.", _SERVING,
+                                                    "--cors-origin")] = None,
+    allowed_host: Annotated[list[str] | None, option(
+        "Host name by which a local server without keys may be called; repeatable.", _SERVING,
+        "--allowed-host")] = None,
+    log_format: Annotated[str, _env("json or text.", "LOG_FORMAT")] = "text",
+    log_level: Annotated[str, _env("debug, info, warning or error.", "LOG_LEVEL")] = "info",
+    max_running: Annotated[int, _env("Texts written side by side.", "MAX_RUNNING", limits=True)] = 8,
+    max_queued: Annotated[int, _env("Texts that may wait; more get 429.", "MAX_QUEUED", limits=True)] = 64,
+    memory_mib: Annotated[int | None, _env("For the caches of running texts; default: 80 % of what is free once the "
+                                           "model is loaded.", "MEMORY_MIB", limits=True)] = None,
+    max_body_mib: Annotated[float, _env("Largest body; more gets 413.", "MAX_BODY_MIB", limits=True)] = 8,
+    max_choices: Annotated[int, _env("Texts of one request.", "MAX_CHOICES", limits=True)] = 32,
+    timeout: Annotated[float, _env("Seconds for a request; 0: as long as it takes.", "TIMEOUT", limits=True)] = 0,
+    stall: Annotated[float, _env("Seconds for a client to read or to send on.", "STALL", limits=True)] = 60,
+    drain: Annotated[float, _env("Seconds that texts get after SIGTERM.", "DRAIN", limits=True)] = 30,
+    journal_from: Annotated[int, _env("Texts of so many tokens always have a journal.", "JOURNAL_FROM",
+                                      limits=True)] = 1024,
+    keep_finished: Annotated[int, _env("Finished journals that stay.", "KEEP_FINISHED", limits=True)] = 200,
+    progress: Annotated[float, _env("Seconds between comments with the progress in a stream.", "PROGRESS",
+                                    limits=True)] = 5,
+    model: options.Model = "novelist",
+    revision: options.Revision = None,
+    cache_dir: options.CacheDir = None,
+    offline: options.Offline = False,
+    drafter: options.Drafter = "auto",
+    drafter_option: options.DrafterOption = None,
+    heads: options.Heads = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    quantize: options.Quantize = "none",
+    threads: options.Threads = None,
+    quiet: Annotated[bool, option("No bar while weights are read.", RUNNING, "--quiet")] = False,
+) -> int:
+    """Serve a model: OpenAI's completions and chat, streams, journals, metrics, and a page at /."""
+    if log_format not in ("json", "text"):
+        raise UsageError(f"--log-format is {log_format!r}; allowed: json or text")
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise UsageError(f"--log-level is {log_level!r}; allowed: debug, info, warning or error")
+    try:
+        from longdraft.server import logs, run
+        from longdraft.server.settings import MiB, Settings, free_memory, read_keys, state_folder
+    except ImportError as error:
+        raise UsageError(f"`longdraft serve` needs {error.name}; pip install 'longdraft[serve]'") from error
+
+    drafting = parse_pairs("--drafter-option", drafter_option or ())
+    root = None if journals == "none" else Path(journals) if journals else state_folder()
+    given: dict[str, Any] = dict(
+        host=host, port=port, model_name=served_model_name or model,
+        api_keys=read_keys(tuple(api_key or ()), api_key_file), journals=root, journal_from=journal_from,
+        keep_finished=keep_finished, max_running=max_running, max_queued=max_queued,
+        max_body_bytes=int(max_body_mib * MiB), max_choices=max_choices, timeout_s=timeout, stall_s=stall,
+        drain_s=drain, progress_s=progress, cors_origins=tuple(cors_origin or ()),
+        allowed_hosts=tuple(allowed_host or ()))
+    if memory_mib is not None:
+        given["memory_bytes"] = memory_mib * MiB
+    Settings(**given)  # a mistake shows before the model is read
+    logs.set_up(log_format, log_level)
+    from longdraft.cli.display import LoadBar
+    from longdraft.engine import load
+
+    with LoadBar(quiet=quiet) as bar:
+        engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,
+                      quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
+                      on_load=bar.show)
+    given.setdefault("memory_bytes", free_memory())
+    return run.serve(engine, Settings(**given))

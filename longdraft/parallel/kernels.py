@@ -1,0 +1,105 @@
+"""Kernels whose weights may be spread over ranks: the operations of another set, with sums where parts meet.
+
+The other set computes, on this rank, what this rank has. One sum after attention and one after the MLP make the rows
+whole again, on every rank the same bits; so every rank takes the same decisions and nobody needs to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels import Attended, Decoder, Geometry, Kernels, LayersKV, LayerWeights, Linear
+from longdraft.kernels.layer import layer_forward
+from longdraft.parallel.group import Group
+from longdraft.parallel.part import WHOLE, Part
+
+
+class Summed:
+    """A weight of which each rank has some columns, `part`: what the ranks compute is added up."""
+
+    def __init__(self, part: Linear) -> None:
+        self.part, self.out_features = part, part.out_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.part.nbytes
+
+
+class Spread:
+    """A weight of which each rank has some rows, `first` and those behind it: what they compute is put together."""
+
+    def __init__(self, part: Linear, first: int, out_features: int) -> None:
+        self.part, self.first, self.out_features = part, first, out_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.part.nbytes
+
+
+class ParallelKernels:
+    """See :class:`longdraft.kernels.interface.Kernels`; weights are plain ones, `Summed` or `Spread`."""
+
+    def __init__(self, kernels: Kernels, group: Group) -> None:
+        self.local, self.group = kernels, group
+        self.part = Part(group.rank, group.size)
+        self.name, self.is_row_invariant = kernels.name, kernels.is_row_invariant
+        self.device, self.dtype = kernels.device, kernels.dtype
+        # Everything but `linear`, `embed` and the decoder concerns what this rank has, and nobody else.
+        self.pack, self.rms_norm, self.swiglu, self.rope = kernels.pack, kernels.rms_norm, kernels.swiglu, kernels.rope
+        self.new_store, self.keep, self.copy = kernels.new_store, kernels.keep, kernels.copy
+        self.remainder, self.attention = kernels.remainder, kernels.attention
+
+    def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
+        if isinstance(weight, Summed):
+            total = self.group.sum(self.local.linear(x, weight.part, keep_float=True))
+            return total if keep_float else total.to(self.dtype)
+        if not isinstance(weight, Spread):
+            return self.local.linear(x, weight, keep_float=keep_float)
+        part = self.local.linear(x, weight.part, keep_float=True)
+        widest = self.part._replace(rank=0).vocabulary(weight.out_features).stop
+        part = torch.nn.functional.pad(part, (0, widest - part.shape[1]))
+        whole = self.group.concatenate(part)[:, : weight.out_features].contiguous()
+        return whole if keep_float else whole.to(self.dtype)
+
+    def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
+        if not isinstance(table, Spread):
+            return self.local.embed(table, tokens)
+        places = torch.tensor(tokens) - table.first
+        is_ours = (places >= 0) & (places < table.part.out_features)
+        rows = self.local.embed(table.part, torch.where(is_ours, places, 0).tolist()).float()
+        rows[~is_ours.to(rows.device)] = 0
+        return self.group.sum(rows).to(self.dtype)  # one number and zeros: exact
+
+    def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
+        return _Layers(self, layers, geometry)
+
+
+class _Layers:
+    """One layer after the other, because ranks meet twice in each."""
+
+    def __init__(self, kernels: ParallelKernels, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
+        self._kernels, self._layers, self._geometry = kernels, layers, geometry
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
+                parents: Tensor) -> tuple[Tensor, Attended]:
+        seen = []
+        for index, layer in enumerate(self._layers):
+            kv = [text.layer(index) for text in texts]
+            x, mixed = layer_forward(self._kernels, x, layer, self._geometry, cos, sin, kv, parents)
+            seen.append(mixed)
+        return x, Attended(*(torch.stack(part) for part in zip(*seen, strict=True)))
+
+
+def part_of(kernels: Kernels) -> Part:
+    """Whose weights these kernels work with."""
+    return kernels.part if isinstance(kernels, ParallelKernels) else WHOLE
+
+
+def local(kernels: Kernels) -> Kernels:
+    """For a model that every rank has whole."""
+    return kernels.local if isinstance(kernels, ParallelKernels) else kernels
+
+

@@ -1,0 +1,146 @@
+"""The routes that OpenAI's and vLLM's clients know."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from longdraft import drafters
+from longdraft.server.errors import ApiError
+from longdraft.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeRequest,
+)
+from longdraft.server.service import Manner, Service
+from longdraft.version import __version__
+
+
+def routes(service: Service) -> APIRouter:
+    """A router on a service."""
+    router = APIRouter()
+    engine, preparer = service.engine, service.preparer
+
+    @router.post("/v1/completions", summary="Go on from a prompt.")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        name = f"cmpl-{secrets.token_hex(12)}"
+        plans = await asyncio.to_thread(preparer.completion, body, name)
+        firsts = plans[:: body.n]
+        manner = Manner("text_completion", name, sum(plan.prompt_tokens for plan in firsts),
+                        echo=_prompts(body, service) if body.echo else None, logprobs=body.logprobs is not None,
+                        **_common(body))
+        return await service.answer(request, plans, manner)
+
+    @router.post("/v1/chat/completions", summary="Answer a conversation, in the model's chat template.")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        name = f"chatcmpl-{secrets.token_hex(12)}"
+        plans = await asyncio.to_thread(preparer.chat, body, name)
+        manner = Manner("chat.completion", name, plans[0].prompt_tokens, logprobs=body.logprobs, **_common(body))
+        return await service.answer(request, plans, manner)
+
+    @router.get("/v1/models", summary="The model that is served.")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    @router.get("/v1/models/{model:path}", summary="What is known of a model.")
+    async def model(model: str) -> dict[str, Any]:
+        preparer.require_model(model)
+        return _model(service)
+
+    @router.post("/tokenize", summary="Token ids of a text or a conversation.")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        preparer.require_model(body.model)
+        ids = await asyncio.to_thread(_tokenize, body, service)
+        return {"tokens": ids, "count": len(ids), "max_model_len": preparer.limit}
+
+    @router.post("/detokenize", summary="The text of token ids.")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        preparer.require_model(body.model)
+        vocabulary = engine.model.config.vocab_size
+        bad = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
+        if bad is not None:
+            raise ApiError(400, f"tokens holds {bad}; allowed: 0 to {vocabulary - 1}", param="tokens",
+                           code="invalid_value")
+        return {"prompt": await asyncio.to_thread(engine.tokenizer.decode, body.tokens)}
+
+    @router.get("/health", summary="Whether the server lives. Needs no key.")
+    async def health() -> JSONResponse:
+        alive = service.scheduler.is_alive
+        return JSONResponse({"status": "ok" if alive else "the engine has ended"}, 200 if alive else 503)
+
+    @router.get("/ready", summary="Whether new texts are taken.")
+    async def ready() -> JSONResponse:
+        figures = service.scheduler.figures()
+        is_ready = service.scheduler.is_alive and not figures["draining"]
+        return JSONResponse({"ready": is_ready, **figures}, 200 if is_ready else 503)
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @router.get("/metrics", summary="For Prometheus.", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.get("/v1/longdraft/status", summary="Model, drafters, limits and what runs.")
+    async def status() -> dict[str, Any]:
+        model = engine.model
+        return {
+            **service.scheduler.figures(),
+            "model": service.settings.model_name,
+            "max_model_len": preparer.limit,
+            "drafter": engine.drafter,
+            "drafters": [name for name, kind in drafters.KINDS.items() if _serves(service, name, kind)],
+            "defaults": dict(engine.defaults.settings),
+            "has_chat_template": engine.tokenizer.chat_template is not None,
+            "journals": service.settings.journals is not None,
+            "kernels": model.kernels.name, "device": str(model.kernels.device),
+            "exactness": "bit-exact" if model.kernels.is_row_invariant else "distribution",
+            "quantize": model.weights.quantize,
+            "started": service.began,
+            "version": __version__,
+        }
+
+    return router
+
+
+def _common(body: Sampling) -> dict[str, Any]:
+    options = body.stream_options
+    return {"is_stream": body.stream, "with_usage": options is not None and options.include_usage, "user": body.user,
+            "details": body.longdraft.details, "timeout_s": body.longdraft.timeout}
+
+
+def _prompts(body: CompletionRequest, service: Service) -> list[str]:
+    """The text of each choice's prompt."""
+    prompts = body.prompt
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        prompts = [prompts]
+    texts = [prompt if isinstance(prompt, str) else service.engine.tokenizer.decode(prompt) for prompt in prompts]
+    return [text for text in texts for _ in range(body.n)]
+
+
+def _tokenize(body: TokenizeRequest, service: Service) -> list[int]:
+    if body.messages is not None:
+        return service.engine.chat([message.plain() for message in body.messages])
+    assert body.prompt is not None, "the schema has seen to it"
+    return service.engine.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {"id": service.settings.model_name, "object": "model", "created": int(service.began),
+            "owned_by": "longdraft", "root": service.engine.name, "parent": None,
+            "max_model_len": service.preparer.limit}
+
+
+def _serves(service: Service, name: str, kind: drafters.Kind) -> bool:
+    """Whether a request may name this drafter."""
+    if name == service.engine.drafter:
+        return True
+    has_parts = not kind.needs or getattr(service.engine, kind.needs) is not None
+    return has_parts and (name not in ("draft-model",) or service.engine.draft is not None)

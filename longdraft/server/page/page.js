@@ -1,0 +1,410 @@
+// The page: a prompt goes out, the text comes in, and what the drafting does is drawn beside it.
+
+import { Chart, short } from "./charts.js";
+import { npy, report, save } from "./files.js";
+import { ApiError, ask, stream } from "./stream.js";
+import { TextView, styleOf } from "./text.js";
+
+const GENERATIONS = "/v1/longdraft/generations";
+const POLL_MS = 3000;
+const $ = (id) => document.getElementById(id);
+const number = (id) => ($(id).value.trim() === "" ? undefined : Number($(id).value));
+
+const WHO = { "": "nobody: the model’s own", self: "the model, on a small cache", heads: "trained heads", suffix: "what followed before",
+  ngram: "n-grams", "draft-model": "a smaller model", earlier: "written earlier" };
+const view = new TextView($("text"), (follows) => { $("follow").hidden = follows || !view.length; });
+const speed = new Chart($("speed-chart"), { unit: "tokens/s", plain: "plain decoding", describe: (value, plain, at) =>
+  `${value.toFixed(0)} tokens a second at a context of ${at} tokens${plain ? `; plain decoding ${plain.toFixed(0)}` : ""}` });
+const lengths = new Chart($("length-chart"), { unit: "per step", digits: 1, line: "--heads", floor: 1, describe: (value, _, at) =>
+  `${value.toFixed(1)} tokens per forward of the model at a context of ${at} tokens; plain decoding writes one` });
+let run = null; // the text that is shown: { id, journal, seed, max, prompt, promptTokens, controller, stats, state, ... }
+
+// ---- writing
+
+function settings() {
+  const ours = { details: true, journal: window.keepsJournals || undefined, drafter: $("drafter").value || undefined,
+    min_p: number("min_p"), top_k: number("top_k"), repetition_penalty: number("repetition_penalty"),
+    penalty_window: number("penalty_window"), on_loop: $("on_loop").value };
+  const body = { stream: true, max_tokens: number("max_tokens"), temperature: number("temperature"), top_p: number("top_p"),
+    stop: $("stop").value || undefined, longdraft: ours };
+  // A seed may have more digits than a number of JavaScript's holds exactly; such a one is refused by the server.
+  if ($("seed").value.trim()) body.seed = number("seed");
+  if ($("chat").checked) return ["/v1/chat/completions", { ...body, messages: [{ role: "user", content: $("prompt").value }] }];
+  return ["/v1/completions", { ...body, prompt: $("prompt").value }];
+}
+
+async function write() {
+  const [url, body] = settings();
+  begin({ prompt: $("prompt").value, max: body.max_tokens, id: null });
+  await follow(url, body);
+}
+
+async function resume(id) {
+  close();
+  const about = await ask(`${GENERATIONS}/${id}`);
+  begin({ prompt: about.prompt, max: about.max_new_tokens, id, isResumed: true });
+  await follow(`${GENERATIONS}/${id}/resume`, { stream: true, details: true });
+}
+
+function begin(next) {
+  run?.controller.abort();
+  view.clear();
+  speed.clear();
+  lengths.clear();
+  run = { stats: null, seed: null, promptTokens: null, progress: null, sawOld: false, began: performance.now(), ...next,
+    controller: new AbortController() };
+  view.prompt(run.prompt);
+  $("error").hidden = true;
+  $("offer").hidden = true;
+  $("follow").hidden = true;
+  if (matchMedia("(min-width: 761px)").matches && !run.isResumed) fold(true);
+  for (const id of ["rate", "gain", "length", "context", "eta", "elapsed"]) $(id).textContent = "–";
+  legend();
+  set("running", "Waiting");
+  document.body.scrollIntoView?.();
+}
+
+async function follow(url, body) {
+  const mine = run;
+  try {
+    await stream(url, body, { open: (id) => { mine.id ??= id; }, chunk: (chunk) => mine === run && taken(chunk),
+      progress: (progress) => mine === run && told(progress) }, mine.controller.signal);
+    if (mine === run) ended("done");
+  } catch (error) {
+    if (mine !== run) return;
+    if (mine.isStopped || error.name === "AbortError" || error.code === "cancelled") ended("cut");
+    else failed(error);
+  }
+}
+
+function taken(chunk) {
+  const detail = chunk.longdraft;
+  if (!detail?.tokens) return;
+  const isOld = run.isResumed && !run.sawOld;
+  run.sawOld = true;
+  view.push(isOld ? { ...detail, steps: detail.steps } : detail, isOld);
+  run.seed = detail.seed;
+  run.stats = detail.stats ?? run.stats;
+  run.reason = detail.finish_reason ?? run.reason;
+  told(detail.progress);
+}
+
+function told(progress) {
+  run.progress = progress;
+  run.promptTokens = progress.prompt_tokens;
+  run.max = progress.max_new_tokens;
+  const { own_tokens_per_second: rate, plain_tokens_per_second: plain, new_tokens: done } = progress;
+  const context = progress.prompt_tokens + done;
+  if (progress.state === "queued") set("running", "Waiting for its turn");
+  else if (progress.state === "prefill" && !done) set("running", progress.prefill_tokens ? `Reading ${short(progress.prefill_tokens)} of ${short(progress.prompt_tokens)}` : "Reading the prompt");
+  else set("running", "Writing");
+  if (done && rate) {
+    speed.add(context, rate, plain);
+    lengths.add(context, progress.mean_accepted_length && recent(progress));
+  }
+  show();
+}
+
+// Tokens per step since the point before: the mean over the whole text hides what happens now.
+function recent(progress) {
+  const steps = progress.new_tokens / progress.mean_accepted_length, before = run.before;
+  if (before && progress.new_tokens - before.tokens < 24) return run.recent;
+  run.before = { tokens: progress.new_tokens, steps };
+  const fresh = before && steps > before.steps ? (progress.new_tokens - before.tokens) / (steps - before.steps) : progress.mean_accepted_length;
+  run.recent = run.isResumed ? Math.min(fresh, 64) : fresh;
+  return run.recent;
+}
+
+function show() {
+  show.frame ??= setTimeout(() => { show.frame = null; showNow(); }, 100);
+}
+
+function showNow() {
+  if (!run) return;
+  const progress = run.progress, done = view.length, share = run.max ? done / run.max : 0;
+  $("progress").setAttribute("aria-valuenow", done);
+  $("progress").setAttribute("aria-valuemax", run.max ?? 0);
+  $("progress").firstElementChild.style.width = `${100 * Math.min(1, share)}%`;
+  $("count").textContent = run.max ? `${done.toLocaleString()} of ${run.max.toLocaleString()} tokens` : `${done.toLocaleString()} tokens`;
+  if (progress) {
+    const { own_tokens_per_second: rate, plain_tokens_per_second: plain } = progress;
+    const isOn = document.body.dataset.state === "running";
+    const shown = isOn ? rate : run.stats?.tokens_per_second ?? rate;
+    $("rate").textContent = shown ? (shown < 10 ? shown.toFixed(1) : Math.round(shown).toLocaleString()) : "–";
+    if (rate && plain) {
+      $("gain").textContent = `${(rate / plain).toFixed(1)} ×`;
+      $("gain").parentElement.classList.toggle("ahead", rate > 1.05 * plain);
+    }
+    $("length").textContent = progress.mean_accepted_length ? progress.mean_accepted_length.toFixed(2) : "–";
+    $("context").textContent = short((run.promptTokens ?? 0) + done);
+    $("eta").textContent = isOn && progress.eta_seconds ? clock(progress.eta_seconds) : "–";
+    $("elapsed").textContent = clock(progress.elapsed_seconds);
+    document.title = isOn ? `${Math.floor(100 * share)} % · longdraft` : "longdraft";
+  }
+  for (const id of ["copy", "save-text", "save-tokens", "save-report"]) $(id).disabled = !done;
+  legend();
+}
+
+function legend() {
+  const total = Math.max(1, view.length - view.old);
+  const rows = view.names.map((name, i) => [name, view.counts[i] - (i === 0 ? view.old : 0)]).sort((a, b) => b[1] - a[1]);
+  if (view.old) rows.push(["earlier", null]);
+  $("legend").replaceChildren(...rows.map(([name, count]) => {
+    const row = document.createElement("li"), swatch = document.createElement("span"), share = document.createElement("span");
+    const label = document.createElement("b"), style = name === "earlier" ? 0 : styleOf(name);
+    swatch.className = style ? `swatch g s${style} first last` : "swatch plain";
+    label.textContent = WHO[name] ?? name;
+    if (name && name !== "earlier") label.title = name;
+    share.className = "share";
+    share.textContent = count === null ? view.old.toLocaleString() : view.length ? `${(100 * count / total).toFixed(0)} %` : "";
+    row.append(swatch, label, share);
+    return row;
+  }));
+  $("legend").classList.toggle("tinted", true);
+}
+
+function ended(how) {
+  view.flush();
+  const reasons = { length: "Written", eos: "Ended by the model", stop: "Stopped at the stop text", loop: "Stopped in a loop" };
+  set(how === "cut" ? "cut" : "done", how === "cut" ? "Stopped" : reasons[run.reason] ?? "Written");
+  $("resume").hidden = how !== "cut" || !window.keepsJournals || !run.id;
+  showNow();
+  speed.draw();
+  lengths.draw();
+  refresh();
+}
+
+function failed(error) {
+  const isCut = error.code === "cut" || error.code === "draining" || error instanceof TypeError;
+  ended("cut");
+  set("failed", isCut ? "The server has gone" : "Failed");
+  $("error").textContent = error.message;
+  $("error").hidden = false;
+  if (!view.length) fold(false);
+}
+
+async function stop() {
+  if (document.body.dataset.state !== "running" || !run) return;
+  run.isStopped = true;
+  if (run.id) await ask(`${GENERATIONS}/${run.id}/cancel`, "POST").catch(() => {});
+  setTimeout(() => run?.isStopped && run.controller.abort(), 700);
+}
+
+function set(state, text) {
+  document.body.dataset.state = state;
+  $("status").textContent = text;
+  const isOn = state === "running";
+  $("stop-run").hidden = !isOn;
+  if (isOn) $("resume").hidden = true;
+  $("start").textContent = isOn ? "Write another" : "Write";
+}
+
+function clock(seconds) {
+  const all = Math.round(seconds), h = Math.floor(all / 3600), m = Math.floor(all / 60) % 60, s = all % 60;
+  return h ? `${h}:${String(m).padStart(2, "0")}:${String(s).padStart(2, "0")}` : `${m}:${String(s).padStart(2, "0")}`;
+}
+
+// ---- past texts
+
+async function refresh() {
+  let found;
+  try { found = (await ask(GENERATIONS)).data; } catch { return; }
+  const cut = found.find((each) => each.resumable);
+  $("offer").hidden = !cut || document.body.dataset.state !== "idle";
+  if (cut && !$("offer").hidden) offer(cut);
+  if ($("past").hidden) return;
+  const rows = found.map(entry);
+  if (!rows.length) rows.push(Object.assign(document.createElement("li"), { textContent: "None yet." }));
+  const had = document.activeElement?.dataset?.key;
+  $("list").replaceChildren(...rows);
+  if (had) document.querySelector(`[data-key="${CSS.escape(had)}"]`)?.focus();
+}
+
+function offer(about) {
+  const text = document.createElement("p");
+  text.textContent = `A text was cut after ${about.new_tokens.toLocaleString()} of ${about.max_new_tokens.toLocaleString()} tokens: “${about.title}”`;
+  $("offer").replaceChildren(text, button("Go on", () => resume(about.id), "primary"), button("Not now", () => { $("offer").hidden = true; }));
+}
+
+function button(text, action, kind = "", key = "") {
+  const made = Object.assign(document.createElement("button"), { type: "button", textContent: text, className: kind });
+  made.dataset.key = key;
+  made.addEventListener("click", () => Promise.resolve(action()).catch(failedQuietly));
+  return made;
+}
+
+function failedQuietly(error) {
+  $("error").textContent = error.message;
+  $("error").hidden = false;
+  $("status").textContent = error.message;
+}
+
+function entry(about) {
+  const row = document.createElement("li"), title = document.createElement("p"), figures = document.createElement("span");
+  const state = document.createElement("span"), line = document.createElement("div"), bar = document.createElement("div");
+  title.className = "title";
+  title.textContent = about.title || about.id;
+  state.className = "state";
+  state.textContent = { cut: "cut", running: "running", prefill: "reading", queued: "waiting", finished: { length: "written", eos: "ended", stop: "ended", loop: "stopped in a loop" }[about.finish_reason] ?? "written" }[about.state] ?? about.state;
+  figures.className = "figures";
+  const when = about.created ? new Date(about.created * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : "";
+  figures.append(state, ` · ${(about.new_tokens ?? 0).toLocaleString()} of ${(about.max_new_tokens ?? 0).toLocaleString()} · ${when}`);
+  line.className = "row";
+  line.append(figures);
+  const isOn = ["running", "prefill", "queued"].includes(about.state), onDisk = about.journal || about.state === "cut" || (about.state === "finished" && "model" in about);
+  if (about.resumable) line.append(button("Go on", () => resume(about.id), "primary", `go ${about.id}`));
+  if (isOn) line.append(button("Stop", async () => { await ask(`${GENERATIONS}/${about.id}/cancel`, "POST"); refresh(); }, "stop", `stop ${about.id}`));
+  if (onDisk && !isOn) {
+    line.append(button("Read", () => read(about.id), "", `read ${about.id}`),
+      button("Remove", async () => { if (confirm("Remove this text from the server’s disk?")) { await ask(`${GENERATIONS}/${about.id}`, "DELETE"); refresh(); } }, "", `remove ${about.id}`));
+  }
+  bar.className = "mini";
+  bar.append(document.createElement("i"));
+  bar.firstChild.style.width = `${100 * (about.new_tokens ?? 0) / Math.max(1, about.max_new_tokens ?? 1)}%`;
+  row.append(title, bar, line);
+  return row;
+}
+
+async function read(id) {
+  const about = await ask(`${GENERATIONS}/${id}`);
+  if (!about.text && !about.tokens) throw new ApiError("this text belongs to another model; only that one’s server can show it");
+  close();
+  begin({ prompt: about.prompt, max: about.max_new_tokens, id, isResumed: true });
+  view.push({ tokens: about.tokens, pieces: about.pieces, sources: about.tokens.map(() => ""), steps: about.tokens.map(() => 1) }, true);
+  run.seed = about.seed;
+  run.reason = about.finish_reason;
+  run.promptTokens = about.prompt_tokens;
+  ended(about.resumable ? "cut" : "done");
+  $("rate").textContent = about.tokens_per_second ? Math.round(about.tokens_per_second) : "–";
+  $("length").textContent = about.mean_accepted_length ? about.mean_accepted_length.toFixed(2) : "–";
+  view.follows = false;
+  $("text").scrollTop = 0;
+}
+
+// ---- around it
+
+function fold(isFolded) {
+  document.body.classList.toggle("folded", isFolded);
+  $("show-compose").setAttribute("aria-expanded", String(!isFolded));
+}
+
+function open() { $("past").hidden = false; $("show-past").setAttribute("aria-expanded", "true"); refresh(); $("close-past").focus(); }
+function close() { $("past").hidden = true; $("show-past").setAttribute("aria-expanded", "false"); }
+
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  $("theme").textContent = name === "dark" ? "Light" : "Dark";
+  speed.dirty();
+  lengths.dirty();
+}
+
+function switchTheme() {
+  const name = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  localStorage.setItem("theme", name);
+  theme(name);
+}
+
+function tint(isOn) {
+  $("tint").checked = isOn;
+  $("text").classList.toggle("tinted", isOn);
+}
+
+async function copy() {
+  try { await navigator.clipboard.writeText(view.string); } catch { // no clipboard without https, but on this machine
+    const area = Object.assign(document.createElement("textarea"), { value: view.string });
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  $("copy").textContent = "Copied";
+  setTimeout(() => { $("copy").textContent = "Copy"; }, 1500);
+}
+
+function download(kind) {
+  const name = `longdraft-${run.id ?? "text"}`;
+  if (kind === "text") save(`${name}.txt`, [view.string], "text/plain;charset=utf-8");
+  if (kind === "tokens") save(`${name}.npy`, npy(view.tokens), "application/octet-stream");
+  if (kind === "report") {
+    const total = Math.max(1, view.length - view.old);
+    save(`${name}.html`, [report({
+      title: `longdraft: ${view.length.toLocaleString()} tokens`,
+      rows: [["prompt", run.prompt.length > 400 ? `${run.prompt.slice(0, 400)}…` : run.prompt], ["seed", run.seed], ["tokens", view.length.toLocaleString()],
+        ["tokens/s", $("rate").textContent], ["beside plain decoding", $("gain").textContent], ["tokens per step", $("length").textContent],
+        ["exactness", run.stats?.exactness ?? "–"], ["sha256 of the tokens", run.stats?.sha256_tokens ?? "–"]],
+      charts: [["Speed", speed.canvas.toDataURL()], ["Accepted length", lengths.canvas.toDataURL()]],
+      shares: view.names.map((who, i) => [WHO[who] ?? who, `${(100 * view.counts[i] / total).toFixed(1)} %`]),
+      stats: run.stats, text: run.prompt + view.string,
+    })], "text/html;charset=utf-8");
+  }
+  $("downloads").open = false;
+}
+
+function tip(event) {
+  const token = event.target.token, box = $("tip");
+  box.hidden = token === undefined || !$("tint").checked;
+  if (box.hidden) return;
+  const { source, place, run: size, token: at } = view.describe(token);
+  box.textContent = `token ${at.toLocaleString()}: guessed by ${WHO[source] ?? source}${size > 1 ? `, ${place} of ${size} accepted in a row` : ", accepted"}`;
+  const frame = $("text").parentElement.getBoundingClientRect();
+  box.style.left = `${Math.max(8, Math.min(event.clientX - frame.left, frame.width - 260))}px`;
+  box.style.top = `${event.clientY - frame.top + 22}px`;
+}
+
+const KEYS = { "/": () => { fold(false); $("prompt").focus(); }, p: () => fold(!document.body.classList.contains("folded")),
+  g: () => ($("past").hidden ? open() : close()), t: () => tint(!$("tint").checked), f: () => view.follow(), d: switchTheme,
+  "?": () => $("keys").showModal() };
+
+function pressed(event) {
+  if ((event.ctrlKey || event.metaKey) && event.key === "Enter") { event.preventDefault(); $("compose").requestSubmit(); return; }
+  if (event.key === "Escape") { if (!$("past").hidden) close(); else if (!$("keys").open) stop(); return; }
+  if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName)) return;
+  if (KEYS[event.key]) { event.preventDefault(); KEYS[event.key](); }
+}
+
+async function dropped(event) {
+  event.preventDefault();
+  const file = event.dataTransfer?.files[0];
+  if (file) $("prompt").value = await file.text();
+}
+
+async function start() {
+  theme(localStorage.getItem("theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+  $("compose").addEventListener("submit", (event) => { event.preventDefault(); write(); });
+  for (const each of document.querySelectorAll("[data-tokens]")) each.addEventListener("click", () => { $("max_tokens").value = each.dataset.tokens; });
+  const on = (id, action) => $(id).addEventListener("click", action);
+  on("dice", () => { $("seed").value = Math.floor(Math.random() * 2 ** 31); });
+  on("stop-run", stop);
+  on("resume", () => resume(run.id).catch(failedQuietly));
+  on("copy", copy);
+  on("save-text", () => download("text"));
+  on("save-tokens", () => download("tokens"));
+  on("save-report", () => download("report"));
+  on("follow", () => view.follow());
+  on("show-compose", KEYS.p);
+  on("show-past", KEYS.g);
+  on("close-past", close);
+  on("theme", switchTheme);
+  on("help", KEYS["?"]);
+  $("tint").addEventListener("change", () => tint($("tint").checked));
+  $("text").addEventListener("pointermove", tip);
+  $("text").addEventListener("pointerleave", () => { $("tip").hidden = true; });
+  document.addEventListener("keydown", pressed);
+  document.addEventListener("click", (event) => { if (!$("downloads").contains(event.target)) $("downloads").open = false; });
+  $("prompt").addEventListener("dragover", (event) => event.preventDefault());
+  $("prompt").addEventListener("drop", dropped);
+  setInterval(() => { if (!document.hidden && !$("past").hidden) refresh(); }, POLL_MS);
+  legend();
+  try {
+    const about = await ask("/v1/longdraft/status");
+    window.keepsJournals = about.journals;
+    $("about").textContent = `${about.model} · ${about.kernels} on ${about.device} · ${about.exactness}`;
+    $("drafter").replaceChildren(...about.drafters.map((name) => new Option(name, name, name === about.drafter, name === about.drafter)));
+    $("chat-row").hidden = !about.has_chat_template;
+    $("max_tokens").max = about.max_model_len - 1;
+    for (const name of ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]) if (about.defaults[name] !== undefined) $(name).placeholder = about.defaults[name];
+  } catch (error) { failedQuietly(error); }
+  await refresh();
+}
+
+start();

@@ -1,0 +1,96 @@
+"""What each rank of tests/test_parallel.py runs: `python ranks.py FOLDER`, started once for each rank.
+
+Rank 0 prints one line of JSON: for every drafter and sampling setting the hash of the text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import longdraft
+from longdraft import parallel
+from longdraft.core import SamplingParams
+
+SAMPLINGS = {
+    "warm": dict(temperature=1.0, min_p=0.02, repetition_penalty=1.2, penalty_window=30),
+    "greedy": dict(temperature=0.0),
+    "filters": dict(temperature=0.8, top_k=40, top_p=0.95),
+}
+SMALL = dict(budget=40, sinks=4, remainder="true")
+# Who writes with which model and samplings at which degree. phi3: fused weights, heads rotated by half, a head that is
+# not the embedding; qwen2: biases.
+PLAN: dict[int, list[tuple[str, str, dict[str, object], tuple[str, ...]]]] = {
+    2: [("llama", "plain", {}, ("warm", "greedy", "filters")),
+        ("llama", "tokenswift", SMALL | dict(recent=8, room=8, chain=4), ("warm", "greedy", "filters")),
+        ("llama", "magicdec", SMALL | dict(refresh=8), ("warm",)),
+        ("llama", "triforce", dict(budget=64, chain=5), ("warm",)),
+        ("llama", "draft-model", dict(model="small"), ("warm",)),
+        *(("llama", name, {}, ("warm",)) for name in ("ngram", "suffix", "medusa", "glide", "auto")),
+        *((model, name, options, ("warm",)) for model in ("phi3", "qwen2")
+          for name, options in (("plain", {}), ("magicdec", SMALL | dict(refresh=8))))],
+    4: [("llama", "plain", {}, ("warm",)),
+        ("llama", "tokenswift", SMALL | dict(recent=8, room=8, chain=4), ("warm",)),
+        ("llama", "auto", {}, ("warm",))],
+}
+
+
+def main(folder: Path) -> None:
+    found: dict[str, dict[str, object]] = {}
+    sums_are_in_the_order_of_ranks()
+    size = int(os.environ["WORLD_SIZE"])
+    os.chdir(folder)
+    for model, name, options, samplings in PLAN[size]:
+        engine = longdraft.load(model, drafter=name, drafter_options=options, threads=1, tensor_parallel=size)
+        if engine.team.follows:
+            engine.follow()
+            continue
+        for sampling in samplings:
+            found.setdefault(f"{model} {sampling}", {})[name] = write(engine, SAMPLINGS[sampling])
+        if name == "tokenswift":
+            found[f"{model} warm"]["resumed"] = resumed(engine, Path(f"journal-{size}"))
+        engine.close()
+    if int(os.environ["RANK"]) == 0:
+        print(json.dumps(found))
+
+
+def sums_are_in_the_order_of_ranks() -> None:
+    """... bit for bit, and the same for few numbers and for many."""
+    group = parallel.join(int(os.environ["WORLD_SIZE"]), "cpu")
+    parts = [torch.randn(270, 1001, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
+    expected = parts[0]
+    for part in parts[1:]:
+        expected = expected + part
+    assert torch.equal(group.sum(parts[group.rank]), expected), "many numbers"
+    assert torch.equal(group.sum(parts[group.rank][:3]), expected[:3]), "few numbers"
+    assert torch.equal(group.concatenate(parts[group.rank][:3]), torch.cat([part[:3] for part in parts], 1))
+
+
+PROMPT = "It was the best of times, it was the worst of times, " * 2
+
+
+def params(settings: dict[str, object]) -> SamplingParams:
+    return SamplingParams(max_new_tokens=24, seed=5, on_loop="off", ignore_eos=True, **settings)
+
+
+def write(engine: longdraft.Engine, settings: dict[str, object]) -> list[object]:
+    *_, last = engine.generate(PROMPT, params(settings))
+    return [last.stats["sha256_tokens"], last.stats["draft_tokens"], last.stats["exactness"]]
+
+
+def resumed(engine: longdraft.Engine, journal: Path) -> list[object]:
+    """A text that is cut before it begins, in the middle, and then goes on."""
+    engine.generate(PROMPT, params(SAMPLINGS["warm"]), journal=journal).close()
+    for events in (3, 1000):
+        with engine.resume(journal) as generation:
+            for event, _ in zip(generation, range(events), strict=False):
+                last = event
+    return [last.stats["sha256_tokens"], last.stats["resumed_tokens"], last.stats["exactness"]]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,92 @@
+"""A server for tests: the real application on a real socket, in a thread of this process or in one of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import longdraft
+from longdraft.model import library
+from longdraft.server.app import App
+from longdraft.server.run import Server
+from longdraft.server.settings import Settings
+
+TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% if shout %}!{% endif %}{% endif %}")
+
+
+def talkative(folder: Path) -> Path:
+    """The bundled model with a chat template, as a folder of its own."""
+    shutil.copytree(library.resolve("novelist"), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def load(folder: Path | str, **options) -> longdraft.Engine:
+    return longdraft.load(str(folder), threads=1, **options)
+
+
+@contextmanager
+def running(engine: longdraft.Engine, **settings):
+    """A server in a thread: `url`, `app` and its `scheduler`."""
+    settings = Settings(**(dict(port=0, progress_s=0.1, stall_s=5.0) | settings))
+    app = App(engine, settings)
+    server = Server(app, settings)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.005)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", port=port, app=app, scheduler=app.service.scheduler)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def process(*options: str):
+    """`longdraft serve` as a user starts it; killed at the end where it still runs. `lines`: its log so far."""
+    command = [sys.executable, "-m", "longdraft", "serve", "--port", "0", "--threads", "1", "--log-format", "json",
+               *options]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    found = SimpleNamespace(child=child, lines=lines, url="")
+    try:
+        for line in child.stderr:
+            lines.append(line)
+            if match := re.search(r"http://[\d.]+:\d+", line):
+                found.url = match.group()
+                break
+        assert found.url, lines
+        threading.Thread(target=lambda: lines.extend(child.stderr), daemon=True).start()
+        yield found
+    finally:
+        child.kill()
+        child.wait()
+
+
+def events(body: str) -> list[dict]:
+    """The objects of a stream, without the last line that says DONE."""
+    found = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
+    assert found[-1] == "[DONE]"
+    return [json.loads(line) for line in found[:-1]]
+
+
+def wait_for(condition, seconds: float = 10.0) -> float:
+    """Seconds until the condition holds."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "it did not come to hold in time"
+        time.sleep(0.005)
+    return time.monotonic() - began

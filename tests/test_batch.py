@@ -1,0 +1,379 @@
+"""Batch jobs: every row one record, the same bytes whoever writes them and however often the job is cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from conftest import make_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import longdraft
+from longdraft.__main__ import run as longdraft_command
+from longdraft.batch import source
+from longdraft.batch.local import alone, processes
+from longdraft.batch.records import Records
+from longdraft.batch.rows import Report, Task, failed, key_of, parse, seed_of
+from longdraft.batch.run import Totals, run
+from longdraft.batch.writer import Job, Writer
+from longdraft.console import Interrupted
+from longdraft.errors import OutputError, UsageError
+from longdraft.journal import FILE
+
+ROWS = [{"id": f"row {i}", "prompt": "It was"[: 1 + i % 6], "max_new_tokens": 20 + i, "ignore_eos": True}
+        for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("batch") / "tiny"
+    make_checkpoint(folder, num_key_value_heads=2)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if excited %}!{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture
+def job(model, tmp_path) -> Job:
+    return Job(tmp_path / "work", {"model": str(model), "drafter": "suffix", "threads": 1}, {"on_loop": "off"}, 0,
+               "tiny", fsync="never")
+
+
+def put(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def sorted_lines(path: Path) -> list[str]:
+    return sorted(path.read_text().splitlines())
+
+
+def stop_after(count: int):
+    """A check that interrupts the job when it is asked for the last time."""
+    asked = iter(range(count))
+
+    def check() -> None:
+        if next(asked, None) is None:
+            raise Interrupted
+
+    return check
+
+
+def writers(work: Path) -> list[int]:
+    """Processes that have a journal of the job open."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            opened = [os.readlink(file) for file in (process / "fd").iterdir()]
+        except OSError:
+            continue
+        if any(name.startswith(str(work / "journals")) for name in opened):
+            found.append(int(process.name))
+    return found
+
+
+def test_each_row_is_the_text_that_generate_writes(model, job, tmp_path):
+    rows = put(tmp_path / "in.jsonl", [
+        {"id": "a", "prompt": "It was", "max_new_tokens": 12, "seed": 5, "metadata": {"page": 3}},
+        {"id": 7, "prompt": [40, 50, 60], "max_tokens": 12},
+        {"id": "chat", "messages": [{"role": "user", "content": "Hi"}], "chat_options": {"excited": True},
+         "max_new_tokens": 12, "temperature": 0}])
+    totals = run(rows, tmp_path / "out.jsonl", job, alone)
+    engine = longdraft.load(str(model), drafter="plain")
+    found = {record["id"]: record for record in records(tmp_path / "out.jsonl")}
+    for key, prompt, changes in (("a", "It was", {"seed": 5}), ("7", [40, 50, 60], {"seed": seed_of("7", 0)}),
+                                 ("chat", "<user>Hi!", {"seed": seed_of("chat", 0), "temperature": 0.0})):
+        *_, last = engine.generate(prompt, longdraft.SamplingParams(max_new_tokens=12, **changes))
+        for name in ("sha256_tokens", "new_tokens", "prompt_tokens", "seed", "finish_reason"):
+            assert found[key][name] == last.stats[name], (key, name)
+    assert found["a"]["metadata"] == {"page": 3} and found["a"]["system_fingerprint"] == engine.fingerprint
+    assert (totals.rows, totals.done, totals.failed, totals.left) == (3, 3, 0, 0)
+    assert totals.new_tokens == sum(record["new_tokens"] for record in found.values())
+
+
+def test_openai_lines_give_openai_records(job, tmp_path):
+    line = {"custom_id": "r1", "method": "POST", "url": "/v1/chat/completions"}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 9, "top_p": 0.9,
+            "user": "me", "n": 1, "stream": False, "logit_bias": {}}
+    rows = put(tmp_path / "in.jsonl", [
+        {**line, "body": body},
+        {"custom_id": "r2", "url": "/v1/completions", "body": {"prompt": "It", "max_tokens": 9, "min_p": 0.1}}])
+    run(rows, tmp_path / "out.jsonl", job, alone)
+    chat, plain = records(tmp_path / "out.jsonl")
+    assert chat["custom_id"] == "r1" and chat["error"] is None and chat["response"]["status_code"] == 200
+    answer = chat["response"]["body"]
+    assert answer["object"] == "chat.completion" and answer["choices"][0]["message"]["role"] == "assistant"
+    assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 9, "total_tokens": 17}
+    assert answer["choices"][0]["finish_reason"] == "length" and isinstance(answer["created"], int)
+    assert plain["response"]["body"]["object"] == "text_completion" and plain["response"]["body"]["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("row, complaint", [
+    ("{", "not valid JSON"),
+    ("[1]", "allowed: an object"),
+    ({"prompt": "x"}, "id is 'None'"),
+    ({"id": "", "prompt": "x"}, "id is ''"),
+    ({"id": "line 3", "prompt": "x"}, "not 'line N'"),
+    ({"id": "a"}, "both prompt and messages, or neither"),
+    ({"id": "a", "prompt": ""}, "prompt is ''"),
+    ({"id": "a", "prompt": ["x", "y"]}, "one text, or token ids"),
+    ({"id": "a", "prompt": "x", "temprature": 1}, "unknown sampling setting 'temprature'"),
+    ({"id": "a", "prompt": "x", "top_p": 7}, "top_p is 7"),
+    ({"id": "a", "prompt": "x", "stop": 3}, "of the wrong kind"),
+    ({"id": "a", "messages": "x"}, "a list of objects with role and content"),
+    ({"id": "a", "messages": [{"role": "user", "content": "x"}], "chat_options": 3}, "chat_options is '3'"),
+    ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "POST /v1/chat/completions or /v1/completions"),
+    ({"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}, "the request is GET"),
+    ({"custom_id": "a", "url": "/v1/completions"}, "body is a NoneType"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}, "has prompt, and no messages"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "model": "other"}}, "--served-model-name"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "n": 2}}, "n is '2'; supported: 1"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "tools": [{}]}}, "tools"),
+])
+def test_what_is_wrong_with_a_row_is_said(tmp_path, row, complaint):
+    rows = put(tmp_path / "in.jsonl", [row])
+    ((line, read),) = source.rows(rows)
+    assert line == 1 == source.count(rows) and complaint in parse(read, line, "tiny").problem
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
+                        ["id", "custom_id", "prompt", "messages", "body", "url", "seed", "stop", "max_tokens", "role"]),
+                        inner, max_size=5), max_leaves=12))
+@settings(max_examples=300, deadline=None)
+def test_any_row_is_a_task_or_a_problem(row):
+    task = parse(row if isinstance(row, dict) else "no row", 1, "tiny")
+    assert task.key and (task.problem or task.prompt)
+    assert key_of(failed(task, "invalid_request", task.problem)) == task.key
+
+
+def test_one_bad_row_is_one_error_and_the_others_are_written(job, tmp_path):
+    rows = put(tmp_path / "in.jsonl", [ROWS[0], "{", {"id": "long", "prompt": "x", "max_new_tokens": 10**6},
+                                       {"id": "far", "prompt": [10**6]}, "", ROWS[0], ROWS[1]])
+    totals = run(rows, tmp_path / "out.jsonl", job, alone)
+    found = {record["id"]: record for record in records(tmp_path / "out.jsonl")}
+    assert set(found) == {"row 0", "row 1", "line 2", "long", "far", "line 6"} and totals.failed == 4
+    assert "context limit" in found["long"]["error"]["message"] and found["far"]["error"]["code"] == "invalid_request"
+    assert "stands in line 1 already" in found["line 6"]["error"]["message"]
+    assert not job.work.exists()
+
+
+def test_a_job_that_is_cut_anywhere_ends_with_the_same_bytes(job, tmp_path):
+    rows = put(tmp_path / "in.jsonl", [*ROWS, "{"])
+    run(rows, tmp_path / "uncut.jsonl", job, alone)
+    expected = (tmp_path / "uncut.jsonl").read_bytes()
+    output, runs, resumed = tmp_path / "out.jsonl", 0, 0
+    while True:
+        runs += 1
+        seen: list[Totals] = []
+        try:
+            totals = run(rows, output, job, alone, check=stop_after(17), on_progress=seen.append)
+        except Interrupted:
+            resumed += seen[-1].resumed if seen else 0
+            with output.open("ab") as file:  # what a power cut may leave
+                file.write(b'{"id": "row 5", "te')
+            continue
+        break
+    assert output.read_bytes() == expected and runs > 5 and resumed > 0
+    assert totals.skipped + totals.done == 7 and not job.work.exists()
+    again = run(rows, output, job, alone)
+    assert (again.skipped, again.done) == (7, 0) and output.read_bytes() == expected
+
+
+def test_error_records_are_written_anew_when_asked(job, tmp_path):
+    rows, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    put(rows, [ROWS[0], {**ROWS[1], "top_k": -1}, ROWS[2]])
+    assert run(rows, output, job, alone).failed == 1
+    put(rows, ROWS[:3])
+    assert run(rows, output, job, alone).done == 0
+    totals = run(rows, output, job, alone, retry_errors=True)
+    assert (totals.skipped, totals.done, totals.failed) == (2, 1, 0)
+    run(rows, tmp_path / "uncut.jsonl", job, alone)
+    assert sorted_lines(output) == sorted_lines(tmp_path / "uncut.jsonl")
+
+
+def test_worker_processes_write_the_same_and_one_that_is_killed_loses_nothing(job, tmp_path):
+    rows = put(tmp_path / "in.jsonl", [{**row, "max_new_tokens": 600} for row in ROWS])
+    run(rows, tmp_path / "alone.jsonl", job, alone)
+    killed: list[int] = []
+
+    def kill_once(totals: Totals) -> None:
+        if not killed and any(totals.running.values()):
+            killed.extend(writers(job.work)[:1])
+            for process in killed:
+                os.kill(process, signal.SIGKILL)
+
+    totals = run(rows, tmp_path / "out.jsonl", job, processes(2), on_progress=kill_once)
+    assert killed and (totals.done, totals.failed) == (6, 0)
+    assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")
+
+
+def write(writer: Writer, task: Task) -> Iterator[Report]:
+    tasks = iter([task])
+    return writer.write(lambda is_idle: next(tasks, None))
+
+
+def test_texts_side_by_side_are_what_each_is_alone(job, tmp_path):
+    rows = put(tmp_path / "in.jsonl", [*ROWS, "{", {**ROWS[0], "id": "far", "prompt": [10**6]}])
+    run(rows, tmp_path / "one.jsonl", job, alone)
+    for at_once, crew in ((3, alone), (8, alone), (2, processes(2))):
+        output = tmp_path / f"{at_once}.jsonl"
+        with suppress(Interrupted):
+            run(rows, output, replace(job, at_once=at_once), crew, check=stop_after(25))
+        run(rows, output, replace(job, at_once=at_once), crew)
+        assert sorted_lines(output) == sorted_lines(tmp_path / "one.jsonl"), at_once
+
+
+def test_a_row_that_ends_its_writer_again_and_again_becomes_an_error(job, tmp_path):
+    writer, task = Writer(job), parse({**ROWS[0]}, 1, "tiny")
+    for _ in range(3):  # each ends before a token, as a process that is killed does
+        next(write(writer, task))
+        job.journal(task.key).joinpath(FILE).unlink()
+    (report,) = write(writer, task)
+    assert report.record["error"]["code"] == "worker_lost"
+    other = parse({**ROWS[1]}, 2, "tiny")
+    for _ in range(8):  # these get further every time
+        assert len(list(islice(write(writer, other), 2))) == 2
+    assert list(write(writer, other))[-1].record["text"]
+
+
+def test_a_row_that_changed_begins_anew(job, tmp_path):
+    rows, output = put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
+    with pytest.raises(Interrupted):
+        run(rows, output, job, alone, check=stop_after(5))
+    put(rows, [{**ROWS[0], "prompt": "Another"}])
+    run(rows, output, job, alone)
+    run(rows, tmp_path / "uncut.jsonl", job, alone)
+    assert output.read_bytes() == (tmp_path / "uncut.jsonl").read_bytes()
+
+
+def test_other_models_settings_and_jobs_are_refused(model, job, tmp_path):
+    rows, output = put(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    with pytest.raises(Interrupted):
+        run(rows, output, job, alone, check=stop_after(30))
+    with pytest.raises(UsageError, match="seed was 0, now 1"):
+        run(rows, output, replace(job, seed=1), alone)
+    other = replace(job, load={**job.load, "dtype": "bfloat16"})
+    with pytest.raises(UsageError, match="the output's texts are of fp_"):
+        run(rows, output, other, alone)
+    put(output, [])
+    with pytest.raises(UsageError, match="begun by another engine: dtype float32, here bfloat16"):
+        run(rows, output, other, alone)
+    with Records.open(output, job.work), pytest.raises(UsageError, match="another job writes"):
+        run(rows, output, job, alone)
+    with pytest.raises(UsageError, match="input and output are both"):
+        run(rows, rows, job, alone)
+    with pytest.raises(UsageError, match=r"line 1 of the output .* is no record"):
+        run(rows, put(tmp_path / "novel.jsonl", [{"chapter": 1}]), job, alone)
+    assert records(tmp_path / "novel.jsonl") == [{"chapter": 1}]
+
+
+def test_a_full_disk_ends_the_job_and_not_a_row(job, tmp_path, monkeypatch):
+    rows, output = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / "out.jsonl"
+
+    def full(self, record):
+        raise self._failure(OSError(28, "No space left on device"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Records, "add", full)
+        with pytest.raises(OutputError, match="No space left"):
+            run(rows, output, job, alone)
+    totals = run(rows, output, job, alone)
+    assert totals.done == 2 and totals.resumed > 0 and len(records(output)) == 2
+
+
+def test_tables_in_and_out(job, tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [*ROWS[:2], {"custom_id": "o", "url": "/v1/completions", "body": json.dumps({"prompt": "It",
+                                                                                        "max_tokens": 8})},
+            {"id": "bad", "prompt": "x", "top_k": -1}]
+    columns = ("id", "prompt", "max_new_tokens", "ignore_eos", "custom_id", "url", "body", "top_k")
+    table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    run(put(tmp_path / "in.jsonl", [*rows[:2], {**rows[2], "body": json.loads(rows[2]["body"])}, rows[3]]),
+        tmp_path / "out.jsonl", job, alone)
+    output = tmp_path / "out.parquet"
+    with pytest.raises(Interrupted):
+        run(tmp_path / "in.parquet", output, job, alone, check=stop_after(30))
+    assert not output.exists()
+    run(tmp_path / "in.parquet", output, job, alone)
+    found, plain = parquet.read_table(output).to_pylist(), records(tmp_path / "out.jsonl")
+    assert [row["id"] for row in found] == ["row 0", "row 1", "o", "bad"]
+    assert found[0]["text"] == plain[0]["text"] and found[0]["seed"] == plain[0]["seed"]
+    assert json.loads(found[2]["response"]) == plain[2]["response"] and found[2]["new_tokens"] == 8
+    assert found[3]["error_code"] == "invalid_request" and found[3]["text"] is None
+    with pytest.raises(UsageError, match="is there already"):
+        run(tmp_path / "in.parquet", output, job, alone)
+    with pytest.raises(UsageError, match="as Parquet"):
+        run(put(tmp_path / "broken.parquet", ["no"]), tmp_path / "other.jsonl", job, alone)
+
+
+def test_the_command_goes_on_after_kill_9_and_counts(model, tmp_path, capsys):
+    rows = put(tmp_path / "in.jsonl", [{**row, "max_new_tokens": 400} for row in ROWS[:3]] + ["{"])
+    settings = ["--model", str(model), "--drafter", "suffix", "--on-loop", "off", "--threads", "1"]
+    uncut = tmp_path / "uncut.jsonl"
+    assert longdraft_command(["batch", str(rows), str(uncut), *settings, "--stats", str(tmp_path / "s.json")]) == 1
+    assert "4 of 4 rows written; 1 are errors" in capsys.readouterr().err
+    assert json.loads((tmp_path / "s.json").read_text())["new_tokens"] == sum(
+        record.get("new_tokens", 0) for record in records(uncut))
+    output = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "longdraft", "batch", str(rows), str(output), *settings]
+    for number in (signal.SIGKILL, signal.SIGINT):
+        child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        before = sum(path.stat().st_size for path in tmp_path.glob("out.jsonl.work/journals/*/text.journal"))
+        while child.poll() is None and sum(path.stat().st_size for path in tmp_path.glob(
+                "out.jsonl.work/journals/*/text.journal")) <= before + 4000:
+            time.sleep(0.005)
+        child.send_signal(number)
+        _, said = child.communicate()
+        assert child.returncode in (-signal.SIGKILL, 130), said
+    assert "interrupted" in said and "the same command goes on" in said
+    assert longdraft_command(["batch", str(rows), str(output), *settings]) == 1
+    assert sorted_lines(output) == sorted_lines(uncut)
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    (["none.jsonl", "out.jsonl"], "cannot read the input none.jsonl"),
+    (["in.jsonl", "in.jsonl/out.jsonl"], "cannot write the output"),
+    (["in.jsonl", "out.jsonl", "--workers", "0"], "--workers is 0; allowed: 1 to 4096"),
+    (["in.jsonl", "out.jsonl", "--top-p", "7"], "top_p is 7.0"),
+    (["in.jsonl", "out.jsonl", "--model", "nobody"], "no model 'nobody'"),
+    (["in.jsonl", "out.jsonl", "--model", "nobody", "--workers", "2"], "no model 'nobody'"),
+])
+def test_mistakes_are_one_line_and_status_2(tmp_path, monkeypatch, capsys, arguments, complaint):
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "in.jsonl", ROWS[:2])
+    assert longdraft_command(["batch", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert complaint in said and said.count("\n") == 1
+
+
+def test_time_left_goes_by_the_texts_that_ended():
+    from longdraft.batch.display import outcome, status
+
+    totals = Totals(rows=4, skipped=1, began=time.monotonic() - 10)
+    totals.take(Report("a", 50))
+    assert totals.seconds_left is None
+    totals.take(Report("a", 100, 0, {"id": "a", "text": ""}))
+    totals.take(Report("b", 520, 500))
+    assert totals.left == 2 and totals.new_tokens == 120
+    totals.take(Report("b", 570, 550))  # another worker went on with what this run wrote
+    assert totals.new_tokens == 170 and totals.seconds_left == 0
+    assert "2 of 4 rows" in status(totals) and "1 of 4 rows written; 1 were done before" in outcome(totals)

@@ -1,0 +1,105 @@
+"""A batch job on a Ray cluster of several nodes in this machine: the same bytes, whatever is killed on the way.
+
+The test that kills takes a minute on two cores: `make cluster` runs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import make_checkpoint
+from test_batch import put, records, sorted_lines, writers
+
+from longdraft.batch.local import alone
+from longdraft.batch.on_ray import Placement, on_ray
+from longdraft.batch.run import run
+from longdraft.batch.writer import Job
+from longdraft.errors import ModelError, UsageError
+
+ray = pytest.importorskip("ray", reason="needs ray; pip install 'longdraft[ray]'")
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A head without cores of its own and two nodes with one core each."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
+    nodes = Cluster(initialize_head=True, head_node_args={
+        "num_cpus": 0, "include_dashboard": False,
+        "_system_config": {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500}})
+    for _ in range(2):
+        nodes.add_node(num_cpus=1)
+    ray.init(address=nodes.address, logging_level=logging.ERROR, log_to_driver=False)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def work_on(folder: Path, num_rows: int, num_tokens: int) -> tuple[Path, Job]:
+    """Rows and a job; the last row is none."""
+    make_checkpoint(folder / "tiny", num_key_value_heads=2)
+    rows = [{"id": f"row {i}", "prompt": "It was", "max_new_tokens": num_tokens, "ignore_eos": True}
+            for i in range(num_rows - 1)]
+    load = {"model": str(folder / "tiny"), "drafter": "plain", "threads": 1}
+    return put(folder / "in.jsonl", [*rows, "{"]), Job(folder / "work", load, {"on_loop": "off"}, 0, "tiny", "never")
+
+
+def test_a_cluster_writes_what_one_process_does(cluster, tmp_path):
+    rows, job = work_on(tmp_path, 4, 40)
+    totals = run(rows, tmp_path / "out.jsonl", job, on_ray("auto", Placement(2, 1, "cpu")))
+    run(rows, tmp_path / "alone.jsonl", job, alone)
+    assert (totals.done, totals.failed, totals.new_tokens) == (4, 1, 120)
+    assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")
+    with pytest.raises(UsageError, match="the cluster has no GPU"):
+        run(rows, tmp_path / "gpu.jsonl", job, on_ray("auto", Placement(None, None, "cuda")))
+    nobody = replace(job, load={**job.load, "model": "nobody"})
+    with pytest.raises(ModelError, match="no model 'nobody'"):
+        run(rows, tmp_path / "nobody.jsonl", nobody, on_ray("auto", Placement(1, 1, "cpu")))
+
+
+@pytest.mark.cluster
+def test_a_worker_and_a_node_are_killed_and_every_row_is_written_once(cluster, tmp_path):
+    rows, job = work_on(tmp_path, 7, 1500)
+    killed: list[str] = []
+
+    def kill() -> None:
+        """A worker in the middle of a text, then a node whose worker is in the middle of one."""
+        while len(killed) < 2:
+            time.sleep(0.02)
+            for writer in writers(job.work):
+                try:
+                    raylet = parent_of(writer)
+                    node = next((node for node in cluster.worker_nodes
+                                 if node.all_processes["raylet"][0].process.pid == raylet), None)
+                    if not killed:
+                        os.kill(writer, signal.SIGKILL)
+                        killed.append("worker")
+                        time.sleep(1)
+                    elif node is not None:
+                        cluster.remove_node(node, allow_graceful=False)
+                        killed.append("node")
+                except OSError:
+                    continue
+                break
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    totals = run(rows, tmp_path / "out.jsonl", job, on_ray("auto", Placement(None, 1, "cpu")))
+    killer.join(timeout=1)
+    assert killed == ["worker", "node"] and totals.done == 7 and totals.failed == 1
+    keys = [record["id"] for record in records(tmp_path / "out.jsonl")]
+    assert len({*keys}) == len(keys) == 7
+    run(rows, tmp_path / "alone.jsonl", job, alone)
+    assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")

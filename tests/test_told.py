@@ -1,0 +1,191 @@
+"""What events tell beside the text, what may be asked of a text under way, and logit_bias."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import longdraft
+from longdraft import engine as engines
+from longdraft.core import Context, SamplingParams
+from longdraft.errors import UsageError
+from longdraft.journal import read
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.recorder import likeliest
+from longdraft.tree import root_only
+
+DRAFTERS = ("plain", "ngram", "suffix", "tokenswift", "medusa", "magicdec", "auto")
+KINDS = {
+    "greedy": SamplingParams(temperature=0),
+    "warm": SamplingParams(seed=3),
+    "min-p": SamplingParams(seed=3, min_p=0.1),
+    "penalty": SamplingParams(seed=3, temperature=0.8, repetition_penalty=1.3, penalty_window=20),
+    "filters": SamplingParams(seed=3, top_k=12, top_p=0.9, eta_cutoff=0.01),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    return engines.load(str(tiny["gqa"]), dtype="float32", threads=1)
+
+
+def logits_of(seed: int, rows: int = 1, vocabulary: int = 320) -> torch.Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 4
+
+
+# logit_bias
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bias_is_added_to_the_logits_and_nothing_else(kind):
+    """The same token as from logits that have it already; compiled and defined sampler agree."""
+    bias = ((3, 5.0), (17, -100.0), (40, 2.5))
+    params = replace(KINDS[kind], logit_bias=bias, seed=3)
+    for seed in range(30):
+        logits, context = logits_of(seed), Context([1, 2, 3, 40])
+        biased = logits.clone()
+        for token, value in bias:
+            biased[0, token] += value
+        plain = Sampler(replace(params, logit_bias=())).choose(biased, root_only(40), context)
+        before = logits.clone()
+        for is_fast in (True, False):
+            sampler = Sampler(params, is_fast=is_fast)
+            assert sampler.choose(logits, root_only(40), context) == plain
+            assert sampler.rank(logits[0], context, [], 1) == plain
+        assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_drafter_writes_the_same_text_with_a_bias(engine, kind):
+    params = replace(KINDS[kind], seed=5, max_new_tokens=40, logit_bias=((7, 4.0), (9, -50.0)))
+    texts = {drafter: [token for event in engine.with_drafter(drafter).generate("abcabcab", params)
+                       for token in event.tokens] for drafter in DRAFTERS}
+    assert len(set(map(tuple, texts.values()))) == 1
+    assert 9 not in texts["plain"]
+
+
+def test_a_journal_keeps_the_bias(engine, tmp_path):
+    params = SamplingParams(max_new_tokens=40, seed=5, logit_bias=((7, 4.0), (9, -50.0)))
+    whole = [token for event in engine.generate("abc", params) for token in event.tokens]
+    with engine.generate("abc", params, journal=tmp_path) as generation:
+        next(generation)
+    assert read(tmp_path).header.params.logit_bias == params.logit_bias
+    assert [token for event in engine.resume(tmp_path) for token in event.tokens] == whole
+
+
+@pytest.mark.parametrize("bias", [{-1: 1.0}, {1: 101.0}, {1: float("nan")}, {1: "a"}, {1: True}, {"a": 1.0}])
+def test_a_bias_that_makes_no_sense_is_refused(bias):
+    with pytest.raises(UsageError, match="logit_bias"):
+        SamplingParams.from_names({"logit_bias": bias})
+
+
+def test_a_bias_for_a_token_that_is_not_there_is_refused(engine):
+    with pytest.raises(UsageError, match="logit_bias is 320; allowed: token ids, 0 to 319"):
+        engine.generate("a", engine.params(logit_bias={320: 1.0}))
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize("kind", ["warm", "greedy"])
+def test_without_filters_log_probabilities_are_the_softmax(kind):
+    logits, context = logits_of(1), Context([1, 2])
+    kept = Sampler(KINDS[kind]).log_probabilities(logits, context, [[]])[0]
+    expected = torch.log_softmax(logits[0].double(), 0).numpy()
+    assert len(kept.ids) == 320 and np.allclose(kept.scores, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["min-p", "penalty", "filters"])
+def test_log_probabilities_are_how_often_the_law_takes_each_token(kind):
+    """Over 1,500 seeds the shares are within four standard deviations."""
+    logits, context, count = logits_of(2, vocabulary=24), Context([1, 2, 3]), 1500
+    params = KINDS[kind]
+    kept = Sampler(params).log_probabilities(logits, context, [[]])[0]
+    taken = np.bincount([Sampler(params.with_seed(seed)).choose(logits, root_only(3), context)[0]
+                         for seed in range(count)], minlength=24)
+    assert set(np.flatnonzero(taken)) <= set(kept.ids.tolist())
+    expected = np.exp(kept.scores)
+    assert np.all(np.abs(taken[kept.ids] / count - expected) < 4 * np.sqrt(expected * (1 - expected) / count) + 1e-9)
+
+
+def test_the_likeliest_come_first_and_equal_ones_by_their_ids():
+    from longdraft.sampling.process import Support
+
+    kept = Support(np.array([2, 5, 7, 9]), np.array([-2.0, -1.0, -1.0, -3.0]))
+    assert likeliest(kept, 2) == ((5, -1.0), (7, -1.0))
+    assert likeliest(kept, 0) == ()
+    assert [token for token, _ in likeliest(kept, 9)] == [5, 7, 2, 9]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_told_log_probabilities_do_not_depend_on_the_drafter(engine, kind):
+    params = replace(KINDS[kind], seed=5, max_new_tokens=30)
+    told = {}
+    for drafter in DRAFTERS:
+        events = list(engine.with_drafter(drafter).generate("abcabcab", params, logprobs=2))
+        entries = [entry for event in events for entry in event.logprobs]
+        assert [entry.token for entry in entries] == [token for event in events for token in event.tokens]
+        told[drafter] = entries
+    assert all(entries == told["plain"] for entries in told.values())
+
+
+# Pieces, sources, work
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_pieces_and_sources_go_with_the_tokens(engine, drafter):
+    generation = engine.with_drafter(drafter).generate("abcabcab", SamplingParams(max_new_tokens=60, temperature=0))
+    accepted = steps = 0
+    for event in generation:
+        assert len(event.tokens) == len(event.pieces) == len(event.sources)
+        assert "".join(event.pieces) == event.text
+        assert all(event.sources[:-1]) and event.depth <= event.drafted
+        accepted += sum(source != "" for source in event.sources)
+        steps += 1
+    assert generation.stats()["accepted_tokens"] == accepted and generation.stats()["steps"] == steps
+
+
+def test_a_stop_texts_rest_belongs_to_the_last_piece(engine):
+    """Held back letters come with the token after which nothing can follow."""
+    events = list(engine.generate("abc", SamplingParams(max_new_tokens=20, temperature=0, stop=("no such text",))))
+    assert "".join(piece for event in events for piece in event.pieces) == "".join(event.text for event in events)
+
+
+def test_trying_plain_decoding_changes_nothing(engine):
+    params = SamplingParams(max_new_tokens=50, seed=5)
+    for drafter in DRAFTERS:
+        expected = [token for event in engine.generate("abcabcab", params) for token in event.tokens]
+        generation, found = engine.with_drafter(drafter).generate("abcabcab", params), []
+        for event in generation:
+            found += event.tokens
+            if not event.finish_reason:
+                assert generation.time_plain() > 0
+        assert found == expected, drafter
+
+
+def test_a_text_that_was_begun_without_a_journal_can_be_kept(engine, tmp_path):
+    params = SamplingParams(max_new_tokens=50, seed=5)
+    expected = [token for event in engine.generate("abc", params) for token in event.tokens]
+    for count in (0, 3):
+        generation = engine.generate("abc", params)
+        for _ in range(count):
+            next(generation)
+        generation.close()
+        engine.keep(generation, tmp_path / str(count))
+        resumed = list(engine.resume(tmp_path / str(count)))
+        assert [token for event in resumed for token in event.tokens] == expected
+        assert len(read(tmp_path / str(count)).tokens) == 50
+
+
+def test_another_drafter_on_the_same_weights(engine):
+    other = engine.with_drafter("suffix", {"max_match": 8})
+    assert other.model is engine.model and engine.drafter == "auto" and other.drafter == "suffix"
+    for name, options in (("oracle", {}), ("suffix", {"what": 1}), ("draft-model", {"model": "novelist"})):
+        with pytest.raises(UsageError):
+            engine.with_drafter(name, options, may_load=False)
+    bare = longdraft.load(engine.name, drafter="plain", dtype="float32")
+    with pytest.raises(UsageError, match="heads"):
+        bare.with_drafter("medusa", may_load=False)
