@@ -84,7 +84,10 @@ class Meter:
 
     def __call__(self) -> float:
         """Seconds so far."""
-        return self._agree(self._charged + (0.0 if self._since is None else time.perf_counter() - self._since))
+        return self._agree(self._so_far())
+
+    def _so_far(self) -> float:
+        return self._charged + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def charge(self, seconds: float) -> None:
         """Its share of a forward."""
@@ -96,5 +99,4 @@ class Meter:
 
     def stop(self) -> None:
         """Its own work stands by."""
-        self._charged = self()
-        self._since = None
+        self._charged, self._since = self._so_far(), None
