@@ -129,10 +129,13 @@ class Engine:
         self.heads, self.glide = self._load_trained()
         self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
         self.draft = self._load_draft(drafters.draft_model_of(options))
-        if (needed := drafters.KINDS[drafter].needs) and getattr(self, needed) is None:
+        self._require_trained()
+
+    def _require_trained(self) -> None:
+        if (needed := drafters.KINDS[self.drafter].needs) and getattr(self, needed) is None:
             what, cure = ("a smaller model", "--drafter-option model=NAME") if needed == "draft" else (
                 f"trained {needed}", "--heads")
-            raise ModelError(f"drafter {drafter!r} needs {what} and {files.folder} has none; give {cure}, "
+            raise ModelError(f"drafter {self.drafter!r} needs {what} and {self._files.folder} has none; give {cure}, "
                              f"train with `longdraft train {needed}`, or use --drafter magicdec")
 
     def _load_trained(self) -> Trained:
@@ -162,6 +165,19 @@ class Engine:
         return checkpoint.load(checkpoint.TensorFiles(folder), config, parallel.local(self.model.kernels),
                                self.model.weights.quantize)
 
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What was loaded: the model's name, hashes of its weights and tokenizer, what decoding it reads."""
+        folder = self._files.folder
+        files = {part: folder / part / checkpoint.WEIGHTS for part in ("heads", "glide", "draft")}
+        trained = {f"{part}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for part, file in files.items()
+                   if not self._heads_name and file.exists()}
+        return {"model": library.lasting_name(self.name, folder), "weights_sha256": fingerprint.of(self._files),
+                "tokenizer_sha256": self.tokenizer.sha256, "heads": self._heads_name, **trained,
+                "quantize": self.model.weights.quantize,
+                "weights_bytes": sum(weight.nbytes for weight in self.model.linears),
+                "cache_bytes_per_token": self.model.cache_bytes_per_token}
+
     def chat(self, messages: str | Sequence[Message], **options: Any) -> list[int]:
         """Token ids of messages (a text: one of the user's) in the model's chat template.
 
@@ -179,12 +195,22 @@ class Engine:
         check(bad is None, "a prompt token id", bad, f"0 to {vocabulary - 1}")
         return ids
 
-    def with_drafter(self, name: str, options: Mapping[str, Any] | None = None) -> Engine:
-        """This engine with another drafter, on the same weights. UsageError where it needs what was not loaded."""
+    def with_drafter(self, name: str, options: Mapping[str, Any] | None = None, *, may_load: bool = True) -> Engine:
+        """This engine with another drafter, on the same weights; heads are those that this one has found.
+
+        may_load  a smaller model may be read for it
+
+        UsageError for options, or where it needs what was not loaded and may not be; ModelError where there is none.
+        """
         other = copy.copy(self)
         other.drafter, other.options = name, drafters.parse_options(name, options or {})
-        needs, model = drafters.KINDS[name].needs, drafters.draft_model_of(other.options)
-        if (needs and getattr(self, needs) is None) or model != drafters.draft_model_of(self.options):
+        wanted = drafters.draft_model_of(other.options)
+        if may_load:
+            other.draft = other._load_draft(wanted)
+            other._require_trained()
+            return other
+        needs = drafters.KINDS[name].needs
+        if (needs and getattr(self, needs) is None) or wanted != drafters.draft_model_of(self.options):
             raise UsageError(f"drafter {name!r} needs {needs or 'a smaller model'}, which this engine was loaded "
                              "without", "drafter")
         return other

@@ -30,7 +30,7 @@ from longdraft.model.transformer import Ask, Forward, Transformer, chain_rows, t
 from longdraft.model.work import Meter, Work, answers
 from longdraft.parallel import Alone, Request
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Drafter, Verified, memory_of
+from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
 from longdraft.speculation.recorder import Recorder
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.tree import root_only
@@ -59,14 +59,19 @@ class Means(Protocol):
 
 
 class Generation(Iterator[Event]):
-    """One text being written: an iterator of events that can be closed and asked for its statistics."""
+    """One text being written: an iterator of events that can be closed and asked for its statistics.
+
+    on_step  told of each step and of the seconds it took; set it to watch
+    """
 
     def __init__(self, engine: Means, prompt: list[int], params: SamplingParams,
                  on_prefill: Callable[[int, int], None] | None, journal: Journal | None = None,
                  written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True,
-                 logprobs: int | None = None) -> None:
+                 logprobs: int | None = None, sampler_of: Callable[..., Sampler] = Sampler) -> None:
         """written: tokens that are there already; is_pure: they and the rest are of one arithmetic; logprobs: tell
-        each token's log-probability, and those of so many of the likeliest."""
+        each token's log-probability, and those of so many of the likeliest; sampler_of: who makes the sampler, as
+        `Sampler` does."""
+        self.on_step: Callable[[Accepted, float], None] | None = None
         self._engine = engine
         self._params = params
         self._on_prefill = on_prefill
@@ -81,7 +86,7 @@ class Generation(Iterator[Event]):
         self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
         stop_ids, is_fast = self._writing.stop_ids, model.kernels.name != kernels.REFERENCE
-        sampler = Sampler(params, stop_ids, is_fast)
+        sampler = sampler_of(params, stop_ids, is_fast)
         self._recorder = None if logprobs is None else Recorder(params, stop_ids, is_fast, logprobs)
         meter = Meter(agree=engine.team.agree)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
@@ -119,8 +124,11 @@ class Generation(Iterator[Event]):
 
         Raises StopIteration behind the last event, and whatever ends the text on the way.
         """
-        with self.meter.running():
+        self.meter.start()
+        try:
             return self._work.throw(answer) if isinstance(answer, Exception) else self._work.send(answer)
+        finally:
+            self.meter.stop()
 
     def close(self) -> None:
         """Stop the work. What was given so far stands, and a journal can be resumed."""
@@ -238,6 +246,8 @@ class Generation(Iterator[Event]):
         self._decode_seconds += seconds
         if self._journal:
             self._journal.append(new.tokens, accepted.drafted, seconds)
+        if self.on_step:
+            self.on_step(accepted, seconds)
         if writing.loop and not had_loop:
             sure = ", and nearly every draft is right to its end" if self._foresight.is_stuck else ""
             log.warning("%s%s; a repetition penalty or a higher temperature helps, on_loop=stop ends such a text",

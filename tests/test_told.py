@@ -185,7 +185,7 @@ def test_another_drafter_on_the_same_weights(engine):
     assert other.model is engine.model and engine.drafter == "auto" and other.drafter == "suffix"
     for name, options in (("oracle", {}), ("suffix", {"what": 1}), ("draft-model", {"model": "novelist"})):
         with pytest.raises(UsageError):
-            engine.with_drafter(name, options)
+            engine.with_drafter(name, options, may_load=False)
     bare = longdraft.load(engine.name, drafter="plain", dtype="float32")
     with pytest.raises(UsageError, match="heads"):
-        bare.with_drafter("medusa")
+        bare.with_drafter("medusa", may_load=False)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from longdraft.bench import experiments_cli
 from longdraft.errors import check
 
 if TYPE_CHECKING:
@@ -158,36 +159,56 @@ def peers_command(
     steps: Annotated[int, typer.Option(help="Steps of an engine in one round.")] = 4,
     repeats: Repeats = 5,
     limit: Annotated[float, typer.Option(help="Seconds that one answer of an engine may take.")] = 600,
+    prompt_file: Annotated[Path | None, typer.Option(
+        help="A text: whole texts are written too, by each engine's own generation, plain and drafted.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of it that are the prompt.")] = 1024,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 256,
+    draft_model: Annotated[str | None, typer.Option(help="A smaller model of the same vocabulary.")] = None,
     threads: Threads = None, output: Output = None,
 ) -> None:
-    """Measure plain decoding of the same weights by other engines, side by side, each in a process of its own.
+    """Measure the same weights in other engines, side by side, each in a process of its own.
 
-    Peers that are not installed are named and left out. Greedy, 16-bit weights and caches, the same threads.
+    Steps of plain decoding by context; with --prompt-file also whole texts, plain, by prompt lookup and with a smaller
+    model. Peers that are not installed are named and left out. Greedy, 16-bit weights and caches, the same threads.
     """
     from longdraft.bench import peers as engines
-    from longdraft.bench import report, tables
+    from longdraft.bench import peers_text, report, tables
+    from longdraft.files import read_prompt
     from longdraft.model import library
+    from longdraft.model.tokenizer import Tokenizer
 
     lengths = numbers("--contexts", contexts, 10**8)
+    check(2 <= new_tokens <= 10**8, "--new-tokens", new_tokens, "2 to 100000000")
+    check(1 <= prompt_tokens <= 10**8, "--prompt-tokens", prompt_tokens, "1 to 100000000")
     check(0 <= prefill <= 10**8, "--prefill", prefill, "0 to 100000000")
     check(1 <= steps <= 1000, "--steps", steps, "1 to 1000")
     check(1 <= limit <= 86400, "--limit", limit, "1 to 86400 seconds")
     _prepare(threads, repeats, 1)
     plan = engines.Plan(model, library.resolve(model), engines.named(peers), engines.interpreter(python), lengths,
-                        prefill, steps, repeats, limit)
+                        prefill, steps, repeats, limit, prompt_tokens + new_tokens + 64 if prompt_file else 0)
     plan.check()
+    draft = library.resolve(draft_model) if draft_model else None
+    prompt: list[int] = []
+    if prompt_file:
+        prompt = Tokenizer(plan.folder).encode(read_prompt(None, str(prompt_file)))[:prompt_tokens]
+        check(len(prompt) == prompt_tokens, "tokens in --prompt-file", len(prompt), f"{prompt_tokens} or more")
     with report.document(output) as filled:
         engines.measure(plan, filled, report.doing)
         tables.peers(filled)
+        if prompt:
+            peers_text.measure(plan, filled, prompt, new_tokens, draft, report.doing)
+            for grid in peers_text.tables(filled):
+                grid.show()
 
 
 @app.command("replay")
 def replay_command(
-    files: Annotated[list[Path], typer.Argument(help="Token ids: .npy files as --tokens-out writes them.")],
+    files: Annotated[list[Path], typer.Argument(
+        help="Journals' folders, or token ids in .npy files as --tokens-out writes them.")],
     drafter: Annotated[list[str] | None, typer.Option(
         help="ngram or suffix with options, such as suffix,depth=4; repeatable. Default: several of each.")] = None,
-    prefill: Annotated[int, typer.Option(help="Tokens of each file that are the prompt.")] = 1024,
-    penalty_window: Annotated[int, typer.Option(help="Of the penalty the texts were written with; 0: none.")] = 0,
+    prefill: Annotated[int, typer.Option(help="Tokens of each .npy file that are the prompt.")] = 1024,
+    penalty_window: Annotated[int, typer.Option(help="Of the penalty that .npy files were written with; 0: none.")] = 0,
     model: Annotated[str, typer.Option(help="Whose tokenizer reads a text given as corpus.")] = "novelist",
     output: Output = None,
 ) -> None:
@@ -237,15 +258,18 @@ def length_command(
                             repetition_penalty=1.2, ignore_eos=True)
     engine = load(model, threads=threads)
     prompt = engine.encode(text)[:prefill]
-    about = {"bench": "length", "machine": machine.describe(engine.model.kernels), "prefill": len(prompt)}
+    about = {"bench": "length", "machine": machine.describe(engine.model.kernels) | engine.provenance,
+             "prefill": len(prompt)}
 
     def save(figures: length.Figures) -> None:
-        with report.document(output) as filled:
+        with report.document(output, is_told=False) as filled:
             filled |= about | {"drafters": figures}
 
     save({})  # fails at once where it cannot be written
     figures = length.run(engine, settings, prompt, params, bucket, turn, save)
     tables.length(figures)
+    with report.document(output) as filled:
+        filled |= about | {"drafters": figures}
     if plot:
         plots.length(about | {"drafters": figures}, plot)
 
@@ -357,6 +381,12 @@ def context_command(
         with report.doing("context"), alone(chosen):
             filled["stretches"] = context.measure(loaded, texts, places)
         tables.context(filled["stretches"])
+
+
+app.command("paper")(experiments_cli.paper)
+app.command("ablation")(experiments_cli.ablation)
+app.command("run")(experiments_cli.run)
+app.command("report")(experiments_cli.report)
 
 
 def numbers(option: str, text: str, most: int) -> list[int]:

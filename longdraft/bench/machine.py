@@ -113,6 +113,11 @@ def affordable(memory: int) -> int:
     return max(1, memory // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+def free_memory() -> int:
+    """Bytes that are free, or a gibibyte where nobody says."""
+    return _meminfo("MemAvailable") or 1 << 30
+
+
 def _processor() -> str:
     """Its name, and those of its units that matter here."""
     with contextlib.suppress(OSError):

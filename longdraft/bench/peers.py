@@ -25,6 +25,8 @@ from longdraft.bench import machine
 from longdraft.bench.measure import Timing
 from longdraft.errors import UsageError, check
 from longdraft.model import config as model_config
+from longdraft.model import fingerprint
+from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 
 _SERVE = Path(__file__).parent / "workers" / "serve.py"
@@ -83,11 +85,12 @@ class Plan(NamedTuple):
     steps: int
     repeats: int
     limit_s: float
+    text: int = 0  # positions of the texts that are written whole
 
     @property
     def longest(self) -> int:
         """Positions that an engine must have room for: a context, and the steps behind it."""
-        return max(max(self.contexts) + self.steps * self.repeats + 8, self.prefill, 256)
+        return max(max(self.contexts) + self.steps * self.repeats + 8, self.prefill, self.text, 256)
 
     def check(self) -> None:
         limit = model_config.read(self.folder).max_positions
@@ -103,7 +106,8 @@ class Failed(Exception):
 class Worker:
     """An engine in its own process. Leaving the context ends it."""
 
-    def __init__(self, kind: Kind, python: str) -> None:
+    def __init__(self, kind: Kind, python: str, part: str = "engine") -> None:
+        """part: of its program, engine (steps) or writer (whole texts)."""
         is_ours = kind.worker == "longdraft"
         threads = str(torch.get_num_threads())
         environment = os.environ | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
@@ -111,8 +115,8 @@ class Worker:
             environment["PYTHONPATH"] = str(_SERVE.parents[3])
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed when it ends
         self._process = subprocess.Popen(
-            [sys.executable if is_ours else python, str(_SERVE), kind.worker], env=environment, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._log, bufsize=0)
+            [sys.executable if is_ours else python, str(_SERVE), kind.worker, part], env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, bufsize=0)
 
     def __enter__(self) -> Worker:
         return self
@@ -153,7 +157,8 @@ class Worker:
 
 def measure(plan: Plan, report: dict[str, Any], doing: Callable[[str], Any]) -> None:
     """Fill the report: `engines`, `steps` and `prefill`. `doing(what)` is a context that shows what is done."""
-    report |= {"bench": "peers", "machine": machine.describe(), "model": plan.model, "repeats": plan.repeats,
+    report |= {"bench": "peers", "machine": machine.describe(), "model": plan.model,
+               "weights_sha256": fingerprint.of(TensorFiles(plan.folder)), "repeats": plan.repeats,
                "steps_per_round": plan.steps, "limit_seconds": plan.limit_s, "engines": [], "steps": [], "prefill": []}
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -2,6 +2,7 @@
 
     longdraft generate "It was" --max-new-tokens 20000 --tokens-out novel.npy
     longdraft bench replay novel.npy --penalty-window 1024 --output replay.json
+    longdraft bench replay journal/                        # prompt and penalty are the journal's
 
 Where sampling is keyed the text is what it is, whoever drafts: replaying it gives exactly the steps, guesses and
 acceptance of a real run, and the host's time without the model's.
@@ -15,12 +16,12 @@ import tracemalloc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft import drafters
+from longdraft import drafters, journal
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.ngram import NgramDrafter
@@ -156,6 +157,26 @@ def parse(settings: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
     return parsed
 
 
+class Recorded(NamedTuple):
+    """A text that is written already: its tokens, how many of them are the prompt, and the penalty's window."""
+
+    tokens: Tokens
+    prefill: int
+    penalty_window: int
+
+
+def recorded(path: Path, prefill: int, penalty_window: int) -> Recorded:
+    """A text from a journal's folder, which knows its prompt and penalty, or from a .npy file, which does not."""
+    if not path.is_dir():
+        return Recorded(read(path), prefill, penalty_window)
+    found = journal.read(path)
+    params = found.header.params
+    window = params.penalty_window if params.repetition_penalty != 1 else 0
+    prompt = np.array(found.header.prompt, dtype=np.int32)
+    check(len(found.tokens) > 0, str(path), 0, "a journal with new tokens")
+    return Recorded(np.concatenate([prompt, found.tokens]), len(prompt), window)
+
+
 def read(file: Path) -> Tokens:
     """Token ids from a .npy file. UsageError for anything else."""
     try:
@@ -183,12 +204,11 @@ def run(files: Sequence[Path], settings: Sequence[str], prefill: int, penalty_wi
     corpora = _corpora(model) if any("corpus=" in setting for setting in settings) else None
     figures: dict[str, list[dict[str, Any]]] = {}
     for file in files:
-        text = read(file)
-        results = [(setting, replay(text, name, options, prefill=prefill, penalty_window=penalty_window,
-                                    corpora=corpora))
+        text, prompt, window = recorded(file, prefill, penalty_window)
+        results = [(setting, replay(text, name, options, prefill=prompt, penalty_window=window, corpora=corpora))
                    for setting, (name, options) in zip(settings, parse(settings), strict=True)]
         figures[file.name] = [{"setting": setting, **asdict(result)} for setting, result in results]
-        print(f"{file.name}: {len(text)} tokens, {prefill} of them the prompt, penalty window {penalty_window}\n")
+        print(f"{file.name}: {len(text)} tokens, {prompt} of them the prompt, penalty window {window}\n")
         print(table(results), end="\n\n", flush=True)
     return figures
 

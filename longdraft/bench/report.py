@@ -19,8 +19,11 @@ Column = tuple[str, str, str]  # title, key, format
 
 
 @contextmanager
-def document(output: Path | None) -> Iterator[dict[str, Any]]:
-    """A dictionary to fill; written as JSON to `output`, which is opened first, when all went well."""
+def document(output: Path | None, is_told: bool = True) -> Iterator[dict[str, Any]]:
+    """A dictionary to fill; written as JSON to `output`, which is opened first, when all went well.
+
+    Where stdout goes to a program, its last line is the document too.
+    """
     files = open_outputs({"--output": output})
     filled: dict[str, Any] = {}
     try:
@@ -28,6 +31,8 @@ def document(output: Path | None) -> Iterator[dict[str, Any]]:
         for file in files.values():
             file.write((json.dumps(filled, indent=2) + "\n").encode())
             file.finish()
+        if is_told and not sys.stdout.isatty():
+            print(json.dumps(filled))
     finally:
         for file in files.values():
             file.abandon()

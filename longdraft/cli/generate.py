@@ -22,6 +22,8 @@ def generate(
     output: Annotated[Path | None, option("Write the text to this file instead of stdout.", FILES)] = None,
     tokens_out: Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES)] = None,
     stats: Annotated[Path | None, option("Write statistics to this JSON file.", FILES)] = None,
+    report: Annotated[Path | None, option("Write figures and the text, coloured by drafter, to this HTML file.",
+                                          FILES)] = None,
     journal: Annotated[Path | None, option("Crash-safe journal in this new folder; `longdraft resume` goes on from it.",
                                            FILES)] = None,
     fsync: options.Fsync = "1",
@@ -88,7 +90,11 @@ def generate(
     if journal and is_there(journal):
         raise JournalError(f"--journal {journal} holds one already; {resume_hint(journal)}, or give another folder")
     text = read_prompt(prompt, prompt_file)
-    files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats})
+    if report:
+        from longdraft.bench.figures import require_matplotlib
+
+        require_matplotlib("--report")
+    files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats, "--report": report})
     try:
         with LoadBar(quiet=quiet) as bar:
             engine = load(**loading, on_load=bar.show)
@@ -98,7 +104,7 @@ def generate(
         with engine:
             return write(Job(lambda progress: engine.generate(ids, params, journal=journal, fsync=fsync,
                                                               on_prefill=progress),
-                             params.max_new_tokens, files, journal, quiet))
+                             params.max_new_tokens, files, journal, quiet, engine))
     finally:
         for file in files.values():
             file.abandon()

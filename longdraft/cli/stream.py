@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from longdraft.files import OutputFile
 from longdraft.generation import Generation
 from longdraft.journal import resume_hint
 
+if TYPE_CHECKING:
+    from longdraft.bench.single import Watcher
+
 _LATER_S = 2.0
 
 
@@ -33,6 +37,7 @@ class Job:
     max_new_tokens  of the whole text
     files           option -> its file
     journal         the folder of the text's journal, if it has one
+    engine          whose text it is, for a report
     """
 
     start: Callable[[Callable[[int, int], None]], Generation]
@@ -40,6 +45,7 @@ class Job:
     files: dict[str, OutputFile]
     journal: Path | None
     quiet: bool
+    engine: Engine | None = None
 
 
 def write(job: Job) -> int:
@@ -53,6 +59,7 @@ def write(job: Job) -> int:
                 display.prefilled(done, total)
 
             generation = job.start(progress)
+            watcher = _watched(generation, job)
             try:
                 _stream(generation, display, interrupt, job.files.get("--output"))
             except OSError as error:
@@ -67,6 +74,11 @@ def write(job: Job) -> int:
             finally:
                 generation.close()
         _finish(generation, job)
+        if watcher and job.engine:
+            from longdraft.bench import single
+
+            job.files["--report"].write(single.report(generation, job.engine, watcher).encode())
+            job.files["--report"].finish()
         _tell_end(generation, job, interrupt)
     return 128 + interrupt.number if interrupt.number else status
 
@@ -84,6 +96,15 @@ def follow(load: Callable[[], Engine]) -> int:
         time.sleep(_LATER_S)  # torchrun ends all where one fails: let the first say why
         return 1
     return 0
+def _watched(generation: Generation, job: Job) -> Watcher | None:
+    """Who keeps what the steps did, where a report is wanted."""
+    if "--report" not in job.files:
+        return None
+    from longdraft.bench.single import Watcher
+
+    watcher = Watcher(job.max_new_tokens)
+    generation.on_step = watcher.push
+    return watcher
 
 
 def _hints(generation: Generation, job: Job) -> list[str]:

@@ -140,7 +140,7 @@ class Preparer:
         try:
             if named:
                 raise UsageError(f"drafter option {named!r} names files of the server; it is set where it is started")
-            return self.engine.with_drafter(drafter or self.engine.drafter, options)
+            return self.engine.with_drafter(drafter or self.engine.drafter, options, may_load=False)
         except UsageError as error:
             where = "longdraft.drafter_options" if options else "longdraft.drafter"
             raise ApiError(400, str(error), param=where, code="invalid_value") from error

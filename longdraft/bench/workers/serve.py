@@ -7,7 +7,12 @@
     {"do": "fill", "length": 2048, "within_s": 60}                       {"cache": "random", "length": 2048}
     {"do": "steps", "count": 2}                                                  {"seconds": [0.01, 0.01]}
     {"do": "prefill", "tokens": [5, 6, 7]}                                               {"seconds": 0.02}
-    {"do": "together", "slots": 4, "count": 1}    (who has the option "slots" only)       {"seconds": [0.02]}
+    {"do": "together", "slots": 4, "count": 1}                     {"seconds": [0.02], "processor_s": 0.04}
+
+    python serve.py transformers writer
+    {"do": "open", ..., "options": {"draft": null}}
+    {"do": "write", "prompt": [5, 6, 7], "count": 64, "settings": {"lookup": 5}}
+                                           {"tokens": [8, 9, ...], "seconds": 0.2, "peak_memory_bytes": 1000000}
 
 Where a package that it needs is missing, "open" is answered so: {"missing": ["gguf"]}. An error ends the process.
 """
@@ -18,6 +23,7 @@ import importlib
 import importlib.util
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -42,17 +48,28 @@ class Engine(Protocol):
         """The same for texts in slots of their own, side by side. `fill` fills all slots."""
 
 
-def main(name: str) -> None:
+class Writer(Protocol):
+    """What `with_NAME.Writer(folder, threads, longest, **options)` gives: the engine's own generation, as its users
+    call it. Greedy; texts do not end by themselves."""
+
+    version: str
+
+    def write(self, prompt: Sequence[int], count: int, **settings: Any) -> Sequence[int]:
+        """Forget what was; `count` new token ids behind the prompt, drafted as the settings say."""
+
+
+def main(name: str, kind: str = "Engine") -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand between answers
-    engine: Engine | None = None
+    engine: Any = None
     for line in sys.stdin:
         request = json.loads(line)
         if engine is None:
             missing = [package for package in request["needs"] if _is_missing(package)]
             if not missing:
                 module = importlib.import_module(f"with_{name}")
-                engine = module.Engine(request["folder"], request["threads"], request["longest"], **request["options"])
+                build = getattr(module, kind.capitalize())
+                engine = build(request["folder"], request["threads"], request["longest"], **request["options"])
             answer = {"missing": missing} if engine is None else {"version": engine.version}
         else:
             answer = _answer(engine, request)
@@ -66,7 +83,12 @@ def _is_missing(package: str) -> bool:
         return True
 
 
-def _answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    if request["do"] == "write":
+        began = time.perf_counter()
+        tokens = engine.write(request["prompt"], request["count"], **request["settings"])
+        return {"seconds": time.perf_counter() - began, "tokens": [int(token) for token in tokens],
+                "peak_memory_bytes": _peak_memory_bytes()}
     if request["do"] == "greedy":
         *prompt, token = request["prompt"]
         engine.prefill(prompt)
@@ -79,10 +101,20 @@ def _answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "prefill":
         return {"seconds": _seconds(lambda: engine.prefill(request["tokens"]))}
     if request["do"] == "together":
-        slots = [5] * request["slots"]
-        return {"seconds": [_seconds(lambda: engine.together(slots)) for _ in range(request["count"])]}
+        slots, began = [5] * request["slots"], time.process_time()
+        seconds = [_seconds(lambda: engine.together(slots)) for _ in range(request["count"])]
+        return {"seconds": seconds, "processor_s": time.process_time() - began}
     assert request["do"] == "steps"
     return {"seconds": [_seconds(lambda: engine.step(5)) for _ in range(request["count"])]}
+
+
+def _peak_memory_bytes() -> int:
+    """Of this program alone: what the system tells of a process begins with its parent's where it can."""
+    try:
+        with open("/proc/self/status") as file:
+            return 1024 * int(next(line for line in file if line.startswith("VmHWM")).split()[1])
+    except (OSError, StopIteration):
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _seconds(work: Any) -> float:
@@ -92,4 +124,4 @@ def _seconds(work: Any) -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

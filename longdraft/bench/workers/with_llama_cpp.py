@@ -18,6 +18,7 @@ from typing import Any
 import gguf
 import llama_cpp as llama
 import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from numpy.typing import NDArray
 from safetensors import safe_open
 
@@ -220,3 +221,27 @@ def _name(name: str) -> str:
         return f"{_NAMES[stem]}.{kind}"
     _, _, index, part = stem.split(".", 3)
     return f"blk.{index}.{_NAMES[part]}.{kind}"
+
+
+class Writer:
+    """llama-cpp-python's own `generate`: plain, or with its prompt lookup (`lookup` tokens)."""
+
+    def __init__(self, folder: str, threads: int, longest: int, draft: str | None = None, flash: bool = False) -> None:
+        self.version = f"{llama.__version__} (flash attention {'on' if flash else 'off'})"
+        self._place = tempfile.TemporaryDirectory()
+        self._path = str(Path(self._place.name) / "model.gguf")
+        self._vocabulary = convert(Path(folder), Path(self._path), "bf16")
+        self._about = {"n_ctx": longest, "n_threads": threads, "n_threads_batch": threads, "verbose": False,
+                       "flash_attn": flash, "n_batch": _CHUNK, "n_ubatch": _CHUNK}
+        self._lookup = -1
+
+    def write(self, prompt: Sequence[int], count: int, lookup: int = 0) -> list[int]:
+        if lookup != self._lookup:  # it belongs to the loaded model
+            drafting = LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None
+            # Without `logits_all` its speculation reads logits that were not kept.
+            self._model = llama.Llama(self._path, draft_model=drafting, logits_all=bool(lookup), **self._about)
+            self._lookup = lookup
+        self._model.reset()
+        llama.llama_memory_clear(llama.llama_get_memory(self._model.ctx), True)
+        found = self._model.generate(list(prompt), temp=0.0, reset=True)
+        return [next(found) for _ in range(count)]

@@ -11,6 +11,7 @@ from longdraft.bench.decode import Models, random_cache
 from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
+from longdraft.engine import load
 from longdraft.model.transformer import chain_rows
 from longdraft.model.work import alone
 from longdraft.sampling.sampler import Sampler
@@ -50,3 +51,20 @@ class Engine:
         self._cache, self._context = cache, Context(tokens)
         sampler = Sampler(SamplingParams(temperature=0))
         self._step = Step(self._model, cache, PlainDrafter(), sampler, self._context, Timings(), Tally())
+
+
+class Writer:
+    """The engine itself, with any drafter."""
+
+    def __init__(self, folder: str, threads: int, longest: int, draft: str | None = None) -> None:
+        self._engine = load(folder, threads=threads, dtype="bfloat16")
+        self._draft = draft
+        self.version = f"{__version__} ({self._engine.model.kernels.name})"
+
+    def write(self, prompt: Sequence[int], count: int, drafter: str = "plain") -> Sequence[int]:
+        options = {"model": self._draft} if drafter == "draft-model" else {}
+        params = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True, on_loop="off")
+        text = self._engine.with_drafter(drafter, options).generate(prompt, params)
+        for _ in text:
+            pass
+        return [int(token) for token in text.tokens]

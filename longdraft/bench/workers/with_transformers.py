@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -40,3 +41,27 @@ class Engine:
         given = torch.tensor([list(tokens)])
         logits: torch.Tensor = self._model(given, past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits
         return logits[0, -1]
+
+
+class Writer:
+    """`generate`: plain, prompt lookup (`lookup` tokens) or assisted by a smaller model (`assisted`)."""
+
+    def __init__(self, folder: str, threads: int, longest: int, draft: str | None = None) -> None:
+        torch.set_num_threads(threads)
+        self.version = f"{transformers.__version__} (torch {torch.__version__})"
+        self._model = self._load(folder)
+        self._draft = self._load(draft) if draft else None
+
+    def write(self, prompt: Sequence[int], count: int, lookup: int = 0, assisted: bool = False) -> list[int]:
+        given = torch.tensor([list(prompt)])
+        drafting: dict[str, Any] = {"prompt_lookup_num_tokens": lookup} if lookup else {}
+        if assisted:
+            drafting["assistant_model"] = self._draft
+        with torch.inference_mode():
+            tokens = self._model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=count,
+                                          min_new_tokens=count, do_sample=False, **drafting)
+        return [int(token) for token in tokens[0, len(prompt) :]]
+
+    @staticmethod
+    def _load(folder: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()

@@ -1,0 +1,48 @@
+"""Writes the tables of docs/benchmarks.md from the results that are kept, between its markers.
+
+    python benchmarks/tables.py            # rewrites the document
+    python benchmarks/tables.py --check    # says whether it is what the results say
+
+    <!-- paper-smoke.jsonl 3 5 -->         the tables 3 and 5 of benchmarks/results/paper-smoke.jsonl
+    <!-- end -->
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from longdraft.bench import experiment, measures, results
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+_MARKED = re.compile(r"(<!-- (\S+\.jsonl) ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def written(text: str) -> str:
+    """The document with its tables anew."""
+    return _MARKED.sub(lambda found: f"{found[1]}\n{_tables(found[2], found[3].split())}\n{found[4]}", text)
+
+
+def _tables(file: str, ids: list[str]) -> str:
+    found = results.read(ROOT / "benchmarks" / "results" / file)
+    session = found.sessions[0]
+    plan = experiment.load(session["experiment"]).chosen(ids)
+    grids = measures.tables(found, plan, plan.scale(session["scale"]))
+    told = (f"Model `{session['model']}`, weights sha256 {session['weights_sha256'][:12]}, commit {session['commit']}, "
+            f"{session['processor']}, {session['threads']} threads, seeds {session['seeds']}, prompt "
+            f"{session['prompt_sha256'][:12]}; measured {session['began'][:10]}.")
+    return "\n".join([told, "", *(grid.markdown() for grid in grids)])
+
+
+def main() -> int:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    if "--check" in sys.argv:
+        return int(written(text) != text)
+    DOCUMENT.write_text(written(text), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

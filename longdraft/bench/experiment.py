@@ -1,0 +1,259 @@
+"""An experiment as data: which texts are written, by which systems, and which tables are read from them.
+
+    name = "paper"
+    reference = "plain"                         # the system that the others are compared with
+    [scales.small]                              # how long the texts are; the command chooses one
+    prefix = 0.5                                # of the prompt lengths below
+    turn = 256                                  # new tokens that a system writes before the next one's turn
+    lengths = [2048, 4096]                      # new tokens at which the tables are read
+    [base]                                      # what a text is, where a case does not say otherwise
+    prefill = 4096
+    sampling = { min_p = 0.1 }
+    [systems.medusa]
+    drafter = "medusa"
+    options = { tree = "3,3,3" }                # "prefill", "prefill/2": the prompt's length as it is then
+    [[tables]]
+    id = "3"
+    measures = ["alpha", "speedup"]
+    [[tables.cases]]
+    name = "Medusa, prefix {prefill}"
+    system = "medusa"
+    prefill = 2048
+    paper = { "8B" = { alpha = [0.35] } }       # published values at the table's lengths
+
+Cases whose texts are the same share them: each is written once, by all its systems in turns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from longdraft import drafters
+from longdraft.core import SamplingParams
+from longdraft.errors import UsageError, check
+
+FOLDER = Path(__file__).parent / "experiments"
+RULES = ("keyed", "independent", "per-path")
+MEASURES = ("alpha", "beta", "speedup", "tau", "minutes", "minutes_reference", "tokens_per_second", "distinct_1",
+            "distinct_2", "distinct_3", "distinct_4", "distinct_mean")
+
+Published = Mapping[str, Mapping[str, Sequence[float]]]  # paper's model -> measure -> values
+
+
+@dataclass(frozen=True)
+class System:
+    """Who drafts, with which options, and how guesses are verified (`rule`: longdraft/bench/rules.py)."""
+
+    drafter: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rule: str = "keyed"
+
+    def __post_init__(self) -> None:
+        check(self.rule in RULES, "rule", self.rule, ", ".join(RULES))
+        check(self.drafter in drafters.KINDS, "drafter", self.drafter, ", ".join(drafters.KINDS))
+
+    def options_for(self, prefill: int) -> dict[str, Any]:
+        """The options, with the prompt's length where they name it."""
+        return {name: _sized(value, prefill) for name, value in self.options.items()}
+
+
+def _sized(value: Any, prefill: int) -> Any:
+    if not isinstance(value, str) or not value.startswith("prefill"):
+        return value
+    divisor = value.removeprefix("prefill").removeprefix("/") or "1"
+    check(divisor.isdecimal() and int(divisor) > 0, "option", value, "prefill or prefill/NUMBER")
+    return prefill // int(divisor)
+
+
+@dataclass(frozen=True)
+class Scale:
+    lengths: tuple[int, ...]
+    turn: int = 1000
+    prefix: float = 1.0
+
+    def __post_init__(self) -> None:
+        check(bool(self.lengths) and list(self.lengths) == sorted(set(self.lengths)) and self.lengths[0] >= 1,
+              "lengths", list(self.lengths), "numbers that rise")
+        check(self.turn >= 1, "turn", self.turn, "1 or more")
+        check(self.prefix > 0, "prefix", self.prefix, "above 0")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of a table: one system on one kind of text.
+
+    name  {prefill} in it is the prompt's length
+    at    new tokens where it is read; 0: the table's lengths
+    """
+
+    name: str
+    system: str
+    prefill: int = 0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    at: int = 0
+    paper: Published = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """layout: `lengths` has a column for each length, `final` one for each measure at the end."""
+
+    id: str
+    title: str
+    measures: tuple[str, ...]
+    cases: tuple[Case, ...]
+    layout: str = "lengths"
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        check(self.layout in ("lengths", "final"), f"layout of table {self.id}", self.layout, "lengths or final")
+        for measure in self.measures:
+            check(measure in MEASURES, f"a measure of table {self.id}", measure, ", ".join(MEASURES))
+
+
+@dataclass(frozen=True)
+class TextSpec:
+    """What a text depends on, beside the model."""
+
+    prefill: int
+    sampling: SamplingParams
+    stretch: int  # which part of the prompt file is the prompt
+
+    @property
+    def key(self) -> str:
+        known = asdict(self)
+        del known["sampling"]["from_model"]
+        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    name: str
+    title: str
+    reference: str
+    scales: Mapping[str, Scale]
+    systems: Mapping[str, System]
+    tables: tuple[TableSpec, ...]
+    prefill: int
+    sampling: Mapping[str, Any]
+    default_scale: str = "default"
+    marks: tuple[int, ...] = ()  # lengths at which cases are read, those of tables that were not chosen too
+
+    def scale(self, name: str) -> Scale:
+        check(name in self.scales, "--scale", name, ", ".join(self.scales))
+        return self.scales[name]
+
+    def chosen(self, ids: Sequence[str]) -> Experiment:
+        """Only these tables; all where none is named."""
+        known = [table.id for table in self.tables]
+        for wanted in ids:
+            check(wanted in known, "--tables", wanted, ", ".join(known))
+        return replace(self, tables=tuple(table for table in self.tables if not ids or table.id in ids))
+
+    def with_draft_model(self, name: str) -> Experiment:
+        """With a smaller model for the systems that can use one."""
+        systems = {key: replace(system, options={**system.options, "model": name})
+                   if system.drafter in ("triforce", "draft-model") else system for key, system in self.systems.items()}
+        return replace(self, systems=systems)
+
+    def name_of(self, case: Case, scale: Scale) -> str:
+        """With the prompt's length at this scale where the name says {prefill}."""
+        return case.name.replace("{prefill}", f"{self.prefill_of(case, scale):,}")
+
+    def prefill_of(self, case: Case, scale: Scale) -> int:
+        return max(2, round((case.prefill or self.prefill) * scale.prefix))
+
+    def text_of(self, case: Case, scale: Scale, seed: int, stretch: int) -> TextSpec:
+        settings = {**self.sampling, **case.sampling}
+        params = SamplingParams.from_names({**settings, "max_new_tokens": scale.lengths[-1], "seed": seed,
+                                            "ignore_eos": True, "on_loop": "off"})
+        return TextSpec(self.prefill_of(case, scale), params, stretch)
+
+    def plan(self, scale: Scale, seeds: Sequence[int], stretches: int) -> dict[TextSpec, list[str]]:
+        """The texts to write, each with the names of its systems, the reference first."""
+        found: dict[TextSpec, list[str]] = {}
+        for seed, stretch in ((seed, stretch) for stretch in range(stretches) for seed in seeds):
+            for table in self.tables:
+                for case in table.cases:
+                    names = found.setdefault(self.text_of(case, scale, seed, stretch), [self.reference])
+                    if case.system not in names:
+                        names.append(case.system)
+        return found
+
+    def ends(self, scale: Scale) -> list[int]:
+        """New tokens at which turns end."""
+        asked = {mark for mark in self.marks if mark < scale.lengths[-1]}
+        return sorted({*range(scale.turn, scale.lengths[-1], scale.turn), *scale.lengths, *asked})
+
+
+def load(name: str) -> Experiment:
+    """A named experiment of ours, or a .toml file. UsageError where it is none, naming the fault."""
+    path = FOLDER / f"{name}.toml"
+    if not path.is_file():
+        path = Path(name)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml")))
+        raise UsageError(f"no experiment {name!r}; give a .toml file, or one of ours: {known}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not TOML: {error}") from error
+    try:
+        return parse(data)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def parse(data: Mapping[str, Any]) -> Experiment:
+    rest = dict(data)
+    scales = {name: _make(Scale, f"scale {name}", given) for name, given in _taken(rest, "scales", dict).items()}
+    systems = {name: _make(System, f"system {name}", given) for name, given in _taken(rest, "systems", dict).items()}
+    base = _taken(rest, "base", dict)
+    tables = tuple(_table(given) for given in _taken(rest, "tables", list))
+    found: Experiment = _make(Experiment, "experiment", {
+        **rest, "scales": scales, "systems": systems, "tables": tables, "prefill": base.get("prefill", 4096),
+        "sampling": base.get("sampling", {}), "marks": tuple(case.at for table in tables for case in table.cases
+                                                             if case.at)})
+    check(bool(scales), "scales", list(scales), "at least one")
+    for name in (found.reference, *(case.system for table in tables for case in table.cases)):
+        check(name in systems, "system", name, ", ".join(systems))
+    check(systems[found.reference].rule == "keyed", "reference", found.reference, "a system with rule keyed")
+    for table in tables:  # a wrong setting shows now, not hours later
+        for case in table.cases:
+            text = found.text_of(case, next(iter(scales.values())), 0, 0)
+            for name in (found.reference, case.system):
+                drafters.parse_options(systems[name].drafter, systems[name].options_for(text.prefill))
+    return found
+
+
+def _table(given: Mapping[str, Any]) -> TableSpec:
+    rest = dict(given)
+    where = f"table {rest.get('id', '?')}"
+    cases = tuple(_make(Case, f"a case of {where}", case) for case in _taken(rest, "cases", list))
+    found: TableSpec = _make(TableSpec, where, {**rest, "cases": cases, "measures": tuple(rest.get("measures", ()))})
+    return found
+
+
+def _taken(data: dict[str, Any], key: str, kind: type) -> Any:
+    value = data.pop(key, kind())
+    check(isinstance(value, kind), key, value, "a table" if kind is dict else "tables [[...]]")
+    return value
+
+
+def _make(kind: type[Any], what: str, given: Mapping[str, Any]) -> Any:
+    """An object of a dataclass from a TOML table; unknown and missing keys are named."""
+    known = {entry.name: entry for entry in fields(kind)}
+    for key in given:
+        check(key in known, f"a key of {what}", key, ", ".join(known))
+    given = {key: tuple(value) if key == "lengths" else value for key, value in given.items()}
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise UsageError(f"{what} is incomplete or of the wrong kind: {str(error).partition(') ')[2] or error}; it has "
+                         f"{', '.join(known)}") from error
