@@ -105,8 +105,8 @@ def batch(
         threads = max(1, (os.cpu_count() or 1) // workers)
     load: dict[str, Any] = {
         "model": _from_anywhere(model), "revision": revision, "cache_dir": cache_dir and str(cache_dir),
-        "offline": offline, "drafter": drafter,
-        "drafter_options": parse_pairs("--drafter-option", drafter_option or ()), "heads": heads and _from_anywhere(heads),
+        "offline": offline, "heads": heads and _from_anywhere(heads), "drafter": drafter,
+        "drafter_options": parse_pairs("--drafter-option", drafter_option or ()),
         "device": device, "dtype": dtype, "quantize": quantize, "threads": threads, "tensor_parallel": tensor_parallel}
     options.require_one_process(tensor_parallel)
     if tensor_parallel > 1 and (workers or ray is not None):
