@@ -104,8 +104,9 @@ def batch(
     if ray is None and threads is None and workers:
         threads = max(1, (os.cpu_count() or 1) // workers)
     load: dict[str, Any] = {
-        "model": model, "revision": revision, "cache_dir": cache_dir and str(cache_dir), "offline": offline,
-        "drafter": drafter, "drafter_options": parse_pairs("--drafter-option", drafter_option or ()), "heads": heads,
+        "model": _from_anywhere(model), "revision": revision, "cache_dir": cache_dir and str(cache_dir),
+        "offline": offline, "heads": heads and _from_anywhere(heads), "drafter": drafter,
+        "drafter_options": parse_pairs("--drafter-option", drafter_option or ()),
         "device": device, "dtype": dtype, "quantize": quantize, "threads": threads, "tensor_parallel": tensor_parallel}
     options.require_one_process(tensor_parallel)
     if tensor_parallel > 1 and (workers or ray is not None):
@@ -122,6 +123,13 @@ def batch(
     job = Job(Path(os.path.abspath(work or f"{output}.work")), load, defaults, seed, served_model_name or model, fsync,
               retries, at_once=1 if tensor_parallel > 1 else at_once)
     return _run(rows, output, job, _crew(workers, ray, threads, device), retry_errors, stats, quiet)
+
+
+def _from_anywhere(name: str) -> str:
+    """A model or heads by a name that means the same in another process's working folder."""
+    from longdraft.model.library import bundled
+
+    return os.path.abspath(name) if os.path.isdir(name) and name not in bundled() else name
 
 
 def _crew(workers: int | None, ray: str | None, threads: int | None, device: str) -> Crew:
