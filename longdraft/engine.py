@@ -73,14 +73,14 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     Raises ModelError for files that are missing, corrupt or unsupported, UsageError for settings.
     """
     check(device in ("auto", "cpu", "cuda"), "device", device, "auto, cpu or cuda")
-    is_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    dtypes = ("auto", "float32", "bfloat16", *(("float16",) if is_cuda else ()))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device is 'cuda', but PyTorch sees no CUDA device; use cpu or auto")
+    device = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
+    dtypes = ("auto", "float32", "bfloat16", *(("float16",) if device == "cuda" else ()))
     check(dtype in dtypes, "dtype", dtype, f"{', '.join(dtypes[:-1])} or {dtypes[-1]}",
           "float16 is for CUDA devices" if dtype == "float16" else "")
     check(quantize in checkpoint.QUANTIZE, "quantize", quantize, " or ".join(checkpoint.QUANTIZE))
     check(threads is None or 1 <= threads <= 1024, "threads", threads, "1 to 1024")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device is 'cuda', but PyTorch sees no CUDA device; use cpu or auto")
     check(1 <= tensor_parallel <= 1024, "tensor_parallel", tensor_parallel, "1 to 1024")
     group = parallel.join(tensor_parallel, device) if tensor_parallel > 1 else None
     if threads is None and group:
@@ -93,8 +93,8 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     folder = library.resolve(model, hub)
     require_model(folder)
     config = model_config.read(folder)
-    chosen = kernels.choose("cuda" if is_cuda else "cpu", config.dtype if dtype == "auto" else dtype, kernels_name)
-    _require_room(config, chosen, quantize)
+    chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, kernels_name)
+    _require_room(config, chosen, quantize, tensor_parallel)
     if group:
         chosen = parallel.ParallelKernels(chosen, group)
     tokenizer = Tokenizer(folder)
@@ -113,14 +113,14 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     return engine
 
 
-def _require_room(config: model_config.ModelConfig, chosen: kernels.Kernels, quantize: str) -> None:
-    """MemoryError, naming what would fit, for weights that the device has no room for."""
-    free = chosen.free_bytes()
-    needed = sizing.of(config).parameters * (1 if quantize == "int8" else chosen.dtype.itemsize)
+def _require_room(config: model_config.ModelConfig, chosen: kernels.Kernels, quantize: str, parts: int) -> None:
+    """MemoryError, naming what would fit, for weights (one of so many parts) that the device has no room for."""
+    free, share = chosen.free_bytes(), sizing.of(config).parameters / parts
+    needed = share * (1 if quantize == "int8" else chosen.dtype.itemsize)
     if free is not None and needed > free * sizing.USABLE:
-        smaller = [f"{name} ({sizing.of(config).parameters * width / 2**30:.1f} GiB)"
+        smaller = [f"{name} ({share * width / 2**30:.1f} GiB)"
                    for name, width in (("--dtype bfloat16", 2), ("--quantize int8", 1))
-                   if sizing.of(config).parameters * width <= free * sizing.USABLE]
+                   if share * width <= free * sizing.USABLE]
         raise MemoryError(f"the weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of {chosen.device} "
                           f"are free; what would fit: {' or '.join(smaller) or 'a smaller model'}")
 

@@ -132,8 +132,11 @@ class Generation(Iterator[Event]):
 
         Raises StopIteration behind the last event, and whatever ends the text on the way.
         """
-        with self.meter.running():
+        self.meter.start()
+        try:
             return self._work.throw(answer) if isinstance(answer, Exception) else self._work.send(answer)
+        finally:
+            self.meter.stop()
 
     def close(self) -> None:
         """Stop the work. What was given so far stands, and a journal can be resumed."""

@@ -28,11 +28,12 @@ JOB = "The job"
 class Command(TyperCommand):
     """Lets `--ray` stand without its value, which Typer has no word for."""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        for parameter in self.params:
-            if parameter.name == "ray":
-                parameter.flag_value, parameter._flag_needs_value = "auto", True  # type: ignore[attr-defined]
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        bare = [place for place, (arg, following) in enumerate(zip(args, [*args[1:], "-"], strict=True))
+                if arg == "--ray" and following.startswith("-")]
+        for place in reversed(bare):
+            args = [*args[: place + 1], "auto", *args[place + 1 :]]
+        return super().parse_args(ctx, args)
 
 
 def batch(

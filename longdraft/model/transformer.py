@@ -154,16 +154,16 @@ class Transformer:
         kernels, config = self.kernels, self.config
         counts = [len(ask.rows.tokens) for ask in asks]
         ends = list(accumulate(counts))
-        own = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         shape = (config.num_layers, ends[-1], config.num_kv_heads, config.head_dim)
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
-        texts = [ask.cache.append(k[:, rows], v[:, rows])._replace(is_prompt=ask.is_prompt)
-                 for ask, rows in zip(asks, own, strict=True)]
+        texts = [ask.cache.append(*parts)._replace(is_prompt=ask.is_prompt) for ask, *parts in
+                 zip(asks, _split(k, counts, 1), _split(v, counts, 1), strict=True)]
         hidden, attended = self._decoder.forward(
             self.embed([token for ask in asks for token in ask.rows.tokens]), *_rotations(asks), texts,
             torch.tensor([parent for ask in asks for parent in ask.rows.parents], dtype=torch.int32))
         logits = self._last_logits(hidden, [(end, ask.num_logits) for end, ask in zip(ends, asks, strict=True)])
-        return [Forward(hidden, attended, rows, part) for rows, part in zip(own, logits, strict=True)]
+        return [Forward(hidden, attended, slice(end - count, end), part)
+                for count, end, part in zip(counts, ends, logits, strict=True)]
 
     def _last_logits(self, hidden: Tensor, wanted: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
         """Logits of the last rows of each text: (where its rows end, how many)."""
@@ -172,7 +172,7 @@ class Transformer:
             return [hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)] * len(wanted)
         if sum(counts) != len(hidden):
             hidden = torch.cat([hidden[end - count : end] for end, count in wanted])
-        return torch.split(self.logits(hidden), counts)
+        return _split(self.logits(hidden), counts, 0)
 
     def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos, sin [R, D / 2] float32 of positions."""
@@ -196,6 +196,11 @@ class Transformer:
         """Logits [R, V] float32 of rows that are already normalised."""
         logits = self.kernels.linear(normed, self.weights.head, keep_float=True)
         return logits if self.config.logits_divisor == 1 else logits.div_(self.config.logits_divisor)
+
+
+def _split(x: Tensor, counts: Sequence[int], axis: int) -> Sequence[Tensor]:
+    """Views of so many rows each."""
+    return (x,) if len(counts) == 1 else torch.split(x, list(counts), axis)
 
 
 def _rotations(asks: Sequence[Ask]) -> tuple[Tensor, Tensor]:

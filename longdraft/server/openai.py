@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from typing import Any
 
@@ -30,7 +29,7 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", summary="Go on from a prompt.")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         name = f"cmpl-{secrets.token_hex(12)}"
-        plans = await asyncio.to_thread(preparer.completion, body, name)
+        plans = await service.beside(preparer.completion, body, name)
         firsts = plans[:: body.n]
         manner = Manner("text_completion", name, sum(plan.prompt_tokens for plan in firsts),
                         echo=_prompts(body, service) if body.echo else None, logprobs=body.logprobs is not None,
@@ -40,7 +39,7 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", summary="Answer a conversation, in the model's chat template.")
     async def chat(body: ChatRequest, request: Request) -> Response:
         name = f"chatcmpl-{secrets.token_hex(12)}"
-        plans = await asyncio.to_thread(preparer.chat, body, name)
+        plans = await service.beside(preparer.chat, body, name)
         manner = Manner("chat.completion", name, plans[0].prompt_tokens, logprobs=body.logprobs, **_common(body))
         return await service.answer(request, plans, manner)
 
@@ -56,7 +55,7 @@ def routes(service: Service) -> APIRouter:
     @router.post("/tokenize", summary="Token ids of a text or a conversation.")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         preparer.require_model(body.model)
-        ids = await asyncio.to_thread(_tokenize, body, service)
+        ids = await service.beside(_tokenize, body, service)
         return {"tokens": ids, "count": len(ids), "max_model_len": preparer.limit}
 
     @router.post("/detokenize", summary="The text of token ids.")
@@ -67,7 +66,7 @@ def routes(service: Service) -> APIRouter:
         if bad is not None:
             raise ApiError(400, f"tokens holds {bad}; allowed: 0 to {vocabulary - 1}", param="tokens",
                            code="invalid_value")
-        return {"prompt": await asyncio.to_thread(engine.tokenizer.decode, body.tokens)}
+        return {"prompt": await service.beside(engine.tokenizer.decode, body.tokens)}
 
     @router.get("/health", summary="Whether the server lives. Needs no key.")
     async def health() -> JSONResponse:

@@ -25,6 +25,7 @@ _HEADER_BYTES = 65_536  # of a request line and its headers
 _HEADER_S = 30.0  # for them to come
 _KEEP_ALIVE_S = 75
 _CONNECTIONS = 1024
+_SWITCH_S = 0.001  # Python's threads: requests need many short turns beside the engine's thread
 _FLUSH_S = 5  # for the last words of streams, once all texts have ended
 
 
@@ -108,6 +109,7 @@ def serve(engine: Engine, settings: Settings) -> int:
     if not settings.is_local and not settings.api_keys:
         record("open_to_all", level=30, host=settings.host,
                warning="anybody who reaches this port can use the server; give --api-key")
+    sys.setswitchinterval(_SWITCH_S)
     server = Server(App(engine, settings), settings)
     with suppress(SystemExit):  # uvicorn's word for a port that is taken
         server.run()

@@ -175,6 +175,8 @@ class Scheduler:
                 self._fail(job, error)
         for number, event in events:
             job = by_number[number]
+            if job.ended is not None:  # it failed with an event before
+                continue
             try:
                 if event.error is not None:
                     raise event.error

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -19,7 +22,10 @@ from longdraft.server.replies import Kind, Reply, split
 from longdraft.server.scheduler import Scheduler
 from longdraft.server.settings import Settings
 
+_READERS = 2  # threads that read prompts: more would crowd the event loop out
 _LOOK_S = 0.25  # how often it is asked whether a client that waits for the whole is still there
+P = ParamSpec("P")
+T = TypeVar("T")
 CLOSED = 499  # nginx's status for a client that has gone; nobody reads it
 
 
@@ -48,6 +54,11 @@ class Service:
         self.scheduler = Scheduler(engine, settings, self.metrics)
         self.preparer = Preparer(engine, settings)
         self.began = time.time()
+        self._readers = ThreadPoolExecutor(_READERS, "reader")
+
+    async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do what takes a while outside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, partial(work, *args, **kwargs))
 
     async def answer(self, request: Request, plans: list[Plan], manner: Manner) -> Response:
         """Have the texts written and send them, as a stream or whole."""

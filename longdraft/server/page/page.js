@@ -61,7 +61,7 @@ function begin(next) {
   for (const id of ["rate", "gain", "length", "context", "eta", "elapsed"]) $(id).textContent = "–";
   legend();
   set("running", "Waiting");
-  document.body.scrollIntoView?.();
+  if (matchMedia("(max-width: 760px)").matches) document.querySelector(".reading").scrollIntoView();
 }
 
 async function follow(url, body) {
@@ -82,7 +82,7 @@ function taken(chunk) {
   if (!detail?.tokens) return;
   const isOld = run.isResumed && !run.sawOld;
   run.sawOld = true;
-  view.push(isOld ? { ...detail, steps: detail.steps } : detail, isOld);
+  view.push(detail, isOld);
   run.seed = detail.seed;
   run.stats = detail.stats ?? run.stats;
   run.reason = detail.finish_reason ?? run.reason;
@@ -160,7 +160,6 @@ function legend() {
     row.append(swatch, label, share);
     return row;
   }));
-  $("legend").classList.toggle("tinted", true);
 }
 
 function ended(how) {
