@@ -37,7 +37,8 @@ def test_every_part_is_written_and_what_is_missing_is_done_by_the_next_run(tmp_p
     parts["run"] = {"seconds": 1, "figures": "kept"}
     output.write_text(json.dumps(filled))
     again = bench("--interpret", "--output", str(output))
-    assert again.returncode == 0 and again.stdout.startswith("bandwidth: ") and again.stdout.count("\n") == 1
+    assert again.returncode == 0 and again.stdout.startswith("bandwidth: ") and again.stdout.count("\n") == 2
+    assert json.loads(again.stdout.splitlines()[-1])["bench"] == "cuda"
     assert json.loads(output.read_text())["parts"]["run"]["figures"] == "kept"
     output.write_text('{"bench": "kernels"}')
     other = bench("--interpret", "--output", str(output))

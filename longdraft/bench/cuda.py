@@ -20,11 +20,11 @@ import torch
 from longdraft import kernels
 from longdraft.bench import cuda_models as models
 from longdraft.bench import machine
-from longdraft.bench.report import document
 from longdraft.bench.shapes import SHAPES
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.errors import UsageError
+from longdraft.files import open_outputs
 from longdraft.kernels import KV, Kernels
 from longdraft.kernels.reference import ReferenceKernels
 from longdraft.model.transformer import Transformer, tree_rows
@@ -91,8 +91,9 @@ class Report:
         return self.deadline - time.monotonic()
 
     def save(self) -> None:
-        with document(self.path) as written:
-            written |= self.filled
+        file = open_outputs({"--output": self.path})["--output"]
+        file.write((json.dumps(self.filled, indent=2) + "\n").encode())
+        file.finish()
 
     def part(self, name: str, seconds: float, measure: Callable[[], Any]) -> None:
         """Measure a part that is not there yet, if `seconds` are left for it."""
@@ -135,6 +136,7 @@ def run(plan: Plan, report: Report) -> None:
     if plan.has_peer:
         report.part("transformers", 60, lambda: peer(plan, report))
     report.save()
+    print(json.dumps(report.filled))
 
 
 def _device(device: str) -> dict[str, Any]:
