@@ -112,7 +112,8 @@ def test_openai_lines_give_openai_records(job, tmp_path):
             "user": "me", "n": 1, "stream": False, "logit_bias": {}}
     rows = put(tmp_path / "in.jsonl", [
         {**line, "body": body},
-        {"custom_id": "r2", "url": "/v1/completions", "body": {"prompt": "It", "max_tokens": 9, "min_p": 0.1}}])
+        {"custom_id": "r2", "url": "/v1/completions",
+         "body": {"prompt": "It", "max_tokens": 9, "logit_bias": {"70": 100}}}])
     run(rows, tmp_path / "out.jsonl", job, alone)
     chat, plain = records(tmp_path / "out.jsonl")
     assert chat["custom_id"] == "r1" and chat["error"] is None and chat["response"]["status_code"] == 200
@@ -120,7 +121,8 @@ def test_openai_lines_give_openai_records(job, tmp_path):
     assert answer["object"] == "chat.completion" and answer["choices"][0]["message"]["role"] == "assistant"
     assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 9, "total_tokens": 17}
     assert answer["choices"][0]["finish_reason"] == "length" and isinstance(answer["created"], int)
-    assert plain["response"]["body"]["object"] == "text_completion" and plain["response"]["body"]["choices"][0]["text"]
+    assert plain["response"]["body"]["object"] == "text_completion"
+    assert len({*plain["response"]["body"]["choices"][0]["text"]}) == 1  # a bias of 100 leaves no choice
 
 
 @pytest.mark.parametrize("row, complaint", [
@@ -135,6 +137,8 @@ def test_openai_lines_give_openai_records(job, tmp_path):
     ({"id": "a", "prompt": "x", "temprature": 1}, "unknown sampling setting 'temprature'"),
     ({"id": "a", "prompt": "x", "top_p": 7}, "top_p is 7"),
     ({"id": "a", "prompt": "x", "stop": 3}, "of the wrong kind"),
+    ({"id": "a", "prompt": "x", "logit_bias": {"the": 3}}, "of the wrong kind"),
+    ({"id": "a", "prompt": "x", "logit_bias": {"7": 300}}, "logit_bias is 300"),
     ({"id": "a", "messages": "x"}, "a list of objects with role and content"),
     ({"id": "a", "messages": [{"role": "user", "content": "x"}], "chat_options": 3}, "chat_options is '3'"),
     ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "POST /v1/chat/completions or /v1/completions"),

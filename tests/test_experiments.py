@@ -6,7 +6,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +124,22 @@ def test_a_cut_run_goes_on_and_measures_only_what_is_missing(engine, tmp_path, m
     written.clear()
     measured(engine, cut)
     assert not written  # all is there
+
+
+def test_more_tables_are_added_to_a_file_without_measuring_again(engine, tmp_path, monkeypatch):
+    output = tmp_path / "out.jsonl"
+    first = plan_of()
+    table = first.experiment.tables[0]
+    measured(engine, output, experiment=replace(first.experiment, tables=(replace(table, cases=table.cases[:1]),)))
+    written = []
+    monkeypatch.setattr(turns, "start", lambda engine, system, *rest, _start=turns.start: written.append(
+        (system.drafter, system.rule)) or _start(engine, system, *rest))
+    results = measured(engine, output)  # the first text's other systems, and the second text
+    assert sorted(written) == [
+        ("magicdec", "keyed"), ("plain", "keyed"), ("plain", "keyed"), ("tokenswift", "independent"),
+        ("tokenswift", "keyed"), ("tokenswift", "per-path")]
+    grids = measures.tables(results, first.experiment, first.scale)
+    assert not any("–" in row for row in grids[0].rows)
 
 
 def test_other_settings_are_not_mixed_into_a_file(engine, tmp_path):
@@ -461,3 +480,18 @@ def test_a_journal_is_replayed_with_its_own_prompt_and_penalty(capfd, tmp_path, 
     document = json.loads(out.splitlines()[-1])
     assert document["files"]["journal"][0]["tokens"] == 300
     assert "200 of them the prompt, penalty window 50" in out
+
+
+def test_the_documents_tables_are_those_of_the_kept_results():
+    root = Path(__file__).resolve().parent.parent
+    command = [sys.executable, str(root / "benchmarks" / "tables.py"), "--check"]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_kept_results_can_be_compared_and_name_their_model():
+    kept = list((Path(__file__).resolve().parent.parent / "benchmarks" / "results").glob("*.jsonl"))
+    assert kept
+    for path in kept:
+        for session in stored.read(path).sessions:
+            assert len(session["weights_sha256"]) == 64 and len(session["prompt_sha256"]) == 64
+            assert not session["commit"].endswith("-dirty")

@@ -17,6 +17,7 @@ import pytest
 from conftest import make_checkpoint
 from test_batch import put, records, sorted_lines, writers
 
+from longdraft.__main__ import run as longdraft_command
 from longdraft.batch.local import alone
 from longdraft.batch.on_ray import Placement, on_ray
 from longdraft.batch.run import run
@@ -41,6 +42,15 @@ def cluster(monkeypatch):
     yield nodes
     ray.shutdown()
     nodes.shutdown()
+
+
+@pytest.mark.parametrize("address", [["--ray"], ["--ray", "127.0.0.1:9"], ["--ray", "nonsense"]])
+def test_no_cluster_is_one_line(tmp_path, capfd, monkeypatch, address):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    rows = put(tmp_path / "in.jsonl", [{"id": "a", "prompt": "x"}])
+    assert longdraft_command(["batch", str(rows), str(tmp_path / "out.jsonl"), *address]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"longdraft: --ray {[*address, 'auto'][1]}: ") and said.count("\n") == 1
 
 
 def parent_of(process: int) -> int:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
+from queue import Empty, SimpleQueue
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +24,8 @@ from longdraft.batch.rows import Report, Task
 from longdraft.batch.writer import Job, Writer
 from longdraft.errors import LongdraftError, UsageError, WorkerError
 
+_LOOK_S = 0.25
+_ANSWER_S = 10.0  # for a cluster to answer at all
 _WINDOW = 8192  # rows that Ray holds at once, in blocks of those that are written side by side: they come together
 
 
@@ -65,10 +70,13 @@ def _library() -> ModuleType:
 
 
 def _connect(ray: ModuleType, address: str) -> None:
+    host, _, port = address.rpartition(":")
     try:
+        if host and port.isdigit():  # else Ray tries for minutes
+            socket.create_connection((host, int(port)), _ANSWER_S).close()
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
         raise UsageError(f"--ray {address}: {reason}; start a cluster with `ray start --head`, or give --ray "
                          "local") from error
 
@@ -85,13 +93,37 @@ def _written(ray: ModuleType, job: Job, tasks: list[Task], placement: Placement,
     blocks = -(-len(rows) // job.at_once)
     data = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
         _actor(job), batch_size=job.at_once, concurrency=(1, most), **resources)
-    try:
-        for row in data.iter_rows():
-            check()
-            yield _report(row)
-    except ray.exceptions.RayError as error:
-        raise WorkerError(f"Ray gave the job up: {str(error).strip().splitlines()[-1]}; the same command goes "
-                          "on") from error
+    for row in _watched(data.iter_rows(), check):
+        if isinstance(row, ray.exceptions.RayError):
+            raise WorkerError(f"Ray gave the job up: {str(row).strip().splitlines()[-1]}; the same command goes "
+                              "on") from row
+        if isinstance(row, BaseException):
+            raise row
+        yield _report(row)
+
+
+def _watched(rows: Iterable[dict[str, Any]], check: Check) -> Iterator[dict[str, Any] | BaseException]:
+    """The rows as they come, or what ended them; a text may take hours, and a signal should not wait for it."""
+    found: SimpleQueue[dict[str, Any] | BaseException | None] = SimpleQueue()
+
+    def wait() -> None:
+        try:
+            for row in rows:
+                found.put(row)
+            found.put(None)
+        except BaseException as error:  # whatever it is, it is raised where the rows are wanted
+            found.put(error)
+
+    Thread(target=wait, daemon=True).start()
+    while True:
+        check()
+        try:
+            row = found.get(timeout=_LOOK_S)
+        except Empty:
+            continue
+        if row is None:
+            return
+        yield row
 
 
 def _resources(ray: ModuleType, placement: Placement) -> dict[str, float]:

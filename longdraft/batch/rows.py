@@ -31,7 +31,7 @@ _SIMPLE = ("id", "prompt", "messages", "chat_options", "metadata")
 _NAMES = ("model", "messages", "prompt", "chat_template_kwargs", "user", "metadata", "store")
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "stream": (False,), "stream_options": (), "logprobs": (False, 0), "top_logprobs": (0,),
-    "echo": (False,), "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},),
+    "echo": (False,), "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,),
     "tools": ([],), "tool_choice": ("none",), "response_format": ({"type": "text"},), "modalities": (["text"],)}
 
 
@@ -131,8 +131,10 @@ def _openai(key: str, kind: Kind, row: Row, model: str) -> Task:
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """By our names, checked: `max_tokens` is `max_new_tokens`."""
     try:
+        if isinstance(bias := given.get("logit_bias"), dict):  # JSON's keys are texts
+            given = {**given, "logit_bias": tuple(sorted((int(token), value) for token, value in bias.items()))}
         SamplingParams.from_names(given)
-    except TypeError as error:  # a number where a list belongs, for one
+    except (TypeError, ValueError) as error:  # a number where a list belongs, for one
         raise UsageError(f"a sampling setting is of the wrong kind: {error}") from error
     return {ALIASES.get(name, name): value for name, value in given.items() if value is not None}
 

@@ -2,9 +2,10 @@
 
     longdraft bench batch --prompt-file novel.txt --contexts 1024,8192 --texts 1,2,4,8,16
 
-Every text is a real one, behind its own stretch of the file. The same texts write in turns: all side by side, then each
-alone, so that the machine's moods meet both; what one is to the other is the median over neighbouring turns. What plain
-decoding could gain at most is the bytes that need not be read again:
+Every text is a real one, behind its own stretch of the file. The same texts write in turns: all side by side, then
+each alone, so that the machine's moods meet both; what one is to the other is the median over neighbouring turns, by
+the clock and by the processor's time (which tells more where others are at work). What plain decoding could gain at
+most is the bytes that need not be read again:
 
     floor = (weights + texts * cache) / read bandwidth        for a token of each text
     limit = texts * (weights + cache) / (weights + texts * cache)
@@ -29,7 +30,7 @@ from longdraft.bench import peers
 from longdraft.bench.measure import Limits
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
-from longdraft.errors import UsageError, check
+from longdraft.errors import UsageError
 from longdraft.model import library
 
 Record = dict[str, Any]
@@ -69,9 +70,8 @@ class Plan(NamedTuple):
             raise UsageError(f"--contexts, --turn and --repeats come to {longest + self.num_new} positions; allowed: "
                              f"{limit} (the model's context limit)")
         for setting in self.settings:
-            name, *options = setting.split(",")
-            parsed = drafters.parse_options(name, dict(option.partition("=")[::2] for option in options))
-            check(not drafters.draft_model_of(parsed), "--drafters", setting, "drafters without a model of their own")
+            name, *options = setting.split(",")  # unknown ones are told before anything is measured
+            drafters.parse_options(name, dict(option.partition("=")[::2] for option in options))
 
 
 def measure(engine: Engine, plan: Plan, limits: Limits, report: Record, doing: Callable[[str], Any]) -> None:
@@ -90,13 +90,20 @@ def measure(engine: Engine, plan: Plan, limits: Limits, report: Record, doing: C
                 group.batch.close()  # its memory is the next one's
 
 
+class Turn(NamedTuple):
+    """What some texts wrote, the time that it took, and the processor's, of all threads."""
+
+    tokens: int
+    seconds: float
+    processor_s: float
+
+
 class Group:
     """Texts behind prompts of one length, read and under way."""
 
     def __init__(self, engine: Engine, plan: Plan, context: int, setting: str) -> None:
         name, *options = setting.split(",")
-        engine.drafter = name
-        engine.options = drafters.parse_options(name, dict(option.partition("=")[::2] for option in options))
+        engine = engine.with_drafter(name, dict(option.partition("=")[::2] for option in options))
         self.context, self.setting = context, setting
         self.batch: Batch = engine.batch()
         self.texts: list[int] = []
@@ -106,13 +113,13 @@ class Group:
             self.texts.append(self.batch.add(plan.prompt(context, place), params))
             self.write(self.texts[-1:], 1)
 
-    def write(self, texts: Sequence[int], tokens: int) -> tuple[float, int]:
-        """Let these texts write so many tokens each, or a few more, side by side: seconds, and tokens in all.
+    def write(self, texts: Sequence[int], tokens: int) -> Turn:
+        """Let these texts write so many tokens each, or a few more, side by side.
 
         A text that has written its share stands by while the others end theirs.
         """
         left = dict.fromkeys(texts, tokens)
-        written, began = 0, time.perf_counter()
+        written, began, used = 0, time.perf_counter(), time.process_time()
         while left:
             for text, event in self.batch.step(left):
                 written += len(event.tokens)
@@ -120,48 +127,52 @@ class Group:
                     raise event.error
                 left[text] -= len(event.tokens)
             left = {text: more for text, more in left.items() if more > 0}
-        return time.perf_counter() - began, written
+        return Turn(written, time.perf_counter() - began, time.process_time() - used)
 
 
 def _record(engine: Engine, plan: Plan, group: Group, count: int, limits: Limits, slots: Slots | None) -> Record:
     """`count` texts side by side, each by itself, and as many slots of the peer, in turns."""
     texts = group.texts[:count]
-    rates: dict[str, list[float]] = {"side by side": [], "one after another": [], LLAMA: []}
+    turns: dict[str, list[Turn]] = {"side by side": [], "one after another": [], LLAMA: []}
     before = [group.batch[text].stats() for text in texts]
     for _ in range(plan.repeats + 1):
-        seconds, tokens = group.write(texts, plan.turn)
-        rates["side by side"].append(tokens / seconds)
-        turns = [group.write([text], plan.turn) for text in texts]
-        rates["one after another"].append(sum(tokens for _, tokens in turns) / sum(seconds for seconds, _ in turns))
-        if slots and (rate := slots.rate(count, plan.turn)):
-            rates[LLAMA].append(rate)
-    rates = {name: found[1:] for name, found in rates.items()}  # the first turns warm up
+        turns["side by side"].append(group.write(texts, plan.turn))
+        alone = [group.write([text], plan.turn) for text in texts]
+        turns["one after another"].append(Turn(*(sum(part) for part in zip(*alone, strict=True))))
+        if slots and (turn := slots.write(count, plan.turn)):
+            turns[LLAMA].append(turn)
+    ours, single, theirs = (found[1:] for found in turns.values())  # the first turns warm up
     after = [group.batch[text].stats() for text in texts]
     grown = {key: sum(b[key] - a[key] for a, b in zip(before, after, strict=True)) for key in ("new_tokens", "steps")}
     weights = sum(linear.nbytes for linear in engine.model.linears)
     cache = group.context * engine.model.cache_bytes_per_token
     record: Record = {
         "context": group.context, "drafter": group.setting, "texts": count,
-        "tokens_per_second": median(rates["side by side"]),
-        "alone_tokens_per_second": median(rates["one after another"]),
-        "to_one_after_another": _ratio(rates["side by side"], rates["one after another"]),
+        "tokens_per_second": _rate(ours),
+        "alone_tokens_per_second": _rate(single),
+        "to_one_after_another": _ratio(ours, single),
+        "of_processor_to_one_after_another": median(
+            a.tokens / a.processor_s * b.processor_s / b.tokens for a, b in zip(ours, single, strict=True)),
         "limit": count * (weights + cache) / (weights + count * cache),
         "floor_tokens_per_second": count * limits.read_bandwidth / (weights + count * cache),
         "mean_accepted_length": grown["new_tokens"] / grown["steps"],
-        "turns": rates,
+        "turns": {name: [turn._asdict() for turn in found[1:]] for name, found in turns.items()},
     }
-    if rates[LLAMA]:
-        record |= {"peer_tokens_per_second": median(rates[LLAMA]),
-                   "to_peer": _ratio(rates["side by side"], rates[LLAMA])}
+    if theirs:
+        record |= {"peer_tokens_per_second": _rate(theirs), "to_peer": _ratio(ours, theirs)}
     return record
+
+
+def _rate(turns: Sequence[Turn]) -> float:
+    return median(turn.tokens / turn.seconds for turn in turns)
 
 
 def sha256(ids: Sequence[int]) -> str:
     return statistics.sha256_tokens(np.array(ids, dtype=np.int32))
 
 
-def _ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    return median(a / b for a, b in zip(one, other, strict=True))
+def _ratio(one: Sequence[Turn], other: Sequence[Turn]) -> float:
+    return median(a.tokens / a.seconds * b.seconds / b.tokens for a, b in zip(one, other, strict=True))
 
 
 class Slots:
@@ -172,18 +183,18 @@ class Slots:
         self._limit_s = limit_s
         self._found = found
 
-    def rate(self, count: int, steps: int) -> float | None:
-        """Tokens per second of so many slots together; None where it failed, with the reason in the report."""
+    def write(self, count: int, steps: int) -> Turn | None:
+        """So many steps of so many slots together; None where it failed, with the reason in the report."""
         if self._worker is None:
             return None
         time.sleep(_SETTLE_S)
         try:
-            seconds = self._worker.ask(self._limit_s, do="together", slots=count, count=steps)["seconds"]
+            answer = self._worker.ask(self._limit_s, do="together", slots=count, count=steps)
         except peers.Failed as error:
             self._found["error"], self._worker = str(error), None
             return None
         time.sleep(_SETTLE_S)
-        return count * steps / float(sum(seconds))
+        return Turn(count * steps, sum(answer["seconds"]), answer["processor_s"])
 
 
 @contextmanager

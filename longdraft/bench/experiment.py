@@ -127,9 +127,25 @@ class TextSpec:
 
     @property
     def key(self) -> str:
-        known = asdict(self)
-        del known["sampling"]["from_model"]
-        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """As it stands in results."""
+        found = json.loads(json.dumps(asdict(self)))
+        del found["sampling"]["from_model"]
+        return dict(found)
+
+    def is_of(self, about: Mapping[str, Any]) -> bool:
+        """Whether results are of this text. A setting that is younger than they are had its default."""
+        built_in = {entry.name: entry.default for entry in fields(SamplingParams)}
+        sampling = self.about["sampling"]
+        old = {name: about["sampling"].get(name, _listed(built_in[name])) for name in sampling}
+        return (self.prefill, self.stretch, sampling) == (about["prefill"], about["stretch"], old)
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
@@ -143,6 +159,7 @@ class Experiment:
     prefill: int
     sampling: Mapping[str, Any]
     default_scale: str = "default"
+    marks: tuple[int, ...] = ()  # lengths at which cases are read, those of tables that were not chosen too
 
     def scale(self, name: str) -> Scale:
         check(name in self.scales, "--scale", name, ", ".join(self.scales))
@@ -187,7 +204,7 @@ class Experiment:
 
     def ends(self, scale: Scale) -> list[int]:
         """New tokens at which turns end."""
-        asked = {case.at for table in self.tables for case in table.cases if 0 < case.at < scale.lengths[-1]}
+        asked = {mark for mark in self.marks if mark < scale.lengths[-1]}
         return sorted({*range(scale.turn, scale.lengths[-1], scale.turn), *scale.lengths, *asked})
 
 
@@ -217,7 +234,8 @@ def parse(data: Mapping[str, Any]) -> Experiment:
     tables = tuple(_table(given) for given in _taken(rest, "tables", list))
     found: Experiment = _make(Experiment, "experiment", {
         **rest, "scales": scales, "systems": systems, "tables": tables, "prefill": base.get("prefill", 4096),
-        "sampling": base.get("sampling", {})})
+        "sampling": base.get("sampling", {}), "marks": tuple(case.at for table in tables for case in table.cases
+                                                             if case.at)})
     check(bool(scales), "scales", list(scales), "at least one")
     for name in (found.reference, *(case.system for table in tables for case in table.cases)):
         check(name in systems, "system", name, ", ".join(systems))

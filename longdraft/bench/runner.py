@@ -62,7 +62,7 @@ def run(plan: Plan, engine: Engine, ids: Sequence[int], output: Path | None, lim
     prompts = {text: _prompt(ids, text, plan.stretches) for text in texts}
     store = Store(output, session)
     try:
-        ends, units = plan.experiment.ends(plan.scale), list(_units(plan, engine, texts))
+        ends, units = plan.experiment.ends(plan.scale), list(_units(engine, texts, store.results))
         with _progress(units, ends, engine, store.results) as told:
             for spec, key, names in units:
                 _write_unit(plan, engine, store, spec, key, names, prompts[spec], ends, told)
@@ -75,9 +75,17 @@ def run(plan: Plan, engine: Engine, ids: Sequence[int], output: Path | None, lim
 Unit = tuple[TextSpec, str, list[str]]
 
 
-def _units(plan: Plan, engine: Engine, texts: dict[TextSpec, list[str]]) -> Iterator[Unit]:
-    """Texts with as many systems as memory holds caches for; the reference is with all of them."""
-    for spec, (reference, *others) in texts.items():
+def _units(engine: Engine, texts: dict[TextSpec, list[str]], known: Results) -> Iterator[Unit]:
+    """Texts with as many systems as memory holds caches for; the reference is with all of them.
+
+    First what was begun, then the systems that nobody began (another choice of tables may have been measured before).
+    """
+    for spec, (reference, *names) in texts.items():
+        begun = [text.about for text in known.texts.values() if spec.is_of(text.about)]
+        yield from ((spec, about["text"], list(about["systems"])) for about in begun)
+        others = [name for name in names if not any(name in about["systems"] for about in begun)]
+        if begun and not others:
+            continue
         positions = spec.prefill + spec.sampling.max_new_tokens
         bytes_each = 1.2 * positions * engine.model.cache_bytes_per_token
         most = max(1, int(_SHARE * machine.free_memory() / bytes_each) - 1)
@@ -92,17 +100,15 @@ def _write_unit(plan: Plan, engine: Engine, store: Store, spec: TextSpec, key: s
     if key not in store.results.texts:
         about = {name: {**asdict(system), "options": system.options_for(spec.prefill),
                         "own_text": system.rule in OWN_TEXT} for name, system in systems.items()}
-        sampling = asdict(spec.sampling)
-        del sampling["from_model"]
-        store.append({"kind": "text", "text": key, "spec": spec.key, "prefill": spec.prefill, "sampling": sampling,
-                      "stretch": spec.stretch, "prompt_sha256": statistics.sha256_tokens(_as_array(prompt)),
-                      "reference": names[0], "systems": about, "ends": list(ends)})
+        store.append({"kind": "text", "text": key, **spec.about, "reference": names[0], "systems": about,
+                      "prompt_sha256": statistics.sha256_tokens(_as_array(prompt)), "ends": list(ends)})
 
     def emit(record: Record) -> None:
         store.append(record)
         told(record)
 
-    write_all(engine, systems, prompt, spec.sampling, ends, store.results.texts[key], emit)
+    text = store.results.texts[key]
+    write_all(engine, systems, prompt, spec.sampling, text.about["ends"], text, emit)
 
 
 def provenance(engine: Engine) -> Record:

@@ -89,7 +89,8 @@ def batch(report: Mapping[str, Any]) -> None:
     table("Texts side by side, all together", (
         ("context", "context", ","), ("drafter", "drafter", ""), ("texts", "texts", ","),
         ("tokens/s", "tokens_per_second", ",.1f"), ("one after another", "alone_tokens_per_second", ",.1f"),
-        ("times", "to_one_after_another", ".2f"), ("bytes would give", "limit", ".2f"),
+        ("times", "to_one_after_another", ".2f"),
+        ("of processor time", "of_processor_to_one_after_another", ".2f"), ("bytes would give", "limit", ".2f"),
         ("mean accepted length", "mean_accepted_length", ".2f"), ("llama.cpp, slots", "peer_tokens_per_second", ",.1f"),
         ("to it", "to_peer", ".2f")), report["texts"])
     if report["peer"]:

@@ -28,11 +28,12 @@ JOB = "The job"
 class Command(TyperCommand):
     """Lets `--ray` stand without its value, which Typer has no word for."""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        for parameter in self.params:
-            if parameter.name == "ray":
-                parameter.flag_value, parameter._flag_needs_value = "auto", True  # type: ignore[attr-defined]
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        bare = [place for place, (arg, following) in enumerate(zip(args, [*args[1:], "-"], strict=True))
+                if arg == "--ray" and following.startswith("-")]
+        for place in reversed(bare):
+            args = [*args[: place + 1], "auto", *args[place + 1 :]]
+        return super().parse_args(ctx, args)
 
 
 def batch(
@@ -103,8 +104,9 @@ def batch(
     if ray is None and threads is None and workers:
         threads = max(1, (os.cpu_count() or 1) // workers)
     load: dict[str, Any] = {
-        "model": model, "revision": revision, "cache_dir": cache_dir and str(cache_dir), "offline": offline,
-        "drafter": drafter, "drafter_options": parse_pairs("--drafter-option", drafter_option or ()), "heads": heads,
+        "model": _from_anywhere(model), "revision": revision, "cache_dir": cache_dir and str(cache_dir),
+        "offline": offline, "heads": heads and _from_anywhere(heads), "drafter": drafter,
+        "drafter_options": parse_pairs("--drafter-option", drafter_option or ()),
         "device": device, "dtype": dtype, "quantize": quantize, "threads": threads, "tensor_parallel": tensor_parallel}
     options.require_one_process(tensor_parallel)
     if tensor_parallel > 1 and (workers or ray is not None):
@@ -121,6 +123,13 @@ def batch(
     job = Job(Path(os.path.abspath(work or f"{output}.work")), load, defaults, seed, served_model_name or model, fsync,
               retries, at_once=1 if tensor_parallel > 1 else at_once)
     return _run(rows, output, job, _crew(workers, ray, threads, device), retry_errors, stats, quiet)
+
+
+def _from_anywhere(name: str) -> str:
+    """A model or heads by a name that means the same in another process's working folder."""
+    from longdraft.model.library import bundled
+
+    return os.path.abspath(name) if os.path.isdir(name) and name not in bundled() else name
 
 
 def _crew(workers: int | None, ray: str | None, threads: int | None, device: str) -> Crew:

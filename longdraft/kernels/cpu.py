@@ -115,6 +115,7 @@ class CpuKernels:
     """See :class:`longdraft.kernels.interface.Kernels` for shapes and meaning."""
 
     is_row_invariant = True
+    is_device = False
 
     def __init__(self, variant: str, dtype: str) -> None:
         self.name = variant
@@ -184,12 +185,22 @@ class CpuKernels:
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
         num_layers, held, heads, dim = kv.k.shape
         for x in (kv.k, kv.v):
-            fits = x.shape == kv.k.shape and x.dtype == self.dtype and _are_layers(x) and x.stride(0) == kv.k.stride(0)
+            fits = x.shape == kv.k.shape and x.dtype == self.dtype and _are_layers(x, kv.k.stride(0))
             _require(fits, f"{self.dtype} [L, T, Hkv, D]", (x.shape, x.dtype))
         stores = self.stores(kv.stores, num_layers, heads, dim)
         _require(kv.length >= 0, "positions of 0 or more", kv.length)
         if len(rows):
             self.native.keep(stores, kv.length, rows, held, kv.k.stride(0), kv.k.data_ptr(), kv.v.data_ptr())
+
+    def keep_at(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
+        there = targets >= 0
+        self.keep(kv, rows[there].tolist())
+
+    def cache_bytes(self, head_dim: int) -> int:
+        return head_dim * self.dtype.itemsize
+
+    def free_bytes(self) -> int | None:
+        return None
 
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
         num_layers, heads, count = positions.shape
@@ -318,26 +329,27 @@ def _require_held(stores: Sequence[_cpu.Store], length: int) -> None:
     _require(0 <= length <= min(store.capacity for store in stores), "positions that are held", length)
 
 
-def _are_layers(x: Tensor, layer_stride: int | None = None) -> bool:
+def _are_layers(x: Tensor, layer_stride: int) -> bool:
     """Whether [L, T, Hkv, D] is contiguous within each layer, and the layers lie so far apart."""
-    num_layers, _, heads, dim = x.shape
-    wanted = (layer_stride if layer_stride and num_layers > 1 else x.stride(0), heads * dim, dim, 1)
-    return all(size == 1 or at == to for size, at, to in zip(x.shape, x.stride(), wanted, strict=True))
+    strides, wanted = x.stride(), (layer_stride, x.shape[2] * x.shape[3], x.shape[3], 1)
+    return strides == wanted or all(
+        size == 1 or at == to for size, at, to in zip(x.shape, strides, wanted, strict=True))
 
 
 def _slices_of_one(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """The address of a tensor [L, R, Hkv, D] of which these are slices, [L, T, Hkv, D] each, one behind the other."""
     num_layers, rows, heads, dim = shape
     width, start = heads * dim, parts[0].data_ptr()
-    row = 0
+    row, size = 0, width * dtype.itemsize
     for part in parts:
         count = part.shape[1]
-        fits = (part.shape == (num_layers, count, heads, dim) and part.dtype == dtype and count > 0
-                and _are_layers(part, rows * width)
-                and part.data_ptr() == start + row * width * dtype.itemsize)
-        _require(fits, f"keys and values {shape} of {dtype}, a slice for each text", (part.shape, part.dtype))
+        fits = (part.dtype == dtype and count > 0 and part.shape == (num_layers, count, heads, dim)
+                and part.data_ptr() == start + row * size and _are_layers(part, rows * width))
+        if not fits:
+            raise ValueError(f"CPU kernels want keys and values {shape} of {dtype}, a slice for each text, got "
+                             f"{tuple(part.shape)} of {part.dtype}")
         row += count
-    _require(row == rows, f"keys and values of {rows} rows", row)
+    _require(row == rows, "keys and values of all rows", row)
     return start
 
 

@@ -50,12 +50,16 @@ class Weights(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What a text asks for: a forward of rows over its cache, and logits of the last `num_logits` of them."""
+    """What a text asks for: a forward of rows over its cache, and logits of the last `num_logits` of them.
+
+    is_prompt  see `LayersKV`
+    """
 
     model: Transformer
     rows: Rows
     cache: KVCache
     num_logits: int = 0
+    is_prompt: bool = False
 
 
 class Forward:
@@ -128,7 +132,8 @@ class Transformer:
     @property
     def cache_bytes_per_token(self) -> int:
         config = self.config
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.kernels.dtype.itemsize
+        heads = 2 * config.num_layers * config.num_kv_heads
+        return heads * self.kernels.cache_bytes(config.head_dim)
 
     def new_cache(self) -> FullCache:
         config = self.config
@@ -140,24 +145,25 @@ class Transformer:
         """Equal of the models that can be asked together: of one's copies for several lengths."""
         return self._decoder
 
-    def forward(self, rows: Rows, cache: KVCache, num_logits: int = 0) -> Forward:
+    def forward(self, rows: Rows, cache: KVCache, num_logits: int = 0, is_prompt: bool = False) -> Forward:
         """Run rows over a cache; their keys and values stay provisional until the cache commits them."""
-        return self.together([Ask(self, rows, cache, num_logits)])[0]
+        return self.together([Ask(self, rows, cache, num_logits, is_prompt)])[0]
 
     def together(self, asks: Sequence[Ask]) -> list[Forward]:
         """One forward for all that is asked of this model, each text over a cache of its own."""
         kernels, config = self.kernels, self.config
         counts = [len(ask.rows.tokens) for ask in asks]
         ends = list(accumulate(counts))
-        own = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         shape = (config.num_layers, ends[-1], config.num_kv_heads, config.head_dim)
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
-        texts = [ask.cache.append(k[:, rows], v[:, rows]) for ask, rows in zip(asks, own, strict=True)]
+        texts = [ask.cache.append(*parts)._replace(is_prompt=ask.is_prompt) for ask, *parts in
+                 zip(asks, _split(k, counts, 1), _split(v, counts, 1), strict=True)]
         hidden, attended = self._decoder.forward(
             self.embed([token for ask in asks for token in ask.rows.tokens]), *_rotations(asks), texts,
             torch.tensor([parent for ask in asks for parent in ask.rows.parents], dtype=torch.int32))
         logits = self._last_logits(hidden, [(end, ask.num_logits) for end, ask in zip(ends, asks, strict=True)])
-        return [Forward(hidden, attended, rows, part) for rows, part in zip(own, logits, strict=True)]
+        return [Forward(hidden, attended, slice(end - count, end), part)
+                for count, end, part in zip(counts, ends, logits, strict=True)]
 
     def _last_logits(self, hidden: Tensor, wanted: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
         """Logits of the last rows of each text: (where its rows end, how many)."""
@@ -166,7 +172,7 @@ class Transformer:
             return [hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)] * len(wanted)
         if sum(counts) != len(hidden):
             hidden = torch.cat([hidden[end - count : end] for end, count in wanted])
-        return torch.split(self.logits(hidden), counts)
+        return _split(self.logits(hidden), counts, 0)
 
     def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos, sin [R, D / 2] float32 of positions."""
@@ -190,6 +196,11 @@ class Transformer:
         """Logits [R, V] float32 of rows that are already normalised."""
         logits = self.kernels.linear(normed, self.weights.head, keep_float=True)
         return logits if self.config.logits_divisor == 1 else logits.div_(self.config.logits_divisor)
+
+
+def _split(x: Tensor, counts: Sequence[int], axis: int) -> Sequence[Tensor]:
+    """Views of so many rows each."""
+    return (x,) if len(counts) == 1 else torch.split(x, list(counts), axis)
 
 
 def _rotations(asks: Sequence[Ask]) -> tuple[Tensor, Tensor]:

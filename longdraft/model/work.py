@@ -9,8 +9,7 @@ the same model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -50,6 +49,8 @@ def answers(asks: Sequence[Ask]) -> list[Forward | Exception]:
     Where a forward of several texts fails (no memory for one's cache, say) each is asked for by itself: a forward that
     was cut short has changed nothing that counts.
     """
+    if len(asks) == 1:
+        return list(_together(asks))
     found: dict[int, Forward | Exception] = {}
     groups: dict[object, list[int]] = {}
     for place, ask in enumerate(asks):
@@ -83,18 +84,19 @@ class Meter:
 
     def __call__(self) -> float:
         """Seconds so far."""
-        return self._agree(self._charged + (0.0 if self._since is None else time.perf_counter() - self._since))
+        return self._agree(self._so_far())
+
+    def _so_far(self) -> float:
+        return self._charged + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def charge(self, seconds: float) -> None:
         """Its share of a forward."""
         self._charged += seconds
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """While its own work is done."""
-        self._since = began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._since = None
-            self._charged += time.perf_counter() - began
+    def start(self) -> None:
+        """Its own work begins."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Its own work stands by."""
+        self._charged, self._since = self._so_far(), None

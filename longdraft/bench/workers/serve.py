@@ -7,7 +7,7 @@
     {"do": "fill", "length": 2048, "within_s": 60}                       {"cache": "random", "length": 2048}
     {"do": "steps", "count": 2}                                                  {"seconds": [0.01, 0.01]}
     {"do": "prefill", "tokens": [5, 6, 7]}                                               {"seconds": 0.02}
-    {"do": "together", "slots": 4, "count": 1}    (who has the option "slots" only)       {"seconds": [0.02]}
+    {"do": "together", "slots": 4, "count": 1}                     {"seconds": [0.02], "processor_s": 0.04}
 
     python serve.py transformers writer
     {"do": "open", ..., "options": {"draft": null}}
@@ -101,8 +101,9 @@ def _answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "prefill":
         return {"seconds": _seconds(lambda: engine.prefill(request["tokens"]))}
     if request["do"] == "together":
-        slots = [5] * request["slots"]
-        return {"seconds": [_seconds(lambda: engine.together(slots)) for _ in range(request["count"])]}
+        slots, began = [5] * request["slots"], time.process_time()
+        seconds = [_seconds(lambda: engine.together(slots)) for _ in range(request["count"])]
+        return {"seconds": seconds, "processor_s": time.process_time() - began}
     assert request["do"] == "steps"
     return {"seconds": [_seconds(lambda: engine.step(5)) for _ in range(request["count"])]}
 

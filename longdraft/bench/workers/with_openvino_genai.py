@@ -15,7 +15,7 @@ import openvino
 import openvino_genai as genai
 from openvino_tokenizers import convert_tokenizer
 from optimum.intel import OVModelForCausalLM
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 
 class Writer:
@@ -53,7 +53,8 @@ class Writer:
         exported = OVModelForCausalLM.from_pretrained(folder, export=True, compile=False, stateful=True,
                                                       load_in_8bit=False)
         exported.save_pretrained(place)
-        tokenizer, detokenizer = convert_tokenizer(AutoTokenizer.from_pretrained(folder), with_detokenizer=True)
+        read = PreTrainedTokenizerFast(tokenizer_file=str(Path(folder) / "tokenizer.json"))  # whatever class it names
+        tokenizer, detokenizer = convert_tokenizer(read, with_detokenizer=True)
         openvino.save_model(tokenizer, place / "openvino_tokenizer.xml")
         openvino.save_model(detokenizer, place / "openvino_detokenizer.xml")
         return place
