@@ -83,8 +83,11 @@ class Meter:
         self._since = time.perf_counter() if always else None  # that its own work began
 
     def __call__(self) -> float:
-        """Seconds so far."""
-        return self._agree(self._charged + (0.0 if self._since is None else time.perf_counter() - self._since))
+        """Seconds so far, those that all ranks go by."""
+        return self._agree(self._seconds())
+
+    def _seconds(self) -> float:
+        return self._charged + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def charge(self, seconds: float) -> None:
         """Its share of a forward."""
@@ -96,5 +99,5 @@ class Meter:
 
     def stop(self) -> None:
         """Its own work stands by."""
-        self._charged = self()
+        self._charged = self._seconds()
         self._since = None
