@@ -3,6 +3,7 @@
 #
 #   make demo    install, then write a long text with the bundled model
 #   make test    install what tests need, then run them all
+#   make test-cuda  the CUDA kernels' tests on a device of this machine (docs/cuda.md)
 #   make lint    ruff and mypy
 #   make sanitize  the kernels' tests with addresses and undefined behaviour watched (GCC or Clang; minutes)
 #   make cluster  a batch job on a local Ray cluster whose workers and nodes are killed (a minute)
@@ -18,7 +19,7 @@ TOKENS ?= 4000
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
-.PHONY: demo test test-page lint sanitize cluster soak clean
+.PHONY: demo test test-cuda test-page lint sanitize cluster soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/longdraft generate --prompt-file examples/chapter.txt --max-new-tokens $(TOKENS) --seed 7 \
@@ -26,6 +27,11 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses auto
+
+# PyTorch for CUDA must be what the set-up found: see docs/cuda.md.
+test-cuda: $(VENV)/.installed-dev
+	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "PyTorch sees no CUDA device; docs/cuda.md says what is needed")'
+	$(BIN)/python -m pytest --timeout 900 tests/test_cuda_kernels.py tests/test_cuda_engine.py tests/test_cuda_bench.py
 
 test-page: $(VENV)/.installed-dev
 	LONGDRAFT_SCREENSHOTS=docs $(BIN)/python -m pytest -rs tests/test_page.py

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from shapes import SHAPES
 
+from longdraft.bench.shapes import SHAPES
 from longdraft.model import config, library
 from longdraft.model.checkpoint import HEADS_PREFIX, INDEX, dump_json, expected_shapes
 from longdraft.model.heads import KIND

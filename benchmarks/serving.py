@@ -199,8 +199,12 @@ def malformed(args: argparse.Namespace) -> dict:
                     data[at:at] = rng.choice([b"[" * 2000, b"\x00", b"\\ud800", b"1e999", b"null", b"-0", b"9" * 400])
                 if not data:
                     data = bytearray(b"{")
-            reply = client.post(url + rng.choice(paths), content=bytes(data),
-                                headers={"Content-Type": "application/json"})
+            path = rng.choice(paths)
+            try:
+                reply = client.post(url + path, content=bytes(data), headers={"Content-Type": "application/json"})
+            except httpx.HTTPError as error:
+                raise SystemExit(f"request {number} to {path} got {error!r}, the server's status is {child.poll()}: "
+                                 f"{bytes(data)!r}") from error
             counts[reply.status_code] = counts.get(reply.status_code, 0) + 1
             assert reply.status_code < 500, (bytes(data), reply.text)
         grown = process.memory_info().rss - before

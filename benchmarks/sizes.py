@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from shapes import SHAPES
-
+from longdraft.bench.shapes import SHAPES
 from longdraft.model import config, sizing
 
 CONTEXTS = (4096, 100_000)

@@ -3,7 +3,7 @@
     python benchmarks/tables.py            # rewrites the document
     python benchmarks/tables.py --check    # says whether it is what the results say
 
-    <!-- paper-smoke.jsonl 3 5 -->         the tables 3 and 5 of benchmarks/results/paper-smoke.jsonl
+    <!-- paper-smoke.jsonl 3 5 : alpha -->     α in the tables 3 and 5 of benchmarks/results/paper-smoke.jsonl
     <!-- end -->
 """
 
@@ -11,24 +11,28 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from longdraft.bench import experiment, measures, results
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
-_MARKED = re.compile(r"(<!-- (\S+\.jsonl) ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (\S+\.jsonl) ([\w ]+): ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def written(text: str) -> str:
     """The document with its tables anew."""
-    return _MARKED.sub(lambda found: f"{found[1]}\n{_tables(found[2], found[3].split())}\n{found[4]}", text)
+    return _MARKED.sub(lambda found: f"{found[1]}\n{_tables(found[2], found[3].split(), found[4].split())}\n"
+                       f"{found[5]}", text)
 
 
-def _tables(file: str, ids: list[str]) -> str:
+def _tables(file: str, ids: list[str], chosen: list[str]) -> str:
     found = results.read(ROOT / "benchmarks" / "results" / file)
     session = found.sessions[0]
     plan = experiment.load(session["experiment"]).chosen(ids)
+    plan = replace(plan, tables=tuple(replace(table, measures=tuple(name for name in table.measures if name in chosen))
+                                      for table in plan.tables))
     grids = measures.tables(found, plan, plan.scale(session["scale"]))
     told = (f"Model `{session['model']}`, weights sha256 {session['weights_sha256'][:12]}, commit {session['commit']}, "
             f"{session['processor']}, {session['threads']} threads, seeds {session['seeds']}, prompt "

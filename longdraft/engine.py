@@ -31,7 +31,7 @@ from longdraft.errors import JournalError, ModelError, NumericalError, UsageErro
 from longdraft.generation import Generation
 from longdraft.journal import Header, Journal, Run, differences, parse_fsync
 from longdraft.journal import read as read_journal
-from longdraft.model import checkpoint, defaults, fingerprint, library
+from longdraft.model import checkpoint, defaults, fingerprint, library, sizing
 from longdraft.model import config as model_config
 from longdraft.model.chat_template import Message
 from longdraft.model.defaults import Defaults
@@ -73,13 +73,15 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     Raises ModelError for files that are missing, corrupt or unsupported, UsageError for settings.
     """
     check(device in ("auto", "cpu", "cuda"), "device", device, "auto, cpu or cuda")
-    check(dtype in ("auto", "float32", "bfloat16"), "dtype", dtype, "auto, float32 or bfloat16")
-    check(quantize in checkpoint.QUANTIZE, "quantize", quantize, " or ".join(checkpoint.QUANTIZE))
-    check(threads is None or 1 <= threads <= 1024, "threads", threads, "1 to 1024")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device is 'cuda', but PyTorch sees no CUDA device; use cpu or auto")
-    check(1 <= tensor_parallel <= 1024, "tensor_parallel", tensor_parallel, "1 to 1024")
     device = "cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu")
+    dtypes = ("auto", "float32", "bfloat16", *(("float16",) if device == "cuda" else ()))
+    check(dtype in dtypes, "dtype", dtype, f"{', '.join(dtypes[:-1])} or {dtypes[-1]}",
+          "float16 is for CUDA devices" if dtype == "float16" else "")
+    check(quantize in checkpoint.QUANTIZE, "quantize", quantize, " or ".join(checkpoint.QUANTIZE))
+    check(threads is None or 1 <= threads <= 1024, "threads", threads, "1 to 1024")
+    check(1 <= tensor_parallel <= 1024, "tensor_parallel", tensor_parallel, "1 to 1024")
     group = parallel.join(tensor_parallel, device) if tensor_parallel > 1 else None
     if threads is None and group:
         threads = group.cores  # torchrun asks for one
@@ -92,6 +94,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     require_model(folder)
     config = model_config.read(folder)
     chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, kernels_name)
+    _require_room(config, chosen, quantize, tensor_parallel)
     if group:
         chosen = parallel.ParallelKernels(chosen, group)
     tokenizer = Tokenizer(folder)
@@ -108,6 +111,18 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     if group:
         group.require_same({**engine.identity, "drafter": drafter, "drafter options": str(options)})
     return engine
+
+
+def _require_room(config: model_config.ModelConfig, chosen: kernels.Kernels, quantize: str, parts: int) -> None:
+    """MemoryError, naming what would fit, for weights (one of so many parts) that the device has no room for."""
+    free, share = chosen.free_bytes(), sizing.of(config).parameters / parts
+    needed = share * (1 if quantize == "int8" else chosen.dtype.itemsize)
+    if free is not None and needed > free * sizing.USABLE:
+        smaller = [f"{name} ({share * width / 2**30:.1f} GiB)"
+                   for name, width in (("--dtype bfloat16", 2), ("--quantize int8", 1))
+                   if share * width <= free * sizing.USABLE]
+        raise MemoryError(f"the weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of {chosen.device} "
+                          f"are free; what would fit: {' or '.join(smaller) or 'a smaller model'}")
 
 
 class Engine:
@@ -414,7 +429,7 @@ def load_for(header: Header, *, model: str | None = None, drafter: str | None = 
         drafter_options, heads = drafter_options or header.drafter_options, heads or header.heads
     device = header.arithmetic.get("device", "auto").partition(":")[0]
     asked = header.arithmetic.get("kernels", "")
-    is_asked = device == "cpu" and kernels.VARIABLE not in os.environ and asked in kernels.available()
+    is_asked = kernels.VARIABLE not in os.environ and asked in kernels.available(device)
     return load(model or header.model, drafter=drafter or header.drafter, drafter_options=drafter_options, heads=heads,
                 device=device, dtype=header.arithmetic.get("dtype", "auto"), quantize=header.quantize, threads=threads,
                 token=token, cache_dir=cache_dir, offline=offline, kernels_name=asked if is_asked else None,

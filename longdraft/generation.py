@@ -17,12 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 from longdraft import drafters, kernels, statistics
+from longdraft.cache.full import FullCache
 from longdraft.core import Context, Event, Finish, SamplingParams
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
 from longdraft.errors import JournalError, memory_told
 from longdraft.journal import Journal
 from longdraft.loops import Foresight
+from longdraft.model import sizing
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer
@@ -38,8 +40,10 @@ from longdraft.version import __version__
 from longdraft.writing import Writing, Written
 
 log = logging.getLogger(__name__)
-PREFILL_CHUNK = 512  # prompt tokens in one forward; any number gives the same text
+PREFILL_CHUNK = 512  # prompt tokens in one forward; on the CPU any number gives the same text
 PREFILL_SHARED = 64  # ... while others write in the same forwards: they wait for each
+WRITTEN_CHUNK = 128  # on a device, of tokens that were written before, when a text is resumed
+_LARGEST_TREE = 1024  # rows behind the text for which a reserved cache has room
 _QUERY_ROWS = 128  # last prompt rows that drafters are told of
 
 
@@ -85,8 +89,12 @@ class Generation(Iterator[Event]):
         draft = engine.draft and engine.draft.for_length(min(length, reads, engine.draft.config.max_positions))
         self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
+        if model.kernels.is_device:
+            _reserve(model, cache, length)
         stop_ids, is_fast = self._writing.stop_ids, model.kernels.name != kernels.REFERENCE
-        sampler = sampler_of(params, stop_ids, is_fast)
+        # Another law than ours is decided on the host.
+        sampler = (Sampler(params, stop_ids, is_fast, model.kernels) if sampler_of is Sampler
+                   else sampler_of(params, stop_ids, is_fast))
         self._recorder = None if logprobs is None else Recorder(params, stop_ids, is_fast, logprobs)
         meter = Meter(agree=engine.team.agree)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
@@ -271,16 +279,29 @@ class Generation(Iterator[Event]):
         verified: Verified | None = None
         while step.cache.length < last:
             start = step.cache.length
-            size = PREFILL_CHUNK if self.meter.texts == 1 else PREFILL_SHARED
-            chunk = step.context.slice(start, min(start + size, last)).tolist()
+            end, is_prompt = self._chunk(start, last)
+            chunk = step.context.slice(start, end).tolist()
             with self._engine.team.unit(step.context):
-                result = yield Ask(step.model, chain_rows(chunk, start), step.cache)
+                result = yield Ask(step.model, chain_rows(chunk, start), step.cache, is_prompt=is_prompt)
             step.cache.commit(range(len(chunk)))
             verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
             if self._on_prefill:
                 self._on_prefill(start + len(chunk), last)
         step.drafter.begin(step.context, verified)
         self._prefill_seconds = time.perf_counter() - began
+
+    def _chunk(self, start: int, last: int) -> tuple[int, bool]:
+        """Where the chunk that begins at `start` ends, and whether it is the prompt's.
+
+        On a device a prompt's chunks are of one size. Its last token and what was written were computed by steps in
+        the uncut run, and are so again: as rows of verification, which do not depend on one another.
+        """
+        if not self._step.model.kernels.is_device:
+            return min(start + (PREFILL_CHUNK if self.meter.texts == 1 else PREFILL_SHARED), last), True
+        prompt = min(self._step.context.prompt_length - 1, last)
+        if start < prompt:
+            return min(start + PREFILL_CHUNK, prompt), True
+        return min(start + WRITTEN_CHUNK, last), False
 
     def stats(self) -> dict[str, Any]:
         """The statistics so far, under the names of the `--stats` file."""
@@ -317,3 +338,18 @@ class Generation(Iterator[Event]):
             "longdraft_version": __version__,
             "torch_version": str(torch.__version__),
         }
+
+
+def _reserve(model: Transformer, cache: FullCache, length: int) -> None:
+    """The whole cache of a text of `length` tokens, or a MemoryError that says what would fit."""
+    per_token, free = model.cache_bytes_per_token, model.kernels.free_bytes()
+    wanted = length + _LARGEST_TREE  # rows behind the text
+    fits = wanted if free is None else int(free * sizing.USABLE) // per_token
+    if fits < wanted:
+        small = "" if model.kernels.name.endswith("-fp8") else f", {kernels.VARIABLE}={model.kernels.name}-fp8"
+        raise MemoryError(f"the cache of {length} tokens takes {wanted * per_token / 2**30:.1f} GiB, and "
+                          f"{(free or 0) / 2**30:.1f} GiB of {model.kernels.device} are free; "
+                          f"{max(0, fits - _LARGEST_TREE)} tokens would fit, prompt and new ones together; write "
+                          f"fewer, or take --quantize int8{small}")
+    with memory_told():
+        cache.reserve(wanted)

@@ -259,11 +259,19 @@ def test_another_model_is_not_found(client):
     assert caught.value.code == "model_not_found" and caught.value.param == "model"
 
 
-def test_a_model_without_a_template_cannot_chat():
+def test_a_model_without_a_template_cannot_chat(caplog):
+    """It says so, the connection stays, and the log has no traceback."""
     with serving.running(serving.load("novelist")) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         with pytest.raises(openai.BadRequestError, match="chat template"):
             client.chat.completions.create(model="novelist", messages=[{"role": "user", "content": "a"}])
+        with httpx.Client() as raw:
+            for _ in range(2):
+                body = {"messages": [{"role": "user", "content": "a"}]}
+                assert raw.post(server.url + "/v1/chat/completions", json=body).status_code == 400
+            connections = list(raw._transport._pool.connections)
+            assert len(connections) == 1 and connections[0].is_idle()
+    assert not any(entry.exc_info for entry in caplog.records)
 
 
 def test_what_is_no_request(server):

@@ -30,7 +30,7 @@ from longdraft.bench import peers
 from longdraft.bench.measure import Limits
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
-from longdraft.errors import UsageError, check
+from longdraft.errors import UsageError
 from longdraft.model import library
 
 Record = dict[str, Any]
@@ -70,9 +70,8 @@ class Plan(NamedTuple):
             raise UsageError(f"--contexts, --turn and --repeats come to {longest + self.num_new} positions; allowed: "
                              f"{limit} (the model's context limit)")
         for setting in self.settings:
-            name, *options = setting.split(",")
-            parsed = drafters.parse_options(name, dict(option.partition("=")[::2] for option in options))
-            check(not drafters.draft_model_of(parsed), "--drafters", setting, "drafters without a model of their own")
+            name, *options = setting.split(",")  # unknown ones are told before anything is measured
+            drafters.parse_options(name, dict(option.partition("=")[::2] for option in options))
 
 
 def measure(engine: Engine, plan: Plan, limits: Limits, report: Record, doing: Callable[[str], Any]) -> None:
@@ -104,8 +103,7 @@ class Group:
 
     def __init__(self, engine: Engine, plan: Plan, context: int, setting: str) -> None:
         name, *options = setting.split(",")
-        engine.drafter = name
-        engine.options = drafters.parse_options(name, dict(option.partition("=")[::2] for option in options))
+        engine = engine.with_drafter(name, dict(option.partition("=")[::2] for option in options))
         self.context, self.setting = context, setting
         self.batch: Batch = engine.batch()
         self.texts: list[int] = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longdraft.bench import experiments_cli
+from longdraft.bench import cuda_cli, experiments_cli
 from longdraft.errors import check
 
 if TYPE_CHECKING:
@@ -387,6 +387,7 @@ app.command("paper")(experiments_cli.paper)
 app.command("ablation")(experiments_cli.ablation)
 app.command("run")(experiments_cli.run)
 app.command("report")(experiments_cli.report)
+app.command("cuda")(cuda_cli.cuda)
 
 
 def numbers(option: str, text: str, most: int) -> list[int]:

@@ -127,9 +127,25 @@ class TextSpec:
 
     @property
     def key(self) -> str:
-        known = asdict(self)
-        del known["sampling"]["from_model"]
-        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """As it stands in results."""
+        found = json.loads(json.dumps(asdict(self)))
+        del found["sampling"]["from_model"]
+        return dict(found)
+
+    def is_of(self, about: Mapping[str, Any]) -> bool:
+        """Whether results are of this text. A setting that is younger than they are had its default."""
+        built_in = {entry.name: entry.default for entry in fields(SamplingParams)}
+        sampling = self.about["sampling"]
+        old = {name: about["sampling"].get(name, _listed(built_in[name])) for name in sampling}
+        return (self.prefill, self.stretch, sampling) == (about["prefill"], about["stretch"], old)
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,9 @@ def over_texts(results: Results, experiment: Experiment, scale: Scale, case: Cas
                ) -> Value | None:
     """A case's measure over all texts (seeds and stretches) that are of its kind."""
     seeds, stretches = results.sessions[0]["seeds"], results.sessions[0]["stretches"]
-    specs = {experiment.text_of(case, scale, seed, stretch).key for seed in seeds for stretch in range(stretches)}
+    specs = [experiment.text_of(case, scale, seed, stretch) for seed in seeds for stretch in range(stretches)]
     values = [measure(text, case.system, name, until) for text in results.texts.values()
-              if text.about["spec"] in specs and case.system in text.about["systems"]]
+              if case.system in text.about["systems"] and any(spec.is_of(text.about) for spec in specs)]
     found = [value for value in values if value is not None]
     if not found:
         return None
@@ -131,8 +131,9 @@ def measured(results: Results, experiment: Experiment, scale: Scale) -> Experime
     """The experiment with only those tables of which half or more was measured."""
     def is_there(spec: TableSpec) -> bool:
         seeds = results.sessions[0]["seeds"]
-        keys = {(text.about["spec"], system) for text in results.texts.values() for system in text.turns}
-        found = [(experiment.text_of(case, scale, seeds[0], 0).key, case.system) in keys for case in spec.cases]
+        specs = [experiment.text_of(case, scale, seeds[0], 0) for case in spec.cases]
+        found = [any(case.system in text.turns and wanted.is_of(text.about) for text in results.texts.values())
+                 for case, wanted in zip(spec.cases, specs)]
         return 2 * sum(found) >= max(1, len(found))
 
     return replace(experiment, tables=tuple(spec for spec in experiment.tables if is_there(spec)))

@@ -81,7 +81,7 @@ def _units(engine: Engine, texts: dict[TextSpec, list[str]], known: Results) -> 
     First what was begun, then the systems that nobody began (another choice of tables may have been measured before).
     """
     for spec, (reference, *names) in texts.items():
-        begun = [text.about for text in known.texts.values() if text.about["spec"] == spec.key]
+        begun = [text.about for text in known.texts.values() if spec.is_of(text.about)]
         yield from ((spec, about["text"], list(about["systems"])) for about in begun)
         others = [name for name in names if not any(name in about["systems"] for about in begun)]
         if begun and not others:
@@ -100,11 +100,8 @@ def _write_unit(plan: Plan, engine: Engine, store: Store, spec: TextSpec, key: s
     if key not in store.results.texts:
         about = {name: {**asdict(system), "options": system.options_for(spec.prefill),
                         "own_text": system.rule in OWN_TEXT} for name, system in systems.items()}
-        sampling = asdict(spec.sampling)
-        del sampling["from_model"]
-        store.append({"kind": "text", "text": key, "spec": spec.key, "prefill": spec.prefill, "sampling": sampling,
-                      "stretch": spec.stretch, "prompt_sha256": statistics.sha256_tokens(_as_array(prompt)),
-                      "reference": names[0], "systems": about, "ends": list(ends)})
+        store.append({"kind": "text", "text": key, **spec.about, "reference": names[0], "systems": about,
+                      "prompt_sha256": statistics.sha256_tokens(_as_array(prompt)), "ends": list(ends)})
 
     def emit(record: Record) -> None:
         store.append(record)

@@ -30,6 +30,10 @@ class KVCache(Protocol):
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these provisional rows, in this order; drop the others."""
 
+    def place(self, rows: Tensor, positions: Tensor) -> None:
+        """Begin a commit of rows that only the device knows yet: rows [N] at positions [N], none where that is
+        negative. `commit` with the same rows ends it."""
+
 
 class FullCache:
     """Committed rows of all layers in stores that grow by blocks (`KVStore.reserve`).
@@ -44,19 +48,29 @@ class FullCache:
         self.stores: list[KVStore] = [kernels.new_store(num_kv_heads, head_dim) for _ in range(num_layers)]
         self.length = 0
         self._tail: LayersKV | None = None
+        self._is_placed = False
+
+    def reserve(self, length: int) -> None:
+        """Make room for a text of so many tokens."""
+        for store in self.stores:
+            store.reserve(length)
 
     def append(self, k: Tensor, v: Tensor) -> LayersKV:
-        for store in self.stores:
-            store.reserve(self.length + k.shape[1])
+        self.reserve(self.length + k.shape[1])
         self._tail = LayersKV(self.stores, self.length, k, v)
         return self._tail
 
     def commit(self, rows: Sequence[int]) -> None:
         assert self._tail is not None or not len(rows), "commit without a forward"
-        if self._tail is not None and len(rows):
+        if self._tail is not None and len(rows) and not self._is_placed:
             self._kernels.keep(self._tail, rows)
-        self._tail = None
+        self._tail, self._is_placed = None, False
         self.length += len(rows)
+
+    def place(self, rows: Tensor, positions: Tensor) -> None:
+        assert self._tail is not None, "nothing to keep without a forward"
+        self._kernels.keep_at(self._tail, rows, positions)
+        self._is_placed = True
 
     def truncate(self, length: int) -> None:
         """Drop the rows from position `length` on."""

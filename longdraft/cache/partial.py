@@ -107,6 +107,9 @@ class PartialCache:
         self._held.commit(rows)
         self._drafted += len(rows)
 
+    def place(self, rows: Tensor, positions: Tensor) -> None:
+        self._held.place(rows, positions)
+
     def forget(self) -> None:
         """Drop what was drafted: verification writes these rows, or others, into the full cache."""
         self._held.truncate(self.length - self._drafted)

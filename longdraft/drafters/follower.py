@@ -27,6 +27,7 @@ from longdraft.model.transformer import Ask, Forward, Transformer, chain_rows
 from longdraft.model.work import Work, alone
 
 CHUNK = 512  # tokens read in one forward
+MANY = 64  # tokens from which they are read as a prompt's are: guesses need not be exact
 
 
 class Follower:
@@ -78,7 +79,7 @@ class Follower:
         tokens += _tokens(context, path, self._place(max(row, self._sinks)), end)
         known = self._model.config.vocab_size - 1  # ids beyond it are padding, never text: any row will do
         rows = chain_rows([min(token, known) for token in tokens[:CHUNK]], row)
-        result = yield Ask(self._model, rows, self.cache, 1)
+        result = yield Ask(self._model, rows, self.cache, 1, is_prompt=len(rows.tokens) > MANY)
         self.cache.commit(range(len(rows.tokens)))
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
@@ -32,9 +33,18 @@ VARIABLE = "LONGDRAFT_KERNELS"
 REFERENCE = "reference"
 
 
-def available() -> list[str]:
-    """What LONGDRAFT_KERNELS may name on this machine, the fastest first."""
-    return [*cpu.variants(), REFERENCE]
+def available(device: str = "cpu") -> list[str]:
+    """What LONGDRAFT_KERNELS may name on this device, the fastest first."""
+    return [*(cpu.variants() if device == "cpu" else _cuda_names()), REFERENCE]
+
+
+def _cuda_names() -> list[str]:
+    """Those of Triton, where it is installed."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    from longdraft.kernels.cuda.kernels import NAMES
+
+    return list(NAMES)
 
 
 def choose(device: str, dtype: str, name: str | None = None) -> Kernels:
@@ -44,17 +54,37 @@ def choose(device: str, dtype: str, name: str | None = None) -> Kernels:
     the compiled kernels are missing the reference serves, and a warning says so.
     """
     asked = name or os.environ.get(VARIABLE, "auto")
-    if asked not in ("auto", *available()):
-        raise UsageError(f"{VARIABLE} is {asked!r}; allowed here: auto, {', '.join(available())}")
-    if device != "cpu" and asked not in ("auto", REFERENCE):
-        raise UsageError(f"{VARIABLE} is {asked!r}, which runs on the CPU; use --device cpu, or leave it out")
-    if device != "cpu" or asked == REFERENCE:
+    if device == "cpu" and asked.startswith("triton-") and os.environ.get("TRITON_INTERPRET") == "1":
+        return _on_cuda(device, dtype, asked)  # interpreted, for tests
+    if asked not in ("auto", *available(device)):
+        where = "here" if device == "cpu" else f"on {device}"
+        raise UsageError(f"{VARIABLE} is {asked!r}; allowed {where}: auto, {', '.join(available(device))}")
+    if asked == REFERENCE:
         return ReferenceKernels(device, dtype)
+    if device != "cpu":
+        return _on_cuda(device, dtype, available(device)[0] if asked == "auto" else asked)
     if not cpu.variants():
         log.warning("the compiled CPU kernels are missing (%s), the slow reference serves; "
                     "reinstall longdraft with a C++ compiler at hand", cpu.WHY_MISSING)
         return ReferenceKernels(device, dtype)
     return cpu.CpuKernels(cpu.variants()[0] if asked == "auto" else asked, dtype)
+
+
+def _on_cuda(device: str, dtype: str, name: str) -> Kernels:
+    """Triton's kernels of this name; the reference where Triton is missing, which a warning says."""
+    if name == REFERENCE:
+        log.warning("Triton is missing, the slow reference serves; install it (PyTorch for CUDA brings it)")
+        return ReferenceKernels(device, dtype)
+    from longdraft.kernels.cuda.kernels import CudaKernels
+
+    if device != "cpu":
+        capability = torch.cuda.get_device_capability(device)
+        wanted = (8, 9) if name.endswith("-fp8") else (8, 0)
+        if capability < wanted:
+            raise UsageError(f"{VARIABLE} {name!r} needs a device of compute capability {wanted[0]}.{wanted[1]} or "
+                             f"more, this one has {capability[0]}.{capability[1]}; "
+                             f"{'leave -fp8 out' if wanted == (8, 9) else 'use --device cpu'}")
+    return CudaKernels(device, dtype, name)
 
 
 def set_threads(count: int) -> None:

@@ -115,6 +115,7 @@ class CpuKernels:
     """See :class:`longdraft.kernels.interface.Kernels` for shapes and meaning."""
 
     is_row_invariant = True
+    is_device = False
 
     def __init__(self, variant: str, dtype: str) -> None:
         self.name = variant
@@ -190,6 +191,16 @@ class CpuKernels:
         _require(kv.length >= 0, "positions of 0 or more", kv.length)
         if len(rows):
             self.native.keep(stores, kv.length, rows, held, kv.k.stride(0), kv.k.data_ptr(), kv.v.data_ptr())
+
+    def keep_at(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
+        there = targets >= 0
+        self.keep(kv, rows[there].tolist())
+
+    def cache_bytes(self, head_dim: int) -> int:
+        return head_dim * self.dtype.itemsize
+
+    def free_bytes(self) -> int | None:
+        return None
 
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
         num_layers, heads, count = positions.shape

@@ -109,6 +109,8 @@ class LayersKV(NamedTuple):
 
     rest  [L, H, D + 1, D + 1] float32: `KV.rest` as a function of each row's query before its rotation,
           rest[:D] times the query plus rest[D] (longdraft/cache/remainder.py)
+    is_prompt  the rows are a chunk of a prompt, a chain that is cut in the same chunks in every run: kernels may use
+          what is faster for many rows and not row-invariant, and tell only of the last rows' attention
     """
 
     stores: Sequence[KVStore]
@@ -116,6 +118,7 @@ class LayersKV(NamedTuple):
     k: Tensor
     v: Tensor
     rest: Tensor | None = None
+    is_prompt: bool = False
 
     def layer(self, index: int) -> KV:
         """One layer's. Its `rest` is still the function of the query."""
@@ -175,6 +178,7 @@ class Kernels(Protocol):
     is_row_invariant: bool  # whether the promise above holds to the bit on this device and dtype
     device: torch.device
     dtype: torch.dtype
+    is_device: bool  # of their own memory: caches are reserved whole, tokens chosen there, prompts read in fixed chunks
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> Linear:
         """Take a weight [N, K] (and bias [N]) into the kernels' layout; with `is_int8` quantised (kernels/int8.py)."""
@@ -204,6 +208,15 @@ class Kernels(Protocol):
 
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
         """Put these provisional rows, in this order, at positions kv.length, kv.length + 1, ... of every layer."""
+
+    def keep_at(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
+        """The same of rows [N] and positions [N] that only the device knows; of a negative position: nothing."""
+
+    def cache_bytes(self, head_dim: int) -> int:
+        """Bytes of a head's key, or its value, in a store."""
+
+    def free_bytes(self) -> int | None:
+        """Memory of the device that is not in use; None where the system's memory is used."""
 
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
         """Rows at positions [L, Hkv, N] (int64) of each source to positions start, start + 1, ... of its target."""

@@ -33,13 +33,17 @@ def _mix(x: UInt64s) -> UInt64s:
     return x ^ (x >> np.uint64(31))
 
 
+def mixed(seed: int) -> UInt64s:
+    """A seed as `bits` uses it: [1]."""
+    return _mix(np.array([seed], dtype=np.uint64))
+
+
 Positions = int | NDArray[np.integer]  # one for all tokens, or one for each
 
 
 def bits(seed: int, positions: Positions, tokens: NDArray[np.integer]) -> UInt64s:
     """The 52 random bits of each token id at its position, as integers below 2**52."""
-    key = _mix(np.array([seed], dtype=np.uint64))
-    key = _mix(key + np.atleast_1d(np.asarray(positions, dtype=np.uint64)) * _POSITION)
+    key = _mix(mixed(seed) + np.atleast_1d(np.asarray(positions, dtype=np.uint64)) * _POSITION)
     return _mix(key + tokens.astype(np.uint64) * _TOKEN) >> np.uint64(12)
 
 

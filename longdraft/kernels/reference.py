@@ -112,10 +112,12 @@ class ReferenceKernels:
     """See :class:`longdraft.kernels.interface.Kernels` for shapes and meaning."""
 
     name = "reference"
+    is_device = False
+
     def __init__(self, device: str, dtype: str) -> None:
         self.device = torch.device(device)
         self.is_row_invariant = self.device.type == "cpu"  # elsewhere it is not yet tested, so not claimed
-        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> ReferenceLinear:
         bias = None if bias is None else self._rounded(bias)
@@ -175,6 +177,16 @@ class ReferenceKernels:
         for store, k, v in zip(kv.stores, kv.k, kv.v, strict=True):
             store.write(kv.length, k[list(rows)], v[list(rows)])
 
+    def keep_at(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
+        there = targets >= 0
+        self.keep(kv, rows[there].tolist())
+
+    def cache_bytes(self, head_dim: int) -> int:
+        return head_dim * self.dtype.itemsize
+
+    def free_bytes(self) -> int | None:
+        return None
+
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
         for source, target, chosen in zip(sources, targets, positions.to(self.device), strict=True):
             target.write_heads(start, *source.read(chosen))
@@ -188,13 +200,8 @@ class ReferenceKernels:
             assert isinstance(store, ReferenceStore)
             k, v = (x.transpose(0, 1) for x in store.read(last.expand(store.num_kv_heads, -1)))
             parts.append(self.attention(whole.queries[index], KV(store, length - rows, k, v), chain))
-        output, lse = torch.stack([part.output for part in parts]).float(), torch.stack([part.lse for part in parts])
-        share = (lse - whole.lse).exp()[..., None]  # of the attention that the part holds
-        left = 1 - share
-        is_nothing = left < NOTHING
-        output = ((whole.output.float() - share * output) / left).masked_fill(is_nothing, 0.0)
-        lse = (whole.lse[..., None] + left.clamp_min(NOTHING).log()).masked_fill(is_nothing, -math.inf)
-        return torch.cat([output, lse], -1)
+        output, lse = torch.stack([part.output for part in parts]), torch.stack([part.lse for part in parts])
+        return remainder_of(whole, output, lse)
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:
         """One row after the other; a row's path is laid behind the committed part, where plain decoding
@@ -223,6 +230,16 @@ class ReferenceKernels:
                 out[row], lse[row] = _attend(q[row].float(), store, length + depths[row] + 1,
                                               None if rest is None else rest[row], window)
         return Attended(q, out, lse, q)
+
+
+def remainder_of(whole: Attended, output: Tensor, lse: Tensor) -> Tensor:
+    """`Kernels.remainder` from what the part gave: output [L, T, H, D] and lse [L, T, H]."""
+    share = (lse - whole.lse).exp()[..., None]  # of the attention that the part holds
+    left = 1 - share
+    is_nothing = left < NOTHING
+    output = ((whole.output.float() - share * output.float()) / left).masked_fill(is_nothing, 0.0)
+    lse = (whole.lse[..., None] + left.clamp_min(NOTHING).log()).masked_fill(is_nothing, -math.inf)
+    return torch.cat([output, lse], -1)
 
 
 class ReferenceDecoder:

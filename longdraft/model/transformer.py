@@ -50,12 +50,16 @@ class Weights(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What a text asks for: a forward of rows over its cache, and logits of the last `num_logits` of them."""
+    """What a text asks for: a forward of rows over its cache, and logits of the last `num_logits` of them.
+
+    is_prompt  see `LayersKV`
+    """
 
     model: Transformer
     rows: Rows
     cache: KVCache
     num_logits: int = 0
+    is_prompt: bool = False
 
 
 class Forward:
@@ -128,7 +132,8 @@ class Transformer:
     @property
     def cache_bytes_per_token(self) -> int:
         config = self.config
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.kernels.dtype.itemsize
+        heads = 2 * config.num_layers * config.num_kv_heads
+        return heads * self.kernels.cache_bytes(config.head_dim)
 
     def new_cache(self) -> FullCache:
         config = self.config
@@ -140,9 +145,9 @@ class Transformer:
         """Equal of the models that can be asked together: of one's copies for several lengths."""
         return self._decoder
 
-    def forward(self, rows: Rows, cache: KVCache, num_logits: int = 0) -> Forward:
+    def forward(self, rows: Rows, cache: KVCache, num_logits: int = 0, is_prompt: bool = False) -> Forward:
         """Run rows over a cache; their keys and values stay provisional until the cache commits them."""
-        return self.together([Ask(self, rows, cache, num_logits)])[0]
+        return self.together([Ask(self, rows, cache, num_logits, is_prompt)])[0]
 
     def together(self, asks: Sequence[Ask]) -> list[Forward]:
         """One forward for all that is asked of this model, each text over a cache of its own."""
@@ -151,7 +156,7 @@ class Transformer:
         ends = list(accumulate(counts))
         shape = (config.num_layers, ends[-1], config.num_kv_heads, config.head_dim)
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
-        texts = [ask.cache.append(*parts) for ask, *parts in
+        texts = [ask.cache.append(*parts)._replace(is_prompt=ask.is_prompt) for ask, *parts in
                  zip(asks, _split(k, counts, 1), _split(v, counts, 1), strict=True)]
         hidden, attended = self._decoder.forward(
             self.embed([token for ask in asks for token in ask.rows.tokens]), *_rotations(asks), texts,

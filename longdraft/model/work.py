@@ -83,10 +83,10 @@ class Meter:
         self._since = time.perf_counter() if always else None  # that its own work began
 
     def __call__(self) -> float:
-        """Seconds so far, those that all ranks go by."""
-        return self._agree(self._seconds())
+        """Seconds so far."""
+        return self._agree(self._so_far())
 
-    def _seconds(self) -> float:
+    def _so_far(self) -> float:
         return self._charged + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def charge(self, seconds: float) -> None:
@@ -99,5 +99,4 @@ class Meter:
 
     def stop(self) -> None:
         """Its own work stands by."""
-        self._charged = self._seconds()
-        self._since = None
+        self._charged, self._since = self._so_far(), None

@@ -49,6 +49,8 @@ class ParallelKernels:
         self.device, self.dtype = kernels.device, kernels.dtype
         # Everything but `linear`, `embed` and the decoder concerns what this rank has, and nobody else.
         self.pack, self.rms_norm, self.swiglu, self.rope = kernels.pack, kernels.rms_norm, kernels.swiglu, kernels.rope
+        self.is_device, self.keep_at = kernels.is_device, kernels.keep_at
+        self.cache_bytes, self.free_bytes = kernels.cache_bytes, kernels.free_bytes
         self.new_store, self.keep, self.copy = kernels.new_store, kernels.keep, kernels.copy
         self.remainder, self.attention = kernels.remainder, kernels.attention
 

@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from longdraft.core import Context, SamplingParams
-from longdraft.kernels import noise
-from longdraft.sampling import fast, process
+from longdraft.kernels import Kernels, noise
+from longdraft.sampling import device, fast, process
+from longdraft.sampling.device import DeviceSampler
 from longdraft.sampling.fast import FastSampler
 from longdraft.sampling.process import Support
 from longdraft.sampling.window import PenaltyWindow
@@ -34,9 +35,11 @@ class Sampler:
     params   the request's settings; `params.seed` must be set when temperature > 0
     banned   ids that cannot be chosen before params.min_new_tokens (end of text, stop ids)
     is_fast  leave to the compiled sampler what it knows (the same tokens, sooner)
+    kernels  leave to their device what it can decide (the same tokens, without moving logits)
     """
 
-    def __init__(self, params: SamplingParams, banned: Iterable[int] = (), is_fast: bool = True) -> None:
+    def __init__(self, params: SamplingParams, banned: Iterable[int] = (), is_fast: bool = True,
+                 kernels: Kernels | None = None) -> None:
         assert params.seed is not None or params.temperature == 0
         self.params = params
         self._seed = params.seed or 0
@@ -46,12 +49,17 @@ class Sampler:
         self._bias = torch.tensor(tokens, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
         self._is_fast = is_fast and fast.serves(params)
         self._fast: FastSampler | None = None
+        self.on_device: DeviceSampler | None = None
+        if kernels is not None and device.serves(params, kernels):
+            self.on_device = DeviceSampler(params, self._banned.tolist(), kernels)
 
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
         """The target's token behind each node, from its logits [nodes, V] float32.
 
         DAMAGED where a row's logits are not finite: an error only if the text gets there.
         """
+        if self.on_device:
+            return self.on_device.choose(logits, tree, context)
         logits = self._biased(logits)
         if self._is_fast:
             return self._compiled(logits.shape[1]).choose(logits, tree, context)

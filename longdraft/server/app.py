@@ -19,8 +19,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Scope
 
 from longdraft.engine import Engine
+from longdraft.errors import LongdraftError
 from longdraft.server import errors, generations, openai
-from longdraft.server.errors import ApiError
+from longdraft.server.errors import ApiError, Cancelled
 from longdraft.server.guard import Guard
 from longdraft.server.journals import Journals
 from longdraft.server.logs import log
@@ -63,6 +64,8 @@ class App:
         _add_page(api)
         api.add_exception_handler(RequestValidationError, _of_validation)
         api.add_exception_handler(HTTPException, _of_http)
+        for known in (LongdraftError, MemoryError, Cancelled):  # answered; what is not named here ends its connection
+            api.add_exception_handler(known, _of_any)
         api.add_exception_handler(Exception, _of_any)
         schema = api.openapi
 

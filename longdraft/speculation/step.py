@@ -16,7 +16,7 @@ from longdraft.model.transformer import Ask, Transformer, tree_rows
 from longdraft.model.work import Work
 from longdraft.sampling.sampler import DAMAGED, Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
-from longdraft.speculation.verify import walk
+from longdraft.speculation.verify import decide
 
 
 @dataclass
@@ -66,14 +66,13 @@ class Step(NamedTuple):
         with timings.measure("verify"):
             result = yield Ask(model, tree_rows(tree, len(context) - 1), cache, len(tree))
         with timings.measure("sample"):
-            choices = sampler.choose(result.logits, tree, context)
-            path = walk(tree, choices)
-            if DAMAGED in (choices[node] for node in path):
+            path, choices = decide(sampler, result.logits, tree, context, cache)
+            if DAMAGED in choices:
                 raise NumericalError("the model's logits are not finite; its weights may be damaged")
         with timings.measure("commit"):
             cache.commit(path)
-            context.extend(choices[node] for node in path)
-        accepted = Accepted(tuple(choices[node] for node in path), tuple(path),
+            context.extend(choices)
+        accepted = Accepted(tuple(choices), tuple(path),
                             tuple(tree.sources[node] for node in path[1:]), Verified(result, path),
                             len(tree) - 1, max(tree.depths))
         with timings.measure("draft"):

@@ -1,0 +1,347 @@
+"""`longdraft bench cuda`: what a CUDA device reaches, in parts that are written down as they are done.
+
+Run again with the same --output, it does what is missing. Each part has the time that is left and stops early rather
+than late; what was left out is listed under `left_out`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from longdraft import kernels
+from longdraft.bench import cuda_models as models
+from longdraft.bench import machine
+from longdraft.bench.shapes import SHAPES
+from longdraft.core import Context, SamplingParams
+from longdraft.drafters.plain import PlainDrafter
+from longdraft.errors import UsageError
+from longdraft.files import open_outputs
+from longdraft.kernels import KV, Kernels
+from longdraft.kernels.reference import ReferenceKernels
+from longdraft.model.transformer import Transformer, tree_rows
+from longdraft.model.work import alone, at_once
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.tree import Tree, chain
+
+SAMPLING = SamplingParams(max_new_tokens=200_000, seed=7, min_p=0.1, repetition_penalty=1.2, ignore_eos=True)
+
+
+class Plan(NamedTuple):
+    """What is measured: on a device the real thing, in the interpreter all of it at the smallest size."""
+
+    device: str
+    dtype: str
+    names: tuple[str, ...]  # kernels, the default first
+    shapes: dict[str, dict[str, Any]]
+    contexts: tuple[int, ...]
+    rows: tuple[int, ...]
+    equality: tuple[int, ...]  # contexts of the signature test
+    tokens: int  # that it writes
+    run: tuple[str, int]  # the bundled model's: with this drafter, so many tokens
+    bytes_copied: int
+    repeats: int
+    has_peer: bool
+
+
+MODELS = ("llama-3.1-8b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "yarn-llama-2-7b-128k")
+ON_DEVICE = Plan("cuda", "bfloat16", ("triton-64", "triton-32", "triton-16", "triton-64-fp8"),
+                 {name: SHAPES[name] for name in MODELS}, (4096, 32768, 61440, 102400), (1, 8, 16, 32, 64),
+                 (4096, 61440), 48, ("auto", 100_000), 1 << 31, 9, True)
+_TINY = SHAPES["qwen2.5-1.5b"] | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+                                  "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+INTERPRETED = Plan("cpu", "float32", ("triton-16",), {"tiny": _TINY}, (40,), (1, 2), (40,), 4, ("plain", 1),
+                   1 << 12, 1, False)
+
+
+@dataclass
+class Report:
+    """The document, written after every part; `deadline` on the monotonic clock."""
+
+    path: Path
+    deadline: float
+    filled: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path, plan: Plan, limit: float) -> Report:
+        report = cls(path, time.monotonic() + limit)
+        if path.exists():
+            try:
+                report.filled = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise UsageError(f"--output {path} exists and is not JSON ({error}); name another file") from error
+            if report.filled.get("bench") != "cuda" or report.filled.get("device") != plan.device:
+                raise UsageError(f"--output {path} holds something else than this benchmark's figures on "
+                                 f"{plan.device}; name another file")
+        report.filled |= {"bench": "cuda", "device": plan.device, "dtype": plan.dtype, "left_out": []}
+        report.save()
+        return report
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.deadline - time.monotonic()
+
+    def save(self) -> None:
+        file = open_outputs({"--output": self.path})["--output"]
+        file.write((json.dumps(self.filled, indent=2) + "\n").encode())
+        file.finish()
+
+    def part(self, name: str, seconds: float, measure: Callable[[], Any]) -> None:
+        """Measure a part that is not there yet, if `seconds` are left for it."""
+        done = self.filled.setdefault("parts", {})
+        if name in done:
+            return
+        if self.left() < seconds:
+            self.filled["left_out"].append(name)
+        else:
+            began = time.monotonic()
+            done[name] = {"seconds": 0.0, "figures": measure()}
+            done[name]["seconds"] = time.monotonic() - began
+            print(f"{name}: {done[name]['seconds']:.1f} s", flush=True)
+        self.save()
+
+
+def run(plan: Plan, report: Report) -> None:
+    chosen = kernels.choose(plan.device, plan.dtype, plan.names[0])
+    report.filled["machine"] = machine.describe(chosen) | _device(plan.device)
+    report.part("bandwidth", 5, lambda: bandwidth(plan))
+    report.part("correctness", 40, lambda: correctness(plan))
+    rate = report.filled["parts"].get("bandwidth", {}).get("figures", {}).get("bytes_per_s")
+    for name, shape in plan.shapes.items():
+        needed = 25 if plan.device == "cuda" else 1
+        wanted = [f"steps {name} {context}" for context in plan.contexts]
+        wanted += [f"equality {context}" for context in plan.equality] if name == next(iter(plan.shapes)) else []
+        if all(part in report.filled.get("parts", {}) for part in wanted) or report.left() < needed:
+            report.filled["left_out"] += [part for part in wanted if part not in report.filled.get("parts", {})]
+            continue
+        model = models.random_model(shape, chosen)
+        for part in wanted:
+            kind, context = part.split()[0], int(part.split()[-1])
+            report.part(part, 8 if plan.device == "cuda" else 1,
+                        lambda model=model, context=context, kind=kind:  # type: ignore[misc]
+                        equality(plan, model, context) if kind == "equality" else steps(plan, model, context, rate))
+        del model
+    for other in plan.names[1:]:
+        report.part(f"kernels {other}", 20, lambda other=other: variant(plan, other, rate))  # type: ignore[misc]
+    report.part("run", 30, lambda: long_run(plan, report))
+    if plan.has_peer:
+        report.part("transformers", 60, lambda: peer(plan, report))
+    report.save()
+    print(json.dumps(report.filled))
+
+
+def _device(device: str) -> dict[str, Any]:
+    if device != "cuda":
+        return {"processor_of_kernels": "Triton's interpreter"}
+    about = torch.cuda.get_device_properties(0)
+    return {"gpu": about.name, "gpu_memory_bytes": about.total_memory, "cuda": torch.version.cuda}
+
+
+def bandwidth(plan: Plan) -> dict[str, Any]:
+    """Bytes a second of a copy on the device, read and written both counted; the best of the repeats."""
+    source = torch.zeros(plan.bytes_copied, dtype=torch.uint8, device=plan.device)
+    target = torch.empty_like(source)
+    ms = min(models.device_ms(source.device, lambda: target.copy_(source), 1) for _ in range(plan.repeats))
+    return {"bytes": 2 * plan.bytes_copied, "ms": ms, "bytes_per_s": 2 * plan.bytes_copied / ms * 1e3}
+
+
+def correctness(plan: Plan) -> list[dict[str, Any]]:
+    """Each kernel beside the reference in float32: the largest difference; and whether a row of many is, to the bit,
+    the row alone."""
+    found = []
+    for name in plan.names:
+        ours, definition = kernels.choose(plan.device, plan.dtype, name), ReferenceKernels(plan.device, "float32")
+        sizes = (16, 48, 70) if plan.device == "cpu" else (64, 4096, 6144)
+        for dim in (16,) if plan.device == "cpu" else (64, 80, 96, 128, 256):
+            found.append(_attention_case(ours, definition, dim, *((50, 3) if plan.device == "cpu" else (5000, 64))))
+        rows, inner, outer = sizes
+        x = torch.randn(rows, inner, device=plan.device).to(ours.dtype)
+        weight = (torch.randn(outer, inner, device=plan.device) / inner**0.5).to(ours.dtype)
+        packed, wanted = ours.pack(weight), definition.pack(weight)
+        many = ours.linear(x, packed, keep_float=True)
+        found.append({"kernels": name, "kernel": f"linear {outer}x{inner}", "rows": rows,
+                      "difference": _difference(many[-2:], definition.linear(x[-2:], wanted)),
+                      "is_invariant": torch.equal(many[-1:], ours.linear(x[-1:], packed, keep_float=True))})
+    return found
+
+
+def _attention_case(ours: Kernels, definition: Kernels, dim: int, length: int, rows: int) -> dict[str, Any]:
+    k, v = (torch.randn(length + rows, 2, dim, device=ours.device).to(ours.dtype) for _ in range(2))
+    q = torch.randn(rows, 8, dim, device=ours.device).to(ours.dtype)
+    parents = torch.arange(-1, rows - 1, dtype=torch.int32)
+    outputs = []
+    for kernel in (ours, definition):
+        store = kernel.new_store(2, dim)
+        store.reserve(length + rows)
+        store.write(0, k[:length], v[:length])
+        outputs.append(kernel.attention(q.to(kernel.dtype), KV(store, length, k[length:], v[length:]), parents).output)
+        if kernel is ours:
+            flat = kernel.new_store(2, dim)
+            flat.reserve(length + rows)
+            flat.write(0, k[:-1], v[:-1])
+            alone = kernel.attention(q[-1:], KV(flat, length + rows - 1, k[-1:], v[-1:]), parents[:1]).output
+    return {"kernels": ours.name, "kernel": f"attention {dim}", "rows": rows, "length": length,
+            "difference": _difference(*outputs), "is_invariant": torch.equal(alone[0], outputs[0][-1])}
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.float() - expected.float()).abs().max())
+
+
+def _verifies(model: Transformer, context: int, rows: int) -> Callable[[], object]:
+    """A verification of so many rows behind `context` random ones: forward, logits, choice, walk, nothing kept."""
+    cache, text = models.random_cache(model, context), Context([5] * (context + 1))
+    sampler = Sampler(SAMPLING, kernels=model.kernels)
+    tree = chain(5, [5] * (rows - 1), "guess")
+
+    def work() -> object:
+        result = model.forward(tree_rows(tree, context), cache, rows)
+        assert sampler.on_device
+        chosen = sampler.on_device.launch(result.logits, tree, text)
+        cache.commit([])
+        return chosen
+
+    return work
+
+
+def steps(plan: Plan, model: Transformer, context: int, rate: float | None) -> dict[str, Any]:
+    """A plain step by the wall's clock, and verifications by the device's, beside the floor of memory."""
+    device = model.kernels.device
+    size = sum(weight.nbytes for weight in model.linears) + context * model.cache_bytes_per_token
+    floor = None if rate is None else size / rate * 1e3
+    by_rows = {}
+    for rows in plan.rows:
+        work = _verifies(model, context, rows)
+        by_rows[rows] = models.queued_ms(device, work, plan.repeats)
+        del work
+    wall = _wall_ms(model, context, 4 * plan.repeats)
+    first = by_rows[plan.rows[0]]
+    return {
+        "context": context, "bytes": size, "floor_ms": floor, "plain_ms": wall, "tokens_per_s": 1e3 / wall,
+        "share_of_floor": None if floor is None else floor / wall, "host_gap": max(0.0, 1 - first / wall),
+        "verify_ms": by_rows, "to_one_row": {rows: ms / first for rows, ms in by_rows.items()},
+    }
+
+
+def _wall_ms(model: Transformer, context: int, count: int) -> float:
+    """A step of plain decoding, as a text is written."""
+    cache = models.random_cache(model, context)
+    sampler = Sampler(SAMPLING, kernels=model.kernels)
+    step = Step(model, cache, PlainDrafter(), sampler, Context([5] * (context + 1)), Timings(), Tally())
+    for _ in range(3):
+        alone(step.run(1))
+    models.synchronise(model.kernels.device)
+    began = time.perf_counter()
+    for _ in range(count):
+        alone(step.run(1))
+    models.synchronise(model.kernels.device)
+    return (time.perf_counter() - began) / count * 1e3
+
+
+class _Liar:
+    """Guesses the true continuation with some tokens changed, and wrong siblings beside it."""
+
+    def __init__(self, truth: Sequence[int], start: int) -> None:
+        self._truth, self._start = truth, start
+
+    def begin(self, context: Context, verified: object) -> None: ...
+
+    def observe(self, context: Context, accepted: object) -> None: ...
+
+    @at_once
+    def propose(self, context: Context, max_depth: int) -> Tree:
+        place = len(context) - self._start
+        told = [token if (place + i) % 5 else (token + 1) % 7 for i, token in enumerate(self._truth[place : place + 6])]
+        tokens, parents = [context.last, 3, 3], [-1, 0, 1]
+        for depth, token in enumerate(told):
+            parents.append(len(tokens) - 1 if depth else 0)
+            tokens.append(token)
+        return Tree(tuple(tokens), tuple(parents), ("", *["liar"] * (len(tokens) - 1))).pruned(max_depth)
+
+
+def equality(plan: Plan, model: Transformer, context: int) -> dict[str, Any]:
+    """The signature test behind random rows: plain text, and the text with a drafter that lies half of the time."""
+    texts: list[list[int]] = []
+    taken = 0
+    for is_plain in (True, False):
+        cache, text, tally = models.random_cache(model, context), Context([5] * (context + 1)), Tally()
+        drafter = PlainDrafter() if is_plain else _Liar(texts[0], len(text))
+        step = Step(model, cache, drafter, Sampler(SAMPLING, kernels=model.kernels), text, Timings(), tally)
+        while len(text) - context - 1 < plan.tokens:
+            alone(step.run(plan.tokens - (len(text) - context - 1)))
+        texts.append(text.slice(context + 1, len(text)).tolist())
+        taken = tally.accepted.total()
+    return {"context": context, "tokens": plan.tokens, "accepted": taken, "is_equal": texts[0] == texts[1]}
+
+
+def variant(plan: Plan, name: str, rate: float | None) -> dict[str, Any]:
+    """Other kernels on the first shape and context: what a tile of 64 rows costs one row, what 8-bit caches bring."""
+    chosen = kernels.choose(plan.device, plan.dtype, name)
+    model = models.random_model(next(iter(plan.shapes.values())), chosen)
+    ends = dict.fromkeys((plan.contexts[0], plan.contexts[-1]))
+    return {str(context): steps(plan, model, context, rate) for context in ends}
+
+
+def long_run(plan: Plan, report: Report) -> dict[str, Any]:
+    """The bundled model's text, as far as the time goes."""
+    from longdraft.engine import load
+
+    drafter, tokens = plan.run
+    engine = load(drafter=drafter, device=plan.device, dtype=plan.dtype, kernels_name=plan.names[0])
+    until = report.deadline - (75 if plan.has_peer else 0)
+    limit = min(tokens, engine.model.config.max_positions - 100)
+    with engine.generate("It was", SamplingParams(
+            max_new_tokens=limit, seed=7, min_p=0.1, repetition_penalty=1.2, ignore_eos=True)) as text:
+        for _ in text:
+            if time.monotonic() > until:
+                break
+        return text.stats()
+
+
+_PEER = """
+import json, sys, time, torch
+from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
+shape, context, limit = json.loads(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+torch.set_default_dtype(torch.bfloat16)
+with torch.device("cuda"):
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), attn_implementation="sdpa").eval()
+cache = StaticCache(config=model.config, max_cache_len=context + 256)
+forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=False)
+token = torch.tensor([[5]], device="cuda")
+def step(place):
+    where = torch.tensor([place], device="cuda")
+    with torch.inference_mode():
+        given = dict(past_key_values=cache, cache_position=where, position_ids=where[None])
+        return forward(token, **given).logits[:, -1].argmax(-1)
+for place in range(4):
+    step(context + place)
+times = []
+for place in range(20):
+    torch.cuda.synchronize(); began = time.perf_counter()
+    step(context + 4 + place).item()
+    times.append(time.perf_counter() - began)
+print(json.dumps({"context": context, "step_ms": sorted(times)[10] * 1e3}))
+"""
+
+
+def peer(plan: Plan, report: Report) -> dict[str, Any]:
+    """transformers with a static cache and torch.compile, in a process of its own: a step at the shortest context."""
+    shape = next(iter(plan.shapes.values()))
+    command = [sys.executable, "-c", _PEER, json.dumps(shape), str(plan.contexts[0]), str(report.left())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=max(10, report.left() - 5), check=False)
+    except subprocess.TimeoutExpired:
+        return {"failed": "no figure within the time that was left"}
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1][:400] if done.stderr.strip() else "no reason given"}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found

@@ -1,0 +1,61 @@
+"""Rows of keys and values between stores, for all layers in one launch: what runs on the device.
+
+Stores come as tables of addresses, int64 [L, 5]: keys, values, their scales, positions that there is room for.
+"""
+
+import triton
+import triton.language as tl
+
+from longdraft.kernels.cuda.jit_rows import put
+
+
+@triton.jit
+def place(k, v, table, rows, targets, k_stride, v_stride, k_row_stride, v_row_stride, k_head_stride, v_head_stride,
+          HALF: tl.constexpr, PADDED: tl.constexpr, ELEMENT: tl.constexpr, IS_SCALED: tl.constexpr):
+    """Rows `rows[i]` of k, v (layer, row and head strides in elements) to positions targets[i]; no row where that is
+    negative. Grid (N, Hkv, L)."""
+    index, head, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = tl.load(rows + index).to(tl.int64)
+    target = tl.load(targets + index).to(tl.int64)
+    if target >= 0:
+        at = table + layer * 5
+        k_store = tl.load(at).to(tl.pointer_type(ELEMENT))
+        v_store = tl.load(at + 1).to(tl.pointer_type(ELEMENT))
+        k_scale = tl.load(at + 2).to(tl.pointer_type(tl.float32))
+        v_scale = tl.load(at + 3).to(tl.pointer_type(tl.float32))
+        slot = head * tl.load(at + 4) + target
+        half = tl.arange(0, PADDED)
+        mask = half < HALF
+        source = k + layer * k_stride + row * k_row_stride + head * k_head_stride + half
+        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+        put(first, second, mask, slot * 2 * HALF, slot, k_store, k_scale, HALF, half, IS_SCALED)
+        source = v + layer * v_stride + row * v_row_stride + head * v_head_stride + half
+        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+        put(first, second, mask, slot * 2 * HALF, slot, v_store, v_scale, HALF, half, IS_SCALED)
+
+
+@triton.jit(do_not_specialize=["count", "start"])
+def copy(sources, targets, positions, count, start, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+         BLOCK: tl.constexpr, ELEMENT: tl.constexpr, IS_SCALED: tl.constexpr):
+    """Rows at positions [L, Hkv, count] of each source to positions start, start + 1, ... of its target, bit for bit.
+    Grid (count / BLOCK, Hkv, L)."""
+    head, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = index < count
+    position = tl.load(positions + (layer * KV_HEADS + head) * count + index, mask=is_row, other=0)
+    dim = tl.arange(0, PADDED)
+    mask = is_row[:, None] & (dim < DIM)[None, :]
+    source_slot = head * tl.load(sources + layer * 5 + 4) + position
+    target_slot = head * tl.load(targets + layer * 5 + 4) + start + index
+    for kind in tl.static_range(2):
+        source = tl.load(sources + layer * 5 + kind).to(tl.pointer_type(ELEMENT))
+        target = tl.load(targets + layer * 5 + kind).to(tl.pointer_type(ELEMENT))
+        rows = tl.load(source + source_slot[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
+        tl.store(target + target_slot[:, None] * DIM + dim[None, :], rows, mask=mask)
+        if IS_SCALED:
+            source_scale = tl.load(sources + layer * 5 + 2 + kind).to(tl.pointer_type(tl.float32))
+            target_scale = tl.load(targets + layer * 5 + 2 + kind).to(tl.pointer_type(tl.float32))
+            scale = tl.load(source_scale + source_slot, mask=is_row, other=0.0)
+            tl.store(target_scale + target_slot, scale, mask=is_row)
