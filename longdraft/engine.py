@@ -115,9 +115,12 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
 
 def _require_room(config: model_config.ModelConfig, chosen: kernels.Kernels, quantize: str, parts: int) -> None:
     """MemoryError, naming what would fit, for weights (one of so many parts) that the device has no room for."""
-    free, share = chosen.free_bytes(), sizing.of(config).parameters / parts
+    free = chosen.free_bytes()
+    if free is None:
+        return
+    share = sizing.of(config).parameters / parts
     needed = share * (1 if quantize == "int8" else chosen.dtype.itemsize)
-    if free is not None and needed > free * sizing.USABLE:
+    if needed > free * sizing.USABLE:
         smaller = [f"{name} ({share * width / 2**30:.1f} GiB)"
                    for name, width in (("--dtype bfloat16", 2), ("--quantize int8", 1))
                    if share * width <= free * sizing.USABLE]

@@ -1,6 +1,6 @@
 """A batch job on a Ray cluster of several nodes in this machine: the same bytes, whatever is killed on the way.
 
-The test that kills takes a minute on two cores: `make cluster` runs it.
+The tests that begin a cluster take a minute on two cores: `make cluster` runs them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from conftest import make_checkpoint
 from test_batch import put, records, sorted_lines, writers
 
 from longdraft.__main__ import run as longdraft_command
+from longdraft.batch import on_ray as on_ray_module
 from longdraft.batch.local import alone
 from longdraft.batch.on_ray import Placement, on_ray
 from longdraft.batch.run import run
@@ -53,6 +54,14 @@ def test_no_cluster_is_one_line(tmp_path, capfd, monkeypatch, address):
     assert said.startswith(f"longdraft: --ray {[*address, 'auto'][1]}: ") and said.count("\n") == 1
 
 
+def test_a_cluster_that_has_ended_without_a_word_is_one_line(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(on_ray_module, "_CURRENT", put(tmp_path / "current", ["127.0.0.1:9"]))
+    rows = put(tmp_path / "in.jsonl", [{"id": "a", "prompt": "x"}])
+    assert longdraft_command(["batch", str(rows), str(tmp_path / "out.jsonl"), "--ray"]) == 2
+    assert capfd.readouterr().err.startswith("longdraft: --ray auto: ")
+
+
 def parent_of(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -66,6 +75,7 @@ def work_on(folder: Path, num_rows: int, num_tokens: int) -> tuple[Path, Job]:
     return put(folder / "in.jsonl", [*rows, "{"]), Job(folder / "work", load, {"on_loop": "off"}, 0, "tiny", "never")
 
 
+@pytest.mark.cluster
 def test_a_cluster_writes_what_one_process_does(cluster, tmp_path):
     rows, job = work_on(tmp_path, 4, 40)
     totals = run(rows, tmp_path / "out.jsonl", job, on_ray("auto", Placement(2, 1, "cpu")))

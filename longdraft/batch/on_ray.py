@@ -8,12 +8,14 @@ so a record may come twice; the job takes one.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import ModuleType
@@ -26,6 +28,7 @@ from longdraft.errors import LongdraftError, UsageError, WorkerError
 
 _LOOK_S = 0.25
 _ANSWER_S = 10.0  # for a cluster to answer at all
+_CURRENT = Path("/tmp/ray/ray_current_cluster")  # Ray's note of the cluster that this machine began last
 _WINDOW = 8192  # rows that Ray holds at once, in blocks of those that are written side by side: they come together
 
 
@@ -70,7 +73,7 @@ def _library() -> ModuleType:
 
 
 def _connect(ray: ModuleType, address: str) -> None:
-    host, _, port = address.rpartition(":")
+    host, _, port = (_last_begun() if address == "auto" else address).rpartition(":")
     try:
         if host and port.isdigit():  # else Ray tries for minutes
             socket.create_connection((host, int(port)), _ANSWER_S).close()
@@ -79,6 +82,14 @@ def _connect(ray: ModuleType, address: str) -> None:
         reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
         raise UsageError(f"--ray {address}: {reason}; start a cluster with `ray start --head`, or give --ray "
                          "local") from error
+
+
+def _last_begun() -> str:
+    """Where Ray looks for this machine's cluster: it may have ended without a word."""
+    try:
+        return os.environ.get("RAY_ADDRESS") or _CURRENT.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _written(ray: ModuleType, job: Job, tasks: list[Task], placement: Placement, check: Check) -> Iterator[Report]:
