@@ -21,6 +21,7 @@ FLOORS = {
     "drafters": 4, "statistics": 4,
     "loops": 1,
     "engine": 5, "generation": 5, "batching": 5, "writing": 5, "journal": 5, "console": 5, "files": 5,
+    "openai_body": 5,
     "cli": 6, "batch": 6, "train": 6, "bench": 6, "server": 6, "huggingface": 6,
     "__main__": 7, "__init__": 7,
 }

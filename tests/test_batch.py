@@ -148,11 +148,23 @@ def test_openai_lines_give_openai_records(job, tmp_path):
     ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "model": "other"}}, "--served-model-name"),
     ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "n": 2}}, "n is '2'; supported: 1"),
     ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "tools": [{}]}}, "tools"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "prediction": {}}}, "leaving it out"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "longdraft": {"journal": True}}},
+     "'journal'"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "longdraft": 3}}, "longdraft is '3'"),
 ])
 def test_what_is_wrong_with_a_row_is_said(tmp_path, row, complaint):
     rows = put(tmp_path / "in.jsonl", [row])
     ((line, read),) = source.rows(rows)
     assert line == 1 == source.count(rows) and complaint in parse(read, line, "tiny").problem
+
+
+def test_a_body_says_what_the_servers_requests_say():
+    body = {"prompt": "x", "max_tokens": 7, "stream": False, "tools": [], "verbosity": None, "user": "me",
+            "longdraft": {"min_p": 0.1, "penalty_window": 64}}
+    task = parse({"custom_id": "a", "url": "/v1/completions", "body": body}, 1, "tiny")
+    assert not task.problem
+    assert task.settings == {"max_new_tokens": 7, "min_p": 0.1, "penalty_window": 64}
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

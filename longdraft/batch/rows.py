@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from longdraft.core import ALIASES, SamplingParams
 from longdraft.errors import UsageError
+from longdraft.openai_body import UNSUPPORTED, unsupported
 
 Row = Mapping[str, Any]
 Record = dict[str, Any]
@@ -28,11 +29,9 @@ _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "co
 _RESERVED = re.compile(r"line \d+")
 _SIMPLE = ("id", "prompt", "messages", "chat_options", "metadata")
 # Of OpenAI's body: what names people and things, and what is supported with these values only.
-_NAMES = ("model", "messages", "prompt", "chat_template_kwargs", "user", "metadata", "store")
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "stream": (False,), "stream_options": (), "logprobs": (False, 0), "top_logprobs": (0,),
-    "echo": (False,), "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,),
-    "tools": ([],), "tool_choice": ("none",), "response_format": ({"type": "text"},), "modalities": (["text"],)}
+_NAMES = ("model", "messages", "prompt", "chat_template_kwargs", "user", "longdraft")
+_ONLY: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
+    "n": (1,), "stream": (False,), "stream_options": (), "logprobs": (False, 0), "top_logprobs": (0,), "echo": (False,)}
 
 
 @dataclass(frozen=True)
@@ -116,15 +115,15 @@ def _openai(key: str, kind: Kind, row: Row, model: str) -> Task:
     if body.get("model") not in (None, model):
         raise UsageError(f"the body asks for model {str(body['model'])[:80]!r}, the job has {model!r}; name it so, or "
                          "give --served-model-name")
-    for name, allowed in _ONLY.items():
-        if body.get(name) is not None and body[name] not in allowed:
-            values = " or ".join(map(repr, allowed)) or "nothing"
-            raise UsageError(f"{name} is {str(body[name])[:80]!r}; supported: {values}")
+    if refused := unsupported(body, _ONLY):
+        name, allowed = refused
+        raise UsageError(f"{name} is {str(body[name])[:80]!r}; supported: {allowed}")
     wanted, other = ("messages", "prompt") if kind == "chat" else ("prompt", "messages")
     if wanted not in body or other in body:
         raise UsageError(f"a body for {row['url']} has {wanted}, and no {other}")
     prompt = _messages(body["messages"]) if kind == "chat" else _prompt(body["prompt"])
     settings = {name: value for name, value in body.items() if name not in (*_NAMES, *_ONLY)}
+    settings |= _options(body, "longdraft", "settings that OpenAI has no name for")  # as the server takes them
     return Task(key, kind, prompt, kind == "chat", _options(body, "chat_template_kwargs"), _settings(settings))
 
 
@@ -153,10 +152,10 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     return list(messages)
 
 
-def _options(row: Row, name: str) -> dict[str, Any]:
+def _options(row: Row, name: str, of: str = "the chat template's variables") -> dict[str, Any]:
     options = row.get(name) or {}
     if not isinstance(options, dict):
-        raise UsageError(f"{name} is {str(options)[:80]!r}; allowed: an object of the chat template's variables")
+        raise UsageError(f"{name} is {str(options)[:80]!r}; allowed: an object of {of}")
     return options
 
 

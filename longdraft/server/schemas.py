@@ -10,21 +10,10 @@ from pydantic_core import PydanticCustomError
 
 from longdraft.errors import UsageError
 from longdraft.files import require_text
+from longdraft.openai_body import UNSUPPORTED, unsupported
 
 ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
 MAX_LOGPROBS = 20
-# Parameters of others that this server does not have, with the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (), "best_of": (1,), "continue_final_message": (False,), "add_generation_prompt": (True,),
-    "frequency_penalty": (0,), "presence_penalty": (0,), "function_call": ("none",), "functions": ([],),
-    "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (), "structured_outputs": (),
-    "include_stop_str_in_output": (False,), "length_penalty": (1,), "metadata": ({},), "modalities": (["text"],),
-    "moderation": (), "no_repeat_ngram_size": (0,), "parallel_tool_calls": (True, False), "prediction": (),
-    "prompt_logprobs": (), "reasoning_effort": (), "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "store": (False,), "suffix": ("",),
-    "tool_choice": ("none",), "tools": ([],), "typical_p": (1,), "use_beam_search": (False,), "verbosity": (),
-    "web_search_options": (),
-}
 
 
 def _utf8(text: str) -> str:
@@ -120,12 +109,11 @@ class Sampling(Strict):
         """Refuse what others' servers do and this one does not, unless it asks for nothing."""
         if not isinstance(body, Mapping):
             return body
-        for name, off in UNSUPPORTED.items():
-            if name not in cls.model_fields and body.get(name) is not None and body[name] not in off:
-                allowed = " or ".join(map(repr, off)) or "leaving it out"
-                raise PydanticCustomError("unsupported", "{param} is not supported by this server; allowed: {allowed}",
-                                          {"param": name, "allowed": allowed})
-        return {name: value for name, value in body.items() if name in cls.model_fields or name not in UNSUPPORTED}
+        foreign = {name: idle for name, idle in UNSUPPORTED.items() if name not in cls.model_fields}
+        if refused := unsupported(body, foreign):
+            raise PydanticCustomError("unsupported", "{param} is not supported by this server; allowed: {allowed}",
+                                      dict(zip(("param", "allowed"), refused, strict=True)))
+        return {name: value for name, value in body.items() if name not in foreign}
 
     @model_validator(mode="after")
     def _stream(self) -> Sampling:

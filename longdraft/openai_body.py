@@ -1,0 +1,27 @@
+"""What request bodies in OpenAI's format may not ask for: one list for the server and for the rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Parameters of others that nothing here does, with the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (), "best_of": (1,), "continue_final_message": (False,), "add_generation_prompt": (True,),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "function_call": ("none",), "functions": ([],),
+    "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (), "structured_outputs": (),
+    "include_stop_str_in_output": (False,), "length_penalty": (1,), "metadata": ({},), "modalities": (["text"],),
+    "moderation": (), "no_repeat_ngram_size": (0,), "parallel_tool_calls": (True, False), "prediction": (),
+    "prompt_logprobs": (), "reasoning_effort": (), "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "store": (False,), "suffix": ("",),
+    "tool_choice": ("none",), "tools": ([],), "typical_p": (1,), "use_beam_search": (False,), "verbosity": (),
+    "web_search_options": (),
+}
+
+
+def unsupported(body: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]] = UNSUPPORTED) -> tuple[str, str] | None:
+    """The first parameter that asks for what is not done, and what it may be; None where all is well."""
+    for name, idle in known.items():
+        if body.get(name) is not None and body[name] not in idle:
+            return name, " or ".join(map(repr, idle)) or "leaving it out"
+    return None
