@@ -4,6 +4,7 @@
     python benchmarks/serving.py load --clients 128 --seconds 180
     python benchmarks/serving.py malformed --count 10000
     python benchmarks/serving.py recovery --kills 5          # kill -9, restart, go on
+    python benchmarks/serving.py slow --readers 64           # readers that take a few bytes a second
 
 Each starts a server of its own, prints a table and ends with one line of JSON; --json FILE keeps it.
 """
@@ -16,6 +17,7 @@ import datetime
 import json
 import random
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -254,13 +256,83 @@ def recovery(args: argparse.Namespace) -> dict:
             "shown_text_lost": lost, "restart_s_median": statistics.median(seconds)}
 
 
+async def read_slowly(url: str, asked: dict, until: asyncio.Event) -> str:
+    """A stream over a socket with the smallest buffer, 100 bytes a second until the others may go on; then the rest."""
+    host, port = url.removeprefix("http://").split(":")
+    pipe = socket.socket()
+    pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    pipe.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(pipe, (host, int(port)))
+    reader, writer = await asyncio.open_connection(sock=pipe, limit=256)
+    content = json.dumps(asked).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    got = bytearray()
+    while not until.is_set():
+        got += await reader.read(100)
+        await asyncio.sleep(1)
+    while part := await reader.read(1 << 16):
+        got += part
+    writer.close()
+    assert got.startswith(b"HTTP/1.1 200"), bytes(got[:300])
+    events = re.findall(rb"^data: ({.*})\r?$", bytes(got), re.MULTILINE)
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events if b'"choices":[{' in event)
+
+
+def slow(args: argparse.Namespace) -> dict:
+    """Readers that take a few bytes a second: what they cost the server and a quick one, and whether they get all."""
+    found: list[tuple[dict, str]] = []
+    quick: dict[str, list[float]] = {"before": [], "beside": []}
+    options = ("--journals", "none", "--max-running", "8", "--max-queued", "256", "--timeout", "3600")
+    with server(*options) as (child, url):
+        process = psutil.Process(child.pid)
+        resident = {}
+
+        async def time_quick(name: str) -> None:
+            asked = {"prompt": "It was", "max_tokens": 500, "seed": 7, "stream": True, "longdraft": {"min_p": 0.1}}
+            async with httpx.AsyncClient(timeout=None) as client:
+                for _ in range(5):
+                    answer = await ask(client, url, asked, None)
+                    assert answer["status"] == 200, answer
+                    quick[name].append(answer["seconds"])
+
+        async def run() -> None:
+            await time_quick("before")
+            resident["before"] = process.memory_info().rss / 2**20
+            until = asyncio.Event()
+            asked = [{"prompt": PROMPTS[i % 5], "seed": i, "max_tokens": args.tokens, "stream": True,
+                      "longdraft": {"min_p": 0.1, "drafter": "suffix", "details": True}} for i in range(args.readers)]
+            readers = [asyncio.create_task(read_slowly(url, each, until)) for each in asked]
+            await asyncio.sleep(3)
+            async with httpx.AsyncClient() as client:
+                while (ready := (await client.get(url + "/ready")).json())["running"] + ready["waiting"]:
+                    await asyncio.sleep(1)  # all texts are being written, though hardly anybody reads
+            await asyncio.sleep(args.seconds)
+            resident["beside"] = process.memory_info().rss / 2**20
+            await time_quick("beside")
+            until.set()
+            found.extend(zip(asked, await asyncio.gather(*readers), strict=True))
+
+        asyncio.run(run())
+        time.sleep(1.5)
+        resident["after"] = process.memory_info().rss / 2**20
+        ready = httpx.get(url + "/ready").json()
+    engine = longdraft.load("novelist", drafter="plain")
+    return {"readers": args.readers, "tokens": args.tokens, "seconds_of_waiting": args.seconds,
+            "equal": sum(text == library_text(engine, asked) for asked, text in found),
+            "quick_s_before": statistics.median(quick["before"]), "quick_s_beside": statistics.median(quick["beside"]),
+            **{f"resident_mib_{name}": mib for name, mib in resident.items()},
+            "stuck": ready["running"] + ready["waiting"], "reserved_bytes_after": ready["reserved_bytes"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     for name, run, options in (("load", load, (("clients", 128), ("seconds", 180), ("tokens", 200))),
                                ("latency", latency, (("tokens", 1000), ("repeats", 5))),
                                ("malformed", malformed, (("count", 10_000), ("seed", 1))),
-                               ("recovery", recovery, (("kills", 5), ("tokens", 3000), ("seed", 1)))):
+                               ("recovery", recovery, (("kills", 5), ("tokens", 3000), ("seed", 1))),
+                               ("slow", slow, (("readers", 64), ("tokens", 1000), ("seconds", 60)))):
         command = commands.add_parser(name, help=(run.__doc__ or "128 clients for minutes").splitlines()[0])
         for option, default in options:
             command.add_argument(f"--{option}", type=int, default=default)

@@ -151,8 +151,9 @@ NB_MODULE(_cpu, m) {
         .def("pack", &pack, nb::rv_policy::take_ownership)
         .def("linear", [](const Kernels& k, const Linear& w, Address x, long rows, Address out, bool keep_float) {
             k.linear(w, at<void>(x), rows, at<void>(out), keep_float); }, free_gil)
-        .def("embed", [](const Kernels& k, const Linear& table, Address tokens, long rows, Address out) {
-            k.embed(table, at<int64_t>(tokens), rows, at<void>(out)); })
+        .def("embed", [](const Kernels& k, const Linear& table, const std::vector<int64_t>& tokens, Address out) {
+            for (int64_t token : tokens) require(0 <= token && token < table.n, "token ids of the table");
+            k.embed(table, tokens.data(), static_cast<long>(tokens.size()), at<void>(out)); })
         .def("rms_norm", [](const Kernels& k, bool bf16, Address x, Address weight, long rows, long width, float eps,
                             bool once, Address out) {
             k.rms_norm(bf16, at<void>(x), at<void>(weight), rows, width, eps, once, at<void>(out)); })

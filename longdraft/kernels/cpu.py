@@ -136,25 +136,25 @@ class CpuKernels:
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, CpuLinear)
         _require(table.native.is_bf16 == self._is_bf16 and len(tokens) > 0, "a table of our dtype, and tokens", tokens)
-        ids = torch.tensor(tokens, dtype=torch.int64)
-        low, high = ids.aminmax()
-        _require(low >= 0 and high < table.out_features, f"token ids below {table.out_features}", (low, high))
-        out = torch.empty(len(ids), table.native.k, dtype=self.dtype)
-        self.native.embed(table.native, ids.data_ptr(), len(ids), out.data_ptr())
+        out = torch.empty(len(tokens), table.native.k, dtype=self.dtype)
+        self.native.embed(table.native, tokens, out.data_ptr())  # checks that the table has them
         return out
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, CpuLinear)
         _require(weight.native.is_bf16 == self._is_bf16, f"a weight packed as {self.dtype}", weight.native.is_bf16)
         x = self._input(x, weight.native.k)
-        out = torch.empty(len(x), weight.out_features, dtype=torch.float32 if keep_float else self.dtype)
-        self.native.linear(weight.native, x.data_ptr(), len(x), out.data_ptr(), keep_float)
+        rows = x.shape[0]
+        out = torch.empty(rows, weight.out_features, dtype=torch.float32 if keep_float else self.dtype)
+        self.native.linear(weight.native, x.data_ptr(), rows, out.data_ptr(), keep_float)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor:
-        x, weight = self._input(x, x.shape[1]), self._input(weight[None], x.shape[1])
+        rows, width = x.shape
+        x, weight = self._input(x, width), self._words(weight)
+        _require(weight.shape == (width,), f"a norm [{width}]", weight.shape)
         out = torch.empty_like(x)
-        self.native.rms_norm(self._is_bf16, x.data_ptr(), weight.data_ptr(), len(x), x.shape[1], eps, rounds_once,
+        self.native.rms_norm(self._is_bf16, x.data_ptr(), weight.data_ptr(), rows, width, eps, rounds_once,
                              out.data_ptr())
         return out
 
@@ -248,8 +248,12 @@ class CpuKernels:
         return Attended(q, out, lse, q)
 
     def _input(self, x: Tensor, width: int) -> Tensor:
-        """x [R, width] in our dtype, contiguous and aligned to words."""
+        """x [R, width] as `_words`."""
         _require(x.ndim == 2 and x.shape[1] == width, f"[R, {width}]", x.shape)
+        return self._words(x)
+
+    def _words(self, x: Tensor) -> Tensor:
+        """x in our dtype, contiguous and aligned to words."""
         x = x.to(self.dtype).contiguous()
         return x if x.data_ptr() % 4 == 0 else x.clone()
 
@@ -295,7 +299,7 @@ class CpuDecoder:
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, Attended]:
         heads, kv_heads, dim = self._geometry[:3]
-        num_layers, rows, dtype = len(self._layers), len(x), self._kernels.dtype
+        num_layers, rows, dtype = len(self._layers), x.shape[0], self._kernels.dtype
         _require(x.shape == (rows, self._hidden), f"rows [R, {self._hidden}]", x.shape)
         for name, tensor, shape in (("cos", cos, (rows, dim // 2)), ("sin", sin, (rows, dim // 2))):
             fits = tensor.shape == shape and tensor.dtype == torch.float32 and tensor.is_contiguous()

@@ -121,6 +121,10 @@ class RopeTable:
 
     def at(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos, sin [R, D / 2] float32."""
+        if len(positions) == 1:  # plain decoding and drafts: views, nothing is gathered
+            number, place = divmod(positions[0], _CHUNK)
+            cos, sin = self._chunk(number)
+            return cos[place : place + 1], sin[place : place + 1]
         numbers = sorted({position // _CHUNK for position in positions})
         chunks = [self._chunk(number) for number in numbers]
         start = {number: place * _CHUNK for place, number in enumerate(numbers)}

@@ -70,17 +70,18 @@ class Forward:
     logits    [num_logits, V] float32 of the last rows
     """
 
-    def __init__(self, hidden: Tensor, attended: Attended, rows: slice, logits: Tensor) -> None:
+    def __init__(self, hidden: Tensor, attended: Attended, rows: slice | None, logits: Tensor) -> None:
+        """rows: this text's; None: all."""
         self.logits = logits
         self._hidden, self._attended, self._rows = hidden, attended, rows
 
     @cached_property
     def hidden(self) -> Tensor:
-        return self._hidden[self._rows]
+        return self._hidden if self._rows is None else self._hidden[self._rows]
 
     @cached_property
     def attended(self) -> Attended:
-        return self._attended.cut(self._rows)
+        return self._attended if self._rows is None else self._attended.cut(self._rows)
 
 
 class Transformer:
@@ -162,6 +163,8 @@ class Transformer:
             self.embed([token for ask in asks for token in ask.rows.tokens]), *_rotations(asks), texts,
             torch.tensor([parent for ask in asks for parent in ask.rows.parents], dtype=torch.int32))
         logits = self._last_logits(hidden, [(end, ask.num_logits) for end, ask in zip(ends, asks, strict=True)])
+        if len(asks) == 1:
+            return [Forward(hidden, attended, None, logits[0])]
         return [Forward(hidden, attended, slice(end - count, end), part)
                 for count, end, part in zip(counts, ends, logits, strict=True)]
 
@@ -170,7 +173,7 @@ class Transformer:
         counts = [count for _, count in wanted]
         if not any(counts):
             return [hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)] * len(wanted)
-        if sum(counts) != len(hidden):
+        if sum(counts) != hidden.shape[0]:
             hidden = torch.cat([hidden[end - count : end] for end, count in wanted])
         return _split(self.logits(hidden), counts, 0)
 

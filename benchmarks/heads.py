@@ -1,0 +1,93 @@
+"""The table of docs/training.md: what trained drafters have learnt, and tokens for each forward that they bring.
+
+    python benchmarks/heads.py paper=DIR ours=DIR glide=DIR small=DIR --text a.txt --text b.txt --output heads.json
+
+Losses are those that training measured at its end, of each head. The drafters then write `--new-tokens` behind the
+first N tokens of each text, N one of `--contexts`, at T = 0 and at T = 1 with min-p 0.1. Chained heads draft as in the
+paper: one guess of the model itself on its partial cache, one of each head, no n-grams (tree 1,1,...); independent ones
+the same without the model's guess; glide and small models as they do by default. The mean accepted length follows
+from weights and prompt alone, so it needs no quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import longdraft
+from longdraft.engine import Engine
+from longdraft.model.medusa import is_medusa
+
+SAMPLING: tuple[dict[str, float], ...] = ({"temperature": 0.0}, {"temperature": 1.0, "min_p": 0.1})
+
+
+def drafting(folder: Path) -> tuple[str, dict[str, Any], str | None, list[dict[str, float]]]:
+    """Drafter, options, heads and the losses at the end of training."""
+    config = json.loads((folder / "config.json").read_text())
+    if "architectures" in config:  # a model of its own
+        training = json.loads((folder / "training.json").read_text())["training"]
+        return "draft-model", {"model": str(folder)}, None, training["validation_metrics"]
+    losses = config["training"]["validation_metrics"]
+    if config.get("kind") == "glide":
+        return "glide", {}, str(folder), losses
+    ones = ",".join(["1"] * len(losses))
+    if is_medusa(config):
+        return "medusa", {"tree": ones}, str(folder), losses
+    return "tokenswift", {"tree": f"1,{ones}", "chain": 1, "width": 1, "continuations": 0}, str(folder), losses
+
+
+def accepted(engine: Engine, prompts: list[list[int]], sampling: dict[str, float], new_tokens: int) -> float:
+    """New tokens over forwards, of all prompts."""
+    written = steps = 0
+    for prompt in prompts:
+        with engine.generate(prompt, max_new_tokens=new_tokens, seed=7, ignore_eos=True, on_loop="off",
+                             **sampling) as text:
+            for _ in text:
+                pass
+            stats = text.stats()
+        written, steps = written + stats["new_tokens"], steps + stats["steps"]
+    return written / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trained", nargs="+", help="NAME=FOLDER")
+    parser.add_argument("--model", default="novelist")
+    parser.add_argument("--text", type=Path, action="append", required=True)
+    parser.add_argument("--contexts", default="1024,8192,32768")
+    parser.add_argument("--new-tokens", type=int, default=300)
+    parser.add_argument("--output", type=Path, required=True)
+    given = parser.parse_args()
+    contexts = [int(part) for part in given.contexts.split(",")]
+    found: dict[str, Any] = {}
+    for name, _, folder in (each.partition("=") for each in given.trained):
+        drafter, options, heads, losses = drafting(Path(folder))
+        engine = longdraft.load(given.model, drafter=drafter, drafter_options=options, heads=heads)
+        texts = [engine.encode(text.read_text()) for text in given.text]
+        lengths = {f"T={sampling['temperature']:g}": [
+            accepted(engine, [text[:context] for text in texts], sampling, given.new_tokens) for context in contexts]
+            for sampling in SAMPLING}
+        asked = {key: value for key, value in options.items() if key != "model"}  # a folder of this machine
+        found[name] = {"drafter": drafter, "options": asked, "losses": losses, "contexts": contexts,
+                       "mean_accepted_length": lengths}
+        given.output.write_text(json.dumps({
+            "model": given.model, "texts": [text.name for text in given.text], "new_tokens": given.new_tokens,
+            "trained": found}, indent=1) + "\n")
+        print(row(name, found[name]), flush=True)
+
+
+def row(name: str, each: dict[str, Any]) -> str:
+    def joined(values: list[float], form: str) -> str:
+        return " / ".join(format(value, form) for value in values)
+
+    cells = [name, joined([part["loss"] for part in each["losses"]], ".2f"),
+             joined([100 * part["top1"] for part in each["losses"]], ".1f"),
+             joined([100 * part["top3"] for part in each["losses"]], ".1f"),
+             *(joined(values, ".2f") for values in each["mean_accepted_length"].values())]
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()
