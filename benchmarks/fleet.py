@@ -22,8 +22,8 @@ import random
 from dataclasses import dataclass
 
 from scaling import ROWS, Machine, step, texts_that_fit
-from shapes import SHAPES
 
+from longdraft.bench.shapes import SHAPES
 from longdraft.model import config, sizing
 
 _POINTS = 8  # of a text's length, at which a step's time is computed

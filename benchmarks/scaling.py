@@ -15,8 +15,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from shapes import SHAPES
-
+from longdraft.bench.shapes import SHAPES
 from longdraft.model import config, sizing
 
 ROOFLINE = Path(__file__).parent / "results" / "roofline.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,14 @@ def test_files_are_a_few_hundred_lines_and_say_what_they_are(path):
 def test_linters_are_content(command):
     run = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
+def test_benchmarks_find_what_they_import(path, monkeypatch):
+    if path.name == "serving.py":
+        pytest.importorskip("httpx", reason="needs httpx; pip install '.[dev]'")
+    monkeypatch.syspath_prepend(path.parent)  # as Python does for a script
+    runpy.run_path(str(path), run_name="imported")
 
 
 def test_help_does_not_wait_for_heavy_imports():

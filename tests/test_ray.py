@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,12 @@ from test_batch import put, records, sorted_lines, writers
 
 from longdraft.__main__ import run as longdraft_command
 from longdraft.batch import on_ray as on_ray_module
+from longdraft.batch import source
 from longdraft.batch.local import alone
-from longdraft.batch.on_ray import Placement, on_ray
+from longdraft.batch.on_ray import Placement, Progress, on_ray
+from longdraft.batch.rows import Report, Task, parse
 from longdraft.batch.run import run
-from longdraft.batch.writer import Job
+from longdraft.batch.writer import Job, Writer
 from longdraft.errors import ModelError, UsageError
 
 ray = pytest.importorskip("ray", reason="needs ray; pip install 'longdraft[ray]'")
@@ -73,6 +76,31 @@ def work_on(folder: Path, num_rows: int, num_tokens: int) -> tuple[Path, Job]:
             for i in range(num_rows - 1)]
     load = {"model": str(folder / "tiny"), "drafter": "plain", "threads": 1}
     return put(folder / "in.jsonl", [*rows, "{"]), Job(folder / "work", load, {"on_loop": "off"}, 0, "tiny", "never")
+
+
+def test_how_far_texts_have_come_is_read_from_their_journals(tmp_path, monkeypatch):
+    rows, job = work_on(tmp_path, 4, 30)
+    tasks = [parse(row, line, "tiny") for line, row in source.rows(rows)]
+
+    def write(task: Task, steps: int) -> None:
+        given = iter([task])
+        with Writer(job) as writer:
+            assert len(list(islice(writer.write(lambda is_idle: next(given, None)), steps))) == steps
+
+    write(tasks[0], 5)
+    progress = Progress(job, tasks)
+    assert not list(progress.reports())  # the last look was a moment ago
+    write(tasks[0], 10)
+    write(tasks[1], 7)
+    monkeypatch.setattr(on_ray_module, "_TELL_S", 0.0)
+    monkeypatch.setattr(on_ray_module, "_TELL_PART", 1e9)
+    monkeypatch.setattr(progress, "_next", 0.0)
+    (first, _, resumed, none), (second, *_) = sorted(progress.reports())
+    assert first == "row 0" and resumed == 5 and none is None and second == "row 1"
+    # Going on, the first report tells of what was there.
+    assert {key: tokens for key, tokens, *_ in progress.reports()} == {"row 0": 14, "row 1": 7}
+    progress.ended(Report("row 0", 30, 5, {"text": ""}))
+    assert [key for key, *_ in progress.reports()] == ["row 1"]
 
 
 @pytest.mark.cluster

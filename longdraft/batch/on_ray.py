@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import socket
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,10 +24,12 @@ from typing import Any
 
 from longdraft.batch.local import Check, Crew
 from longdraft.batch.rows import Report, Task
-from longdraft.batch.writer import Job, Writer
+from longdraft.batch.writer import Job, Writer, num_written
 from longdraft.errors import LongdraftError, UsageError, WorkerError
 
 _LOOK_S = 0.25
+_TELL_S = 5.0  # between two looks at how far texts have come
+_TELL_PART = 0.05  # of the time that looking may take
 _ANSWER_S = 10.0  # for a cluster to answer at all
 _CURRENT = Path("/tmp/ray/ray_current_cluster")  # Ray's note of the cluster that this machine began last
 _WINDOW = 8192  # rows that Ray holds at once, in blocks of those that are written side by side: they come together
@@ -104,17 +107,51 @@ def _written(ray: ModuleType, job: Job, tasks: list[Task], placement: Placement,
     blocks = -(-len(rows) // job.at_once)
     data = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
         _actor(job), batch_size=job.at_once, concurrency=(1, most), **resources)
+    progress = Progress(job, tasks)
     for row in _watched(data.iter_rows(), check):
+        if row is None:
+            yield from progress.reports()
+            continue
         if isinstance(row, ray.exceptions.RayError):
             raise WorkerError(f"Ray gave the job up: {str(row).strip().splitlines()[-1]}; the same command goes "
                               "on") from row
         if isinstance(row, BaseException):
             raise row
-        yield _report(row)
+        yield progress.ended(_report(row))
 
 
-def _watched(rows: Iterable[dict[str, Any]], check: Check) -> Iterator[dict[str, Any] | BaseException]:
-    """The rows as they come, or what ended them; a text may take hours, and a signal should not wait for it."""
+class Progress:
+    """How far texts have come that no record is there of: actors answer with records, the rest stands in the journals
+    on shared storage."""
+
+    def __init__(self, job: Job, tasks: Iterable[Task]) -> None:
+        self._job = job
+        self._keys = {job.journal(task.key).name: task.key for task in tasks}
+        self._resumed = dict(self._written())
+        self._next = time.monotonic() + _TELL_S
+
+    def reports(self) -> Iterator[Report]:
+        """One for each text with a journal; nothing where the last ones are fresh."""
+        if (began := time.monotonic()) < self._next:
+            return
+        for key, tokens in self._written():
+            yield Report(key, tokens, self._resumed.get(key, 0))
+        self._next = began + max(_TELL_S, (time.monotonic() - began) / _TELL_PART)
+
+    def ended(self, report: Report) -> Report:
+        self._keys.pop(self._job.journal(report.key).name, None)
+        return report
+
+    def _written(self) -> Iterator[tuple[str, int]]:
+        folder = self._job.work / "journals"
+        for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
+            if key := self._keys.get(name):
+                yield key, num_written(folder / name)
+
+
+def _watched(rows: Iterable[dict[str, Any]], check: Check) -> Iterator[dict[str, Any] | BaseException | None]:
+    """The rows as they come, or what ended them, and None where none came for a moment: a text may take hours, and a
+    signal should not wait for it."""
     found: SimpleQueue[dict[str, Any] | BaseException | None] = SimpleQueue()
 
     def wait() -> None:
@@ -131,6 +168,7 @@ def _watched(rows: Iterable[dict[str, Any]], check: Check) -> Iterator[dict[str,
         try:
             row = found.get(timeout=_LOOK_S)
         except Empty:
+            yield None
             continue
         if row is None:
             return

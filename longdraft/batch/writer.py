@@ -208,7 +208,7 @@ class Writer:
     def _is_hopeless(self, key: str) -> bool:
         """Whether the last attempts, each noted with the tokens that were there, all ended without one more."""
         path, allowed = self._job.attempts(key), self._job.retries + 1
-        now = _num_written(self._job.journal(key))
+        now = num_written(self._job.journal(key))
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+", encoding="ascii") as file:
             file.seek(0)
@@ -221,7 +221,8 @@ def _failed(task: Task, code: str, message: str) -> Report:
     return Report(task.key, 0, 0, failed(task, code, message))
 
 
-def _num_written(journal: Path) -> int:
+def num_written(journal: Path) -> int:
+    """Tokens of a row's text that are there to go on with."""
     try:
         return len(read(journal).tokens) if is_there(journal) else 0
     except JournalError:  # damaged: the text begins anew
