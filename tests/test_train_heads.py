@@ -149,6 +149,24 @@ def test_cutting_rows_into_runs_changes_no_gradient(base, monkeypatch, distill):
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("part", [0.0, 0.3, 1.0])
+def test_the_mixed_loss_has_the_gradient_of_its_parts(part):
+    """Beside the obvious: two losses and PyTorch's derivative of them."""
+    draw = torch.Generator().manual_seed(5)
+    taught = (3 * torch.randn(12, 40, generator=draw)).softmax(-1)
+    wanted = torch.randint(40, (12,), generator=draw)
+    wanted[[2, 7]] = frozen.IGNORED
+    ours = (3 * torch.randn(12, 40, generator=draw)).requires_grad_()
+    theirs = ours.detach().clone().requires_grad_()
+    known = wanted != frozen.IGNORED
+    loss = frozen.mixed_loss(ours, wanted, taught, part)
+    obvious = (1 - part) * torch.nn.functional.cross_entropy(theirs[known], wanted[known], reduction="sum")
+    obvious = obvious - part * (taught[known] * theirs[known].log_softmax(-1)).sum()
+    (3 * loss).backward()
+    (3 * obvious).backward()
+    assert torch.allclose(loss, obvious) and torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+
+
 def test_the_loss_is_what_it_says_it_is(base):
     """Beside the obvious: all logits at once, every head and row by itself."""
     trained = frozen.load_base(base, "auto", torch.device("cpu"))

@@ -150,7 +150,7 @@ class GlideTrainee:
         loss = torch.zeros((), device=base.device)
         for run in base.runs(len(rows)):
             with torch.no_grad():
-                said = base.logits(taught[run]) if settings.distill else None
+                said = base.logits(taught[run]).softmax(-1) if settings.distill else None
             part = mixed_loss(base.logits(rows[run]), wanted[run], said, settings.distill) / len(wanted)
             (part * scale).backward()  # type: ignore[no-untyped-call]
             loss += part.detach()

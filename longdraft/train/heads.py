@@ -205,11 +205,11 @@ class HeadsTrainee:
 
     @torch.no_grad()
     def _teacher(self, hidden: Tensor, run: slice) -> Tensor:
-        """What the model says at the rows that follow those of a run: row i of it, shifted by j, is head j + 1's."""
+        """The model's probabilities at the rows that follow those of a run: row i, shifted by j, is head j + 1's."""
         last = run.stop + self.settings.heads
         rows = hidden[run.start + 1 : last]
         missing = last - (run.start + 1) - len(rows)  # behind the end, where no head wants anything
-        return self.base.logits(functional.pad(self.base.normed(rows), (0, 0, 0, missing)))
+        return self.base.logits(functional.pad(self.base.normed(rows), (0, 0, 0, missing))).softmax(-1)
 
     @torch.no_grad()
     def validate(self) -> list[dict[str, float]]:

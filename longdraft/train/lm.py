@@ -126,7 +126,7 @@ class LmTrainee:
             said = None
             if self.teacher is not None and taught is not None:
                 with torch.no_grad():
-                    said = self.teacher.logits(taught[run])
+                    said = self.teacher.logits(taught[run]).softmax(-1)
             part = mixed_loss(self._logits(rows[run]), wanted[run], said, self.settings.distill) / len(wanted)
             (part * scale).backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
