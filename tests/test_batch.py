@@ -295,8 +295,47 @@ def test_other_models_settings_and_jobs_are_refused(model, job, tmp_path):
     with pytest.raises(UsageError, match="input and output are both"):
         run(rows, rows, job, alone)
     with pytest.raises(UsageError, match=r"line 1 of the output .* is no record"):
-        run(rows, put(tmp_path / "novel.jsonl", [{"chapter": 1}]), job, alone)
+        run(rows, put(tmp_path / "novel.jsonl", [{"chapter": 1}]), replace(job, work=tmp_path / "other"), alone)
     assert records(tmp_path / "novel.jsonl") == [{"chapter": 1}]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_a_work_folder_is_one_jobs_and_what_else_is_in_it_stays(job, tmp_path, name):
+    rows, output = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / name
+    theirs = [tmp_path / path for path in ("notes.txt", "journals/monday.txt", "attempts/first.txt", "other.json")]
+    for path in theirs:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    here = replace(job, work=tmp_path)
+    with pytest.raises(Interrupted):
+        run(rows, output, here, alone, check=stop_after(10))
+    begun = sorted(tmp_path.glob("journals/*/text.journal"))
+    for other in ("second.jsonl", "second.parquet"):
+        with pytest.raises(UsageError, match=f"belongs to the job of {output}, which is not done"):
+            run(rows, tmp_path / other, here, alone)
+    assert begun and sorted(tmp_path.glob("journals/*/text.journal")) == begun and not list(tmp_path.glob("second*"))
+    assert run(rows, output, here, alone).resumed
+    assert {path.read_text() for path in theirs} == {"mine"}
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} - set((tmp_path / "tiny").rglob("*")) == {
+        *theirs, rows, output}
+
+
+@pytest.mark.parametrize("content", ["3", "{", '{"name": "a novel"}'])
+def test_a_file_of_somebody_elses_in_the_work_folder_is_one_line(job, tmp_path, content):
+    job.work.mkdir()
+    (job.work / "job.json").write_text(content)
+    with pytest.raises(UsageError, match="is no note of a job; give another folder with --work"):
+        run(put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl", job, alone)
+    assert (job.work / "job.json").read_text() == content and not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_job_that_was_moved_with_its_work_goes_on(job, tmp_path):
+    rows, before, after = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    with pytest.raises(Interrupted):
+        run(rows, before / "out.jsonl", replace(job, work=before / "work"), alone, check=stop_after(10))
+    before.rename(after)
+    assert run(rows, after / "out.jsonl", replace(job, work=after / "work"), alone).resumed
 
 
 def test_a_full_disk_ends_the_job_and_not_a_row(job, tmp_path, monkeypatch):

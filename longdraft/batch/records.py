@@ -160,6 +160,8 @@ class Records:
             with open(partial, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(partial, self._output)
+            sync_folder(self._output.parent)
+            self._path.unlink()
         except OSError as error:
             raise self._failure(error) from error
 
