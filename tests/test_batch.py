@@ -59,6 +59,12 @@ def records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def no_crew_but_problems(job: Job, tasks: Iterator[Task], check) -> Iterator[Report]:
+    """A crew without an engine, for rows that are none."""
+    for task in tasks:
+        yield Report(task.key, 0, 0, failed(task, "invalid_request", task.problem))
+
+
 def sorted_lines(path: Path) -> list[str]:
     return sorted(path.read_text().splitlines())
 
@@ -318,6 +324,25 @@ def test_a_work_folder_is_one_jobs_and_what_else_is_in_it_stays(job, tmp_path, n
     assert {path.read_text() for path in theirs} == {"mine"}
     assert {path for path in tmp_path.rglob("*") if path.is_file()} - set((tmp_path / "tiny").rglob("*")) == {
         *theirs, rows, output}
+
+
+@pytest.mark.parametrize("content", ['{"hidden_size": 64}', '{"id": "x", "prompt": "It"}', "a novel", "[", '{"idea": '])
+def test_a_file_without_a_last_line_end_is_not_emptied(job, tmp_path, content):
+    rows, output = put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
+    output.write_text(content)
+    with pytest.raises(UsageError, match=r"line 1 of the output .* is no record"):
+        run(rows, output, job, alone)
+    assert output.read_text() == content
+
+
+def test_half_a_record_that_is_all_there_is_is_taken_back(job, tmp_path):
+    rows, output = put(tmp_path / "in.jsonl", [{"id": "a"}]), tmp_path / "out.jsonl"
+    run(rows, output, job, alone)
+    whole = output.read_bytes()
+    for cut in range(len(whole)):
+        output.write_bytes(whole[:cut])
+        assert run(rows, output, job, no_crew_but_problems).done == 1
+        assert output.read_bytes() == whole
 
 
 @pytest.mark.parametrize("content", ["3", "{", '{"name": "a novel"}'])

@@ -25,6 +25,7 @@ from longdraft.files import sync_folder
 
 _COLLECTED = "records.jsonl"  # in the work folder, for an output that cannot be appended to
 _AT_ONCE = 1024
+_BEGINNING = b'{"id": "'  # of every record
 _LINE_ENDS = "\x85\u2028\u2029"  # which JSON leaves as they are, and some readers take for the end of a line
 
 
@@ -81,7 +82,7 @@ class Records:
         """Take in what is there; returns where the last whole line ends."""
         size = 0
         for number, line in enumerate(self._lines(), 1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and (size or _is_torn_record(line)):
                 break
             try:
                 self._count(json.loads(line))
@@ -174,6 +175,15 @@ class Records:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.close()
+
+
+def _is_torn_record(line: bytes) -> bool:
+    """Whether a line without its end may be what was written of a record before a power cut."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return line.startswith(_BEGINNING) or _BEGINNING.startswith(line)
+    return isinstance(found, dict) and key_of(found) is not None
 
 
 def _line(record: Record) -> bytes:
