@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 
@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 import longdraft
 from longdraft.__main__ import run as longdraft_command
-from longdraft.batch import source
+from longdraft.batch import source, work
 from longdraft.batch.local import alone, processes
-from longdraft.batch.records import Records
+from longdraft.batch.records import Records, _line
 from longdraft.batch.rows import Report, Task, failed, key_of, parse, seed_of
 from longdraft.batch.run import Totals, run
 from longdraft.batch.writer import Job, Writer
@@ -173,15 +173,63 @@ def test_a_body_says_what_the_servers_requests_say():
     assert task.settings == {"max_new_tokens": 7, "min_p": 0.1, "penalty_window": 64}
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
-                        ["id", "custom_id", "prompt", "messages", "body", "url", "seed", "stop", "max_tokens", "role"]),
-                        inner, max_size=5), max_leaves=12))
-@settings(max_examples=300, deadline=None)
-def test_any_row_is_a_task_or_a_problem(row):
+HALF = "\ud800"  # of a surrogate pair: JSON can name it, UTF-8 cannot
+VALUES = (st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=5)
+          | st.sampled_from([10**400, -(2**70), HALF, "It was", 2**32, 0.5]))
+NAMES = [*(field.name for field in fields(longdraft.SamplingParams)), "max_tokens", "do_sample", "n", "metadata",
+         "chat_options", "chat_template_kwargs", "longdraft", "model", "method", "temprature", HALF]
+ANYTHING = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+    st.sampled_from([*NAMES, "id", "prompt", "messages", "body", "role"]), inner, max_size=3), max_leaves=6)
+MESSAGES = st.lists(st.fixed_dictionaries({"role": st.text(max_size=3)}, optional={"content": VALUES}), max_size=2)
+OPTIONS = st.dictionaries(st.sampled_from(["messages", "self", "excited"]), VALUES, max_size=1)
+TEXTS = st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=2)
+ASKED = st.one_of(TEXTS, *(st.builds(dict.__or__, TEXTS, st.fixed_dictionaries(each)) for each in (
+    {"prompt": ANYTHING}, {"prompt": VALUES}, {"messages": ANYTHING},
+    {"messages": MESSAGES, "chat_options": OPTIONS}, {"messages": MESSAGES, "chat_template_kwargs": OPTIONS})))
+IDS = st.sampled_from(["a", "a", HALF, "", 7, None, 1.5])
+ROW = ANYTHING | st.builds(lambda asked, key: {**asked, "id": key}, ASKED, IDS) | st.fixed_dictionaries(
+    {"custom_id": IDS, "url": st.sampled_from(["/v1/completions", "/v1/chat/completions"]), "body": ASKED | ANYTHING})
+
+
+@pytest.fixture(scope="module")
+def writer(model, tmp_path_factory) -> Writer:
+    """Whose texts have two tokens."""
+    job = Job(tmp_path_factory.mktemp("one") / "work", {"model": str(model), "drafter": "suffix", "threads": 1},
+              {"on_loop": "off", "max_new_tokens": 2}, 0, "tiny", fsync="never")
+    return Writer(job)
+
+
+@given(row=ROW)
+@settings(max_examples=250, deadline=None)
+def test_any_row_is_a_task_or_a_problem_and_then_a_record(writer, row):
     task = parse(row if isinstance(row, dict) else "no row", 1, "tiny")
     assert task.key and (task.problem or task.prompt)
-    assert key_of(failed(task, "invalid_request", task.problem)) == task.key
+    record = list(write(writer, task))[-1].record
+    work.forget(writer._job.work, task.key)
+    line = _line(record)
+    assert key_of(record) == task.key and json.loads(line.decode()) == record and b"NaN" not in line
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
+def test_rows_that_no_record_can_hold_as_they_are(job, tmp_path, output):
+    deep: list = []
+    for _ in range(300):
+        deep = [deep]
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    bad = [{"id": "hot", "prompt": "x", "temperature": 10**400, "metadata": {"page": HALF}},
+           {"id": "half", "prompt": HALF}, {"id": HALF, "prompt": "x"}, {"id": "said", "messages": [{"role": HALF}]},
+           {"id": "twice", **chat, "chat_options": {"messages": 1}}, {"id": "me", **chat, "chat_options": {"self": 1}},
+           {"id": "deep", "prompt": "x", "metadata": deep}, {"id": "name", "prompt": "x", HALF: 1},
+           {"custom_id": "method", "method": HALF, "url": "/v1/completions", "body": {"prompt": "x"}}]
+    rows = put(tmp_path / "in.jsonl", [ROWS[0], *bad, {**ROWS[1], "metadata": HALF}])
+    totals = run(rows, tmp_path / output, job, alone)
+    assert (totals.done, totals.failed) == (11, 9)
+    if output == "out.jsonl":
+        found = {record.get("id"): record for record in records(tmp_path / output)}
+        assert found["row 1"]["metadata"] == HALF and found["hot"]["metadata"] == {"page": HALF}
+        assert "id is not UTF-8 text" in found["line 4"]["error"]["message"]
+        assert "more than 64 deep" in found["deep"]["error"]["message"]
+        assert "no variable 'messages'" in found["twice"]["error"]["message"]
 
 
 def test_one_bad_row_is_one_error_and_the_others_are_written(job, tmp_path):

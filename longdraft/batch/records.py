@@ -190,7 +190,12 @@ def _line(record: Record) -> bytes:
     text = json.dumps(record, ensure_ascii=False)
     for letter in _LINE_ENDS:
         text = text.replace(letter, f"\\u{ord(letter):04x}")
-    return text.encode("utf-8", "surrogatepass") + b"\n"
+    return _utf8(text) + b"\n"
+
+
+def _utf8(text: str) -> bytes:
+    """Half a surrogate pair, which UTF-8 has no bytes for, as JSON names it."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 # A table has one shape for all rows: what OpenAI's records have of their own stands in `response`, as JSON.
@@ -211,4 +216,5 @@ def _cells(record: Record) -> dict[str, Any]:
                   "response": json.dumps(response, ensure_ascii=False)}
     elif "metadata" in record:
         record = {**record, "metadata": json.dumps(record["metadata"], ensure_ascii=False)}
-    return {name: record.get(name) for name in _COLUMNS} | cells
+    return {name: _utf8(cell).decode() if isinstance(cell := (record | cells).get(name), str) else cell
+            for name in _COLUMNS}

@@ -37,7 +37,7 @@ def attempts(work: Path, key: str) -> Path:
 
 def _name(key: str) -> str:
     """An id as the name of a file: ids may hold any letters."""
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def agree(work: Path, output: Path, settings: Mapping[str, Any], *, begin: bool) -> None:
