@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
@@ -79,7 +79,8 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p", "eta_cutoff", "repetition_penalty"):
             value = getattr(self, name)
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            check(is_number and math.isfinite(value), name, value, "a finite number")
+            is_finite = is_number and abs(value) <= sys.float_info.max  # so for whole numbers that no float can hold
+            check(is_finite, name, value, "a finite number")
         check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
         check(self.min_new_tokens >= 0, "min_new_tokens", self.min_new_tokens, "0 or more")
         check(self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", self.min_new_tokens,

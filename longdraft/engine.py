@@ -196,7 +196,7 @@ class Engine:
                 "weights_bytes": sum(weight.nbytes for weight in self.model.linears),
                 "cache_bytes_per_token": self.model.cache_bytes_per_token}
 
-    def chat(self, messages: str | Sequence[Message], **options: Any) -> list[int]:
+    def chat(self, messages: str | Sequence[Message], /, **options: Any) -> list[int]:
         """Token ids of messages (a text: one of the user's) in the model's chat template.
 
         The template writes its own special tokens, so none are added. `options` are variables of the template.

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 
@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 import longdraft
 from longdraft.__main__ import run as longdraft_command
-from longdraft.batch import source
+from longdraft.batch import source, work
 from longdraft.batch.local import alone, processes
-from longdraft.batch.records import Records
+from longdraft.batch.records import Records, _line
 from longdraft.batch.rows import Report, Task, failed, key_of, parse, seed_of
 from longdraft.batch.run import Totals, run
 from longdraft.batch.writer import Job, Writer
@@ -57,6 +57,12 @@ def put(path: Path, rows: list[object]) -> Path:
 
 def records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def no_crew_but_problems(job: Job, tasks: Iterator[Task], check) -> Iterator[Report]:
+    """A crew without an engine, for rows that are none."""
+    for task in tasks:
+        yield Report(task.key, 0, 0, failed(task, "invalid_request", task.problem))
 
 
 def sorted_lines(path: Path) -> list[str]:
@@ -167,15 +173,63 @@ def test_a_body_says_what_the_servers_requests_say():
     assert task.settings == {"max_new_tokens": 7, "min_p": 0.1, "penalty_window": 64}
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
-                        ["id", "custom_id", "prompt", "messages", "body", "url", "seed", "stop", "max_tokens", "role"]),
-                        inner, max_size=5), max_leaves=12))
-@settings(max_examples=300, deadline=None)
-def test_any_row_is_a_task_or_a_problem(row):
+HALF = "\ud800"  # of a surrogate pair: JSON can name it, UTF-8 cannot
+VALUES = (st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=5)
+          | st.sampled_from([10**400, -(2**70), HALF, "It was", 2**32, 0.5]))
+NAMES = [*(field.name for field in fields(longdraft.SamplingParams)), "max_tokens", "do_sample", "n", "metadata",
+         "chat_options", "chat_template_kwargs", "longdraft", "model", "method", "temprature", HALF]
+ANYTHING = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+    st.sampled_from([*NAMES, "id", "prompt", "messages", "body", "role"]), inner, max_size=3), max_leaves=6)
+MESSAGES = st.lists(st.fixed_dictionaries({"role": st.text(max_size=3)}, optional={"content": VALUES}), max_size=2)
+OPTIONS = st.dictionaries(st.sampled_from(["messages", "self", "excited"]), VALUES, max_size=1)
+TEXTS = st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=2)
+ASKED = st.one_of(TEXTS, *(st.builds(dict.__or__, TEXTS, st.fixed_dictionaries(each)) for each in (
+    {"prompt": ANYTHING}, {"prompt": VALUES}, {"messages": ANYTHING},
+    {"messages": MESSAGES, "chat_options": OPTIONS}, {"messages": MESSAGES, "chat_template_kwargs": OPTIONS})))
+IDS = st.sampled_from(["a", "a", HALF, "", 7, None, 1.5])
+ROW = ANYTHING | st.builds(lambda asked, key: {**asked, "id": key}, ASKED, IDS) | st.fixed_dictionaries(
+    {"custom_id": IDS, "url": st.sampled_from(["/v1/completions", "/v1/chat/completions"]), "body": ASKED | ANYTHING})
+
+
+@pytest.fixture(scope="module")
+def writer(model, tmp_path_factory) -> Writer:
+    """Whose texts have two tokens."""
+    job = Job(tmp_path_factory.mktemp("one") / "work", {"model": str(model), "drafter": "suffix", "threads": 1},
+              {"on_loop": "off", "max_new_tokens": 2}, 0, "tiny", fsync="never")
+    return Writer(job)
+
+
+@given(row=ROW)
+@settings(max_examples=250, deadline=None)
+def test_any_row_is_a_task_or_a_problem_and_then_a_record(writer, row):
     task = parse(row if isinstance(row, dict) else "no row", 1, "tiny")
     assert task.key and (task.problem or task.prompt)
-    assert key_of(failed(task, "invalid_request", task.problem)) == task.key
+    record = list(write(writer, task))[-1].record
+    work.forget(writer._job.work, task.key)
+    line = _line(record)
+    assert key_of(record) == task.key and json.loads(line.decode()) == record and b"NaN" not in line
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
+def test_rows_that_no_record_can_hold_as_they_are(job, tmp_path, output):
+    deep: list = []
+    for _ in range(300):
+        deep = [deep]
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    bad = [{"id": "hot", "prompt": "x", "temperature": 10**400, "metadata": {"page": HALF}},
+           {"id": "half", "prompt": HALF}, {"id": HALF, "prompt": "x"}, {"id": "said", "messages": [{"role": HALF}]},
+           {"id": "twice", **chat, "chat_options": {"messages": 1}}, {"id": "me", **chat, "chat_options": {"self": 1}},
+           {"id": "deep", "prompt": "x", "metadata": deep}, {"id": "name", "prompt": "x", HALF: 1},
+           {"custom_id": "method", "method": HALF, "url": "/v1/completions", "body": {"prompt": "x"}}]
+    rows = put(tmp_path / "in.jsonl", [ROWS[0], *bad, {**ROWS[1], "metadata": HALF}])
+    totals = run(rows, tmp_path / output, job, alone)
+    assert (totals.done, totals.failed) == (11, 9)
+    if output == "out.jsonl":
+        found = {record.get("id"): record for record in records(tmp_path / output)}
+        assert found["row 1"]["metadata"] == HALF and found["hot"]["metadata"] == {"page": HALF}
+        assert "id is not UTF-8 text" in found["line 4"]["error"]["message"]
+        assert "more than 64 deep" in found["deep"]["error"]["message"]
+        assert "no variable 'messages'" in found["twice"]["error"]["message"]
 
 
 def test_one_bad_row_is_one_error_and_the_others_are_written(job, tmp_path):
@@ -295,8 +349,66 @@ def test_other_models_settings_and_jobs_are_refused(model, job, tmp_path):
     with pytest.raises(UsageError, match="input and output are both"):
         run(rows, rows, job, alone)
     with pytest.raises(UsageError, match=r"line 1 of the output .* is no record"):
-        run(rows, put(tmp_path / "novel.jsonl", [{"chapter": 1}]), job, alone)
+        run(rows, put(tmp_path / "novel.jsonl", [{"chapter": 1}]), replace(job, work=tmp_path / "other"), alone)
     assert records(tmp_path / "novel.jsonl") == [{"chapter": 1}]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_a_work_folder_is_one_jobs_and_what_else_is_in_it_stays(job, tmp_path, name):
+    rows, output = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / name
+    theirs = [tmp_path / path for path in ("notes.txt", "journals/monday.txt", "attempts/first.txt", "other.json")]
+    for path in theirs:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    here = replace(job, work=tmp_path)
+    with pytest.raises(Interrupted):
+        run(rows, output, here, alone, check=stop_after(10))
+    begun = sorted(tmp_path.glob("journals/*/text.journal"))
+    for other in ("second.jsonl", "second.parquet"):
+        with pytest.raises(UsageError, match=f"belongs to the job of {output}, which is not done"):
+            run(rows, tmp_path / other, here, alone)
+    assert begun and sorted(tmp_path.glob("journals/*/text.journal")) == begun and not list(tmp_path.glob("second*"))
+    assert run(rows, output, here, alone).resumed
+    assert {path.read_text() for path in theirs} == {"mine"}
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} - set((tmp_path / "tiny").rglob("*")) == {
+        *theirs, rows, output}
+
+
+@pytest.mark.parametrize("content", ['{"hidden_size": 64}', '{"id": "x", "prompt": "It"}', "a novel", "[", '{"idea": '])
+def test_a_file_without_a_last_line_end_is_not_emptied(job, tmp_path, content):
+    rows, output = put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
+    output.write_text(content)
+    with pytest.raises(UsageError, match=r"line 1 of the output .* is no record"):
+        run(rows, output, job, alone)
+    assert output.read_text() == content
+
+
+def test_half_a_record_that_is_all_there_is_is_taken_back(job, tmp_path):
+    rows, output = put(tmp_path / "in.jsonl", [{"id": "a"}]), tmp_path / "out.jsonl"
+    run(rows, output, job, alone)
+    whole = output.read_bytes()
+    for cut in range(len(whole)):
+        output.write_bytes(whole[:cut])
+        assert run(rows, output, job, no_crew_but_problems).done == 1
+        assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize("content", ["3", "{", '{"name": "a novel"}'])
+def test_a_file_of_somebody_elses_in_the_work_folder_is_one_line(job, tmp_path, content):
+    job.work.mkdir()
+    (job.work / "job.json").write_text(content)
+    with pytest.raises(UsageError, match="is no note of a job; give another folder with --work"):
+        run(put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl", job, alone)
+    assert (job.work / "job.json").read_text() == content and not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_job_that_was_moved_with_its_work_goes_on(job, tmp_path):
+    rows, before, after = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    with pytest.raises(Interrupted):
+        run(rows, before / "out.jsonl", replace(job, work=before / "work"), alone, check=stop_after(10))
+    before.rename(after)
+    assert run(rows, after / "out.jsonl", replace(job, work=after / "work"), alone).resumed
 
 
 def test_a_full_disk_ends_the_job_and_not_a_row(job, tmp_path, monkeypatch):

@@ -134,6 +134,13 @@ def test_chat_goes_through_the_models_template(client, engine):
     assert shouted.usage.prompt_tokens > reply.usage.prompt_tokens
 
 
+@pytest.mark.parametrize("name", ["messages", "self"])
+def test_a_templates_variable_may_not_be_called_as_our_own(server, name):
+    reply = httpx.post(server.url + "/v1/chat/completions", json={
+        "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {name: 1}})
+    assert reply.status_code == 400 and f"no variable '{name}'" in reply.json()["error"]["message"]
+
+
 def test_stop_texts_end_it_and_are_not_shown(client, engine):
     whole = written(engine, "The ship", max_new_tokens=60)
     stop = whole[20:24]
@@ -216,6 +223,7 @@ BAD = [
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [10**6]}, "prompt"),
     ({"prompt": "\ud800"}, "prompt"),
+    ({"prompt": "a", "temperature": 10**400}, "temperature"),
     ({}, "prompt"),
     ({"prompt": "a", "longdraft": {"drafter": "oracle"}}, "longdraft.drafter"),
     ({"prompt": "a", "longdraft": {"drafter": "draft-model", "drafter_options": {"model": "/etc"}}},

@@ -25,6 +25,7 @@ from longdraft.files import sync_folder
 
 _COLLECTED = "records.jsonl"  # in the work folder, for an output that cannot be appended to
 _AT_ONCE = 1024
+_BEGINNING = b'{"id": "'  # of every record
 _LINE_ENDS = "\x85\u2028\u2029"  # which JSON leaves as they are, and some readers take for the end of a line
 
 
@@ -81,7 +82,7 @@ class Records:
         """Take in what is there; returns where the last whole line ends."""
         size = 0
         for number, line in enumerate(self._lines(), 1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and (size or _is_torn_record(line)):
                 break
             try:
                 self._count(json.loads(line))
@@ -160,6 +161,8 @@ class Records:
             with open(partial, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(partial, self._output)
+            sync_folder(self._output.parent)
+            self._path.unlink()
         except OSError as error:
             raise self._failure(error) from error
 
@@ -174,11 +177,25 @@ class Records:
         self.close()
 
 
+def _is_torn_record(line: bytes) -> bool:
+    """Whether a line without its end may be what was written of a record before a power cut."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return line.startswith(_BEGINNING) or _BEGINNING.startswith(line)
+    return isinstance(found, dict) and key_of(found) is not None
+
+
 def _line(record: Record) -> bytes:
     text = json.dumps(record, ensure_ascii=False)
     for letter in _LINE_ENDS:
         text = text.replace(letter, f"\\u{ord(letter):04x}")
-    return text.encode("utf-8", "surrogatepass") + b"\n"
+    return _utf8(text) + b"\n"
+
+
+def _utf8(text: str) -> bytes:
+    """Half a surrogate pair, which UTF-8 has no bytes for, as JSON names it."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 # A table has one shape for all rows: what OpenAI's records have of their own stands in `response`, as JSON.
@@ -199,4 +216,5 @@ def _cells(record: Record) -> dict[str, Any]:
                   "response": json.dumps(response, ensure_ascii=False)}
     elif "metadata" in record:
         record = {**record, "metadata": json.dumps(record["metadata"], ensure_ascii=False)}
-    return {name: record.get(name) for name in _COLUMNS} | cells
+    return {name: _utf8(cell).decode() if isinstance(cell := (record | cells).get(name), str) else cell
+            for name in _COLUMNS}

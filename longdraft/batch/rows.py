@@ -12,6 +12,7 @@ gives the same bytes whoever writes its rows, and however often it was cut.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from longdraft.core import ALIASES, SamplingParams
 from longdraft.errors import UsageError
+from longdraft.files import require_text
 from longdraft.openai_body import UNSUPPORTED, unsupported
 
 Row = Mapping[str, Any]
@@ -27,6 +29,7 @@ Kind = Literal["simple", "chat", "completion"]
 
 _URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 _RESERVED = re.compile(r"line \d+")
+_MOST_NESTED = 64  # objects and lists within one another: what travels, or is written, goes through all of them
 _SIMPLE = ("id", "prompt", "messages", "chat_options", "metadata")
 # Of OpenAI's body: what names people and things, and what is supported with these values only.
 _NAMES = ("model", "messages", "prompt", "chat_template_kwargs", "user", "longdraft")
@@ -71,16 +74,39 @@ def parse(row: Row | str, line: int, model: str) -> Task:
     """
     key = f"line {line}"
     kind: Kind = "simple"
+    metadata = None
     try:
         if isinstance(row, str):
             raise UsageError(row)
+        is_shallow = _is_shallow(row, _MOST_NESTED)
+        metadata = _plain(row.get("metadata")) if is_shallow else None
         row = {name: value for name, value in row.items() if value is not None}  # what a table has no value for
         is_openai = "custom_id" in row
         kind = _kind(row) if is_openai else "simple"
         key = _key(row, "custom_id" if is_openai else "id")
-        return _openai(key, kind, row, model) if is_openai else _simple(key, row)
+        if not is_shallow:
+            raise UsageError(f"the row has lists or objects more than {_MOST_NESTED} deep within one another")
+        return _openai(key, kind, row, model) if is_openai else _simple(key, row, metadata)
     except UsageError as error:
-        return Task(key, kind, problem=str(error))
+        return Task(key, kind, metadata=metadata, problem=str(error))
+
+
+def _is_shallow(value: Any, levels: int) -> bool:
+    """Whether nothing stands more than so many levels deep in it."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return levels > 0 and all(_is_shallow(each, levels - 1) for each in inner if isinstance(each, dict | list | tuple))
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can hold it: what else a table has (times, bytes, decimals), and numbers that are none, as texts."""
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    is_json = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_json else str(value)
 
 
 def _key(row: Row, name: str) -> str:
@@ -89,16 +115,17 @@ def _key(row: Row, name: str) -> str:
     if not isinstance(key, str) or not key or _RESERVED.fullmatch(key):
         raise UsageError(f"{name} is {str(key)[:80]!r}; allowed: a text, or a whole number, that no other row has "
                          "(and not 'line N')")
+    require_text(key, name, "write whole characters")
     return key
 
 
-def _simple(key: str, row: Row) -> Task:
+def _simple(key: str, row: Row, metadata: Any) -> Task:
     settings = {name: value for name, value in row.items() if name not in _SIMPLE}
     if ("prompt" in row) == ("messages" in row):
         raise UsageError("the row has both prompt and messages, or neither; give one of them")
     is_chat = "messages" in row
     return Task(key, "simple", _messages(row["messages"]) if is_chat else _prompt(row["prompt"]), is_chat,
-                _options(row, "chat_options"), _settings(settings), row.get("metadata"))
+                _options(row, "chat_options"), _settings(settings), metadata)
 
 
 def _kind(row: Row) -> Kind:

@@ -1,13 +1,11 @@
 """A job from its input to its output: what is done is skipped, what is not is given to a crew, records are collected.
 
     OUT          the records, in the order in which texts end
-    OUT.work/    while the job is not done: the journals of texts that are begun, and what the job was begun with
+    OUT.work/    while the job is not done: the journals of texts that are begun, and more (longdraft/batch/work.py)
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -15,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from longdraft.batch import source
+from longdraft.batch import source, work
 from longdraft.batch.local import Check, Crew
 from longdraft.batch.records import Records
 from longdraft.batch.rows import Report, Task, is_failed, parse
@@ -97,9 +95,11 @@ def run(rows: Path, output: Path, job: Job, crew: Crew, *, check: Check = lambda
     if output.exists() and rows.exists() and output.samefile(rows):
         raise UsageError(f"input and output are both {rows}; give the output another name")
     num_rows = source.count(rows)
+    settings = {"seed": job.seed, "sampling": dict(job.defaults), "model": job.model}
+    work.agree(job.work, output, settings, begin=False)  # before another job's records are taken for ours
     with Records.open(output, job.work, without_errors=retry_errors) as records:
-        _agree(job)
-        shutil.rmtree(job.work / "attempts", ignore_errors=True)
+        work.agree(job.work, output, settings, begin=True)
+        work.forget_attempts(job.work)
         totals = Totals(num_rows, len(records.done), records.failed)
         tasks = _pending(rows, job.model, frozenset(records.done))
         if (first := next(tasks, None)) is not None:
@@ -109,11 +109,11 @@ def run(rows: Path, output: Path, job: Job, crew: Crew, *, check: Check = lambda
                     continue  # its writer was lost with a record on the way, which came all the same
                 if report.record is not None:
                     records.add(report.record)
-                    job.forget(report.key)
+                    work.forget(job.work, report.key)
                 totals.take(report)
                 on_progress(totals)
         records.finish()
-    shutil.rmtree(job.work, ignore_errors=True)
+    work.remove(job.work)
     return totals
 
 
@@ -127,23 +127,3 @@ def _pending(rows: Path, model: str, done: frozenset[str]) -> Iterator[Task]:
                                                              "give every row its own")
         if task.key not in done:
             yield task
-
-
-def _agree(job: Job) -> None:
-    """A job goes on as it was begun: rows without settings of their own would differ otherwise."""
-    path = job.work / "job.json"
-    ours = {"seed": job.seed, "sampling": dict(job.defaults), "model": job.model}
-    try:
-        if path.exists():
-            begun = json.loads(path.read_text(encoding="utf-8"))
-            if unlike := [f"{name} was {begun.get(name)}, now {ours[name]}" for name in ours
-                          if begun.get(name) != json.loads(json.dumps(ours[name]))]:
-                raise UsageError(f"the job in {job.work} was begun otherwise: {'; '.join(unlike)}; give the same, or "
-                                 "another output")
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(ours), encoding="utf-8")
-        partial.replace(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"the work folder {job.work} cannot be used: {error}; give another with --work") from error

@@ -5,19 +5,16 @@ Each text has a journal in the job's work folder. Who is given a row goes on whe
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from longdraft import engine as engines
+from longdraft.batch import work
 from longdraft.batch.rows import Report, Task, failed, seed_of, written
 from longdraft.core import Event, SamplingParams
 from longdraft.errors import JournalError, ModelError, NumericalError, UsageError
@@ -55,20 +52,7 @@ class Job:
     at_once: int = 1
 
     def journal(self, key: str) -> Path:
-        return self.work / "journals" / _name(key)
-
-    def attempts(self, key: str) -> Path:
-        return self.work / "attempts" / _name(key)
-
-    def forget(self, key: str) -> None:
-        """The row's record is on the disk."""
-        shutil.rmtree(self.journal(key), ignore_errors=True)
-        self.attempts(key).unlink(missing_ok=True)
-
-
-def _name(key: str) -> str:
-    """An id as the name of a file: ids may hold any letters."""
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        return work.journal(self.work, key)
 
 
 @dataclass
@@ -94,17 +78,8 @@ class Writer:
 
     def _agree(self) -> None:
         """The first writer notes what it is, the others must be the same: else texts would depend on who wrote them."""
-        ours, path = self._engine.identity, self._job.work / "engine.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{uuid.uuid4().hex}")
-        partial.write_text(json.dumps(ours), encoding="utf-8")
-        try:
-            os.link(partial, path)  # whole from the moment it has its name, and never replaced
-        except FileExistsError:
-            pass
-        finally:
-            partial.unlink()
-        first = json.loads(path.read_text(encoding="utf-8"))
+        ours, path = self._engine.identity, self._job.work / work.ENGINE
+        first = work.note(path, ours)
         if unlike := [f"{name} {first.get(name)}, here {ours.get(name)}" for name in sorted(first.keys() | ours.keys())
                       if first.get(name) != ours.get(name)]:
             raise UsageError(f"the job was begun by another engine: {'; '.join(unlike)}; use the same everywhere "
@@ -207,7 +182,7 @@ class Writer:
 
     def _is_hopeless(self, key: str) -> bool:
         """Whether the last attempts, each noted with the tokens that were there, all ended without one more."""
-        path, allowed = self._job.attempts(key), self._job.retries + 1
+        path, allowed = work.attempts(self._job.work, key), self._job.retries + 1
         now = num_written(self._job.journal(key))
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+", encoding="ascii") as file:

@@ -61,7 +61,7 @@ class ChatTemplate:
         """The variables that a request may set."""
         return sorted(self._names - set(_OURS) - set(_TOKENS))
 
-    def render(self, messages: Sequence[Message], **options: Any) -> str:
+    def render(self, messages: Sequence[Message], /, **options: Any) -> str:
         """The prompt, ready for the answer. UsageError for options it does not have and messages it refuses."""
         unknown = next((name for name in options if name not in self.options), None)
         if unknown is not None:
