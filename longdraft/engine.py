@@ -268,11 +268,11 @@ class Engine:
         interval = parse_fsync(fsync)
         check(logprobs is None or 0 <= logprobs <= self.model.config.vocab_size, "logprobs", logprobs,
               f"0 to {self.model.config.vocab_size}")
-        writer = None
-        if journal is not None:
+        generation = Generation(self, ids, params, on_prefill, logprobs=logprobs)
+        if journal is not None:  # now that nothing else can refuse the text: a journal must not be left for none
             header = self._header(ids, params)
-            writer = Journal.create(Path(journal), header, self._run(0, header), interval)
-        return Generation(self, ids, params, on_prefill, writer, logprobs=logprobs)
+            generation.write_to(Journal.create(Path(journal), header, self._run(0, header), interval))
+        return generation
 
     def generate_many(self, prompts: Iterable[Prompt],
                       params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -327,9 +327,12 @@ class Engine:
             runs = found.runs
             if writer:
                 runs = [*runs, self._run(len(found.tokens), now)]
-                writer.begin(runs[-1])
             is_pure = all(run.arithmetic == found.header.arithmetic for run in runs)
-            return Generation(self, found.header.prompt, params, on_prefill, writer, found.tokens, is_pure)
+            generation = Generation(self, found.header.prompt, params, on_prefill, found.tokens, is_pure)
+            if writer:
+                writer.begin(runs[-1])
+                generation.write_to(writer)
+            return generation
         except BaseException:
             if writer:
                 writer.close()
@@ -349,7 +352,7 @@ class Engine:
         """On ranks behind the first: write along with it, until it closes its engine or ends."""
         assert isinstance(self.team, parallel.Team) and self.team.follows
         while (request := self.team.listen()) is not None:
-            generation = Generation(self, request.prompt.tolist(), request.params, None, None, request.written)
+            generation = Generation(self, request.prompt.tolist(), request.params, written=request.written)
             with suppress(parallel.Stopped, NumericalError, JournalError):  # the first rank says so
                 for _ in generation:
                     pass

@@ -69,7 +69,7 @@ class Generation(Iterator[Event]):
     """
 
     def __init__(self, engine: Means, prompt: list[int], params: SamplingParams,
-                 on_prefill: Callable[[int, int], None] | None, journal: Journal | None = None,
+                 on_prefill: Callable[[int, int], None] | None = None,
                  written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True,
                  logprobs: int | None = None, sampler_of: Callable[..., Sampler] = Sampler) -> None:
         """written: tokens that are there already; is_pure: they and the rest are of one arithmetic; logprobs: tell
@@ -79,7 +79,7 @@ class Generation(Iterator[Event]):
         self._engine = engine
         self._params = params
         self._on_prefill = on_prefill
-        self._journal = journal
+        self._journal: Journal | None = None
         self._is_pure = is_pure
         self.num_resumed = len(written)
         self.is_closed = False
@@ -109,6 +109,10 @@ class Generation(Iterator[Event]):
         self._prefill_seconds = 0.0
         self._decode_seconds = 0.0
         self._work = self._run()
+
+    def write_to(self, journal: Journal) -> None:
+        """Every token goes there before it is given; for a text that nobody has begun to iterate over. Closes it."""
+        self._journal = journal
 
     def __next__(self) -> Event:
         """Go on, alone, up to the next event."""
@@ -220,16 +224,18 @@ class Generation(Iterator[Event]):
         try:
             written = context.slice(context.prompt_length, len(context))
             team.begin(Request(context.slice(0, context.prompt_length), self._params, written))
-            with memory_told():
-                yield from self._replay()
-                if not self.is_finished:
-                    yield from self._prefill()
-                while not self.is_finished:
-                    yield (yield from self._advance())
+            try:  # a text that may not begin must not end the one that others are at
+                with memory_told():
+                    yield from self._replay()
+                    if not self.is_finished:
+                        yield from self._prefill()
+                    while not self.is_finished:
+                        yield (yield from self._advance())
+            finally:
+                team.end(is_finished=self.is_finished)
         finally:
             if self._journal:
                 self._journal.close()
-            team.end(is_finished=self.is_finished)
 
     def _replay(self) -> Iterator[Event]:
         """What was written before, as one event."""
