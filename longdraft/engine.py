@@ -94,7 +94,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     require_model(folder)
     config = model_config.read(folder)
     chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, kernels_name)
-    _require_room(config, chosen, quantize, tensor_parallel)
+    sizing.require_room(config, chosen, quantize, tensor_parallel)
     if group:
         chosen = parallel.ParallelKernels(chosen, group)
     tokenizer = Tokenizer(folder)
@@ -111,21 +111,6 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     if group:
         group.require_same({**engine.identity, "drafter": drafter, "drafter options": str(options)})
     return engine
-
-
-def _require_room(config: model_config.ModelConfig, chosen: kernels.Kernels, quantize: str, parts: int) -> None:
-    """MemoryError, naming what would fit, for weights (one of so many parts) that the device has no room for."""
-    free = chosen.free_bytes()
-    if free is None:
-        return
-    share = sizing.of(config).parameters / parts
-    needed = share * (1 if quantize == "int8" else chosen.dtype.itemsize)
-    if needed > free * sizing.USABLE:
-        smaller = [f"{name} ({share * width / 2**30:.1f} GiB)"
-                   for name, width in (("--dtype bfloat16", 2), ("--quantize int8", 1))
-                   if share * width <= free * sizing.USABLE]
-        raise MemoryError(f"the weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of {chosen.device} "
-                          f"are free; what would fit: {' or '.join(smaller) or 'a smaller model'}")
 
 
 class Engine:
@@ -214,21 +199,25 @@ class Engine:
         return ids
 
     def with_drafter(self, name: str, options: Mapping[str, Any] | None = None, *, may_load: bool = True) -> Engine:
-        """This engine with another drafter, on the same weights; heads are those that this one has found.
+        """This engine with another drafter, on the same weights; heads are those that this one has found, and a smaller
+        model that is not named is this one's.
 
         may_load  a smaller model may be read for it
 
         UsageError for options, or where it needs what was not loaded and may not be; ModelError where there is none.
         """
-        other = copy.copy(self)
+        other, ours = copy.copy(self), drafters.draft_model_of(self.options)
         other.drafter, other.options = name, drafters.parse_options(name, options or {})
+        if ours and hasattr(other.options, "model"):
+            other.options = replace(other.options, model=other.options.model or ours)
         wanted = drafters.draft_model_of(other.options)
         if may_load:
-            other.draft = other._load_draft(wanted)
+            if not ours or wanted != ours:
+                other.draft = other._load_draft(wanted)
             other._require_trained()
             return other
         needs = drafters.KINDS[name].needs
-        if (needs and getattr(self, needs) is None) or wanted != drafters.draft_model_of(self.options):
+        if (needs and getattr(self, needs) is None) or wanted not in ("", ours):
             raise UsageError(f"drafter {name!r} needs {needs or 'a smaller model'}, which this engine was loaded "
                              "without", "drafter")
         return other
