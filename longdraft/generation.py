@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 PREFILL_CHUNK = 512  # prompt tokens in one forward; on the CPU any number gives the same text
 PREFILL_SHARED = 64  # ... while others write in the same forwards: they wait for each
 WRITTEN_CHUNK = 128  # on a device, of tokens that were written before, when a text is resumed
-_LARGEST_TREE = 1024  # rows behind the text for which a reserved cache has room
+LARGEST_TREE = 1024  # rows behind the text for which a reserved cache has room
 _QUERY_ROWS = 128  # last prompt rows that drafters are told of
 
 
@@ -349,13 +349,13 @@ class Generation(Iterator[Event]):
 def _reserve(model: Transformer, cache: FullCache, length: int) -> None:
     """The whole cache of a text of `length` tokens, or a MemoryError that says what would fit."""
     per_token, free = model.cache_bytes_per_token, model.kernels.free_bytes()
-    wanted = length + _LARGEST_TREE  # rows behind the text
+    wanted = length + LARGEST_TREE  # rows behind the text
     fits = wanted if free is None else int(free * sizing.USABLE) // per_token
     if fits < wanted:
         small = "" if model.kernels.name.endswith("-fp8") else f", {kernels.VARIABLE}={model.kernels.name}-fp8"
         raise MemoryError(f"the cache of {length} tokens takes {wanted * per_token / 2**30:.1f} GiB, and "
                           f"{(free or 0) / 2**30:.1f} GiB of {model.kernels.device} are free; "
-                          f"{max(0, fits - _LARGEST_TREE)} tokens would fit, prompt and new ones together; write "
+                          f"{max(0, fits - LARGEST_TREE)} tokens would fit, prompt and new ones together; write "
                           f"fewer, or take --quantize int8{small}")
     with memory_told():
         cache.reserve(wanted)
