@@ -94,7 +94,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     require_model(folder)
     config = model_config.read(folder)
     chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, kernels_name)
-    _require_room(config, chosen, quantize, tensor_parallel)
+    sizing.require_room(config, chosen, quantize, tensor_parallel)
     if group:
         chosen = parallel.ParallelKernels(chosen, group)
     tokenizer = Tokenizer(folder)
@@ -111,21 +111,6 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     if group:
         group.require_same({**engine.identity, "drafter": drafter, "drafter options": str(options)})
     return engine
-
-
-def _require_room(config: model_config.ModelConfig, chosen: kernels.Kernels, quantize: str, parts: int) -> None:
-    """MemoryError, naming what would fit, for weights (one of so many parts) that the device has no room for."""
-    free = chosen.free_bytes()
-    if free is None:
-        return
-    share = sizing.of(config).parameters / parts
-    needed = share * (1 if quantize == "int8" else chosen.dtype.itemsize)
-    if needed > free * sizing.USABLE:
-        smaller = [f"{name} ({share * width / 2**30:.1f} GiB)"
-                   for name, width in (("--dtype bfloat16", 2), ("--quantize int8", 1))
-                   if share * width <= free * sizing.USABLE]
-        raise MemoryError(f"the weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of {chosen.device} "
-                          f"are free; what would fit: {' or '.join(smaller) or 'a smaller model'}")
 
 
 class Engine:
@@ -214,21 +199,25 @@ class Engine:
         return ids
 
     def with_drafter(self, name: str, options: Mapping[str, Any] | None = None, *, may_load: bool = True) -> Engine:
-        """This engine with another drafter, on the same weights; heads are those that this one has found.
+        """This engine with another drafter, on the same weights; heads are those that this one has found, and a smaller
+        model that is not named is this one's.
 
         may_load  a smaller model may be read for it
 
         UsageError for options, or where it needs what was not loaded and may not be; ModelError where there is none.
         """
-        other = copy.copy(self)
+        other, ours = copy.copy(self), drafters.draft_model_of(self.options)
         other.drafter, other.options = name, drafters.parse_options(name, options or {})
+        if ours and hasattr(other.options, "model"):
+            other.options = replace(other.options, model=other.options.model or ours)
         wanted = drafters.draft_model_of(other.options)
         if may_load:
-            other.draft = other._load_draft(wanted)
+            if not ours or wanted != ours:
+                other.draft = other._load_draft(wanted)
             other._require_trained()
             return other
         needs = drafters.KINDS[name].needs
-        if (needs and getattr(self, needs) is None) or wanted != drafters.draft_model_of(self.options):
+        if (needs and getattr(self, needs) is None) or wanted not in ("", ours):
             raise UsageError(f"drafter {name!r} needs {needs or 'a smaller model'}, which this engine was loaded "
                              "without", "drafter")
         return other
@@ -268,11 +257,11 @@ class Engine:
         interval = parse_fsync(fsync)
         check(logprobs is None or 0 <= logprobs <= self.model.config.vocab_size, "logprobs", logprobs,
               f"0 to {self.model.config.vocab_size}")
-        writer = None
-        if journal is not None:
+        generation = Generation(self, ids, params, on_prefill, logprobs=logprobs)
+        if journal is not None:  # now that nothing else can refuse the text: a journal must not be left for none
             header = self._header(ids, params)
-            writer = Journal.create(Path(journal), header, self._run(0, header), interval)
-        return Generation(self, ids, params, on_prefill, writer, logprobs=logprobs)
+            generation.write_to(Journal.create(Path(journal), header, self._run(0, header), interval))
+        return generation
 
     def generate_many(self, prompts: Iterable[Prompt],
                       params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -327,9 +316,12 @@ class Engine:
             runs = found.runs
             if writer:
                 runs = [*runs, self._run(len(found.tokens), now)]
-                writer.begin(runs[-1])
             is_pure = all(run.arithmetic == found.header.arithmetic for run in runs)
-            return Generation(self, found.header.prompt, params, on_prefill, writer, found.tokens, is_pure)
+            generation = Generation(self, found.header.prompt, params, on_prefill, found.tokens, is_pure)
+            if writer:
+                writer.begin(runs[-1])
+                generation.write_to(writer)
+            return generation
         except BaseException:
             if writer:
                 writer.close()
@@ -349,7 +341,7 @@ class Engine:
         """On ranks behind the first: write along with it, until it closes its engine or ends."""
         assert isinstance(self.team, parallel.Team) and self.team.follows
         while (request := self.team.listen()) is not None:
-            generation = Generation(self, request.prompt.tolist(), request.params, None, None, request.written)
+            generation = Generation(self, request.prompt.tolist(), request.params, written=request.written)
             with suppress(parallel.Stopped, NumericalError, JournalError):  # the first rank says so
                 for _ in generation:
                     pass

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 PREFILL_CHUNK = 512  # prompt tokens in one forward; on the CPU any number gives the same text
 PREFILL_SHARED = 64  # ... while others write in the same forwards: they wait for each
 WRITTEN_CHUNK = 128  # on a device, of tokens that were written before, when a text is resumed
-_LARGEST_TREE = 1024  # rows behind the text for which a reserved cache has room
+LARGEST_TREE = 1024  # rows behind the text for which a reserved cache has room
 _QUERY_ROWS = 128  # last prompt rows that drafters are told of
 
 
@@ -69,7 +69,7 @@ class Generation(Iterator[Event]):
     """
 
     def __init__(self, engine: Means, prompt: list[int], params: SamplingParams,
-                 on_prefill: Callable[[int, int], None] | None, journal: Journal | None = None,
+                 on_prefill: Callable[[int, int], None] | None = None,
                  written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True,
                  logprobs: int | None = None, sampler_of: Callable[..., Sampler] = Sampler) -> None:
         """written: tokens that are there already; is_pure: they and the rest are of one arithmetic; logprobs: tell
@@ -79,7 +79,7 @@ class Generation(Iterator[Event]):
         self._engine = engine
         self._params = params
         self._on_prefill = on_prefill
-        self._journal = journal
+        self._journal: Journal | None = None
         self._is_pure = is_pure
         self.num_resumed = len(written)
         self.is_closed = False
@@ -109,6 +109,10 @@ class Generation(Iterator[Event]):
         self._prefill_seconds = 0.0
         self._decode_seconds = 0.0
         self._work = self._run()
+
+    def write_to(self, journal: Journal) -> None:
+        """Every token goes there before it is given; for a text that nobody has begun to iterate over. Closes it."""
+        self._journal = journal
 
     def __next__(self) -> Event:
         """Go on, alone, up to the next event."""
@@ -220,16 +224,18 @@ class Generation(Iterator[Event]):
         try:
             written = context.slice(context.prompt_length, len(context))
             team.begin(Request(context.slice(0, context.prompt_length), self._params, written))
-            with memory_told():
-                yield from self._replay()
-                if not self.is_finished:
-                    yield from self._prefill()
-                while not self.is_finished:
-                    yield (yield from self._advance())
+            try:  # a text that may not begin must not end the one that others are at
+                with memory_told():
+                    yield from self._replay()
+                    if not self.is_finished:
+                        yield from self._prefill()
+                    while not self.is_finished:
+                        yield (yield from self._advance())
+            finally:
+                team.end(is_finished=self.is_finished)
         finally:
             if self._journal:
                 self._journal.close()
-            team.end(is_finished=self.is_finished)
 
     def _replay(self) -> Iterator[Event]:
         """What was written before, as one event."""
@@ -343,13 +349,13 @@ class Generation(Iterator[Event]):
 def _reserve(model: Transformer, cache: FullCache, length: int) -> None:
     """The whole cache of a text of `length` tokens, or a MemoryError that says what would fit."""
     per_token, free = model.cache_bytes_per_token, model.kernels.free_bytes()
-    wanted = length + _LARGEST_TREE  # rows behind the text
+    wanted = length + LARGEST_TREE  # rows behind the text
     fits = wanted if free is None else int(free * sizing.USABLE) // per_token
     if fits < wanted:
         small = "" if model.kernels.name.endswith("-fp8") else f", {kernels.VARIABLE}={model.kernels.name}-fp8"
         raise MemoryError(f"the cache of {length} tokens takes {wanted * per_token / 2**30:.1f} GiB, and "
                           f"{(free or 0) / 2**30:.1f} GiB of {model.kernels.device} are free; "
-                          f"{max(0, fits - _LARGEST_TREE)} tokens would fit, prompt and new ones together; write "
+                          f"{max(0, fits - LARGEST_TREE)} tokens would fit, prompt and new ones together; write "
                           f"fewer, or take --quantize int8{small}")
     with memory_told():
         cache.reserve(wanted)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from conftest import load
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_equality import prompt_of
 
@@ -219,6 +220,19 @@ def test_heads_of_another_model_are_refused(tiny, tmp_path):
     ("ngram", {"order": "1"}, "order is 1; allowed: 2 to 16"),
     ("ngram", {"order": "four"}, "order is 'four'; allowed: a whole number"),
     ("tokenswift", {"tree": "1,x"}, "allowed: whole numbers such as 1,3,3,3"),
+    ("tokenswift", {"tree": [1, 2.5]}, "tree is .*; allowed: whole numbers such as 1,3,3,3"),
+    ("tokenswift", {"tree": 3}, "tree is 3; allowed: whole numbers such as 1,3,3,3"),
+    ("tokenswift", {"chain": 1e999}, "chain is inf; allowed: a whole number"),
+    ("tokenswift", {"chain": 1.9}, "chain is 1.9; allowed: a whole number"),
+    ("tokenswift", {"chain": True}, "chain is True; allowed: a whole number"),
+    ("tokenswift", {"margin": 10**400}, "margin is 10+; allowed: a number"),
+    ("tokenswift", {"margin": True}, "margin is True; allowed: a number"),
+    ("tokenswift", {"remainder": 5}, "remainder is 5; allowed: true or false"),
+    ("tokenswift", {"remainder": "yes"}, "remainder is 'yes'; allowed: true or false"),
+    ("tokenswift", {"cache": ["full"]}, "cache is .*; allowed: a text"),
+    ("tokenswift", {"tree": [10**9] * 3}, "at most 1024 nodes"),
+    ("medusa", {"tree": [1, 3]}, r"tree is \[1, 3\]; allowed: a text"),
+    ("suffix", {"corpus": 5}, "corpus is 5; allowed: a text"),
     ("tokenswift", {"tree": "9,9,9,9"}, "at most 1024 nodes"),
     ("tokenswift", {"budget": "20"}, r"budget is 20; allowed: at least sinks \+ recent \+ room"),
     ("tokenswift", {"cache": "none"}, "dynamic, static or full"),
@@ -231,3 +245,25 @@ def test_options_are_checked_and_unknown_ones_list_the_known(name, options, mess
 def test_options_are_read_as_written_on_the_command_line():
     assert drafters.parse_options("tokenswift", {"tree": "2,2", "budget": "300", "cache": "static"}) == \
         TokenSwiftOptions(tree=(2, 2), budget=300, cache="static")
+
+
+OPTIONS = [(name, field.name) for name, kind in drafters.KINDS.items() for field in fields(kind.options)]
+ANYTHING = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+                        lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(), each, max_size=2))
+
+
+@given(option=st.sampled_from(OPTIONS), value=ANYTHING | st.sampled_from([10**400, -(2**63), [10**9] * 3000]))
+@settings(max_examples=400, deadline=None)
+def test_an_option_of_any_value_is_taken_as_it_is_or_refused(option, value):
+    name, key = option
+    if (name, key) == ("suffix", "corpus"):
+        assume(not isinstance(value, str))  # the name of a file
+    try:
+        taken = getattr(drafters.parse_options(name, {key: value}), key)
+    except UsageError:
+        return
+    if isinstance(value, list):
+        assert list(taken) == value
+    elif not isinstance(value, str):
+        assert taken == (float(value) if isinstance(taken, float) else value)
+        assert isinstance(taken, bool) == isinstance(value, bool)

@@ -19,12 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_families import make
 
+import longdraft
 from longdraft.__main__ import run
-from longdraft.errors import ModelError
+from longdraft.core import SamplingParams
+from longdraft.errors import ModelError, UsageError
 from longdraft.journal import FILE
 from longdraft.model import config as model_config
 from longdraft.model.sharding import of_rank
-from longdraft.parallel import Part
+from longdraft.parallel import Part, Team
 
 HERE = Path(__file__).resolve().parent
 
@@ -105,6 +107,40 @@ def follower_of(torchrun: int) -> int:
     children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
     return next(int(child) for child in children
                 if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{child}/environ").read_bytes() + b"\0")
+
+
+class Recorded:
+    """Rank 0's group, with nobody behind it: what it told the others."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.told: list[tuple[float, ...]] = []
+
+    def object(self, value):
+        return value
+
+    def numbers(self, values):
+        self.told.append(values)
+        return values
+
+
+def test_a_second_text_is_refused_and_the_first_goes_on(folder):
+    engine = longdraft.load(str(folder / "llama"), drafter="plain", threads=1)
+    params = SamplingParams(max_new_tokens=12, seed=5, ignore_eos=True)
+    expected = [token for event in engine.generate("It was", params) for token in event.tokens]
+    group = Recorded()
+    engine.team = Team(group)
+    first, second = engine.generate("It was", params), engine.generate("Once", params)
+    found = list(next(first).tokens)
+    with pytest.raises(UsageError, match="another text is being written"):
+        next(second)
+    second.close()
+    with pytest.raises(UsageError, match="another text is being written"):
+        next(engine.generate("Once", params))
+    assert (0.0, 0.0, 0.0) not in group.told, "the other ranks were told to stop the first"
+    assert found + [token for event in first for token in event.tokens] == expected
+    assert next(engine.generate("Once", params)).tokens, "the first has ended"
 
 
 @pytest.mark.parametrize("name, size, quantize, complaint", [

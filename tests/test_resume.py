@@ -20,8 +20,9 @@ from conftest import make_checkpoint
 from test_journal import FaultyOS
 
 import longdraft
+from longdraft import generation as generating
 from longdraft.__main__ import run
-from longdraft.errors import JournalError, OutputError
+from longdraft.errors import JournalError, OutputError, UsageError
 from longdraft.journal import FILE, read
 from longdraft.journal import writer as writing
 from longdraft.model import checkpoint
@@ -149,6 +150,34 @@ def test_two_writers_exclude_each_other_and_a_dropped_one_does_not(engine, tmp_p
     del other
     gc.collect()
     assert written(engine.resume(tmp_path))[2]["finish_reason"] == "length"
+
+
+def test_a_text_that_is_refused_leaves_no_journal_behind(tiny, tmp_path, monkeypatch):
+    """... so that the same command, put right, is taken."""
+    engine = longdraft.load(str(tiny["gqa"]), drafter="medusa", drafter_options={"tree": "1,1,1,1"})
+    params = longdraft.SamplingParams(**SETTINGS)
+    with pytest.raises(UsageError, match="4 deep; allowed: at most 3"):
+        engine.generate("It was", params, journal=tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+    def full(*settings, **options):
+        raise MemoryError("no room for the cache")
+
+    put_right = engine.with_drafter("suffix")
+    with monkeypatch.context() as patched:
+        patched.setattr(generating, "Context", full)
+        with pytest.raises(MemoryError):
+            put_right.generate("It was", params, journal=tmp_path / "work")
+    assert written(put_right.generate("It was", params, journal=tmp_path / "work"))[2]["finish_reason"] == "length"
+
+    cut(put_right, tmp_path / "cut", 3)
+    before = (tmp_path / "cut" / FILE).read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(generating, "Context", full)
+        with pytest.raises(MemoryError):
+            put_right.resume(tmp_path / "cut")
+    assert (tmp_path / "cut" / FILE).read_bytes() == before
+    assert written(put_right.resume(tmp_path / "cut"))[2]["finish_reason"] == "length"
 
 
 def test_a_file_is_checked_against_the_model_before_it_is_used(engine, folder, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,15 @@ import httpx
 import openai
 import pytest
 import serving
+import torch
 
 from longdraft.__main__ import run
 from longdraft.errors import UsageError
-from longdraft.server.settings import Settings, read_keys
+from longdraft.generation import LARGEST_TREE
+from longdraft.server import settings as server_settings
+from longdraft.server.prepare import Preparer
+from longdraft.server.schemas import CompletionRequest
+from longdraft.server.settings import Settings, free_memory, read_keys
 
 OURS = {"longdraft": {"min_p": 0.1}}
 
@@ -408,6 +414,48 @@ def test_memory_is_a_budget(engine):
             lines = first.iter_lines(), second.iter_lines()
             assert next(lines[0]) and "queued" in next(lines[1])
             assert server.scheduler.figures()["waiting"] == 1  # there are places, there is no memory
+
+
+def bytes_of(engine, tokens: int) -> int:
+    """What a text of so many tokens is counted as."""
+    request = CompletionRequest(prompt=[5] * 10, max_tokens=tokens - 10)
+    return Preparer(engine, Settings()).completion(request, "cmpl")[0].num_bytes
+
+
+@pytest.mark.parametrize("name, dtype, width", [
+    ("reference", "bfloat16", 4), ("reference", "float32", 4), ("portable", "bfloat16", 2), ("portable", "float32", 4)])
+def test_the_budget_counts_what_caches_take_on_these_kernels(tiny, name, dtype, width):
+    engine = serving.load(tiny["mha"], drafter="plain", dtype=dtype, kernels_name=name)
+    config = engine.model.config
+    each = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
+    assert bytes_of(engine, 1010) - bytes_of(engine, 10 + 1) == pytest.approx(1.15 * 999 * each, abs=1)
+
+
+def test_the_budget_counts_what_caches_take_on_a_device(tiny, monkeypatch):
+    """8 bits with a scale for each key and value; a cache is reserved whole, with room for trees."""
+    engine = serving.load(tiny["mha"], drafter="plain", dtype="float32")
+    kernels, config = engine.model.kernels, engine.model.config
+    monkeypatch.setattr(kernels, "dtype", torch.float16)
+    monkeypatch.setattr(kernels, "is_device", True, raising=False)
+    monkeypatch.setattr(kernels, "cache_bytes", lambda head_dim: head_dim + 4, raising=False)
+    each = 2 * config.num_layers * config.num_kv_heads * (config.head_dim + 4)
+    assert bytes_of(engine, 1010) - bytes_of(engine, 10 + 1) == pytest.approx(1.15 * 999 * each, abs=1)
+    assert bytes_of(engine, 1010) >= (1010 + LARGEST_TREE) * each
+
+
+def test_the_budget_is_what_the_device_leaves_else_what_system_and_container_leave(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_settings, "_PROC", tmp_path)
+    monkeypatch.setattr(server_settings, "_CGROUP", tmp_path)
+    assert 1 << 20 < free_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "nobody says"
+    (tmp_path / "meminfo").write_text("MemTotal: 64000 kB\nMemAvailable:   50000 kB\n")
+    assert free_memory() == int(0.8 * 50_000 * 1024)
+    assert free_memory(10 << 30) == 8 << 30, "the device's own"
+    (tmp_path / "memory.max").write_text(f"{20 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{20 << 20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {4 << 20}\nfile {16 << 20}\ninactive_file {15 << 20}\nactive_file 1\n")
+    assert free_memory() == 12 << 20, "pages of files make room"
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory() == int(0.8 * 50_000 * 1024)
 
 
 def test_a_text_may_take_only_so_long(post):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conftest import make_checkpoint
 
 import longdraft
 from longdraft import engine as engines
@@ -186,6 +187,26 @@ def test_another_drafter_on_the_same_weights(engine):
     for name, options in (("oracle", {}), ("suffix", {"what": 1}), ("draft-model", {"model": "novelist"})):
         with pytest.raises(UsageError):
             engine.with_drafter(name, options, may_load=False)
+    with pytest.raises(UsageError, match="needs draft, which this engine was loaded without"):
+        engine.with_drafter("draft-model", {"chain": 2}, may_load=False)
     bare = longdraft.load(engine.name, drafter="plain", dtype="float32")
     with pytest.raises(UsageError, match="heads"):
         bare.with_drafter("medusa", may_load=False)
+
+
+@pytest.mark.parametrize("may_load", [True, False])
+def test_every_drafter_can_take_over_from_one_with_a_model_of_its_own(engine, tmp_path, may_load):
+    """... and what it does not name stays as it was: a journal must tell which model drafts."""
+    make_checkpoint(tmp_path / "small", seed=8, hidden_size=24, num_hidden_layers=1)
+    small = str(tmp_path / "small")
+    drafting = longdraft.load(engine.name, drafter="draft-model", drafter_options={"model": small}, dtype="float32")
+    params = SamplingParams(max_new_tokens=20, seed=5)
+    expected = [token for event in engine.generate("abcabcab", params) for token in event.tokens]
+    for name, options in (("plain", {}), ("suffix", {"depth": 4}), ("magicdec", {}), ("auto", {}), ("triforce", {}),
+                          ("draft-model", {}), ("draft-model", {"chain": 2}), ("draft-model", {"model": small})):
+        other = drafting.with_drafter(name, options, may_load=may_load)
+        assert [token for event in other.generate("abcabcab", params) for token in event.tokens] == expected, name
+        if name in ("draft-model", "triforce"):
+            assert other.options.model == small and other.draft is drafting.draft
+    with pytest.raises(UsageError, match="needs draft, which this engine was loaded without"):
+        drafting.with_drafter("draft-model", {"model": "novelist"}, may_load=False)

@@ -52,7 +52,7 @@ def start(engine: Engine, system: System, prompt: Sequence[int], params: Samplin
           written: Tokens | Sequence[int] = ()) -> Generation:
     """A generation as a system writes it, behind tokens that are written already."""
     drafting = engine.with_drafter(system.drafter, system.options_for(len(prompt)))
-    text = Generation(drafting, list(prompt), params, None, None, written, sampler_of=SAMPLERS[system.rule])
+    text = Generation(drafting, list(prompt), params, written=written, sampler_of=SAMPLERS[system.rule])
     if len(written):
         next(text)  # gives what was written, and does no work
     return text

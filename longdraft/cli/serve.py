@@ -94,5 +94,5 @@ def serve(
         engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,
                       quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
                       on_load=bar.show)
-    given.setdefault("memory_bytes", free_memory())
+    given.setdefault("memory_bytes", free_memory(engine.model.kernels.free_bytes()))
     return run.serve(engine, Settings(**given))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import types
+import os
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -171,16 +171,40 @@ def parse_options(name: str, given: Mapping[str, Any]) -> Any:
 
 
 def _parse(key: str, value: Any, hint: Any) -> Any:
+    read, allowed = _KINDS.get(hint, (_text, "a text"))  # of what is one of several texts, the options see to the rest
     try:
-        if isinstance(hint, types.GenericAlias):  # tuple[int, ...]
-            parts = value.strip("[]").split(",") if isinstance(value, str) else value
-            return tuple(int(part) for part in parts)
-        if hint in (int, float):
-            return hint(value)
-        if hint is bool and isinstance(value, str):
-            return {"true": True, "false": False}[value.lower()]
-        return value
-    except (KeyError, TypeError, ValueError) as error:
-        names = {bool: "true or false", int: "a whole number", float: "a number"}
-        raise UsageError(f"option {key} is {value!r}; allowed: "
-                         f"{names.get(hint, 'whole numbers such as 1,3,3,3')}") from error
+        return read(value)
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        raise UsageError(f"option {key} is {value!r}; allowed: {allowed}") from error
+
+
+def _whole(value: Any) -> int:
+    number = int(value)
+    if isinstance(value, bool) or (not isinstance(value, str) and number != value):
+        raise ValueError("it would become another")
+    return number
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError("true is no number")
+    return float(value)
+
+
+def _truth(value: Any) -> bool:
+    return value if isinstance(value, bool) else {"true": True, "false": False}[_text(value).lower()]
+
+
+def _wholes(value: Any) -> tuple[int, ...]:
+    return tuple(_whole(part) for part in (value.strip("[]").split(",") if isinstance(value, str) else value))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(text := os.fspath(value), str):
+        raise TypeError("it is bytes")
+    return text
+
+
+_KINDS: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    int: (_whole, "a whole number"), float: (_number, "a number"), bool: (_truth, "true or false"),
+    tuple[int, ...]: (_wholes, "whole numbers such as 1,3,3,3")}

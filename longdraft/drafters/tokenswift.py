@@ -95,6 +95,8 @@ class TokenSwiftOptions:
         for width in self.tree:
             level *= width
             total += level
+            if total > _MAX_NODES:  # by far, maybe
+                break
         return total
 
     def ngrams(self) -> NgramOptions:

@@ -182,7 +182,7 @@ class ReferenceKernels:
         self.keep(kv, rows[there].tolist())
 
     def cache_bytes(self, head_dim: int) -> int:
-        return head_dim * self.dtype.itemsize
+        return head_dim * torch.float32.itemsize  # stores keep no other
 
     def free_bytes(self) -> int | None:
         return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from longdraft.errors import ModelError
+from longdraft.kernels import Kernels
 from longdraft.model.checkpoint import expected_shapes
 from longdraft.model.config import ModelConfig
 
@@ -49,6 +50,21 @@ def of(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
     unread = 0 if config.is_tied else config.vocab_size * config.hidden_size
     return Sizes(parameters, parameters * width, (parameters - unread) * width,
                  2 * config.num_layers * config.num_kv_heads * config.head_dim * width, config.max_positions)
+
+
+def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int) -> None:
+    """MemoryError, naming what would fit, for weights (one of so many parts) that the device has no room for."""
+    free = chosen.free_bytes()
+    if free is None:
+        return
+    share = of(config).parameters / parts
+    needed = share * (1 if quantize == "int8" else chosen.dtype.itemsize)
+    if needed > free * USABLE:
+        smaller = [f"{name} ({share * width / 2**30:.1f} GiB)"
+                   for name, width in (("--dtype bfloat16", 2), ("--quantize int8", 1))
+                   if share * width <= free * USABLE]
+        raise MemoryError(f"the weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of {chosen.device} "
+                          f"are free; what would fit: {' or '.join(smaller) or 'a smaller model'}")
 
 
 def _count(config: ModelConfig) -> int:

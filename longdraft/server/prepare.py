@@ -12,9 +12,8 @@ from typing import Any
 from longdraft.core import ALIASES, MAX_SEED, SamplingParams
 from longdraft.engine import Engine
 from longdraft.errors import JournalError, UsageError
+from longdraft.generation import LARGEST_TREE
 from longdraft.journal import is_there, read
-from longdraft.kernels import REFERENCE
-from longdraft.model import sizing
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import Job, Outlet, Plan
 from longdraft.server.journals import title
@@ -166,10 +165,9 @@ class Preparer:
 
     def _num_bytes(self, tokens: int) -> int:
         """The most that a text of so many tokens takes of the memory."""
-        kernels = self.engine.model.kernels
-        dtype = "float32" if kernels.name == REFERENCE else str(kernels.dtype).removeprefix("torch.")
-        each = sizing.of(self.engine.model.config, dtype).cache_bytes_per_token
-        return int(tokens * each * _MORE) + _BESIDE
+        model = self.engine.model
+        rows = tokens + (LARGEST_TREE if model.kernels.is_device else 0)  # reserved whole there
+        return int(rows * model.cache_bytes_per_token * _MORE) + _BESIDE
 
     def _require_few(self, count: int, param: str) -> None:
         if count > self.settings.max_choices:

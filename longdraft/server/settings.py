@@ -11,6 +11,7 @@ from longdraft.errors import UsageError, check
 
 MiB = 1 << 20
 _SHARE = 0.8  # of the memory that is free once the model is loaded
+_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -95,18 +96,33 @@ def read_keys(given: tuple[str, ...], file: Path | None, variable: str = "LONGDR
     return tuple(dict.fromkeys(keys))
 
 
-def free_memory() -> int:
-    """Bytes that texts may take beside a model that is loaded: a share of what system and control group leave."""
+def free_memory(on_device: int | None = None) -> int:
+    """Bytes that texts may take beside a model that is loaded: a share of what is free.
+
+    on_device  free bytes of a device that has memory of its own; None: caches are in the system's memory, of which the
+               control group leaves a part
+    """
+    return max(MiB, int((_of_system() if on_device is None else on_device) * _SHARE))
+
+
+def _of_system() -> int:
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        limit, used = (Path("/sys/fs/cgroup/memory." + name).read_text().strip() for name in ("max", "current"))
+        free = _figure(_PROC / "meminfo", "MemAvailable:") * 1024
+        limit = (_CGROUP / "memory.max").read_text().strip()
         if limit != "max":
-            free = min(free, int(limit) - int(used))
+            # Pages of files that nobody has used lately are the group's too, and make room when it is wanted.
+            used = int((_CGROUP / "memory.current").read_text()) - _figure(_CGROUP / "memory.stat", "inactive_file")
+            free = min(free, int(limit) - used)
     except (OSError, ValueError, StopIteration):
         pass
-    return max(MiB, int(free * _SHARE))
+    return free
+
+
+def _figure(file: Path, name: str) -> int:
+    """A number of a file with a name and a number in each line."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return next(int(words[1]) for words in lines if words[0] == name)
 
 
 def state_folder() -> Path:
