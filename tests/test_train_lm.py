@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from longdraft.__main__ import run
 from longdraft.core import SamplingParams
 from longdraft.errors import LongdraftError, UsageError
 from longdraft.train import base as frozen
-from longdraft.train import job, lm
+from longdraft.train import job, lm, team
 from longdraft.train.settings import DraftSettings, HeadSettings, LmSettings
 
 SMALL = dict(layers=1, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, context=256,
@@ -83,6 +85,8 @@ def test_a_tokenizer_is_trained_where_none_is_named(tmp_path):
     words = " ".join(f"word{i} stands beside line{i * 7}" for i in range(600))
     (tmp_path / "words.txt").write_text(words)
     wanted = LmSettings(data=(str(tmp_path / "words.txt"),), vocab_size=400, **SMALL)
+    with pytest.raises(UsageError, match="give more data"):  # which leaves a tokenizer of other settings
+        job.train(replace(wanted, vocab_size=300, sequence_length=10**6, context=10**6), tmp_path / "lm")
     job.train(wanted, tmp_path / "lm")
     engine = longdraft.load(str(tmp_path / "lm"))
     assert engine.tokenizer.decode(engine.encode("word5 étrange 漢")) == "word5 étrange 漢"
@@ -175,31 +179,41 @@ def test_bad_settings_are_named(text, tokens, tmp_path, changes, message):
         job.train(LmSettings(**{"data": (text,), "tokenizer": str(tokens)} | SMALL | changes), tmp_path / "lm")
 
 
-TWO = """
-import sys
-from longdraft.train import job
-from longdraft.train.settings import {kind}
-job.train({kind}(**{settings!r}), __import__("pathlib").Path({output!r}))
-"""
+def in_two_processes(*arguments: str) -> str:
+    """stdout of a command that torchrun starts twice."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "longdraft",
+         *arguments], capture_output=True, text=True, timeout=240,
+        env=os.environ | {"PYTHONPATH": str(Path(job.__file__).parents[2]), "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 @pytest.mark.parametrize("kind", ["heads", "lm"])
-def test_two_processes_equal_one(text, tokens, tmp_path, kind):
+def test_two_processes_equal_one_and_one_of_them_tells(text, tokens, tmp_path, kind):
     shared = dict(data=(text,), sequence_length=32, steps=6, warmup_steps=2, eval_every=0, checkpoint_every=0,
-                  probe_tokens=0, device="cpu", threads=1, dtype="float32", learning_rate=1e-2)
+                  probe_tokens=4, device="cpu", threads=1, dtype="float32", learning_rate=1e-2)
     given = {"heads": dict(shared, model=str(tokens)), "lm": dict(SMALL, **shared, tokenizer=str(tokens))}[kind]
     name = {"heads": HeadSettings, "lm": LmSettings}[kind]
     job.train(name(**given | {"batch_size": 4}), tmp_path / "one")
-    script = TWO.format(kind=name.__name__, settings=given | {"batch_size": 2}, output=str(tmp_path / "two"))
-    (tmp_path / "two.py").write_text(script)
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    ran = subprocess.run(
-        [sys.executable, *launch, str(tmp_path / "two.py")], capture_output=True, text=True, timeout=240,
-        env=os.environ | {"PYTHONPATH": str(Path(job.__file__).parents[2]), "OMP_NUM_THREADS": "1"})
-    assert ran.returncode == 0, ran.stderr
+    options = given | {"batch_size": 2, "data": text, "output": tmp_path / "two"}
+    told = in_two_processes("train", kind, *(part for option, value in options.items()
+                                             for part in (f"--{option.replace('_', '-')}", str(value))))
+    assert told.count("part   loss") == 1 and told.count('{"kind"') == 1
+    assert len(json.loads(told.splitlines()[-1])["probe"]) == (2 if kind == "heads" else 0)
     assert np.allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-3)
     one, other = (load_file(tmp_path / where / "model.safetensors") for where in ("one", "two"))
     assert all(torch.allclose(one[key], other[key], rtol=1e-2, atol=2e-3) for key in one)
+
+
+def test_processes_wait_for_hours(monkeypatch):
+    """Text to learn from and the probe at the end are one process's work, and take longer than a collective may."""
+    import accelerate
+
+    given: dict[str, object] = {}
+    monkeypatch.setattr(accelerate, "PartialState", lambda **options: given.update(options))
+    team._state(is_cpu=True)
+    assert given["timeout"] >= timedelta(days=1)
 
 
 def test_commands_end_with_json(text, tokens, tmp_path, capsys):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BEGIN, END = "<s>", "</s>"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _KEPT_BYTES = 4 << 30  # of what layers computed: where a forward would keep more, they are computed twice
 
 
@@ -49,7 +50,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """The tokenizer's files of a model folder."""
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+    for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
