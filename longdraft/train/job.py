@@ -96,7 +96,7 @@ def _check_writable(output: Path) -> None:
 def train(settings: Settings, output: Path, progress: Progress | None = None) -> Result:
     """Train into a new folder. Everything a user can get wrong is checked before the first step."""
     data.check_files(settings.local_files())
-    KINDS[settings.KIND].check(settings)
+    settings = KINDS[settings.KIND].settle(settings)
     team = Team(settings.device)
     if team.leads:
         prepare_output(output, settings)
