@@ -18,13 +18,14 @@ from conftest import load, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from longdraft.__main__ import run
+from longdraft.engine import Engine
 from longdraft.errors import LongdraftError, ModelError, OutputError, UsageError
 from longdraft.model import heads as trained_heads
 from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import chain_rows
 from longdraft.train import base as frozen
-from longdraft.train import data, heads, job
+from longdraft.train import data, heads, job, own
 from longdraft.train.loop import Position, learning_rate
 from longdraft.train.progress import Progress
 from longdraft.train.settings import HeadSettings
@@ -204,12 +205,6 @@ def test_a_training_cut_by_a_signal_and_resumed_equals_an_uncut_one(base, tmp_pa
 
 
 def test_a_killed_training_resumes_at_its_last_checkpoint(base, tmp_path):
-    class Killed(Exception):
-        pass
-
-    def kill():
-        raise Killed
-
     wanted = settings(base, checkpoint_every=4)
     job.train(wanted, tmp_path / "whole")
     with pytest.raises(Killed):
@@ -218,6 +213,64 @@ def test_a_killed_training_resumes_at_its_last_checkpoint(base, tmp_path):
         file.write('{"step": 8, "lo')
     job.resume("heads", tmp_path / "cut", {"eval_every": 6})
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+class Killed(Exception):
+    pass
+
+
+def kill() -> None:
+    raise Killed
+
+
+def test_a_training_killed_before_its_first_checkpoint_goes_on_or_begins_again(base, tmp_path):
+    wanted = settings(base)
+    job.train(wanted, tmp_path / "whole")
+    for name in ("on", "again"):
+        with pytest.raises(Killed):
+            job.train(wanted, tmp_path / name, At(3, kill))
+        assert not (tmp_path / name / "checkpoint.safetensors").exists()
+    with pytest.raises(UsageError, match=r"learning_rate is 0.5, but the training to resume has 0.01"):
+        job.resume("heads", tmp_path / "on", {"learning_rate": 0.5})
+    with pytest.raises(UsageError, match=r"holds a training of 'heads', not of 'glide'"):
+        job.resume("glide", tmp_path / "on", {})
+    job.resume("heads", tmp_path / "on", {})
+    job.train(wanted, tmp_path / "again")
+    for name in ("on", "again"):
+        assert losses(tmp_path / name) == losses(tmp_path / "whole")
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == [
+            "config.json", job.METRICS, "model.safetensors"]
+
+
+def test_what_the_model_wrote_before_a_kill_is_not_written_again(base, tmp_path, monkeypatch):
+    wanted = settings(base, own_tokens=200, steps=2)  # seven texts of 32 new tokens
+    job.train(wanted, tmp_path / "whole")
+    monkeypatch.setattr(own, "_SAVE_EVERY_S", 0.0)
+    with pytest.raises(Killed):
+        job.train(wanted, tmp_path / "cut", At(5, kill))
+    written = []
+    generate = Engine.generate
+    monkeypatch.setattr(Engine, "generate", lambda *given, **named: written.append(1) or generate(*given, **named))
+    stop = At(3, lambda: signal.raise_signal(signal.SIGTERM))  # two texts, then a step
+    assert job.train(wanted, tmp_path / "cut", stop).signal and len(written) == 2
+    job.resume("heads", tmp_path / "cut", {})
+    assert len(written) == 2 and losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    with pytest.raises(Killed):
+        job.train(wanted, tmp_path / "other", At(7, kill))
+    stop = At(8, kill)
+    with pytest.raises(Killed):
+        job.train(settings(base, own_tokens=200, steps=2, seed=7), tmp_path / "other", stop)  # other texts
+    assert len(written) == 2 + 7 + 7
+
+
+def test_own_text_of_the_version_before_is_found(base, tmp_path):
+    """Its checkpoints have own.npy beside them."""
+    texts = np.arange(3 * 64, dtype=np.int32).reshape(3, 64)
+    np.save(tmp_path / "own.npy", texts)
+    found = own.write(settings(base, own_tokens=100), "", [], tmp_path, Progress(sys.stderr, quiet=True))
+    assert np.array_equal(found, texts)
+    own.remove(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_stands(base, tmp_path, monkeypatch):
@@ -278,7 +331,7 @@ def test_bad_data_is_named(base, tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=message):
         job.train(settings(base, data=(str(tmp_path / name),)), tmp_path / "heads")
-    assert not list((tmp_path / "heads").glob("*")) or not losses(tmp_path / "heads")
+    assert not (tmp_path / "heads" / job.METRICS).exists()
 
 
 @pytest.mark.parametrize(("changes", "message"), [

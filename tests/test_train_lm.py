@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +23,12 @@ from longdraft.__main__ import run
 from longdraft.core import SamplingParams
 from longdraft.errors import LongdraftError, UsageError
 from longdraft.train import base as frozen
-from longdraft.train import job, lm
+from longdraft.train import job, lm, team
 from longdraft.train.settings import DraftSettings, HeadSettings, LmSettings
 
-SMALL = dict(layers=1, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, context=256,
-             sequence_length=32, steps=25, batch_size=4, learning_rate=2e-2, warmup_steps=3, eval_every=0,
+QUICK = dict(sequence_length=32, steps=25, batch_size=4, learning_rate=2e-2, warmup_steps=3, eval_every=0,
              checkpoint_every=0, probe_tokens=0, device="cpu", threads=1, dtype="float32")
+SMALL = QUICK | dict(layers=1, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, context=256)
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +74,19 @@ def test_fewer_kv_heads_are_means_of_groups(tokens):
 
 def test_a_model_goes_on_with_fewer_kv_heads(text, tokens, tmp_path):
     had = longdraft.load(str(tokens), drafter="plain").model.config.num_kv_heads
-    wanted = SMALL | {"num_kv_heads": had // 2, "steps": 2}
+    wanted = QUICK | {"num_kv_heads": had // 2, "steps": 2}
     job.train(LmSettings(data=(text,), start=str(tokens), **wanted), tmp_path / "lm")
     assert longdraft.load(str(tmp_path / "lm"), drafter="plain").model.config.num_kv_heads == had // 2
     with pytest.raises(UsageError, match=rf"num_kv_heads is 3; allowed: a divisor of {had}, the KV heads of"):
-        job.train(LmSettings(data=(text,), start=str(tokens), **SMALL | {"num_kv_heads": 3}), tmp_path / "no")
+        job.train(LmSettings(data=(text,), start=str(tokens), **QUICK | {"num_kv_heads": 3}), tmp_path / "no")
 
 
 def test_a_tokenizer_is_trained_where_none_is_named(tmp_path):
     words = " ".join(f"word{i} stands beside line{i * 7}" for i in range(600))
     (tmp_path / "words.txt").write_text(words)
     wanted = LmSettings(data=(str(tmp_path / "words.txt"),), vocab_size=400, **SMALL)
+    with pytest.raises(UsageError, match="give more data"):  # which leaves a tokenizer of other settings
+        job.train(replace(wanted, vocab_size=300, sequence_length=10**6, context=10**6), tmp_path / "lm")
     job.train(wanted, tmp_path / "lm")
     engine = longdraft.load(str(tmp_path / "lm"))
     assert engine.tokenizer.decode(engine.encode("word5 étrange 漢")) == "word5 étrange 漢"
@@ -113,10 +117,81 @@ def test_a_cut_training_resumed_equals_an_uncut_one(text, tokens, tmp_path):
 
 
 def test_going_on_from_a_model_keeps_its_shape_and_words(text, tokens, tmp_path):
-    wanted = LmSettings(data=(text,), start=str(tokens), **SMALL | {"learning_rate": 1e-3})
+    wanted = LmSettings(data=(text,), start=str(tokens), **QUICK | {"learning_rate": 1e-3})
     job.train(wanted, tmp_path / "lm")
     config = json.loads((tmp_path / "lm" / "config.json").read_text())
     assert config["hidden_size"] == 48 and config["vocab_size"] == VOCAB
+
+
+def test_going_on_from_a_model_shows_it_the_positions_that_it_declares(text, tokens, tmp_path, monkeypatch):
+    shown = []
+    positions = lm.positions
+
+    def told(*given):
+        shown.append(positions(*given))
+        return shown[-1]
+
+    monkeypatch.setattr(lm, "positions", told)
+    wanted = LmSettings(data=(text,), start=str(tokens), skip=1.0, **QUICK | {"steps": 6})
+    job.train(wanted, tmp_path / "lm")
+    assert 1000 < max(int(places.max()) for places in shown) < 4096
+    record = json.loads((tmp_path / "lm" / "training.json").read_text())["training"]
+    assert record["context"] == 4096
+    with pytest.raises(UsageError, match=r"context is 8192; allowed: 4096, what '.*tiny' declares; leave it out"):
+        job.train(replace(wanted, context=8192), tmp_path / "no")
+    with pytest.raises(LongdraftError, match="no model 'nowhere'"):
+        job.train(replace(wanted, start="nowhere"), tmp_path / "no")
+    with pytest.raises(UsageError, match="at most the model's context"):
+        job.train(replace(wanted, sequence_length=5000, batch_size=1), tmp_path / "no")
+
+
+IDLE = [
+    (LmSettings, {"start": "MODEL", name: value}, rf"{name} is .*, but has no effect with --start")
+    for name, value in {"layers": 2, "hidden_size": 64, "intermediate_size": 9, "num_heads": 8, "rope_theta": 1e4,
+                        "vocab_size": 500, "tokenizer": "MODEL"}.items()
+] + [
+    (LmSettings, {"tokenizer": "MODEL", "vocab_size": 500}, "vocab_size is 500, .* with --tokenizer"),
+    (LmSettings, {"tokenizer": "MODEL", "distill": 0.7}, "distill is 0.7, .* without --distill-from"),
+    (LmSettings, {"tokenizer": "MODEL", "distill_from": "MODEL", "distill": 0.0}, "distill_from is .* --distill 0"),
+    (DraftSettings, {"model": "MODEL", "tokenizer": "MODEL"}, "tokenizer is .* is the model's"),
+    (DraftSettings, {"model": "MODEL", "vocab_size": 500}, "vocab_size is 500, .* is the model's"),
+    (DraftSettings, {"model": "MODEL", "distill_from": "MODEL"}, "distill_from is .* it learns from --model"),
+    (HeadSettings, {"model": "MODEL", "sinks": 4}, "sinks is 4, but has no effect without --window"),
+    (HeadSettings, {"model": "MODEL", "validation": "TEXT", "holdout": 0.1}, "holdout is 0.1, .* beside --validation"),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "message"), IDLE, ids=lambda value: str(value)[:40])
+def test_what_would_have_no_effect_is_refused(text, tokens, tmp_path, kind, given, message):
+    stands_for = {"MODEL": str(tokens), "TEXT": (text,)}
+    wanted = kind(data=(text,), **QUICK, **{name: stands_for.get(value, value) for name, value in given.items()})
+    with pytest.raises(UsageError, match=message) as caught:
+        job.train(wanted, tmp_path / "no")
+    assert "\n" not in str(caught.value) and not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(("kind", "distill"), [(DraftSettings, 0.5), (DraftSettings, 0.0), (LmSettings, 0.5)])
+def test_vocabularies_of_one_size_may_still_differ(text, tokens, tmp_path, kind, distill):
+    other = tmp_path / "other"
+    make_checkpoint(other)
+    changed = json.loads((other / "tokenizer.json").read_text())
+    words = changed["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (other / "tokenizer.json").write_text(json.dumps(changed))
+    teacher = {"model": str(tokens)} if kind is DraftSettings else {"distill_from": str(tokens)}
+    with pytest.raises(UsageError, match="has another tokenizer than the new model"):
+        job.train(kind(data=(text,), start=str(other), distill=distill, **teacher, **QUICK), tmp_path / "no")
+    assert not (tmp_path / "no" / job.METRICS).exists()
+
+
+def test_a_checkpoint_with_idle_settings_goes_on(text, tokens, tmp_path, monkeypatch):
+    """Versions before took them."""
+    wanted = LmSettings(data=(text,), start=str(tokens), layers=3, **QUICK | {"steps": 4})
+    stop = At(2, lambda: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(LmSettings, "check_idle", lambda settings: None)
+    job.train(wanted, tmp_path / "lm", stop)
+    monkeypatch.undo()
+    assert job.resume("lm", tmp_path / "lm", {}).step == 4
 
 
 def test_sequences_jump_by_their_own_place():
@@ -166,7 +241,7 @@ def test_the_loss_is_the_mean_over_all_tokens(text, tokens):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"hidden_size": 15}, "a multiple of 2 x num_heads"), ({"num_kv_heads": 3}, "a multiple of num_kv_heads"),
     ({"sequence_length": 512}, "at most the context"), ({"skip": 2.0}, "0 to 1"), ({"vocab_size": 20}, "300 or more"),
-    ({"start": "nowhere"}, "no model 'nowhere'"), ({"tokenizer": "nowhere"}, "no model 'nowhere'"),
+    ({"tokenizer": "nowhere"}, "no model 'nowhere'"),
     ({"distill_from": "nowhere"}, "no model 'nowhere'"),
     ({"data": ("hf:nobody/nothing",)}, "hf:nobody/nothing"),
 ])
@@ -175,31 +250,41 @@ def test_bad_settings_are_named(text, tokens, tmp_path, changes, message):
         job.train(LmSettings(**{"data": (text,), "tokenizer": str(tokens)} | SMALL | changes), tmp_path / "lm")
 
 
-TWO = """
-import sys
-from longdraft.train import job
-from longdraft.train.settings import {kind}
-job.train({kind}(**{settings!r}), __import__("pathlib").Path({output!r}))
-"""
+def in_two_processes(*arguments: str) -> str:
+    """stdout of a command that torchrun starts twice."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "longdraft",
+         *arguments], capture_output=True, text=True, timeout=240,
+        env=os.environ | {"PYTHONPATH": str(Path(job.__file__).parents[2]), "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 @pytest.mark.parametrize("kind", ["heads", "lm"])
-def test_two_processes_equal_one(text, tokens, tmp_path, kind):
+def test_two_processes_equal_one_and_one_of_them_tells(text, tokens, tmp_path, kind):
     shared = dict(data=(text,), sequence_length=32, steps=6, warmup_steps=2, eval_every=0, checkpoint_every=0,
-                  probe_tokens=0, device="cpu", threads=1, dtype="float32", learning_rate=1e-2)
+                  probe_tokens=4, device="cpu", threads=1, dtype="float32", learning_rate=1e-2)
     given = {"heads": dict(shared, model=str(tokens)), "lm": dict(SMALL, **shared, tokenizer=str(tokens))}[kind]
     name = {"heads": HeadSettings, "lm": LmSettings}[kind]
     job.train(name(**given | {"batch_size": 4}), tmp_path / "one")
-    script = TWO.format(kind=name.__name__, settings=given | {"batch_size": 2}, output=str(tmp_path / "two"))
-    (tmp_path / "two.py").write_text(script)
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    ran = subprocess.run(
-        [sys.executable, *launch, str(tmp_path / "two.py")], capture_output=True, text=True, timeout=240,
-        env=os.environ | {"PYTHONPATH": str(Path(job.__file__).parents[2]), "OMP_NUM_THREADS": "1"})
-    assert ran.returncode == 0, ran.stderr
+    options = given | {"batch_size": 2, "data": text, "output": tmp_path / "two"}
+    told = in_two_processes("train", kind, *(part for option, value in options.items()
+                                             for part in (f"--{option.replace('_', '-')}", str(value))))
+    assert told.count("part   loss") == 1 and told.count('{"kind"') == 1
+    assert len(json.loads(told.splitlines()[-1])["probe"]) == (2 if kind == "heads" else 0)
     assert np.allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-3)
     one, other = (load_file(tmp_path / where / "model.safetensors") for where in ("one", "two"))
     assert all(torch.allclose(one[key], other[key], rtol=1e-2, atol=2e-3) for key in one)
+
+
+def test_processes_wait_for_hours(monkeypatch):
+    """Text to learn from and the probe at the end are one process's work, and take longer than a collective may."""
+    import accelerate
+
+    given: dict[str, object] = {}
+    monkeypatch.setattr(accelerate, "PartialState", lambda **options: given.update(options))
+    team._state(is_cpu=True)
+    assert given["timeout"] >= timedelta(days=1)
 
 
 def test_commands_end_with_json(text, tokens, tmp_path, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Tokenizer:
 
     def vocabulary_sha256(self) -> str:
         """Which token has which id, as one hash."""
-        return hashlib.sha256(json.dumps(sorted(self.vocabulary().items())).encode()).hexdigest()
+        return vocabulary_sha256(self.vocabulary())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids. UsageError where there is half a surrogate pair in the text, which is no character."""
@@ -107,6 +107,11 @@ class Tokenizer:
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
         return ChatTemplate.find(self._folder)
+
+
+def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
+    """Which token has which id, as one hash: what is trained for a model names its vocabulary so."""
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
 def require_same_vocabulary(ours: Tokenizer, theirs: Tokenizer, name: str) -> None:

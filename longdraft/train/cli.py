@@ -116,6 +116,8 @@ def _setting(name: str, value: Any) -> Any:
 
 
 def _report(result: Result) -> None:
+    if not result.leads:
+        raise typer.Exit(128 + result.signal if result.signal is not None else 0)
     if result.signal is not None:
         again = shlex.join(["longdraft", "train", result.kind, "--resume", "--output", str(result.output)])
         typer.echo(f"stopped and saved after step {result.step}; go on with: {again}", err=True)

@@ -238,12 +238,6 @@ def model_name(model: str) -> str:
     return Path(model).resolve().name if model not in bundled() and Path(model).is_dir() else model
 
 
-def vocabulary_sha256(tokenizer: Tokenizer) -> str:
-    """Which token has which id."""
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
-
-
 def versions() -> dict[str, Any]:
     """What the training ran on, for its record."""
     import platform

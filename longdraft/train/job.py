@@ -2,12 +2,13 @@
 
     result = train(HeadSettings(model="novelist", data=("books.parquet",)), Path("heads"))
 
-While it runs the output folder holds checkpoint.safetensors and metrics.jsonl; at the end what was trained and
-metrics.jsonl, and no checkpoint.
+While it runs the output folder holds longdraft-training.json, from the first checkpoint on checkpoint.safetensors, and
+metrics.jsonl; at the end what was trained and metrics.jsonl.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longdraft.errors import UsageError
+from longdraft.errors import OutputError, UsageError
+from longdraft.model.checkpoint import dump_json
 from longdraft.train import checkpoint as checkpoints
-from longdraft.train import data, own
+from longdraft.train import data, lm, own
 from longdraft.train.data import Sequences, Tokens
 from longdraft.train.kinds import KINDS, MODELS, Ground
 from longdraft.train.loop import Loop, Outcome, Position, make_optimizer
@@ -28,10 +30,14 @@ from longdraft.train.settings import GlideSettings, HeadSettings, Settings, from
 from longdraft.train.team import Team
 
 METRICS = "metrics.jsonl"
+SETTINGS = "longdraft-training.json"  # of a training that has no checkpoint yet
 
 
 class Result(NamedTuple):
-    """`validation` and `probe` are empty where a signal stopped the training."""
+    """`validation` and `probe` are empty where a signal stopped the training.
+
+    leads  whether this process is the one of several that tells of it, and has the probe
+    """
 
     kind: str
     output: Path
@@ -41,28 +47,40 @@ class Result(NamedTuple):
     validation: list[dict[str, float]]
     probe: list[dict[str, float]]
     signal: int | None
+    leads: bool
 
 
-def _checkpoint(output: Path) -> checkpoints.Checkpoint:
-    path = output / checkpoints.FILE
-    if not path.is_file():
-        raise UsageError(f"{str(output)!r} holds no checkpoint to resume; leave --resume out to start there")
-    return checkpoints.load(path)
+def _begun(output: Path) -> tuple[dict[str, Any], checkpoints.Checkpoint | None]:
+    """Kind and settings of the training in `output`, and how far it came; no checkpoint: not to its first."""
+    if (output / checkpoints.FILE).is_file():
+        saved = checkpoints.load(output / checkpoints.FILE)
+        return saved.state, saved
+    try:
+        return dict(json.loads((output / SETTINGS).read_text(encoding="utf-8"))), None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{str(output)!r} holds no checkpoint to resume; leave --resume out to start there") from error
 
 
-def prepare_output(output: Path) -> None:
-    """UsageError unless `output` is a folder, new or empty, in which files can be written."""
+def prepare_output(output: Path, settings: Settings) -> None:
+    """UsageError unless `output` is a folder in which files can be written, and new, empty or left by a training that
+    did not come to its first checkpoint. From then on it says whose it is."""
     if (output / checkpoints.FILE).exists():
         raise UsageError(f"{str(output)!r} holds an unfinished training; go on with --resume, "
                          "or give another --output")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        if any(output.iterdir()):
+        if any(output.iterdir()) and not (output / SETTINGS).exists():
             raise UsageError(f"{str(output)!r} is not empty; give another --output")
+        for name in lm.TOKENIZER_FILES:  # of other settings, perhaps
+            (output / name).unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write to {str(output)!r}: {error.strerror or error}; "
                          "give another --output") from error
     _check_writable(output)
+    try:
+        dump_json(output / SETTINGS, {"kind": settings.KIND, "settings": settings.as_dict()})
+    except OSError as error:
+        raise OutputError(f"cannot write {output / SETTINGS}: {error.strerror or error}; make room") from error
 
 
 def _check_writable(output: Path) -> None:
@@ -78,24 +96,26 @@ def _check_writable(output: Path) -> None:
 def train(settings: Settings, output: Path, progress: Progress | None = None) -> Result:
     """Train into a new folder. Everything a user can get wrong is checked before the first step."""
     data.check_files(settings.local_files())
-    KINDS[settings.KIND].check(settings)
+    settings = KINDS[settings.KIND].settle(settings)
     team = Team(settings.device)
     if team.leads:
-        prepare_output(output)
+        prepare_output(output, settings)
     team.wait()
     return _train(settings, output, None, progress, team)
 
 
 def resume(kind: str, output: Path, given: Mapping[str, Any], progress: Progress | None = None) -> Result:
     """Go on with the training in `output`; `given` are settings the user repeats or changes."""
-    saved = _checkpoint(output)
-    if saved.state.get("kind") != kind:
-        raise UsageError(f"{str(output)!r} holds a training of {saved.state.get('kind')!r}, not of {kind!r}; go on "
-                         f"with `longdraft train {saved.state.get('kind')} --resume`")
-    settings = resumed(from_dict(KINDS[kind].settings, saved.state["settings"]), given)
+    state, saved = _begun(output)
+    if state.get("kind") != kind:
+        raise UsageError(f"{str(output)!r} holds a training of {state.get('kind')!r}, not of {kind!r}; go on "
+                         f"with `longdraft train {state.get('kind')} --resume`")
+    settings = resumed(from_dict(KINDS[kind].settings, state["settings"]), given)
     data.check_files(settings.local_files())
-    _check_writable(output)
-    return _train(settings, output, saved, progress, Team(settings.device))
+    team = Team(settings.device)
+    if team.leads:  # one file, one process
+        _check_writable(output)
+    return _train(settings, output, saved, progress, team)
 
 
 def _train(settings: Settings, output: Path, saved: checkpoints.Checkpoint | None, progress: Progress | None,
@@ -118,6 +138,7 @@ def _train(settings: Settings, output: Path, saved: checkpoints.Checkpoint | Non
             if team.leads:
                 checkpoints.save(output / checkpoints.FILE, trainee.module, optimizer,
                                  identity | {"step": at.step, "elapsed_s": at.seconds})
+                (output / SETTINGS).unlink(missing_ok=True)
             team.wait()
 
         path = output / METRICS if team.leads else None
@@ -129,18 +150,18 @@ def _train(settings: Settings, output: Path, saved: checkpoints.Checkpoint | Non
             save(outcome.position)  # the last validation can be long; a kill in it loses nothing
             parts = trainee.validate()
             metrics.write({"step": outcome.position.step, "validation": parts, "is_final": True})
+        probed: list[dict[str, float]] = []
         if team.leads:
-            result = _result(output, settings, team, outcome, parts, [])
-            record = _record(settings, result, outcome, validation)
-            trainee.export(output, ground.about() | {"training": record})
+            result = _result(output, settings, team, outcome, parts, probed)
+            trainee.export(output, ground.about() | {"training": _record(settings, result, outcome, validation)})
             (output / checkpoints.FILE).unlink()
-            (output / own.FILE).unlink(missing_ok=True)
+            own.remove(output)
             drafting = ground.drafting(output)
             if settings.probe_tokens and drafting:
                 shown.say("measuring it on held-out prompts")
-                return result._replace(probe=probe(drafting, validation, settings.probe_tokens))
-        team.wait()
-    return _result(output, settings, team, outcome, parts, [])
+                probed = probe(drafting, validation, settings.probe_tokens)
+        team.wait()  # who leaves early is taken for one that failed, by whoever started the others
+    return _result(output, settings, team, outcome, parts, probed)
 
 
 def _use_threads(threads: int) -> None:
@@ -164,8 +185,7 @@ def load_data(settings: Settings, ground: Ground, output: Path, team: Team,
     validation = data.pack(split.validation, length, seed, "validation")
     if isinstance(settings, HeadSettings | GlideSettings) and settings.own_tokens:
         def write() -> list[Tokens]:
-            return own.write(settings.model, split.training, settings.own_tokens, length, seed, output / own.FILE,
-                             progress)
+            return own.write(settings, ground.fingerprint, split.training, output, progress)
 
         training = data.pack([*split.training, *_first_alone(team, write)], length, seed, "training")
     return Sequences(training, seed), data.spread(validation, settings.eval_tokens)
@@ -196,7 +216,8 @@ def _result(output: Path, settings: Settings, team: Team, outcome: Outcome, part
             probed: list[dict[str, float]]) -> Result:
     step = outcome.position.step
     tokens = step * settings.sequences_per_step * settings.sequence_length * team.size
-    return Result(settings.KIND, output, step, tokens, outcome.position.seconds, parts, probed, outcome.signal)
+    return Result(settings.KIND, output, step, tokens, outcome.position.seconds, parts, probed, outcome.signal,
+                  team.leads)
 
 
 def _record(settings: Settings, result: Result, outcome: Outcome, validation: Tokens) -> dict[str, Any]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from longdraft.errors import UsageError
+from longdraft.errors import UsageError, check
 from longdraft.model.config import read
 from longdraft.model.library import resolve
+from longdraft.model.tokenizer import vocabulary_sha256
 from longdraft.train import data, glide, heads, lm
 from longdraft.train.base import DTYPES, Base, load_base, pretrained
 from longdraft.train.data import Tokens
@@ -21,6 +23,13 @@ from longdraft.train.team import Team
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+_SAME = "a model learns from, and drafts for, one with its own tokenizer: give --start or --tokenizer of that kind"
+
+
+def _vocabulary_sha256(tokenizer: Tokenizer) -> str:
+    return vocabulary_sha256(tokenizer.get_vocab(with_added_tokens=True))
 
 
 class Exports(Trainee, Protocol):
@@ -65,7 +74,7 @@ class _OnBase:
         config = self._base.config
         return {"base_model": data.model_name(self._settings.model), "hidden_size": config.hidden_size,
                 "vocab_size": config.vocab_size, "base_sha256": self.fingerprint,
-                "vocabulary_sha256": data.vocabulary_sha256(self.tokenizer)}
+                "vocabulary_sha256": _vocabulary_sha256(self.tokenizer)}
 
     def drafting(self, output: Path) -> Drafting:
         settings = self._settings
@@ -91,9 +100,21 @@ class _Lm:
         eos = self._start.config.eos_token_id
         self.end_id = eos[0] if isinstance(eos, list) else eos
         self.fingerprint = self._base.fingerprint if self._base else ""
-        if self._base and self._base.config.vocab_size != self._start.config.vocab_size:
-            raise UsageError(f"the model to learn from has a vocabulary of {self._base.config.vocab_size}, the new one "
-                             f"of {self._start.config.vocab_size}; leave --distill-from out, or use its tokenizer")
+        self._require_one_vocabulary()
+
+    def _require_one_vocabulary(self) -> None:
+        """Of the new model, of the one it learns from and of the one it will draft for: every id means the same."""
+        settings = self._settings
+        other = settings.model if isinstance(settings, DraftSettings) else settings.distill_from
+        if not other:
+            return
+        ours, theirs = self._start.config.vocab_size, read(resolve(other)).vocab_size
+        if self._base and ours != theirs:
+            raise UsageError(f"{other!r} has a vocabulary of {theirs}, the new model one of {ours}; {_SAME}")
+        tokenizer = data.load_tokenizer(resolve(other), theirs)
+        if _vocabulary_sha256(self.tokenizer) != _vocabulary_sha256(tokenizer):
+            raise UsageError(f"{other!r} has another tokenizer than the new model: the same ids are other tokens; "
+                             f"{_SAME}")
 
     def _teacher(self) -> Base | None:
         settings = self._settings
@@ -162,11 +183,22 @@ class Kind(NamedTuple):
     settings: type[Settings]
     prepare: Callable[[Any, Path, Team], Ground]
 
-    def check(self, settings: Settings) -> None:
-        """ModelError for a model that is not there, before anything is made."""
-        for name in MODELS:
-            if value := getattr(settings, name, ""):
-                resolve(value)
+    def settle(self, settings: Settings) -> Settings:
+        """The settings of a new training, with what the models that they name decide.
+
+        ModelError for a model that is not there, UsageError for what would have no effect, before anything is made.
+        """
+        settings.check_idle()
+        folders = {name: resolve(value) for name in MODELS if (value := getattr(settings, name, ""))}
+        if isinstance(settings, LmSettings) and settings.start:
+            limit = read(folders["start"]).trained_positions
+            usual = next(each.default for each in fields(settings) if each.name == "context")
+            check(settings.context in (limit, usual), "context", settings.context,
+                  f"{limit}, what {settings.start!r} declares", "leave it out")
+            check(settings.sequence_length <= limit, "sequence_length", settings.sequence_length,
+                  f"at most the model's context ({limit})")
+            return replace(settings, context=limit)
+        return settings
 
 
 KINDS: dict[str, Kind] = {

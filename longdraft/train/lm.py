@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longdraft.errors import UsageError
 from longdraft.train.base import Base, Scores, as_ids, mixed_loss, runs
 from longdraft.train.data import Tokens
 from longdraft.train.loop import decayed
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BEGIN, END = "<s>", "</s>"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _KEPT_BYTES = 4 << 30  # of what layers computed: where a forward would keep more, they are computed twice
 
 
@@ -49,7 +49,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """The tokenizer's files of a model folder."""
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+    for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
@@ -181,10 +181,6 @@ class LmTrainee:
 def prepare(module: Any, settings: LmSettings, device: torch.device) -> Any:
     """A model ready to learn: float32 weights, and layers that are computed twice where memory asks for it."""
     module = module.float().train().requires_grad_(True).to(device)
-    limit = module.config.max_position_embeddings
-    if settings.sequence_length > limit:
-        raise UsageError(f"sequence_length is {settings.sequence_length}; allowed: at most the model's context "
-                         f"({limit})")
     if _kept_bytes(module.config, settings) > _KEPT_BYTES:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     return module

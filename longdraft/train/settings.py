@@ -6,7 +6,7 @@ It is written whole into the checkpoint and into the config.json of what was tra
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -81,6 +81,19 @@ class Settings:
         """Tokens that a sequence must have at least, to say anything."""
         return 2
 
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Settings that have no effect beside the others, and why."""
+        if self.validation:
+            yield "holdout", "beside --validation"
+
+    def check_idle(self) -> None:
+        """UsageError for a setting that says something and has no effect. Not on construction: checkpoints of before
+        may hold such settings."""
+        usual = {each.name: each.default for each in fields(self)}
+        for name, why in self.idle():
+            if (value := getattr(self, name)) != usual[name]:
+                raise UsageError(f"{name} is {value!r}, but has no effect {why}; leave it out", name)
+
     @property
     def sequences_per_step(self) -> int:
         """Of one process."""
@@ -135,6 +148,11 @@ class HeadSettings(Settings):
         check(0 <= self.distill <= 1, "distill", self.distill, "0 to 1")
         one_of(self, kind=("mlp", "tokenswift", "medusa"), init=("identity", "paper"))
         super().__post_init__()
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        yield from super().idle()
+        if not self.window:
+            yield "sinks", "without --window"
 
     @property
     def shortest(self) -> int:
@@ -192,7 +210,7 @@ class LmSettings(Settings):
         "Its KV heads; 0: as many as query heads, or as --start has. Fewer than --start has: the means of groups of "
         "those.")
     rope_theta: float = said(500000.0, "Base of its rotations.")
-    context: int = said(131072, "Positions that it declares, and is shown.")
+    context: int = said(131072, "Positions that a new model declares, and is shown; of --start: what that declares.")
     skip: float = said(0.5,
         "Part of the sequences that jump to far positions at a random place (positional skip-wise training), 0 to "
         "1.")
@@ -215,8 +233,25 @@ class LmSettings(Settings):
         check(0 <= self.distill <= 1, "distill", self.distill, "0 to 1")
         check(self.rope_theta > 1, "rope_theta", self.rope_theta, "above 1")
         super().__post_init__()
-        check(self.sequence_length <= self.context, "sequence_length", self.sequence_length,
+        # Whoever goes on from a model is held to that one's context.
+        check(bool(self.start) or self.sequence_length <= self.context, "sequence_length", self.sequence_length,
               f"at most the context ({self.context})")
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        yield from super().idle()
+        if self.start:
+            for name in ("tokenizer", "vocab_size", "layers", "hidden_size", "intermediate_size", "num_heads",
+                         "rope_theta"):
+                yield name, "with --start, which gives shape and tokenizer"
+        elif self.tokenizer:
+            yield "vocab_size", "with --tokenizer"
+        yield from self._idle_teaching()
+
+    def _idle_teaching(self) -> Iterator[tuple[str, str]]:
+        if not self.distill_from and self.distill:
+            yield "distill", "without --distill-from"
+        if not self.distill:
+            yield "distill_from", "with --distill 0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,10 +266,18 @@ class DraftSettings(LmSettings):
     hidden_size: int = said(128, "Its hidden size.")
     intermediate_size: int = said(352, "Its MLP's inner size.")
     num_heads: int = said(2, "Its query heads.")
-    context: int = said(4096, "Positions that it declares, and is shown.")
+    context: int = said(4096, "Positions that a new model declares, and is shown; of --start: what that declares.")
     skip: float = said(0.0,
         "Part of the sequences that jump to far positions at a random place (positional skip-wise training), 0 to "
         "1.")
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        yield from super().idle()
+        for name in ("tokenizer", "vocab_size"):
+            yield name, "in `train draft`: the tokenizer is the model's"
+
+    def _idle_teaching(self) -> Iterator[tuple[str, str]]:
+        yield "distill_from", "in `train draft`: it learns from --model"
 
 
 Kept = TypeVar("Kept", bound=Settings)

@@ -7,6 +7,7 @@ step, in one message, so that every copy takes the same step; the first process 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,10 @@ from longdraft.errors import UsageError
 
 if TYPE_CHECKING:
     from accelerate import PartialState
+
+# The first process reads, writes text to learn from and measures while the others stand by, perhaps for hours; the
+# usual minutes would end them. A process that dies ends the others by way of whoever started them.
+_PATIENCE = timedelta(days=7)
 
 
 class Team:
@@ -75,4 +80,4 @@ def _state(*, is_cpu: bool) -> PartialState:
         from accelerate import PartialState
     except ImportError as error:
         raise UsageError(f"training needs {error.name}; pip install 'longdraft[train]'") from error
-    return PartialState(cpu=is_cpu)
+    return PartialState(cpu=is_cpu, timeout=_PATIENCE)
