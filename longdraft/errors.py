@@ -30,6 +30,15 @@ class JournalError(LongdraftError):
     """A journal that is missing, damaged, in use, or of another model, tokenizer, setting or arithmetic."""
 
 
+class UnusableJournalError(JournalError):
+    """A journal whose content nobody can go on with: damaged, contradicting itself, or of another format. Other
+    journal errors say nothing about the content."""
+
+
+class BusyJournalError(JournalError):
+    """A journal that another process writes, or has locked for a moment."""
+
+
 class OutputError(LongdraftError):
     """What was to be written could not be: the disk is full, the device is gone."""
 

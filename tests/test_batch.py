@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -11,8 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
+from datetime import datetime
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from conftest import make_checkpoint
@@ -20,15 +24,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longdraft
+from longdraft import batching
 from longdraft.__main__ import run as longdraft_command
 from longdraft.batch import source, work
 from longdraft.batch.local import alone, processes
 from longdraft.batch.records import Records, _line
 from longdraft.batch.rows import Report, Task, failed, key_of, parse, seed_of
 from longdraft.batch.run import Totals, run
-from longdraft.batch.writer import Job, Writer
+from longdraft.batch.writer import Job, Writer, num_written
 from longdraft.console import Interrupted
-from longdraft.errors import OutputError, UsageError
+from longdraft.errors import JournalError, OutputError, UsageError
 from longdraft.journal import FILE
 
 ROWS = [{"id": f"row {i}", "prompt": "It was"[: 1 + i % 6], "max_new_tokens": 20 + i, "ignore_eos": True}
@@ -252,7 +257,7 @@ def test_a_job_that_is_cut_anywhere_ends_with_the_same_bytes(job, tmp_path):
         runs += 1
         seen: list[Totals] = []
         try:
-            totals = run(rows, output, job, alone, check=stop_after(17), on_progress=seen.append)
+            totals = run(rows, output, job, alone, check=stop_after(35), on_progress=seen.append)
         except Interrupted:
             resumed += seen[-1].resumed if seen else 0
             with output.open("ab") as file:  # what a power cut may leave
@@ -295,7 +300,7 @@ def test_worker_processes_write_the_same_and_one_that_is_killed_loses_nothing(jo
 
 def write(writer: Writer, task: Task) -> Iterator[Report]:
     tasks = iter([task])
-    return writer.write(lambda is_idle: next(tasks, None))
+    return filter(None, writer.write(lambda is_idle: next(tasks, None)))
 
 
 def test_texts_side_by_side_are_what_each_is_alone(job, tmp_path):
@@ -320,6 +325,99 @@ def test_a_row_that_ends_its_writer_again_and_again_becomes_an_error(job, tmp_pa
     for _ in range(8):  # these get further every time
         assert len(list(islice(write(writer, other), 2))) == 2
     assert list(write(writer, other))[-1].record["text"]
+
+
+def test_a_row_that_ends_its_writer_takes_no_other_with_it(job):
+    """Texts that were begun beside it are not taken for what ended the writer."""
+    class Died(BaseException):
+        pass
+
+    killer, *others = tasks = [parse({**row, "prompt": f"{i} was"}, i, "tiny") for i, row in enumerate(ROWS)]
+    writer, deaths, found = Writer(replace(job, at_once=4)), 0, {}
+    step, ids = batching.Batch.step, writer._engine.encode(killer.prompt)
+
+    def deadly(batch, only=None):
+        if any(batch[text].prompt == ids for text in batch):
+            raise Died
+        return step(batch, only)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching.Batch, "step", deadly)
+        while len(found) < len(tasks):
+            left = iter([task for task in tasks if task.key not in found])
+            try:
+                for report in filter(None, writer.write(lambda is_idle, left=left: next(left, None))):
+                    if report.record:
+                        found[report.key] = report.record
+            except Died:
+                deaths += 1
+                assert deaths <= job.retries + 1
+    assert found.pop(killer.key)["error"]["code"] == "worker_lost" and deaths == job.retries + 1
+    assert all("text" in found[task.key] for task in others)
+
+
+def test_a_long_prompt_is_read_with_a_look_at_signals_between(job, tmp_path):
+    rows = put(tmp_path / "in.jsonl", [{"id": "long", "prompt": [60] * 1500, "max_new_tokens": 2}])
+    task = parse(next(source.rows(rows))[1], 1, "tiny")
+    given = iter([task])
+    with Writer(job) as writer:
+        told = list(writer.write(lambda is_idle: next(given, None)))
+    assert told[:2] == [None, None] and told[-2].record
+    seen: list[Totals] = []
+    with pytest.raises(Interrupted):
+        run(rows, tmp_path / "out.jsonl", job, alone, check=stop_after(1), on_progress=seen.append)
+    assert len(seen) == 1 and not seen[0].running
+
+
+def test_only_a_journal_whose_content_is_no_use_is_thrown_away(job, tmp_path):
+    rows, output = put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
+    with pytest.raises(Interrupted):
+        run(rows, output, job, alone, check=stop_after(12))
+    journal = job.journal("row 0") / FILE
+    before = num_written(journal.parent)
+    kept = journal.rename(tmp_path / "kept")
+    journal.symlink_to(journal)  # as good as a disk that gives nothing
+    with pytest.raises(JournalError, match="cannot be read: Too many levels of symbolic links"):
+        run(rows, output, job, alone)
+    assert journal.is_symlink()
+    journal.unlink()
+    kept.rename(journal)
+    with journal.open("rb") as file:  # somebody looks at it
+        fcntl.flock(file, fcntl.LOCK_SH)
+        timer = Timer(0.5, fcntl.flock, (file, fcntl.LOCK_UN))
+        timer.start()
+        totals: list[Totals] = []
+        with pytest.raises(Interrupted):
+            run(rows, output, job, alone, check=stop_after(3), on_progress=totals.append)
+        timer.join()
+    assert totals[-1].resumed == before > 0
+    with journal.open("r+b") as file:
+        file.write(b"damaged!")
+    assert run(rows, output, job, alone).resumed == 0
+
+
+@pytest.mark.parametrize("crew", [alone, processes(1)], ids=["alone", "processes"])
+def test_a_work_folder_that_takes_nothing_ends_the_job(job, crew):
+    job.work.mkdir()
+    (job.work / "attempts").write_text("")  # where a folder belongs
+    started = time.monotonic()
+
+    def check() -> None:
+        if time.monotonic() > started + 100:
+            raise Interrupted
+
+    with pytest.raises(OutputError, match=f"the work folder {job.work} cannot be used: Not a directory"):
+        list(crew(job, iter([parse(ROWS[0], 1, "tiny")]), check))
+
+
+def test_a_file_system_without_links_is_one_line(job, monkeypatch):
+    def refuse(*paths):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(OutputError, match="cannot be used: Operation not supported"):
+        Writer(job)
+    assert not list(job.work.iterdir())
 
 
 def test_a_row_that_changed_begins_anew(job, tmp_path):
@@ -451,6 +549,31 @@ def test_tables_in_and_out(job, tmp_path):
         run(tmp_path / "in.parquet", output, job, alone)
     with pytest.raises(UsageError, match="as Parquet"):
         run(put(tmp_path / "broken.parquet", ["no"]), tmp_path / "other.jsonl", job, alone)
+
+
+def test_what_a_tables_metadata_holds_is_text_where_json_has_no_word_for_it(job, tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    cells = {"at": datetime(2026, 1, 2, 3), "cost": Decimal("1.50"), "raw": b"\xff1", "none": float("nan"), "page": 3}
+    metadata = {"at": "2026-01-02 03:00:00", "cost": "1.50", "raw": "\\xff1", "none": "nan", "page": 3}
+    rows = [{**ROWS[0], "metadata": cells}, {"id": "bad", "prompt": "", "metadata": cells}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    assert run(tmp_path / "in.parquet", tmp_path / "out.jsonl", job, alone).failed == 1
+    found = {record["id"]: record for record in records(tmp_path / "out.jsonl")}
+    assert found["row 0"]["metadata"] == found["bad"]["metadata"] == metadata
+    assert run(tmp_path / "in.parquet", tmp_path / "out.parquet", job, alone).failed == 1
+    assert json.loads(parquet.read_table(tmp_path / "out.parquet").to_pylist()[0]["metadata"]) == metadata
+
+
+def test_workers_on_one_gpu_are_refused_wherever_it_is_found(tmp_path, monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rows = put(tmp_path / "in.jsonl", ROWS[:1])
+    for device in ("auto", "cuda"):
+        assert longdraft_command(["batch", str(rows), str(tmp_path / "out"), "--workers", "2", "--device", device]) == 2
+        assert "--workers share one GPU" in capsys.readouterr().err
 
 
 def test_the_command_goes_on_after_kill_9_and_counts(model, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Who writes a job's rows on this machine: this process, or worker processes with an engine each.
 
-Both take tasks one by one as they can write them, and give reports as texts grow and end.
+Both take tasks one by one as they can write them, and give reports as texts grow and end; None where there is nothing
+to report, but the work goes on.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _TELL_S = 0.5  # how often a worker tells how far it is
 
 
 Check = Callable[[], None]  # raises where the work is to end
-Crew = Callable[[Job, Iterator[Task], Check], Iterator[Report]]
+Crew = Callable[[Job, Iterator[Task], Check], Iterator[Report | None]]
 
 
-def alone(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report]:
+def alone(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report | None]:
     """In this process."""
     with Writer(job) as writer:
         for report in writer.write(lambda is_idle: next(tasks, None)):
@@ -37,9 +38,9 @@ def alone(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report]:
 def processes(count: int) -> Crew:
     """`count` worker processes. One that dies is replaced, and its row given to another, which goes on with it."""
 
-    def crew(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report]:
+    def crew(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report | None]:
         lost: list[Task] = []  # rows of workers that died
-        lost_loading = 0
+        lost_loading = 0  # since the last one that loaded
 
         def fill(worker: _Worker) -> None:
             while worker.is_loaded and len(worker.tasks) < job.at_once:
@@ -52,6 +53,7 @@ def processes(count: int) -> Crew:
         try:
             while True:
                 check()
+                yield None
                 for worker in _talking(workers):
                     message = worker.hear()
                     if isinstance(message, Exception):
@@ -66,6 +68,8 @@ def processes(count: int) -> Crew:
                         worker.end()
                     elif isinstance(message, Report):
                         yield message
+                    else:
+                        lost_loading = 0
                 for worker in workers:
                     fill(worker)
                 if not lost and all(worker.is_loaded and not worker.tasks for worker in workers):
@@ -139,14 +143,30 @@ def _serve(job: Job, pipe: Connection) -> None:
     try:
         writer = Writer(job)
         told: dict[str, float] = {}
-        pipe.send(_READY)
-        for report in writer.write(lambda is_idle: pipe.recv() if is_idle or pipe.poll() else None):
-            if report.record or time.monotonic() > told.get(report.key, 0.0) + _TELL_S:
+        with _parting():
+            pipe.send(_READY)
+        for report in writer.write(lambda is_idle: _asked(pipe, is_idle)):
+            if report and (report.record or time.monotonic() > told.get(report.key, 0.0) + _TELL_S):
                 told[report.key] = time.monotonic()
-                pipe.send(report)
-            if report.record:
+                with _parting():
+                    pipe.send(report)
+            if report and report.record:
                 told.pop(report.key, None)
-    except (EOFError, OSError):
-        return  # whom it was for is gone
     except (LongdraftError, MemoryError) as error:
-        pipe.send(error)
+        with _parting():
+            pipe.send(error)
+
+
+def _asked(pipe: Connection, is_idle: bool) -> Task | None:
+    with _parting():
+        task: Task | None = pipe.recv() if is_idle or pipe.poll() else None
+        return task
+
+
+@contextlib.contextmanager
+def _parting() -> Iterator[None]:
+    """Where whom it is for is gone, the worker ends. Only the pipe may say so: files fail with the same errors."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise SystemExit from error

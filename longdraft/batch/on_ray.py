@@ -13,6 +13,7 @@ import pickle
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
@@ -25,7 +26,7 @@ from typing import Any
 from longdraft.batch.local import Check, Crew
 from longdraft.batch.rows import Report, Task
 from longdraft.batch.writer import Job, Writer, num_written
-from longdraft.errors import LongdraftError, UsageError, WorkerError
+from longdraft.errors import JournalError, LongdraftError, UsageError, WorkerError
 
 _LOOK_S = 0.25
 _TELL_S = 5.0  # between two looks at how far texts have come
@@ -52,7 +53,7 @@ class Placement:
 def on_ray(address: str, placement: Placement) -> Crew:
     """A crew on the cluster at `address` ("auto": the one this machine belongs to, "local": one of this machine)."""
 
-    def crew(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report]:
+    def crew(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report | None]:
         ray = _library()
         is_ours = not ray.is_initialized()
         if is_ours:
@@ -95,7 +96,8 @@ def _last_begun() -> str:
         return ""
 
 
-def _written(ray: ModuleType, job: Job, tasks: list[Task], placement: Placement, check: Check) -> Iterator[Report]:
+def _written(ray: ModuleType, job: Job, tasks: list[Task], placement: Placement,
+             check: Check) -> Iterator[Report | None]:
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.verbose_progress = False
@@ -111,6 +113,7 @@ def _written(ray: ModuleType, job: Job, tasks: list[Task], placement: Placement,
     for row in _watched(data.iter_rows(), check):
         if row is None:
             yield from progress.reports()
+            yield None
             continue
         if isinstance(row, ray.exceptions.RayError):
             raise WorkerError(f"Ray gave the job up: {str(row).strip().splitlines()[-1]}; the same command goes "
@@ -146,7 +149,8 @@ class Progress:
         folder = self._job.work / "journals"
         for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
             if key := self._keys.get(name):
-                yield key, num_written(folder / name)
+                with suppress(JournalError):  # removed meanwhile, or not to be read for a moment
+                    yield key, num_written(folder / name)
 
 
 def _watched(rows: Iterable[dict[str, Any]], check: Check) -> Iterator[dict[str, Any] | BaseException | None]:
@@ -211,7 +215,7 @@ def _actor(job: Job) -> type:
                 return
             try:
                 for report in self._writer.write(lambda is_idle: next(tasks, None)):
-                    if report.record:
+                    if report and report.record:
                         yield report
             except (LongdraftError, MemoryError) as error:
                 yield error

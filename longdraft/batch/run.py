@@ -99,17 +99,22 @@ def run(rows: Path, output: Path, job: Job, crew: Crew, *, check: Check = lambda
     work.agree(job.work, output, settings, begin=False)  # before another job's records are taken for ours
     with Records.open(output, job.work, without_errors=retry_errors) as records:
         work.agree(job.work, output, settings, begin=True)
-        work.forget_attempts(job.work)
+        with work.told(job.work):
+            work.forget_attempts(job.work)
         totals = Totals(num_rows, len(records.done), records.failed)
         tasks = _pending(rows, job.model, frozenset(records.done))
         if (first := next(tasks, None)) is not None:
             reports = crew(replace(job, fingerprint=records.fingerprint), chain([first], tasks), check)
             for report in reports:
+                if report is None:
+                    on_progress(totals)
+                    continue
                 if report.key in records.done:
                     continue  # its writer was lost with a record on the way, which came all the same
                 if report.record is not None:
                     records.add(report.record)
-                    work.forget(job.work, report.key)
+                    with work.told(job.work):
+                        work.forget(job.work, report.key)
                 totals.take(report)
                 on_progress(totals)
         records.finish()

@@ -15,11 +15,11 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from longdraft.errors import UsageError
+from longdraft.errors import OutputError, UsageError
 
 _JOB, ENGINE = "job.json", "engine.json"
 _JOURNALS, _ATTEMPTS = "journals", "attempts"
@@ -94,6 +94,16 @@ def noted(path: Path) -> dict[str, Any]:
 
 def _strange(path: Path) -> UsageError:
     return UsageError(f"{path} is no note of a job; give another folder with --work, or remove the file")
+
+
+@contextlib.contextmanager
+def told(work: Path) -> Iterator[None]:
+    """What the system refuses in the folder is no row's fault, and ends the job: OutputError."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"the work folder {work} cannot be used: {error.strerror or error}; what is there stands, "
+                          "start the job again to go on") from error
 
 
 def forget(work: Path, key: str) -> None:

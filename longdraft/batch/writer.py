@@ -17,7 +17,7 @@ from longdraft import engine as engines
 from longdraft.batch import work
 from longdraft.batch.rows import Report, Task, failed, seed_of, written
 from longdraft.core import Event, SamplingParams
-from longdraft.errors import JournalError, ModelError, NumericalError, UsageError
+from longdraft.errors import BusyJournalError, ModelError, NumericalError, UnusableJournalError, UsageError
 from longdraft.generation import Generation
 from longdraft.journal import is_being_written, is_there, read
 
@@ -79,7 +79,8 @@ class Writer:
     def _agree(self) -> None:
         """The first writer notes what it is, the others must be the same: else texts would depend on who wrote them."""
         ours, path = self._engine.identity, self._job.work / work.ENGINE
-        first = work.note(path, ours)
+        with work.told(self._job.work):
+            first = work.note(path, ours)
         if unlike := [f"{name} {first.get(name)}, here {ours.get(name)}" for name in sorted(first.keys() | ours.keys())
                       if first.get(name) != ours.get(name)]:
             raise UsageError(f"the job was begun by another engine: {'; '.join(unlike)}; use the same everywhere "
@@ -91,30 +92,45 @@ class Writer:
     def __exit__(self, *exc: object) -> None:
         self._engine.close()
 
-    def write(self, more: Callable[[bool], Task | None]) -> Iterator[Report]:
-        """Reports as texts grow and end, `at_once` of them side by side; the last of a row has its record.
+    def write(self, more: Callable[[bool], Task | None]) -> Iterator[Report | None]:
+        """Reports as texts grow and end, `at_once` of them side by side; the last of a row has its record. None after
+        each round, which may have nothing to report: a prompt takes many.
 
         more  the next row; None: there is none now, or, where it is called with True (nothing is being written), no
               more at all
 
-        What is no row's fault is raised. Whoever stops iterating leaves journals to go on with.
+        A row that may have ended its writer is written when nothing else is, and alone until it has a new token: it
+        would take the others with it again. What is no row's fault is raised. Whoever stops iterating leaves journals
+        to go on with.
         """
         rows: dict[int, _Row] = {}  # by their numbers in the batch
+        suspects: list[Task] = []
+        suspect: int | None = None  # that is written
         with self._engine.batch() as batch:
             while True:
-                while len(batch) < self._job.at_once and (task := more(not batch)) is not None:
-                    found = self._open(task)
-                    if isinstance(found, Report):
+                while (suspect is None and len(batch) + len(suspects) < self._job.at_once
+                       and (task := more(not batch and not suspects)) is not None):
+                    if self._is_suspect(task.key):
+                        suspects.append(task)
+                    elif isinstance(found := self._open(task), Report):
                         yield found
                     else:
                         rows[batch.admit(found)] = _Row(task, found)
+                if not batch and suspects:
+                    if isinstance(found := self._open(task := suspects.pop(0)), Report):
+                        yield found
+                        continue
+                    rows[suspect := batch.admit(found)] = _Row(task, found)
                 if not batch:
                     return
                 for number, event in batch.step():
                     report = self._taken(rows[number], event)
+                    if number == suspect and (report.record or report.tokens > report.resumed):
+                        suspect = None
                     if report.record:
                         del rows[number]
                     yield report
+                yield None
 
     def _open(self, task: Task) -> Generation | Report:
         """The text of a row, begun or gone on with; or why there will be none."""
@@ -158,38 +174,58 @@ class Writer:
         return engine.checked(prompt, params), params
 
     def _begin(self, key: str, ids: list[int], params: SamplingParams) -> Generation:
-        """Begin the text, or go on with its journal. One of another prompt or settings is no use any more."""
+        """Begin the text, or go on with its journal. Whoever had the row before may be dying still."""
+        patience = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                with work.told(self._job.work):
+                    return self._begun(key, ids, params)
+            except BusyJournalError:
+                if time.monotonic() > patience:
+                    raise
+                time.sleep(_LOOK_S)
+
+    def _begun(self, key: str, ids: list[int], params: SamplingParams) -> Generation:
+        """Only a journal whose content is no use any more is thrown away; what the system does not give now, it may
+        give when the job is started again."""
         folder, fsync = self._job.journal(key), self._job.fsync
         if is_there(folder):
-            self._wait(folder)
             try:
                 header = read(folder).header
                 if header.prompt == ids and header.params == params:
                     return self._engine.resume(folder, fsync=fsync)
-                log.warning("row %s has another prompt or other settings than when it was begun; it begins anew", key)
-            except JournalError as error:
-                log.warning("row %s begins anew: %s", key, error)
-            shutil.rmtree(folder, ignore_errors=True)
+                why = "it has another prompt or other settings than when it was begun"
+            except UnusableJournalError as error:
+                why = str(error)
+            if is_being_written(folder):
+                raise BusyJournalError(f"the journal {folder} is being written by a process of another job; end it")
+            log.warning("row %s begins anew: %s", key, why)
+            shutil.rmtree(folder)
         return self._engine.generate(ids, params, journal=folder, fsync=fsync)
 
-    def _wait(self, folder: Path) -> None:
-        """Whoever had the row before may be dying still."""
-        patience = time.monotonic() + _PATIENCE_S
-        while is_being_written(folder):
-            if time.monotonic() > patience:
-                raise JournalError(f"the journal {folder} is being written by a process of another job; end it")
-            time.sleep(_LOOK_S)
+    def _is_suspect(self, key: str) -> bool:
+        """Whether the last attempt ended without a new token."""
+        before = self._attempts(key)
+        return bool(before) and before[-1] >= num_written(self._job.journal(key))
 
     def _is_hopeless(self, key: str) -> bool:
-        """Whether the last attempts, each noted with the tokens that were there, all ended without one more."""
-        path, allowed = work.attempts(self._job.work, key), self._job.retries + 1
-        now = num_written(self._job.journal(key))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+", encoding="ascii") as file:
-            file.seek(0)
-            before = [int(line) for line in file]
-            file.write(f"{now}\n")
+        """Whether the last attempts all ended without a new token; notes another one."""
+        allowed, before, now = self._job.retries + 1, self._attempts(key), num_written(self._job.journal(key))
+        path = work.attempts(self._job.work, key)
+        with work.told(self._job.work):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="ascii") as file:
+                file.write(f"{now}\n")
         return len(before) >= allowed and before[-allowed] >= now
+
+    def _attempts(self, key: str) -> list[int]:
+        """The tokens that were there when each attempt began."""
+        with work.told(self._job.work):
+            try:
+                lines = work.attempts(self._job.work, key).read_bytes().split()
+            except FileNotFoundError:
+                return []
+        return [int(line) for line in lines if line.isdigit()]  # a power cut may leave anything
 
 
 def _failed(task: Task, code: str, message: str) -> Report:
@@ -197,8 +233,8 @@ def _failed(task: Task, code: str, message: str) -> Report:
 
 
 def num_written(journal: Path) -> int:
-    """Tokens of a row's text that are there to go on with."""
+    """Tokens of a row's text that are there to go on with. JournalError where the system does not give them."""
     try:
         return len(read(journal).tokens) if is_there(journal) else 0
-    except JournalError:  # damaged: the text begins anew
+    except UnusableJournalError:  # the text begins anew
         return 0

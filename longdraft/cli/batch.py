@@ -99,7 +99,7 @@ def batch(
     check(workers is None or 1 <= workers <= 4096, "--workers", workers, "1 to 4096")
     check(1 <= at_once <= 1024, "--at-once", at_once, "1 to 1024")
     check(0 <= retries <= 1000, "--retries", retries, "0 to 1000")
-    if ray is None and workers and workers > 1 and device == "cuda":
+    if ray is None and workers and workers > 1 and _is_on_gpu(device):
         raise UsageError("--workers share one GPU; leave it out, or give --ray, where each worker has a GPU of its own")
     if ray is None and threads is None and workers:
         threads = max(1, (os.cpu_count() or 1) // workers)
@@ -123,6 +123,15 @@ def batch(
     job = Job(Path(os.path.abspath(work or f"{output}.work")), load, defaults, seed, served_model_name or model, fsync,
               retries, at_once=1 if tensor_parallel > 1 else at_once)
     return _run(rows, output, job, _crew(workers, ray, threads, device), retry_errors, stats, quiet)
+
+
+def _is_on_gpu(device: str) -> bool:
+    """As `longdraft.load` will decide."""
+    if device == "auto":
+        import torch
+
+        return torch.cuda.is_available()
+    return device == "cuda"
 
 
 def _from_anywhere(name: str) -> str:

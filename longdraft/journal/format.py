@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longdraft.core import SamplingParams
-from longdraft.errors import JournalError, UsageError
+from longdraft.errors import JournalError, UnusableJournalError, UsageError
 
 FILE = "text.journal"
 MAGIC = b"LDJRNL1\n"
@@ -75,14 +75,14 @@ class Header:
 
     @property
     def params(self) -> SamplingParams:
-        """The sampling settings. JournalError where they are none."""
+        """The sampling settings. UnusableJournalError where they are none."""
         settings: dict[str, Any] = {name: _tupled(value) for name, value in self.sampling.items()}
         try:
             params = SamplingParams(**settings)
         except (TypeError, UsageError) as error:
-            raise JournalError(f"the journal's sampling settings cannot be used: {error}") from error
+            raise UnusableJournalError(f"the journal's sampling settings cannot be used: {error}") from error
         if params.seed is None:
-            raise JournalError("the journal has no seed, so nobody can go on from it")
+            raise UnusableJournalError("the journal has no seed, so nobody can go on from it")
         return params
 
 
@@ -171,11 +171,11 @@ def is_there(folder: Path) -> bool:
 
 def read(folder: Path) -> Found:
     """What a journal holds, be it finished, cut, damaged or in the middle of being written. JournalError: no journal,
-    or none whose header is whole."""
+    or the system does not give it; UnusableJournalError: none whose header is whole."""
     path = folder / FILE
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # nor is a pipe or a device opened, which may never end
-            raise JournalError(f"{path} is not a file")
+            raise UnusableJournalError(f"{path} is not a file")
         with path.open("rb") as file:
             return read_file(file, path)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -190,18 +190,18 @@ def read_file(file: BinaryIO, path: Path) -> Found:
     size, digest = os.fstat(file.fileno()).st_size, Digest()
     file.seek(0)
     if file.read(len(MAGIC)) != MAGIC:
-        raise JournalError(f"{path} is not a journal, or its first bytes are damaged; it cannot be used")
+        raise UnusableJournalError(f"{path} is not a journal, or its first bytes are damaged; it cannot be used")
     records = _records(file, size, digest)
     end, kind, payload = next(records, (0, 0, b""))
     if kind != HEADER:
-        raise JournalError(f"{path}: the header is damaged, so nobody can say what the text was; begin it anew")
+        raise UnusableJournalError(f"{path}: the header is damaged, so nobody can say what the text was; begin it anew")
     header = _header(payload, path)
     runs: list[Run] = []
     steps: list[StepRecord] = []
     tokens, finish = array("i"), None
     for end, kind, payload in records:  # noqa: B007 - the last end counts
         if finish is not None:
-            raise JournalError(f"{path}: there is more behind the text's end; it cannot be used")
+            raise UnusableJournalError(f"{path}: there is more behind the text's end; it cannot be used")
         if kind == RUN:
             runs.append(_typed(Run, _json(payload, path), path))
         elif kind == TOKENS:
@@ -209,10 +209,10 @@ def read_file(file: BinaryIO, path: Path) -> Found:
         elif kind == FINISH:
             finish = str(_json(payload, path).get("finish_reason"))
         else:
-            raise JournalError(f"{path}: a record of kind {kind}; a newer longdraft may have written it")
+            raise UnusableJournalError(f"{path}: a record of kind {kind}; a newer longdraft may have written it")
     found = np.frombuffer(tokens, dtype=np.int32) if tokens else np.zeros(0, np.int32)
     if len(found) > header.params.max_new_tokens:
-        raise JournalError(f"{path}: {len(found)} tokens are more than max_new_tokens; it cannot be used")
+        raise UnusableJournalError(f"{path}: {len(found)} tokens are more than max_new_tokens; it cannot be used")
     return Found(header, runs, found, steps, finish, end, size - end, digest)
 
 
@@ -237,11 +237,11 @@ def _records(file: BinaryIO, size: int, digest: Digest) -> Iterator[tuple[int, i
 
 def _step(payload: bytes, tokens: array[int], run: int, path: Path) -> StepRecord:
     if len(payload) <= _STEP.size or (len(payload) - _STEP.size) % 4:
-        raise JournalError(f"{path}: a record of tokens has {len(payload)} bytes; it cannot be used")
+        raise UnusableJournalError(f"{path}: a record of tokens has {len(payload)} bytes; it cannot be used")
     seconds, drafted = _STEP.unpack_from(payload)
     new = np.frombuffer(payload, dtype="<i4", offset=_STEP.size).astype(np.int32)
     if int(new.min()) < 0 or not (math.isfinite(seconds) and seconds >= 0) or run < 0:
-        raise JournalError(f"{path}: a record of tokens makes no sense; it cannot be used")
+        raise UnusableJournalError(f"{path}: a record of tokens makes no sense; it cannot be used")
     tokens.frombytes(new.tobytes())
     return StepRecord(len(new), drafted, seconds, run)
 
@@ -249,8 +249,8 @@ def _step(payload: bytes, tokens: array[int], run: int, path: Path) -> StepRecor
 def _header(payload: bytes, path: Path) -> Header:
     content = _json(payload, path)
     if content.pop("format", None) != FORMAT:
-        raise JournalError(f"{path} has another format than {FORMAT}, which this longdraft knows; use the newer "
-                           "longdraft that began it")
+        raise UnusableJournalError(f"{path} has another format than {FORMAT}, which this longdraft knows; use the "
+                                   "newer longdraft that began it")
     header = _typed(Header, content, path)
     header.params  # noqa: B018 - as early as all else
     return header
@@ -265,9 +265,9 @@ def _json(payload: bytes, path: Path) -> dict[str, Any]:
     try:
         content = json.loads(payload)
     except (ValueError, RecursionError) as error:
-        raise JournalError(f"{path}: a record is not readable: {error}") from error
+        raise UnusableJournalError(f"{path}: a record is not readable: {error}") from error
     if not isinstance(content, dict):
-        raise JournalError(f"{path}: a record is not a JSON object")
+        raise UnusableJournalError(f"{path}: a record is not a JSON object")
     return content
 
 
@@ -283,13 +283,13 @@ _CHECKS = {
 
 
 def _typed(kind: type[_Record], content: dict[str, Any], path: Path) -> _Record:
-    """The dataclass with this content. JournalError where a field is missing, surplus or of another type."""
+    """The dataclass with this content. UnusableJournalError where a field is missing, surplus or of another type."""
     known = {field.name: str(field.type) for field in fields(kind)}
     if unlike := known.keys() ^ content.keys():
-        raise JournalError(f"{path}: a record lacks, or has too many: {', '.join(sorted(unlike))[:200]}")
+        raise UnusableJournalError(f"{path}: a record lacks, or has too many: {', '.join(sorted(unlike))[:200]}")
     for name, hint in known.items():
         if not _CHECKS[hint](content[name]):
-            raise JournalError(f"{path}: {name} is {str(content[name])[:80]!r}, which is no {hint}")
+            raise UnusableJournalError(f"{path}: {name} is {str(content[name])[:80]!r}, which is no {hint}")
     return kind(**content)
 
 

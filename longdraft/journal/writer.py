@@ -22,7 +22,7 @@ from types import TracebackType
 
 import numpy as np
 
-from longdraft.errors import JournalError, OutputError, UsageError, check
+from longdraft.errors import BusyJournalError, JournalError, OutputError, UsageError, check
 from longdraft.files import sync_folder
 from longdraft.journal import format as form
 from longdraft.journal.format import Digest, Found, Header, Run
@@ -90,7 +90,7 @@ class Journal:
     def open(cls, folder: Path, fsync: float = 1.0) -> tuple[Journal, Found]:
         """The journal that is there, and what it holds. Nothing is changed before `begin`.
 
-        JournalError where there is none, or another process writes it.
+        JournalError where there is none, BusyJournalError where another process writes it.
         """
         form.read(folder)  # says what is wrong, before anything is locked
         path = folder / form.FILE
@@ -240,8 +240,8 @@ def _lock(file: int, folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise JournalError(f"the journal {folder} is being written, by another process or a generation that was not "
-                           "closed; wait for it, or end it") from error
+        raise BusyJournalError(f"the journal {folder} is being written, by another process or a generation that was "
+                               "not closed; wait for it, or end it") from error
 
 
 def _write(file: int, data: bytes) -> None:
