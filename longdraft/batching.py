@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from longdraft import kernels
 from longdraft.core import Event, Prompt, SamplingParams
 from longdraft.drafters.costs import ForwardCost
-from longdraft.errors import UsageError
+from longdraft.errors import LongdraftError, UsageError
 from longdraft.generation import PREFILL_SHARED, Generation
 from longdraft.model.transformer import Ask, Forward, Transformer
 from longdraft.model.work import answers
@@ -48,7 +48,7 @@ class Batch:
     def __init__(self, engine: Opens) -> None:
         self._engine = engine
         self._texts: dict[int, Generation] = {}
-        self._asks: dict[int, Ask] = {}  # what each waits for; none: it has not begun
+        self._asks: dict[int, Ask] = {}  # what each waits for; none: it is between two steps, or has not begun
         self._numbers = count()
         self._cost = ForwardCost(engine.model.weights_in_tokens)
 
@@ -115,13 +115,15 @@ class Batch:
         return events
 
     def _go_on(self, text: int, answer: Forward | Exception | None, events: list[tuple[int, Event]]) -> None:
-        """Up to what it asks for next."""
+        """Up to what it asks for next, or the end of a step: there it can be stopped, on all ranks that write it."""
         generation = self._texts[text]
         self._asks.pop(text, None)
         try:
             done = generation.go_on(answer)
             while isinstance(done, Event):
                 events.append((text, done))
+                if not generation.is_finished:
+                    return
                 done = generation.go_on()
             self._asks[text] = done
         except StopIteration:
@@ -155,7 +157,7 @@ class Batch:
 def generate_many(engine: Opens, prompts: Iterator[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
                   at_once: int) -> Iterator[tuple[int, Event]]:
     """See `Engine.generate_many`."""
-    places: dict[int, int] = {}  # number in the batch -> place among the prompts
+    places: dict[int, int] = {}  # of texts under way: number in the batch -> place among the prompts
     waiting = enumerate(prompts)
     with Batch(engine) as batch:
         while True:
@@ -166,11 +168,12 @@ def generate_many(engine: Opens, prompts: Iterator[Prompt], params: SamplingPara
                                      "one for all")
                 try:
                     number = batch.add(prompt, params[place] if isinstance(params, Sequence) else params)
-                except UsageError as error:
+                except (LongdraftError, MemoryError) as error:
                     yield place, Event((), "", error=error)
                     continue
                 places[number] = place
             if not batch:
                 return
             for number, event in batch.step():
-                yield places[number], event
+                is_last = event.finish_reason is not None or event.error is not None
+                yield places.pop(number) if is_last else places[number], event

@@ -224,3 +224,8 @@ class Event(NamedTuple):
     drafted: int = 0
     depth: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def num_accepted(self) -> int:
+        """Guesses that became text."""
+        return sum(source != "" for source in self.sources)

@@ -53,6 +53,7 @@ def main(folder: Path) -> None:
             found.setdefault(f"{model} {sampling}", {})[name] = write(engine, SAMPLINGS[sampling])
         if name == "tokenswift":
             found[f"{model} warm"]["resumed"] = resumed(engine, Path(f"journal-{size}"))
+            found[f"{model} warm"]["batch"] = batched(engine)
         engine.close()
     if int(os.environ["RANK"]) == 0:
         print(json.dumps(found))
@@ -90,6 +91,19 @@ def resumed(engine: longdraft.Engine, journal: Path) -> list[object]:
             for event, _ in zip(generation, range(events), strict=False):
                 last = event
     return [last.stats["sha256_tokens"], last.stats["resumed_tokens"], last.stats["exactness"]]
+
+
+def batched(engine: longdraft.Engine) -> list[object]:
+    """A batch of one text that is left in the middle, and one that is not."""
+    for events in (3, 1000):
+        seen = 0
+        with engine.batch() as batch:
+            batch.add(PROMPT, params(SAMPLINGS["warm"]))
+            while batch and seen < events:
+                told = batch.step()
+                seen += len(told)
+                last = told[-1][1] if told else None
+    return [last.stats["sha256_tokens"], last.stats["draft_tokens"], last.stats["exactness"]]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Iterator, Sequence
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ import longdraft
 from longdraft import drafters, kernels
 from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
-from longdraft.errors import NumericalError, OutputError, UsageError
+from longdraft.errors import JournalError, NumericalError, OutputError, UsageError
 from longdraft.generation import PREFILL_SHARED, Generation
 from longdraft.journal import writer as writing
 from longdraft.model import checkpoint
@@ -397,6 +397,31 @@ def test_generate_many_goes_on_behind_a_prompt_that_cannot_be_served(plain):
     last = dict(plain.generate_many(["It was", "", [10**9], "Once"], params_of()))
     assert [last[place].finish_reason for place in range(4)] == ["length", None, None, "length"]
     assert "empty" in str(last[1].error) and "token id" in str(last[2].error)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room for its cache"), JournalError("it is there already")])
+def test_generate_many_goes_on_behind_a_text_that_cannot_begin(plain, monkeypatch, error):
+    generate = longdraft.Engine.generate
+
+    def refuses(self, prompt, *settings, **options):
+        if prompt == "no":
+            raise error
+        return generate(self, prompt, *settings, **options)
+
+    monkeypatch.setattr(longdraft.Engine, "generate", refuses)
+    last = dict(plain.generate_many(["It was", "no", "Once"], params_of(), at_once=2))
+    assert [last[place].finish_reason for place in range(3)] == ["length", None, "length"] and last[1].error is error
+
+
+def test_generate_many_forgets_texts_that_have_ended(plain, monkeypatch):
+    """... so that an endless iterator of prompts can be written."""
+    prompts = (prompt_of(9, seed) for seed in count())
+    texts = plain.generate_many(prompts, params_of(max_new_tokens=2), at_once=2)
+    ended = 0
+    while ended < 40:
+        ended += next(texts)[1].finish_reason is not None
+    assert len(texts.gi_frame.f_locals["places"]) <= 2
+    texts.close()
 
 
 def test_generate_many_says_what_is_wrong_with_its_arguments(plain):

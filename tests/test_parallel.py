@@ -22,11 +22,11 @@ from test_families import make
 import longdraft
 from longdraft.__main__ import run
 from longdraft.core import SamplingParams
-from longdraft.errors import ModelError, UsageError
+from longdraft.errors import ModelError, UsageError, WorkerError
 from longdraft.journal import FILE
 from longdraft.model import config as model_config
 from longdraft.model.sharding import of_rank
-from longdraft.parallel import Part, Team
+from longdraft.parallel import Group, Part, Team
 
 HERE = Path(__file__).resolve().parent
 
@@ -109,6 +109,9 @@ def follower_of(torchrun: int) -> int:
                 if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{child}/environ").read_bytes() + b"\0")
 
 
+STOP = (0.0, 0.0, 0.0)  # the leader does not go on
+
+
 class Recorded:
     """Rank 0's group, with nobody behind it: what it told the others."""
 
@@ -138,9 +141,43 @@ def test_a_second_text_is_refused_and_the_first_goes_on(folder):
     second.close()
     with pytest.raises(UsageError, match="another text is being written"):
         next(engine.generate("Once", params))
-    assert (0.0, 0.0, 0.0) not in group.told, "the other ranks were told to stop the first"
+    assert STOP not in group.told, "the other ranks were told to stop the first"
     assert found + [token for event in first for token in event.tokens] == expected
     assert next(engine.generate("Once", params)).tokens, "the first has ended"
+
+
+def test_a_batch_is_left_between_two_steps(folder):
+    """... where the other ranks wait for the leader's word, and get it."""
+    engine = longdraft.load(str(folder / "llama"), drafter="suffix", threads=1)
+    params = SamplingParams(max_new_tokens=30, seed=5, ignore_eos=True)
+    expected = [token for event in engine.generate("It was", params) for token in event.tokens]
+    group = Recorded()
+    engine.team = Team(group)
+    with engine.batch() as batch:
+        text, found = batch.add("It was", params), []
+        while len(found) < 10:
+            found += [token for _, event in batch.step() for token in event.tokens]
+        assert group.told[-1] != STOP and batch[text].tokens.tolist() == found == expected[: len(found)]
+    assert group.told[-1] == STOP and group.told.count(STOP) == 1
+    assert [token for event in engine.generate("It was", params) for token in event.tokens] == expected
+
+
+@pytest.mark.parametrize("error, told", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), MemoryError),
+    (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"), WorkerError)])
+def test_memory_that_runs_out_on_a_rank_is_not_another_ranks_fault(monkeypatch, error, told):
+    def fails(*arguments, **options):
+        raise error
+
+    for name in ("broadcast", "all_gather"):
+        monkeypatch.setattr(torch.distributed, name, fails)
+    for name, number in (("get_rank", 0), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda number=number: number)
+    group = Group()
+    for call in (lambda: group.numbers((1.0,)), lambda: group.sum(torch.zeros(3))):
+        with pytest.raises(told, match=r"memory|another rank is gone: Connection closed by peer"):
+            call()
 
 
 @pytest.mark.parametrize("name, size, quantize, complaint", [

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from longdraft.__main__ import run
 from longdraft.errors import UsageError
 from longdraft.generation import LARGEST_TREE
 from longdraft.server import settings as server_settings
+from longdraft.server.logs import Lines
 from longdraft.server.prepare import Preparer
 from longdraft.server.schemas import CompletionRequest
 from longdraft.server.settings import Settings, free_memory, read_keys
@@ -327,6 +329,32 @@ def test_metrics_have_vllms_stems(server, post):
                  "spec_decode_num_accepted_tokens_per_pos_total"):
         assert f"\nlongdraft:{name}{{" in text, name
     assert 'finished_reason="length",model_name="novelist"' in text
+
+
+def test_metrics_tell_the_time_between_tokens(server, post):
+    def series() -> tuple[float, float]:
+        text = httpx.get(server.url + "/metrics").text
+        found = (re.search(rf"inter_token_latency_seconds_{name}{{.*}} (.*)", text) for name in ("count", "sum"))
+        return tuple(float(match[1]) for match in found)
+
+    before, began = series(), time.monotonic()
+    reply = post("/v1/completions", {"prompt": "a", "max_tokens": 30, "longdraft": {"drafter": "plain"}}).json()
+    count, seconds = (now - then for now, then in zip(series(), before, strict=True))
+    decoding = reply["longdraft"]["stats"]["decode_seconds"]
+    assert count == 29 and 0.5 * decoding < seconds < time.monotonic() - began
+
+
+def test_what_clients_invent_makes_no_series_and_no_lines(server, caplog):
+    httpx.request("BREW" * 9, server.url + "/v1/models")
+    httpx.request("PATCH", server.url + "/v1/models")
+    text = httpx.get(server.url + "/metrics").text
+    assert "BREW" not in text and 'method="other"' in text and 'method="PATCH"' in text
+    with caplog.at_level("INFO", logger="longdraft.server"):
+        httpx.get(server.url + "/forged%0a2026-01-01T00:00:00.000Z%20info%20request%20status=200")
+        serving.wait_for(lambda: any("forged" in Lines().format(entry) for entry in caplog.records))
+    (line,) = (found for found in map(Lines().format, caplog.records) if "forged" in found)
+    assert "\n" not in line and re.findall(r" status=(\d+)", re.sub(r'"[^"]*"', "", line)) == ["404"]
+    assert " client=127.0.0.1" in line, "what is plain is written as it is"
 
 
 def test_a_stream_tells_its_progress_in_comments(server):

@@ -8,12 +8,16 @@ import json
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 import serving
 
+from longdraft.journal import FILE
+from longdraft.server import journals
+from longdraft.server.journals import Journals
 from longdraft.server.sse import EventStream
 
 URL = "/v1/longdraft/generations"
@@ -121,6 +125,42 @@ def test_journals_that_nobody_asked_for_go_with_their_texts(engine, tmp_path):
         serving.wait_for(lambda: server.scheduler.num_jobs == 0)
         assert httpx.post(server.url + "/v1/completions", json=body(20) | {"stream": False}).status_code == 200
         assert list(tmp_path.iterdir()) == []
+
+
+def test_who_cancels_a_text_can_go_on_with_it(engine, tmp_path):
+    """... whether its journal was asked for or not."""
+    with serving.running(engine, journals=tmp_path, journal_from=10) as server, \
+            httpx.stream("POST", server.url + "/v1/completions", json=body(), timeout=30) as reply:
+        lines = reply.iter_lines()
+        while not next(lines).startswith("data: {"):
+            pass
+        name = reply.headers["x-generation-id"]
+        assert httpx.post(f"{server.url}{URL}/{name}/cancel").status_code == 200
+        assert any('"cancelled"' in line for line in lines)
+        assert listed(server.url)[name]["resumable"]
+        assert resume(server.url, name) == uncut(engine)
+
+
+def test_journals_are_listed_and_pruned_at_the_same_time(engine, tmp_path, monkeypatch):
+    class Slow(dict):
+        def items(self):
+            for item in super().items():
+                time.sleep(0.002)
+                yield item
+
+    monkeypatch.setattr(journals, "read", lambda folder: folder)
+    monkeypatch.setattr(Journals, "_summary", lambda self, name, found: {"id": name, "state": "finished"})
+    for i in range(60):
+        (tmp_path / f"{i}").mkdir()
+        (tmp_path / f"{i}" / FILE).touch()
+    found = Journals(tmp_path, engine)
+    found._known = Slow({str(i): ((0, 0), {}) for i in range(30)})
+    with ThreadPoolExecutor(2) as pool:
+        listing = pool.submit(found.list)
+        for i in range(30, 60):
+            assert found.summary(str(i))["id"] == str(i)
+            time.sleep(0.001)
+        assert len(listing.result()) == 60
 
 
 def test_old_journals_are_removed_and_cut_ones_stay(server):

@@ -19,13 +19,10 @@ class Acceptance:
         self._by_depth: dict[int, Counter[int]] = {}
         self._drafted = 0
 
-    def add(self, event: Event) -> int:
-        """Returns how many guesses of this step became text."""
-        accepted = sum(source != "" for source in event.sources)
-        self._accepted[accepted] += 1
-        self._by_depth.setdefault(event.depth, Counter())[accepted] += 1
+    def add(self, event: Event) -> None:
+        self._accepted[event.num_accepted] += 1
+        self._by_depth.setdefault(event.depth, Counter())[event.num_accepted] += 1
         self._drafted += event.drafted
-        return accepted
 
     @property
     def mean_length(self) -> float:

@@ -16,7 +16,11 @@ RETRY_AFTER_S = 5
 
 
 class Cancelled(Exception):
-    """The reader of a text has gone, or somebody asked for its end."""
+    """The reader of a text has gone, or somebody asked for its end, who may want what is there: its journal stays."""
+
+    def __init__(self, *, keeps: bool = False) -> None:
+        super().__init__()
+        self.keeps = keeps
 
 
 class ApiError(HTTPException):

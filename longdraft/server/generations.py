@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 
 from longdraft.journal import is_being_written, is_there
-from longdraft.server.errors import ApiError
+from longdraft.server.errors import ApiError, Cancelled
 from longdraft.server.jobs import Job
 from longdraft.server.journals import Journals
 from longdraft.server.schemas import ID, ResumeRequest
@@ -50,7 +50,7 @@ def routes(service: Service, journals: Journals | None) -> APIRouter:
         job = _live(service, name)
         if job is None:
             raise _unknown(name)
-        scheduler.cancel(job)
+        scheduler.cancel(job, Cancelled(keeps=True))
         return _about(job)
 
     @router.delete(_ROUTE + "/{name}", summary="Remove a journal that nobody writes.")

@@ -25,6 +25,7 @@ from longdraft.server.settings import Settings
 OPEN = ("/health",)
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _READING = ("GET", "HEAD", "OPTIONS")
+_METHODS = (*_READING, "POST", "PUT", "PATCH", "DELETE")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -70,7 +71,8 @@ class Guard:
                 await error.response(scope, receive, answer)
         finally:
             route = self._route_of(scope)
-            self._metrics.answered(scope["method"] if status != 405 else "other", route, status or 499)
+            method = scope["method"] if scope["method"] in _METHODS else "other"  # clients may write anything there
+            self._metrics.answered(method, route, status or 499)
             record("request", id=request_id, method=scope["method"], path=scope["path"][:200], status=status or 499,
                    seconds=round(time.monotonic() - start, 4), client=(scope.get("client") or ("",))[0])
 

@@ -136,6 +136,7 @@ class Job:
     stats: dict[str, Any] | None = None
     _probed: tuple[float, float] = (0.0, 0.0)  # when last, seconds in all
     _plain: deque[tuple[float, float]] = field(default_factory=deque)  # when, seconds
+    _noted: float | None = None  # when the last step was
     _metered: float = 0.0  # on the text's own clock when the last step was done
 
     def begin(self) -> Generation:
@@ -147,14 +148,15 @@ class Job:
     def _on_prefill(self, done: int, total: int) -> None:
         self.prefill = done, total
 
-    def note(self, event: Event) -> None:
-        """Take in what a step brought."""
+    def note(self, event: Event) -> float | None:
+        """Take in what a step brought: seconds since the last one, None for the first."""
         assert self.generation is not None
         now = time.monotonic()
         is_replay = self.num_tokens == 0 and self.generation.num_resumed > 0
         self.num_tokens += len(event.tokens)
         if is_replay:
-            return
+            return None
+        since, self._noted = self._noted, now
         self.state, is_first = "running", self.first_token is None  # the first step's clock has the prefill in it
         self.first_token = self.first_token or now
         self.acceptance.add(event)
@@ -166,6 +168,7 @@ class Job:
             self._probed = now, self._probed[1]
         elif self.plan.compares and not event.finish_reason:
             self._compare(now)
+        return None if since is None else now - since
 
     def _compare(self, now: float) -> None:
         """Measure what plain decoding would take here, now and then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ class Journals:
         self.root = root
         self._engine = engine
         self._known: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}
+        self._lock = threading.Lock()  # of `_known`: requests and pruning read in threads of their own
 
     def names(self) -> list[str]:
         """The latest first."""
@@ -37,7 +39,9 @@ class Journals:
     def list(self) -> list[dict[str, Any]]:
         """A summary of each; of one that cannot be read, why."""
         names = self.names()
-        self._known = {name: known for name, known in self._known.items() if name in names}
+        there = set(names)
+        with self._lock:
+            self._known = {name: known for name, known in self._known.items() if name in there}
         return [self.summary(name) for name in names]
 
     def summary(self, name: str) -> dict[str, Any]:
@@ -45,9 +49,12 @@ class Journals:
         try:
             about = path.stat()
             state = (about.st_mtime_ns, about.st_size)
-            if name not in self._known or self._known[name][0] != state:
-                self._known[name] = state, self._summary(name, read(self.root / name))
-            summary = self._known[name][1]
+            with self._lock:
+                known, summary = self._known.get(name, (None, {}))
+            if known != state:
+                summary = self._summary(name, read(self.root / name))
+                with self._lock:
+                    self._known[name] = state, summary
             if summary["state"] == "cut" and is_being_written(self.root / name):
                 return summary | {"state": "running", "resumable": False}
             return summary

@@ -28,9 +28,15 @@ class JsonLines(logging.Formatter):
 
 class Lines(logging.Formatter):
     def format(self, entry: logging.LogRecord) -> str:
-        fields = " ".join(f"{name}={value}" for name, value in getattr(entry, _FIELDS, {}).items())
+        fields = " ".join(f"{name}={_shown(value)}" for name, value in getattr(entry, _FIELDS, {}).items())
         trace = "\n" + self.formatException(entry.exc_info) if entry.exc_info else ""
         return f"{_time(entry)} {entry.levelname.lower():7} {entry.getMessage()} {fields}".rstrip() + trace
+
+
+def _shown(value: Any) -> str:
+    """In quotes where it could pass for more than one field, or one line: clients choose paths and names."""
+    text = str(value)
+    return text if text.isprintable() and not set(text) & set(" =\"'") else json.dumps(text)
 
 
 def set_up(form: str, level: str) -> None:

@@ -53,6 +53,11 @@ class Metrics:
             for position in range(accepted):
                 self.accepted_at.labels(self._model, str(position)).inc()
 
+    def waited(self, seconds: float, tokens: int) -> None:
+        """Tokens that came together, so long after those before them."""
+        for _ in range(tokens):
+            self.between.observe(seconds / tokens)
+
     def answered(self, method: str, route: str, status: int) -> None:
         self.http.labels(self._model, method, route, str(status)).inc()
 

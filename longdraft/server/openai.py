@@ -139,7 +139,5 @@ def _model(service: Service) -> dict[str, Any]:
 
 def _serves(service: Service, name: str, kind: drafters.Kind) -> bool:
     """Whether a request may name this drafter."""
-    if name == service.engine.drafter:
-        return True
-    has_parts = not kind.needs or getattr(service.engine, kind.needs) is not None
-    return has_parts and (name not in ("draft-model",) or service.engine.draft is not None)
+    engine = service.engine
+    return name == engine.drafter or not kind.needs or getattr(engine, kind.needs) is not None

@@ -192,15 +192,15 @@ class Scheduler:
 
     def _tell(self, job: Job, event: Event) -> None:
         now, metrics = time.monotonic(), self._metrics
-        job.note(event)
+        seconds = job.note(event)
         if event.sources and job.generation and job.num_tokens > job.generation.num_resumed:
             metrics.generation_tokens.inc(len(event.tokens))
-            metrics.stepped(event.drafted, sum(source != "" for source in event.sources))
-            if job.first_token is not None and job.num_tokens - job.generation.num_resumed == len(event.tokens):
-                metrics.first_token.observe(job.first_token - job.arrived)
+            metrics.stepped(event.drafted, event.num_accepted)
+            if seconds is None:
+                metrics.first_token.observe(now - job.arrived)
                 metrics.prompt_tokens.inc(job.plan.prompt_tokens)
-            elif job.speed.wall:
-                metrics.between.observe(1 / job.speed.wall)
+            else:
+                metrics.waited(seconds, len(event.tokens))
         job.stats = event.stats
         job.outlet.put(job, event)
         if event.finish_reason:
@@ -212,10 +212,11 @@ class Scheduler:
             self._end(job, "finished", None)
 
     def _leave(self, job: Job, reason: BaseException) -> None:
-        """Nobody waits for this text any more, or it has to go. One that the server itself ends can be resumed."""
+        """Nobody waits for this text any more, or it has to go. One that the server itself ends can be resumed, and so
+        can one that has a journal and was not merely hung up on."""
         generation, folder = job.generation, job.plan.journal
         self._close(job)
-        is_ours = isinstance(reason, ApiError)
+        is_ours, keeps = isinstance(reason, ApiError), job.plan.keeps or getattr(reason, "keeps", False)
         if is_ours and generation is not None and folder is None and self._settings.journals:
             folder = self._settings.journals / job.id
             try:
@@ -223,7 +224,7 @@ class Scheduler:
                 job.plan = job.plan._replace(journal=folder)
             except LongdraftError as error:
                 record("journal_failed", id=job.id, error=str(error))
-        elif not is_ours and folder is not None and not job.plan.keeps:
+        elif not is_ours and folder is not None and not keeps:
             shutil.rmtree(folder, ignore_errors=True)
         if isinstance(reason, ApiError) and job.resume_id and "resume" not in str(reason):
             reason = ApiError(reason.status_code, f"{reason}{_how(job)}", code=reason.code,

@@ -1,9 +1,8 @@
-"""What every launch needs: whether it can run here, sizes as powers of two, checks."""
+"""What every launch needs: sizes as powers of two, checks."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +13,6 @@ from torch import Tensor
 EXACT = {"enable_fp_fusion": False}  # a*b+c stays two roundings, whatever the code around it
 _TYPES = {torch.float32: triton.language.float32, torch.float16: triton.language.float16,
           torch.bfloat16: triton.language.bfloat16, torch.float8_e4m3fn: triton.language.float8e4nv}
-
-
-def is_interpreted() -> bool:
-    """Whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 before its first import)."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def padded(size: int, least: int = 16) -> int:
