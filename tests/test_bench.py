@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import load
 
+import longdraft
 from longdraft.__main__ import run
-from longdraft.bench import measure, peers
+from longdraft.bench import batch, measure, peers
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import chain_rows
 
@@ -108,6 +110,37 @@ def test_texts_side_by_side(capfd, tmp_path, tiny):
     assert "one after another" in out and "The peer" in out
 
 
+@pytest.fixture
+def group(tiny):
+    """Two texts behind 20 tokens each, under way; the plan's turns have 4 tokens."""
+    engine = longdraft.load(str(tiny["gqa"]), drafter="plain")
+    ids = engine.encode("It was a dark and stormy night. " * 4)
+    plan = batch.Plan(ids, [20], [1, 2], ["plain"], 4, 3, None, "", 1)
+    found = batch.Group(engine, plan, 20, "plain")
+    yield lambda slots: batch._record(engine, plan, found, 2, SimpleNamespace(read_bandwidth=1e9), slots)
+    found.batch.close()
+
+
+def test_a_peer_that_fails_between_two_turns_is_compared_as_far_as_it_came(group):
+    answers = [batch.Turn(8, 1.0, 1.0), batch.Turn(8, 2.0, 2.0)]  # the first warms up
+    slots = SimpleNamespace(write=lambda count, steps: answers.pop(0) if answers else None)
+    record = group(slots)
+    assert [len(turns) for turns in record["turns"].values()] == [3, 3, 1]
+    ours = record["turns"]["side by side"][0]
+    assert record["peer_tokens_per_second"] == 4 and record["to_peer"] == ours["tokens"] / ours["seconds"] / 4
+
+
+@pytest.mark.parametrize(("room", "turns"), [(9, 0), (25, 2)])
+def test_texts_that_come_to_their_end_are_measured_as_far_as_they_came(monkeypatch, request, room, turns):
+    """A turn each side by side and alone are 8 tokens; the first round warms up."""
+    monkeypatch.setattr(batch.Plan, "num_new", room)
+    record = request.getfixturevalue("group")(None)
+    if turns:
+        assert len(record["turns"]["side by side"]) == turns and record["mean_accepted_length"] == 1
+    else:
+        assert "came to their end" in record["error"]
+
+
 def test_a_roofline_is_drawn(capfd, tmp_path, tiny):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "plot.svg"
@@ -123,6 +156,10 @@ MISTAKES = {
     "a short prompt": (["batch", "--prompt-file", __file__, "--contexts", "9000000"], "the prompt file has"),
     "a drafter's option": (["batch", "--prompt-file", __file__, "--contexts", "50", "--drafters", "suffix,x=1"],
                            "drafter 'suffix' has no option 'x'"),
+    "half an option": (["batch", "--prompt-file", __file__, "--contexts", "50", "--drafters", "suffix,depth"],
+                       "drafter is 'suffix,depth'; allowed: a name with options"),
+    "a text beyond the model": (["length", "--prompt-file", __file__, "--max-new-tokens", "131072"],
+                                "the model's context limit"),
     "zero": (["roofline", "--contexts", "0"], "--contexts is '0'"),
     "beyond the model": (["roofline", "--contexts", "200000"], "the model's context limit"),
     "dtype": (["kernels", "--dtype", "float16"], "--dtype is 'float16'; allowed: float32 or bfloat16"),

@@ -65,6 +65,13 @@ def measured(engine, output=None, **changes):
     return runner.run(plan_of(**changes), engine, engine.encode(TEXT), output, {})
 
 
+def test_a_text_beyond_the_models_context_is_refused_before_the_first_is_measured(engine, tmp_path):
+    data = EXPERIMENT | {"scales": {"default": {"lengths": [20, 4000], "turn": 15, "prefix": 0.5}}}
+    with pytest.raises(UsageError, match=r"max_new_tokens \(4000\) is 4200; allowed: 4096"):
+        measured(engine, tmp_path / "results.jsonl", data=data)
+    assert not (tmp_path / "results.jsonl").exists()
+
+
 def test_an_experiment_is_measured_and_its_tables_filled(engine):
     plan = plan_of(seeds=[7, 8])
     results = measured(engine, seeds=[7, 8])
@@ -197,7 +204,6 @@ def test_a_slowed_system_shows_up_as_slower(engine, monkeypatch):
     text = next(iter(measured(engine, data=data).texts.values()))
     slow, same = (measures.measure(text, name, "speedup", 40) for name in ("slow", "same"))
     assert 3 * slow < same
-    assert measures.turn_ratios(text, "slow")[0] < measures.turn_ratios(text, "same")[0] / 3
     spent = [sum(turn["seconds"] for turn in text.turns[name]) for name in ("slow", "plain")]
     assert spent[0] > 40 * 0.05 > spent[1]
 

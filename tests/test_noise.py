@@ -95,7 +95,7 @@ def test_neighbours_are_independent(neighbour):
 
 def test_the_extremes_are_finite_and_bounded():
     low, high = noise.from_bits(np.array([0, 2**52 - 1], dtype=np.uint64))
-    assert -3.7 < low < high <= noise.MAX_NOISE
+    assert -3.7 < low < high <= 36.75  # -log(-log(1 - 2**-53)), rounded up
 
 
 @given(st.floats(-3, 36))

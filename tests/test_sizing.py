@@ -112,8 +112,7 @@ def random_model(monkeypatch):
     import random_model
 
     yield random_model
-    for name in ("random_model", "shapes"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("random_model", None)
 
 
 def test_random_models_are_what_they_are_said_to_be(random_model, tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from conftest import VOCAB, load
@@ -331,6 +333,20 @@ def test_bad_input_of_the_replay_is_one_line(tmp_path):
         replay.read(tmp_path / "bad.npy")
     with pytest.raises(UsageError, match="prefill is 9; allowed: 1 to 4"):
         replay.replay([1, 2, 3, 4, 5], "suffix", prefill=9)
-    for setting in ("tokenswift", "suffix,depth"):
-        with pytest.raises(UsageError, match="allowed: ngram or suffix with options"):
+    for setting, message in (("tokenswift", "drafter is 'tokenswift'; allowed: ngram or suffix with options"),
+                             ("suffix,depth", "drafter is 'suffix,depth'; allowed: a name with options")):
+        with pytest.raises(UsageError, match=message):
             replay.parse([setting])
+
+
+def test_replayed_files_of_one_name_are_told_apart(tmp_path, capsys):
+    for place, folder in enumerate(("a", "b")):
+        (tmp_path / folder).mkdir()
+        np.save(tmp_path / folder / "text.npy", np.array(prompt_of(40 + place), np.int32))
+    files = [tmp_path / folder / "text.npy" for folder in ("a", "b", "b")]
+    figures = replay.run(files, ["ngram"], 30, 0, "unused")
+    assert {name: [figure["tokens"] for figure in found] for name, found in figures.items()} == {
+        "a/text.npy": [10], "b/text.npy": [11]}
+    assert "b/text.npy: 41 tokens" in capsys.readouterr().out
+    assert list(replay.labels([Path("x"), Path("/y/x"), Path("y/x")]).values()) == ["x", "/y/x", "y/x"]
+    assert list(replay.labels([Path("/far/one"), Path("/far/two")]).values()) == ["one", "two"]

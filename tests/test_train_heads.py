@@ -27,8 +27,9 @@ from longdraft.model.transformer import chain_rows
 from longdraft.train import base as frozen
 from longdraft.train import data, heads, job, own
 from longdraft.train.loop import Position, learning_rate
-from longdraft.train.progress import Progress
+from longdraft.train.progress import Metrics, Progress
 from longdraft.train.settings import HeadSettings
+from longdraft.train.team import Team
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
@@ -273,6 +274,36 @@ def test_own_text_of_the_version_before_is_found(base, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_one_process_tries_whether_files_can_be_written(base, tmp_path, monkeypatch):
+    """Several would take the file from one another."""
+    job.train(settings(base), tmp_path / "cut", At(2, lambda: signal.raise_signal(signal.SIGTERM)))
+    tried = []
+    monkeypatch.setattr(job, "_check_writable", tried.append)
+    monkeypatch.setattr(Team, "leads", False)
+    job.resume("heads", tmp_path / "cut", {})
+    assert not tried
+    monkeypatch.setattr(Team, "leads", True)
+    job.resume("heads", tmp_path / "cut", {})
+    assert tried == [tmp_path / "cut"]
+
+
+def test_metrics_that_stay_are_not_written_again(tmp_path, monkeypatch):
+    """So that neither a full disk nor a kill at that moment can lose them."""
+    path = tmp_path / job.METRICS
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 6)]
+    path.write_text("".join(lines) + '{"step": 6, "lo')
+    before = path.stat().st_ino
+
+    def full(*given, **named):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with Metrics(path, 3) as told:
+        assert path.read_text() == "".join(lines[:3]) and path.stat().st_ino == before
+        told.write({"step": 4, "loss": 2.0})
+    assert path.read_text() == "".join(lines[:3]) + '{"step": 4, "loss": 2.0}\n'
+
+
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_stands(base, tmp_path, monkeypatch):
     wanted = settings(base, checkpoint_every=4)
     job.train(wanted, tmp_path / "whole")
@@ -323,6 +354,8 @@ def test_documents_are_read_from_every_kind_of_file(tmp_path):
     ("bad.txt", b"\xff\xfe\xfa", "not UTF-8"),
     ("bad.jsonl", b"{\n", "line 1"),
     ("bad.jsonl", b'{"text": 3}\n', "'text' is a int"),
+    ("bad.jsonl", b'{"text": "fine \\ud83d\\ude00"}\n{"text": "\\ud83d half"}\n',
+     r"bad.jsonl line 2: 'text' has half a surrogate pair at character 0"),
     ("bad.csv", b"a,b", "cannot tell what"),
     ("empty.txt", b"  \n", "holds no text"),
     ("short.txt", b"abc", "sequence_length is 64, but the training data has 3 tokens"),

@@ -14,7 +14,7 @@ most is the bytes that need not be read again:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -22,15 +22,16 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from longdraft import drafters, statistics
 from longdraft.batching import Batch
 from longdraft.bench import peers
+from longdraft.bench.experiment import System
 from longdraft.bench.measure import Limits
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
 from longdraft.errors import UsageError
+from longdraft.generation import Generation
 from longdraft.model import library
 
 Record = dict[str, Any]
@@ -70,8 +71,8 @@ class Plan(NamedTuple):
             raise UsageError(f"--contexts, --turn and --repeats come to {longest + self.num_new} positions; allowed: "
                              f"{limit} (the model's context limit)")
         for setting in self.settings:
-            name, *options = setting.split(",")  # unknown ones are told before anything is measured
-            drafters.parse_options(name, dict(option.partition("=")[::2] for option in options))
+            system = System.named(setting)  # unknown ones are told before anything is measured
+            drafters.parse_options(system.drafter, system.options)
 
 
 def measure(engine: Engine, plan: Plan, limits: Limits, report: Record, doing: Callable[[str], Any]) -> None:
@@ -102,21 +103,23 @@ class Group:
     """Texts behind prompts of one length, read and under way."""
 
     def __init__(self, engine: Engine, plan: Plan, context: int, setting: str) -> None:
-        name, *options = setting.split(",")
-        engine = engine.with_drafter(name, dict(option.partition("=")[::2] for option in options))
+        system = System.named(setting)
+        engine = engine.with_drafter(system.drafter, system.options)
         self.context, self.setting = context, setting
         self.batch: Batch = engine.batch()
-        self.texts: list[int] = []
+        self.texts: dict[int, Generation] = {}  # by their numbers in the batch
         for place in range(max(plan.texts)):  # one after the other: large pieces of a prompt are read faster
             params = SamplingParams(max_new_tokens=plan.num_new, seed=place, min_p=0.1, repetition_penalty=1.2,
                                     ignore_eos=True, on_loop="off")
-            self.texts.append(self.batch.add(plan.prompt(context, place), params))
-            self.write(self.texts[-1:], 1)
+            text = self.batch.add(plan.prompt(context, place), params)
+            self.texts[text] = self.batch[text]
+            self.write([text], 1)
 
     def write(self, texts: Sequence[int], tokens: int) -> Turn:
         """Let these texts write so many tokens each, or a few more, side by side.
 
-        A text that has written its share stands by while the others end theirs.
+        A text that has written its share stands by while the others end theirs; one that has come to its end writes
+        less.
         """
         left = dict.fromkeys(texts, tokens)
         written, began, used = 0, time.perf_counter(), time.process_time()
@@ -126,15 +129,15 @@ class Group:
                 if event.error:
                     raise event.error
                 left[text] -= len(event.tokens)
-            left = {text: more for text, more in left.items() if more > 0}
+            left = {text: more for text, more in left.items() if more > 0 and text in self.batch}
         return Turn(written, time.perf_counter() - began, time.process_time() - used)
 
 
 def _record(engine: Engine, plan: Plan, group: Group, count: int, limits: Limits, slots: Slots | None) -> Record:
     """`count` texts side by side, each by itself, and as many slots of the peer, in turns."""
-    texts = group.texts[:count]
+    texts = list(group.texts)[:count]
     turns: dict[str, list[Turn]] = {"side by side": [], "one after another": [], LLAMA: []}
-    before = [group.batch[text].stats() for text in texts]
+    before = [group.texts[text].stats() for text in texts]
     for _ in range(plan.repeats + 1):
         turns["side by side"].append(group.write(texts, plan.turn))
         alone = [group.write([text], plan.turn) for text in texts]
@@ -142,12 +145,17 @@ def _record(engine: Engine, plan: Plan, group: Group, count: int, limits: Limits
         if slots and (turn := slots.write(count, plan.turn)):
             turns[LLAMA].append(turn)
     ours, single, theirs = (found[1:] for found in turns.values())  # the first turns warm up
-    after = [group.batch[text].stats() for text in texts]
+    record: Record = {"context": group.context, "drafter": group.setting, "texts": count}
+    # Turns in which every text wrote its share: the first ones, because a text that has ended stays so.
+    whole = sum(min(a.tokens, b.tokens) >= count * plan.turn for a, b in zip(ours, single, strict=True))
+    if not whole:
+        return record | {"error": "the texts came to their end; give fewer --repeats or --texts"}
+    ours, single, theirs = ours[:whole], single[:whole], theirs[:whole]
+    after = [group.texts[text].stats() for text in texts]
     grown = {key: sum(b[key] - a[key] for a, b in zip(before, after, strict=True)) for key in ("new_tokens", "steps")}
     weights = sum(linear.nbytes for linear in engine.model.linears)
     cache = group.context * engine.model.cache_bytes_per_token
-    record: Record = {
-        "context": group.context, "drafter": group.setting, "texts": count,
+    record |= {
         "tokens_per_second": _rate(ours),
         "alone_tokens_per_second": _rate(single),
         "to_one_after_another": _ratio(ours, single),
@@ -156,7 +164,8 @@ def _record(engine: Engine, plan: Plan, group: Group, count: int, limits: Limits
         "limit": count * (weights + cache) / (weights + count * cache),
         "floor_tokens_per_second": count * limits.read_bandwidth / (weights + count * cache),
         "mean_accepted_length": grown["new_tokens"] / grown["steps"],
-        "turns": {name: [turn._asdict() for turn in found[1:]] for name, found in turns.items()},
+        "turns": {name: [turn._asdict() for turn in found]
+                  for name, found in zip(turns, (ours, single, theirs), strict=True)},
     }
     if theirs:
         record |= {"peer_tokens_per_second": _rate(theirs), "to_peer": _ratio(ours, theirs)}
@@ -172,7 +181,8 @@ def sha256(ids: Sequence[int]) -> str:
 
 
 def _ratio(one: Sequence[Turn], other: Sequence[Turn]) -> float:
-    return median(a.tokens / a.seconds * b.seconds / b.tokens for a, b in zip(one, other, strict=True))
+    """Over the turns that both have: a peer may have failed behind some."""
+    return median(a.tokens / a.seconds * b.seconds / b.tokens for a, b in zip(one, other))
 
 
 class Slots:
@@ -211,12 +221,7 @@ def _slots(plan: Plan, engine: Engine, context: int, found: list[Record],
         try:
             peers.portable(library.resolve(engine.name), Path(place))
             room = context + plan.num_new
-            options: Mapping[str, Any] = {**plan.peer.options, "slots": max(plan.texts)}
-            answer = worker.ask(plan.limit_s, do="open", folder=place, threads=torch.get_num_threads(), longest=room,
-                                needs=plan.peer.needs, options=options)
-            if "missing" in answer:
-                missing = ", ".join(answer["missing"])
-                raise peers.Failed(f"not installed: {plan.peer.install} (missing: {missing})")
+            answer = worker.open(Path(place), room, plan.limit_s, slots=max(plan.texts))
             record |= {"version": answer["version"]}
             record |= worker.ask(plan.limit_s, do="fill", length=context, within_s=plan.limit_s)
         except peers.Failed as error:

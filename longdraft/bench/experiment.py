@@ -58,6 +58,13 @@ class System:
         check(self.rule in RULES, "rule", self.rule, ", ".join(RULES))
         check(self.drafter in drafters.KINDS, "drafter", self.drafter, ", ".join(drafters.KINDS))
 
+    @classmethod
+    def named(cls, setting: str) -> System:
+        """ "magicdec,chain=6" -> the drafter and its options. UsageError for what is neither."""
+        name, *pairs = setting.split(",")
+        check(all("=" in pair for pair in pairs), "drafter", setting, "a name with options, such as magicdec,chain=6")
+        return cls(name, dict(pair.split("=", 1) for pair in pairs))
+
     def options_for(self, prefill: int) -> dict[str, Any]:
         """The options, with the prompt's length where they name it."""
         return {name: _sized(value, prefill) for name, value in self.options.items()}

@@ -18,28 +18,20 @@ from longdraft.bench.results import Record, Results
 from longdraft.bench.turns import write_all
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
-from longdraft.errors import UsageError
 
 Figures = dict[str, Any]
 _KEY = "length"
-
-
-def parse(setting: str) -> System:
-    """ "magicdec,chain=6" -> the drafter and its options."""
-    name, *pairs = setting.split(",")
-    if not all("=" in pair for pair in pairs):
-        raise UsageError(f"drafters has {setting!r}; allowed: a name with options, such as magicdec,chain=6")
-    return System(name, dict(pair.split("=", 1) for pair in pairs))
 
 
 def run(engine: Engine, settings: Sequence[str], prompt: Sequence[int], params: SamplingParams, bucket: int, turn: int,
         done: Callable[[Figures], None]) -> Figures:
     """All figures: for each setting ("plain", "magicdec,chain=6") its buckets and final statistics.
 
-    Each writes `turn` tokens in turn. `done` gets the figures so far after every round of turns. UsageError if two
-    drafters wrote different texts.
+    Each writes `turn` tokens in turn. `done` gets the figures so far after every round of turns. UsageError at once
+    where prompt and tokens are more than the model's context, and if two drafters wrote different texts.
     """
-    systems = {setting: parse(setting) for setting in settings}
+    systems = {setting: System.named(setting) for setting in settings}
+    engine.checked(list(prompt), params)
     results = Results()
     results.add({"kind": "text", "text": _KEY, "reference": settings[0],
                  "systems": {name: {"own_text": False} for name in systems}})

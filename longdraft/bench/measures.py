@@ -84,17 +84,6 @@ def over_texts(results: Results, experiment: Experiment, scale: Scale, case: Cas
     return Value(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, len(found))
 
 
-def turn_ratios(text: Text, system: str) -> tuple[float, float, float] | None:
-    """Median, first and third quartile of how fast a system's turns were beside the reference's neighbouring ones."""
-    pairs = zip(text.turns.get(system, []), text.turns.get(text.about["reference"], []))
-    ratios = sorted(other["seconds"] / other["tokens"] / mine["seconds"] * mine["tokens"] for mine, other in pairs
-                    if mine["tokens"] and other["tokens"])
-    if len(ratios) < 2:
-        return None
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return middle, low, high
-
-
 def table(results: Results, experiment: Experiment, scale: Scale, spec: TableSpec) -> Grid:
     """Ours, and in brackets what the paper says for the same place of its run."""
     models = list(dict.fromkeys(model for case in spec.cases for model in case.paper))

@@ -108,6 +108,7 @@ class Worker:
 
     def __init__(self, kind: Kind, python: str, part: str = "engine") -> None:
         """part: of its program, engine (steps) or writer (whole texts)."""
+        self._kind = kind
         is_ours = kind.worker == "longdraft"
         threads = str(torch.get_num_threads())
         environment = os.environ | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
@@ -126,6 +127,15 @@ class Worker:
         self._process.kill()
         self._process.communicate()
         self._log.close()
+
+    def open(self, folder: Path, longest: int, limit_s: float, **options: Any) -> dict[str, Any]:
+        """Load the model of a folder, with room for `longest` positions; options beside its kind's. What it says of
+        itself. Failed too where what it needs is not installed."""
+        answer = self.ask(limit_s, do="open", folder=str(folder), threads=torch.get_num_threads(), longest=longest,
+                          needs=self._kind.needs, options={**self._kind.options, **options})
+        if "missing" in answer:
+            raise Failed(f"not installed: {self._kind.install} (missing: {', '.join(answer['missing'])})")
+        return answer
 
     def ask(self, limit_s: float, **request: Any) -> dict[str, Any]:
         """Its answer. Failed when it ends instead, or takes longer than the limit (it is then stopped)."""
@@ -167,7 +177,7 @@ def measure(plan: Plan, report: dict[str, Any], doing: Callable[[str], Any]) -> 
         for name, kind in plan.kinds.items():
             with doing(f"loading {name}"):
                 worker = stack.enter_context(Worker(kind, plan.python))
-                record = _open(worker, kind, plan, place)
+                record = opened(worker, plan, place)
             report["engines"].append({"engine": name, **record})
             if "version" in record:
                 workers[name] = worker
@@ -197,15 +207,12 @@ def portable(folder: Path, place: Path) -> None:
     (place / "config.json").write_text(json.dumps(config))
 
 
-def _open(worker: Worker, kind: Kind, plan: Plan, folder: Path) -> dict[str, Any]:
+def opened(worker: Worker, plan: Plan, folder: Path, **options: Any) -> dict[str, Any]:
+    """What the engine says of itself, or the error."""
     try:
-        answer = worker.ask(plan.limit_s, do="open", folder=str(folder), threads=torch.get_num_threads(),
-                            longest=plan.longest, needs=kind.needs, options=dict(kind.options))
+        return worker.open(folder, plan.longest, plan.limit_s, **options)
     except Failed as error:
         return {"error": str(error)}
-    if "missing" in answer:
-        return {"error": f"not installed: {kind.install} (missing: {', '.join(answer['missing'])})"}
-    return answer
 
 
 def _agree(workers: dict[str, Worker], plan: Plan, prompt: list[int], engines: list[dict[str, Any]]) -> None:

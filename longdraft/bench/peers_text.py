@@ -16,11 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import torch
-
 from longdraft.bench.grid import Grid
 from longdraft.bench.measure import Timing
-from longdraft.bench.peers import KINDS, Failed, Kind, Plan, Worker, portable
+from longdraft.bench.peers import KINDS, Failed, Kind, Plan, Worker, opened, portable
 from longdraft.bench.results import Record
 
 _SETTLE_S = 0.3
@@ -101,20 +99,9 @@ def _open_all(plan: Plan, draft: Path | None, stack: ExitStack, doing: Callable[
                 continue
             with doing(f"loading {name}, {way.name}"):
                 worker = stack.enter_context(Worker(kind, plan.python, "writer"))
-                options = dict(kind.options) | {"draft": str(folders["draft"]) if way.needs_draft else None}
-                record |= _opened(worker, kind, plan, folders["model"], options)
+                record |= opened(worker, plan, folders["model"],
+                                 draft=str(folders["draft"]) if way.needs_draft else None)
             yield record | {"_tries": list(way.tries)}, worker if "error" not in record else None
-
-
-def _opened(worker: Worker, kind: Kind, plan: Plan, folder: Path, options: Mapping[str, Any]) -> Record:
-    try:
-        answer = worker.ask(plan.limit_s, do="open", folder=str(folder), threads=torch.get_num_threads(),
-                            longest=plan.longest, needs=kind.needs, options=dict(options))
-    except Failed as error:
-        return {"error": str(error)}
-    if "missing" in answer:
-        return {"error": f"not installed: {kind.install} (missing: {', '.join(answer['missing'])})"}
-    return answer
 
 
 def _ask(worker: Worker, plan: Plan, prompt: Sequence[int], count: int, settings: Mapping[str, Any]) -> Record:

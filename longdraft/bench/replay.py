@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longdraft import drafters, journal
+from longdraft.bench.experiment import System
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.ngram import NgramDrafter
@@ -145,15 +146,12 @@ def _python_bytes(build: Any, max_depth: int) -> int:
         tracemalloc.stop()
 
 
-def parse(settings: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
-    """ "suffix,depth=4" -> ("suffix", {"depth": "4"}), for each."""
-    parsed = []
-    for setting in settings:
-        name, *pairs = setting.split(",")
-        options = dict(pair.partition("=")[::2] for pair in pairs)
-        if name not in ("ngram", "suffix") or not all("=" in pair for pair in pairs):
-            raise UsageError(f"drafter is {setting!r}; allowed: ngram or suffix with options, such as suffix,depth=4")
-        parsed.append((name, options))
+def parse(settings: Iterable[str]) -> list[System]:
+    """ "suffix,depth=4", ... -> the drafters; UsageError for one that needs a model."""
+    parsed = [System.named(setting) for setting in settings]
+    for system in parsed:
+        check(system.drafter in ("ngram", "suffix"), "drafter", system.drafter,
+              "ngram or suffix with options, such as suffix,depth=4")
     return parsed
 
 
@@ -200,17 +198,28 @@ def table(results: Iterable[tuple[str, Replayed]]) -> str:
 
 def run(files: Sequence[Path], settings: Sequence[str], prefill: int, penalty_window: int,
         model: str) -> dict[str, list[dict[str, Any]]]:
-    """Replay each file with each setting; prints a table for each file, gives all figures by file name."""
+    """Replay each file with each setting; prints a table for each file, gives all figures by the file's label."""
+    systems = parse(settings)
     corpora = _corpora(model) if any("corpus=" in setting for setting in settings) else None
     figures: dict[str, list[dict[str, Any]]] = {}
-    for file in files:
+    for file, label in labels(files).items():
         text, prompt, window = recorded(file, prefill, penalty_window)
-        results = [(setting, replay(text, name, options, prefill=prompt, penalty_window=window, corpora=corpora))
-                   for setting, (name, options) in zip(settings, parse(settings), strict=True)]
-        figures[file.name] = [{"setting": setting, **asdict(result)} for setting, result in results]
-        print(f"{file.name}: {len(text)} tokens, {prompt} of them the prompt, penalty window {window}\n")
+        results = [(setting, replay(text, system.drafter, system.options, prefill=prompt, penalty_window=window,
+                                    corpora=corpora)) for setting, system in zip(settings, systems, strict=True)]
+        figures[label] = [{"setting": setting, **asdict(result)} for setting, result in results]
+        print(f"{label}: {len(text)} tokens, {prompt} of them the prompt, penalty window {window}\n")
         print(table(results), end="\n\n", flush=True)
     return figures
+
+
+def labels(files: Sequence[Path]) -> dict[Path, str]:
+    """Each file's name, with as much of its path as tells it from the others."""
+    found: dict[Path, str] = {}
+    for count in range(1, 1 + max((len(file.parts) for file in files), default=0)):
+        found = {file: str(Path(*file.parts[-count:])) for file in files}
+        if len(set(found.values())) == len(found):
+            break
+    return found
 
 
 def _corpora(model: str) -> Corpora:

@@ -60,6 +60,8 @@ def run(plan: Plan, engine: Engine, ids: Sequence[int], output: Path | None, lim
         "prompt_file": plan.prompt_file.name, "prompt_sha256": statistics.sha256_tokens(_as_array(ids))}
     texts = plan.texts
     prompts = {text: _prompt(ids, text, plan.stretches) for text in texts}
+    for text, prompt in prompts.items():  # before the first of them is measured for hours
+        engine.checked(prompt, text.sampling)
     store = Store(output, session)
     try:
         ends, units = plan.experiment.ends(plan.scale), list(_units(engine, texts, store.results))

@@ -92,7 +92,7 @@ def batch(report: Mapping[str, Any]) -> None:
         ("times", "to_one_after_another", ".2f"),
         ("of processor time", "of_processor_to_one_after_another", ".2f"), ("bytes would give", "limit", ".2f"),
         ("mean accepted length", "mean_accepted_length", ".2f"), ("llama.cpp, slots", "peer_tokens_per_second", ",.1f"),
-        ("to it", "to_peer", ".2f")), report["texts"])
+        ("to it", "to_peer", ".2f"), ("error", "error", "")), report["texts"])
     if report["peer"]:
         table("The peer", (("context", "context", ","), ("engine", "engine", ""), ("version", "version", ""),
                            ("error", "error", "")), report["peer"])

@@ -23,7 +23,6 @@ UInt64s = NDArray[np.uint64]
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _POSITION = np.uint64(0xD1342543DE82EF95)
 _TOKEN = np.uint64(0xAF251AF3B0F025B5)
-MAX_NOISE = 36.75  # -log(-log(1 - 2**-53)), rounded up: no token's noise is larger
 
 
 def _mix(x: UInt64s) -> UInt64s:

@@ -83,6 +83,11 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
                                  "name another key with --text-column") from error
             if not isinstance(text, str):
                 raise UsageError(f"{path} line {number}: {column!r} is a {type(text).__name__}, not a text")
+            try:
+                text.encode()  # JSON's escapes can write what no other kind of file can hold
+            except UnicodeEncodeError as error:
+                raise UsageError(f"{path} line {number}: {column!r} has half a surrogate pair at character "
+                                 f"{error.start}, which is no text; mend or leave out the document") from error
             yield text
 
 

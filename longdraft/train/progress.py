@@ -66,15 +66,10 @@ class Metrics:
         self._board: Any = None
         if path is None:
             return
-        kept = []
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                # A kill can leave half a line at the end.
-                if line.endswith("\n") and json.loads(line)["step"] <= last_step:
-                    kept.append(line)
         if tensorboard:
             self._board = _board(path.parent, last_step)
-        path.write_text("".join(kept), encoding="utf-8")
+        with path.open("ab") as file:
+            file.truncate(_bytes_until(path, last_step))  # in place: what is kept is never written again
         self._file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> Metrics:
@@ -97,6 +92,17 @@ class Metrics:
         if self._board:
             for name, value in _flat(line):
                 self._board.add_scalar(name, value, line["step"])
+
+
+def _bytes_until(path: Path, last_step: int) -> int:
+    """Length of the lines up to a step; a kill can leave half a line at the end."""
+    size = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > last_step:
+                break
+            size += len(line)
+    return size
 
 
 def _board(folder: Path, last_step: int) -> Any:
