@@ -433,7 +433,7 @@ def test_a_row_that_changed_begins_anew(job, tmp_path):
 def test_other_models_settings_and_jobs_are_refused(model, job, tmp_path):
     rows, output = put(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     with pytest.raises(Interrupted):
-        run(rows, output, job, alone, check=stop_after(30))
+        run(rows, output, job, alone, check=stop_after(60))
     with pytest.raises(UsageError, match="seed was 0, now 1"):
         run(rows, output, replace(job, seed=1), alone)
     other = replace(job, load={**job.load, "dtype": "bfloat16"})
