@@ -31,7 +31,9 @@ def run(arguments: list[str]) -> int:
     except LongdraftError as error:
         return _fail(_noted(str(error), error), 2 if isinstance(error, UsageError | ModelError | JournalError) else 1)
     except Terminated as error:
-        return _fail(_noted("terminated", error), 143)
+        earlier = error.__context__  # a failure on its way here says more: ranks that lose one are all terminated
+        told = (str(earlier), earlier) if isinstance(earlier, LongdraftError) else ("terminated", error)
+        return _fail(_noted(*told), 143)
     except KeyboardInterrupt as error:  # where Typer has not made it the status
         return _fail(_noted("interrupted", error), 130)
     except MemoryError as error:
