@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -22,6 +23,8 @@ from longdraft.model.heads import KIND
 from longdraft.model.transformer import Transformer
 
 VOCAB = 320  # 256 bytes, two specials, some room
+hypothesis.settings.register_profile("quiet", deadline=None)  # no test is about the machine's speed
+hypothesis.settings.load_profile("quiet")
 kernels.set_threads(1)  # tiny tensors: more threads only wait for one another
 
 

@@ -205,7 +205,7 @@ def writer(model, tmp_path_factory) -> Writer:
 
 
 @given(row=ROW)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_any_row_is_a_task_or_a_problem_and_then_a_record(writer, row):
     task = parse(row if isinstance(row, dict) else "no row", 1, "tiny")
     assert task.key and (task.problem or task.prompt)
