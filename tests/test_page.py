@@ -62,7 +62,7 @@ def write(page, tokens: int, prompt: str = "It was", seed: int = 7) -> None:
     page.press("#prompt", "Control+Enter")
 
 
-def state(page, wanted: str, timeout: float = 60) -> None:
+def state(page, wanted: str, timeout: float = 180) -> None:
     page.wait_for_selector(f"body[data-state={wanted}]", timeout=timeout * 1000)
 
 
