@@ -113,7 +113,7 @@ def test_a_cluster_writes_what_one_process_does(cluster, tmp_path):
     assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")
     with pytest.raises(UsageError, match="the cluster has no GPU"):
         run(rows, tmp_path / "gpu.jsonl", job, on_ray("auto", Placement(None, None, "cuda")))
-    nobody = replace(job, load={**job.load, "model": "nobody"})
+    nobody = replace(job, work=tmp_path / "other work", load={**job.load, "model": "nobody"})
     with pytest.raises(ModelError, match="no model 'nobody'"):
         run(rows, tmp_path / "nobody.jsonl", nobody, on_ray("auto", Placement(1, 1, "cpu")))
 
