@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import numbers
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -19,6 +20,16 @@ from longdraft.errors import UsageError, check
 Finish = Literal["length", "eos", "stop", "loop", "cancelled"]
 MAX_SEED = 2**64 - 1
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]  # a text, or the ids of its tokens
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+
+def half_pair(text: str) -> int | None:
+    """Where the first half of a surrogate pair stands: JSON can name one, and Python hides bytes that are no UTF-8 in
+    them, but no text has one. None: there is none."""
+    found = _HALF_PAIR.search(text)
+    return found and found.start()
+
 
 # Spellings of other tools, translated by SamplingParams.from_names.
 ALIASES = {

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from longdraft.core import half_pair
 from longdraft.errors import OutputError, UsageError
 
 
@@ -116,6 +117,6 @@ def read_text(file: str, option: str) -> str:
 
 
 def require_text(text: str, name: str, cure: str) -> None:
-    """UsageError for an argument with bytes that are no UTF-8 (Python hides them in surrogates)."""
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
+    """UsageError for an argument with bytes that are no UTF-8."""
+    if half_pair(text) is not None:
         raise UsageError(f"{name} is not UTF-8 text; {cure}")

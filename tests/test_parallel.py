@@ -128,12 +128,18 @@ class Recorded:
         return values
 
 
-def test_a_second_text_is_refused_and_the_first_goes_on(folder):
-    engine = longdraft.load(str(folder / "llama"), drafter="plain", threads=1)
-    params = SamplingParams(max_new_tokens=12, seed=5, ignore_eos=True)
+def leading(folder, drafter: str, num_tokens: int):
+    """An engine that leads, the group that it tells, and the tokens that it writes behind "It was" by itself."""
+    engine = longdraft.load(str(folder / "llama"), drafter=drafter, threads=1)
+    params = SamplingParams(max_new_tokens=num_tokens, seed=5, ignore_eos=True)
     expected = [token for event in engine.generate("It was", params) for token in event.tokens]
     group = Recorded()
     engine.team = Team(group)
+    return engine, group, params, expected
+
+
+def test_a_second_text_is_refused_and_the_first_goes_on(folder):
+    engine, group, params, expected = leading(folder, "plain", 12)
     first, second = engine.generate("It was", params), engine.generate("Once", params)
     found = list(next(first).tokens)
     with pytest.raises(UsageError, match="another text is being written"):
@@ -148,11 +154,7 @@ def test_a_second_text_is_refused_and_the_first_goes_on(folder):
 
 def test_a_batch_is_left_between_two_steps(folder):
     """... where the other ranks wait for the leader's word, and get it."""
-    engine = longdraft.load(str(folder / "llama"), drafter="suffix", threads=1)
-    params = SamplingParams(max_new_tokens=30, seed=5, ignore_eos=True)
-    expected = [token for event in engine.generate("It was", params) for token in event.tokens]
-    group = Recorded()
-    engine.team = Team(group)
+    engine, group, params, expected = leading(folder, "suffix", 30)
     with engine.batch() as batch:
         text, found = batch.add("It was", params), []
         while len(found) < 10:

@@ -89,6 +89,7 @@ def batch(
     """
     from longdraft.core import SamplingParams
     from longdraft.journal import parse_fsync
+    from longdraft.model.library import from_anywhere
 
     given = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "temperature": temperature,
              "top_k": top_k, "top_p": top_p, "min_p": min_p, "eta_cutoff": eta_cutoff,
@@ -104,8 +105,8 @@ def batch(
     if ray is None and threads is None and workers:
         threads = max(1, (os.cpu_count() or 1) // workers)
     load: dict[str, Any] = {
-        "model": _from_anywhere(model), "revision": revision, "cache_dir": cache_dir and str(cache_dir),
-        "offline": offline, "heads": heads and _from_anywhere(heads), "drafter": drafter,
+        "model": from_anywhere(model), "revision": revision, "cache_dir": cache_dir and str(cache_dir),
+        "offline": offline, "heads": heads and from_anywhere(heads), "drafter": drafter,
         "drafter_options": parse_pairs("--drafter-option", drafter_option or ()),
         "device": device, "dtype": dtype, "quantize": quantize, "threads": threads, "tensor_parallel": tensor_parallel}
     options.require_one_process(tensor_parallel)
@@ -132,13 +133,6 @@ def _is_on_gpu(device: str) -> bool:
 
         return torch.cuda.is_available()
     return device == "cuda"
-
-
-def _from_anywhere(name: str) -> str:
-    """A model or heads by a name that means the same in another process's working folder."""
-    from longdraft.model.library import bundled
-
-    return os.path.abspath(name) if os.path.isdir(name) and name not in bundled() else name
 
 
 def _crew(workers: int | None, ray: str | None, threads: int | None, device: str) -> Crew:

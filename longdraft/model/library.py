@@ -72,6 +72,16 @@ def resolve(name: str, hub: Hub | None = None, *, is_config_enough: bool = False
     return _Repository(found["id"], found["revision"] or hub.revision, hub).fetch(is_config_enough)
 
 
+def is_folder(name: str) -> bool:
+    """Whether a model's name is a folder of the user's."""
+    return bool(name) and name not in bundled() and Path(name).is_dir()
+
+
+def from_anywhere(name: str) -> str:
+    """A name that means the same in another working folder."""
+    return str(Path(name).absolute()) if is_folder(name) else name
+
+
 def lasting_name(name: str, folder: Path) -> str:
     """What will mean the same model tomorrow, and from elsewhere, as `name` did when `folder` was found for it."""
     if name in bundled():

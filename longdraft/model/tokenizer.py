@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
+from longdraft.core import half_pair
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.chat_template import ChatTemplate, Message
 
@@ -20,7 +21,6 @@ _SHOWN = 3  # differing tokens that an error names
 _LONGEST = 4  # bytes of a character, hence tokens
 _MAX_PENDING = 16  # tokens held back; more are no character
 _OTHER_FORMS = ("tokenizer.model", "tekken.json", "vocab.json")
-_HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can name one, UTF-8 cannot
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _CONVERT = ("`pip install transformers sentencepiece tiktoken protobuf`, then `python -c \"from transformers import "
             "AutoTokenizer as T; T.from_pretrained('MODEL').save_pretrained('FOLDER')\"`")
@@ -59,9 +59,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids. UsageError where there is half a surrogate pair in the text, which is no character."""
-        if half := _HALF_PAIR.search(text):
-            raise UsageError(f"the text has half a surrogate pair, {half.group()!a}, as its character "
-                             f"{half.start() + 1}; allowed: whole characters")
+        if (place := half_pair(text)) is not None:
+            raise UsageError(f"the text has half a surrogate pair, {text[place]!a}, as its character {place + 1}; "
+                             "allowed: whole characters")
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 

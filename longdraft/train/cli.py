@@ -105,14 +105,12 @@ def _preset(name: str) -> dict[str, Any]:
 
 def _setting(name: str, value: Any) -> Any:
     """An option's value as the settings hold it; paths absolute, so that a resume finds them anywhere."""
-    from longdraft.model.library import bundled
+    from longdraft.model.library import from_anywhere
     from longdraft.train.data import is_hub_data
 
     if name in ("data", "validation"):
         return tuple(item if is_hub_data(item) else str(Path(item).absolute()) for item in value or ())
-    if name in ("model", "tokenizer", "start", "distill_from") and value not in bundled() and Path(value).is_dir():
-        return str(Path(value).absolute())
-    return value
+    return from_anywhere(value) if name in ("model", "tokenizer", "start", "distill_from") else value
 
 
 def _report(result: Result) -> None:
