@@ -19,83 +19,33 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
-from conftest import make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs import ROWS, make_job, make_model, put, records, sorted_lines, stop_after, writers
 
 import longdraft
 from longdraft import batching
 from longdraft.__main__ import run as longdraft_command
 from longdraft.batch import source, work
 from longdraft.batch.local import alone, processes
-from longdraft.batch.records import Records, _line
-from longdraft.batch.rows import Report, Task, failed, key_of, parse, seed_of
+from longdraft.batch.records import _line
+from longdraft.batch.rows import Report, Task, key_of, parse, seed_of
 from longdraft.batch.run import Totals, run
 from longdraft.batch.writer import Job, Writer, num_written
 from longdraft.console import Interrupted
-from longdraft.errors import JournalError, OutputError, UsageError
+from longdraft.errors import JournalError, UsageError
 from longdraft.journal import FILE
-
-ROWS = [{"id": f"row {i}", "prompt": "It was"[: 1 + i % 6], "max_new_tokens": 20 + i, "ignore_eos": True}
-        for i in range(6)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("batch") / "tiny"
-    make_checkpoint(folder, num_key_value_heads=2)
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if excited %}!{% endif %}"
-    (folder / "chat_template.jinja").write_text(template)
-    return folder
+    return make_model(tmp_path_factory.mktemp("batch") / "tiny")
 
 
 @pytest.fixture
 def job(model, tmp_path) -> Job:
-    return Job(tmp_path / "work", {"model": str(model), "drafter": "suffix", "threads": 1}, {"on_loop": "off"}, 0,
-               "tiny", fsync="never")
+    return make_job(model, tmp_path / "work")
 
-
-def put(path: Path, rows: list[object]) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-def records(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def no_crew_but_problems(job: Job, tasks: Iterator[Task], check) -> Iterator[Report]:
-    """A crew without an engine, for rows that are none."""
-    for task in tasks:
-        yield Report(task.key, 0, 0, failed(task, "invalid_request", task.problem))
-
-
-def sorted_lines(path: Path) -> list[str]:
-    return sorted(path.read_text().splitlines())
-
-
-def stop_after(count: int):
-    """A check that interrupts the job when it is asked for the last time."""
-    asked = iter(range(count))
-
-    def check() -> None:
-        if next(asked, None) is None:
-            raise Interrupted
-
-    return check
-
-
-def writers(work: Path) -> list[int]:
-    """Processes that have a journal of the job open."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            opened = [os.readlink(file) for file in (process / "fd").iterdir()]
-        except OSError:
-            continue
-        if any(name.startswith(str(work / "journals")) for name in opened):
-            found.append(int(process.name))
-    return found
 
 
 def test_each_row_is_the_text_that_generate_writes(model, job, tmp_path):
@@ -396,30 +346,6 @@ def test_only_a_journal_whose_content_is_no_use_is_thrown_away(job, tmp_path):
     assert run(rows, output, job, alone).resumed == 0
 
 
-@pytest.mark.parametrize("crew", [alone, processes(1)], ids=["alone", "processes"])
-def test_a_work_folder_that_takes_nothing_ends_the_job(job, crew):
-    job.work.mkdir()
-    (job.work / "attempts").write_text("")  # where a folder belongs
-    started = time.monotonic()
-
-    def check() -> None:
-        if time.monotonic() > started + 100:
-            raise Interrupted
-
-    with pytest.raises(OutputError, match=f"the work folder {job.work} cannot be used: Not a directory"):
-        list(crew(job, iter([parse(ROWS[0], 1, "tiny")]), check))
-
-
-def test_a_file_system_without_links_is_one_line(job, monkeypatch):
-    def refuse(*paths):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(OutputError, match="cannot be used: Operation not supported"):
-        Writer(job)
-    assert not list(job.work.iterdir())
-
-
 def test_a_row_that_changed_begins_anew(job, tmp_path):
     rows, output = put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
     with pytest.raises(Interrupted):
@@ -428,99 +354,6 @@ def test_a_row_that_changed_begins_anew(job, tmp_path):
     run(rows, output, job, alone)
     run(rows, tmp_path / "uncut.jsonl", job, alone)
     assert output.read_bytes() == (tmp_path / "uncut.jsonl").read_bytes()
-
-
-def test_other_models_settings_and_jobs_are_refused(model, job, tmp_path):
-    rows, output = put(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
-    with pytest.raises(Interrupted):
-        run(rows, output, job, alone, check=stop_after(60))
-    with pytest.raises(UsageError, match="seed was 0, now 1"):
-        run(rows, output, replace(job, seed=1), alone)
-    other = replace(job, load={**job.load, "dtype": "bfloat16"})
-    with pytest.raises(UsageError, match="the output's texts are of fp_"):
-        run(rows, output, other, alone)
-    put(output, [])
-    with pytest.raises(UsageError, match="begun by another engine: dtype float32, here bfloat16"):
-        run(rows, output, other, alone)
-    with Records.open(output, job.work), pytest.raises(UsageError, match="another job writes"):
-        run(rows, output, job, alone)
-    with pytest.raises(UsageError, match="input and output are both"):
-        run(rows, rows, job, alone)
-    with pytest.raises(UsageError, match=r"line 1 of the output .* is no record"):
-        run(rows, put(tmp_path / "novel.jsonl", [{"chapter": 1}]), replace(job, work=tmp_path / "other"), alone)
-    assert records(tmp_path / "novel.jsonl") == [{"chapter": 1}]
-
-
-@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
-def test_a_work_folder_is_one_jobs_and_what_else_is_in_it_stays(job, tmp_path, name):
-    rows, output = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / name
-    theirs = [tmp_path / path for path in ("notes.txt", "journals/monday.txt", "attempts/first.txt", "other.json")]
-    for path in theirs:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
-    here = replace(job, work=tmp_path)
-    with pytest.raises(Interrupted):
-        run(rows, output, here, alone, check=stop_after(10))
-    begun = sorted(tmp_path.glob("journals/*/text.journal"))
-    for other in ("second.jsonl", "second.parquet"):
-        with pytest.raises(UsageError, match=f"belongs to the job of {output}, which is not done"):
-            run(rows, tmp_path / other, here, alone)
-    assert begun and sorted(tmp_path.glob("journals/*/text.journal")) == begun and not list(tmp_path.glob("second*"))
-    assert run(rows, output, here, alone).resumed
-    assert {path.read_text() for path in theirs} == {"mine"}
-    assert {path for path in tmp_path.rglob("*") if path.is_file()} - set((tmp_path / "tiny").rglob("*")) == {
-        *theirs, rows, output}
-
-
-@pytest.mark.parametrize("content", ['{"hidden_size": 64}', '{"id": "x", "prompt": "It"}', "a novel", "[", '{"idea": '])
-def test_a_file_without_a_last_line_end_is_not_emptied(job, tmp_path, content):
-    rows, output = put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
-    output.write_text(content)
-    with pytest.raises(UsageError, match=r"line 1 of the output .* is no record"):
-        run(rows, output, job, alone)
-    assert output.read_text() == content
-
-
-def test_half_a_record_that_is_all_there_is_is_taken_back(job, tmp_path):
-    rows, output = put(tmp_path / "in.jsonl", [{"id": "a"}]), tmp_path / "out.jsonl"
-    run(rows, output, job, alone)
-    whole = output.read_bytes()
-    for cut in range(len(whole)):
-        output.write_bytes(whole[:cut])
-        assert run(rows, output, job, no_crew_but_problems).done == 1
-        assert output.read_bytes() == whole
-
-
-@pytest.mark.parametrize("content", ["3", "{", '{"name": "a novel"}'])
-def test_a_file_of_somebody_elses_in_the_work_folder_is_one_line(job, tmp_path, content):
-    job.work.mkdir()
-    (job.work / "job.json").write_text(content)
-    with pytest.raises(UsageError, match="is no note of a job; give another folder with --work"):
-        run(put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl", job, alone)
-    assert (job.work / "job.json").read_text() == content and not (tmp_path / "out.jsonl").exists()
-
-
-def test_a_job_that_was_moved_with_its_work_goes_on(job, tmp_path):
-    rows, before, after = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / "before", tmp_path / "after"
-    before.mkdir()
-    with pytest.raises(Interrupted):
-        run(rows, before / "out.jsonl", replace(job, work=before / "work"), alone, check=stop_after(10))
-    before.rename(after)
-    assert run(rows, after / "out.jsonl", replace(job, work=after / "work"), alone).resumed
-
-
-def test_a_full_disk_ends_the_job_and_not_a_row(job, tmp_path, monkeypatch):
-    rows, output = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / "out.jsonl"
-
-    def full(self, record):
-        raise self._failure(OSError(28, "No space left on device"))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Records, "add", full)
-        with pytest.raises(OutputError, match="No space left"):
-            run(rows, output, job, alone)
-    totals = run(rows, output, job, alone)
-    assert totals.done == 2 and totals.resumed > 0 and len(records(output)) == 2
 
 
 def test_tables_in_and_out(job, tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import make_checkpoint
-from test_batch import put, records, sorted_lines, writers
+from jobs import put, records, sorted_lines, writers
 
 from longdraft.__main__ import run as longdraft_command
 from longdraft.batch import on_ray as on_ray_module
