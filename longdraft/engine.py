@@ -27,6 +27,7 @@ import torch
 from longdraft import batching, drafters, kernels, parallel, statistics
 from longdraft.core import Event, Prompt, SamplingParams
 from longdraft.drafters.corpus import Corpora
+from longdraft.drafters.costs import Experience
 from longdraft.errors import JournalError, ModelError, NumericalError, UsageError, check
 from longdraft.generation import Generation
 from longdraft.journal import Header, Journal, Run, differences, parse_fsync
@@ -132,6 +133,7 @@ class Engine:
         self.heads, self.glide = self._load_trained()
         self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
         self.draft = self._load_draft(drafters.draft_model_of(options))
+        self.experience = Experience(model.weights_in_tokens)
         self._require_trained()
 
     def _require_trained(self) -> None:
@@ -214,6 +216,8 @@ class Engine:
         if may_load:
             if not ours or wanted != ours:
                 other.draft = other._load_draft(wanted)
+            if wanted != ours:
+                other.experience = Experience(self.model.weights_in_tokens)
             other._require_trained()
             return other
         needs = drafters.KINDS[name].needs

@@ -21,6 +21,7 @@ from longdraft.cache.full import FullCache
 from longdraft.core import Context, Event, Finish, SamplingParams
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
+from longdraft.drafters.costs import Experience
 from longdraft.errors import JournalError, memory_told
 from longdraft.journal import Journal
 from longdraft.loops import Foresight
@@ -58,6 +59,7 @@ class Means(Protocol):
     heads: Heads | None
     glide: Glide | None
     corpora: Corpora
+    experience: Experience
     draft: Transformer | None
     team: Alone
 
@@ -98,7 +100,7 @@ class Generation(Iterator[Event]):
         self._recorder = None if logprobs is None else Recorder(params, stop_ids, is_fast, logprobs)
         meter = Meter(agree=engine.team.agree)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
-                                       draft, meter=meter)
+                                       draft, meter=meter, experience=engine.experience)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
         context = Context(prompt)
         context.extend(int(token) for token in written)

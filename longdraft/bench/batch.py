@@ -2,7 +2,7 @@
 
     longdraft bench batch --prompt-file novel.txt --contexts 1024,8192 --texts 1,2,4,8,16
 
-Every text is a real one, behind its own stretch of the file. The same texts write in turns: all side by side, then
+Every text is a real one, behind its own stretch of the file. The same texts write in turns: all side by side, and
 each alone, so that the machine's moods meet both; what one is to the other is the median over neighbouring turns, by
 the clock and by the processor's time (which tells more where others are at work). What plain decoding could gain at
 most is the bytes that need not be read again:
@@ -54,8 +54,8 @@ class Plan(NamedTuple):
 
     @property
     def num_new(self) -> int:
-        """Tokens that a text may write: two turns for each repeat, and what a step brings beyond a turn."""
-        return len(self.texts) * (self.repeats + 1) * 2 * (self.turn + drafters.auto.DEEPEST)
+        """Tokens that a text may write: for each repeat a step and two turns, and what a step brings beyond them."""
+        return len(self.texts) * (self.repeats + 1) * (1 + 2 * self.turn + 3 * drafters.auto.DEEPEST)
 
     def prompt(self, context: int, place: int) -> list[int]:
         apart = max(1, (len(self.ids) - context) // max(self.texts))
@@ -132,16 +132,22 @@ class Group:
             left = {text: more for text, more in left.items() if more > 0 and text in self.batch}
         return Turn(written, time.perf_counter() - began, time.process_time() - used)
 
+    def write_in_turn(self, texts: Sequence[int], tokens: int) -> Turn:
+        """The same, one text after another."""
+        alone = [self.write([text], tokens) for text in texts]
+        return Turn(*(sum(part) for part in zip(*alone, strict=True)))
+
 
 def _record(engine: Engine, plan: Plan, group: Group, count: int, limits: Limits, slots: Slots | None) -> Record:
     """`count` texts side by side, each by itself, and as many slots of the peer, in turns."""
     texts = list(group.texts)[:count]
     turns: dict[str, list[Turn]] = {"side by side": [], "one after another": [], LLAMA: []}
     before = [group.texts[text].stats() for text in texts]
-    for _ in range(plan.repeats + 1):
-        turns["side by side"].append(group.write(texts, plan.turn))
-        alone = [group.write([text], plan.turn) for text in texts]
-        turns["one after another"].append(Turn(*(sum(part) for part in zip(*alone, strict=True))))
+    ways = {"side by side": group.write, "one after another": group.write_in_turn}
+    for number in range(plan.repeats + 1):
+        group.write(texts, 1)  # wakes the threads and fills the processor's caches, whoever was at work before
+        for name in sorted(ways, reverse=number % 2 == 0):  # each comes first as often
+            turns[name].append(ways[name](texts, plan.turn))
         if slots and (turn := slots.write(count, plan.turn)):
             turns[LLAMA].append(turn)
     ours, single, theirs = (found[1:] for found in turns.values())  # the first turns warm up

@@ -14,6 +14,7 @@ from longdraft.core import SamplingParams
 from longdraft.drafters import magicdec
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
+from longdraft.drafters.costs import Experience
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
 from longdraft.drafters.glide import GlideDrafter, GlideOptions
 from longdraft.drafters.magicdec import MagicDecDrafter, MagicDecOptions
@@ -37,7 +38,7 @@ AUTO = "auto"
 class Resources(NamedTuple):
     """What a drafter of one request may use. `draft` is the smaller model that the option `model` names; `partial` a
     partial cache that is kept up already, for drafters that serve one text in turns; `meter` says what time the text
-    takes (none: the clock, as where a text is alone)."""
+    takes (none: the clock, as where a text is alone); `experience` is what the engine's texts have learned."""
 
     model: Transformer
     cache: FullCache
@@ -49,6 +50,7 @@ class Resources(NamedTuple):
     draft: Transformer | None = None
     partial: PartialCache | None = None
     meter: Meter | None = None
+    experience: Experience | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def _auto(options: NoOptions, given: Resources) -> Drafter:
         given = given._replace(draft=None)
     contenders = {name: kind.build(kind.options(**kind.in_auto), given) for name, kind in KINDS.items()
                   if kind.in_auto is not None and (not kind.needs or getattr(given, kind.needs))}
-    return AutoDrafter(contenders, given.model.weights_in_tokens, given.meter)
+    return AutoDrafter(contenders, given.experience, given.meter)
 
 
 KINDS: dict[str, Kind] = {

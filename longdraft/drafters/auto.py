@@ -7,8 +7,9 @@ their row. So drafting begins where the context has grown long enough for it to 
 
 What is not used is tried again now and then, and pays for it: a contender is probed when the time since its last
 probe, times BUDGET, covers what the probe is expected to lose. Probing everything together costs at most that share
-of the time, after a first round in which nothing is known. The clock may decide, because no choice can change the
-text.
+of the time, after a first round in which nothing is known. That round is the engine's, not the text's: what one text
+has learned the others begin with, and of texts side by side one tries what none has tried. The clock may decide,
+because no choice can change the text.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longdraft.core import Context
-from longdraft.drafters.costs import Acceptance, Contender, ForwardCost
+from longdraft.drafters.costs import Acceptance, Depths, Experience
 from longdraft.model.work import Meter, Work
 from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
 from longdraft.tree import Tree
@@ -38,24 +39,30 @@ _BUCKET = 1024  # tokens for which the choices are reported together
 class AutoDrafter:
     """Drafts with one of `contenders` (name -> drafter, plain decoding first) at a time.
 
-    weights  tokens of context whose cache is as large as the model's weights
-    meter    what the text takes of the time, and how many texts share its forwards; none: the clock, it is alone
+    experience  what the engine's texts have learned, and go on learning
+    meter       what the text takes of the time, and how many texts share its forwards; none: the clock, it is alone
     """
 
-    def __init__(self, contenders: Mapping[str, Drafter], weights: float = 1.0,
+    def __init__(self, contenders: Mapping[str, Drafter], experience: Experience | None = None,
                  meter: Meter | None = None) -> None:
         self._drafters = dict(contenders)
         self._plain = next(iter(self._drafters))
         self._meter = meter or Meter(always=True)
-        self._known = {name: Contender(DEEPEST if name != self._plain else 0) for name in self._drafters}
-        self._best = dict.fromkeys(self._drafters, (0.0, 0))  # seconds for each token, and the depth that gives them
-        self._verify = ForwardCost(weights)
+        self._experience = experience or Experience()
+        self._verify = self._experience.verify
+        self._known = {name: self._experience.contender(name, DEEPEST if name != self._plain else 0)
+                       for name in self._drafters}
+        self._luck = {name: Depths(DEEPEST if name != self._plain else 0, known.luck)
+                      for name, known in self._known.items()}
+        self._best: dict[str, tuple[float, int]] = {}  # seconds for each token, and the depth that gives them
         self._acceptance = Acceptance()
         self._active = self._leader = self._plain
         self._probing = FIRST_STEPS  # steps left of a probe
+        self._tried = 0  # steps of a probe that were counted
         self._is_new = False  # took over just now
+        self._is_first_try = True  # of anybody
+        self._took_over = 0.0  # seconds it took to tell who took over
         self._steps = 0
-        self._waited = dict.fromkeys(self._drafters, 0.0)  # seconds since its last probe
         self._allowed = 0
         self._times = (0.0, 0.0)  # propose began, ended
         self._tree: Tree | None = None
@@ -69,6 +76,11 @@ class AutoDrafter:
     def begin(self, context: Context, verified: Verified | None) -> None:
         for drafter in self._drafters.values():
             drafter.begin(context, verified)
+        if self._known[self._plain].steps:  # others have told
+            for name in self._drafters:
+                self._rate(name, context)
+            self._active = self._leader = min(self._best, key=self._best.__getitem__)
+            self._probing = 0
 
     def propose(self, context: Context, max_depth: int) -> Work[Tree]:
         began = self._meter()
@@ -76,7 +88,7 @@ class AutoDrafter:
         if self._probing:  # as deep as it goes, and less, to learn what depth costs
             depth = DEEPEST if self._probing % 2 else DEEPEST // 4
         else:
-            depth = max(1, self._best[self._active][1]) + _DEEPER * is_open
+            depth = max(1, self._best[self._active][1]) + _DEEPER * is_open  # a leader is rated
         self._allowed = min(max_depth, depth)
         tree = yield from self._drafters[self._active].propose(context, self._allowed)
         if not is_open and len(tree) > 1:
@@ -101,23 +113,30 @@ class AutoDrafter:
         self._decide(context)
         self._is_new = self._active != before
         if self._is_new:  # who takes over has missed what was written meanwhile
+            began = self._meter()
             self._drafters[self._active].observe(context, accepted)
+            self._took_over = self._meter() - began
 
     def _learn(self, context: Context, accepted: Accepted, verified_at: float) -> None:
         began, proposed = self._times
         now, guesses = self._meter(), len(accepted.tokens) - 1
-        tree = self._tree
+        tree, known = self._tree, self._known[self._active]
         assert tree is not None, "observed without a proposal"
         self._steps += 1
         self._acceptance.add(tree, accepted.rows)
-        for name in self._waited:
-            self._waited[name] += now - began
+        for name in self._drafters:
+            self._experience.waited[name] += now - began
+        if self._is_new:  # some catch up here, some when they are told
+            ordinary = known.seconds(self._verify, len(context), self._allowed, self._meter.texts)
+            known.catching_up = max(0.0, self._took_over + (now - began) - ordinary)
         if self._is_new or self._steps == 1:
             return  # it had to catch up, or the machine to wake up
         texts = self._meter.texts
         self._verify.add_part(len(tree), len(context), texts, verified_at - proposed)
         drafted = ((proposed - began) + (now - verified_at)) / self._verify.shared(texts)
-        self._known[self._active].add(self._allowed, tree, guesses, drafted)
+        self._tried += 1
+        self._luck[self._active].add(self._allowed, guesses)
+        self._experience.add(self._active, self._allowed, tree, guesses, drafted)
 
     def _report(self, context: Context, written: int) -> None:
         self.turns[self._active] += written
@@ -125,42 +144,50 @@ class AutoDrafter:
             self.choices.append(Counter())
         self.choices[context.num_new // _BUCKET][self._active] += written
 
+    def _rate(self, name: str, context: Context) -> None:
+        """What to expect of a contender now, if anything is known of it."""
+        known = self._known[name]
+        if known.steps:
+            self._best[name] = known.best(self._verify, len(context), self._meter.texts, self._luck[name])
+
     def _decide(self, context: Context) -> None:
         """Who drafts the next step."""
-        paces: dict[str, float] = {}
-        for name, known in self._known.items():
-            if known.steps:
-                self._best[name] = known.best(self._verify, len(context), self._meter.texts)
-                paces[name] = self._best[name][0]
-        if not paces:
+        names = list(self._drafters)
+        turn = names[self._steps % len(names)]  # one at a time is thought of: all would take a part of a short step
+        self._rate(self._active, context)
+        self._rate(turn, context)
+        if not self._best:
             return
+        paces = {name: pace for name, (pace, _) in self._best.items()}
         best = min(paces, key=paces.__getitem__)
-        if paces[best] < STICKY * paces[self._leader]:
+        if self._leader not in paces or paces[best] < STICKY * paces[self._leader]:
             self._leader = best
         if self._probing:
             self._probing -= 1
-            is_hopeless = self._known[self._active].steps == 2 and paces[self._active] > HOPELESS * paces[best]
+            is_hopeless = (self._is_first_try and self._tried == 2
+                           and paces[self._active] > HOPELESS * paces[best])
             if self._probing and not is_hopeless:
                 return
             self._probing = 0
-            self._waited[self._active] = 0.0
-        unknown = next((name for name, known in self._known.items() if not known.steps), None)
-        due = max((name for name in paces if name != self._leader), default=None,
-                  key=lambda name: self._credit(name, paces, context))
+        unknown = next((name for name in names if name not in paces and self._experience.claim(name)), None)
+        self._tried, self._is_first_try = 0, unknown is not None
         if unknown:
             self._active, self._probing = unknown, FIRST_STEPS
-        elif due and self._credit(due, paces, context) > 0:
-            self._active, self._probing = due, PROBE_STEPS
+        elif turn != self._leader and turn in paces and self._credit(turn, paces, context) > 0:
+            self._active, self._probing = turn, PROBE_STEPS
         else:
             self._active = self._leader
+            return
+        self._experience.waited[self._active] = 0.0
 
     def _credit(self, name: str, paces: Mapping[str, float], context: Context) -> float:
         """Seconds that may be lost on a probe, less those that it will probably lose."""
         known = self._known[name]
         step = known.seconds(self._verify, len(context), self._best[name][1], self._meter.texts)
-        lost = step * (1 - paces[self._leader] / paces[name]) * PROBE_STEPS + step  # catching up takes a step's time
-        lost *= min(1.0, known.steps / SURE_AFTER)  # a few steps may have been unlucky ones
-        return self._waited[name] * BUDGET / max(1, len(self._known) - 1) - lost
+        slower = step * (1 - paces[self._leader] / paces[name]) * PROBE_STEPS
+        trust = min(1.0, known.steps / SURE_AFTER)  # a few steps may have been unlucky ones
+        lost = trust * (slower + step) + max(0.0, known.catching_up - step)  # a step's time at least, to catch up
+        return self._experience.waited[name] * BUDGET / max(1, len(self._known) - 1) - lost
 
     def summary(self) -> dict[str, Any]:
         """What was chosen and why, for the statistics."""

@@ -3,7 +3,9 @@
     expected tokens of a step that drafts L deep     1 + sum of P(at least d guesses accepted), d = 1 .. L
     expected seconds                                  draft(L) + verify(rows(L), context)
 
-All of it is measured on the machine at hand, and what was measured long ago is forgotten exponentially.
+All of it is measured on the machine at hand, and what was measured long ago is forgotten exponentially. What drafts
+and verifications cost is the machine's and known to all texts of an engine; how many guesses are right is a text's
+own, and begins as it was with the others (`Experience`).
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ _FORGET = 0.97  # weight of what was known, at each new measurement of time: the
 _FORGET_LUCK = 0.985  # at each new outcome, which varies more
 _DOUBT = 4.0  # outcomes that what is expected of a depth weighs as much as
 _UNUSUAL = 3.0  # a measurement this many times what was expected is a hiccup of the machine, not news
+_ASK_S = 1e-4  # what a forward takes for each text in it, however short; on 2 cores 60 to 130 microseconds
+_CLAIM = 1000  # steps of all texts for which a first try is one text's alone
 
 
 class Line:
-    """y = a + b x with a, b >= 0, fitted by least squares to what was seen lately.
+    """y = base + slope x, both >= 0, fitted by least squares to what was seen lately; 0 while nothing is known.
 
-    share  how much of y goes with x (b x / y at the mean x): a guess, until different x have told
+    share  how much of y goes with x (slope x / y at the mean x): a guess, until different x have told
     """
 
     def __init__(self, share: float) -> None:
+        self.base = self.slope = 0.0
         self._share = share
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
@@ -40,17 +45,11 @@ class Line:
         if self._weight > 3 and spread > 0.05 and level > 0:
             slope = (self._xy / self._weight - mean * level) / spread
             self._share += 0.5 * (min(1.0, max(0.0, slope * mean / level)) - self._share)
+        self.base, self.slope = (level * (1 - self._share), level * self._share / mean) if mean else (level, 0.0)
 
     def at(self, x: float) -> float:
-        """The y expected at x; 0 while nothing is known."""
-        if not self._x:
-            return self._y / self._weight if self._weight else 0.0
-        return self._y / self._weight * (1 - self._share + self._share * x * self._weight / self._x)
-
-    @property
-    def per_x(self) -> float:
-        """How much y grows with each x."""
-        return self._share * self._y / self._x if self._x else 0.0
+        """The y expected at x."""
+        return self.base + self.slope * x
 
 
 class ForwardCost:
@@ -58,8 +57,9 @@ class ForwardCost:
 
         a (weights + contexts of all texts)  +  b (rows of each text times (weights + its context), summed)
 
-    One text's part of it is what is its own, and of the weights' reading as much as everybody's. So a row costs what
-    it adds to the forward, however many others are in it: b is learned from forwards with the rows of all.
+    and _ASK_S for each text. One text's part of it is what is its own, and of the weights' reading as much as
+    everybody's. So a row costs what it adds to the forward, however many others are in it: b is learned from forwards
+    with the rows of all.
 
     weights  tokens of context whose cache is as large as the model's weights
     """
@@ -70,39 +70,55 @@ class ForwardCost:
 
     def add(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
         """A forward of texts with (rows, context) each."""
-        reads = self._weights + sum(context for _, context in parts)
+        reads = self._weights + sum(context for _, context in parts) + len(parts) * self._ask
         self._line.add(sum(rows * (self._weights + context) for rows, context in parts) / reads, seconds / reads)
 
     def add_part(self, rows: int, context: int, texts: float, seconds: float) -> None:
         """One text's part of a forward of `texts` of them."""
-        reads = self._weights / texts + context
+        reads = self._reads(context, texts)
         self._line.add(rows * (self._weights + context) / reads, seconds / reads)
+
+    def terms(self, context: int, texts: float = 1) -> tuple[float, float]:
+        """Of one text's part of a forward of `texts` of them: what it costs with no row, and what each row adds."""
+        return self._line.base * self._reads(context, texts), self._line.slope * (self._weights + context)
 
     def at(self, rows: float, context: int, texts: float = 1) -> float:
         """One text's part of a forward of `texts` of them."""
-        reads = self._weights / texts + context
-        return self._line.at(rows * (self._weights + context) / reads) * reads
+        fixed, each = self.terms(context, texts)
+        return fixed + each * rows
 
     def per_row(self, context: int) -> float:
         """What each row adds."""
-        return self._line.per_x * (self._weights + context)
+        return self.terms(context)[1]
 
     def shared(self, texts: float) -> float:
         """What a draft costs among `texts` texts, as a part of what it costs alone: a forward of little but weights."""
-        whole = self.at(1, 0)
+        whole = self.at(1, 0) if texts != 1 else 0.0
         return self.at(1, 0, texts) / whole if whole else 1.0
+
+    def _reads(self, context: int, texts: float) -> float:
+        return self._weights / texts + context + self._ask
+
+    @property
+    def _ask(self) -> float:
+        """Tokens of context whose reading takes as long as a text itself in a forward."""
+        return _ASK_S / self._line.base if self._line.base else 0.0
 
 
 class Depths:
     """P(at least d guesses accepted) in steps that were allowed to draft d deep or deeper.
 
     Counted as the share of guesses d that are right where those before were. A depth of which little is known is
-    expected to do as well as the one before it, and the first as all do: else what was never tried would never be.
+    expected to do as well as it did `before`, or as the one above it, and the first as all do: else what was never
+    tried would never be.
+
+    before  of other texts, which goes on growing
     """
 
-    def __init__(self, deepest: int) -> None:
+    def __init__(self, deepest: int, before: Depths | None = None) -> None:
         self._tries = [0.0] * deepest
         self._hits = [0.0] * deepest
+        self._before = before
 
     def add(self, allowed: int, accepted: int) -> None:
         for depth in range(min(allowed, accepted + 1, len(self._hits))):
@@ -113,11 +129,17 @@ class Depths:
         """For d = 1, 2, ..., falling."""
         found: list[float] = []
         rate, reach = (sum(self._hits) + 0.5) / (sum(self._tries) + 1), 1.0
-        for tries, hits in zip(self._tries, self._hits, strict=True):
-            rate = (hits + _DOUBT * rate) / (tries + _DOUBT)
+        expected = self._before.rates() if self._before else [0.0] * len(self._tries)
+        for tries, hits, other in zip(self._tries, self._hits, expected, strict=True):
+            rate = (hits + _DOUBT * (other or rate)) / (tries + _DOUBT)
             reach *= rate
             found.append(reach)
         return found
+
+    def rates(self) -> list[float]:
+        """P(guess d is right where those before were); 0 where that was never tried."""
+        return [(hits + 0.5) / (tries + 1) if tries else 0.0
+                for tries, hits in zip(self._tries, self._hits, strict=True)]
 
 
 class Acceptance:
@@ -155,14 +177,15 @@ class Acceptance:
 
 
 class Contender:
-    """What is known of one drafter: what its drafts cost and bring, by how deep they may go."""
+    """What is known of one drafter, from all texts: what its drafts cost and bring, by how deep they may go."""
 
     def __init__(self, deepest: int) -> None:
+        self.luck = Depths(deepest)
+        self.steps = 0
+        self.catching_up = 0.0  # seconds that taking over took lately, beside the step itself
         self._deepest = 0  # that it ever drafted
         self._draft = Line(0.5)
         self._rows = Line(0.5)
-        self._depths = Depths(deepest)
-        self.steps = 0
 
     def add(self, allowed: int, tree: Tree, accepted: int, draft_seconds: float) -> None:
         """A step that might draft `allowed` deep, and verified `tree`. The seconds are those of a text alone."""
@@ -170,18 +193,59 @@ class Contender:
         self._deepest = max(self._deepest, *tree.depths)
         self._draft.add(min(allowed, self._deepest), draft_seconds)
         self._rows.add(min(allowed, self._deepest), len(tree))
-        self._depths.add(allowed, accepted)
+        self.luck.add(allowed, accepted)
 
-    def best(self, verify: ForwardCost, context: int, texts: float = 1) -> tuple[float, int]:
-        """(seconds for each token, depth) at the depth that is fastest."""
-        tokens, reached = 1.0, self._depths.reached()
-        choices = [(self.seconds(verify, context, 0, texts), 0)] if not reached else []
-        for depth, probability in enumerate(reached[: max(1, self._deepest)], 1):
+    def best(self, verify: ForwardCost, context: int, texts: float = 1, luck: Depths | None = None,
+             ) -> tuple[float, int]:
+        """(seconds for each token, depth) at the depth that is fastest; luck: the text's own."""
+        fixed, each = self._terms(verify, context, texts)
+        reached = (luck or self.luck).reached()[: max(1, self._deepest)]
+        if not reached:
+            return fixed, 0
+        tokens, choices = 1.0, []
+        for depth, probability in enumerate(reached, 1):
             tokens += probability
-            choices.append((self.seconds(verify, context, depth, texts) / tokens, depth))
+            choices.append(((fixed + each * depth) / tokens, depth))
         return min(choices)
 
     def seconds(self, verify: ForwardCost, context: int, depth: int, texts: float = 1) -> float:
         """Of a step that drafts `depth` deep, among so many texts."""
-        draft = self._draft.at(depth) * verify.shared(texts)
-        return draft + verify.at(max(1.0, self._rows.at(depth)), context, texts)
+        fixed, each = self._terms(verify, context, texts)
+        return fixed + each * depth
+
+    def _terms(self, verify: ForwardCost, context: int, texts: float) -> tuple[float, float]:
+        """Of a step: what it takes without a draft, and what each level of the draft adds."""
+        whole, row = verify.terms(context, texts)
+        shared = verify.shared(texts)
+        return (whole + row * self._rows.base + shared * self._draft.base,
+                row * self._rows.slope + shared * self._draft.slope)
+
+
+class Experience:
+    """What all texts of an engine have learned of its drafters. Texts are written by one thread at a time.
+
+    weights  tokens of context whose cache is as large as the model's weights
+    """
+
+    def __init__(self, weights: float = 1.0) -> None:
+        self.verify = ForwardCost(weights)
+        self.waited: defaultdict[str, float] = defaultdict(float)  # seconds of all texts since a drafter's last probe
+        self._contenders: dict[str, Contender] = {}
+        self._claims: dict[str, int] = {}  # steps of all at which a text began with the first try
+        self._steps = 0
+
+    def contender(self, name: str, deepest: int) -> Contender:
+        """What is known of this drafter, if only that it may draft so deep."""
+        return self._contenders.setdefault(name, Contender(deepest))
+
+    def add(self, name: str, allowed: int, tree: Tree, accepted: int, draft_seconds: float) -> None:
+        """See `Contender.add`."""
+        self._steps += 1
+        self._contenders[name].add(allowed, tree, accepted, draft_seconds)
+
+    def claim(self, name: str) -> bool:
+        """Whether a text may try what nobody has tried: one of them does, and tells the others."""
+        if self._contenders[name].steps or self._steps < self._claims.get(name, -_CLAIM) + _CLAIM:
+            return False
+        self._claims[name] = self._steps
+        return True

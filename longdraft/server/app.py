@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Scope
 
 from longdraft.engine import Engine
 from longdraft.errors import LongdraftError
-from longdraft.server import errors, generations, openai
+from longdraft.server import errors, generations, openai, state
 from longdraft.server.errors import ApiError, Cancelled
 from longdraft.server.guard import Guard
 from longdraft.server.journals import Journals
@@ -60,6 +60,7 @@ class App:
                       responses=dict(_SAID),
                       description="Ultra-long texts by speculative decoding, exactly those of plain decoding.")
         api.include_router(openai.routes(self.service))
+        api.include_router(state.routes(self.service))
         api.include_router(generations.routes(self.service, self.journals))
         _add_page(api)
         api.add_exception_handler(RequestValidationError, _of_validation)

@@ -1,4 +1,4 @@
-"""The routes that OpenAI's and vLLM's clients know."""
+"""The routes that OpenAI's and vLLM's clients know: texts, models, tokens."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import secrets
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import Response
 
-from longdraft import drafters
 from longdraft.server.errors import ApiError
 from longdraft.server.schemas import (
     ChatRequest,
@@ -18,7 +17,6 @@ from longdraft.server.schemas import (
     TokenizeRequest,
 )
 from longdraft.server.service import Manner, Service
-from longdraft.version import __version__
 
 
 def routes(service: Service) -> APIRouter:
@@ -68,44 +66,6 @@ def routes(service: Service) -> APIRouter:
                            code="invalid_value")
         return {"prompt": await service.beside(engine.tokenizer.decode, body.tokens)}
 
-    @router.get("/health", summary="Whether the server lives. Needs no key.")
-    async def health() -> JSONResponse:
-        alive = service.scheduler.is_alive
-        return JSONResponse({"status": "ok" if alive else "the engine has ended"}, 200 if alive else 503)
-
-    @router.get("/ready", summary="Whether new texts are taken.")
-    async def ready() -> JSONResponse:
-        figures = service.scheduler.figures()
-        is_ready = service.scheduler.is_alive and not figures["draining"]
-        return JSONResponse({"ready": is_ready, **figures}, 200 if is_ready else 503)
-
-    @router.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
-
-    @router.get("/metrics", summary="For Prometheus.", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @router.get("/v1/longdraft/status", summary="Model, drafters, limits and what runs.")
-    async def status() -> dict[str, Any]:
-        model = engine.model
-        return {
-            **service.scheduler.figures(),
-            "model": service.settings.model_name,
-            "max_model_len": preparer.limit,
-            "drafter": engine.drafter,
-            "drafters": [name for name, kind in drafters.KINDS.items() if _serves(service, name, kind)],
-            "defaults": dict(engine.defaults.settings),
-            "has_chat_template": engine.tokenizer.chat_template is not None,
-            "journals": service.settings.journals is not None,
-            "kernels": model.kernels.name, "device": str(model.kernels.device),
-            "exactness": "bit-exact" if model.kernels.is_row_invariant else "distribution",
-            "quantize": model.weights.quantize,
-            "started": service.began,
-            "version": __version__,
-        }
-
     return router
 
 
@@ -135,9 +95,3 @@ def _model(service: Service) -> dict[str, Any]:
     return {"id": service.settings.model_name, "object": "model", "created": int(service.began),
             "owned_by": "longdraft", "root": service.engine.name, "parent": None,
             "max_model_len": service.preparer.limit}
-
-
-def _serves(service: Service, name: str, kind: drafters.Kind) -> bool:
-    """Whether a request may name this drafter."""
-    engine = service.engine
-    return name == engine.drafter or not kind.needs or getattr(engine, kind.needs) is not None

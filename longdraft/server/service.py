@@ -23,6 +23,7 @@ from longdraft.server.scheduler import Scheduler
 from longdraft.server.settings import Settings
 
 _READERS = 2  # threads that read prompts: more would crowd the event loop out
+_TOGETHER_S = 0.01  # steps of a text that come faster than this share a chunk
 _LOOK_S = 0.25  # how often it is asked whether a client that waits for the whole is still there
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -115,6 +116,8 @@ class Service:
                 told_at = time.monotonic()
                 for job in pending:
                     yield self._progress(job)
+            if pending:
+                await asyncio.sleep(_TOGETHER_S)
         if manner.with_usage:
             yield sse.data(reply.usage_chunk())
         yield sse.DONE
