@@ -130,9 +130,9 @@ def test_a_peer_that_fails_between_two_turns_is_compared_as_far_as_it_came(group
     assert record["peer_tokens_per_second"] == 4 and record["to_peer"] == ours["tokens"] / ours["seconds"] / 4
 
 
-@pytest.mark.parametrize(("room", "turns"), [(9, 0), (25, 2)])
+@pytest.mark.parametrize(("room", "turns"), [(10, 0), (28, 2)])
 def test_texts_that_come_to_their_end_are_measured_as_far_as_they_came(monkeypatch, request, room, turns):
-    """A turn each side by side and alone are 8 tokens; the first round warms up."""
+    """A step and a turn each side by side and alone are 9 tokens; the first round warms up."""
     monkeypatch.setattr(batch.Plan, "num_new", room)
     record = request.getfixturevalue("group")(None)
     if turns:
