@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from conftest import make_checkpoint
 
-from longdraft.core import Context
+import longdraft
+from longdraft.core import Context, SamplingParams
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.costs import Acceptance, Contender, Depths, Experience, ForwardCost, Line
 from longdraft.model.work import alone, at_once
@@ -192,6 +194,20 @@ def test_a_first_try_that_was_cut_short_is_made_by_another_text():
     assert experience.claim("fast")
     experience.add("fast", 0, root_only(1), 0, 1.0)
     assert not experience.claim("fast"), "now it is known"
+
+
+def test_the_texts_of_an_engine_share_what_they_learn(tiny, tmp_path):
+    engine = longdraft.load(str(tiny["gqa"]), drafter="auto")
+    steps = []
+    for _ in range(2):
+        for _ in engine.generate("abcabc" * 9, SamplingParams(max_new_tokens=40, seed=1)):
+            pass
+        steps.append(engine.experience.contender("plain", 0).steps)
+    assert 0 < steps[0] <= steps[1]
+    assert engine.with_drafter("auto").experience is engine.experience
+    make_checkpoint(tmp_path, num_hidden_layers=1)
+    other = engine.with_drafter("draft-model", {"model": str(tmp_path)})
+    assert other.experience is not engine.experience, "another small model costs and guesses otherwise"
 
 
 class Chained(Paced):
