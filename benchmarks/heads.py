@@ -42,8 +42,8 @@ def accepted(engine: Engine, prompts: list[list[int]], sampling: dict[str, float
     """New tokens over forwards, of all prompts."""
     written = steps = 0
     for prompt in prompts:
-        with engine.generate(prompt, max_new_tokens=new_tokens, seed=7, ignore_eos=True, on_loop="off",
-                             **sampling) as text:
+        params = engine.params(max_new_tokens=new_tokens, seed=7, ignore_eos=True, on_loop="off", **sampling)
+        with engine.generate(prompt, params) as text:
             for _ in text:
                 pass
             stats = text.stats()

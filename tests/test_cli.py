@@ -86,7 +86,8 @@ MISTAKES = {
                                "known: continuations"),
     "drafter option shape": (["generate", "a", "--drafter-option", "x"], "allowed: KEY=VALUE"),
     "drafter option twice": (["generate", "a", "--drafter-option", "x=1", "--drafter-option", "x=2"], "given twice"),
-    "no draft model": (["generate", "a", "--drafter", "draft-model"], "give --drafter-option model=NAME"),
+    "no draft model": (["generate", "a", "--drafter", "draft-model", "--drafter-option", "model=no-such"],
+                       "no model 'no-such'"),
     "tree too deep": (["generate", "a", "--drafter", "medusa", "--drafter-option", "tree=1,1,1,1"], "at most 3, the"),
     "no chat template": (["generate", "a", "--chat"], "no chat template"),
     "unwritable output": (["generate", "a", "--output", "/no/such/folder/x"], "--output cannot write"),
@@ -228,8 +229,8 @@ def on_terminal(arguments: list[str]) -> str:
 
 def test_models_and_doctor_answer_in_words_and_in_json(capfd):
     assert run(["models", "--json"]) == 0
-    (model,) = json.loads(capfd.readouterr().out)
-    assert model["model"] == "novelist" and model["parameters"] == 5_868_800
+    models = {model["model"]: model["parameters"] for model in json.loads(capfd.readouterr().out)}
+    assert models == {"novelist": 5_868_800, "novelist-gqa": 5_278_976}
     assert run(["doctor", "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
     assert report["kernels"] in report["kernels_available"].split(", ")
