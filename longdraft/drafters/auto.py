@@ -33,6 +33,7 @@ STICKY = 0.97  # another must be this much faster to take over
 DEEPEST = 16
 _OPEN_EVERY = 32  # steps after which one is drafted a little deeper than is thought best, and verified whole
 _DEEPER = 2
+_DECIDE_EVERY = 3  # steps, where nothing is probed
 _BUCKET = 1024  # tokens for which the choices are reported together
 
 
@@ -62,7 +63,7 @@ class AutoDrafter:
         self._is_new = False  # took over just now
         self._is_first_try = True  # of anybody
         self._took_over = 0.0  # seconds it took to tell who took over
-        self._steps = 0
+        self._steps = self._decisions = 0
         self._allowed = 0
         self._times = (0.0, 0.0)  # propose began, ended
         self._tree: Tree | None = None
@@ -110,7 +111,8 @@ class AutoDrafter:
         self._learn(context, accepted, verified_at)
         self._report(context, len(accepted.tokens))
         before = self._active
-        self._decide(context)
+        if self._probing or self._steps % _DECIDE_EVERY == 0:
+            self._decide(context)
         self._is_new = self._active != before
         if self._is_new:  # who takes over has missed what was written meanwhile
             began = self._meter()
@@ -123,9 +125,9 @@ class AutoDrafter:
         tree, known = self._tree, self._known[self._active]
         assert tree is not None, "observed without a proposal"
         self._steps += 1
-        self._acceptance.add(tree, accepted.rows)
-        for name in self._drafters:
-            self._experience.waited[name] += now - began
+        self._experience.seconds += now - began
+        if len(tree) > 1:
+            self._acceptance.add(tree, accepted.rows)
         if self._is_new:  # some catch up here, some when they are told
             ordinary = known.seconds(self._verify, len(context), self._allowed, self._meter.texts)
             known.catching_up = max(0.0, self._took_over + (now - began) - ordinary)
@@ -153,7 +155,8 @@ class AutoDrafter:
     def _decide(self, context: Context) -> None:
         """Who drafts the next step."""
         names = list(self._drafters)
-        turn = names[self._steps % len(names)]  # one at a time is thought of: all would take a part of a short step
+        self._decisions += 1
+        turn = names[self._decisions % len(names)]  # one at a time: thinking of all would take a part of a short step
         self._rate(self._active, context)
         self._rate(turn, context)
         if not self._best:
@@ -178,7 +181,7 @@ class AutoDrafter:
         else:
             self._active = self._leader
             return
-        self._experience.waited[self._active] = 0.0
+        self._experience.probed[self._active] = self._experience.seconds
 
     def _credit(self, name: str, paces: Mapping[str, float], context: Context) -> float:
         """Seconds that may be lost on a probe, less those that it will probably lose."""
@@ -187,7 +190,8 @@ class AutoDrafter:
         slower = step * (1 - paces[self._leader] / paces[name]) * PROBE_STEPS
         trust = min(1.0, known.steps / SURE_AFTER)  # a few steps may have been unlucky ones
         lost = trust * (slower + step) + max(0.0, known.catching_up - step)  # a step's time at least, to catch up
-        return self._experience.waited[name] * BUDGET / max(1, len(self._known) - 1) - lost
+        waited = self._experience.seconds - self._experience.probed[name]
+        return waited * BUDGET / max(1, len(self._known) - 1) - lost
 
     def summary(self) -> dict[str, Any]:
         """What was chosen and why, for the statistics."""

@@ -229,7 +229,8 @@ class Experience:
 
     def __init__(self, weights: float = 1.0) -> None:
         self.verify = ForwardCost(weights)
-        self.waited: defaultdict[str, float] = defaultdict(float)  # seconds of all texts since a drafter's last probe
+        self.seconds = 0.0  # of all texts
+        self.probed: defaultdict[str, float] = defaultdict(float)  # when a drafter was probed last, by these seconds
         self._contenders: dict[str, Contender] = {}
         self._claims: dict[str, int] = {}  # steps of all at which a text began with the first try
         self._steps = 0
