@@ -214,7 +214,7 @@ class Engine:
             other.options = replace(other.options, model=other.options.model or ours)
         wanted = drafters.draft_model_of(other.options)
         if may_load:
-            if not ours or wanted != ours:
+            if self.draft is None or wanted != ours:
                 other.draft = other._load_draft(wanted)
             if wanted != ours:
                 other.experience = Experience(self.model.weights_in_tokens)

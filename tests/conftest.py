@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from longdraft import kernels
+from longdraft.batch.writer import Job
 from longdraft.model import checkpoint, glide
 from longdraft.model import config as model_config
 from longdraft.model.heads import KIND
@@ -107,3 +108,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         make_heads(root / name / "heads", base)
         make_glide(root / name / "glide", root / name)
     return {name: root / name for name in ("mha", "gqa")}
+
+
+@pytest.fixture(scope="session")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with a chat template."""
+    folder = tmp_path_factory.mktemp("chatty") / "tiny"
+    make_checkpoint(folder, num_key_value_heads=2)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if excited %}!{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture
+def job(chatty: Path, tmp_path: Path) -> Job:
+    """A batch job of that model, with a work folder of its own."""
+    load = {"model": str(chatty), "drafter": "suffix", "threads": 1}
+    return Job(tmp_path / "work", load, {"on_loop": "off"}, 0, "tiny", fsync="never")

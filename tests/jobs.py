@@ -1,4 +1,4 @@
-"""Batch jobs for tests: a tiny model, rows, and what interrupts them."""
+"""Batch jobs for tests: rows, records, and what interrupts them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,10 @@ import json
 import os
 from pathlib import Path
 
-from conftest import make_checkpoint
-
-from longdraft.batch.writer import Job
 from longdraft.console import Interrupted
 
 ROWS = [{"id": f"row {i}", "prompt": "It was"[: 1 + i % 6], "max_new_tokens": 20 + i, "ignore_eos": True}
         for i in range(6)]
-
-
-def make_model(folder: Path) -> Path:
-    make_checkpoint(folder, num_key_value_heads=2)
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if excited %}!{% endif %}"
-    (folder / "chat_template.jinja").write_text(template)
-    return folder
-
-
-def make_job(model: Path, work: Path) -> Job:
-    return Job(work, {"model": str(model), "drafter": "suffix", "threads": 1}, {"on_loop": "off"}, 0, "tiny",
-               fsync="never")
 
 
 def put(path: Path, rows: list[object]) -> Path:

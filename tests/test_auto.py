@@ -64,7 +64,7 @@ def test_a_new_text_expects_the_luck_of_the_others_until_it_has_its_own():
     others = Depths(4)
     for _ in range(50):
         others.add(4, 3)
-    own = Depths(4, others)
+    own = others.of_a_text()
     assert own.reached() == pytest.approx(others.reached(), abs=0.1)
     for _ in range(80):
         own.add(4, 0)

@@ -15,13 +15,12 @@ from dataclasses import fields, replace
 from datetime import datetime
 from decimal import Decimal
 from itertools import islice
-from pathlib import Path
 from threading import Timer
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import ROWS, make_job, make_model, put, records, sorted_lines, stop_after, writers
+from jobs import ROWS, put, records, sorted_lines, stop_after, writers
 
 import longdraft
 from longdraft import batching
@@ -37,25 +36,14 @@ from longdraft.errors import JournalError, UsageError
 from longdraft.journal import FILE
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("batch") / "tiny")
-
-
-@pytest.fixture
-def job(model, tmp_path) -> Job:
-    return make_job(model, tmp_path / "work")
-
-
-
-def test_each_row_is_the_text_that_generate_writes(model, job, tmp_path):
+def test_each_row_is_the_text_that_generate_writes(chatty, job, tmp_path):
     rows = put(tmp_path / "in.jsonl", [
         {"id": "a", "prompt": "It was", "max_new_tokens": 12, "seed": 5, "metadata": {"page": 3}},
         {"id": 7, "prompt": [40, 50, 60], "max_tokens": 12},
         {"id": "chat", "messages": [{"role": "user", "content": "Hi"}], "chat_options": {"excited": True},
          "max_new_tokens": 12, "temperature": 0}])
     totals = run(rows, tmp_path / "out.jsonl", job, alone)
-    engine = longdraft.load(str(model), drafter="plain")
+    engine = longdraft.load(str(chatty), drafter="plain")
     found = {record["id"]: record for record in records(tmp_path / "out.jsonl")}
     for key, prompt, changes in (("a", "It was", {"seed": 5}), ("7", [40, 50, 60], {"seed": seed_of("7", 0)}),
                                  ("chat", "<user>Hi!", {"seed": seed_of("chat", 0), "temperature": 0.0})):
@@ -147,9 +135,9 @@ ROW = ANYTHING | st.builds(lambda asked, key: {**asked, "id": key}, ASKED, IDS) 
 
 
 @pytest.fixture(scope="module")
-def writer(model, tmp_path_factory) -> Writer:
+def writer(chatty, tmp_path_factory) -> Writer:
     """Whose texts have two tokens."""
-    job = Job(tmp_path_factory.mktemp("one") / "work", {"model": str(model), "drafter": "suffix", "threads": 1},
+    job = Job(tmp_path_factory.mktemp("one") / "work", {"model": str(chatty), "drafter": "suffix", "threads": 1},
               {"on_loop": "off", "max_new_tokens": 2}, 0, "tiny", fsync="never")
     return Writer(job)
 
@@ -409,9 +397,9 @@ def test_workers_on_one_gpu_are_refused_wherever_it_is_found(tmp_path, monkeypat
         assert "--workers share one GPU" in capsys.readouterr().err
 
 
-def test_the_command_goes_on_after_kill_9_and_counts(model, tmp_path, capsys):
+def test_the_command_goes_on_after_kill_9_and_counts(chatty, tmp_path, capsys):
     rows = put(tmp_path / "in.jsonl", [{**row, "max_new_tokens": 400} for row in ROWS[:3]] + ["{"])
-    settings = ["--model", str(model), "--drafter", "suffix", "--on-loop", "off", "--threads", "1"]
+    settings = ["--model", str(chatty), "--drafter", "suffix", "--on-loop", "off", "--threads", "1"]
     uncut = tmp_path / "uncut.jsonl"
     assert longdraft_command(["batch", str(rows), str(uncut), *settings, "--stats", str(tmp_path / "s.json")]) == 1
     assert "4 of 4 rows written; 1 are errors" in capsys.readouterr().err

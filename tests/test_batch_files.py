@@ -6,10 +6,9 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from jobs import ROWS, make_job, make_model, put, records, stop_after
+from jobs import ROWS, put, records, stop_after
 
 from longdraft.batch.local import alone, processes
 from longdraft.batch.records import Records
@@ -18,16 +17,6 @@ from longdraft.batch.run import run
 from longdraft.batch.writer import Job, Writer
 from longdraft.console import Interrupted
 from longdraft.errors import OutputError, UsageError
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("batch") / "tiny")
-
-
-@pytest.fixture
-def job(model, tmp_path) -> Job:
-    return make_job(model, tmp_path / "work")
 
 
 def no_crew_but_problems(job: Job, tasks: Iterator[Task], check) -> Iterator[Report]:
@@ -60,7 +49,7 @@ def test_a_file_system_without_links_is_one_line(job, monkeypatch):
     assert not list(job.work.iterdir())
 
 
-def test_other_models_settings_and_jobs_are_refused(model, job, tmp_path):
+def test_other_models_settings_and_jobs_are_refused(chatty, job, tmp_path):
     rows, output = put(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     with pytest.raises(Interrupted):
         run(rows, output, job, alone, check=stop_after(60))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from longdraft.__main__ import run
+from longdraft.model.library import BUNDLED_DIR
 from longdraft.statistics import sha256_tokens
 
 LONGDRAFT = [sys.executable, "-m", "longdraft"]
@@ -68,6 +69,7 @@ def test_prefill_takes_the_first_tokens_of_the_prompt(capfd, tmp_path):
     assert json.loads(stats.read_text())["prompt_tokens"] == 3
 
 
+WITHOUT_DRAFT = str(BUNDLED_DIR / "novelist" / "draft")  # itself a model
 MISTAKES = {
     "no prompt": (["generate"], "no prompt; give it as an argument or with --prompt-file"),
     "empty prompt": (["generate", ""], "the prompt is empty"),
@@ -86,8 +88,8 @@ MISTAKES = {
                                "known: continuations"),
     "drafter option shape": (["generate", "a", "--drafter-option", "x"], "allowed: KEY=VALUE"),
     "drafter option twice": (["generate", "a", "--drafter-option", "x=1", "--drafter-option", "x=2"], "given twice"),
-    "no draft model": (["generate", "a", "--drafter", "draft-model", "--drafter-option", "model=no-such"],
-                       "no model 'no-such'"),
+    "no draft model": (["generate", "a", "--model", WITHOUT_DRAFT, "--drafter", "draft-model"],
+                       "give --drafter-option model=NAME"),
     "tree too deep": (["generate", "a", "--drafter", "medusa", "--drafter-option", "tree=1,1,1,1"], "at most 3, the"),
     "no chat template": (["generate", "a", "--chat"], "no chat template"),
     "unwritable output": (["generate", "a", "--output", "/no/such/folder/x"], "--output cannot write"),

@@ -143,11 +143,12 @@ def _record(engine: Engine, plan: Plan, group: Group, count: int, limits: Limits
     texts = list(group.texts)[:count]
     turns: dict[str, list[Turn]] = {"side by side": [], "one after another": [], LLAMA: []}
     before = [group.texts[text].stats() for text in texts]
-    ways = {"side by side": group.write, "one after another": group.write_in_turn}
-    for number in range(plan.repeats + 1):
+    ways = [("side by side", group.write), ("one after another", group.write_in_turn)]
+    for _ in range(plan.repeats + 1):
         group.write(texts, 1)  # wakes the threads and fills the processor's caches, whoever was at work before
-        for name in sorted(ways, reverse=number % 2 == 0):  # each comes first as often
-            turns[name].append(ways[name](texts, plan.turn))
+        for name, write in ways:
+            turns[name].append(write(texts, plan.turn))
+        ways.reverse()  # each comes first as often
         if slots and (turn := slots.write(count, plan.turn)):
             turns[LLAMA].append(turn)
     ours, single, theirs = (found[1:] for found in turns.values())  # the first turns warm up

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longdraft.core import Context
-from longdraft.drafters.costs import Acceptance, Depths, Experience
+from longdraft.drafters.costs import Acceptance, Experience
 from longdraft.model.work import Meter, Work
 from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
 from longdraft.tree import Tree
@@ -53,15 +53,12 @@ class AutoDrafter:
         self._verify = self._experience.verify
         self._known = {name: self._experience.contender(name, DEEPEST if name != self._plain else 0)
                        for name in self._drafters}
-        self._luck = {name: Depths(DEEPEST if name != self._plain else 0, known.luck)
-                      for name, known in self._known.items()}
+        self._luck = {name: known.luck.of_a_text() for name, known in self._known.items()}
         self._best: dict[str, tuple[float, int]] = {}  # seconds for each token, and the depth that gives them
         self._acceptance = Acceptance()
         self._active = self._leader = self._plain
         self._probing = FIRST_STEPS  # steps left of a probe
-        self._tried = 0  # steps of a probe that were counted
         self._is_new = False  # took over just now
-        self._is_first_try = True  # of anybody
         self._took_over = 0.0  # seconds it took to tell who took over
         self._steps = self._decisions = 0
         self._allowed = 0
@@ -89,7 +86,7 @@ class AutoDrafter:
         if self._probing:  # as deep as it goes, and less, to learn what depth costs
             depth = DEEPEST if self._probing % 2 else DEEPEST // 4
         else:
-            depth = max(1, self._best[self._active][1]) + _DEEPER * is_open  # a leader is rated
+            depth = max(1, self._best[self._active][1]) + _DEEPER * is_open
         self._allowed = min(max_depth, depth)
         tree = yield from self._drafters[self._active].propose(context, self._allowed)
         if not is_open and len(tree) > 1:
@@ -136,7 +133,6 @@ class AutoDrafter:
         texts = self._meter.texts
         self._verify.add_part(len(tree), len(context), texts, verified_at - proposed)
         drafted = ((proposed - began) + (now - verified_at)) / self._verify.shared(texts)
-        self._tried += 1
         self._luck[self._active].add(self._allowed, guesses)
         self._experience.add(self._active, self._allowed, tree, guesses, drafted)
 
@@ -167,13 +163,11 @@ class AutoDrafter:
             self._leader = best
         if self._probing:
             self._probing -= 1
-            is_hopeless = (self._is_first_try and self._tried == 2
-                           and paces[self._active] > HOPELESS * paces[best])
+            is_hopeless = self._known[self._active].steps == 2 and paces[self._active] > HOPELESS * paces[best]
             if self._probing and not is_hopeless:
                 return
             self._probing = 0
         unknown = next((name for name in names if name not in paces and self._experience.claim(name)), None)
-        self._tried, self._is_first_try = 0, unknown is not None
         if unknown:
             self._active, self._probing = unknown, FIRST_STEPS
         elif turn != self._leader and turn in paces and self._credit(turn, paces, context) > 0:

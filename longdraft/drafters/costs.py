@@ -120,6 +120,10 @@ class Depths:
         self._hits = [0.0] * deepest
         self._before = before
 
+    def of_a_text(self) -> Depths:
+        """A text's own, which expects this until it has been lucky or not itself."""
+        return Depths(len(self._tries), self)
+
     def add(self, allowed: int, accepted: int) -> None:
         for depth in range(min(allowed, accepted + 1, len(self._hits))):
             self._tries[depth] = _FORGET_LUCK * self._tries[depth] + 1
