@@ -7,7 +7,8 @@ their row. So drafting begins where the context has grown long enough for it to 
 
 What is not used is tried again now and then, and pays for it: a contender is probed when the time since its last
 probe, times BUDGET, covers what the probe is expected to lose. Probing everything together costs at most that share
-of the time, after a first round in which nothing is known. That round is the engine's, not the text's: what one text
+of the time. First tries, of which nothing is known before, follow one another as long as they gain; where they lose,
+the next one waits until the time has grown (`Experience.claim`). They are the engine's, not the text's: what one text
 has learned the others begin with, and of texts side by side one tries what none has tried. The clock may decide,
 because no choice can change the text.
 """
@@ -58,6 +59,7 @@ class AutoDrafter:
         self._acceptance = Acceptance()
         self._active = self._leader = self._plain
         self._probing = FIRST_STEPS  # steps left of a probe
+        self._is_early = False  # the probe is of one of which little is known
         self._is_new = False  # took over just now
         self._took_over = 0.0  # seconds it took to tell who took over
         self._steps = self._decisions = 0
@@ -123,6 +125,9 @@ class AutoDrafter:
         assert tree is not None, "observed without a proposal"
         self._steps += 1
         self._experience.seconds += now - began
+        if self._is_early:
+            took = now - began + (self._took_over if self._is_new else 0.0)
+            self._experience.lost += took - len(accepted.tokens) * self._best[self._plain][0]
         if len(tree) > 1:
             self._acceptance.add(tree, accepted.rows)
         if self._is_new:  # some catch up here, some when they are told
@@ -159,14 +164,14 @@ class AutoDrafter:
             return
         paces = {name: pace for name, (pace, _) in self._best.items()}
         best = min(paces, key=paces.__getitem__)
-        if self._leader not in paces or paces[best] < STICKY * paces[self._leader]:
-            self._leader = best
+        if best == self._plain or self._leader not in paces or paces[best] < STICKY * paces[self._leader]:
+            self._leader = best  # plain decoding has nothing to catch up
         if self._probing:
             self._probing -= 1
             is_hopeless = self._known[self._active].steps == 2 and paces[self._active] > HOPELESS * paces[best]
             if self._probing and not is_hopeless:
                 return
-            self._probing = 0
+            self._probing, self._is_early = 0, False
         unknown = next((name for name in names if name not in paces and self._experience.claim(name)), None)
         if unknown:
             self._active, self._probing = unknown, FIRST_STEPS
@@ -175,6 +180,7 @@ class AutoDrafter:
         else:
             self._active = self._leader
             return
+        self._is_early = self._known[self._active].steps < SURE_AFTER
         self._experience.probed[self._active] = self._experience.seconds
 
     def _credit(self, name: str, paces: Mapping[str, float], context: Context) -> float:
@@ -182,7 +188,8 @@ class AutoDrafter:
         known = self._known[name]
         step = known.seconds(self._verify, len(context), self._best[name][1], self._meter.texts)
         slower = step * (1 - paces[self._leader] / paces[name]) * PROBE_STEPS
-        trust = min(1.0, known.steps / SURE_AFTER)  # a few steps may have been unlucky ones
+        # A few steps may have been unlucky ones.
+        trust = min(1.0, known.steps / SURE_AFTER) if self._experience.may_lose() else 1.0
         lost = trust * (slower + step) + max(0.0, known.catching_up - step)  # a step's time at least, to catch up
         waited = self._experience.seconds - self._experience.probed[name]
         return waited * BUDGET / max(1, len(self._known) - 1) - lost

@@ -21,6 +21,7 @@ _DOUBT = 4.0  # outcomes that what is expected of a depth weighs as much as
 _UNUSUAL = 3.0  # a measurement this many times what was expected is a hiccup of the machine, not news
 _ASK_S = 1e-4  # what a forward takes for each text in it, however short; on 2 cores 60 to 130 microseconds
 _CLAIM = 1000  # steps of all texts for which a first try is one text's alone
+_EARLY = 0.05  # share of the time that may be lost on probes of those of which little is known
 
 
 class Line:
@@ -234,6 +235,7 @@ class Experience:
     def __init__(self, weights: float = 1.0) -> None:
         self.verify = ForwardCost(weights)
         self.seconds = 0.0  # of all texts
+        self.lost = 0.0  # of them, on probes of drafters of which little was known; negative where they gained
         self.probed: defaultdict[str, float] = defaultdict(float)  # when a drafter was probed last, by these seconds
         self._contenders: dict[str, Contender] = {}
         self._claims: dict[str, int] = {}  # steps of all at which a text began with the first try
@@ -249,8 +251,16 @@ class Experience:
         self._contenders[name].add(allowed, tree, accepted, draft_seconds)
 
     def claim(self, name: str) -> bool:
-        """Whether a text may try what nobody has tried: one of them does, and tells the others."""
-        if self._contenders[name].steps or self._steps < self._claims.get(name, -_CLAIM) + _CLAIM:
+        """Whether a text may try what nobody has tried: one of them does, and tells the others.
+
+        Where tries gain, drafting pays and the rest is tried at once; where they lose, each waits for its time.
+        """
+        is_new = not self._contenders[name].steps and self._steps >= self._claims.get(name, -_CLAIM) + _CLAIM
+        if not is_new or not self.may_lose():
             return False
         self._claims[name] = self._steps
         return True
+
+    def may_lose(self) -> bool:
+        """Whether there is time to learn more of those of which little is known."""
+        return self.lost <= _EARLY * self.seconds

@@ -22,6 +22,7 @@ from longdraft.tree import Tree, Trie
 
 GLIDE = "glide"
 _CHUNK = 8  # rows of text read at once: as far as keys may lag behind in training
+_CATCH_UP = 64  # rows read when it has missed more: the window fills again while writing, and guesses as well
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,8 @@ class GlideReader:
         ring, length = self.ring, len(context)
         if ring.end == length:
             return
-        if length - ring.end > self._glide.window:
-            ring.restart(max(0, length - self._glide.window))
+        if length - ring.end > _CATCH_UP:
+            ring.restart(length - _CATCH_UP)
             self._drafts = []
         text = context.slice(ring.end, length).tolist()
         kept = _common(text[:-1], self._drafts)
