@@ -5,6 +5,8 @@
 
     <!-- paper-smoke.jsonl 3 5 : alpha -->     α in the tables 3 and 5 of benchmarks/results/paper-smoke.jsonl
     <!-- end -->
+    <!-- segments.jsonl extrapolated : minutes -->     what segments say of a whole text (extrapolate.py)
+    <!-- end -->
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+
+import extrapolate
 
 from longdraft.bench import experiment, measures, results
 
@@ -30,10 +34,14 @@ def written(text: str) -> str:
 def _tables(file: str, ids: list[str], chosen: list[str]) -> str:
     found = results.read(ROOT / "benchmarks" / "results" / file)
     session = found.sessions[0]
-    plan = experiment.load(session["experiment"]).chosen(ids)
-    plan = replace(plan, tables=tuple(replace(table, measures=tuple(name for name in table.measures if name in chosen))
-                                      for table in plan.tables))
-    grids = measures.tables(found, plan, plan.scale(session["scale"]))
+    if ids == ["extrapolated"]:
+        grids = [extrapolate.table(found, 4096, 100_000)]
+    else:
+        plan = experiment.load(session["experiment"]).chosen(ids)
+        plan = replace(plan, tables=tuple(
+            replace(table, measures=tuple(name for name in table.measures if name in chosen))
+            for table in plan.tables))
+        grids = measures.tables(found, plan, plan.scale(session["scale"]))
     told = (f"Model `{session['model']}`, weights sha256 {session['weights_sha256'][:12]}, commit {session['commit']}, "
             f"{session['processor']}, {session['threads']} threads, seeds {session['seeds']}, prompt "
             f"{session['prompt_sha256'][:12]}; measured {session['began'][:10]}.")

@@ -59,7 +59,6 @@ struct Guess {
 Choice::Choice(const ChoiceRules& rules, long vocabulary, std::vector<int64_t> banned)
     : rules_(rules), vocabulary_(vocabulary), banned_(std::move(banned)) {
     if (penalises()) {
-        recent_.resize(static_cast<size_t>(rules.window));
         counts_.resize(static_cast<size_t>(vocabulary));
         place_.resize(static_cast<size_t>(vocabulary));
     }
@@ -72,17 +71,22 @@ Choice::Choice(const ChoiceRules& rules, long vocabulary, std::vector<int64_t> b
 void Choice::extend(const int32_t* tokens, long count) {
     if (!penalises()) return;
     for (long i = 0; i < count; i++, written_++) {
-        int32_t& oldest = recent_[static_cast<size_t>(written_ % rules_.window)];
-        if (written_ >= rules_.window && --counts_[static_cast<size_t>(oldest)] == 0) {
-            int32_t hole = place_[static_cast<size_t>(oldest)], last = distinct_.back();
-            distinct_[static_cast<size_t>(hole)] = last;
-            place_[static_cast<size_t>(last)] = hole;
-            distinct_.pop_back();
+        const int32_t token = tokens[i];
+        if (written_ < rules_.window) {  // it grows with the text: a window may be longer than any
+            recent_.push_back(token);
+        } else {
+            int32_t& oldest = recent_[static_cast<size_t>(written_ % rules_.window)];
+            if (--counts_[static_cast<size_t>(oldest)] == 0) {
+                int32_t hole = place_[static_cast<size_t>(oldest)], last = distinct_.back();
+                distinct_[static_cast<size_t>(hole)] = last;
+                place_[static_cast<size_t>(last)] = hole;
+                distinct_.pop_back();
+            }
+            oldest = token;
         }
-        oldest = tokens[i];
-        if (counts_[static_cast<size_t>(oldest)]++ == 0) {
-            place_[static_cast<size_t>(oldest)] = static_cast<int32_t>(distinct_.size());
-            distinct_.push_back(oldest);
+        if (counts_[static_cast<size_t>(token)]++ == 0) {
+            place_[static_cast<size_t>(token)] = static_cast<int32_t>(distinct_.size());
+            distinct_.push_back(token);
         }
     }
 }

@@ -13,7 +13,6 @@ depends on another (no row does), so it is the text that it would be alone, to t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -107,9 +106,9 @@ class Batch:
                 if text not in self._asks:
                     self._go_on(text, None, events)
             asking = {text: self._asks[text] for text in chosen if text in self._asks}
-            began = time.perf_counter()
-            found = answers(list(asking.values()))
-            self._charge(asking, time.perf_counter() - began)
+            texts = list(asking)
+            found = answers(list(asking.values()), lambda places, seconds: self._charge(
+                {texts[place]: asking[texts[place]] for place in places}, seconds))
             for text, answer in zip(asking, found, strict=True):
                 self._go_on(text, answer, events)
         return events
@@ -129,15 +128,22 @@ class Batch:
         except StopIteration:
             self.remove(text)
         except Exception as error:  # ends this text only, and is told in its place
-            events.append((text, Event((), "", None, generation.stats(), error)))
+            last = Event((), "", stats=generation.stats())
+            if events and events[-1][0] == text and events[-1][1].finish_reason:  # its journal could not be closed
+                last = events.pop()[1]
+            events.append((text, last._replace(finish_reason=None, error=error)))
             self.remove(text)
 
     def _charge(self, asking: dict[int, Ask], seconds: float) -> None:
-        """A forward's time to those that it served: the weights' part to all alike, the rest to whom the rows are."""
+        """A forward's time to those that it served: the weights' part to all alike, the rest to whom the rows are.
+
+        Smaller models' forwards are shared by the rows, and teach nothing of what this model's cost.
+        """
         parts = [(len(ask.rows.tokens), ask.cache.length) for ask in asking.values()]
-        if parts and max(rows for rows, _ in parts) < PREFILL_SHARED:
+        is_ours = all(ask.model.identity is self._engine.model.identity for ask in asking.values())
+        if is_ours and max(rows for rows, _ in parts) < PREFILL_SHARED:
             self._cost.add(parts, seconds)
-        shares = [self._cost.at(rows, context, len(parts)) for rows, context in parts]
+        shares = [self._cost.at(rows, context, len(parts)) if is_ours else rows for rows, context in parts]
         for text, share in zip(asking, shares, strict=True):
             self._texts[text].meter.charge(seconds * share / sum(shares) if sum(shares) else seconds / len(shares))
 

@@ -56,7 +56,7 @@ class SamplingParams:
     min_p               keep tokens at least this fraction as likely as the likeliest, [0, 1)
     eta_cutoff          entropy-dependent threshold (Hewitt et al. 2022), [0, 1); 0: off
     min_tokens_to_keep  min_p and eta_cutoff keep at least this many tokens (the paper's code: 20)
-    repetition_penalty  > 0; tokens of the penalty window: positive logits / it, negative * it; 1: off
+    repetition_penalty  0.001 to 1000; tokens of the penalty window: positive logits / it, negative * it; 1: off
     penalty_window      how many of the last tokens are penalised, prompt included, >= 1
     stop                texts that end the generation; not part of the text
     stop_token_ids      token ids that end it, beside the model's own end-of-text ids
@@ -105,7 +105,7 @@ class SamplingParams:
         check(0 <= self.min_p < 1, "min_p", self.min_p, "0 to below 1", "0 keeps every token")
         check(0 <= self.eta_cutoff < 1, "eta_cutoff", self.eta_cutoff, "0 to below 1", "0 turns it off")
         check(self.min_tokens_to_keep >= 1, "min_tokens_to_keep", self.min_tokens_to_keep, "1 or more")
-        check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0",
+        check(1e-3 <= self.repetition_penalty <= 1e3, "repetition_penalty", self.repetition_penalty, "0.001 to 1000",
               "1 turns it off")
         check(self.penalty_window >= 1, "penalty_window", self.penalty_window, "1 or more",
               "to turn the penalty off set repetition_penalty to 1")

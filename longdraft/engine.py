@@ -58,7 +58,7 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
     drafter_options  see the drafter's options, values as texts or as what they are
     heads            folder or hub id of trained heads or glide; default: those found in or beside the model
     device           auto | cpu | cuda
-    dtype            auto (the checkpoint's) | float32 | bfloat16
+    dtype            auto (the checkpoint's) | float32 | bfloat16 | float16 (on CUDA)
     quantize         none | int8: weights as int8 in half of bfloat16's memory; another model, whose plain text is
                      then the text of every drafter. Holds for a draft model too, not for heads
     threads          threads for arithmetic on the CPU; default: PyTorch's choice
@@ -132,7 +132,8 @@ class Engine:
         self._hub = hub
         self.heads, self.glide = self._load_trained()
         self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
-        self.draft = self._load_draft(drafters.draft_model_of(options))
+        self._draft_name = drafters.draft_model_of(options)  # empty: the one in the model's own folder, if any
+        self.draft = self._load_draft(self._draft_name)
         self.experience = Experience(model.weights_in_tokens)
         self._require_trained()
 
@@ -208,15 +209,17 @@ class Engine:
 
         UsageError for options, or where it needs what was not loaded and may not be; ModelError where there is none.
         """
-        other, ours = copy.copy(self), drafters.draft_model_of(self.options)
+        other, ours = copy.copy(self), self._draft_name
         other.drafter, other.options = name, drafters.parse_options(name, options or {})
         if ours and hasattr(other.options, "model"):
             other.options = replace(other.options, model=other.options.model or ours)
         wanted = drafters.draft_model_of(other.options)
         if may_load:
-            if self.draft is None or wanted != ours:
+            is_another = wanted not in ("", ours)
+            if self.draft is None or is_another:
                 other.draft = other._load_draft(wanted)
-            if wanted != ours:
+            if is_another:
+                other._draft_name = wanted
                 other.experience = Experience(self.model.weights_in_tokens)
             other._require_trained()
             return other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import sys
 from collections.abc import Mapping
@@ -27,7 +28,11 @@ class OutputFile:
             if self.path.is_file() and not os.access(self.path, os.W_OK):
                 raise UsageError(f"{option} cannot write {path}: it is write-protected; choose another name")
             self._partial = path if is_special else self.path.with_name(self.path.name + ".partial")
-            self._file: IO[bytes] = open(self._partial, "wb")  # noqa: SIM115 - held until `finish`
+            # Held until `finish`.
+            self._file: IO[bytes] = open(self._partial, "wb") if is_special else _alone(self._partial)  # noqa: SIM115
+        except BlockingIOError as error:
+            raise UsageError(f"{option} cannot write {path}: another process is writing it; wait for that, or choose "
+                             "another name") from error
         except OSError as error:
             reason = error.strerror or error
             raise UsageError(f"{option} cannot write {path}: {reason}; choose another place") from error
@@ -60,9 +65,34 @@ class OutputFile:
         if self._file.closed:
             return
         with contextlib.suppress(OSError):
+            if not self._is_special and os.fstat(self._file.fileno()).st_size == 0:
+                self._partial.unlink()  # while it is still held: nobody else's
+        with contextlib.suppress(OSError):
             self._file.close()
-        if not self._is_special and self._partial.exists() and self._partial.stat().st_size == 0:
-            self._partial.unlink()
+
+
+def _alone(path: Path) -> IO[bytes]:
+    """The file, empty, and nobody else's until it is closed. BlockingIOError where somebody has it."""
+    while True:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            _lock(file)
+            if os.path.exists(path) and os.path.samestat(os.fstat(file), os.stat(path)):
+                os.ftruncate(file, 0)
+                return os.fdopen(file, "wb")
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # who had it gave it its name meanwhile
+
+
+def _lock(file: int) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass  # a file system without locks
 
 
 def sync_folder(folder: Path) -> None:

@@ -87,7 +87,7 @@ class Generation(Iterator[Event]):
         self.is_closed = False
         length = len(prompt) + params.max_new_tokens
         model = engine.model.for_length(length)
-        reads = getattr(engine.options, "reads", 0) or length  # of drafters that have a model of their own
+        reads = drafters.reads(engine.drafter, engine.options) or length
         draft = engine.draft and engine.draft.for_length(min(length, reads, engine.draft.config.max_positions))
         self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
@@ -121,13 +121,11 @@ class Generation(Iterator[Event]):
         with kernels.alone(self._engine.model.kernels):
             done = self.go_on()
             while isinstance(done, Ask):
-                began = time.perf_counter()
                 try:
-                    answer, = answers([done])
+                    answer, = answers([done], lambda places, seconds: self.meter.charge(seconds))
                 except BaseException:  # interrupted
                     self._work.close()
                     raise
-                self.meter.charge(time.perf_counter() - began)
                 done = self.go_on(answer)
         return done
 
@@ -256,6 +254,8 @@ class Generation(Iterator[Event]):
             accepted = yield from self._step.run(self._params.max_new_tokens - writing.num_tokens)
         had_loop = writing.loop is not None
         new = writing.push(accepted.tokens)
+        if behind := len(accepted.tokens) - len(new.tokens):
+            self._step.uncount(accepted, behind)
         self._accepted += min(len(new.tokens), len(accepted.sources))
         self._foresight.push(len(accepted.sources), accepted.depth)
         seconds = time.perf_counter() - start

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import openai
+
 import longdraft
 from longdraft.model import library
 from longdraft.server.app import App
@@ -52,6 +54,31 @@ def running(engine: longdraft.Engine, **settings):
         server.should_exit = True
         thread.join(timeout=30)
         assert not thread.is_alive()
+
+
+# Fixtures, where a file asks for them: pytest.fixture(scope="module")(serving.talker).
+
+
+def talker(tmp_path_factory) -> longdraft.Engine:
+    """An engine that can chat."""
+    return load(talkative(tmp_path_factory.mktemp("model") / "talker"))
+
+
+def opened(engine, tmp_path_factory):
+    """A server with journals."""
+    with running(engine, journals=tmp_path_factory.mktemp("journals"), max_body_bytes=100_000) as found:
+        yield found
+
+
+def client(server) -> openai.OpenAI:
+    """OpenAI's own."""
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+def written(engine, prompt, **settings) -> str:
+    """What the library writes."""
+    params = engine.params(**({"max_new_tokens": 30, "seed": 7, "min_p": 0.1} | settings))
+    return "".join(event.text for event in engine.generate(prompt, params))
 
 
 @contextmanager

@@ -196,6 +196,28 @@ def test_a_first_try_that_was_cut_short_is_made_by_another_text():
     assert not experience.claim("fast"), "now it is known"
 
 
+def test_who_was_slow_at_first_is_not_locked_out():
+    """Two hopeless steps end a first try; what came after them must be learned when it is tried again."""
+    clock = [0.0]
+
+    class Waking(Paced):
+        @at_once
+        def propose(self, context, max_depth):
+            self.clock[0] += 40.0 if self.proposals < 3 else 0.3
+            self.proposals += 1
+            return root_only(context.last)
+
+    waking = Waking(clock, 0.0)
+    waking.proposals = 0
+    drafter, context = AutoDrafter({"plain": Paced(clock, 1.0), "waking": waking}, meter=Clock(clock)), Context([1])
+    drafter.begin(context, None)
+    for _ in range(8000):
+        alone(drafter.propose(context, 9))
+        context.extend([1])
+        drafter.observe(context, Accepted((1,), (0,), (), None))
+    assert drafter.turns["waking"] > 4000
+
+
 @pytest.mark.parametrize("seconds, is_soon", [(9.0, False), (0.9, True)])
 def test_first_tries_follow_one_another_while_they_gain_and_wait_where_they_lose(seconds, is_soon):
     clock = [0.0]
@@ -317,6 +339,21 @@ def written_among(texts: list[float], per_row: float) -> tuple[list[float], list
         shares.append(sum(turns[100:]) / 500)
         sizes.append(rows / 600)
     return shares, sizes
+
+
+def test_what_a_forward_of_many_short_texts_costs_does_not_run_away():
+    """Milliseconds as measured with the bundled model: most of such a forward is what each text takes however short."""
+    cost, numbers = ForwardCost(weights=1920), random.Random(6)
+
+    def seconds(parts: list[tuple[int, int]]) -> float:
+        return (0.53 + sum(0.05 + 0.02 * rows + 0.00028 * context for rows, context in parts)) / 1e3
+
+    for _ in range(30_000):
+        parts = [(numbers.randint(1, 8), numbers.randint(64, 400)) for _ in range(8)]
+        cost.add(parts, seconds(parts) * numbers.uniform(0.9, 1.1))
+    whole = seconds([(1, 200)] * 8)
+    assert 8 * cost.at(1, 200, 8) == pytest.approx(whole, rel=0.1)
+    assert cost.at(8, 200, 8) < 4 * cost.at(1, 200, 8), "rows beside the weights and the text are cheap"
 
 
 def test_drafting_begins_to_pay_where_others_share_the_weights_and_stops_when_they_leave():

@@ -12,8 +12,8 @@ import torch
 from conftest import load, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from journals import FaultyOS
 from test_equality import DRAFTERS, SETTINGS, liar, prompt_of
-from test_journal import FaultyOS
 
 import longdraft
 from longdraft import drafters, kernels

@@ -106,7 +106,7 @@ def test_texts_side_by_side(capfd, tmp_path, tiny):
         assert record["to_one_after_another"] == pytest.approx(
             record["tokens_per_second"] / record["alone_tokens_per_second"]), "one turn: its ratio is the median"
     assert records[0]["limit"] == 1 < records[1]["limit"] < 3 and len(report["sha256_prompt"]) == 64
-    assert [set(peer) >= {"engine", "error"} for peer in report["peer"]] == [True, True]
+    assert [set(peer) >= {"engine", "error"} for peer in report["peer"]] == [True] * 4, "two contexts, two ways"
     assert "one after another" in out and "The peer" in out
 
 
@@ -115,7 +115,7 @@ def group(tiny):
     """Two texts behind 20 tokens each, under way; the plan's turns have 4 tokens."""
     engine = longdraft.load(str(tiny["gqa"]), drafter="plain")
     ids = engine.encode("It was a dark and stormy night. " * 4)
-    plan = batch.Plan(ids, [20], [1, 2], ["plain"], 4, 3, None, "", 1)
+    plan = batch.Plan(ids, [20], [1, 2], ["plain"], 4, 3, {}, "", 1)
     found = batch.Group(engine, plan, 20, "plain")
     yield lambda slots: batch._record(engine, plan, found, 2, SimpleNamespace(read_bandwidth=1e9), slots)
     found.batch.close()
@@ -123,18 +123,26 @@ def group(tiny):
 
 def test_a_peer_that_fails_between_two_turns_is_compared_as_far_as_it_came(group):
     answers = [batch.Turn(8, 1.0, 1.0), batch.Turn(8, 2.0, 2.0)]  # the first warms up
-    slots = SimpleNamespace(write=lambda count, steps: answers.pop(0) if answers else None)
-    record = group(slots)
+    failing = SimpleNamespace(write=lambda count, steps: answers.pop(0) if answers else None)
+    record = group({"failing": failing})
     assert [len(turns) for turns in record["turns"].values()] == [3, 3, 1]
     ours = record["turns"]["side by side"][0]
     assert record["peer_tokens_per_second"] == 4 and record["to_peer"] == ours["tokens"] / ours["seconds"] / 4
+
+
+def test_of_a_peers_ways_the_better_one_counts(group):
+    ways = {name: SimpleNamespace(write=lambda count, steps, seconds=seconds: batch.Turn(8, seconds, 1.0))
+            for name, seconds in (("slow", 2.0), ("fast", 1.0))}
+    record = group(ways)
+    assert record["peer"] == "fast" and record["peer_tokens_per_second"] == 8
+    assert set(record["turns"]) == {"side by side", "one after another", "slow", "fast"}
 
 
 @pytest.mark.parametrize(("room", "turns"), [(10, 0), (28, 2)])
 def test_texts_that_come_to_their_end_are_measured_as_far_as_they_came(monkeypatch, request, room, turns):
     """A step and a turn each side by side and alone are 9 tokens; the first round warms up."""
     monkeypatch.setattr(batch.Plan, "num_new", room)
-    record = request.getfixturevalue("group")(None)
+    record = request.getfixturevalue("group")({})
     if turns:
         assert len(record["turns"]["side by side"]) == turns and record["mean_accepted_length"] == 1
     else:

@@ -267,3 +267,20 @@ def test_an_option_of_any_value_is_taken_as_it_is_or_refused(option, value):
     elif not isinstance(value, str):
         assert taken == (float(value) if isinstance(taken, float) else value)
         assert isinstance(taken, bool) == isinstance(value, bool)
+
+
+def test_the_document_lists_every_option_with_its_default():
+    document = (Path(__file__).parent.parent / "docs" / "drafters.md").read_text(encoding="utf-8")
+    told = {part.split("\n", 1)[0]: part for part in document.split("\n## ")[1:]}
+    assert list(told) == [name for name, kind in drafters.KINDS.items() if fields(kind.options)]
+    for name, part in told.items():
+        rows = [line.split(" | ")[:2] for line in part.splitlines() if line.startswith("| `")]
+        assert [(key.strip("| `"), value.strip(" `")) for key, value in rows] == [
+            (option.name, shown(option.default)) for option in fields(drafters.KINDS[name].options)], name
+
+
+def shown(value: object) -> str:
+    """As `--drafter-option` takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,45 +1,24 @@
-"""The journal's file: whatever is cut, flipped or refused by the system, what is read is a true prefix, or nothing."""
+"""The journal's file: whatever is cut, flipped or lies, what is read is a true prefix, or nothing."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
-import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from journals import HEADER, RUN, STEPS, TOKENS, go_on, is_true_prefix, one_line, written
 
 from longdraft.core import SamplingParams
-from longdraft.errors import JournalError, LongdraftError, OutputError, UsageError
-from longdraft.journal import FILE, Header, Journal, Run, is_being_written, parse_fsync, read
+from longdraft.errors import JournalError, UsageError
+from longdraft.journal import FILE, Journal, is_being_written, parse_fsync, read
 from longdraft.journal import format as form
 from longdraft.journal import writer as writing
-
-ARITHMETIC = {"kernels": "portable", "device": "cpu", "dtype": "float32"}
-HEADER = Header(
-    model="novelist", weights="w" * 64, tokenizer="t" * 64, config="c" * 64, prompt_sha256="p" * 64, prompt=[1, 2, 3],
-    sampling={"max_new_tokens": 10_000, "seed": 7, "stop": ["x"]}, eos_token_ids=[1], quantize="none",
-    arithmetic=ARITHMETIC, exactness="bit-exact", drafter="auto", drafter_options={}, heads=None)
-RUN = Run("2026-01-01T00:00:00+00:00", 0, ARITHMETIC, "auto", 2)
-STEPS = [(5, 6, 7), (8,), (9, 10), (11, 12, 13, 14), (15,)]
-TOKENS = [token for step in STEPS for token in step]
-
-
-def written(folder: Path, fsync: float = 1.0, is_finished: bool = True) -> None:
-    with Journal.create(folder, HEADER, RUN, fsync) as journal:
-        for step in STEPS:
-            journal.append(step, 4, 0.25)
-        if is_finished:
-            journal.finish("length")
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -73,24 +52,6 @@ def test_opening_changes_nothing_before_it_begins(tmp_path):
     before = (tmp_path / FILE).read_bytes()
     Journal.open(tmp_path)[0].close()
     assert (tmp_path / FILE).read_bytes() == before
-
-
-def one_line(error: LongdraftError, part: str = "") -> None:
-    assert part in str(error) and "\n" not in str(error).strip() and len(str(error)) < 2000
-
-
-def is_true_prefix(folder: Path) -> bool:
-    """Reads as a prefix of what was written; False where it refuses, with one line."""
-    try:
-        found = read(folder)
-    except JournalError as error:
-        one_line(error)
-        return False
-    assert found.header == HEADER
-    assert found.tokens.tolist() == TOKENS[: len(found.tokens)]
-    assert len(found.tokens) in np.cumsum([0, *map(len, STEPS)])
-    assert found.finish in (None, "length") and (found.finish is None or found.tokens.tolist() == TOKENS)
-    return True
 
 
 def test_cut_at_every_byte_it_is_a_prefix_or_refused(tmp_path):
@@ -255,163 +216,6 @@ def test_a_length_that_lies_takes_no_memory(tmp_path):
     (tmp_path / FILE).write_bytes(form.MAGIC + b"H\xff\xff\xff\xff" + b"x" * 100)
     with pytest.raises(JournalError, match="header is damaged"):
         read(tmp_path)
-
-
-# Faults of the system, at every call
-
-
-class FaultyOS:
-    """`os` and `fcntl` of the writer, of whose calls the n-th fails; or of whose writes each takes little."""
-
-    COUNTED = ("open", "write", "fsync", "ftruncate", "replace", "stat", "fstat", "pread", "close", "flock")
-
-    def __init__(self, fails_at: int, number: int, is_short: bool = False) -> None:
-        self._left, self._number, self._is_short = fails_at, number, is_short
-        self.calls = 0
-
-    def __getattr__(self, name: str) -> object:
-        import fcntl
-
-        real = getattr(os, name) if hasattr(os, name) else getattr(fcntl, name)
-        return self._counted(name, real) if name in self.COUNTED else real
-
-    def _counted(self, name: str, real):
-        def call(*args, **options):
-            self.calls += 1
-            is_fault = self.calls == self._left
-            if name == "write" and (self._is_short or is_fault):  # half of it, then maybe the fault
-                args = (args[0], args[1][: max(1, len(args[1]) // 2)])
-                done = real(*args)
-                return done if self._is_short and not is_fault else self._fail()
-            if name == "close" and is_fault:  # the system closes it all the same
-                real(*args)
-            return self._fail() if is_fault else real(*args, **options)
-
-        return call
-
-    def _fail(self):
-        raise OSError(self._number, os.strerror(self._number))
-
-
-def life(folder: Path, done: list[int]) -> None:
-    """A journal's life in two processes; `done` gains the tokens whose writing was confirmed."""
-    with Journal.create(folder, HEADER, RUN, 0.0) as journal:
-        for step in STEPS[:3]:
-            journal.append(step, 0, 0.0)
-            done += step
-    journal, _ = Journal.open(folder, 0.0)
-    with journal:
-        journal.begin(RUN)
-        for step in STEPS[3:]:
-            journal.append(step, 0, 0.0)
-            done += step
-        journal.finish("length")
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EINTR])
-def test_a_fault_at_any_call_loses_nothing_that_was_confirmed(tmp_path, monkeypatch, number):
-    faults = 0
-    for at in range(1, 1000):
-        folder, done, faulty = tmp_path / str(at), [], FaultyOS(at, number)
-        with monkeypatch.context() as patch:
-            patch.setattr(writing, "os", faulty)
-            patch.setattr(writing, "fcntl", SimpleNamespace(flock=faulty.flock, LOCK_EX=2, LOCK_NB=4))
-            patch.setattr(writing, "_LOOK_S", 0.0)
-            try:
-                life(folder, done)
-            except LongdraftError as error:
-                one_line(error, os.strerror(number))
-                faults += 1
-        if faulty.calls < at:
-            break
-        if not (folder / FILE).exists():
-            assert done == []  # it never began
-            continue
-        assert read(folder).tokens.tolist()[: len(done)] == done
-        assert is_true_prefix(folder)
-        go_on(folder)
-    assert at > 30 and faults > 25  # few calls may fail unnoticed: those that close
-
-
-def go_on(folder: Path) -> None:
-    """What is there can be gone on with, to the same end."""
-    if read(folder).finish:
-        return
-    journal, found = Journal.open(folder)
-    with journal:
-        journal.begin(RUN)
-        if rest := TOKENS[len(found.tokens):]:
-            journal.append(rest, 0, 0.0)
-        journal.finish("length")
-    assert read(folder).tokens.tolist() == TOKENS and read(folder).torn == 0
-
-
-def test_writes_that_take_little_at_a_time_are_continued(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "os", FaultyOS(0, 0, is_short=True))
-    done: list[int] = []
-    life(tmp_path, done)
-    assert done == TOKENS and is_true_prefix(tmp_path) and read(tmp_path).finish == "length"
-
-
-def test_interrupted_calls_are_repeated(tmp_path):
-    """Signals rain on the writer: the system interrupts its calls, Python repeats them, nothing is lost or doubled."""
-    seen = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(1))
-    stops = threading.Event()
-
-    def rain() -> None:
-        while not stops.wait(1e-4):
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    thread = threading.Thread(target=rain)
-    thread.start()
-    try:
-        for turn in range(200):
-            done: list[int] = []
-            life(tmp_path / str(turn), done)
-            assert done == TOKENS == read(tmp_path / str(turn)).tokens.tolist()
-            if len(seen) > 200:
-                break
-    finally:
-        stops.set()
-        thread.join()
-        signal.signal(signal.SIGUSR1, before)
-    assert seen
-
-
-def test_after_a_failed_write_what_it_left_half_is_gone(tmp_path, monkeypatch):
-    with Journal.create(tmp_path, HEADER, RUN) as journal:
-        journal.append(STEPS[0], 0, 0.0)
-        size = (tmp_path / FILE).stat().st_size
-        monkeypatch.setattr(writing, "os", FaultyOS(1, errno.ENOSPC))
-        with pytest.raises(OutputError, match="No space left"):
-            journal.append(STEPS[1], 0, 0.0)
-    assert (tmp_path / FILE).stat().st_size == size and read(tmp_path).torn == 0
-
-
-def test_a_folder_that_vanishes_comes_back(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(writing, "_LOOK_S", 0.0)
-    with Journal.create(tmp_path / "a" / "b", HEADER, RUN) as journal:
-        journal.append(STEPS[0], 0, 0.0)
-        shutil.rmtree(tmp_path / "a")
-        for step in STEPS[1:]:
-            journal.append(step, 0, 0.0)
-        assert "had been removed" in caplog.text
-        with pytest.raises(JournalError, match="is being written"):
-            Journal.open(tmp_path / "a" / "b")
-    assert read(tmp_path / "a" / "b").tokens.tolist() == TOKENS
-
-
-def test_a_file_in_its_place_is_not_overwritten(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "_LOOK_S", 0.0)
-    with Journal.create(tmp_path, HEADER, RUN) as journal:
-        (tmp_path / FILE).rename(tmp_path / "moved")
-        (tmp_path / FILE).write_text("mine")
-        with pytest.raises(OutputError, match="another file lies in its place"):
-            journal.append(STEPS[0], 0, 0.0)
-    assert (tmp_path / FILE).read_text() == "mine"
-    (tmp_path / "moved").rename(tmp_path / FILE)
-    go_on(tmp_path)
 
 
 # Against a model: a list of tokens

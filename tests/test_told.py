@@ -206,7 +206,9 @@ def test_every_drafter_can_take_over_from_one_with_a_model_of_its_own(engine, tm
                           ("draft-model", {}), ("draft-model", {"chain": 2}), ("draft-model", {"model": small})):
         other = drafting.with_drafter(name, options, may_load=may_load)
         assert [token for event in other.generate("abcabcab", params) for token in event.tokens] == expected, name
+        assert other.draft is drafting.draft, name
         if name in ("draft-model", "triforce"):
-            assert other.options.model == small and other.draft is drafting.draft
+            assert other.options.model == small
+    assert drafting.with_drafter("plain").with_drafter("draft-model").options.model == small
     with pytest.raises(UsageError, match="needs draft, which this engine was loaded without"):
         drafting.with_drafter("draft-model", {"model": "novelist"}, may_load=False)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from queue import SimpleQueue
 
 from longdraft.batch.rows import Report, Task
 from longdraft.batch.writer import Job, Writer
@@ -95,6 +97,9 @@ class _Worker:
         theirs.close()
         self.tasks: dict[str, Task] = {}
         self.is_loaded = False
+        self._given: SimpleQueue[Task | None] = SimpleQueue()
+        self._giver = threading.Thread(target=self._give, daemon=True)
+        self._giver.start()
 
     @property
     def signs(self) -> tuple[Connection, int]:
@@ -103,8 +108,13 @@ class _Worker:
 
     def give(self, task: Task) -> None:
         self.tasks[task.key] = task
-        with contextlib.suppress(OSError):  # it died: `hear` will tell, and the row is given to another
-            self._pipe.send(task)
+        self._given.put(task)
+
+    def _give(self) -> None:
+        """In a thread: both ends would wait for ever where each sends more than the pipe holds."""
+        while task := self._given.get():
+            with contextlib.suppress(OSError):  # it died: `hear` will tell, and the row is given to another
+                self._pipe.send(task)
 
     def hear(self) -> object:
         """A message, an error that ends the job, or None: the process is no more."""
@@ -124,9 +134,11 @@ class _Worker:
         return f"signal {-code}" if code < 0 else f"status {code}"
 
     def end(self) -> None:
-        self._pipe.close()
         self._process.kill()  # journals survive anything
         self._process.join()
+        self._given.put(None)
+        self._giver.join()
+        self._pipe.close()
         self._process.close()
 
 

@@ -14,7 +14,7 @@ most is the bytes that need not be read again:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,6 @@ from longdraft.generation import Generation
 from longdraft.model import library
 
 Record = dict[str, Any]
-LLAMA = "llama.cpp, slots"
 _SETTLE_S = 0.3  # before another engine's turn, so that the threads of this one have gone to sleep
 
 
@@ -48,7 +47,7 @@ class Plan(NamedTuple):
     settings: Sequence[str]  # drafters
     turn: int  # tokens that each text writes in a turn
     repeats: int
-    peer: peers.Kind | None
+    ways: Mapping[str, peers.Kind]  # in which a peer is set up; none: it is left out
     python: str
     limit_s: float
 
@@ -80,14 +79,15 @@ def measure(engine: Engine, plan: Plan, limits: Limits, report: Record, doing: C
     report |= {"contexts": list(plan.contexts), "turn": plan.turn, "repeats": plan.repeats, "texts": [], "peer": []}
     for context in plan.contexts:
         with ExitStack() as stack:
-            slots = stack.enter_context(_slots(plan, engine, context, report["peer"], doing))
+            slots = {name: found for name, kind in plan.ways.items() if (
+                found := stack.enter_context(_slots(name, kind, plan, engine, context, report["peer"], doing)))}
             for setting in plan.settings:
                 with doing(f"{context:,} tokens: prompts of {max(plan.texts)} texts, {setting}"):
                     group = Group(engine, plan, context, setting)
                 for count in plan.texts:
                     with doing(f"{context:,} tokens: {count} texts, {setting}"):
                         report["texts"].append(_record(engine, plan, group, count, limits, slots))
-                slots = None  # measured once
+                slots = {}  # measured once
                 group.batch.close()  # its memory is the next one's
 
 
@@ -138,10 +138,11 @@ class Group:
         return Turn(*(sum(part) for part in zip(*alone, strict=True)))
 
 
-def _record(engine: Engine, plan: Plan, group: Group, count: int, limits: Limits, slots: Slots | None) -> Record:
+def _record(engine: Engine, plan: Plan, group: Group, count: int, limits: Limits,
+            slots: Mapping[str, Slots]) -> Record:
     """`count` texts side by side, each by itself, and as many slots of the peer, in turns."""
     texts = list(group.texts)[:count]
-    turns: dict[str, list[Turn]] = {"side by side": [], "one after another": [], LLAMA: []}
+    turns: dict[str, list[Turn]] = {"side by side": [], "one after another": [], **{name: [] for name in slots}}
     before = [group.texts[text].stats() for text in texts]
     ways = [("side by side", group.write), ("one after another", group.write_in_turn)]
     for _ in range(plan.repeats + 1):
@@ -149,15 +150,16 @@ def _record(engine: Engine, plan: Plan, group: Group, count: int, limits: Limits
         for name, write in ways:
             turns[name].append(write(texts, plan.turn))
         ways.reverse()  # each comes first as often
-        if slots and (turn := slots.write(count, plan.turn)):
-            turns[LLAMA].append(turn)
-    ours, single, theirs = (found[1:] for found in turns.values())  # the first turns warm up
+        for name, peer in slots.items():
+            if turn := peer.write(count, plan.turn):
+                turns[name].append(turn)
+    ours, single, *others = (found[1:] for found in turns.values())  # the first turns warm up
     record: Record = {"context": group.context, "drafter": group.setting, "texts": count}
     # Turns in which every text wrote its share: the first ones, because a text that has ended stays so.
     whole = sum(min(a.tokens, b.tokens) >= count * plan.turn for a, b in zip(ours, single, strict=True))
     if not whole:
         return record | {"error": "the texts came to their end; give fewer --repeats or --texts"}
-    ours, single, theirs = ours[:whole], single[:whole], theirs[:whole]
+    ours, single, *others = (found[:whole] for found in (ours, single, *others))
     after = [group.texts[text].stats() for text in texts]
     grown = {key: sum(b[key] - a[key] for a, b in zip(before, after, strict=True)) for key in ("new_tokens", "steps")}
     weights = sum(linear.nbytes for linear in engine.model.linears)
@@ -172,10 +174,11 @@ def _record(engine: Engine, plan: Plan, group: Group, count: int, limits: Limits
         "floor_tokens_per_second": count * limits.read_bandwidth / (weights + count * cache),
         "mean_accepted_length": grown["new_tokens"] / grown["steps"],
         "turns": {name: [turn._asdict() for turn in found]
-                  for name, found in zip(turns, (ours, single, theirs), strict=True)},
+                  for name, found in zip(turns, (ours, single, *others), strict=True)},
     }
-    if theirs:
-        record |= {"peer_tokens_per_second": _rate(theirs), "to_peer": _ratio(ours, theirs)}
+    if theirs := {name: found for name, found in zip(slots, others, strict=True) if found}:
+        best = max(theirs, key=lambda name: _rate(theirs[name]))
+        record |= {"peer": best, "peer_tokens_per_second": _rate(theirs[best]), "to_peer": _ratio(ours, theirs[best])}
     return record
 
 
@@ -215,15 +218,11 @@ class Slots:
 
 
 @contextmanager
-def _slots(plan: Plan, engine: Engine, context: int, found: list[Record],
+def _slots(name: str, kind: peers.Kind, plan: Plan, engine: Engine, context: int, found: list[Record],
            doing: Callable[[str], Any]) -> Iterator[Slots | None]:
     """The peer, its slots filled with random keys and values; None, with the reason in the report, where it is not."""
-    if plan.peer is None:
-        yield None
-        return
-    with TemporaryDirectory() as place, peers.Worker(plan.peer, plan.python) as worker, \
-            doing(f"{context:,} tokens: {LLAMA}"):
-        record: Record = {"engine": LLAMA, "context": context}
+    with TemporaryDirectory() as place, peers.Worker(kind, plan.python) as worker, doing(f"{context:,} tokens: {name}"):
+        record: Record = {"engine": name, "context": context}
         found.append(record)
         try:
             peers.portable(library.resolve(engine.name), Path(place))

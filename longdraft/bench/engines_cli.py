@@ -74,7 +74,8 @@ def batch(
     drafters: Annotated[str, typer.Option(
         help="Drafters to measure, with options such as magicdec,chain=6; separated by spaces.")] = "plain auto",
     turn: Annotated[int, typer.Option(help="Tokens that each text writes in a turn.")] = 24,
-    peers: Annotated[str, typer.Option(help="llama.cpp: its parallel slots beside ours; none.")] = "llama.cpp",
+    peers: Annotated[str, typer.Option(
+        help="llama.cpp: its slots beside ours, with flash attention and without; none.")] = "llama.cpp",
     python: Annotated[Path | None, typer.Option(
         help="Interpreter that has the peer's packages; default: this one.")] = None,
     limit: Annotated[float, typer.Option(help="Seconds that one answer of the peer may take.")] = 600,
@@ -95,10 +96,10 @@ def batch(
     check(1 <= limit <= 86400, "--limit", limit, "1 to 86400 seconds")
     check(bool(drafters.split()), "--drafters", drafters, "at least one name")
     size = prepare(threads, repeats, memory)
-    peer = engines.KINDS["llama.cpp"]["llama.cpp, flash"] if peers != "none" else None
+    ways = engines.KINDS["llama.cpp"] if peers != "none" else {}
     text = read_prompt(None, str(prompt_file))
     engine = load(model, threads=threads, device="cpu")
-    plan = batch.Plan(engine.encode(text), lengths, counts, drafters.split(), turn, repeats, peer,
+    plan = batch.Plan(engine.encode(text), lengths, counts, drafters.split(), turn, repeats, ways,
                       engines.interpreter(python), limit)
     plan.check(engine)
     with report.document(output) as filled:

@@ -33,7 +33,7 @@ class Watcher:
         self.sources: list[str] = []  # of each token
 
     def push(self, accepted: Accepted, seconds: float) -> None:
-        self._counts.push(accepted, seconds)
+        self._counts.push(accepted)
         self._seconds += seconds
         self._written += len(accepted.tokens)
         self.sources += [*accepted.sources, figures.TARGET]

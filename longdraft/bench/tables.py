@@ -91,8 +91,9 @@ def batch(report: Mapping[str, Any]) -> None:
         ("tokens/s", "tokens_per_second", ",.1f"), ("one after another", "alone_tokens_per_second", ",.1f"),
         ("times", "to_one_after_another", ".2f"),
         ("of processor time", "of_processor_to_one_after_another", ".2f"), ("bytes would give", "limit", ".2f"),
-        ("mean accepted length", "mean_accepted_length", ".2f"), ("llama.cpp, slots", "peer_tokens_per_second", ",.1f"),
-        ("to it", "to_peer", ".2f"), ("error", "error", "")), report["texts"])
+        ("mean accepted length", "mean_accepted_length", ".2f"), ("peer's slots", "peer", ""),
+        ("tokens/s", "peer_tokens_per_second", ",.1f"), ("to it", "to_peer", ".2f"), ("error", "error", "")),
+        report["texts"])
     if report["peer"]:
         table("The peer", (("context", "context", ","), ("engine", "engine", ""), ("version", "version", ""),
                            ("error", "error", "")), report["peer"])

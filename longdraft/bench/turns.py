@@ -34,7 +34,7 @@ class Counts:
         self.lengths: Counter[int] = Counter()
         self.by_source: Counter[str] = Counter()
 
-    def push(self, accepted: Accepted, seconds: float) -> None:
+    def push(self, accepted: Accepted) -> None:
         self.depth += accepted.depth
         self.drafted += accepted.drafted
         self.accepted += len(accepted.sources)
@@ -61,12 +61,18 @@ def start(engine: Engine, system: System, prompt: Sequence[int], params: Samplin
 def write(text: Generation, end: int) -> Record:
     """Go on up to `end` new tokens (a step may write a few more); what that took, the prompt not counted."""
     counts, before, began = Counts(), text.stats(), time.perf_counter()
-    text.on_step = counts.push
+    ended = began
+
+    def on_step(accepted: Accepted, seconds: float) -> None:
+        nonlocal ended
+        counts.push(accepted)
+        ended = time.perf_counter()  # the last event's statistics, which are made after it, are not decoding
+
+    text.on_step = on_step
     while len(text.tokens) < end and next(text, None) is not None:
         pass
-    seconds = time.perf_counter() - began
     after = text.stats()
-    seconds -= after["prefill_seconds"] - before["prefill_seconds"]
+    seconds = ended - began - (after["prefill_seconds"] - before["prefill_seconds"])
     return {"until": after["new_tokens"], "tokens": after["new_tokens"] - before["new_tokens"], "seconds": seconds,
             **counts.record(), "tokens_by_choice": _gained(before, after)}
 

@@ -34,12 +34,14 @@ CacheDir = Annotated[Path | None, option("Where files from the hub are kept; def
 Offline = Annotated[bool, option("Use what was fetched from the hub before.", RUNNING, "--offline")]
 Drafter = Annotated[str, option("auto, plain, ngram, suffix, tokenswift, medusa, magicdec, draft-model, glide, "
                                 "triforce.", RUNNING, "--drafter")]
-DrafterOption = Annotated[list[str] | None, option("KEY=VALUE for the drafter; repeatable.", RUNNING,
+DrafterOption = Annotated[list[str] | None, option("KEY=VALUE for the drafter (docs/drafters.md); repeatable.", RUNNING,
                                                    "--drafter-option")]
-Heads = Annotated[str | None, option("Folder or hub id of heads; default: the model's.", RUNNING, "--heads")]
+Heads = Annotated[str | None, option("Folder or hub id of heads or a glide layer; default: the model's.", RUNNING,
+                                     "--heads")]
 Device = Annotated[str, option("auto, cpu or cuda.", RUNNING, "--device")]
-Dtype = Annotated[str, option("auto (the file's; float16: bfloat16), float32 or bfloat16.", RUNNING, "--dtype")]
-Quantize = Annotated[str, option("none, or int8: half the memory, another (slightly worse) model.", RUNNING,
+Dtype = Annotated[str, option("auto (the file's; float16: bfloat16), float32, bfloat16; on CUDA float16.", RUNNING,
+                              "--dtype")]
+Quantize = Annotated[str, option("none, or int8: weights in half the memory; another model, other texts.", RUNNING,
                                  "--quantize")]
 Threads = Annotated[int | None, option("CPU threads; default: PyTorch's choice.", RUNNING, "--threads")]
 TensorParallel = Annotated[int, option("Ranks that share the model: torchrun --nproc-per-node N -m longdraft.",

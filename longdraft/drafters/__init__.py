@@ -150,6 +150,11 @@ def draft_model_of(options: Any) -> str:
     return str(getattr(options, "model", ""))
 
 
+def reads(name: str, options: Any) -> int:
+    """Tokens that a drafter's own smaller model reads at most; 0: all of the text."""
+    return int(getattr(DraftModelOptions() if name == AUTO else options, "reads", 0))
+
+
 def check_heads(name: str, heads: str | None) -> None:
     """UsageError where heads are named for a drafter that uses none."""
     if heads is not None and name not in WITH_HEADS:

@@ -57,7 +57,7 @@ class AutoDrafter:
         self._luck = {name: known.luck.of_a_text() for name, known in self._known.items()}
         self._best: dict[str, tuple[float, int]] = {}  # seconds for each token, and the depth that gives them
         self._acceptance = Acceptance()
-        self._active = self._leader = self._plain
+        self._active = self._leader = self._written_by = self._plain
         self._probing = FIRST_STEPS  # steps left of a probe
         self._is_early = False  # the probe is of one of which little is known
         self._is_new = False  # took over just now
@@ -142,10 +142,16 @@ class AutoDrafter:
         self._experience.add(self._active, self._allowed, tree, guesses, drafted)
 
     def _report(self, context: Context, written: int) -> None:
+        self._written_by = self._active
         self.turns[self._active] += written
         while len(self.choices) <= context.num_new // _BUCKET:
             self.choices.append(Counter())
-        self.choices[context.num_new // _BUCKET][self._active] += written
+        self.choices[-1][self._active] += written
+
+    def cut(self, count: int) -> None:
+        """The last `count` tokens of the last step lie behind the text's end: nobody has written them."""
+        self.turns[self._written_by] -= count
+        self.choices[-1][self._written_by] -= count
 
     def _rate(self, name: str, context: Context) -> None:
         """What to expect of a contender now, if anything is known of it."""
@@ -168,7 +174,8 @@ class AutoDrafter:
             self._leader = best  # plain decoding has nothing to catch up
         if self._probing:
             self._probing -= 1
-            is_hopeless = self._known[self._active].steps == 2 and paces[self._active] > HOPELESS * paces[best]
+            known = self._known[self._active]
+            is_hopeless = not self._is_new and known.steps == 2 and paces[self._active] > HOPELESS * paces[best]
             if self._probing and not is_hopeless:
                 return
             self._probing, self._is_early = 0, False

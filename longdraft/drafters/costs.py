@@ -19,7 +19,9 @@ _FORGET = 0.97  # weight of what was known, at each new measurement of time: the
 _FORGET_LUCK = 0.985  # at each new outcome, which varies more
 _DOUBT = 4.0  # outcomes that what is expected of a depth weighs as much as
 _UNUSUAL = 3.0  # a measurement this many times what was expected is a hiccup of the machine, not news
+_FEW = 20  # steps of a drafter after which its first ones count for little
 _ASK_S = 1e-4  # what a forward takes for each text in it, however short; on 2 cores 60 to 130 microseconds
+_ASK_LEAST = 0.1  # of a forward's time is reading and multiplying, at least
 _CLAIM = 1000  # steps of all texts for which a first try is one text's alone
 _EARLY = 0.05  # share of the time that may be lost on probes of those of which little is known
 
@@ -56,11 +58,11 @@ class Line:
 class ForwardCost:
     """Seconds of a forward, from what it reads and what it multiplies.
 
-        a (weights + contexts of all texts)  +  b (rows of each text times (weights + its context), summed)
+        _ASK_S for each text  +  a (weights + contexts of all texts)
+                              +  b (rows of each text times (weights + its context), summed)
 
-    and _ASK_S for each text. One text's part of it is what is its own, and of the weights' reading as much as
-    everybody's. So a row costs what it adds to the forward, however many others are in it: b is learned from forwards
-    with the rows of all.
+    One text's part of it is what is its own, and of the weights' reading as much as everybody's. So a row costs what
+    it adds to the forward, however many others are in it: b is learned from forwards with the rows of all.
 
     weights  tokens of context whose cache is as large as the model's weights
     """
@@ -71,17 +73,21 @@ class ForwardCost:
 
     def add(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
         """A forward of texts with (rows, context) each."""
-        reads = self._weights + sum(context for _, context in parts) + len(parts) * self._ask
-        self._line.add(sum(rows * (self._weights + context) for rows, context in parts) / reads, seconds / reads)
+        reads = self._weights + sum(context for _, context in parts)
+        self._add(sum(rows * (self._weights + context) for rows, context in parts), reads, seconds, len(parts))
 
     def add_part(self, rows: int, context: int, texts: float, seconds: float) -> None:
         """One text's part of a forward of `texts` of them."""
-        reads = self._reads(context, texts)
-        self._line.add(rows * (self._weights + context) / reads, seconds / reads)
+        self._add(rows * (self._weights + context), self._weights / texts + context, seconds, 1)
+
+    def _add(self, multiplies: float, reads: float, seconds: float, texts: int) -> None:
+        """What a text takes however short is known and does not depend on the rest, so that it is not fitted."""
+        self._line.add(multiplies / reads, max(_ASK_LEAST * seconds, seconds - texts * _ASK_S) / reads)
 
     def terms(self, context: int, texts: float = 1) -> tuple[float, float]:
         """Of one text's part of a forward of `texts` of them: what it costs with no row, and what each row adds."""
-        return self._line.base * self._reads(context, texts), self._line.slope * (self._weights + context)
+        return (_ASK_S + self._line.base * (self._weights / texts + context),
+                self._line.slope * (self._weights + context))
 
     def at(self, rows: float, context: int, texts: float = 1) -> float:
         """One text's part of a forward of `texts` of them."""
@@ -96,14 +102,6 @@ class ForwardCost:
         """What a draft costs among `texts` texts, as a part of what it costs alone: a forward of little but weights."""
         whole = self.at(1, 0) if texts != 1 else 0.0
         return self.at(1, 0, texts) / whole if whole else 1.0
-
-    def _reads(self, context: int, texts: float) -> float:
-        return self._weights / texts + context + self._ask
-
-    @property
-    def _ask(self) -> float:
-        """Tokens of context whose reading takes as long as a text itself in a forward."""
-        return _ASK_S / self._line.base if self._line.base else 0.0
 
 
 class Depths:
@@ -196,6 +194,8 @@ class Contender:
         """A step that might draft `allowed` deep, and verified `tree`. The seconds are those of a text alone."""
         self.steps += 1
         self._deepest = max(self._deepest, *tree.depths)
+        if self.steps < _FEW and self._draft.at(min(allowed, self._deepest)) > _UNUSUAL * draft_seconds:
+            self._draft = Line(0.5)  # no luck makes a draft that much faster: those before were the hiccups
         self._draft.add(min(allowed, self._deepest), draft_seconds)
         self._rows.add(min(allowed, self._deepest), len(tree))
         self.luck.add(allowed, accepted)

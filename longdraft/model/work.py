@@ -43,20 +43,22 @@ def alone(work: Work[T]) -> T:
         return result
 
 
-def answers(asks: Sequence[Ask]) -> list[Forward | Exception]:
+def answers(asks: Sequence[Ask], spent: Callable[[Sequence[int], float], None]) -> list[Forward | Exception]:
     """What is asked for, in few forwards: one for each model. Who cannot be answered gets the reason, alone.
+
+    spent  is told of each forward the places of those that it served, and its seconds
 
     Where a forward of several texts fails (no memory for one's cache, say) each is asked for by itself: a forward that
     was cut short has changed nothing that counts.
     """
-    if len(asks) == 1:
-        return list(_together(asks))
     found: dict[int, Forward | Exception] = {}
     groups: dict[object, list[int]] = {}
     for place, ask in enumerate(asks):
         groups.setdefault(ask.model.identity, []).append(place)
     for places in groups.values():
+        began = time.perf_counter()
         found |= zip(places, _together([asks[place] for place in places]), strict=True)
+        spent(places, time.perf_counter() - began)
     return [found[place] for place in range(len(asks))]
 
 

@@ -76,6 +76,11 @@ class ParallelKernels:
         return self.group.sum(rows).to(self.dtype)  # one number and zeros: exact
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
+        if self.is_device:  # which checks itself where it makes a decoder, of this rank's part of a layer
+            first = layers[0]
+            own = {name: weight.part for name in ("out", "down") if isinstance(weight := getattr(first, name), Summed)}
+            self.local.new_decoder([first._replace(**own)], geometry)
+            self.is_row_invariant = self.local.is_row_invariant
         return _Layers(self, layers, geometry)
 
 

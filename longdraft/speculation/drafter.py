@@ -76,5 +76,13 @@ class HoldsMemory(Protocol):
         """Bytes of the caches of this request; weights, which requests share, are not counted."""
 
 
+@runtime_checkable
+class Counts(Protocol):
+    """A drafter that counts what was written."""
+
+    def cut(self, count: int) -> None:
+        """The last `count` tokens of the last step lie behind the text's end."""
+
+
 def memory_of(drafter: Drafter) -> int:
     return drafter.nbytes if isinstance(drafter, HoldsMemory) else 0

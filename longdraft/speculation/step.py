@@ -15,7 +15,7 @@ from longdraft.errors import NumericalError
 from longdraft.model.transformer import Ask, Transformer, tree_rows
 from longdraft.model.work import Work
 from longdraft.sampling.sampler import DAMAGED, Sampler
-from longdraft.speculation.drafter import Accepted, Drafter, Verified
+from longdraft.speculation.drafter import Accepted, Counts, Drafter, Verified
 from longdraft.speculation.verify import decide
 
 
@@ -56,6 +56,12 @@ class Step(NamedTuple):
     context: Context
     timings: Timings
     tally: Tally
+
+    def uncount(self, accepted: Accepted, count: int) -> None:
+        """The last `count` tokens of the last step lie behind the text's end."""
+        self.tally.accepted.subtract(accepted.sources[len(accepted.tokens) - count :])
+        if isinstance(self.drafter, Counts):
+            self.drafter.cut(count)
 
     def run(self, max_tokens: int) -> Work[Accepted]:
         """One step: at least one token, at most `max_tokens`, appended to the context."""

@@ -58,7 +58,7 @@ class Base:
         kept = _last_layer(self.config.num_layers - 1)
         hidden = self.body(input_ids=ids, position_ids=positions, past_key_values=kept, use_cache=False)
         keys, values = kept.found
-        return Seen(hidden.last_hidden_state.float().to(self.device), keys, values)
+        return Seen(hidden.last_hidden_state.float().to(self.device), keys.to(self.device), values.to(self.device))
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, window: int = 0, sinks: int = 0) -> Tensor:

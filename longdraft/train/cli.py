@@ -89,6 +89,11 @@ def _run(kind: type[Settings], called: typer.Context, given: dict[str, Any]) -> 
     explicit = {name: _setting(name, value) for name, value in given.items()
                 if (source := called.get_parameter_source(name)) and source.name != "DEFAULT"}
     if is_resumed:
+        if preset:
+            from longdraft.errors import UsageError
+
+            raise UsageError(f"--preset {preset} is given with --resume, which goes on with the run's own settings; "
+                             "leave it out")
         result = job.resume(kind.KIND, output, explicit, progress)
     else:
         result = job.train(kind(**(_preset(preset) | {"data": ()} | explicit)), output, progress)

@@ -62,8 +62,9 @@ class GlideModule(nn.Module):
     def forward(self, ids: Tensor, positions: Tensor, seen: Seen, lag: int) -> Tensor:
         """Normalised rows [B, L, hidden] float32 for ids [B, L] that the model has `seen`."""
         body: Any = self._base.body
-        x = body.embed_tokens(ids).float() * self._base.config.embedding_factor
-        cos, sin = body.rotary_emb(seen.keys, positions)
+        device = self._base.device  # a model that is spread over devices has these elsewhere
+        x = body.embed_tokens(ids).to(device).float() * self._base.config.embedding_factor
+        cos, sin = (part.to(device) for part in body.rotary_emb(seen.keys, positions))
         x = x + self._own(self._norm(x, "input_layernorm"), cos, sin)
         x = x + self._cross(self._norm(x, "cross_layernorm"), cos, sin, seen, lag)
         normed = self._norm(x, "post_attention_layernorm")

@@ -167,7 +167,8 @@ class LmTrainee:
         return hidden
 
     def _logits(self, rows: Tensor) -> Tensor:
-        return functional.linear(rows.to(self.dtype), self._weight.to(self.dtype)).float()
+        logits = functional.linear(rows.to(self.dtype), self._weight.to(self.dtype)).float()
+        return logits / getattr(self.module.config, "logits_scaling", 1.0)  # Granite's
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:
         """A Hugging Face model folder, with `training.json` beside it."""

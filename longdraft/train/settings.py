@@ -153,6 +153,8 @@ class HeadSettings(Settings):
         yield from super().idle()
         if not self.window:
             yield "sinks", "without --window"
+        if self.kind == "medusa":
+            yield "init", "with --kind medusa, whose heads are not chained"
 
     @property
     def shortest(self) -> int:
@@ -245,6 +247,8 @@ class LmSettings(Settings):
                 yield name, "with --start, which gives shape and tokenizer"
         elif self.tokenizer:
             yield "vocab_size", "with --tokenizer"
+        if self.KIND == LmSettings.KIND:
+            yield "probe_tokens", "in `train lm`: the model drafts for none"
         yield from self._idle_teaching()
 
     def _idle_teaching(self) -> Iterator[tuple[str, str]]:

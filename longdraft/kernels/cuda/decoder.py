@@ -6,6 +6,7 @@ padding costs a little time and nothing else, and the graphs are few.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,15 @@ if TYPE_CHECKING:
     from longdraft.kernels.cuda.kernels import CudaKernels
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows of a forward; more run as many as they are, without a graph
-_STAGES_KEPT = 24
+_STAGES_KEPT = 64  # of living texts: a text that ends takes its own with it
+Key = tuple[int, bool, tuple[int, ...]]  # bucket of rows, whether there is a remainder, serials of the stores
 
 
 class Stage:
-    """Memory of one bucket over one cache: what goes in, what comes out, and what is used between."""
+    """Memory of one bucket over one cache: what goes in, what comes out, and what is used between.
+
+    It does not hold the cache itself, which goes when its text does.
+    """
 
     def __init__(self, decoder: CudaDecoder, rows: int, stores: Sequence[CudaStore], has_rest: bool) -> None:
         heads, kv_heads, dim = decoder.geometry[:3]
@@ -37,7 +42,7 @@ class Stage:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         num = len(layers)
-        self.rows, self.stores = rows, tuple(stores)
+        self.rows = rows
         self.x_in, self.x, self.normed = (empty(rows, decoder.hidden) for _ in range(3))
         self.cos, self.sin = (empty(rows, dim // 2, dtype=torch.float32) for _ in range(2))
         self.parents = empty(rows, dtype=torch.int32)
@@ -77,7 +82,7 @@ class CudaDecoder:
         self.kernels, self.layers, self.geometry = kernels, tuple(layers), geometry
         self.hidden = len(layers[0].attention_norm)
         self.plan = kernels.plan(heads, kv_heads, dim)
-        self._stages: dict[tuple[int, bool, tuple[int, ...]], Stage] = {}
+        self._stages: dict[Key, Stage] = {}
 
     def weights_of(self, layer: LayerWeights) -> list[CudaLinear]:
         weights = [w for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CudaLinear)]
@@ -107,9 +112,9 @@ class CudaDecoder:
         stage = self._stage(rows, stores, kv.rest is not None)
         stage.load(x, cos, sin, kv, parents)
         if stage.rows in BUCKETS:
-            self.kernels.graphs.run(stage, lambda: self._run(stage))
+            self.kernels.graphs.run(stage, lambda: self._run(stage, stores))
         else:
-            self._run(stage)
+            self._run(stage, stores)
         kv.k.copy_(stage.k[:, :rows])
         kv.v.copy_(stage.v[:, :rows])
         parts = (part[:, :rows].clone() for part in (stage.q, stage.output, stage.lse, stage.content))
@@ -119,14 +124,23 @@ class CudaDecoder:
         """The memory for so many rows over these stores; what was used last is kept."""
         bucket = next((size for size in BUCKETS if size >= rows), rows)
         key = (bucket, has_rest, tuple(store.serial for store in stores))
-        stage = self._stages.pop(key, None) or Stage(self, bucket, stores, has_rest)
+        stage = self._stages.pop(key, None)
+        if stage is None:
+            stage = Stage(self, bucket, stores, has_rest)
+            if bucket in BUCKETS:
+                weakref.finalize(stores[0], _forget, weakref.ref(self), key).atexit = False
         if bucket in BUCKETS:
             self._stages[key] = stage
         while len(self._stages) > _STAGES_KEPT:
-            self.kernels.graphs.drop(self._stages.pop(next(iter(self._stages))))
+            self.forget(next(iter(self._stages)))
         return stage
 
-    def _run(self, stage: Stage) -> None:
+    def forget(self, key: Key) -> None:
+        """Let go of a stage and its graph."""
+        if stage := self._stages.pop(key, None):
+            self.kernels.graphs.drop(stage)
+
+    def _run(self, stage: Stage, stores: Sequence[CudaStore]) -> None:
         """All layers over a stage's memory; nothing here depends on what that holds."""
         geometry, follows = self.geometry, self.geometry.norms_follow
         stage.work.follow(stage.parents)
@@ -136,8 +150,8 @@ class CudaDecoder:
                                                 stage.normed)
         for index, layer in enumerate(self.layers):
             qkv, out, gate_up, down = self.weights_of(layer)
-            self._rotate(stage, index, layer, self._parts(stage, source, qkv))
-            self._attend(stage, index, layer.window)
+            self._rotate(stage, stores[index], index, layer, self._parts(stage, source, qkv))
+            self._attend(stage, stores[index], index, layer.window)
             mixed = self._parts(stage, stage.output[index].view(stage.rows, -1), out)
             self._add(stage, x, mixed, layer.attention_norm, layer.mlp_norm)
             x, source = stage.x, stage.x if follows else stage.normed
@@ -148,9 +162,9 @@ class CudaDecoder:
     def _parts(self, stage: Stage, x: Tensor, weight: CudaLinear) -> Parts:
         return weight.parts(x, self.kernels.tile, stage.sums)
 
-    def _rotate(self, stage: Stage, index: int, layer: LayerWeights, parts: Parts) -> None:
+    def _rotate(self, stage: Stage, store: CudaStore, index: int, layer: LayerWeights, parts: Parts) -> None:
         heads, kv_heads, dim, eps = self.geometry[:4]
-        half, store = dim // 2, stage.stores[index]
+        half = dim // 2
         norms = 0 if layer.q_norm is None else 1 if layer.q_norm.shape == (dim,) else 2
         q_norm, k_norm = (parts.sums if norm is None else norm for norm in (layer.q_norm, layer.k_norm))
         with on(stage.x.device):
@@ -161,14 +175,14 @@ class CudaDecoder:
                 HALF=half, PADDED=padded(half), ALL_PADDED=padded(heads * dim), NORMS=norms, ROTATES=layer.rotates,
                 ROUNDS_ONCE=self.geometry.rounds_once, IS_SCALED=store.is_scaled, **parts.options(), num_warps=1)
 
-    def _attend(self, stage: Stage, index: int, window: int) -> None:
+    def _attend(self, stage: Stage, store: CudaStore, index: int, window: int) -> None:
         heads, _, dim = self.geometry[:3]
         rest = stage.row_rest
         if rest is not None and stage.rest is not None:
             with on(stage.x.device):
                 jit_rows.map_rest[(stage.rows, heads)](stage.content[index], stage.rest[index], rest, HEADS=heads,
                                                        DIM=dim, PADDED=padded(dim + 1), num_warps=1)
-        attend(self.plan, stage.work, stage.q[index], stage.stores[index], stage.where, stage.room, window, rest,
+        attend(self.plan, stage.work, stage.q[index], store, stage.where, stage.room, window, rest,
                stage.output[index], stage.lse[index])
 
     def _swiglu(self, stage: Stage, parts: Parts) -> Tensor:
@@ -189,3 +203,9 @@ class CudaDecoder:
                 self.geometry.eps, WIDTH=self.hidden, PADDED=padded(self.hidden), HAS_FACTOR=factor != 1,
                 NORMS_OWN=follows, NORMS_NEXT=norms_next, ROUNDS_ONCE=self.geometry.rounds_once, **parts.options(),
                 num_warps=8, **EXACT)
+
+
+def _forget(decoder: weakref.ref[CudaDecoder], key: Key) -> None:
+    """The stage's cache is no more: its serials will not come again."""
+    if found := decoder():
+        found.forget(key)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_KEPT = 48  # graphs: buckets of rows by stages of drafting, for a few texts
+_KEPT = 128  # graphs: buckets of rows by stages of drafting, for some texts
 
 
 class Graphs:

@@ -1,0 +1,84 @@
+"""What a long text would take by each system, from segments of it that were measured.
+
+    longdraft bench run segments --prompt-file novel.txt --output segments.jsonl
+    python benchmarks/extrapolate.py segments.jsonl --prefill 4096 --tokens 100000
+
+Seconds for a token are known in the middle of each segment; between two they are taken to go in a straight line (what
+attention reads grows like that), and beyond the outermost ones to stay on the nearest line. Acceptance behind a novel
+may not be that behind a model's own text: the figures say what systems cost, and are no measurement of a whole run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from longdraft.bench import results
+from longdraft.bench.grid import Grid
+from longdraft.errors import UsageError
+
+Points = Sequence[tuple[float, float]]  # (context, seconds for a token), contexts rising
+
+
+def pace(points: Points, context: float) -> float:
+    """Seconds for a token at a context, on the lines through neighbouring points. Needs two of them."""
+    place = min(max(bisect_right([each for each, _ in points], context), 1), len(points) - 1)
+    (before, low), (behind, high) = points[place - 1 : place + 1]
+    return low + (high - low) * (context - before) / (behind - before)
+
+
+def seconds(points: Points, prefill: int, tokens: int) -> float:
+    """Of `tokens` behind `prefill`: lines are added up exactly by their middles, stretch by stretch."""
+    marks = [each for each, _ in points if prefill < each < prefill + tokens]
+    edges = [float(prefill), *marks, float(prefill + tokens)]
+    return sum((end - start) * pace(points, (start + end) / 2) for start, end in pairwise(edges))
+
+
+def measured(found: results.Results) -> dict[str, list[tuple[float, float]]]:
+    """The points of each system; the median where a context was measured with several seeds or stretches."""
+    all_paces: defaultdict[tuple[str, float], list[float]] = defaultdict(list)
+    for text in found.texts.values():
+        for system, turns in text.turns.items():
+            tokens = sum(turn["tokens"] for turn in turns)
+            middle = text.about["prefill"] + tokens / 2
+            all_paces[system, middle].append(sum(turn["seconds"] for turn in turns) / tokens)
+    systems: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for (system, middle), paces in sorted(all_paces.items()):
+        systems[system].append((middle, statistics.median(paces)))
+    return {system: points for system, points in systems.items() if len(points) > 1}
+
+
+def table(found: results.Results, prefill: int, tokens: int) -> Grid:
+    """Minutes and times of the reference, the fastest first. UsageError where no system was measured twice."""
+    systems = measured(found)
+    if not systems:
+        raise UsageError(f"{found.name} has no system at two contexts; give what `bench run segments` measured")
+    reference = next(iter(found.texts.values())).about["reference"]
+    whole = {system: seconds(points, prefill, tokens) for system, points in systems.items()}
+    rows = [[system, f"{taken / 60:.1f}", f"{whole[reference] / taken:.2f}"]
+            for system, taken in sorted(whole.items(), key=lambda each: each[1])]
+    return Grid(f"{tokens:,} tokens behind {prefill:,}, extrapolated", ["system", "minutes", "×"], rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path, help="what `longdraft bench run segments --output` wrote")
+    parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt")
+    parser.add_argument("--tokens", type=int, default=100_000, help="tokens of the text")
+    given = parser.parse_args()
+    try:
+        print(table(results.read(given.results), given.prefill, given.tokens).markdown())
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""A journal for tests, what must hold of whatever is left of it, and a system that fails."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from longdraft.errors import JournalError, LongdraftError
+from longdraft.journal import Header, Journal, Run, read
+
+ARITHMETIC = {"kernels": "portable", "device": "cpu", "dtype": "float32"}
+HEADER = Header(
+    model="novelist", weights="w" * 64, tokenizer="t" * 64, config="c" * 64, prompt_sha256="p" * 64, prompt=[1, 2, 3],
+    sampling={"max_new_tokens": 10_000, "seed": 7, "stop": ["x"]}, eos_token_ids=[1], quantize="none",
+    arithmetic=ARITHMETIC, exactness="bit-exact", drafter="auto", drafter_options={}, heads=None)
+RUN = Run("2026-01-01T00:00:00+00:00", 0, ARITHMETIC, "auto", 2)
+STEPS = [(5, 6, 7), (8,), (9, 10), (11, 12, 13, 14), (15,)]
+TOKENS = [token for step in STEPS for token in step]
+
+
+def written(folder: Path, fsync: float = 1.0, is_finished: bool = True) -> None:
+    with Journal.create(folder, HEADER, RUN, fsync) as journal:
+        for step in STEPS:
+            journal.append(step, 4, 0.25)
+        if is_finished:
+            journal.finish("length")
+
+
+def one_line(error: LongdraftError, part: str = "") -> None:
+    assert part in str(error) and "\n" not in str(error).strip() and len(str(error)) < 2000
+
+
+def is_true_prefix(folder: Path) -> bool:
+    """Reads as a prefix of what was written; False where it refuses, with one line."""
+    try:
+        found = read(folder)
+    except JournalError as error:
+        one_line(error)
+        return False
+    assert found.header == HEADER
+    assert found.tokens.tolist() == TOKENS[: len(found.tokens)]
+    assert len(found.tokens) in np.cumsum([0, *map(len, STEPS)])
+    assert found.finish in (None, "length") and (found.finish is None or found.tokens.tolist() == TOKENS)
+    return True
+
+
+def go_on(folder: Path) -> None:
+    """What is there can be gone on with, to the same end."""
+    if read(folder).finish:
+        return
+    journal, found = Journal.open(folder)
+    with journal:
+        journal.begin(RUN)
+        if rest := TOKENS[len(found.tokens):]:
+            journal.append(rest, 0, 0.0)
+        journal.finish("length")
+    assert read(folder).tokens.tolist() == TOKENS and read(folder).torn == 0
+
+
+class FaultyOS:
+    """`os` and `fcntl` of the writer, of whose calls the n-th fails; or of whose writes each takes little."""
+
+    COUNTED = ("open", "write", "fsync", "ftruncate", "replace", "stat", "fstat", "pread", "close", "flock")
+
+    def __init__(self, fails_at: int, number: int, is_short: bool = False) -> None:
+        self._left, self._number, self._is_short = fails_at, number, is_short
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> object:
+        import fcntl
+
+        real = getattr(os, name) if hasattr(os, name) else getattr(fcntl, name)
+        return self._counted(name, real) if name in self.COUNTED else real
+
+    def _counted(self, name: str, real):
+        def call(*args, **options):
+            self.calls += 1
+            is_fault = self.calls == self._left
+            if name == "write" and (self._is_short or is_fault):  # half of it, then maybe the fault
+                args = (args[0], args[1][: max(1, len(args[1]) // 2)])
+                done = real(*args)
+                return done if self._is_short and not is_fault else self._fail()
+            if name == "close" and is_fault:  # the system closes it all the same
+                real(*args)
+            return self._fail() if is_fault else real(*args, **options)
+
+        return call
+
+    def _fail(self):
+        raise OSError(self._number, os.strerror(self._number))

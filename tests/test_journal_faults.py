@@ -1,0 +1,126 @@
+"""A journal on a system that fails, interrupts, or takes its folder away: nothing that was confirmed is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from journals import HEADER, RUN, STEPS, TOKENS, FaultyOS, go_on, is_true_prefix, one_line
+
+from longdraft.errors import JournalError, LongdraftError, OutputError
+from longdraft.journal import FILE, Journal, read
+from longdraft.journal import writer as writing
+
+
+def life(folder: Path, done: list[int]) -> None:
+    """A journal's life in two processes; `done` gains the tokens whose writing was confirmed."""
+    with Journal.create(folder, HEADER, RUN, 0.0) as journal:
+        for step in STEPS[:3]:
+            journal.append(step, 0, 0.0)
+            done += step
+    journal, _ = Journal.open(folder, 0.0)
+    with journal:
+        journal.begin(RUN)
+        for step in STEPS[3:]:
+            journal.append(step, 0, 0.0)
+            done += step
+        journal.finish("length")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EINTR])
+def test_a_fault_at_any_call_loses_nothing_that_was_confirmed(tmp_path, monkeypatch, number):
+    faults = 0
+    for at in range(1, 1000):
+        folder, done, faulty = tmp_path / str(at), [], FaultyOS(at, number)
+        with monkeypatch.context() as patch:
+            patch.setattr(writing, "os", faulty)
+            patch.setattr(writing, "fcntl", SimpleNamespace(flock=faulty.flock, LOCK_EX=2, LOCK_NB=4))
+            patch.setattr(writing, "_LOOK_S", 0.0)
+            try:
+                life(folder, done)
+            except LongdraftError as error:
+                one_line(error, os.strerror(number))
+                faults += 1
+        if faulty.calls < at:
+            break
+        if not (folder / FILE).exists():
+            assert done == []  # it never began
+            continue
+        assert read(folder).tokens.tolist()[: len(done)] == done
+        assert is_true_prefix(folder)
+        go_on(folder)
+    assert at > 30 and faults > 25  # few calls may fail unnoticed: those that close
+
+
+def test_writes_that_take_little_at_a_time_are_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "os", FaultyOS(0, 0, is_short=True))
+    done: list[int] = []
+    life(tmp_path, done)
+    assert done == TOKENS and is_true_prefix(tmp_path) and read(tmp_path).finish == "length"
+
+
+def test_interrupted_calls_are_repeated(tmp_path):
+    """Signals rain on the writer: the system interrupts its calls, Python repeats them, nothing is lost or doubled."""
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(1))
+    stops = threading.Event()
+
+    def rain() -> None:
+        while not stops.wait(1e-4):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=rain)
+    thread.start()
+    try:
+        for turn in range(200):
+            done: list[int] = []
+            life(tmp_path / str(turn), done)
+            assert done == TOKENS == read(tmp_path / str(turn)).tokens.tolist()
+            if len(seen) > 200:
+                break
+    finally:
+        stops.set()
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert seen
+
+
+def test_after_a_failed_write_what_it_left_half_is_gone(tmp_path, monkeypatch):
+    with Journal.create(tmp_path, HEADER, RUN) as journal:
+        journal.append(STEPS[0], 0, 0.0)
+        size = (tmp_path / FILE).stat().st_size
+        monkeypatch.setattr(writing, "os", FaultyOS(1, errno.ENOSPC))
+        with pytest.raises(OutputError, match="No space left"):
+            journal.append(STEPS[1], 0, 0.0)
+    assert (tmp_path / FILE).stat().st_size == size and read(tmp_path).torn == 0
+
+
+def test_a_folder_that_vanishes_comes_back(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(writing, "_LOOK_S", 0.0)
+    with Journal.create(tmp_path / "a" / "b", HEADER, RUN) as journal:
+        journal.append(STEPS[0], 0, 0.0)
+        shutil.rmtree(tmp_path / "a")
+        for step in STEPS[1:]:
+            journal.append(step, 0, 0.0)
+        assert "had been removed" in caplog.text
+        with pytest.raises(JournalError, match="is being written"):
+            Journal.open(tmp_path / "a" / "b")
+    assert read(tmp_path / "a" / "b").tokens.tolist() == TOKENS
+
+
+def test_a_file_in_its_place_is_not_overwritten(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "_LOOK_S", 0.0)
+    with Journal.create(tmp_path, HEADER, RUN) as journal:
+        (tmp_path / FILE).rename(tmp_path / "moved")
+        (tmp_path / FILE).write_text("mine")
+        with pytest.raises(OutputError, match="another file lies in its place"):
+            journal.append(STEPS[0], 0, 0.0)
+    assert (tmp_path / FILE).read_text() == "mine"
+    (tmp_path / "moved").rename(tmp_path / FILE)
+    go_on(tmp_path)

@@ -1,0 +1,65 @@
+"""The verification of TokenSwift's published code: another law than the model's, and in the benchmarks alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from longdraft.bench import experiment as experiments
+from longdraft.bench import rules
+from longdraft.core import Context, SamplingParams
+from longdraft.tree import from_paths
+
+
+def laws_of(tree, probabilities):
+    return [(np.arange(len(probabilities)), np.cumsum(probabilities))] * len(tree)
+
+
+def test_the_published_rule_gives_the_counter_example():
+    """A fair coin and the leaves (A, A), (A, B): A is written three times out of four, 1.1875 guesses are accepted."""
+    tree = from_paths(0, [(0, 0), (0, 1)], "test")
+    pick = np.random.default_rng(1)
+    found = []
+    for _ in range(20_000):
+        path, last = rules.best_path(tree, laws_of(tree, [0.5, 0.5]), pick)
+        found.append((tree.tokens[path[1]] if len(path) > 1 else last, len(path) - 1))
+    assert np.mean([first == 0 for first, _ in found]) == pytest.approx(0.75, abs=0.015)
+    assert np.mean([accepted for _, accepted in found]) == pytest.approx(1.1875, abs=0.02)
+
+
+def test_tries_of_many_paths_add_up():
+    """M paths through one token of probability p: it is written with 1 - (1 - p)^M."""
+    tree = from_paths(9, [(0, other) for other in range(10, 37)], "test")
+    pick = np.random.default_rng(2)
+    first = [len(rules.best_path(tree, laws_of(tree, [0.05, 0.95]), pick)[0]) > 1 for _ in range(4000)]
+    assert np.mean(first) == pytest.approx(1 - 0.95**27, abs=0.03)
+
+
+def test_the_walk_ends_where_the_rule_does():
+    """The added token may be the child of another path, whose own samples missed it: it is not followed."""
+    tree = from_paths(0, [(1, 1), (1, 2)], "test")
+    params = SamplingParams(seed=3)
+    logits = torch.tensor([[-9.0, 9.0, -9.0], [-9.0, 1.0, 1.0]] + [[9.0, 0.0, 0.0]] * 2)
+    lengths = set()
+    for length in range(2, 60):
+        context = Context([2] * length + [0])
+        fresh = from_paths(0, [(1, 1), (1, 2)], "test")
+        choices = rules.PathSampler(params).choose(logits, fresh, context)
+        pick = np.random.default_rng([3, len(context)])
+        laws = [rules._law(row.numpy(), params) for row in logits]
+        path, last = rules.best_path(tree, laws, pick)
+        from longdraft.speculation.verify import walk
+
+        walked = walk(fresh, choices)
+        assert walked == path and choices[walked[-1]] == last
+        lengths.add(len(path))
+    assert lengths >= {2, 3}
+
+
+def test_only_the_benchmarks_know_the_published_rule():
+    package = Path(experiments.__file__).parent.parent
+    knowing = {path for path in package.rglob("*.py") if "PathSampler" in path.read_text()}
+    assert {path.parent.name for path in knowing} == {"bench"}

@@ -1,0 +1,163 @@
+"""Many requests at once: whose turn it is, what memory allows, and whose failure is whose."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+import serving
+import torch
+
+from longdraft.generation import LARGEST_TREE
+from longdraft.server import settings as server_settings
+from longdraft.server.prepare import Preparer
+from longdraft.server.schemas import CompletionRequest
+from longdraft.server.settings import Settings, free_memory
+
+engine = pytest.fixture(scope="module")(serving.talker)
+server = pytest.fixture(scope="module")(serving.opened)
+
+
+def test_texts_written_in_turns_are_those_written_alone(server, engine):
+    def ask(i):
+        body = {"prompt": "The ship", "max_tokens": 40 + i, "seed": i, "longdraft": {
+            "min_p": 0.1, "drafter": ["plain", "suffix", "auto", "magicdec"][i % 4]}}
+        return httpx.post(server.url + "/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
+
+    with ThreadPoolExecutor(12) as pool:
+        texts = list(pool.map(ask, range(12)))
+    assert texts == [serving.written(engine, "The ship", seed=i, max_new_tokens=40 + i) for i in range(12)]
+    serving.wait_for(lambda: server.scheduler.num_jobs == 0)
+    assert server.scheduler.figures()["reserved_bytes"] == 0
+
+
+def test_turns_are_fair(server):
+    """A short text does not wait for a long one that came before it."""
+    with httpx.stream("POST", server.url + "/v1/completions", timeout=60,
+                      json={"prompt": "It was", "max_tokens": 50_000, "stream": True}) as long:
+        lines = long.iter_lines()
+        next(lines)
+        reply = httpx.post(server.url + "/v1/completions", json={"prompt": "The", "max_tokens": 20}, timeout=30)
+        assert reply.json()["usage"]["completion_tokens"] == 20
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("drafter", ["plain", "auto"])
+def test_who_hangs_up_frees_the_engine_within_a_second(server, stream, drafter):
+    body = json.dumps({"prompt": "It was", "max_tokens": 100_000, "stream": stream, "longdraft": {"drafter": drafter}})
+    head = (f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall((head + body).encode())
+        serving.wait_for(lambda: any(job.num_tokens for job in server.scheduler.jobs() if job.ended is None))
+    assert serving.wait_for(lambda: server.scheduler.num_jobs == 0) < 1.0
+
+
+def test_too_many_are_told_to_come_back(engine):
+    with serving.running(engine, max_running=1, max_queued=1) as server:
+        long = {"prompt": "It was", "max_tokens": 50_000, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=long) as first, \
+                httpx.stream("POST", server.url + "/v1/completions", json=long) as second:
+            lines = first.iter_lines(), second.iter_lines()  # a reader that is let go of hangs up
+            assert next(lines[0]) and "queued" in next(lines[1])
+            reply = httpx.post(server.url + "/v1/completions", json=long)
+            assert reply.status_code == 429 and int(reply.headers["retry-after"]) > 0
+            assert reply.json()["error"]["code"] == "queue_full"
+
+
+def test_memory_is_a_budget(engine):
+    with serving.running(engine, memory_bytes=64 << 20) as server:
+        reply = httpx.post(server.url + "/v1/completions", json={"prompt": "It was", "max_tokens": 100_000})
+        assert reply.status_code == 400 and reply.json()["error"]["code"] == "memory_exceeded"
+        one = {"prompt": "It was", "max_tokens": 2500, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=one) as first, \
+                httpx.stream("POST", server.url + "/v1/completions", json=one) as second:
+            lines = first.iter_lines(), second.iter_lines()
+            assert next(lines[0]) and "queued" in next(lines[1])
+            assert server.scheduler.figures()["waiting"] == 1  # there are places, there is no memory
+
+
+def bytes_of(engine, tokens: int) -> int:
+    """What a text of so many tokens is counted as."""
+    request = CompletionRequest(prompt=[5] * 10, max_tokens=tokens - 10)
+    return Preparer(engine, Settings()).completion(request, "cmpl")[0].num_bytes
+
+
+@pytest.mark.parametrize("name, dtype, width", [
+    ("reference", "bfloat16", 4), ("reference", "float32", 4), ("portable", "bfloat16", 2), ("portable", "float32", 4)])
+def test_the_budget_counts_what_caches_take_on_these_kernels(tiny, name, dtype, width):
+    engine = serving.load(tiny["mha"], drafter="plain", dtype=dtype, kernels_name=name)
+    config = engine.model.config
+    each = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
+    assert bytes_of(engine, 1010) - bytes_of(engine, 10 + 1) == pytest.approx(1.15 * 999 * each, abs=1)
+
+
+def test_the_budget_counts_what_caches_take_on_a_device(tiny, monkeypatch):
+    """8 bits with a scale for each key and value; a cache is reserved whole, with room for trees."""
+    engine = serving.load(tiny["mha"], drafter="plain", dtype="float32")
+    kernels, config = engine.model.kernels, engine.model.config
+    monkeypatch.setattr(kernels, "dtype", torch.float16)
+    monkeypatch.setattr(kernels, "is_device", True, raising=False)
+    monkeypatch.setattr(kernels, "cache_bytes", lambda head_dim: head_dim + 4, raising=False)
+    each = 2 * config.num_layers * config.num_kv_heads * (config.head_dim + 4)
+    assert bytes_of(engine, 1010) - bytes_of(engine, 10 + 1) == pytest.approx(1.15 * 999 * each, abs=1)
+    assert bytes_of(engine, 1010) >= (1010 + LARGEST_TREE) * each
+
+
+def test_the_budget_is_what_the_device_leaves_else_what_system_and_container_leave(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_settings, "_PROC", tmp_path)
+    monkeypatch.setattr(server_settings, "_CGROUP", tmp_path)
+    assert 1 << 20 < free_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "nobody says"
+    (tmp_path / "meminfo").write_text("MemTotal: 64000 kB\nMemAvailable:   50000 kB\n")
+    assert free_memory() == int(0.8 * 50_000 * 1024)
+    assert free_memory(10 << 30) == 8 << 30, "the device's own"
+    (tmp_path / "memory.max").write_text(f"{20 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{20 << 20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {4 << 20}\nfile {16 << 20}\ninactive_file {15 << 20}\nactive_file 1\n")
+    assert free_memory() == 12 << 20, "pages of files make room"
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory() == int(0.8 * 50_000 * 1024)
+
+
+def test_a_text_may_take_only_so_long(server):
+    body = {"prompt": "It was", "max_tokens": 100_000, "longdraft": {"timeout": 0.3}}
+    reply = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
+    assert reply.status_code == 408 and reply.json()["error"]["code"] == "timeout"
+
+
+def test_a_text_that_runs_out_of_memory_is_the_only_one_that_fails(server, engine, monkeypatch):
+    from longdraft.generation import Generation
+
+    go_on = Generation.go_on
+
+    def poisoned(self, answer=None):
+        if self.params.seed == 666 and len(self.tokens) > 3:
+            raise MemoryError
+        return go_on(self, answer)
+
+    monkeypatch.setattr(Generation, "go_on", poisoned)
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(httpx.post, server.url + "/v1/completions", timeout=60,
+                             json={"prompt": "The ship", "max_tokens": 30, "seed": seed, "longdraft": {"min_p": 0.1}})
+                 for seed in (7, 666, 8)]
+    good, bad, other = (each.result() for each in asked)
+    assert bad.status_code == 503 and bad.json()["error"]["code"] == "out_of_memory"
+    assert good.json()["choices"][0]["text"] == serving.written(engine, "The ship")
+    assert other.status_code == 200
+    assert server.scheduler.figures()["reserved_bytes"] == 0 and server.scheduler.is_alive
+
+
+def test_a_failure_in_a_stream_is_an_error_in_the_stream(server, monkeypatch):
+    from longdraft.generation import Generation
+
+    def fail(self, answer=None):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Generation, "go_on", fail)
+    with pytest.raises(openai.APIError, match="internal error"):
+        list(serving.client(server).completions.create(model="novelist", prompt="a", stream=True))
