@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from longdraft.bench import results
+from longdraft.bench import experiment, results
 from longdraft.bench.grid import Grid
 from longdraft.errors import UsageError
 
@@ -61,7 +61,9 @@ def table(found: results.Results, prefill: int, tokens: int) -> Grid:
         raise UsageError(f"{found.name} has no system at two contexts; give what `bench run segments` measured")
     reference = next(iter(found.texts.values())).about["reference"]
     whole = {system: seconds(points, prefill, tokens) for system, points in systems.items()}
-    rows = [[system, f"{taken / 60:.1f}", f"{whole[reference] / taken:.2f}"]
+    names = {case.system: case.name.removesuffix(", behind {prefill}")
+             for table in experiment.load("segments").tables for case in table.cases}
+    rows = [[names.get(system, system), f"{taken / 60:.1f}", f"{whole[reference] / taken:.2f}"]
             for system, taken in sorted(whole.items(), key=lambda each: each[1])]
     return Grid(f"{tokens:,} tokens behind {prefill:,}, extrapolated", ["system", "minutes", "×"], rows)
 

@@ -184,6 +184,14 @@ class Engine:
                 "weights_bytes": sum(weight.nbytes for weight in self.model.linears),
                 "cache_bytes_per_token": self.model.cache_bytes_per_token}
 
+    def drafter_bytes(self, tokens: int) -> int:
+        """Of the caches that drafting a text of so many tokens takes, beside the text's own."""
+        found = min(drafters.partial_rows(self.options), tokens) * self.model.cache_bytes_per_token
+        if self.draft is not None and self.drafter in drafters.WITH_DRAFT:
+            rows = drafters.reads(self.drafter, self.options) or min(tokens, self.draft.config.max_positions)
+            found += min(rows, tokens) * self.draft.cache_bytes_per_token
+        return found
+
     def chat(self, messages: str | Sequence[Message], /, **options: Any) -> list[int]:
         """Token ids of messages (a text: one of the user's) in the model's chat template.
 

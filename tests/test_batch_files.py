@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import Pipe
+from queue import SimpleQueue
 
 import pytest
 from jobs import ROWS, put, records, stop_after
 
+from longdraft.batch import local
 from longdraft.batch.local import alone, processes
 from longdraft.batch.records import Records
 from longdraft.batch.rows import Report, Task, failed, parse
@@ -140,3 +144,19 @@ def test_a_full_disk_ends_the_job_and_not_a_row(job, tmp_path, monkeypatch):
             run(rows, output, job, alone)
     totals = run(rows, output, job, alone)
     assert totals.done == 2 and totals.resumed > 0 and len(records(output)) == 2
+
+
+def test_a_worker_that_is_given_much_and_hears_nothing_holds_nobody_up():
+    """Where both send more than a pipe holds, neither may wait for the other."""
+    worker = object.__new__(local._Worker)
+    worker._pipe, theirs = Pipe()
+    worker.tasks, worker._given = {}, SimpleQueue()
+    giver = threading.Thread(target=worker._give, daemon=True)
+    giver.start()
+    tasks = [Task(str(number), prompt="x" * 10_000) for number in range(100)]  # five times what it holds
+    for task in tasks:
+        worker.give(task)
+    assert [theirs.recv().key for _ in tasks] == [task.key for task in tasks] == list(worker.tasks)
+    worker._given.put(None)
+    giver.join(10)
+    assert not giver.is_alive()

@@ -347,6 +347,24 @@ def test_a_full_disk_ends_the_text_that_has_a_journal(plain, tmp_path, monkeypat
         plain.generate(prompt_of(20), params_of()))[-1].stats["sha256_tokens"]
 
 
+def test_a_journal_that_cannot_be_closed_is_the_texts_one_end(plain, tmp_path, monkeypatch):
+    """All was written and told; what the disk refuses at the very end is still an error, and no second end."""
+    batch = plain.batch()
+    text = batch.add(prompt_of(20), params_of(), journal=tmp_path / "work")
+
+    def refuse(journal):
+        raise OutputError("the disk is full")
+
+    monkeypatch.setattr(writing.Journal, "close", refuse)
+    events = []
+    while batch:
+        events += [event for number, event in batch.step() if number == text]
+    ends = [event for event in events if event.finish_reason or event.error]
+    assert len(ends) == 1 and isinstance(ends[0].error, OutputError) and ends[0] is events[-1]
+    assert [token for event in events for token in event.tokens] == [
+        token for event in plain.generate(prompt_of(20), params_of()) for token in event.tokens]
+
+
 def test_too_large_a_forward_is_cut_into_those_of_each_text(plain, monkeypatch):
     together = Transformer.together
 

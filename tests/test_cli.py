@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from longdraft.__main__ import run
+from longdraft.files import OutputFile
 from longdraft.model.library import BUNDLED_DIR
 from longdraft.statistics import sha256_tokens
 
@@ -82,6 +83,9 @@ MISTAKES = {
     "contradiction": (["generate", "a", "--min-new-tokens", "9", "--max-new-tokens", "8"], "at most max_new_tokens"),
     "too long": (["generate", "a", "--max-new-tokens", "200000"], "the model's context limit"),
     "prefill": (["generate", "a", "--prefill", "9"], "--prefill is 9; allowed: 1 to 1"),
+    "a model's name as no file has": (["generate", "a", "--model", "x" * 300], "no model 'xxx"),
+    "bodies of no size": (["serve", "--max-body-mib", "nan"], "--max-body-mib is nan; allowed: above 0"),
+    "pages of everywhere": (["serve", "--cors-origin", "*"], "an origin such as https://example.org"),
     "unknown model": (["generate", "a", "--model", "no-such"], "no model 'no-such'"),
     "unknown drafter": (["generate", "a", "--drafter", "no-such"], "known: auto, plain, ngram, suffix, tokenswift"),
     "unknown drafter option": (["generate", "a", "--drafter", "ngram", "--drafter-option", "x=1"],
@@ -156,6 +160,20 @@ def test_no_arguments_show_the_help_and_nothing_else(capfd):
 def test_a_mistake_leaves_no_files_behind(capfd, tmp_path):
     assert run([*QUICK, "--model", "no-such", "--output", str(tmp_path / "x"), "--stats", str(tmp_path / "y")]) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_process_is_writing_is_not_touched(tmp_path, capfd):
+    """A second process that thinks the first one dead must not empty its file."""
+    output = tmp_path / "text.txt"
+    first = OutputFile(output, "--output")
+    first.write(b"the beginning, ")
+    assert run([*QUICK, "--output", str(output)]) == 2
+    assert "another process is writing it" in capfd.readouterr().err
+    first.write(b"the end")
+    first.finish()
+    assert output.read_bytes() == b"the beginning, the end"
+    assert run([*QUICK, "--output", str(output)]) == 0, "now it may be replaced"
+    assert output.read_bytes() != b"the beginning, the end" and list(tmp_path.iterdir()) == [output]
 
 
 def test_a_prompt_that_is_no_text_is_refused(capfd, tmp_path):

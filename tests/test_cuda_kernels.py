@@ -6,8 +6,10 @@ bfloat16 product wrong). `make test-cuda` runs the same on a device, bfloat16 to
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -314,6 +316,25 @@ def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family):
         results.append((out, k, v, *(part[:, -120:] for part in attended)))
     for got, expected in zip(*results, strict=True):
         close(got, expected, dtype, times=20)
+
+
+def test_a_cache_that_is_gone_is_held_by_nothing():
+    """Stages and graphs of many rows and caches are kept, but not the caches, and none of a text that has ended."""
+    geometry = Geometry(2, 1, 16, 1e-5)
+    kernel = kernels("float16")
+    decoder = kernel.new_decoder(layers_of(kernel, geometry, 1, "none", False), geometry)
+    for rows in (1, 3, 3):
+        store = kernel.new_store(1, 16)
+        store.reserve(8)
+        k, v = (torch.empty(1, rows, 1, 16, dtype=kernel.dtype, device=DEVICE) for _ in range(2))
+        angles = rows_of(rows, 8, seed=7)
+        decoder.forward(rows_of(rows, 48, seed=8, dtype=kernel.dtype), angles.cos(), angles.sin(),
+                        [LayersKV([store], 0, k, v, None)], parents_of(list(range(-1, rows - 1))))
+        assert len(decoder._stages) == 1
+        gone = weakref.ref(store)
+        del store
+        gc.collect()
+        assert gone() is None and not decoder._stages
 
 
 def test_what_the_device_does_is_checked_and_not_believed(monkeypatch):

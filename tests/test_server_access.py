@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 from pathlib import Path
 
 import httpx
@@ -12,6 +14,7 @@ import pytest
 import serving
 
 from longdraft.errors import UsageError
+from longdraft.server import run as running
 from longdraft.server.settings import Settings, read_keys
 
 engine = pytest.fixture(scope="module")(serving.talker)
@@ -87,3 +90,23 @@ def test_the_dashboard_asks_for_series_that_are_there(server):
     asked = set(re.findall(r"longdraft:\w+", dashboard))
     assert len(json.loads(dashboard)["panels"]) >= 10 and len(asked) > 12
     assert asked - told <= {"longdraft:request_failure_total"}  # there when something has failed
+
+
+@pytest.mark.parametrize("beginning", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"G"])
+def test_a_connection_that_begins_a_request_and_stops_is_cut(server, monkeypatch, beginning):
+    """The first one, and one behind another that was answered."""
+    monkeypatch.setattr(running, "_HEADER_S", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(beginning)
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(65_536):
+                pass
+
+
+def test_a_connection_stays_while_its_answer_is_written(server, monkeypatch):
+    monkeypatch.setattr(running, "_HEADER_S", 0.05)
+    body = {"prompt": "It was", "max_tokens": 2000, "ignore_eos": True, "longdraft": {"drafter": "plain"}}
+    with httpx.Client() as client:
+        reply = client.post(server.url + "/v1/completions", json=body, timeout=60)
+        assert reply.json()["usage"]["completion_tokens"] == 2000
+        assert client.get(server.url + "/health").status_code == 200

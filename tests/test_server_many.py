@@ -82,9 +82,9 @@ def test_memory_is_a_budget(engine):
             assert server.scheduler.figures()["waiting"] == 1  # there are places, there is no memory
 
 
-def bytes_of(engine, tokens: int) -> int:
+def bytes_of(engine, tokens: int, **extension) -> int:
     """What a text of so many tokens is counted as."""
-    request = CompletionRequest(prompt=[5] * 10, max_tokens=tokens - 10)
+    request = CompletionRequest(prompt=[5] * 10, max_tokens=tokens - 10, longdraft=extension)
     return Preparer(engine, Settings()).completion(request, "cmpl")[0].num_bytes
 
 
@@ -95,6 +95,25 @@ def test_the_budget_counts_what_caches_take_on_these_kernels(tiny, name, dtype, 
     config = engine.model.config
     each = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
     assert bytes_of(engine, 1010) - bytes_of(engine, 10 + 1) == pytest.approx(1.15 * 999 * each, abs=1)
+
+
+def test_the_budget_counts_what_drafting_takes(engine):
+    each, plain = engine.model.cache_bytes_per_token, bytes_of(engine, 5000, drafter="plain")
+    for budget, rows in ((200, 200), (10**9, 5000)):
+        options = {"drafter": "magicdec", "drafter_options": {"budget": budget}}
+        assert bytes_of(engine, 5000, **options) - plain == rows * each
+    assert bytes_of(engine, 5000, drafter="auto") > plain, "its small model reads along"
+
+
+def test_a_text_whose_time_is_up_while_it_waits_has_nothing_to_go_on_with(engine, tmp_path):
+    with serving.running(engine, max_running=1, journals=tmp_path, journal_from=100) as server:
+        long = {"prompt": "It was", "max_tokens": 50_000, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=long) as first:
+            lines = first.iter_lines()
+            next(lines)
+            body = {"prompt": "It was", "max_tokens": 5000, "longdraft": {"timeout": 0.2}}
+            reply = httpx.post(server.url + "/v1/completions", json=body, timeout=30)
+    assert reply.status_code == 408 and "resume" not in reply.json()["error"]["message"]
 
 
 def test_the_budget_counts_what_caches_take_on_a_device(tiny, monkeypatch):

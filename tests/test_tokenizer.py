@@ -182,3 +182,12 @@ def test_a_model_with_another_form_of_tokenizer_says_how_to_convert_it(tmp_path,
     with pytest.raises(ModelError, match=rf"there is {name}.*AutoTokenizer.*save_pretrained") as raised:
         Tokenizer(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+@KINDS
+def test_what_a_token_adds_is_told_with_the_space_in_front_of_it(kinds, kind):
+    """Text by text, tokens give the decoded whole: but for the first space, which some decoders drop, and for
+    characters of several tokens."""
+    tokenizer = kinds[kind]
+    ids = tokenizer.encode("So it was a ban, and", add_special_tokens=False)
+    assert "".join(map(tokenizer.text_of, ids)).lstrip(" ") == tokenizer.decode(ids).lstrip(" ")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_checkpoint
 from safetensors.torch import load_file
+from test_families import make
 from test_train_heads import ALPHABET, At, losses
 
 import longdraft
@@ -156,6 +157,7 @@ IDLE = [
     (DraftSettings, {"model": "MODEL", "tokenizer": "MODEL"}, "tokenizer is .* is the model's"),
     (DraftSettings, {"model": "MODEL", "vocab_size": 500}, "vocab_size is 500, .* is the model's"),
     (DraftSettings, {"model": "MODEL", "distill_from": "MODEL"}, "distill_from is .* it learns from --model"),
+    (HeadSettings, {"model": "MODEL", "kind": "medusa", "init": "paper"}, "init is 'paper', .* not chained"),
     (HeadSettings, {"model": "MODEL", "sinks": 4}, "sinks is 4, but has no effect without --window"),
     (HeadSettings, {"model": "MODEL", "validation": "TEXT", "holdout": 0.1}, "holdout is 0.1, .* beside --validation"),
 ]
@@ -218,6 +220,18 @@ def test_rows_behind_a_jump_see_what_stands_before_it(text, tokens, monkeypatch,
     assert not torch.allclose(first[0, 15], second[0, 15])
     model = frozen.load_base(tokens, "auto", torch.device("cpu"))
     assert not torch.allclose(model.see(one, places).hidden[0, 15], model.see(other, places).hidden[0, 15])
+
+
+def test_logits_are_those_of_the_model_that_is_trained(text, tmp_path):
+    """A Granite's are divided, as its model does it and as ours will."""
+    model = make(tmp_path, "granite")
+    wanted = LmSettings(data=(text,), start=str(tmp_path), **QUICK)
+    module = lm.prepare(model, wanted, torch.device("cpu"))
+    trainee = lm.LmTrainee(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
+    ids = torch.arange(20)[None] + 5
+    with torch.no_grad():
+        logits = trainee._logits(trainee._hidden(ids, None)[0])
+        assert torch.allclose(logits, module(ids).logits[0], atol=1e-5)
 
 
 def test_the_loss_is_the_mean_over_all_tokens(text, tokens):
@@ -305,5 +319,8 @@ def test_a_preset_gives_way_to_options(text, tokens, tmp_path, capsys):
     assert run(["train", "heads", "--output", str(tmp_path / "heads"), *more]) == 0
     record = json.loads((tmp_path / "heads" / "config.json").read_text())["training"]
     assert [record[name] for name in ("kind", "init", "learning_rate", "steps")] == ["tokenswift", "paper", 5e-3, 2]
+    resumed = ["train", "heads", "--output", str(tmp_path / "heads"), "--resume"]
+    assert run([*resumed, "--preset", "paper-llama3.1-8b"]) == 2
+    assert "goes on with the run's own settings" in capsys.readouterr().err
     assert run(["train", "heads", "--output", str(tmp_path / "no"), "--preset", "paper-gpt2", "--data", text]) == 2
     assert "preset is 'paper-gpt2'; allowed: paper-llama3.1-8b" in capsys.readouterr().err

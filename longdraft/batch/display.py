@@ -52,11 +52,11 @@ def status(totals: Totals) -> str:
             f"{totals.new_tokens:,} tokens · {totals.tokens_per_second:.1f} tokens/s{left}")
 
 
-def outcome(totals: Totals) -> str:
-    """The last line: what this run did."""
+def outcome(totals: Totals, *, may_retry: bool = True) -> str:
+    """The last line: what this run did. may_retry: the output can be gone on with."""
     parts = [f"{totals.done:,} of {totals.rows:,} rows written"]
     parts += [f"{totals.skipped:,} were done before"] if totals.skipped else []
     errors = totals.errors + totals.failed
-    parts += [f"{errors:,} are errors (--retry-errors writes them anew)"] if errors else []
+    parts += [f"{errors:,} are errors" + " (--retry-errors writes them anew)" * may_retry] if errors else []
     parts += [f"{totals.new_tokens:,} tokens in {clock(totals.seconds)}, {totals.tokens_per_second:.1f} tokens/s"]
     return "; ".join(parts)

@@ -65,8 +65,8 @@ class Records:
 
         UsageError where the file holds something else, or another job writes it.
         """
-        if is_parquet(output) and output.exists():
-            raise UsageError(f"the output {output} is there already; give another name, or remove it")
+        if is_parquet(output) and os.path.exists(output):  # JSON lines could be gone on with
+            raise UsageError(f"the output {output} is there already, whole; give another name, or remove it")
         records = cls(output, work)
         try:
             size = records._read()

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -92,7 +93,7 @@ def run(rows: Path, output: Path, job: Job, crew: Crew, *, check: Check = lambda
 
     Raises UsageError for files that cannot be used, and for a job that was begun otherwise; what ends a writer.
     """
-    if output.exists() and rows.exists() and output.samefile(rows):
+    if os.path.exists(output) and os.path.exists(rows) and os.path.samefile(output, rows):
         raise UsageError(f"input and output are both {rows}; give the output another name")
     num_rows = source.count(rows)
     settings = {"seed": job.seed, "sampling": dict(job.defaults), "model": job.model}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,7 +61,13 @@ def _parsed(line: bytes) -> Row | str:
 
 def _table(path: Path) -> Iterator[tuple[int, Row | str]]:
     number = 0
-    for batch in _open_table(path).iter_batches(_AT_ONCE):
+    with _readable_table(path):
+        batches = _open_table(path).iter_batches(_AT_ONCE)
+    while True:
+        with _readable_table(path):
+            batch = next(batches, None)
+        if batch is None:
+            return
         for row in batch.to_pylist():
             number += 1
             yield number, {name: _from_cell(name, value) for name, value in row.items()}
@@ -83,9 +90,16 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _open_table(path: Path) -> Any:
-    pyarrow, parquet = parquet_library()
-    try:
+    _, parquet = parquet_library()
+    with _readable_table(path):
         return parquet.ParquetFile(path)
+
+
+@contextmanager
+def _readable_table(path: Path) -> Iterator[None]:
+    pyarrow, _ = parquet_library()
+    try:
+        yield
     except (OSError, pyarrow.ArrowException) as error:
         raise UsageError(f"cannot read {path} as Parquet: {str(error).splitlines()[0]}; give a Parquet file or JSON "
                          "lines") from error

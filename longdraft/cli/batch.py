@@ -148,6 +148,7 @@ def _crew(workers: int | None, ray: str | None, threads: int | None, device: str
 def _run(rows: Path, output: Path, job: Job, crew: Crew, retry_errors: bool, stats: Path | None, quiet: bool) -> int:
     from longdraft.batch.display import Display
     from longdraft.batch.run import run
+    from longdraft.batch.source import is_parquet
     from longdraft.console import Interrupt, Interrupted
     from longdraft.files import open_outputs
 
@@ -166,16 +167,16 @@ def _run(rows: Path, output: Path, job: Job, crew: Crew, retry_errors: bool, sta
         if totals and files:
             files["--stats"].write((json.dumps(totals.summary(), indent=2) + "\n").encode())
             files["--stats"].finish()
-        return _end(totals, interrupt, quiet)
+        return _end(totals, interrupt, quiet, may_retry=not is_parquet(output))
     finally:
         for file in files.values():
             file.abandon()
 
 
-def _end(totals: Totals | None, interrupt: Interrupt, quiet: bool) -> int:
+def _end(totals: Totals | None, interrupt: Interrupt, quiet: bool, *, may_retry: bool) -> int:
     from longdraft.batch.display import outcome
 
-    said: list[Any] = [outcome(totals)] if totals else []
+    said: list[Any] = [outcome(totals, may_retry=may_retry)] if totals else []
     if interrupt.number:
         said = ["interrupted", *said, "the same command goes on"]
     if not quiet or interrupt.number:

@@ -9,7 +9,7 @@ import typer
 
 from longdraft.cli import options
 from longdraft.cli.options import RUNNING, option, parse_pairs
-from longdraft.errors import UsageError
+from longdraft.errors import UsageError, check
 
 _SERVING, _LIMITS = "Serving", "Limits"
 
@@ -74,6 +74,7 @@ def serve(
     except ImportError as error:
         raise UsageError(f"`longdraft serve` needs {error.name}; pip install 'longdraft[serve]'") from error
 
+    check(0 < max_body_mib <= 1 << 20, "--max-body-mib", max_body_mib, "above 0, at most 1048576")
     drafting = parse_pairs("--drafter-option", drafter_option or ())
     root = None if journals == "none" else Path(journals) if journals else state_folder()
     given: dict[str, Any] = dict(

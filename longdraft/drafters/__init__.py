@@ -155,6 +155,11 @@ def reads(name: str, options: Any) -> int:
     return int(getattr(DraftModelOptions() if name == AUTO else options, "reads", 0))
 
 
+def partial_rows(options: Any) -> int:
+    """Rows of the model's own cache that a drafter holds besides."""
+    return int(options.budget) if isinstance(options, TokenSwiftOptions | MagicDecOptions | TriForceOptions) else 0
+
+
 def check_heads(name: str, heads: str | None) -> None:
     """UsageError where heads are named for a drafter that uses none."""
     if heads is not None and name not in WITH_HEADS:

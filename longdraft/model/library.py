@@ -59,7 +59,7 @@ def resolve(name: str, hub: Hub | None = None, *, is_config_enough: bool = False
     """The folder of a model or of heads. ModelError where there is none, UsageError for a revision of no hub id."""
     hub = hub or Hub()
     folder = BUNDLED_DIR / name if name in bundled() else Path(name)
-    if "\0" not in name and folder.is_dir():
+    if os.path.isdir(folder):
         if hub.revision:
             raise UsageError(f"revision is {hub.revision!r}, but {name!r} is a folder; revisions are those of hub ids")
         return folder
@@ -74,7 +74,7 @@ def resolve(name: str, hub: Hub | None = None, *, is_config_enough: bool = False
 
 def is_folder(name: str) -> bool:
     """Whether a model's name is a folder of the user's."""
-    return bool(name) and name not in bundled() and Path(name).is_dir()
+    return bool(name) and name not in bundled() and os.path.isdir(name)
 
 
 def from_anywhere(name: str) -> str:
@@ -87,7 +87,7 @@ def lasting_name(name: str, folder: Path) -> str:
     if name in bundled():
         return name
     found = _HUB_ID.fullmatch(name)
-    if found and not Path(name).is_dir() and _COMMIT.fullmatch(folder.name):
+    if found and not os.path.isdir(name) and _COMMIT.fullmatch(folder.name):
         return f"{found['id']}@{folder.name}"
     return str(folder.resolve())
 

@@ -70,6 +70,17 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def text_of(self, token: int) -> str:
+        """What a token adds behind another one; at a text's beginning a decoder may drop the space in front of it."""
+        ids, before = self._neutral
+        both = self.decode([*ids, token])
+        return both[len(before) :] if both.startswith(before) else self.decode([token])
+
+    @cached_property
+    def _neutral(self) -> tuple[list[int], str]:
+        ids = self.encode("a", add_special_tokens=False)[-1:]
+        return ids, self.decode(ids)
+
     def letters(self, token: int) -> str:
         """A token as the vocabulary writes it; empty for ids that have no text."""
         return self._tokenizer.id_to_token(token) or ""

@@ -78,8 +78,8 @@ class ParallelKernels:
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
         if self.is_device:  # which checks itself where it makes a decoder, of this rank's part of a layer
             first = layers[0]
-            own = {name: weight.part for name in ("out", "down") if isinstance(weight := getattr(first, name), Summed)}
-            self.local.new_decoder([first._replace(**own)], geometry)
+            out, down = (each.part if isinstance(each, Summed) else each for each in (first.out, first.down))
+            self.local.new_decoder([first._replace(out=out, down=down)], geometry)
             self.is_row_invariant = self.local.is_row_invariant
         return _Layers(self, layers, geometry)
 

@@ -32,7 +32,8 @@ class Acceptance:
 
     @property
     def _num_accepted(self) -> int:
-        return sum(accepted * steps for accepted, steps in self._accepted.items())
+        # Asked for while the engine's thread adds to it.
+        return sum(accepted * steps for accepted, steps in list(self._accepted.items()))
 
     def report(self) -> dict[str, Any]:
         return {

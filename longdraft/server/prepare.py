@@ -23,8 +23,8 @@ from longdraft.server.settings import Settings
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CHAT_TOKENS = 4096  # as `longdraft chat`; less where the context has less room
 _FILES = ("corpus", "model")  # drafter options that name files of the server's
-_BESIDE = 32 << 20  # bytes that a text takes beside its cache: scratch, the drafter's own
-_MORE = 1.15  # the partial caches of drafters, and stores that grow by blocks
+_BESIDE = 32 << 20  # bytes that a text takes beside caches: scratch, tables of n-grams
+_MORE = 1.15  # stores grow by blocks
 # Settings at a request's top level, and those of its `longdraft` object.
 _TOP = ("max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
         "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed")
@@ -62,7 +62,7 @@ class Preparer:
         try:
             start = partial(_resume, engine, folder)
             return Plan(start, len(header.prompt), header.params,
-                        self._num_bytes(len(header.prompt) + header.params.max_new_tokens),
+                        self._num_bytes(engine, len(header.prompt) + header.params.max_new_tokens),
                         title(engine, header.prompt), folder, keeps=True, compares=request.details)
         except UsageError as error:
             raise JournalError(str(error)) from error
@@ -108,7 +108,7 @@ class Preparer:
             own = name if count == 1 else f"{name}-{i}"
             folder = self._journal(extension.journal, own, each, count)
             plans.append(Plan(partial(_generate, engine, ids, each, folder, logprobs), len(ids), each,
-                              self._num_bytes(len(ids) + each.max_new_tokens), title(engine, ids), folder,
+                              self._num_bytes(engine, len(ids) + each.max_new_tokens), title(engine, ids), folder,
                               keeps=bool(extension.journal), compares=extension.details))
         return plans
 
@@ -163,11 +163,10 @@ class Preparer:
                            param="longdraft.journal", code="journal_exists")
         return folder
 
-    def _num_bytes(self, tokens: int) -> int:
-        """The most that a text of so many tokens takes of the memory."""
-        model = self.engine.model
-        rows = tokens + (LARGEST_TREE if model.kernels.is_device else 0)  # reserved whole there
-        return int(rows * model.cache_bytes_per_token * _MORE) + _BESIDE
+    def _num_bytes(self, engine: Engine, tokens: int) -> int:
+        """The most that a text of so many tokens takes of the memory, with who drafts it."""
+        rows = tokens + (LARGEST_TREE if engine.model.kernels.is_device else 0)  # reserved whole there
+        return int(rows * engine.model.cache_bytes_per_token * _MORE) + engine.drafter_bytes(tokens) + _BESIDE
 
     def _require_few(self, count: int, param: str) -> None:
         if count > self.settings.max_choices:

@@ -129,16 +129,23 @@ class Reply:
             return {"content": [self._entry(e.token, e.logprob) | {
                 "top_logprobs": [self._entry(token, value) for token, value in e.top]} for e in entries],
                 "refusal": None}
-        texts = [self._tokenizer.decode([e.token]) for e in entries]
+        texts = [self._tokenizer.text_of(e.token) for e in entries]
         offsets, at = [], choice.length
         for text in texts:
             offsets.append(at)
             at += len(text)
         return {"tokens": texts, "token_logprobs": [e.logprob for e in entries], "text_offset": offsets,
-                "top_logprobs": [{self._tokenizer.decode([token]): value for token, value in e.top} for e in entries]}
+                "top_logprobs": [self._likeliest(e) for e in entries]}
+
+    def _likeliest(self, entry: TokenLogprob) -> dict[str, float]:
+        """By text, as the format has it: of several tokens that read alike the likeliest."""
+        found: dict[str, float] = {}
+        for token, value in sorted(entry.top, key=lambda each: -each[1]):
+            found.setdefault(self._tokenizer.text_of(token), value)
+        return found
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.decode([token])
+        text = self._tokenizer.text_of(token)
         return {"token": text, "logprob": logprob, "bytes": self._bytes(token, text)}
 
     def _bytes(self, token: int, text: str) -> list[int] | None:
@@ -146,6 +153,8 @@ class Reply:
         if "\ufffd" not in text:
             return list(text.encode())
         letters = self._tokenizer.letters(token)
+        if token in self._tokenizer.byte_fallbacks:
+            return [int(letters[3:5], 16)]  # <0xE2>
         return [_LETTERS[letter] for letter in letters] if all(letter in _LETTERS for letter in letters) else None
 
 

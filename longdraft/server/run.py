@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from longdraft.engine import Engine
 from longdraft.errors import UsageError
@@ -24,26 +25,52 @@ from longdraft.server.settings import Settings
 _HEADER_BYTES = 65_536  # of a request line and its headers
 _HEADER_S = 30.0  # for them to come
 _KEEP_ALIVE_S = 75
+_UNREAD_S = 300  # that what was sent may lie unread, after which the system ends the connection
 _CONNECTIONS = 1024
 _SWITCH_S = 0.001  # Python's threads: requests need many short turns beside the engine's thread
 _FLUSH_S = 5  # for the last words of streams, once all texts have ended
 
 
 class Protocol(H11Protocol):
-    """uvicorn's own, that does not wait for ever for the first headers of a connection."""
+    """uvicorn's own, that does not wait for ever for the headers of a request: of the first one, and of those behind
+    it, of which something has come (uvicorn's own patience, between requests, ends there)."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._patience = self.loop.call_later(_HEADER_S, self._give_up)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # else one that is to be closed waits for its reader for ever
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT,
+                                                          _UNREAD_S * 1000)
+        self._patience: asyncio.TimerHandle | None = None
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._patience.cancel()
+        self._be_patient()
         super().connection_lost(exc)
 
+    def _wait(self) -> None:
+        if self._is_answering:
+            self._be_patient()
+        elif self._patience is None:
+            self._patience = self.loop.call_later(_HEADER_S, self._give_up)
+
+    @property
+    def _is_answering(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def _be_patient(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
     def _give_up(self) -> None:
-        cycle: object = self.cycle
-        if cycle is None:  # no request has begun
-            self.transport.close()
+        self._patience = None
+        if not self._is_answering:
+            self.transport.abort()
 
 
 class Server(uvicorn.Server):

@@ -16,6 +16,7 @@ from typing import Any
 from longdraft.core import Event
 from longdraft.engine import Engine
 from longdraft.errors import LongdraftError
+from longdraft.journal import is_there
 from longdraft.server.errors import ApiError, Cancelled, busy
 from longdraft.server.jobs import End, Job
 from longdraft.server.logs import log, record
@@ -279,4 +280,5 @@ _GONE = "the server is shutting down"
 
 
 def _how(job: Job) -> str:
-    return f"; go on with POST /v1/longdraft/generations/{job.resume_id}/resume" if job.resume_id else ""
+    has_journal = job.resume_id and job.plan.journal and is_there(job.plan.journal)  # one that waits has none yet
+    return f"; go on with POST /v1/longdraft/generations/{job.resume_id}/resume" if has_journal else ""

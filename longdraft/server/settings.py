@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from longdraft.errors import UsageError, check
 
 MiB = 1 << 20
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*?#\s]+")
 _SHARE = 0.8  # of the memory that is free once the model is loaded
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -65,6 +67,9 @@ class Settings:
             check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more seconds")
         for name in ("stall_s", "progress_s"):
             check(getattr(self, name) > 0, name, getattr(self, name), "seconds above 0")
+        for origin in self.cors_origins:
+            check(bool(_ORIGIN.fullmatch(origin)), "--cors-origin", origin, "an origin such as https://example.org",
+                  "name each place: a page of any other could use the server through its reader")
 
     @property
     def is_local(self) -> bool:

@@ -247,8 +247,6 @@ class LmSettings(Settings):
                 yield name, "with --start, which gives shape and tokenizer"
         elif self.tokenizer:
             yield "vocab_size", "with --tokenizer"
-        if self.KIND == LmSettings.KIND:
-            yield "probe_tokens", "in `train lm`: the model drafts for none"
         yield from self._idle_teaching()
 
     def _idle_teaching(self) -> Iterator[tuple[str, str]]:
