@@ -187,10 +187,10 @@ class Engine:
     def drafter_bytes(self, tokens: int) -> int:
         """Of the caches that drafting a text of so many tokens takes, beside the text's own."""
         found = min(drafters.partial_rows(self.options), tokens) * self.model.cache_bytes_per_token
-        if self.draft is not None and self.drafter in drafters.WITH_DRAFT:
-            rows = drafters.reads(self.drafter, self.options) or min(tokens, self.draft.config.max_positions)
-            found += min(rows, tokens) * self.draft.cache_bytes_per_token
-        return found
+        if self.draft is None or self.drafter not in drafters.WITH_DRAFT:
+            return found
+        rows = drafters.reads(self.drafter, self.options) or self.draft.config.max_positions
+        return found + min(rows, tokens) * self.draft.cache_bytes_per_token
 
     def chat(self, messages: str | Sequence[Message], /, **options: Any) -> list[int]:
         """Token ids of messages (a text: one of the user's) in the model's chat template.
@@ -211,9 +211,7 @@ class Engine:
 
     def with_drafter(self, name: str, options: Mapping[str, Any] | None = None, *, may_load: bool = True) -> Engine:
         """This engine with another drafter, on the same weights; heads are those that this one has found, and a smaller
-        model that is not named is this one's.
-
-        may_load  a smaller model may be read for it
+        model that is not named is this one's. may_load: a smaller model may be read for it.
 
         UsageError for options, or where it needs what was not loaded and may not be; ModelError where there is none.
         """
@@ -227,8 +225,7 @@ class Engine:
             if self.draft is None or is_another:
                 other.draft = other._load_draft(wanted)
             if is_another:
-                other._draft_name = wanted
-                other.experience = Experience(self.model.weights_in_tokens)
+                other._draft_name, other.experience = wanted, Experience(self.model.weights_in_tokens)
             other._require_trained()
             return other
         needs = drafters.KINDS[name].needs

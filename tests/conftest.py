@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -22,6 +24,14 @@ from longdraft.model import checkpoint, glide
 from longdraft.model import config as model_config
 from longdraft.model.heads import KIND
 from longdraft.model.transformer import Transformer
+
+@pytest.fixture(autouse=True)
+def level_of_logs() -> Iterator[None]:
+    """A server that a test starts sets it for the whole process."""
+    before = logging.getLogger("longdraft").level
+    yield
+    logging.getLogger("longdraft").setLevel(before)
+
 
 VOCAB = 320  # 256 bytes, two specials, some room
 hypothesis.settings.register_profile("quiet", deadline=None)  # no test is about the machine's speed

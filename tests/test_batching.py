@@ -352,8 +352,13 @@ def test_a_journal_that_cannot_be_closed_is_the_texts_one_end(plain, tmp_path, m
     batch = plain.batch()
     text = batch.add(prompt_of(20), params_of(), journal=tmp_path / "work")
 
+    close, refused = writing.Journal.close, []
+
     def refuse(journal):
-        raise OutputError("the disk is full")
+        close(journal)
+        if not refused:
+            refused.append(journal)
+            raise OutputError("the disk is full")
 
     monkeypatch.setattr(writing.Journal, "close", refuse)
     events = []
