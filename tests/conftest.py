@@ -25,6 +25,7 @@ from longdraft.model import config as model_config
 from longdraft.model.heads import KIND
 from longdraft.model.transformer import Transformer
 
+
 @pytest.fixture(autouse=True)
 def level_of_logs() -> Iterator[None]:
     """A server that a test starts sets it for the whole process."""
