@@ -59,9 +59,11 @@ class Writer:
             drafting["assistant_model"] = self._draft
         with torch.inference_mode():
             tokens = self._model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=count,
-                                          min_new_tokens=count, do_sample=False, **drafting)
+                                          do_sample=False, **drafting)
         return [int(token) for token in tokens[0, len(prompt) :]]
 
     @staticmethod
     def _load(folder: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+        model.generation_config.eos_token_id = None  # no end before the count; assisted generation takes no other way
+        return model
