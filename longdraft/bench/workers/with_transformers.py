@@ -55,8 +55,10 @@ class Writer:
     def write(self, prompt: Sequence[int], count: int, lookup: int = 0, assisted: bool = False) -> list[int]:
         given = torch.tensor([list(prompt)])
         drafting: dict[str, Any] = {"prompt_lookup_num_tokens": lookup} if lookup else {}
-        if assisted:
+        if assisted:  # which knows no least length
             drafting["assistant_model"] = self._draft
+        else:
+            drafting["min_new_tokens"] = count
         with torch.inference_mode():
             tokens = self._model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=count,
                                           do_sample=False, **drafting)
@@ -64,6 +66,4 @@ class Writer:
 
     @staticmethod
     def _load(folder: str) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-        model.generation_config.eos_token_id = None  # no end before the count; assisted generation takes no other way
-        return model
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
