@@ -58,12 +58,12 @@ prefill = 100
 sampling = { min_p = 0.1 }
 [systems]
 plain = { drafter = "plain" }
-auto = { drafter = "auto" }
+magicdec = { drafter = "magicdec" }
 [[tables]]
 id = "1"
 title = "One"
 measures = ["alpha", "speedup"]
-cases = [{ name = "auto", system = "auto" }]
+cases = [{ name = "magicdec", system = "magicdec" }]
 """)
     output, folder = tmp_path / "out.jsonl", tmp_path / "report"
     out = bench(capfd, "run", str(tmp_path / "mine.toml"), "--prompt-file", str(tmp_path / "text.txt"), "--model",
@@ -77,7 +77,7 @@ cases = [{ name = "auto", system = "auto" }]
     page = (folder / "report.html").read_text()
     assert page.count("<img ") == page.count('src="data:image/svg+xml;base64,') >= 4
     assert not re.search(r'(src|href)="http|<script|@import|url\(', page)  # whole in itself
-    assert "| auto, α |" in (folder / "tables.md").read_text() and r"\toprule" in (folder / "tables.tex").read_text()
+    assert "| magicdec, α |" in (folder / "tables.md").read_text() and r"\toprule" in (folder / "tables.tex").read_text()
     names = {path.name for path in folder.iterdir()}
     assert names >= {f"out-100-{name}.{suffix}" for name in ("minutes", "speedup", "step", "sources", "lengths")
                      for suffix in ("png", "svg")}
