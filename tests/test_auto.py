@@ -155,6 +155,17 @@ def test_auto_drafts_with_the_fastest_and_notices_when_that_changes():
     assert sum(sum(counts.values()) for counts in drafter.choices) == 15_000
 
 
+def test_tokens_behind_the_end_are_not_counted():
+    clock = [0.0]
+    drafter, context = AutoDrafter({"plain": Paced(clock, 1.0)}, meter=Clock(clock)), Context([1])
+    drafter.begin(context, None)
+    alone(drafter.propose(context, 9))
+    context.extend([1, 1, 1])
+    drafter.observe(context, Accepted((1, 1, 1), (0,), (), None))
+    drafter.cut(2)
+    assert drafter.summary()["tokens_by_choice"] == {"plain": 1} == drafter.summary()["choices"][0]
+
+
 def test_what_one_text_has_learned_the_next_one_begins_with():
     clock, experience = [0.0], Experience()
     paces = {name: Paced(clock, seconds) for name, seconds in (("plain", 1.0), ("fast", 0.5), ("slow", 9.0))}

@@ -11,6 +11,7 @@ from helpers import TreeDrafter, by_name, generate
 
 from longdraft import kernels
 from longdraft.core import Context, SamplingParams
+from longdraft.drafters import costs
 from longdraft.model import checkpoint, heads
 from longdraft.model import config as model_config
 from longdraft.model.transformer import Transformer
@@ -111,6 +112,13 @@ def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafts, drafter
     assert generate(model, prompt_of(90), params_of(settings), factory, banned=[1]) == plain[settings]
 
 
+@pytest.fixture
+def nobody_waits(monkeypatch):
+    """`auto` tries all drafters at once, whatever that costs."""
+    monkeypatch.setattr(costs, "_EARLY", 1e9)
+
+
+@pytest.mark.usefixtures("nobody_waits")
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "tokenswift", "auto"])
 def test_drafts_are_accepted_so_the_equality_is_not_that_of_plain_with_plain(model, plain, tiny, drafter):
     folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
