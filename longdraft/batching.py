@@ -135,12 +135,13 @@ class Batch:
             self.remove(text)
 
     def _charge(self, asking: dict[int, Ask], seconds: float) -> None:
-        """A forward's time to those that it served: the weights' part to all alike, the rest to whom the rows are.
+        """A forward's time to those that it served, who ask one model: the weights' part to all alike, the rest to whom
+        the rows are.
 
         Smaller models' forwards are shared by the rows, and teach nothing of what this model's cost.
         """
         parts = [(len(ask.rows.tokens), ask.cache.length) for ask in asking.values()]
-        is_ours = all(ask.model.identity is self._engine.model.identity for ask in asking.values())
+        is_ours = next(iter(asking.values())).model.identity is self._engine.model.identity
         if is_ours and max(rows for rows, _ in parts) < PREFILL_SHARED:
             self._cost.add(parts, seconds)
         shares = [self._cost.at(rows, context, len(parts)) if is_ours else rows for rows, context in parts]

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from longdraft import drafters, kernels, statistics
 from longdraft.cache.full import FullCache
 from longdraft.core import Context, Event, Finish, SamplingParams
-from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.costs import Experience
 from longdraft.errors import JournalError, memory_told
@@ -33,7 +32,7 @@ from longdraft.model.transformer import Ask, Forward, Transformer, chain_rows, t
 from longdraft.model.work import Meter, Work, answers
 from longdraft.parallel import Alone, Request
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
+from longdraft.speculation.drafter import Accepted, Counts, Drafter, Verified, memory_of
 from longdraft.speculation.recorder import Recorder
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.tree import root_only
@@ -341,7 +340,7 @@ class Generation(Iterator[Event]):
             "model": engine.name,
             "drafter": engine.drafter,
             "drafter_options": asdict(engine.options),
-            **(step.drafter.summary() if isinstance(step.drafter, AutoDrafter) else {}),
+            **(step.drafter.summary() if isinstance(step.drafter, Counts) else {}),
             "sampling": asdict(self._params),
             "longdraft_version": __version__,
             "torch_version": str(torch.__version__),

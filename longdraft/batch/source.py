@@ -62,15 +62,10 @@ def _parsed(line: bytes) -> Row | str:
 def _table(path: Path) -> Iterator[tuple[int, Row | str]]:
     number = 0
     with _readable_table(path):
-        batches = _open_table(path).iter_batches(_AT_ONCE)
-    while True:
-        with _readable_table(path):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        for row in batch.to_pylist():
-            number += 1
-            yield number, {name: _from_cell(name, value) for name, value in row.items()}
+        for batch in _open_table(path).iter_batches(_AT_ONCE):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, {name: _from_cell(name, value) for name, value in row.items()}
 
 
 def _from_cell(name: str, value: Any) -> Any:

@@ -194,10 +194,11 @@ class Contender:
         """A step that might draft `allowed` deep, and verified `tree`. The seconds are those of a text alone."""
         self.steps += 1
         self._deepest = max(self._deepest, *tree.depths)
-        if self.steps < _FEW and self._draft.at(min(allowed, self._deepest)) > _UNUSUAL * draft_seconds:
+        depth = min(allowed, self._deepest)
+        if self.steps < _FEW and self._draft.at(depth) > _UNUSUAL * draft_seconds:
             self._draft = Line(0.5)  # no luck makes a draft that much faster: those before were the hiccups
-        self._draft.add(min(allowed, self._deepest), draft_seconds)
-        self._rows.add(min(allowed, self._deepest), len(tree))
+        self._draft.add(depth, draft_seconds)
+        self._rows.add(depth, len(tree))
         self.luck.add(allowed, accepted)
 
     def best(self, verify: ForwardCost, context: int, texts: float = 1, luck: Depths | None = None,

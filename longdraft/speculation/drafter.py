@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -79,6 +79,9 @@ class HoldsMemory(Protocol):
 @runtime_checkable
 class Counts(Protocol):
     """A drafter that counts what was written."""
+
+    def summary(self) -> dict[str, Any]:
+        """What it counted, for the statistics."""
 
     def cut(self, count: int) -> None:
         """The last `count` tokens of the last step lie behind the text's end."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from longdraft.errors import UsageError
 from longdraft.train.presets import PRESETS
 from longdraft.train.settings import DraftSettings, GlideSettings, HeadSettings, LmSettings, Settings
 
@@ -90,8 +91,6 @@ def _run(kind: type[Settings], called: typer.Context, given: dict[str, Any]) -> 
                 if (source := called.get_parameter_source(name)) and source.name != "DEFAULT"}
     if is_resumed:
         if preset:
-            from longdraft.errors import UsageError
-
             raise UsageError(f"--preset {preset} is given with --resume, which goes on with the run's own settings; "
                              "leave it out")
         result = job.resume(kind.KIND, output, explicit, progress)
@@ -101,8 +100,6 @@ def _run(kind: type[Settings], called: typer.Context, given: dict[str, Any]) -> 
 
 
 def _preset(name: str) -> dict[str, Any]:
-    from longdraft.errors import UsageError
-
     if name and name not in PRESETS:
         raise UsageError(f"preset is {name!r}; allowed: {', '.join(PRESETS)}")
     return dict(PRESETS[name]) if name else {}
