@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import hypothesis
 import pytest
@@ -32,6 +35,21 @@ def level_of_logs() -> Iterator[None]:
     before = logging.getLogger("longdraft").level
     yield
     logging.getLogger("longdraft").setLevel(before)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Gives a script of benchmarks/ by its name."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    asked: list[str] = []
+
+    def named(name: str) -> ModuleType:
+        asked.append(name)
+        return importlib.import_module(name)
+
+    yield named
+    for name in asked:
+        sys.modules.pop(name, None)
 
 
 VOCAB = 320  # 256 bytes, two specials, some room

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import random
 from collections.abc import Iterator, Sequence
 from itertools import count, cycle, islice
@@ -12,16 +11,14 @@ import torch
 from conftest import load, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from journals import FaultyOS
 from test_equality import DRAFTERS, SETTINGS, liar, prompt_of
 
 import longdraft
 from longdraft import drafters, kernels
 from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
-from longdraft.errors import JournalError, NumericalError, OutputError, UsageError
+from longdraft.errors import JournalError, UsageError
 from longdraft.generation import PREFILL_SHARED, Generation
-from longdraft.journal import writer as writing
 from longdraft.model import checkpoint
 from longdraft.model import config as model_config
 from longdraft.model.transformer import Ask, Rows, Transformer
@@ -286,117 +283,6 @@ def test_texts_whose_rotations_depend_on_their_length_keep_their_own(tmp_path):
     found = {place: event.stats["sha256_tokens"] for place, event in engine.generate_many(
         [prompt_of(20)] * 3, [params_of(max_new_tokens=length) for length in lengths]) if event.stats}
     assert [found[place] for place in range(3)] == expected and len(set(expected)) == 3
-
-
-# What goes wrong with one text is its own affair.
-
-
-def run_beside(engine: longdraft.Engine, spoil) -> Exception:
-    """Three texts, the second spoiled after its first round: its error, when the others are as they would be alone."""
-    expected = [list(engine.generate(prompt_of(20, seed), params_of(seed)))[-1].stats for seed in (0, 2)]
-    batch = engine.batch()
-    texts = [batch.add(prompt_of(20, seed), params_of(seed)) for seed in range(3)]
-    last = {}
-    rounds = 0
-    while batch:
-        if rounds == 2:
-            spoil(batch[texts[1]])
-        rounds += 1
-        last |= dict(batch.step())
-    assert [last[text].stats["sha256_tokens"] for text in (texts[0], texts[2])] == [
-        stats["sha256_tokens"] for stats in expected]
-    failed = last[texts[1]]
-    assert failed.finish_reason is None and failed.stats["finish_reason"] is None and failed.tokens == ()
-    return failed.error
-
-
-def test_no_memory_for_one_cache_ends_that_text(plain):
-    def spoil(generation: Generation) -> None:
-        def refuse(k, v):
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
-
-        generation._cache.append = refuse
-
-    assert isinstance(run_beside(plain, spoil), MemoryError)
-
-
-def test_damaged_logits_end_that_text(plain):
-    def spoil(generation: Generation) -> None:
-        sampler = generation._step.sampler
-        generation._step.sampler.choose = lambda logits, tree, context: type(sampler).choose(
-            sampler, logits * float("nan"), tree, context)
-
-    assert isinstance(run_beside(plain, spoil), NumericalError)
-
-
-def test_a_full_disk_ends_the_text_that_has_a_journal(plain, tmp_path, monkeypatch):
-    batch = plain.batch()
-    with_journal = batch.add(prompt_of(20), params_of(), journal=tmp_path / "work")
-    without = batch.add(prompt_of(20, 2), params_of())
-    last = dict(batch.step())
-    monkeypatch.setattr(writing, "os", FaultyOS(1, errno.ENOSPC))
-    while batch:
-        last |= dict(batch.step())
-    assert isinstance(last[with_journal].error, OutputError) and last[without].finish_reason == "length"
-    monkeypatch.undo()
-    resumed = plain.batch()
-    text = resumed.resume(tmp_path / "work")
-    while resumed:
-        last |= {("resumed", number): event for number, event in resumed.step()}
-    assert last["resumed", text].stats["sha256_tokens"] == list(
-        plain.generate(prompt_of(20), params_of()))[-1].stats["sha256_tokens"]
-
-
-def test_a_journal_that_cannot_be_closed_is_the_texts_one_end(plain, tmp_path, monkeypatch):
-    """All was written and told; what the disk refuses at the very end is still an error, and no second end."""
-    batch = plain.batch()
-    text = batch.add(prompt_of(20), params_of(), journal=tmp_path / "work")
-
-    close, refused = writing.Journal.close, []
-
-    def refuse(journal):
-        close(journal)
-        if not refused:
-            refused.append(journal)
-            raise OutputError("the disk is full")
-
-    monkeypatch.setattr(writing.Journal, "close", refuse)
-    events = []
-    while batch:
-        events += [event for number, event in batch.step() if number == text]
-    ends = [event for event in events if event.finish_reason or event.error]
-    assert len(ends) == 1 and isinstance(ends[0].error, OutputError) and ends[0] is events[-1]
-    assert [token for event in events for token in event.tokens] == [
-        token for event in plain.generate(prompt_of(20), params_of()) for token in event.tokens]
-
-
-def test_too_large_a_forward_is_cut_into_those_of_each_text(plain, monkeypatch):
-    together = Transformer.together
-
-    def tight(self, asks):
-        if len(asks) > 1:
-            raise MemoryError("no room for all")
-        return together(self, asks)
-
-    monkeypatch.setattr(Transformer, "together", tight)
-    texts = {}
-    for place, event in plain.generate_many([prompt_of(20, seed) for seed in range(3)], params_of()):
-        texts[place] = event
-    assert all(event.finish_reason == "length" for event in texts.values())
-
-
-def test_an_interrupted_forward_ends_the_work_and_the_journal_is_whole(plain, tmp_path, monkeypatch):
-    def interrupt(self, asks):
-        raise KeyboardInterrupt
-
-    whole = list(plain.generate(prompt_of(20), params_of()))[-1].stats["sha256_tokens"]
-    generation = plain.generate(prompt_of(20), params_of(), journal=tmp_path / "work")
-    next(generation)
-    with monkeypatch.context() as patched:
-        patched.setattr(Transformer, "together", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            next(generation)
-    assert list(plain.resume(tmp_path / "work"))[-1].stats["sha256_tokens"] == whole
 
 
 # The Python API.

@@ -124,16 +124,7 @@ def test_kept_results_can_be_compared_and_name_their_model():
             assert not session["commit"].endswith("-dirty")
 
 
-@pytest.fixture
-def extrapolate(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import extrapolate
-
-    yield extrapolate
-    sys.modules.pop("extrapolate", None)
-
-
-def test_segments_add_up_to_a_whole_text(extrapolate):
+def test_segments_add_up_to_a_whole_text(script):
     """Seconds that grow in straight lines are added up exactly, between the segments and beyond them."""
     bend = 5000
 
@@ -141,10 +132,10 @@ def test_segments_add_up_to_a_whole_text(extrapolate):
         return 0.001 + 2e-7 * context + 5e-7 * max(0.0, context - bend)
 
     points = [(context, pace(context)) for context in (1000, bend, 30_000)]
-    found = extrapolate.seconds(points, 500, 40_000)
+    found = script("extrapolate").seconds(points, 500, 40_000)
     assert found == pytest.approx(sum(pace(500 + i + 0.5) for i in range(40_000)))
 
 
-def test_segments_of_a_single_context_say_nothing_of_a_whole_text(extrapolate):
+def test_segments_of_a_single_context_say_nothing_of_a_whole_text(script):
     with pytest.raises(UsageError, match="no system at two contexts"):
-        extrapolate.table(stored.read(GOLDEN / "results.jsonl"), 4096, 100_000)
+        script("extrapolate").table(stored.read(GOLDEN / "results.jsonl"), 4096, 100_000)

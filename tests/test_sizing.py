@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from conftest import make_checkpoint
@@ -106,17 +104,9 @@ def test_the_bandwidth_is_measured():
     assert 1e8 < machine.read_bandwidth(1 << 24) < 1e13
 
 
-@pytest.fixture
-def random_model(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-    import random_model
-
-    yield random_model
-    sys.modules.pop("random_model", None)
-
-
-def test_random_models_are_what_they_are_said_to_be(random_model, tmp_path, monkeypatch):
+def test_random_models_are_what_they_are_said_to_be(script, tmp_path, monkeypatch):
     """Shards, tokenizer and heads of `benchmarks/random_model.py`, in small."""
+    random_model = script("random_model")
     monkeypatch.setattr(random_model, "SHARD_BYTES", 1 << 19)
     shape = random_model.SHAPES["qwen2.5-1.5b"] | dict(
         vocab_size=5000, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,

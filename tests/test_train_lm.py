@@ -17,7 +17,7 @@ import torch
 from conftest import VOCAB, make_checkpoint
 from safetensors.torch import load_file
 from test_families import make
-from test_train_heads import ALPHABET, At, losses
+from training import ALPHABET, At, losses
 
 import longdraft
 from longdraft.__main__ import run

@@ -1,0 +1,70 @@
+"""`longdraft batch` as a user meets it: kill -9, mistakes, what it says of the time that is left."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from jobs import ROWS, put, records, sorted_lines
+
+from longdraft.__main__ import run as longdraft_command
+from longdraft.batch.rows import Report
+from longdraft.batch.run import Totals
+
+
+def test_the_command_goes_on_after_kill_9_and_counts(chatty, tmp_path, capsys):
+    rows = put(tmp_path / "in.jsonl", [{**row, "max_new_tokens": 400} for row in ROWS[:3]] + ["{"])
+    settings = ["--model", str(chatty), "--drafter", "suffix", "--on-loop", "off", "--threads", "1"]
+    uncut = tmp_path / "uncut.jsonl"
+    assert longdraft_command(["batch", str(rows), str(uncut), *settings, "--stats", str(tmp_path / "s.json")]) == 1
+    assert "4 of 4 rows written; 1 are errors" in capsys.readouterr().err
+    assert json.loads((tmp_path / "s.json").read_text())["new_tokens"] == sum(
+        record.get("new_tokens", 0) for record in records(uncut))
+    output = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "longdraft", "batch", str(rows), str(output), *settings]
+    for number in (signal.SIGKILL, signal.SIGINT):
+        child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        before = sum(path.stat().st_size for path in tmp_path.glob("out.jsonl.work/journals/*/text.journal"))
+        while child.poll() is None and sum(path.stat().st_size for path in tmp_path.glob(
+                "out.jsonl.work/journals/*/text.journal")) <= before + 4000:
+            time.sleep(0.005)
+        child.send_signal(number)
+        _, said = child.communicate()
+        assert child.returncode in (-signal.SIGKILL, 130), said
+    assert "interrupted" in said and "the same command goes on" in said
+    assert longdraft_command(["batch", str(rows), str(output), *settings]) == 1
+    assert sorted_lines(output) == sorted_lines(uncut)
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    (["none.jsonl", "out.jsonl"], "cannot read the input none.jsonl"),
+    (["in.jsonl", "in.jsonl/out.jsonl"], "cannot write the output"),
+    (["in.jsonl", "out.jsonl", "--workers", "0"], "--workers is 0; allowed: 1 to 4096"),
+    (["in.jsonl", "out.jsonl", "--top-p", "7"], "top_p is 7.0"),
+    (["in.jsonl", "out.jsonl", "--model", "nobody"], "no model 'nobody'"),
+    (["in.jsonl", "out.jsonl", "--model", "nobody", "--workers", "2"], "no model 'nobody'"),
+])
+def test_mistakes_are_one_line_and_status_2(tmp_path, monkeypatch, capsys, arguments, complaint):
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "in.jsonl", ROWS[:2])
+    assert longdraft_command(["batch", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert complaint in said and said.count("\n") == 1
+
+
+def test_time_left_goes_by_the_texts_that_ended():
+    from longdraft.batch.display import outcome, status
+
+    totals = Totals(rows=4, skipped=1, began=time.monotonic() - 10)
+    totals.take(Report("a", 50))
+    assert totals.seconds_left is None
+    totals.take(Report("a", 100, 0, {"id": "a", "text": ""}))
+    totals.take(Report("b", 520, 500))
+    assert totals.left == 2 and totals.new_tokens == 120
+    totals.take(Report("b", 570, 550))  # another worker went on with what this run wrote
+    assert totals.new_tokens == 170 and totals.seconds_left == 0
+    assert "2 of 4 rows" in status(totals) and "1 of 4 rows written; 1 were done before" in outcome(totals)

@@ -1,0 +1,52 @@
+"""Trainings for tests: a model that can learn something, settings, what the metrics say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from conftest import make_checkpoint
+
+from longdraft.train import job
+from longdraft.train.progress import Progress
+from longdraft.train.settings import HeadSettings
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+
+
+def alphabet(tmp_path_factory) -> Path:
+    """A fixture, where a file asks for it: a random Llama, and a text in which every token follows from the one before
+    it."""
+    folder = tmp_path_factory.mktemp("base") / "tiny"
+    make_checkpoint(folder, initializer_range=0.15)
+    (folder.parent / "text.txt").write_text(ALPHABET * 400)
+    return folder
+
+
+def settings(base: Path, **changes) -> HeadSettings:
+    given = dict(model=str(base), data=(str(base.parent / "text.txt"),), sequence_length=64, threads=1,
+                 steps=12, batch_size=2, warmup_steps=4, learning_rate=1e-2, eval_every=0, checkpoint_every=0,
+                 probe_tokens=0, device="cpu")
+    return HeadSettings(**(given | changes))
+
+
+def metrics(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / job.METRICS).read_text().splitlines()]
+
+
+def losses(output: Path) -> list[list[float]]:
+    return [line["losses"] for line in metrics(output) if "losses" in line]
+
+
+class At(Progress):
+    """Does something once, after a step."""
+
+    def __init__(self, step: int, act):
+        super().__init__(sys.stderr, quiet=True)
+        self._left, self._act = step, act
+
+    def step(self, done, text):
+        self._left -= 1
+        if self._left == 0:
+            self._act()
