@@ -29,7 +29,6 @@ BUDGET = 0.01  # share of the time that probing may lose, all contenders togethe
 FIRST_STEPS = 6  # of the first probe; the step that takes over is not counted, it may have to catch up
 PROBE_STEPS = 4
 HOPELESS = 2.0  # times the best's seconds for each token: a first probe ends after two counted steps
-SURE_AFTER = 20  # steps from which a contender's figures are believed
 STICKY = 0.97  # another must be this much faster to take over
 DEEPEST = 16
 _OPEN_EVERY = 32  # steps after which one is drafted a little deeper than is thought best, and verified whole
@@ -187,7 +186,7 @@ class AutoDrafter:
         else:
             self._active = self._leader
             return
-        self._is_early = self._known[self._active].steps < SURE_AFTER
+        self._is_early = self._known[self._active].trust < 1
         self._experience.probed[self._active] = self._experience.seconds
 
     def _credit(self, name: str, paces: Mapping[str, float], context: Context) -> float:
@@ -195,8 +194,7 @@ class AutoDrafter:
         known = self._known[name]
         step = known.seconds(self._verify, len(context), self._best[name][1], self._meter.texts)
         slower = step * (1 - paces[self._leader] / paces[name]) * PROBE_STEPS
-        # A few steps may have been unlucky ones.
-        trust = min(1.0, known.steps / SURE_AFTER) if self._experience.may_lose() else 1.0
+        trust = known.trust if self._experience.may_lose() else 1.0
         lost = trust * (slower + step) + max(0.0, known.catching_up - step)  # a step's time at least, to catch up
         waited = self._experience.seconds - self._experience.probed[name]
         return waited * BUDGET / max(1, len(self._known) - 1) - lost

@@ -19,7 +19,7 @@ _FORGET = 0.97  # weight of what was known, at each new measurement of time: the
 _FORGET_LUCK = 0.985  # at each new outcome, which varies more
 _DOUBT = 4.0  # outcomes that what is expected of a depth weighs as much as
 _UNUSUAL = 3.0  # a measurement this many times what was expected is a hiccup of the machine, not news
-_FEW = 20  # steps of a drafter after which its first ones count for little
+_SURE_AFTER = 20  # steps from which a contender's figures are believed
 _ASK_S = 1e-4  # what a forward takes for each text in it, however short; on 2 cores 60 to 130 microseconds
 _ASK_LEAST = 0.1  # of a forward's time is reading and multiplying, at least
 _CLAIM = 1000  # steps of all texts for which a first try is one text's alone
@@ -190,12 +190,17 @@ class Contender:
         self._draft = Line(0.5)
         self._rows = Line(0.5)
 
+    @property
+    def trust(self) -> float:
+        """How far its figures are believed, 0 to 1: a few steps may have been unlucky ones."""
+        return min(1.0, self.steps / _SURE_AFTER)
+
     def add(self, allowed: int, tree: Tree, accepted: int, draft_seconds: float) -> None:
         """A step that might draft `allowed` deep, and verified `tree`. The seconds are those of a text alone."""
         self.steps += 1
         self._deepest = max(self._deepest, *tree.depths)
         depth = min(allowed, self._deepest)
-        if self.steps < _FEW and self._draft.at(depth) > _UNUSUAL * draft_seconds:
+        if self.trust < 1 and self._draft.at(depth) > _UNUSUAL * draft_seconds:
             self._draft = Line(0.5)  # no luck makes a draft that much faster: those before were the hiccups
         self._draft.add(depth, draft_seconds)
         self._rows.add(depth, len(tree))
