@@ -31,10 +31,10 @@ test: $(VENV)/.installed-dev
 # PyTorch for CUDA must be what the set-up found: see docs/cuda.md.
 test-cuda: $(VENV)/.installed-dev
 	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "PyTorch sees no CUDA device; docs/cuda.md says what is needed")'
-	$(BIN)/python -m pytest --timeout 900 tests/test_cuda_kernels.py tests/test_cuda_engine.py tests/test_cuda_bench.py
+	$(BIN)/python -m pytest --timeout 900 tests/unit/test_cuda_kernels.py tests/unit/test_cuda_engine.py tests/product/test_cuda_bench.py
 
 test-page: $(VENV)/.installed-dev
-	LONGDRAFT_SCREENSHOTS=docs $(BIN)/python -m pytest -rs tests/test_page.py
+	LONGDRAFT_SCREENSHOTS=docs $(BIN)/python -m pytest -rs tests/product/test_page.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -48,10 +48,10 @@ sanitize:
 	test -x $(WATCHED)/bin/python || $(PYTHON) -m venv $(WATCHED)
 	$(WATCHED)/bin/python -m pip install --quiet --disable-pip-version-check --config-settings cmake.define.LONGDRAFT_SANITIZE=ON --editable '.[dev]'
 	LD_PRELOAD="$(RUNTIME)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(WATCHED)/bin/python -m pytest \
-	    --timeout 900 tests/test_kernels.py tests/test_cache.py tests/test_fast_sampler.py tests/test_equality.py
+	    --timeout 900 tests/unit/test_kernels.py tests/unit/test_cache.py tests/unit/test_fast_sampler.py tests/promise/test_equality.py
 
 cluster: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m cluster tests/test_ray.py
+	$(BIN)/python -m pytest -m cluster tests/product/test_ray.py
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py kills --count 100

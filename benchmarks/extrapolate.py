@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from longdraft.bench import experiment, results
-from longdraft.bench.grid import Grid
+from longdraft.bench.grid import Table
 from longdraft.errors import UsageError
 
 Points = Sequence[tuple[float, float]]  # (context, seconds for a token), contexts rising
@@ -54,7 +54,7 @@ def measured(found: results.Results) -> dict[str, list[tuple[float, float]]]:
     return {system: points for system, points in systems.items() if len(points) > 1}
 
 
-def table(found: results.Results, prefill: int, tokens: int) -> Grid:
+def table(found: results.Results, prefill: int, tokens: int) -> Table:
     """Minutes and times of the reference, the fastest first. UsageError where no system was measured twice."""
     systems = measured(found)
     if not systems:
@@ -65,7 +65,7 @@ def table(found: results.Results, prefill: int, tokens: int) -> Grid:
              for table in experiment.load("segments").tables for case in table.cases}
     rows = [[names.get(system, system), f"{taken / 60:.1f}", f"{whole[reference] / taken:.2f}"]
             for system, taken in sorted(whole.items(), key=lambda each: each[1])]
-    return Grid(f"{tokens:,} tokens behind {prefill:,}, extrapolated", ["system", "minutes", "×"], rows)
+    return Table(f"{tokens:,} tokens behind {prefill:,}, extrapolated", ["system", "minutes", "×"], rows)
 
 
 def main() -> int:

@@ -58,14 +58,14 @@ class Fleet:
     has_journals: bool
 
     @property
-    def at_once(self) -> int:
+    def batch_size(self) -> int:
         """Texts that a machine writes together."""
         return min(texts_that_fit(self.model, self.gpus, self.prompt + self.tokens, self.machine), self.texts)
 
     def tokens_per_s(self, written: float) -> float:
         """Of one text among those that its machine writes, at this length."""
         rows = ROWS if self.accepted > 1 else 1
-        whole = step(self.model, self.gpus, int(self.prompt + written), self.machine, rows, self.at_once)
+        whole = step(self.model, self.gpus, int(self.prompt + written), self.machine, rows, self.batch_size)
         return self.accepted / whole.seconds
 
     def prefill_s(self, tokens: float) -> float:
@@ -84,7 +84,7 @@ def simulate(fleet: Fleet, seed: int) -> dict[str, float]:
     losses = 0
     while queue:
         begin, number = heapq.heappop(ready)
-        taken = [queue.pop() for _ in range(min(fleet.at_once, len(queue)))]
+        taken = [queue.pop() for _ in range(min(fleet.batch_size, len(queue)))]
         until = begin + chance.expovariate(1 / fleet.spot_s)
         now = begin + fleet.load_s + sum(fleet.prefill_s(fleet.prompt + text.kept) for text in taken)
         for text in taken:
@@ -137,7 +137,7 @@ def main() -> None:
         fleet = Fleet(given.model, given.gpus, h100, given.machines, given.texts, given.tokens, given.prompt,
                       given.accepted, given.spot_hours * 3600, given.replace * 60, given.load * 60, given.price,
                       has_journals)
-        if not fleet.at_once:
+        if not fleet.batch_size:
             parser.error(f"{given.gpus} GPUs do not hold {given.model} and a text of {given.tokens} tokens")
         if not has_journals and fleet.tokens / fleet.tokens_per_s(fleet.tokens / 2) > 8 * fleet.spot_s:
             continue  # no text would ever end

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from longdraft.bench.shapes import SHAPES
-from longdraft.model import config, library
+from longdraft.model import config, hub
 from longdraft.model.checkpoint import HEADS_PREFIX, INDEX, dump_json, expected_shapes
 from longdraft.model.heads import KIND
 
@@ -79,7 +79,7 @@ def write_heads(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    tokenizer = json.loads((library.BUNDLED_DIR / library.DEFAULT / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer = json.loads((hub.BUNDLED_DIR / hub.DEFAULT / "tokenizer.json").read_text(encoding="utf-8"))
     known = tokenizer["model"]["vocab"]
     known |= {f"Ġword{i}": i for i in range(len(known), vocabulary)}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")

@@ -61,8 +61,8 @@ def step(name: str, gpus: int, context: int, machine: Machine, rows: int = 1, te
     size = sizing.of(shape)
     read = size.read_bytes + texts * context * size.cache_bytes_per_token
     rows *= texts
-    attended = 4 * rows * context * shape.num_layers * shape.num_heads * shape.head_dim
-    operations = 2 * rows * size.parameters + attended
+    attention_output = 4 * rows * context * shape.num_layers * shape.num_heads * shape.head_dim
+    operations = 2 * rows * size.parameters + attention_output
     return Step(read / gpus / (machine.bandwidth * measured_share()), operations / gpus / (machine.operations / 2),
                 links(shape, gpus, rows, machine))
 

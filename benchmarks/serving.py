@@ -32,7 +32,7 @@ import httpx
 import psutil
 
 import longdraft
-from longdraft.statistics import sha256_tokens
+from longdraft.run_statistics import sha256_tokens
 
 COMPLETIONS = "/v1/completions"
 PROMPTS = ("It was", "The ship", "She had not", "In the year 1843", "\"No,\" said the")

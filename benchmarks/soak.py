@@ -28,7 +28,7 @@ import typer
 import longdraft
 from longdraft import kernels
 from longdraft.journal import FILE, read
-from longdraft.statistics import sha256_tokens
+from longdraft.run_statistics import sha256_tokens
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 DRAFTERS = ("plain", "suffix", "tokenswift", "auto")

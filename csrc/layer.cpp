@@ -97,12 +97,12 @@ void layer_forward(const Kernels& kernels, const Decoder& d, size_t layer, const
         kernels.rms_norm(bf16, x, weight, rows, hidden, d.eps, d.rounds_once, to);
     };
     auto input = [&](const void* weight) -> const void* {  // of attention and of the MLP
-        if (d.norms_follow) return r.x;
+        if (d.post_norm) return r.x;
         norm(r.x, weight, first);
         return first;
     };
     auto join = [&](const void* weight) {  // `second` to x
-        if (d.norms_follow) norm(second, weight, second);
+        if (d.post_norm) norm(second, weight, second);
         if (d.residual_factor != 1.0f) kernels.scale(bf16, second, rows * hidden, d.residual_factor);
         kernels.add(bf16, r.x, second, rows * hidden, r.x);
     };

@@ -22,7 +22,7 @@ struct Layer {
 struct Decoder {
     long heads, kv_heads, dim;
     float eps;
-    bool norms_follow;  // attention and MLP read x as it is; what they give is normalised
+    bool post_norm;  // attention and MLP read x as it is; what they give is normalised
     bool rounds_once;   // a norm rounds after its weight only
     float query_factor, residual_factor;  // on queries (with their rotation); on what a layer adds to x
     std::vector<Layer> layers;

@@ -135,9 +135,9 @@ NB_MODULE(_cpu, m) {
                                within); });
 
     nb::class_<Decoder>(m, "Decoder")
-        .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool norms_follow, bool rounds_once,
+        .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool post_norm, bool rounds_once,
                             float query_factor, float residual_factor) {
-            new (d) Decoder{heads, kv_heads, dim, eps, norms_follow, rounds_once, query_factor, residual_factor, {}}; })
+            new (d) Decoder{heads, kv_heads, dim, eps, post_norm, rounds_once, query_factor, residual_factor, {}}; })
         .def("add", [](Decoder& d, Address attention_norm, const Linear& qkv, const Linear& out, Address mlp_norm,
                        const Linear& gate_up, const Linear& down, long window, Address q_norm, Address k_norm,
                        bool norms_heads, bool rotates) {

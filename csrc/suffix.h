@@ -1,6 +1,6 @@
 // What followed every piece of a text, and how often: an online suffix automaton with counts.
 //
-// The definition, which the Python twin (longdraft/drafters/index.py) computes in the obvious way:
+// The definition, which the Python twin (longdraft/drafters/suffix_index.py) computes in the obvious way:
 //
 //   N(s)     how often the tokens s stood in the indexed text with a token behind them,   1 <= |s| <= longest
 //   N(s, t)  how often that token was t;    T(s)  how many different tokens that were

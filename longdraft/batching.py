@@ -21,11 +21,11 @@ from typing import Any, Protocol
 
 from longdraft import kernels
 from longdraft.core import Event, Prompt, SamplingParams
-from longdraft.drafters.costs import ForwardCost
+from longdraft.drafters.cost_model import ForwardCost
 from longdraft.errors import LongdraftError, UsageError
 from longdraft.generation import PREFILL_SHARED, Generation
-from longdraft.model.transformer import Ask, Forward, Transformer
-from longdraft.model.work import answers
+from longdraft.model.routine import run_batched
+from longdraft.model.transformer import Forward, ForwardRequest, Transformer
 
 
 class Opens(Protocol):
@@ -47,7 +47,7 @@ class Batch:
     def __init__(self, engine: Opens) -> None:
         self._engine = engine
         self._texts: dict[int, Generation] = {}
-        self._asks: dict[int, Ask] = {}  # what each waits for; none: it is between two steps, or has not begun
+        self._asks: dict[int, ForwardRequest] = {}  # what each waits for; none: it is between two steps, or has not begun
         self._numbers = count()
         self._cost = ForwardCost(engine.model.weights_in_tokens)
 
@@ -98,16 +98,16 @@ class Batch:
         journal, logits that are not numbers), and the text leaves the batch. The others go on.
         """
         events: list[tuple[int, Event]] = []
-        with kernels.alone(self._engine.model.kernels):
+        with kernels.single_threaded_torch(self._engine.model.kernels):
             chosen = list(self._texts) if only is None else [text for text in only if text in self._texts]
             for text in chosen:
-                self._texts[text].meter.texts = len(chosen)
+                self._texts[text].clock.texts = len(chosen)
             for text in chosen:
                 if text not in self._asks:
                     self._go_on(text, None, events)
             asking = {text: self._asks[text] for text in chosen if text in self._asks}
             texts = list(asking)
-            found = answers(list(asking.values()), lambda places, seconds: self._charge(
+            found = run_batched(list(asking.values()), lambda places, seconds: self._charge(
                 {texts[place]: asking[texts[place]] for place in places}, seconds))
             for text, answer in zip(asking, found, strict=True):
                 self._go_on(text, answer, events)
@@ -134,7 +134,7 @@ class Batch:
             events.append((text, last._replace(finish_reason=None, error=error)))
             self.remove(text)
 
-    def _charge(self, asking: dict[int, Ask], seconds: float) -> None:
+    def _charge(self, asking: dict[int, ForwardRequest], seconds: float) -> None:
         """A forward's time to those that it served, who ask one model: the weights' part to all alike, the rest to whom
         the rows are.
 
@@ -146,7 +146,7 @@ class Batch:
             self._cost.add(parts, seconds)
         shares = [self._cost.at(rows, context, len(parts)) if is_ours else rows for rows, context in parts]
         for text, share in zip(asking, shares, strict=True):
-            self._texts[text].meter.charge(seconds * share / sum(shares) if sum(shares) else seconds / len(shares))
+            self._texts[text].clock.charge(seconds * share / sum(shares) if sum(shares) else seconds / len(shares))
 
     def close(self) -> None:
         """Stop all texts."""
@@ -162,13 +162,13 @@ class Batch:
 
 
 def generate_many(engine: Opens, prompts: Iterator[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
-                  at_once: int) -> Iterator[tuple[int, Event]]:
+                  batch_size: int) -> Iterator[tuple[int, Event]]:
     """See `Engine.generate_many`."""
     places: dict[int, int] = {}  # of texts under way: number in the batch -> place among the prompts
     waiting = enumerate(prompts)
     with Batch(engine) as batch:
         while True:
-            while len(batch) < at_once and (found := next(waiting, None)):
+            while len(batch) < batch_size and (found := next(waiting, None)):
                 place, prompt = found
                 if isinstance(params, Sequence) and place == len(params):
                     raise UsageError(f"params has {place} settings and there are more prompts; give one for each, or "

@@ -24,7 +24,7 @@ Prompt = str | Sequence[int] | NDArray[np.integer[Any]]  # a text, or the ids of
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
-def half_pair(text: str) -> int | None:
+def lone_surrogate(text: str) -> int | None:
     """Where the first half of a surrogate pair stands: JSON can name one, and Python hides bytes that are no UTF-8 in
     them, but no text has one. None: there is none."""
     found = _HALF_PAIR.search(text)

@@ -24,21 +24,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from longdraft import batching, drafters, kernels, parallel, statistics
+from longdraft import batching, drafters, kernels, parallel, run_statistics
 from longdraft.core import Event, Prompt, SamplingParams
 from longdraft.drafters.corpus import Corpora
-from longdraft.drafters.costs import Experience
+from longdraft.drafters.cost_model import SharedStatistics
 from longdraft.errors import JournalError, ModelError, NumericalError, UsageError, check
 from longdraft.generation import Generation
 from longdraft.journal import Header, Journal, Run, differences, parse_fsync
 from longdraft.journal import read as read_journal
-from longdraft.model import checkpoint, defaults, fingerprint, library, sizing
+from longdraft.model import checkpoint, defaults, fingerprint, hub, sizing
 from longdraft.model import config as model_config
+from longdraft.model.auxiliary import Target, Trained
 from longdraft.model.chat_template import Message
 from longdraft.model.defaults import Defaults
 from longdraft.model.heads import require_model
 from longdraft.model.tokenizer import Tokenizer, require_same_vocabulary
-from longdraft.model.trained import Target, Trained
 from longdraft.model.transformer import Transformer
 from longdraft.version import __version__
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 _DRAFT = "draft"  # folder of a smaller model within a model's own
 
 
-def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
+def load(model: str = hub.DEFAULT, *, drafter: str = drafters.AUTO,
          drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, device: str = "auto",
          dtype: str = "auto", quantize: str = "none", threads: int | None = None, revision: str | None = None,
          token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
@@ -90,8 +90,8 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
         kernels.set_threads(threads)
     options = drafters.parse_options(drafter, drafter_options or {})
     drafters.check_heads(drafter, heads)
-    hub = library.Hub(revision, token, cache_dir, offline)
-    folder = library.resolve(model, hub)
+    hub_options = hub.Hub(revision, token, cache_dir, offline)
+    folder = hub.resolve(model, hub_options)
     require_model(folder)
     config = model_config.read(folder)
     chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, kernels_name)
@@ -107,8 +107,8 @@ def load(model: str = library.DEFAULT, *, drafter: str = drafters.AUTO,
         log.warning("%s of %s: going on without %s", defaults.FILE, model, "; ".join(sampling.ignored))
     log.info("%s: %s kernels, %s on %s, weights quantised: %s, drafter %s", model, chosen.name, chosen.dtype,
              chosen.device, quantize, drafter)
-    engine = Engine(model, files, transformer, tokenizer, drafter, options, heads, replace(hub, revision=None),
-                    sampling, parallel.Team(group) if group else None)
+    engine = Engine(model, files, transformer, tokenizer, drafter, options, heads, replace(hub_options, revision=None),
+                    sampling, parallel.RankGroup(group) if group else None)
     if group:
         group.require_same({**engine.identity, "drafter": drafter, "drafter options": str(options)})
     return engine
@@ -118,23 +118,23 @@ class Engine:
     """A loaded model and how it drafts. Holds no state of any text."""
 
     def __init__(self, name: str, files: checkpoint.TensorFiles, model: Transformer, tokenizer: Tokenizer,
-                 drafter: str, options: Any, heads_name: str | None, hub: library.Hub,
-                 sampling: Defaults, team: parallel.Team | None = None) -> None:
+                 drafter: str, options: Any, heads_name: str | None, hub_options: hub.Hub,
+                 sampling: Defaults, team: parallel.RankGroup | None = None) -> None:
         self.name = name
         self.defaults = sampling
         self.model = model
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.options = options
-        self.team: parallel.Alone = team or parallel.Alone()
+        self.team: parallel.SingleProcess = team or parallel.SingleProcess()
         self._files = files
         self._heads_name = heads_name
-        self._hub = hub
+        self._hub = hub_options
         self.heads, self.glide = self._load_trained()
         self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
         self._draft_name = drafters.draft_model_of(options)  # empty: the one in the model's own folder, if any
         self.draft = self._load_draft(self._draft_name)
-        self.experience = Experience(model.weights_in_tokens)
+        self.experience = SharedStatistics(model.weights_in_tokens)
         self._require_trained()
 
     def _require_trained(self) -> None:
@@ -150,7 +150,7 @@ class Engine:
             return Trained()
         target = Target(self.model, partial(fingerprint.of, self._files), self.tokenizer.vocabulary_sha256)
         if self._heads_name is not None:
-            return target.load(library.resolve(self._heads_name, self._hub))
+            return target.load(hub.resolve(self._heads_name, self._hub))
         try:
             return target.beside(self._files.folder)
         except ModelError as error:
@@ -162,7 +162,7 @@ class Engine:
     def _load_draft(self, name: str) -> Transformer | None:
         """The smaller model that drafts, on the same kernels: the one named, else the one in the model's own folder, if
         any. It must speak of the same tokens."""
-        folder = library.resolve(name, self._hub) if name else self._files.folder / _DRAFT
+        folder = hub.resolve(name, self._hub) if name else self._files.folder / _DRAFT
         if self.drafter not in drafters.WITH_DRAFT or not (name or (folder / "config.json").is_file()):
             return None
         config = model_config.read(folder)
@@ -178,7 +178,7 @@ class Engine:
         files = {part: folder / part / checkpoint.WEIGHTS for part in ("heads", "glide", "draft")}
         trained = {f"{part}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for part, file in files.items()
                    if not self._heads_name and file.exists()}
-        return {"model": library.lasting_name(self.name, folder), "weights_sha256": fingerprint.of(self._files),
+        return {"model": hub.lasting_name(self.name, folder), "weights_sha256": fingerprint.of(self._files),
                 "tokenizer_sha256": self.tokenizer.sha256, "heads": self._heads_name, **trained,
                 "quantize": self.model.weights.quantize,
                 "weights_bytes": sum(weight.nbytes for weight in self.model.linears),
@@ -225,7 +225,7 @@ class Engine:
             if self.draft is None or is_another:
                 other.draft = other._load_draft(wanted)
             if is_another:
-                other._draft_name, other.experience = wanted, Experience(self.model.weights_in_tokens)
+                other._draft_name, other.experience = wanted, SharedStatistics(self.model.weights_in_tokens)
             other._require_trained()
             return other
         needs = drafters.KINDS[name].needs
@@ -277,7 +277,7 @@ class Engine:
 
     def generate_many(self, prompts: Iterable[Prompt],
                       params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                      at_once: int = 8) -> Iterator[tuple[int, Event]]:
+                      batch_size: int = 8) -> Iterator[tuple[int, Event]]:
         """Write many texts, `at_once` of them side by side: (place among the prompts, event), as they come.
 
         Each text is, to the bit, what `generate` gives for its prompt; the weights are read once for all (see
@@ -287,8 +287,8 @@ class Engine:
 
         A text that fails has `error` on its last event, and the others go on. UsageError for `at_once`.
         """
-        check(1 <= at_once <= 4096, "at_once", at_once, "1 to 4096 texts")
-        return batching.generate_many(self, iter(prompts), params, at_once)
+        check(1 <= batch_size <= 4096, "batch_size", batch_size, "1 to 4096 texts")
+        return batching.generate_many(self, iter(prompts), params, batch_size)
 
     def batch(self) -> batching.Batch:
         """An empty batch: texts written side by side, which join and leave between its rounds (`add`, `step`,
@@ -351,7 +351,7 @@ class Engine:
 
     def follow(self) -> None:
         """On ranks behind the first: write along with it, until it closes its engine or ends."""
-        assert isinstance(self.team, parallel.Team) and self.team.follows
+        assert isinstance(self.team, parallel.RankGroup) and self.team.follows
         while (request := self.team.listen()) is not None:
             generation = Generation(self, request.prompt.tolist(), request.params, written=request.written)
             with suppress(parallel.Stopped, NumericalError, JournalError):  # the first rank says so
@@ -388,11 +388,11 @@ class Engine:
         """What a text of this engine depends on."""
         model, arithmetic = self.model, self.model.kernels
         return Header(
-            model=library.lasting_name(self.name, self._files.folder),
+            model=hub.lasting_name(self.name, self._files.folder),
             weights=fingerprint.of(self._files),
             tokenizer=self.tokenizer.sha256,
             config=hashlib.sha256(json.dumps(asdict(model.whole), sort_keys=True).encode()).hexdigest(),
-            prompt_sha256=statistics.sha256_tokens(np.array(prompt, dtype=np.int32)),
+            prompt_sha256=run_statistics.sha256_tokens(np.array(prompt, dtype=np.int32)),
             prompt=list(prompt),
             sampling=json.loads(json.dumps(asdict(params))),
             eos_token_ids=list(model.config.eos_token_ids),

@@ -58,7 +58,7 @@ def check(condition: bool, name: str, value: object, allowed: str, cure: str = "
 
 
 @contextmanager
-def memory_told() -> Iterator[None]:
+def translate_memory_errors() -> Iterator[None]:
     """Whoever ran out of memory, it is a MemoryError."""
     try:
         yield

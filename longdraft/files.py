@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from longdraft.core import half_pair
+from longdraft.core import lone_surrogate
 from longdraft.errors import OutputError, UsageError
 
 
@@ -148,5 +148,5 @@ def read_text(file: str, option: str) -> str:
 
 def require_text(text: str, name: str, cure: str) -> None:
     """UsageError for an argument with bytes that are no UTF-8."""
-    if half_pair(text) is not None:
+    if lone_surrogate(text) is not None:
         raise UsageError(f"{name} is not UTF-8 text; {cure}")

@@ -1,6 +1,6 @@
 """One text being written, as an iterator of events: prefill, then the one loop, until the text ends or is stopped.
 
-All of it is work that asks for forwards (longdraft/model/work.py). Iterating does it alone; a batch
+All of it is work that asks for forwards (longdraft/model/routine.py). Iterating does it alone; a batch
 (longdraft/batching.py) does that of several texts side by side.
 """
 
@@ -16,28 +16,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longdraft import drafters, kernels, statistics
+from longdraft import drafters, kernels, run_statistics
 from longdraft.cache.full import FullCache
 from longdraft.core import Context, Event, Finish, SamplingParams
 from longdraft.drafters.corpus import Corpora
-from longdraft.drafters.costs import Experience
-from longdraft.errors import JournalError, memory_told
+from longdraft.drafters.cost_model import SharedStatistics
+from longdraft.errors import JournalError, translate_memory_errors
 from longdraft.journal import Journal
 from longdraft.loops import Foresight
 from longdraft.model import sizing
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
+from longdraft.model.routine import CostClock, Routine, run_batched
 from longdraft.model.tokenizer import Tokenizer
-from longdraft.model.transformer import Ask, Forward, Transformer, chain_rows, tree_rows
-from longdraft.model.work import Meter, Work, answers
-from longdraft.parallel import Alone, Request
+from longdraft.model.transformer import Forward, ForwardRequest, Transformer, chain_rows, tree_rows
+from longdraft.parallel import Request, SingleProcess
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Counts, Drafter, Verified, memory_of
 from longdraft.speculation.recorder import Recorder
 from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.text_stream import TextStream, Written
 from longdraft.tree import root_only
 from longdraft.version import __version__
-from longdraft.writing import Writing, Written
 
 log = logging.getLogger(__name__)
 PREFILL_CHUNK = 512  # prompt tokens in one forward; on the CPU any number gives the same text
@@ -58,9 +58,9 @@ class Means(Protocol):
     heads: Heads | None
     glide: Glide | None
     corpora: Corpora
-    experience: Experience
+    experience: SharedStatistics
     draft: Transformer | None
-    team: Alone
+    team: SingleProcess
 
 
 class Generation(Iterator[Event]):
@@ -88,23 +88,23 @@ class Generation(Iterator[Event]):
         model = engine.model.for_length(length)
         reads = drafters.reads(engine.drafter, engine.options) or length
         draft = engine.draft and engine.draft.for_length(min(length, reads, engine.draft.config.max_positions))
-        self._writing = Writing(engine.tokenizer, params, model.config.eos_token_ids)
+        self._text_stream = TextStream(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
         if model.kernels.is_device:
             _reserve(model, cache, length)
-        stop_ids, is_fast = self._writing.stop_ids, model.kernels.name != kernels.REFERENCE
+        stop_ids, is_fast = self._text_stream.stop_ids, model.kernels.name != kernels.REFERENCE
         # Another law than ours is decided on the host.
         sampler = (Sampler(params, stop_ids, is_fast, model.kernels) if sampler_of is Sampler
                    else sampler_of(params, stop_ids, is_fast))
         self._recorder = None if logprobs is None else Recorder(params, stop_ids, is_fast, logprobs)
-        meter = Meter(agree=engine.team.agree)
+        clock = CostClock(agree=engine.team.agree)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
-                                       draft, meter=meter, experience=engine.experience)
+                                       draft, clock=clock, experience=engine.experience)
         drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
         context = Context(prompt)
         context.extend(int(token) for token in written)
         self._step = Step(model, cache, drafter, self._recorder or sampler, context, Timings(), Tally())
-        self.meter = meter
+        self.clock = clock
         self._accepted = 0
         self._foresight = Foresight()
         self._prefill_seconds = 0.0
@@ -117,29 +117,29 @@ class Generation(Iterator[Event]):
 
     def __next__(self) -> Event:
         """Go on, alone, up to the next event."""
-        with kernels.alone(self._engine.model.kernels):
+        with kernels.single_threaded_torch(self._engine.model.kernels):
             done = self.go_on()
-            while isinstance(done, Ask):
+            while isinstance(done, ForwardRequest):
                 try:
-                    answer, = answers([done], lambda places, seconds: self.meter.charge(seconds))
+                    answer, = run_batched([done], lambda places, seconds: self.clock.charge(seconds))
                 except BaseException:  # interrupted
                     self._work.close()
                     raise
                 done = self.go_on(answer)
         return done
 
-    def go_on(self, answer: Forward | Exception | None = None) -> Ask | Event:
+    def go_on(self, answer: Forward | Exception | None = None) -> ForwardRequest | Event:
         """Go on up to the next event, or the next forward that it takes: to be called again with the answer to that.
 
         answer  the forward that was asked for, or why there is none, which ends the text
 
         Raises StopIteration behind the last event, and whatever ends the text on the way.
         """
-        self.meter.start()
+        self.clock.start()
         try:
             return self._work.throw(answer) if isinstance(answer, Exception) else self._work.send(answer)
         finally:
-            self.meter.stop()
+            self.clock.stop()
 
     def close(self) -> None:
         """Stop the work. What was given so far stands, and a journal can be resumed."""
@@ -168,7 +168,7 @@ class Generation(Iterator[Event]):
         else a step of this text takes besides drafting and verifying. Changes nothing: the row is dropped."""
         model, cache, context = self._step.model, self._step.cache, self._step.context
         start = time.perf_counter()
-        with kernels.alone(self._engine.model.kernels):
+        with kernels.single_threaded_torch(self._engine.model.kernels):
             model.forward(tree_rows(root_only(context.last), len(context) - 1), cache, 1)
         seconds = time.perf_counter() - start
         cache.commit(())
@@ -179,22 +179,22 @@ class Generation(Iterator[Event]):
     @property
     def finish_reason(self) -> Finish | None:
         """Why the text ended; None while it has not."""
-        return self._writing.finish_reason or ("cancelled" if self.is_closed else None)
+        return self._text_stream.finish_reason or ("cancelled" if self.is_closed else None)
 
     @property
     def is_finished(self) -> bool:
         """Whether the text came to its own end."""
-        return self._writing.finish_reason is not None
+        return self._text_stream.finish_reason is not None
 
     @property
     def held_text(self) -> str:
         """Text of the last tokens that was held back: the possible beginning of a stop text, or of a character."""
-        return self._writing.rest()
+        return self._text_stream.rest()
 
     @property
     def distinct(self) -> float | None:
         """Distinct 4-grams over 4-grams of the latest tokens; None with on_loop off."""
-        return self._writing.distinct
+        return self._text_stream.distinct
 
     @property
     def cache_bytes(self) -> int:
@@ -216,15 +216,15 @@ class Generation(Iterator[Event]):
     def tokens(self) -> NDArray[np.int32]:
         """The new token ids so far."""
         start = self._step.context.prompt_length
-        return self._step.context.slice(start, start + self._writing.num_tokens)
+        return self._step.context.slice(start, start + self._text_stream.num_tokens)
 
-    def _run(self) -> Generator[Ask | Event, Forward | None, None]:
+    def _run(self) -> Generator[ForwardRequest | Event, Forward | None, None]:
         team, context = self._engine.team, self._step.context
         try:
             written = context.slice(context.prompt_length, len(context))
             team.begin(Request(context.slice(0, context.prompt_length), self._params, written))
             try:  # a text that may not begin must not end the one that others are at
-                with memory_told():
+                with translate_memory_errors():
                     yield from self._replay()
                     if not self.is_finished:
                         yield from self._prefill()
@@ -241,14 +241,14 @@ class Generation(Iterator[Event]):
         if self.num_resumed:
             start = self._step.context.prompt_length
             written = self._step.context.slice(start, start + self.num_resumed).tolist()
-            new = self._writing.push(written)
+            new = self._text_stream.push(written)
             if len(new.tokens) < len(written):
                 raise JournalError("the journal holds tokens behind the text's end; it cannot be used")
             yield self._event(new)._replace(sources=("",) * len(new.tokens))
 
-    def _advance(self) -> Work[Event]:
+    def _advance(self) -> Routine[Event]:
         """One step, in the journal before anybody sees it."""
-        start, writing = time.perf_counter(), self._writing
+        start, writing = time.perf_counter(), self._text_stream
         with self._engine.team.unit(self._step.context):
             accepted = yield from self._step.run(self._params.max_new_tokens - writing.num_tokens)
         had_loop = writing.loop is not None
@@ -273,12 +273,12 @@ class Generation(Iterator[Event]):
                                          depth=accepted.depth, logprobs=told)
 
     def _event(self, new: Written) -> Event:
-        reason = self._writing.finish_reason
+        reason = self._text_stream.finish_reason
         if reason and self._journal:
             self._journal.finish(reason)
         return Event(new.tokens, new.text, reason, self.stats() if reason else None, pieces=new.pieces)
 
-    def _prefill(self) -> Work[None]:
+    def _prefill(self) -> Routine[None]:
         """All of the text but its last token, which is the first root."""
         began = time.perf_counter()
         step = self._step
@@ -289,7 +289,7 @@ class Generation(Iterator[Event]):
             end, is_prompt = self._chunk(start, last)
             chunk = step.context.slice(start, end).tolist()
             with self._engine.team.unit(step.context):
-                result = yield Ask(step.model, chain_rows(chunk, start), step.cache, is_prompt=is_prompt)
+                result = yield ForwardRequest(step.model, chain_rows(chunk, start), step.cache, is_prompt=is_prompt)
             step.cache.commit(range(len(chunk)))
             verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
             if self._on_prefill:
@@ -304,7 +304,7 @@ class Generation(Iterator[Event]):
         the uncut run, and are so again: as rows of verification, which do not depend on one another.
         """
         if not self._step.model.kernels.is_device:
-            return min(start + (PREFILL_CHUNK if self.meter.texts == 1 else PREFILL_SHARED), last), True
+            return min(start + (PREFILL_CHUNK if self.clock.texts == 1 else PREFILL_SHARED), last), True
         prompt = min(self._step.context.prompt_length - 1, last)
         if start < prompt:
             return min(start + PREFILL_CHUNK, prompt), True
@@ -313,19 +313,19 @@ class Generation(Iterator[Event]):
     def stats(self) -> dict[str, Any]:
         """The statistics so far, under the names of the `--stats` file."""
         engine, step, model = self._engine, self._step, self._engine.model
-        writing, loop = self._writing, self._writing.loop
+        writing, loop = self._text_stream, self._text_stream.loop
         is_exact = model.kernels.is_row_invariant and self._is_pure
         return {
             "prompt_tokens": step.context.prompt_length,
-            "sha256_prompt": statistics.sha256_tokens(step.context.slice(0, step.context.prompt_length)),
+            "sha256_prompt": run_statistics.sha256_tokens(step.context.slice(0, step.context.prompt_length)),
             "new_tokens": writing.num_tokens,
             "resumed_tokens": self.num_resumed,
             "finish_reason": self.finish_reason,
             "seed": self._params.seed,
             "prefill_seconds": self._prefill_seconds,
-            **statistics.of_steps(writing.num_tokens - self.num_resumed, self._accepted, self._decode_seconds,
+            **run_statistics.of_steps(writing.num_tokens - self.num_resumed, self._accepted, self._decode_seconds,
                                   step.tally, step.timings),
-            **statistics.of_tokens(self.tokens),
+            **run_statistics.of_tokens(self.tokens),
             "recent_distinct_4": writing.distinct,
             "loop": loop and loop._asdict(),
             "exactness": "bit-exact" if is_exact else "distribution",
@@ -334,7 +334,7 @@ class Generation(Iterator[Event]):
             "dtype": str(model.kernels.dtype).removeprefix("torch."),
             "quantize": model.weights.quantize,
             "threads": kernels.threads(model.kernels),
-            "peak_memory_bytes": statistics.peak_memory_bytes(),
+            "peak_memory_bytes": run_statistics.peak_memory_bytes(),
             "cache_bytes": self.cache_bytes,
             "drafter_memory_bytes": self.drafter_bytes,
             "model": engine.name,
@@ -358,5 +358,5 @@ def _reserve(model: Transformer, cache: FullCache, length: int) -> None:
                           f"{(free or 0) / 2**30:.1f} GiB of {model.kernels.device} are free; "
                           f"{max(0, fits - LARGEST_TREE)} tokens would fit, prompt and new ones together; write "
                           f"fewer, or take --quantize int8{small}")
-    with memory_told():
+    with translate_memory_errors():
         cache.reserve(wanted)

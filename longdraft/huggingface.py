@@ -28,7 +28,7 @@ from longdraft.core import MAX_SEED, SamplingParams
 from longdraft.engine import Engine
 from longdraft.errors import UsageError, check
 from longdraft.generation import Generation
-from longdraft.model import checkpoint, defaults, library
+from longdraft.model import checkpoint, defaults, hub
 from longdraft.model import config as model_config
 from longdraft.model.chat_template import ChatTemplate
 from longdraft.model.tokenizer import Tokenizer
@@ -167,7 +167,7 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     files = StateDict(tensors, folder)
     transformer = checkpoint.load(files, config, chosen, quantize)
     words = _NoTokenizer() if tokenizer is None else _SavedTokenizer(tokenizer)
-    engine = Engine(str(folder), files, transformer, words, drafter, options, heads, library.Hub(),
+    engine = Engine(str(folder), files, transformer, words, drafter, options, heads, hub.Hub(),
                     defaults.Defaults())
     files.let_go()
     return Writer(engine, own)

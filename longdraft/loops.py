@@ -6,7 +6,7 @@ Two signs, in constant time and memory for each token:
              and for at least LEAST tokens
     poverty  of the last WINDOW 4-grams fewer than POOR are distinct, where more than RICH were before
 
-Tables, refrains and code repeat too, but not verbatim for so long (tests/test_loops.py); what they lack in variety they
+Tables, refrains and code repeat too, but not verbatim for so long (tests/unit/test_loops.py); what they lack in variety they
 lack from their beginning, or make up for within the window. A third sign, drafts that are always right, costs nothing
 and depends on the drafter: it only goes into a warning (`Foresight`).
 """

@@ -33,7 +33,7 @@ def kernels():
     yield jit_attention.attend, attend | dict(k=FP8, v=FP8), shape | dict(IS_SCALED=True), pipelined
     yield jit_attention.attend, attend, shape | dict(DIM=80, LANES=16), pipelined
     yield jit_attention.attend, attend, shape | dict(DIM=256, PADDED=256, BLOCK=32), pipelined
-    yield (jit_attention.merge, dict(peaks=F32, masses=F32, mixed=F32, where=I64, depths=I32, rest=F32, out=BF16,
+    yield (jit_attention.merge, dict(peaks=F32, masses=F32, mixed=F32, where=I64, depths=I32, remainder=F32, out=BF16,
                                      lse=F32, num_splits="i32"),
            dict(HEADS=32, DIM=128, PADDED=128, AT_ONCE=32, HAS_REST=True, **SPLITS), EXACT)
     yield jit_attention.paths, dict(parents=I32, path=I32, depths=I32, stride="i32"), {}, dict(num_warps=1)
@@ -62,7 +62,7 @@ def kernels():
     yield jit_rows.rotate, rotate, form, dict(num_warps=1)
     yield (jit_rows.rotate, rotate | dict(k_store=FP8, v_store=FP8), form | dict(NORMS=1, IS_SCALED=True),
            dict(num_warps=1))
-    yield (jit_rows.map_rest, dict(content=BF16, function=F32, rest=F32), dict(HEADS=32, DIM=128, PADDED=256),
+    yield (jit_rows.map_remainder, dict(content=BF16, function=F32, remainder=F32), dict(HEADS=32, DIM=128, PADDED=256),
            dict(num_warps=1))
     strides = dict.fromkeys(("k_stride", "v_stride", "k_row_stride", "v_row_stride", "k_head_stride", "v_head_stride"),
                             "i32")

@@ -8,8 +8,8 @@ import torch
 
 from longdraft import drafters
 from longdraft.core import Context, SamplingParams
-from longdraft.model.transformer import Ask, Forward, Transformer, chain_rows
-from longdraft.model.work import alone, at_once
+from longdraft.model.routine import atomic, run_alone
+from longdraft.model.transformer import Forward, ForwardRequest, Transformer, chain_rows
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
 from longdraft.speculation.step import Step, Tally, Timings
@@ -40,7 +40,7 @@ def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
     drafter.begin(context, verified)
     step = Step(model, cache, drafter, sampler, context, Timings(), Tally() if tally is None else tally)
     while context.num_new < params.max_new_tokens:
-        alone(step.run(params.max_new_tokens - context.num_new))
+        run_alone(step.run(params.max_new_tokens - context.num_new))
     return context.slice(len(prompt), len(context)).tolist()
 
 
@@ -51,7 +51,7 @@ class TableModel:
         self._logits_of = logits_of
         self._text: list[int] = []
 
-    def together(self, asks: Sequence[Ask]) -> list[Forward]:
+    def together(self, asks: Sequence[ForwardRequest]) -> list[Forward]:
         (ask,) = asks
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(ask.rows.tokens, ask.rows.parents, strict=True):
@@ -79,7 +79,7 @@ class TreeDrafter:
     def begin(self, context: Context, verified: Verified | None) -> None:
         pass
 
-    @at_once
+    @atomic
     def propose(self, context: Context, max_depth: int) -> Tree:
         return self._propose(context)
 

@@ -1,4 +1,4 @@
-"""What each rank of tests/test_parallel.py runs: `python ranks.py FOLDER`, started once for each rank.
+"""What each rank of tests/unit/test_parallel.py runs: `python ranks.py FOLDER`, started once for each rank.
 
 Rank 0 prints one line of JSON: for every drafter and sampling setting the hash of the text.
 """

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import openai
 
 import longdraft
-from longdraft.model import library
+from longdraft.model import hub
 from longdraft.server.app import App
 from longdraft.server.run import Server
 from longdraft.server.settings import Settings
@@ -27,7 +27,7 @@ TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 
 def talkative(folder: Path) -> Path:
     """The bundled model with a chat template, as a folder of its own."""
-    shutil.copytree(library.resolve("novelist"), folder)
+    shutil.copytree(hub.resolve("novelist"), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 

@@ -29,7 +29,7 @@ Check = Callable[[], None]  # raises where the work is to end
 Crew = Callable[[Job, Iterator[Task], Check], Iterator[Report | None]]
 
 
-def alone(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report | None]:
+def in_process(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report | None]:
     """In this process."""
     with Writer(job) as writer:
         for report in writer.write(lambda is_idle: next(tasks, None)):
@@ -45,7 +45,7 @@ def processes(count: int) -> Crew:
         lost_loading = 0  # since the last one that loaded
 
         def fill(worker: _Worker) -> None:
-            while worker.is_loaded and len(worker.tasks) < job.at_once:
+            while worker.is_loaded and len(worker.tasks) < job.batch_size:
                 task = lost.pop() if lost else next(tasks, None)
                 if task is None:
                     return

@@ -104,11 +104,11 @@ def _written(ray: ModuleType, job: Job, tasks: list[Task], placement: Placement,
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     resources = _resources(ray, placement)
-    most = min(-(-len(tasks) // job.at_once), placement.workers or _fitting(ray, resources))
+    most = min(-(-len(tasks) // job.batch_size), placement.workers or _fitting(ray, resources))
     rows = [{"task": pickle.dumps(task)} for task in tasks]
-    blocks = -(-len(rows) // job.at_once)
+    blocks = -(-len(rows) // job.batch_size)
     data = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
-        _actor(job), batch_size=job.at_once, concurrency=(1, most), **resources)
+        _actor(job), batch_size=job.batch_size, concurrency=(1, most), **resources)
     progress = Progress(job, tasks)
     for row in _watched(data.iter_rows(), check):
         if row is None:
@@ -146,7 +146,7 @@ class Progress:
         return report
 
     def _written(self) -> Iterator[tuple[str, int]]:
-        folder = self._job.work / "journals"
+        folder = self._job.work_folder / "journals"
         for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
             if key := self._keys.get(name):
                 with suppress(JournalError):  # removed meanwhile, or not to be read for a moment

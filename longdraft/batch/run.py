@@ -1,7 +1,7 @@
 """A job from its input to its output: what is done is skipped, what is not is given to a crew, records are collected.
 
     OUT          the records, in the order in which texts end
-    OUT.work/    while the job is not done: the journals of texts that are begun, and more (longdraft/batch/work.py)
+    OUT.work/    while the job is not done: the journals of texts that are begun, and more (longdraft/batch/work_folder.py)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from longdraft.batch import source, work
+from longdraft.batch import source, work_folder
 from longdraft.batch.local import Check, Crew
 from longdraft.batch.records import Records
 from longdraft.batch.rows import Report, Task, is_failed, parse
@@ -97,11 +97,11 @@ def run(rows: Path, output: Path, job: Job, crew: Crew, *, check: Check = lambda
         raise UsageError(f"input and output are both {rows}; give the output another name")
     num_rows = source.count(rows)
     settings = {"seed": job.seed, "sampling": dict(job.defaults), "model": job.model}
-    work.agree(job.work, output, settings, begin=False)  # before another job's records are taken for ours
-    with Records.open(output, job.work, without_errors=retry_errors) as records:
-        work.agree(job.work, output, settings, begin=True)
-        with work.told(job.work):
-            work.forget_attempts(job.work)
+    work_folder.agree(job.work_folder, output, settings, begin=False)  # before another job's records are taken for ours
+    with Records.open(output, job.work_folder, without_errors=retry_errors) as records:
+        work_folder.agree(job.work_folder, output, settings, begin=True)
+        with work_folder.told(job.work_folder):
+            work_folder.forget_attempts(job.work_folder)
         totals = Totals(num_rows, len(records.done), records.failed)
         tasks = _pending(rows, job.model, frozenset(records.done))
         if (first := next(tasks, None)) is not None:
@@ -114,12 +114,12 @@ def run(rows: Path, output: Path, job: Job, crew: Crew, *, check: Check = lambda
                     continue  # its writer was lost with a record on the way, which came all the same
                 if report.record is not None:
                     records.add(report.record)
-                    with work.told(job.work):
-                        work.forget(job.work, report.key)
+                    with work_folder.told(job.work_folder):
+                        work_folder.forget(job.work_folder, report.key)
                 totals.take(report)
                 on_progress(totals)
         records.finish()
-    work.remove(job.work)
+    work_folder.remove(job.work_folder)
     return totals
 
 

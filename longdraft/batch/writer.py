@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft import engine as engines
-from longdraft.batch import work
+from longdraft.batch import work_folder
 from longdraft.batch.rows import Report, Task, failed, seed_of, written
 from longdraft.core import Event, SamplingParams
 from longdraft.errors import BusyJournalError, ModelError, NumericalError, UnusableJournalError, UsageError
@@ -41,7 +41,7 @@ class Job:
     at_once      texts that a writer writes side by side, in the same forwards
     """
 
-    work: Path
+    work_folder: Path
     load: Mapping[str, Any]
     defaults: Mapping[str, Any]
     seed: int
@@ -49,10 +49,10 @@ class Job:
     fsync: str = "1"
     retries: int = 2
     fingerprint: str | None = None
-    at_once: int = 1
+    batch_size: int = 1
 
     def journal(self, key: str) -> Path:
-        return work.journal(self.work, key)
+        return work_folder.journal(self.work_folder, key)
 
 
 @dataclass
@@ -78,9 +78,9 @@ class Writer:
 
     def _agree(self) -> None:
         """The first writer notes what it is, the others must be the same: else texts would depend on who wrote them."""
-        ours, path = self._engine.identity, self._job.work / work.ENGINE
-        with work.told(self._job.work):
-            first = work.note(path, ours)
+        ours, path = self._engine.identity, self._job.work_folder / work_folder.ENGINE
+        with work_folder.told(self._job.work_folder):
+            first = work_folder.note(path, ours)
         if unlike := [f"{name} {first.get(name)}, here {ours.get(name)}" for name in sorted(first.keys() | ours.keys())
                       if first.get(name) != ours.get(name)]:
             raise UsageError(f"the job was begun by another engine: {'; '.join(unlike)}; use the same everywhere "
@@ -108,7 +108,7 @@ class Writer:
         suspect: int | None = None  # that is written
         with self._engine.batch() as batch:
             while True:
-                while (suspect is None and len(batch) + len(suspects) < self._job.at_once
+                while (suspect is None and len(batch) + len(suspects) < self._job.batch_size
                        and (task := more(not batch and not suspects)) is not None):
                     if self._is_suspect(task.key):
                         suspects.append(task)
@@ -153,7 +153,7 @@ class Writer:
             if isinstance(event.error, NumericalError):
                 return _failed(row.task, "model_error", str(event.error))
             if isinstance(event.error, MemoryError):
-                return _failed(row.task, "out_of_memory", f"out of memory: {event.error}; fewer texts --at-once, or a "
+                return _failed(row.task, "out_of_memory", f"out of memory: {event.error}; lower --batch-size, or a "
                                                           "shorter context, need less")
             raise event.error
         row.text.append(event.text)
@@ -178,7 +178,7 @@ class Writer:
         patience = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                with work.told(self._job.work):
+                with work_folder.told(self._job.work_folder):
                     return self._begun(key, ids, params)
             except BusyJournalError:
                 if time.monotonic() > patience:
@@ -211,8 +211,8 @@ class Writer:
     def _is_hopeless(self, key: str) -> bool:
         """Whether the last attempts all ended without a new token; notes another one."""
         allowed, before, now = self._job.retries + 1, self._attempts(key), num_written(self._job.journal(key))
-        path = work.attempts(self._job.work, key)
-        with work.told(self._job.work):
+        path = work_folder.attempts(self._job.work_folder, key)
+        with work_folder.told(self._job.work_folder):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="ascii") as file:
                 file.write(f"{now}\n")
@@ -220,9 +220,9 @@ class Writer:
 
     def _attempts(self, key: str) -> list[int]:
         """The tokens that were there when each attempt began."""
-        with work.told(self._job.work):
+        with work_folder.told(self._job.work_folder):
             try:
-                lines = work.attempts(self._job.work, key).read_bytes().split()
+                lines = work_folder.attempts(self._job.work_folder, key).read_bytes().split()
             except FileNotFoundError:
                 return []
         return [int(line) for line in lines if line.isdigit()]  # a power cut may leave anything

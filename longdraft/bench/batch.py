@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longdraft import drafters, statistics
+from longdraft import drafters, run_statistics
 from longdraft.batching import Batch
 from longdraft.bench import peers
 from longdraft.bench.experiment import System
@@ -32,7 +32,7 @@ from longdraft.core import SamplingParams
 from longdraft.engine import Engine
 from longdraft.errors import UsageError
 from longdraft.generation import Generation
-from longdraft.model import library
+from longdraft.model import hub
 
 Record = dict[str, Any]
 _SETTLE_S = 0.3  # before another engine's turn, so that the threads of this one have gone to sleep
@@ -187,7 +187,7 @@ def _rate(turns: Sequence[Turn]) -> float:
 
 
 def sha256(ids: Sequence[int]) -> str:
-    return statistics.sha256_tokens(np.array(ids, dtype=np.int32))
+    return run_statistics.sha256_tokens(np.array(ids, dtype=np.int32))
 
 
 def _ratio(one: Sequence[Turn], other: Sequence[Turn]) -> float:
@@ -225,7 +225,7 @@ def _slots(name: str, kind: peers.Kind, plan: Plan, engine: Engine, context: int
         record: Record = {"engine": name, "context": context}
         found.append(record)
         try:
-            peers.portable(library.resolve(engine.name), Path(place))
+            peers.portable(hub.resolve(engine.name), Path(place))
             room = context + plan.num_new
             answer = worker.open(Path(place), room, plan.limit_s, slots=max(plan.texts))
             record |= {"version": answer["version"]}

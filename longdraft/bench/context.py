@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longdraft.errors import check
 from longdraft.files import read_text
-from longdraft.model import library
+from longdraft.model import hub
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import Transformer, chain_rows
 
@@ -25,7 +25,7 @@ _CHUNK = 256  # rows of a forward, whose logits are held at once
 
 def read(model: str, paths: Sequence[Path], length: int) -> list[list[int]]:
     """The first `length` tokens of each text, and the one behind them. UsageError where one is shorter."""
-    tokenizer = Tokenizer(library.resolve(model))
+    tokenizer = Tokenizer(hub.resolve(model))
     found = []
     for path in paths:
         ids = tokenizer.encode(read_text(str(path), "--text"))[: length + 1]

@@ -27,8 +27,8 @@ from longdraft.errors import UsageError
 from longdraft.files import open_outputs
 from longdraft.kernels import KV, Kernels
 from longdraft.kernels.reference import ReferenceKernels
+from longdraft.model.routine import atomic, run_alone
 from longdraft.model.transformer import Transformer, tree_rows
-from longdraft.model.work import alone, at_once
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.tree import Tree, chain
@@ -188,9 +188,9 @@ def _attention_case(ours: Kernels, definition: Kernels, dim: int, length: int, r
             flat = kernel.new_store(2, dim)
             flat.reserve(length + rows)
             flat.write(0, k[:-1], v[:-1])
-            alone = kernel.attention(q[-1:], KV(flat, length + rows - 1, k[-1:], v[-1:]), parents[:1]).output
+            run_alone = kernel.attention(q[-1:], KV(flat, length + rows - 1, k[-1:], v[-1:]), parents[:1]).output
     return {"kernels": ours.name, "kernel": f"attention {dim}", "rows": rows, "length": length,
-            "difference": _difference(*outputs), "is_invariant": torch.equal(alone[0], outputs[0][-1])}
+            "difference": _difference(*outputs), "is_invariant": torch.equal(run_alone[0], outputs[0][-1])}
 
 
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -238,11 +238,11 @@ def _wall_ms(model: Transformer, context: int, count: int) -> float:
     sampler = Sampler(SAMPLING, kernels=model.kernels)
     step = Step(model, cache, PlainDrafter(), sampler, Context([5] * (context + 1)), Timings(), Tally())
     for _ in range(3):
-        alone(step.run(1))
+        run_alone(step.run(1))
     models.synchronise(model.kernels.device)
     began = time.perf_counter()
     for _ in range(count):
-        alone(step.run(1))
+        run_alone(step.run(1))
     models.synchronise(model.kernels.device)
     return (time.perf_counter() - began) / count * 1e3
 
@@ -257,7 +257,7 @@ class _Liar:
 
     def observe(self, context: Context, accepted: object) -> None: ...
 
-    @at_once
+    @atomic
     def propose(self, context: Context, max_depth: int) -> Tree:
         place = len(context) - self._start
         told = [token if (place + i) % 5 else (token + 1) % 7 for i, token in enumerate(self._truth[place : place + 6])]
@@ -277,7 +277,7 @@ def equality(plan: Plan, model: Transformer, context: int) -> dict[str, Any]:
         drafter = PlainDrafter() if is_plain else _Liar(texts[0], len(text))
         step = Step(model, cache, drafter, Sampler(SAMPLING, kernels=model.kernels), text, Timings(), tally)
         while len(text) - context - 1 < plan.tokens:
-            alone(step.run(plan.tokens - (len(text) - context - 1)))
+            run_alone(step.run(plan.tokens - (len(text) - context - 1)))
         texts.append(text.slice(context + 1, len(text)).tolist())
         taken = tally.accepted.total()
     return {"context": context, "tokens": plan.tokens, "accepted": taken, "is_equal": texts[0] == texts[1]}

@@ -23,11 +23,11 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.errors import UsageError
 from longdraft.kernels import KV, Kernels
-from longdraft.model import checkpoint, library
+from longdraft.model import checkpoint, hub
 from longdraft.model import config as model_config
 from longdraft.model.config import ModelConfig
+from longdraft.model.routine import run_alone
 from longdraft.model.transformer import Transformer, chain_rows
-from longdraft.model.work import alone
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.step import Step, Tally, Timings
 
@@ -45,7 +45,7 @@ class Models:
     """A model, loaded again where copies of its weights are wanted."""
 
     def __init__(self, name: str, kernels: Kernels, quantize: str = "none") -> None:
-        folder = library.resolve(name)
+        folder = hub.resolve(name)
         self.name = name
         self.kernels = kernels
         self.quantize = quantize
@@ -102,12 +102,12 @@ def steps(text: Text, count: int) -> dict[str, float]:
     timings = Timings()
     step = Step(model, cache, PlainDrafter(), Sampler(SAMPLING), context, timings, Tally())
     for _ in range(2):
-        alone(step.run(1))
+        run_alone(step.run(1))
     parts: dict[str, list[float]] = {name: [] for name in ("forward", "sample", "commit", "other", "step")}
     for _ in range(count):
         timings.draft = timings.verify = timings.sample = timings.commit = 0.0
         start = time.perf_counter()
-        alone(step.run(1))
+        run_alone(step.run(1))
         whole = time.perf_counter() - start
         inside = {"forward": timings.verify, "sample": timings.sample, "commit": timings.commit}
         for name, seconds in (inside | {"step": whole, "other": whole - sum(inside.values())}).items():

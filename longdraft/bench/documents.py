@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench.grid import Grid
+from longdraft.bench.grid import Table
 
 
 def peers(path: Path) -> dict[str, Any] | None:
@@ -18,7 +18,7 @@ def peers(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.get("bench") == "peers" and found.get("texts") else None
 
 
-def machine(document: dict[str, Any]) -> Grid:
+def machine(document: dict[str, Any]) -> Table:
     """Where it was measured."""
     about = document["machine"] | {name: document.get(name) for name in ("model", "weights_sha256", "draft_model")}
-    return Grid("Provenance", ["", "value"], [[name, str(value)] for name, value in about.items() if value is not None])
+    return Table("Provenance", ["", "value"], [[name, str(value)] for name, value in about.items() if value is not None])

@@ -39,7 +39,7 @@ def peers(
     from longdraft.bench import peers as engines
     from longdraft.bench import peers_text, report, tables
     from longdraft.files import read_prompt
-    from longdraft.model import library
+    from longdraft.model import hub
     from longdraft.model.tokenizer import Tokenizer
 
     lengths = numbers("--contexts", contexts, 10**8)
@@ -49,10 +49,10 @@ def peers(
     check(1 <= steps <= 1000, "--steps", steps, "1 to 1000")
     check(1 <= limit <= 86400, "--limit", limit, "1 to 86400 seconds")
     prepare(threads, repeats, 1)
-    plan = engines.Plan(model, library.resolve(model), engines.named(peers), engines.interpreter(python), lengths,
+    plan = engines.Plan(model, hub.resolve(model), engines.named(peers), engines.interpreter(python), lengths,
                         prefill, steps, repeats, limit, prompt_tokens + new_tokens + 64 if prompt_file else 0)
     plan.check()
-    draft = library.resolve(draft_model) if draft_model else None
+    draft = hub.resolve(draft_model) if draft_model else None
     prompt: list[int] = []
     if prompt_file:
         prompt = Tokenizer(plan.folder).encode(read_prompt(None, str(prompt_file)))[:prompt_tokens]

@@ -11,7 +11,7 @@ _LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "×": r"$\
           "\\": r"\textbackslash{}", "θ": r"$\theta$", "τ": r"$\tau$"}
 
 
-class Grid(NamedTuple):
+class Table(NamedTuple):
     """Cells as they are shown; the first column names the row. `note` says what a reader must know."""
 
     title: str

@@ -64,7 +64,7 @@ def kernels(
     """
     from longdraft.bench import decode, kernels, machine, report, tables
     from longdraft.bench.kernels import Shape, Sizes
-    from longdraft.kernels import alone
+    from longdraft.kernels import single_threaded_torch
 
     counts, lengths = numbers("--rows", rows, 512), numbers("--contexts", contexts, 10**8)
     check(1 <= positions <= 10**8, "--positions", positions, "1 to 100000000")
@@ -77,15 +77,15 @@ def kernels(
     own = Shape(config.num_heads, config.num_kv_heads, config.head_dim)
     asked = Shape(heads or own.heads, kv_heads or own.kv_heads, head_dim or own.head_dim)
     _check_shape(asked)
-    attended = [asked] if (heads, kv_heads, head_dim) != (None, None, None) else [own, Shape(8, 2, 64)]
+    attention_output = [asked] if (heads, kv_heads, head_dim) != (None, None, None) else [own, Shape(8, 2, 64)]
     weights = _shapes(shapes) if shapes else kernels.model_shapes(model, config) | kernels.LINEAR_SHAPES
     with report.document(output) as filled, ExitStack() as stack:
         limits = machine_limits(size, repeats)
-        stack.enter_context(alone(chosen))
+        stack.enter_context(single_threaded_torch(chosen))
         filled |= {"bench": "kernels", "machine": machine.describe(chosen) | limits.details, "model": model,
                    "quantize": quantize, "repeats": repeats, "parents": "chain", "attention": [], "linear": []}
         sizes = Sizes(counts, prefill_rows, positions, size, repeats, quantize == "int8")
-        for shape in attended:
+        for shape in attention_output:
             with report.doing(f"attention {shape.heads} heads over {shape.kv_heads} of {shape.head_dim}"):
                 filled["attention"] += kernels.attention(chosen, shape, sizes, limits)
         tables.attention(filled["attention"])
@@ -115,7 +115,7 @@ def roofline(
     """
     from longdraft.bench import decode, machine, report, roofline, tables
     from longdraft.bench import plot as plots
-    from longdraft.kernels import alone
+    from longdraft.kernels import single_threaded_torch
 
     counts, lengths = sorted({1, *numbers("--rows", rows, 512)}), numbers("--contexts", contexts, 10**8)
     if plot:
@@ -125,7 +125,7 @@ def roofline(
     models.check(lengths, roofline.STEPS_PER_REPEAT * repeats + max(counts))
     with report.document(output) as filled, ExitStack() as stack:
         limits = machine_limits(size, repeats)
-        stack.enter_context(alone(models.kernels))
+        stack.enter_context(single_threaded_torch(models.kernels))
         filled |= {"bench": "roofline", "machine": machine.describe(models.kernels) | limits.details, "model": model,
                    "quantize": quantize, "repeats": repeats, "cache": "random", "sampling": decode.sampling(),
                    "contexts": []}

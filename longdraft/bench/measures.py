@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from longdraft import statistics as of_text
+from longdraft import run_statistics as of_text
 from longdraft.bench.experiment import Case, Experiment, Scale, TableSpec
-from longdraft.bench.grid import Grid
+from longdraft.bench.grid import Table
 from longdraft.bench.results import Record, Results, Text
 
 NGRAMS = ("ngram", "suffix")
@@ -84,7 +84,7 @@ def over_texts(results: Results, experiment: Experiment, scale: Scale, case: Cas
     return Value(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, len(found))
 
 
-def table(results: Results, experiment: Experiment, scale: Scale, spec: TableSpec) -> Grid:
+def table(results: Results, experiment: Experiment, scale: Scale, spec: TableSpec) -> Table:
     """Ours, and in brackets what the paper says for the same place of its run."""
     models = list(dict.fromkeys(model for case in spec.cases for model in case.paper))
     paper = f"In brackets the paper's: {'; '.join(models)}." if models else ""
@@ -95,11 +95,11 @@ def table(results: Results, experiment: Experiment, scale: Scale, spec: TableSpe
         rows = [[experiment.name_of(case, scale), *(
             _cell(results, experiment, scale, case, name, case.at or scale.lengths[-1], -1)
             for name in spec.measures)] for case in spec.cases]
-        return Grid(title, columns, rows, note)
+        return Table(title, columns, rows, note)
     rows = [[f"{experiment.name_of(case, scale)}, {_NAMES[name]}",
              *(_cell(results, experiment, scale, case, name, length, place)
                for place, length in enumerate(scale.lengths))] for case in spec.cases for name in spec.measures]
-    return Grid(title, ["new tokens", *(f"{length:,}" for length in scale.lengths)], rows, note)
+    return Table(title, ["new tokens", *(f"{length:,}" for length in scale.lengths)], rows, note)
 
 
 def _cell(results: Results, experiment: Experiment, scale: Scale, case: Case, name: str, until: int,
@@ -112,7 +112,7 @@ def _cell(results: Results, experiment: Experiment, scale: Scale, case: Case, na
     return (value.shown(form) if value else "–") + brackets
 
 
-def tables(results: Results, experiment: Experiment, scale: Scale) -> list[Grid]:
+def tables(results: Results, experiment: Experiment, scale: Scale) -> list[Table]:
     return [table(results, experiment, scale, spec) for spec in experiment.tables]
 
 

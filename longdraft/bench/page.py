@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from longdraft.bench import figures
-from longdraft.bench.grid import Grid
+from longdraft.bench.grid import Table
 from longdraft.bench.results import Record, Results
 
 _STYLE = """
@@ -38,7 +38,7 @@ class Section(NamedTuple):
     title: str
     said: str = ""
     pictures: Sequence[tuple[str, Any]] = ()
-    grids: Sequence[Grid] = ()
+    grids: Sequence[Table] = ()
     extra: str = ""
 
 
@@ -81,7 +81,7 @@ def where(sessions: Sequence[Record]) -> Section:
         peaks = [each["peak_gflop_per_s"]["bfloat16"] for each in limits if "peak_gflop_per_s" in each]
         rows += [["bf16 peak, GFLOP/s", ", ".join(f"{peak:,.0f}" for peak in peaks)]] if peaks else []
     rows.append(["measured", ", ".join(session["began"] for session in sessions)])
-    return Section("Where and with what", grids=[Grid("Provenance", ["", "value"], rows)])
+    return Section("Where and with what", grids=[Table("Provenance", ["", "value"], rows)])
 
 
 def coloured(pieces: Iterable[tuple[str, str]]) -> str:

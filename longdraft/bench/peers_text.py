@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from longdraft.bench.grid import Grid
+from longdraft.bench.grid import Table
 from longdraft.bench.measure import Timing
 from longdraft.bench.peers import KINDS, Failed, Kind, Plan, Worker, opened, portable
 from longdraft.bench.results import Record
@@ -27,7 +27,7 @@ _GENAI = Kind("openvino_genai", ("openvino_genai", "openvino_tokenizers", "optim
               "pip install openvino-genai openvino-tokenizers optimum-intel transformers")
 
 
-class Way(NamedTuple):
+class DecodingMode(NamedTuple):
     """How an engine writes: the settings to try, and why it cannot, where it cannot."""
 
     name: str
@@ -37,20 +37,20 @@ class Way(NamedTuple):
 
 
 _LOOKUPS = [{"lookup": count} for count in (3, 5, 10)]
-WAYS: dict[str, tuple[Kind, Sequence[Way]]] = {
+WAYS: dict[str, tuple[Kind, Sequence[DecodingMode]]] = {
     "longdraft": (KINDS["longdraft"]["longdraft"], (
-        Way("plain"), Way("suffix", ({"drafter": "suffix"},)), Way("auto", ({"drafter": "auto"},)),
-        Way("draft model", ({"drafter": "draft-model"},), needs_draft=True))),
+        DecodingMode("plain"), DecodingMode("suffix", ({"drafter": "suffix"},)), DecodingMode("auto", ({"drafter": "auto"},)),
+        DecodingMode("draft model", ({"drafter": "draft-model"},), needs_draft=True))),
     "transformers": (KINDS["transformers"]["transformers"], (
-        Way("plain"), Way("prompt lookup", _LOOKUPS), Way("assisted", ({"assisted": True},), needs_draft=True))),
+        DecodingMode("plain"), DecodingMode("prompt lookup", _LOOKUPS), DecodingMode("assisted", ({"assisted": True},), needs_draft=True))),
     "llama.cpp": (KINDS["llama.cpp"]["llama.cpp"]._replace(options={}), (
-        Way("plain"), Way("prompt lookup", _LOOKUPS),
-        Way("draft model", cannot="llama-cpp-python offers no draft model; llama.cpp's own programs do"))),
+        DecodingMode("plain"), DecodingMode("prompt lookup", _LOOKUPS),
+        DecodingMode("draft model", cannot="llama-cpp-python offers no draft model; llama.cpp's own programs do"))),
     "openvino": (_GENAI, (
-        Way("plain"), Way("prompt lookup", _LOOKUPS),
-        Way("speculative", [{"assisted": count} for count in (3, 5)], needs_draft=True))),
+        DecodingMode("plain"), DecodingMode("prompt lookup", _LOOKUPS),
+        DecodingMode("speculative", [{"assisted": count} for count in (3, 5)], needs_draft=True))),
 }
-CANNOT = Grid("What cannot be compared", ("", "transformers", "llama.cpp", "OpenVINO GenAI"), (
+CANNOT = Table("What cannot be compared", ("", "transformers", "llama.cpp", "OpenVINO GenAI"), (
     ("repetition penalty within a window, exact inside a draft", "no window", "yes, plain", "no window"),
     ("min-p while speculating", "yes", "yes", "yes"),
     ("the same text with speculation, bit for bit", "not promised", "not promised", "not promised"),
@@ -161,7 +161,7 @@ def _paces(record: Record, count: int) -> list[float]:
     return [max(1e-9, whole - first) / (count - 1) for first, whole in zip(record["first_s"], record["seconds"])]
 
 
-def tables(report: Mapping[str, Any]) -> list[Grid]:
+def tables(report: Mapping[str, Any]) -> list[Table]:
     """What `bench peers` measured of texts."""
     if not report.get("texts"):
         return []
@@ -171,7 +171,7 @@ def tables(report: Mapping[str, Any]) -> list[Grid]:
     note = (f"{report['prompt_tokens']:,} tokens of prompt, {report['new_tokens']:,} new ones, greedy; medians of "
             f"{report['repeats']} alternating rounds, in brackets the lowest and the highest. Peak memory is of the "
             "process, its Python included. Tokens as: equal ones from the start.")
-    return [Grid("Texts by other engines", columns, rows, note), CANNOT]
+    return [Table("Texts by other engines", columns, rows, note), CANNOT]
 
 
 def _row(record: Record) -> list[str]:

@@ -16,7 +16,7 @@ from longdraft.bench import decode
 from longdraft.bench.decode import Models
 from longdraft.errors import check
 from longdraft.files import read_text
-from longdraft.model import library
+from longdraft.model import hub
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import Transformer
 
@@ -32,7 +32,7 @@ def steps_of(repeats: int) -> int:
 def read(model: str, path: Path, most: int, context: int) -> list[int]:
     """The first tokens of a text file, `context` or more."""
     text = read_text(str(path), "--text")
-    ids = Tokenizer(library.resolve(model)).encode(text)[:most]
+    ids = Tokenizer(hub.resolve(model)).encode(text)[:most]
     check(len(ids) >= context, "tokens in --text", len(ids), f"{context} (a window) or more")
     return ids
 

@@ -28,7 +28,7 @@ from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.ngram import NgramDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.errors import UsageError, check
-from longdraft.model.work import alone
+from longdraft.model.routine import run_alone
 from longdraft.speculation.drafter import Accepted, Drafter
 from longdraft.tree import Tree
 
@@ -109,7 +109,7 @@ class _Steps:
         context, drafter, length = self._context, self._drafter, len(self._text)
         while len(context) < length:
             start = time.perf_counter()
-            tree = alone(drafter.propose(context, min(max_depth, length - len(context) - 1)))
+            tree = run_alone(drafter.propose(context, min(max_depth, length - len(context) - 1)))
             drafting = time.perf_counter() - start
             rows = self._walk(tree)
             here = len(context)
@@ -225,8 +225,8 @@ def labels(files: Sequence[Path]) -> dict[Path, str]:
 def _corpora(model: str) -> Corpora:
     from functools import partial
 
-    from longdraft.model import config, library
+    from longdraft.model import config, hub
     from longdraft.model.tokenizer import Tokenizer
 
-    folder = library.resolve(model)
+    folder = hub.resolve(model)
     return Corpora(partial(Tokenizer(folder).encode, add_special_tokens=False), config.read(folder).vocab_size)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longdraft import statistics
+from longdraft import run_statistics
 from longdraft.bench import machine
 from longdraft.bench.experiment import Experiment, Scale, TextSpec
 from longdraft.bench.results import Record, Results, Store
@@ -57,7 +57,7 @@ def run(plan: Plan, engine: Engine, ids: Sequence[int], output: Path | None, lim
     """
     session = provenance(engine) | plan.identity() | {
         "kind": "session", "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "limits": limits,
-        "prompt_file": plan.prompt_file.name, "prompt_sha256": statistics.sha256_tokens(_as_array(ids))}
+        "prompt_file": plan.prompt_file.name, "prompt_sha256": run_statistics.sha256_tokens(_as_array(ids))}
     texts = plan.texts
     prompts = {text: _prompt(ids, text, plan.stretches) for text in texts}
     for text, prompt in prompts.items():  # before the first of them is measured for hours
@@ -103,7 +103,7 @@ def _write_unit(plan: Plan, engine: Engine, store: Store, spec: TextSpec, key: s
         about = {name: {**asdict(system), "options": system.options_for(spec.prefill),
                         "own_text": system.rule in OWN_TEXT} for name, system in systems.items()}
         store.append({"kind": "text", "text": key, **spec.about, "reference": names[0], "systems": about,
-                      "prompt_sha256": statistics.sha256_tokens(_as_array(prompt)), "ends": list(ends)})
+                      "prompt_sha256": run_statistics.sha256_tokens(_as_array(prompt)), "ends": list(ends)})
 
     def emit(record: Record) -> None:
         store.append(record)

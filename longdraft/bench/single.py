@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from longdraft.bench import figures, machine, page
-from longdraft.bench.grid import Grid
+from longdraft.bench.grid import Table
 from longdraft.bench.results import Record, Results
 from longdraft.bench.turns import Counts
 from longdraft.engine import Engine
@@ -64,7 +64,7 @@ def report(generation: Generation, engine: Engine, watcher: Watcher) -> str:
     results.texts["one"].turns[name] = watcher.turns
     shown = [[key, _cell(stats[key])] for key in _SHOWN]
     rows = [[source, f"{of['drafted']:,}", f"{of['accepted']:,}"] for source, of in stats["by_source"].items()]
-    grids = [Grid("Statistics", ["", "value"], shown), Grid("Guesses", ["source", "drafted", "accepted"], rows)]
+    grids = [Table("Statistics", ["", "value"], shown), Table("Guesses", ["source", "drafted", "accepted"], rows)]
     pieces = _pieces(engine.tokenizer, generation, watcher)
     return page.render(f"{stats['new_tokens']:,} tokens by {stats['model']}, drafted by {name}", [
         page.Section("What it took", grids=grids), *page.of_texts(results), page.where([session]),

@@ -110,7 +110,7 @@ def perplexity(
     The speed is that of plain decoding behind a window of random keys and values, in turns.
     """
     from longdraft.bench import decode, machine, perplexity, report, tables
-    from longdraft.kernels import alone
+    from longdraft.kernels import single_threaded_torch
 
     check(2 <= context <= 10**8, "--context", context, "2 to 100000000")
     check(context <= tokens <= 10**9, "--tokens", tokens, f"{context} (a window) to 1000000000")
@@ -124,7 +124,7 @@ def perplexity(
     with report.document(output) as filled:
         filled |= {"bench": "perplexity", "machine": machine.describe(chosen), "model": model, "context": context,
                    "tokens": len(ids), "repeats": repeats}
-        with report.doing("perplexity"), alone(chosen):
+        with report.doing("perplexity"), single_threaded_torch(chosen):
             filled["settings"] = perplexity.measure(models, ids, context, repeats)
         tables.perplexity(filled["settings"])
 
@@ -138,15 +138,15 @@ def context(
 ) -> None:
     """Measure what a model makes of a long context: nats per token by place in whole texts."""
     from longdraft.bench import context, machine, report, tables
-    from longdraft.kernels import alone
-    from longdraft.model import checkpoint, library
+    from longdraft.kernels import single_threaded_torch
+    from longdraft.model import checkpoint, hub
     from longdraft.model import config as model_config
 
     places = numbers("--edges", edges, 10**8)
     check(places == sorted(set(places)), "--edges", edges, "numbers that rise")
     prepare(threads, 1, 1)
     chosen = choose(dtype)
-    folder = library.resolve(model)
+    folder = hub.resolve(model)
     config = model_config.read(folder)
     check(places[-1] < config.max_positions, "--edges", places[-1], f"less than the model's context "
                                                                    f"({config.max_positions})")
@@ -154,6 +154,6 @@ def context(
     loaded = checkpoint.load(checkpoint.TensorFiles(folder), config, chosen)
     with report.document(output) as filled:
         filled |= {"bench": "context", "machine": machine.describe(chosen), "model": model, "texts": len(texts)}
-        with report.doing("context"), alone(chosen):
+        with report.doing("context"), single_threaded_torch(chosen):
             filled["stretches"] = context.measure(loaded, texts, places)
         tables.context(filled["stretches"])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft import statistics
+from longdraft import run_statistics
 from longdraft.bench import rules
 from longdraft.bench.experiment import System
 from longdraft.bench.results import Record, Text, packed, require_one_text
@@ -102,7 +102,7 @@ def write_all(engine: Engine, systems: Mapping[str, System], prompt: Sequence[in
         for name, text in texts.items():
             record = write(text, end) | {"kind": "turn", "text": key, "system": name, "turn": turn, "end": end,
                                          "is_resumed": bool(rounds) and turn == rounds,
-                                         "sha256_tokens": statistics.sha256_tokens(text.tokens[:end])}
+                                         "sha256_tokens": run_statistics.sha256_tokens(text.tokens[:end])}
             if name == reference or systems[name].rule in OWN_TEXT:
                 record["ids"] = packed(text.tokens[record["until"] - record["tokens"] :])
             emit(record)

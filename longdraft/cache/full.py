@@ -69,7 +69,7 @@ class FullCache:
 
     def place(self, rows: Tensor, positions: Tensor) -> None:
         assert self._tail is not None, "nothing to keep without a forward"
-        self._kernels.keep_at(self._tail, rows, positions)
+        self._kernels.scatter_rows(self._tail, rows, positions)
         self._is_placed = True
 
     def truncate(self, length: int) -> None:

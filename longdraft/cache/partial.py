@@ -30,7 +30,7 @@ from longdraft.cache import select
 from longdraft.cache.full import FullCache
 from longdraft.cache.remainder import Remainder
 from longdraft.errors import check
-from longdraft.kernels import Attended, Kernels, LayersKV
+from longdraft.kernels import AttentionOutput, Kernels, LayersKV
 
 CacheMode = Literal["dynamic", "static", "full"]
 _ASKING = 8  # last verified rows whose queries choose
@@ -77,8 +77,8 @@ class PartialCache:
         self._full = full
         self._kernels = kernels
         self._has_remainder = has_remainder and mode != "full"
-        self._remainder: Remainder | None = None
-        self._rest: Tensor | None = None
+        self._fit: Remainder | None = None  # learns the remainder from verified rows
+        self._remainder: Tensor | None = None  # what it gives now
         self._size = size
         self._selection = selection or select.heavy_hitters(size.held, size.sinks, size.recent)
         self._is_stale = False  # asked to choose anew
@@ -100,7 +100,7 @@ class PartialCache:
 
     def append(self, k: Tensor, v: Tensor) -> LayersKV:
         kv = self._held.append(k, v)
-        return kv if self._rest is None else kv._replace(rest=self._rest)
+        return kv if self._remainder is None else kv._replace(remainder=self._remainder)
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep drafted rows for the drafts behind them, until `forget`."""
@@ -115,37 +115,37 @@ class PartialCache:
         self._held.truncate(self.length - self._drafted)
         self._drafted = 0
 
-    def refresh(self, attended: Callable[[], Attended] | None) -> None:
+    def refresh(self, attention_output: Callable[[], AttentionOutput] | None) -> None:
         """Take in the rows the full cache gained, or choose anew where the budget is full."""
         if self._mode == "full" or (self._full.length == self._seen and not self._is_stale):
             return
         if self._mode == "dynamic" or not self._seen:
-            self._take_in(attended)
+            self._take_in(attention_output)
         is_whole = self._rows.length == self._full.length
-        self._rest = None
-        if self._has_remainder and attended and not is_whole:
-            self._rest = self._learn(attended().last(self._size.recent if self._mode == "dynamic" else 1))
+        self._remainder = None
+        if self._has_remainder and attention_output and not is_whole:
+            self._remainder = self._learn(attention_output().last(self._size.recent if self._mode == "dynamic" else 1))
 
-    def _learn(self, whole: Attended) -> Tensor:
+    def _learn(self, whole: AttentionOutput) -> Tensor:
         """From the text's last rows, which end this cache (a static one takes none in)."""
-        if self._remainder is None:
+        if self._fit is None:
             num_layers, _, num_heads, head_dim = whole.content.shape
-            self._remainder = Remainder(num_layers, num_heads, head_dim, whole.content.device)
-        rests = self._kernels.remainder(self._rows.stores, self._rows.length, whole)
-        return self._remainder.learn(whole.content, rests)
+            self._fit = Remainder(num_layers, num_heads, head_dim, whole.content.device)
+        remainders = self._kernels.remainder(self._rows.stores, self._rows.length, whole)
+        return self._fit.learn(whole.content, remainders)
 
     def expire(self) -> None:
         """Choose anew at the next refresh, wherever the budget stands."""
         self._is_stale = True
 
-    def _take_in(self, attended: Callable[[], Attended] | None) -> None:
+    def _take_in(self, attention_output: Callable[[], AttentionOutput] | None) -> None:
         new = self._full.length - self._seen
         is_whole = self._rows.length == self._seen
         has_room = self._rows.length + new <= self._size.budget
         if has_room and (is_whole or not self._is_stale):
             self._copy(torch.arange(self._seen, self._full.length).expand(self._num_kv_heads, -1))
-        elif attended is not None:
-            self._select(attended().last(_ASKING).queries)
+        elif attention_output is not None:
+            self._select(attention_output().last(_ASKING).queries)
         else:  # nothing to ask with: keep the sinks and the latest
             latest = select.latest(self._full.length, self._size.held, self._size.sinks)
             self._hold(lambda layer: latest.expand(self._num_kv_heads, -1))
@@ -175,5 +175,5 @@ class PartialCache:
     @property
     def nbytes(self) -> int:
         rows = 0 if self._mode == "full" else self._rows.nbytes
-        rest = 0 if self._rest is None else self._rest.nbytes
-        return rows + rest + (self._remainder.nbytes if self._remainder else 0)
+        remainder = 0 if self._remainder is None else self._remainder.nbytes
+        return rows + remainder + (self._fit.nbytes if self._fit else 0)

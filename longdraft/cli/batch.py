@@ -41,8 +41,8 @@ def batch(
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Records: .jsonl or .parquet.", show_default=False)],
     workers: Annotated[int | None, option("Processes with an engine each; default: this one, with --ray as many as "
                                           "fit.", JOB, "--workers")] = None,
-    at_once: Annotated[int, option("Texts that each engine writes side by side, in the same forwards: more a second, "
-                                   "and a cache for each.", JOB, "--at-once")] = 4,
+    batch_size: Annotated[int, option("Texts that each engine writes side by side, in the same forwards: more a second, "
+                                   "and a cache for each.", JOB, "--batch-size")] = 4,
     ray: Annotated[str | None, option("Run on Ray: a cluster's address, auto (the default without ADDRESS), or local. "
                                       "--work must be on storage that all of it sees.", JOB, "--ray",
                                       metavar="[ADDRESS]")] = None,
@@ -89,7 +89,7 @@ def batch(
     """
     from longdraft.core import SamplingParams
     from longdraft.journal import parse_fsync
-    from longdraft.model.library import from_anywhere
+    from longdraft.model.hub import from_anywhere
 
     given = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "temperature": temperature,
              "top_k": top_k, "top_p": top_p, "min_p": min_p, "eta_cutoff": eta_cutoff,
@@ -98,7 +98,7 @@ def batch(
     SamplingParams.from_names({**given, "seed": seed})  # a mistake shows before anything is read
     parse_fsync(fsync)
     check(workers is None or 1 <= workers <= 4096, "--workers", workers, "1 to 4096")
-    check(1 <= at_once <= 1024, "--at-once", at_once, "1 to 1024")
+    check(1 <= batch_size <= 1024, "--batch-size", batch_size, "1 to 1024")
     check(0 <= retries <= 1000, "--retries", retries, "0 to 1000")
     if ray is None and workers and workers > 1 and _is_on_gpu(device):
         raise UsageError("--workers share one GPU; leave it out, or give --ray, where each worker has a GPU of its own")
@@ -122,7 +122,7 @@ def batch(
     from longdraft.batch.writer import Job
 
     job = Job(Path(os.path.abspath(work or f"{output}.work")), load, defaults, seed, served_model_name or model, fsync,
-              retries, at_once=1 if tensor_parallel > 1 else at_once)
+              retries, batch_size=1 if tensor_parallel > 1 else batch_size)
     return _run(rows, output, job, _crew(workers, ray, threads, device), retry_errors, stats, quiet)
 
 
@@ -136,13 +136,13 @@ def _is_on_gpu(device: str) -> bool:
 
 
 def _crew(workers: int | None, ray: str | None, threads: int | None, device: str) -> Crew:
-    from longdraft.batch.local import alone, processes
+    from longdraft.batch.local import in_process, processes
 
     if ray is not None:
         from longdraft.batch.on_ray import Placement, on_ray
 
         return on_ray(ray, Placement(workers, threads, device))
-    return processes(workers) if workers and workers > 1 else alone
+    return processes(workers) if workers and workers > 1 else in_process
 
 
 def _run(rows: Path, output: Path, job: Job, crew: Crew, retry_errors: bool, stats: Path | None, quiet: bool) -> int:

@@ -17,9 +17,9 @@ _Json = Annotated[bool, typer.Option("--json", help="One JSON document instead o
 
 def models(as_json: _Json = False) -> None:
     """List the bundled models."""
-    from longdraft.model import config, library
+    from longdraft.model import config, hub
 
-    rows = [_describe(name) for name in library.bundled()]
+    rows = [_describe(name) for name in hub.bundled()]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -29,9 +29,9 @@ def models(as_json: _Json = False) -> None:
 
 
 def _describe(name: str) -> dict[str, Any]:
-    from longdraft.model import config, library, sizing
+    from longdraft.model import config, hub, sizing
 
-    folder = library.resolve(name)
+    folder = hub.resolve(name)
     parsed = config.read(folder)
     sizes = sizing.of(parsed, parsed.dtype)
     return {
@@ -68,10 +68,10 @@ def doctor(
 def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
     """What a model takes of this machine's memory, and the floor of its time for a token, in bfloat16 on the CPU."""
     from longdraft.bench import machine
-    from longdraft.model import config, library, sizing
+    from longdraft.model import config, hub, sizing
     from longdraft.model.heads import require_model
 
-    folder = library.resolve(model, library.Hub(cache_dir=cache_dir, offline=offline), is_config_enough=True)
+    folder = hub.resolve(model, hub.Hub(cache_dir=cache_dir, offline=offline), is_config_enough=True)
     require_model(folder)
     sizes = sizing.of(config.read(folder))
     memory = _memory_bytes()
@@ -121,7 +121,7 @@ def _report() -> dict[str, Any]:
 
     from longdraft import drafters, kernels
     from longdraft.kernels import cpu
-    from longdraft.model import library
+    from longdraft.model import hub
     from longdraft.version import __version__
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,7 +140,7 @@ def _report() -> dict[str, Any]:
         "kernels_missing": cpu.WHY_MISSING or "none",
         "exactness": "bit-exact" if chosen.is_row_invariant else "distribution",
         "drafters": ", ".join(drafters.KINDS),
-        "bundled_models": ", ".join(library.bundled()),
+        "bundled_models": ", ".join(hub.bundled()),
     }
 
 

@@ -115,15 +115,15 @@ def inspect(
 def _text(found: Found, model: str | None, cache_dir: Path | None, offline: bool) -> str:
     """The text of the tokens, by the tokenizer that began it."""
     from longdraft.errors import JournalError
-    from longdraft.model import library
+    from longdraft.model import hub
     from longdraft.model.tokenizer import Tokenizer
-    from longdraft.writing import Writing
+    from longdraft.text_stream import TextStream
 
     name = model or found.header.model
-    tokenizer = Tokenizer(library.resolve(name, library.Hub(cache_dir=cache_dir, offline=offline)))
+    tokenizer = Tokenizer(hub.resolve(name, hub.Hub(cache_dir=cache_dir, offline=offline)))
     if tokenizer.sha256 != found.header.tokenizer:
         raise JournalError(f"the tokenizer of {name} is not the journal's; give --model what it was begun with")
-    writing = Writing(tokenizer, found.header.params, found.header.eos_token_ids)
+    writing = TextStream(tokenizer, found.header.params, found.header.eos_token_ids)
     text = writing.push(found.tokens.tolist()).text
     return text if writing.finish_reason else text + writing.rest()
 
@@ -132,7 +132,7 @@ def describe(folder: Path, found: Found) -> dict[str, Any]:
     """Everything that `inspect` shows, under the names of the statistics."""
     from dataclasses import asdict
 
-    from longdraft import statistics
+    from longdraft import run_statistics
     from longdraft.journal import is_being_written
 
     header = asdict(found.header)
@@ -148,7 +148,7 @@ def describe(folder: Path, found: Found) -> dict[str, Any]:
         "new_tokens": len(found.tokens),
         "max_new_tokens": found.header.params.max_new_tokens,
         **_figures(found.steps),
-        **statistics.of_tokens(found.tokens),
+        **run_statistics.of_tokens(found.tokens),
         "exactness": found.header.exactness if is_pure else "distribution",
         "torn_bytes": 0 if state == "being written" else found.torn,
         "header": header,

@@ -14,7 +14,7 @@ from longdraft.core import SamplingParams
 from longdraft.drafters import magicdec
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.corpus import Corpora
-from longdraft.drafters.costs import Experience
+from longdraft.drafters.cost_model import SharedStatistics
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
 from longdraft.drafters.glide import GlideDrafter, GlideOptions
 from longdraft.drafters.magicdec import MagicDecDrafter, MagicDecOptions
@@ -27,8 +27,8 @@ from longdraft.drafters.triforce import TriForceDrafter, TriForceOptions
 from longdraft.errors import UsageError
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
+from longdraft.model.routine import CostClock
 from longdraft.model.transformer import Transformer
-from longdraft.model.work import Meter
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Drafter
 
@@ -49,8 +49,8 @@ class Resources(NamedTuple):
     corpora: Corpora | None = None
     draft: Transformer | None = None
     partial: PartialCache | None = None
-    meter: Meter | None = None
-    experience: Experience | None = None
+    clock: CostClock | None = None
+    experience: SharedStatistics | None = None
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ def _auto(options: NoOptions, given: Resources) -> Drafter:
     given = given._replace(partial=magicdec.new_partial(MagicDecOptions(), given.model, given.cache))
     if given.draft is not None and given.draft.config.max_positions < DraftModelOptions().budget:
         given = given._replace(draft=None)
-    contenders = {name: kind.build(kind.options(**kind.in_auto), given) for name, kind in KINDS.items()
+    candidates = {name: kind.build(kind.options(**kind.in_auto), given) for name, kind in KINDS.items()
                   if kind.in_auto is not None and (not kind.needs or getattr(given, kind.needs))}
-    return AutoDrafter(contenders, given.experience, given.meter)
+    return AutoDrafter(candidates, given.experience, given.clock)
 
 
 KINDS: dict[str, Kind] = {

@@ -1,14 +1,14 @@
 """The drafter that chooses, at every step: who drafts, how deep, and which guesses are worth a row.
 
 What each contender's drafts cost and bring, and what a verification of r rows costs at this context, is learned
-while writing (longdraft/drafters/costs.py). Each step takes the contender and the depth with the fewest expected
+while writing (longdraft/drafters/cost_model.py). Each step takes the contender and the depth with the fewest expected
 seconds for each token, plain decoding among them, and leaves out guesses whose expected gain is worth less than
 their row. So drafting begins where the context has grown long enough for it to pay, and grows deeper with it.
 
 What is not used is tried again now and then, and pays for it: a contender is probed when the time since its last
 probe, times BUDGET, covers what the probe is expected to lose. Probing everything together costs at most that share
 of the time. First tries, of which nothing is known before, follow one another as long as they gain; where they lose,
-the next one waits until the time has grown (`Experience.claim`). They are the engine's, not the text's: what one text
+the next one waits until the time has grown (`SharedStatistics.claim`). They are the engine's, not the text's: what one text
 has learned the others begin with, and of texts side by side one tries what none has tried. The clock may decide,
 because no choice can change the text.
 """
@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from longdraft.core import Context
-from longdraft.drafters.costs import Acceptance, Experience
-from longdraft.model.work import Meter, Work
+from longdraft.drafters.cost_model import Acceptance, SharedStatistics
+from longdraft.model.routine import CostClock, Routine
 from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
 from longdraft.tree import Tree
 
@@ -44,16 +44,16 @@ class AutoDrafter:
     meter       what the text takes of the time, and how many texts share its forwards; none: the clock, it is alone
     """
 
-    def __init__(self, contenders: Mapping[str, Drafter], experience: Experience | None = None,
-                 meter: Meter | None = None) -> None:
-        self._drafters = dict(contenders)
+    def __init__(self, candidates: Mapping[str, Drafter], experience: SharedStatistics | None = None,
+                 clock: CostClock | None = None) -> None:
+        self._drafters = dict(candidates)
         self._plain = next(iter(self._drafters))
-        self._meter = meter or Meter(always=True)
-        self._experience = experience or Experience()
+        self._clock = clock or CostClock(always=True)
+        self._experience = experience or SharedStatistics()
         self._verify = self._experience.verify
-        self._known = {name: self._experience.contender(name, DEEPEST if name != self._plain else 0)
+        self._known = {name: self._experience.candidate(name, DEEPEST if name != self._plain else 0)
                        for name in self._drafters}
-        self._luck = {name: known.luck.of_a_text() for name, known in self._known.items()}
+        self._acceptance_by_depth = {name: known.acceptance_by_depth.of_a_text() for name, known in self._known.items()}
         self._best: dict[str, tuple[float, int]] = {}  # seconds for each token, and the depth that gives them
         self._acceptance = Acceptance()
         self._active = self._leader = self._written_by = self._plain
@@ -81,8 +81,8 @@ class AutoDrafter:
             self._active = self._leader = min(self._best, key=self._best.__getitem__)
             self._probing = 0
 
-    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
-        began = self._meter()
+    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
+        began = self._clock()
         is_open = bool(self._probing) or self._steps % _OPEN_EVERY == 0
         if self._probing:  # as deep as it goes, and less, to learn what depth costs
             depth = DEEPEST if self._probing % 2 else DEEPEST // 4
@@ -95,7 +95,7 @@ class AutoDrafter:
             if tree is not whole:  # says nothing of the depths that were cut off
                 self._allowed = max(tree.depths)
         self._tree = tree
-        self._times = began, self._meter()
+        self._times = began, self._clock()
         return tree
 
     def _worth_verifying(self, tree: Tree, context: Context) -> Tree:
@@ -104,7 +104,7 @@ class AutoDrafter:
         return tree.kept([reach * pace >= row for reach in self._acceptance.reach(tree)])
 
     def observe(self, context: Context, accepted: Accepted) -> None:
-        verified_at = self._meter()
+        verified_at = self._clock()
         self._drafters[self._active].observe(context, accepted)
         self._learn(context, accepted, verified_at)
         self._report(context, len(accepted.tokens))
@@ -113,13 +113,13 @@ class AutoDrafter:
             self._decide(context)
         self._is_new = self._active != before
         if self._is_new:  # who takes over has missed what was written meanwhile
-            began = self._meter()
+            began = self._clock()
             self._drafters[self._active].observe(context, accepted)
-            self._took_over = self._meter() - began
+            self._took_over = self._clock() - began
 
     def _learn(self, context: Context, accepted: Accepted, verified_at: float) -> None:
         began, proposed = self._times
-        now, guesses = self._meter(), len(accepted.tokens) - 1
+        now, guesses = self._clock(), len(accepted.tokens) - 1
         tree, known = self._tree, self._known[self._active]
         assert tree is not None, "observed without a proposal"
         self._steps += 1
@@ -130,14 +130,14 @@ class AutoDrafter:
         if len(tree) > 1:
             self._acceptance.add(tree, accepted.rows)
         if self._is_new:  # some catch up here, some when they are told
-            ordinary = known.seconds(self._verify, len(context), self._allowed, self._meter.texts)
+            ordinary = known.seconds(self._verify, len(context), self._allowed, self._clock.texts)
             known.catching_up = max(0.0, self._took_over + (now - began) - ordinary)
         if self._is_new or self._steps == 1:
             return  # it had to catch up, or the machine to wake up
-        texts = self._meter.texts
+        texts = self._clock.texts
         self._verify.add_part(len(tree), len(context), texts, verified_at - proposed)
         drafted = ((proposed - began) + (now - verified_at)) / self._verify.shared(texts)
-        self._luck[self._active].add(self._allowed, guesses)
+        self._acceptance_by_depth[self._active].add(self._allowed, guesses)
         self._experience.add(self._active, self._allowed, tree, guesses, drafted)
 
     def _report(self, context: Context, written: int) -> None:
@@ -156,7 +156,7 @@ class AutoDrafter:
         """What to expect of a contender now, if anything is known of it."""
         known = self._known[name]
         if known.steps:
-            self._best[name] = known.best(self._verify, len(context), self._meter.texts, self._luck[name])
+            self._best[name] = known.best(self._verify, len(context), self._clock.texts, self._acceptance_by_depth[name])
 
     def _decide(self, context: Context) -> None:
         """Who drafts the next step."""
@@ -192,7 +192,7 @@ class AutoDrafter:
     def _credit(self, name: str, paces: Mapping[str, float], context: Context) -> float:
         """Seconds that may be lost on a probe, less those that it will probably lose."""
         known = self._known[name]
-        step = known.seconds(self._verify, len(context), self._best[name][1], self._meter.texts)
+        step = known.seconds(self._verify, len(context), self._best[name][1], self._clock.texts)
         slower = step * (1 - paces[self._leader] / paces[name]) * PROBE_STEPS
         trust = known.trust if self._experience.may_lose() else 1.0
         lost = trust * (slower + step) + max(0.0, known.catching_up - step)  # a step's time at least, to catch up

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from longdraft.cache.partial import PartialCache
 from longdraft.core import Context
-from longdraft.model.transformer import Ask, Forward, Rows, Transformer
-from longdraft.model.work import Work
+from longdraft.model.routine import Routine
+from longdraft.model.transformer import Forward, ForwardRequest, Rows, Transformer
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import Trie
 
 
-class Reader(Protocol):
+class DraftModel(Protocol):
     """A model that reads the text and what is drafted behind it."""
 
-    def read(self, context: Context, path: Sequence[int]) -> Work[Tensor | None]:
+    def read(self, context: Context, path: Sequence[int]) -> Routine[Tensor | None]:
         """Logits [1, V] behind `path`: the last token of the text, then drafted ones. None: nothing to say yet."""
 
 
@@ -32,13 +32,13 @@ class Chain(NamedTuple):
     a row of verification each, no draft, and are made where the draft is unsure: where their score (`Sampler.rank`)
     is within `margin` of the best one's."""
 
-    reader: Reader
+    reader: DraftModel
     sampler: Sampler
     width: int
     source: str
     margin: float = math.inf
 
-    def grow(self, trie: Trie, context: Context, path: Sequence[int], length: int) -> Work[tuple[int, list[int]]]:
+    def grow(self, trie: Trie, context: Context, path: Sequence[int], length: int) -> Routine[tuple[int, list[int]]]:
         """Add `length` tokens to a trie whose root is the end of `path`; the chain's last node, and the path to it."""
         node, path = 0, list(path)
         for _ in range(length):
@@ -52,7 +52,7 @@ class Chain(NamedTuple):
         return node, path
 
 
-class SelfReader:
+class SelfDraftModel:
     """The target on a partial cache. Each call reads the last token of `path`; what was read for those before it
     is in the cache until its `forget`."""
 
@@ -60,12 +60,12 @@ class SelfReader:
         self._model = model
         self._cache = cache
 
-    def read(self, context: Context, path: Sequence[int]) -> Work[Tensor | None]:
+    def read(self, context: Context, path: Sequence[int]) -> Routine[Tensor | None]:
         return (yield from self.forward(context, path)).logits
 
-    def forward(self, context: Context, path: Sequence[int]) -> Work[Forward]:
+    def forward(self, context: Context, path: Sequence[int]) -> Routine[Forward]:
         """The row of the last token of `path`, and its logits."""
         position = len(context) - 2 + len(path)
-        result = yield Ask(self._model, Rows(path[-1:], [position], [-1]), self._cache, 1)
+        result = yield ForwardRequest(self._model, Rows(path[-1:], [position], [-1]), self._cache, 1)
         self._cache.commit([0])
         return result

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longdraft.drafters.index import SEPARATOR, Index, Tokens, new_index
+from longdraft.drafters.suffix_index import SEPARATOR, Index, Tokens, new_index
 from longdraft.errors import UsageError
 
 _CURE = "give a UTF-8 text, a .npy file of token ids as --tokens-out writes them, or a folder of .txt and .npy files"

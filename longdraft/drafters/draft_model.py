@@ -7,10 +7,10 @@ from typing import Literal
 
 from longdraft.core import Context
 from longdraft.drafters.chain import Chain
-from longdraft.drafters.follower import Follower
+from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.errors import check
+from longdraft.model.routine import Routine
 from longdraft.model.transformer import Transformer
-from longdraft.model.work import Work
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
@@ -61,11 +61,11 @@ def check_window(budget: int, sinks: int, refresh: int) -> None:
     check(budget > sinks + refresh, "budget", budget, f"more than sinks + refresh ({sinks + refresh})")
 
 
-def streaming(model: Transformer, target: Transformer, budget: int, sinks: int, refresh: int) -> Follower:
+def streaming(model: Transformer, target: Transformer, budget: int, sinks: int, refresh: int) -> StreamingDraftModel:
     """A model that reads a window of the text. UsageError where its context is smaller than the window."""
     most = model.config.max_positions
     check(budget <= most, "budget", budget, f"at most {most}, the draft model's context")
-    return Follower(model, target.config.vocab_size, budget, sinks, refresh)
+    return StreamingDraftModel(model, target.config.vocab_size, budget, sinks, refresh)
 
 
 class DraftModelDrafter:
@@ -73,7 +73,7 @@ class DraftModelDrafter:
         self._length = options.chain
         if options.cache == "full":
             most = draft.config.max_positions
-            self._follower = Follower(draft, target.config.vocab_size, most, _SINKS, refresh=max(1, most // 4))
+            self._follower = StreamingDraftModel(draft, target.config.vocab_size, most, _SINKS, refresh=max(1, most // 4))
         else:
             self._follower = streaming(draft, target, options.budget, options.sinks, options.refresh)
         self._chain = Chain(self._follower, sampler, options.width, DRAFT)
@@ -85,7 +85,7 @@ class DraftModelDrafter:
     def begin(self, context: Context, verified: Verified | None) -> None:
         self._follower.begin(context)
 
-    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
+    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         trie = Trie(context.last)
         yield from self._chain.grow(trie, context, [context.last], min(self._length, max_depth))
         return trie.tree()

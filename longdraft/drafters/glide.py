@@ -14,8 +14,8 @@ from longdraft.drafters.chain import Chain
 from longdraft.drafters.suffix import SuffixOptions, SuffixText
 from longdraft.errors import check
 from longdraft.model.glide import Glide, Row
+from longdraft.model.routine import Routine, atomic
 from longdraft.model.transformer import Transformer
-from longdraft.model.work import Work, at_once
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
@@ -114,7 +114,7 @@ class GlideReader:
         self._drafts: list[int] = []  # tokens of the ring's drafts
         self._rows: list[Tensor] = []  # hidden rows [1, hidden] of the text's last token and of the drafts
 
-    @at_once
+    @atomic
     def read(self, context: Context, path: Sequence[int]) -> Tensor | None:
         """Logits [1, V] behind `path`: the root, which is the text's last token, then drafted ones."""
         self._follow(context)
@@ -175,7 +175,7 @@ class GlideDrafter:
         if self._text:
             self._text.follow(context)
 
-    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
+    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         trie = Trie(context.last)
         yield from self._chain.grow(trie, context, [context.last], min(self._length, max_depth))
         if self._text:

@@ -18,11 +18,11 @@ from longdraft.cache import select
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialBudget, PartialCache
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.chain import Chain, SelfReader
+from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.suffix import SuffixOptions, SuffixText
 from longdraft.errors import check
+from longdraft.model.routine import Routine
 from longdraft.model.transformer import Transformer
-from longdraft.model.work import Work
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
@@ -92,7 +92,7 @@ class MagicDecDrafter:
                  params: SamplingParams, partial: PartialCache | None = None) -> None:
         self._length = options.chain
         self.partial = partial or new_partial(options, model, cache)
-        self._chain = Chain(SelfReader(model, self.partial), sampler, options.width, SELF, options.margin)
+        self._chain = Chain(SelfDraftModel(model, self.partial), sampler, options.width, SELF, options.margin)
         self._text = SuffixText(SuffixOptions(), params) if options.suffix else None
 
     @property
@@ -100,11 +100,11 @@ class MagicDecDrafter:
         return self.partial.nbytes + (self._text.nbytes if self._text else 0)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
-        self.partial.refresh((lambda: verified.attended) if verified else None)
+        self.partial.refresh((lambda: verified.attention_output) if verified else None)
         if self._text:
             self._text.follow(context)
 
-    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
+    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         trie = Trie(context.last)
         node, path = yield from self._chain.grow(trie, context, [context.last], min(self._length, max_depth))
         self.partial.forget()

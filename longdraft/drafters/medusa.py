@@ -19,7 +19,7 @@ from longdraft.core import Context
 from longdraft.drafters import template
 from longdraft.errors import UsageError
 from longdraft.model.heads import Heads
-from longdraft.model.work import at_once
+from longdraft.model.routine import atomic
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie, root_only
@@ -58,7 +58,7 @@ class MedusaDrafter:
         # The prompt's last token is the first root, and its own row is not computed yet.
         self._hidden = verified.hidden[-1:] if verified else None
 
-    @at_once
+    @atomic
     def propose(self, context: Context, max_depth: int) -> Tree:
         if self._hidden is None or not max_depth:
             return root_only(context.last)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.table import RANKED, NgramTable
+from longdraft.drafters.ngram_table import RANKED, NgramTable
 from longdraft.errors import check
-from longdraft.model.work import at_once
+from longdraft.model.routine import atomic
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
 
@@ -69,7 +69,7 @@ class NgramDrafter:
     def begin(self, context: Context, verified: Verified | None) -> None:
         self._table.follow(context)
 
-    @at_once
+    @atomic
     def propose(self, context: Context, max_depth: int) -> Tree:
         trie = Trie(context.last)
         self._table.graft(trie, 0, context.last, max_depth)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longdraft.core import Context
-from longdraft.model.work import at_once
+from longdraft.model.routine import atomic
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, root_only
 
@@ -12,7 +12,7 @@ class PlainDrafter:
     def begin(self, context: Context, verified: Verified | None) -> None:
         pass
 
-    @at_once
+    @atomic
     def propose(self, context: Context, max_depth: int) -> Tree:
         return root_only(context.last)
 

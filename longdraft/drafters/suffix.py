@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.index import MAX_CONTEXTS, Guesses, Index, new_index
+from longdraft.drafters.suffix_index import MAX_CONTEXTS, Guesses, Index, new_index
 from longdraft.errors import check
-from longdraft.model.work import at_once
+from longdraft.model.routine import atomic
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
 
@@ -131,7 +131,7 @@ class SuffixDrafter:
     def begin(self, context: Context, verified: Verified | None) -> None:
         self._text.follow(context)
 
-    @at_once
+    @atomic
     def propose(self, context: Context, max_depth: int) -> Tree:
         trie = Trie(context.last)
         self._text.graft(trie, 0, context, (), max_depth)

@@ -21,14 +21,14 @@ import torch
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import CacheMode, PartialBudget, PartialCache
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.chain import Chain, SelfReader
+from longdraft.drafters.chain import Chain, SelfDraftModel
 from longdraft.drafters.ngram import DelayedTable, NgramOptions
+from longdraft.drafters.ngram_table import RANKED
 from longdraft.drafters.suffix import SuffixOptions, SuffixText
-from longdraft.drafters.table import RANKED
 from longdraft.errors import UsageError, check
 from longdraft.model.heads import Heads
+from longdraft.model.routine import Routine
 from longdraft.model.transformer import Transformer
-from longdraft.model.work import Work
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
@@ -120,7 +120,7 @@ class TokenSwiftDrafter:
         self._is_shared = partial is not None
         self.partial = partial or PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size,
                                                options.cache, options.remainder)
-        self._reader = SelfReader(model, self.partial)
+        self._reader = SelfDraftModel(model, self.partial)
         self._chain = Chain(self._reader, sampler, options.width, SELF, options.margin)
         self._suffix = SuffixText(SuffixOptions(), params) if options.suffix else None
 
@@ -136,13 +136,13 @@ class TokenSwiftDrafter:
         return own + (self._suffix.nbytes if self._suffix else 0)
 
     def _follow(self, context: Context, verified: Verified | None) -> None:
-        self.partial.refresh((lambda: verified.attended) if verified else None)
+        self.partial.refresh((lambda: verified.attention_output) if verified else None)
         if self._table:
             self._table.follow(context)
         if self._suffix:
             self._suffix.follow(context)
 
-    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
+    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         trie = Trie(context.last)
         # The template keeps its depth where that is limited: it costs no forwards.
         chain = min(self._options.chain, max_depth, max(1, max_depth + 1 - len(self._options.tree)))
@@ -155,7 +155,7 @@ class TokenSwiftDrafter:
             self._suffix.graft(trie, 0, context, (), max_depth)
         return trie.tree()
 
-    def _spread(self, trie: Trie, node: int, context: Context, path: list[int], max_depth: int) -> Work[None]:
+    def _spread(self, trie: Trie, node: int, context: Context, path: list[int], max_depth: int) -> Routine[None]:
         """The template below the end of the chain, and n-grams behind its first tokens."""
         template = self._options.tree[:max_depth]
         result = yield from self._reader.forward(context, path)

@@ -28,11 +28,11 @@ from longdraft.cache.partial import PartialBudget, PartialCache
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain
 from longdraft.drafters.draft_model import DRAFT, check_window, streaming
-from longdraft.drafters.follower import Follower
 from longdraft.drafters.ngram import DelayedTable, NgramOptions
+from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.errors import check
-from longdraft.model.transformer import Ask, Transformer, tree_rows
-from longdraft.model.work import Work, at_once
+from longdraft.model.routine import Routine, atomic
+from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
 from longdraft.sampling.sampler import DAMAGED, Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.speculation.verify import walk
@@ -96,12 +96,12 @@ class Guesser(Protocol):
 
     def begin(self, context: Context) -> None: ...
 
-    def guess(self, context: Context, path: Sequence[int], num: int) -> Work[Tree]:
+    def guess(self, context: Context, path: Sequence[int], num: int) -> Routine[Tree]:
         """At most `num` tokens deep, on the last token of `path` (the root of the text, then drafted tokens)."""
 
 
 class SmallModel:
-    def __init__(self, follower: Follower, sampler: Sampler) -> None:
+    def __init__(self, follower: StreamingDraftModel, sampler: Sampler) -> None:
         self._follower = follower
         self._chain = Chain(follower, sampler, 1, DRAFT)
 
@@ -112,7 +112,7 @@ class SmallModel:
     def begin(self, context: Context) -> None:
         self._follower.begin(context)
 
-    def guess(self, context: Context, path: Sequence[int], num: int) -> Work[Tree]:
+    def guess(self, context: Context, path: Sequence[int], num: int) -> Routine[Tree]:
         trie = Trie(path[-1])
         yield from self._chain.grow(trie, context, path, num)
         return trie.tree()
@@ -127,7 +127,7 @@ class Ngrams:
     def begin(self, context: Context) -> None:
         self._table.follow(context)
 
-    @at_once
+    @atomic
     def guess(self, context: Context, path: Sequence[int], num: int) -> Tree:
         self._table.follow(context)
         trie = Trie(path[-1])
@@ -160,16 +160,16 @@ class TriForceDrafter:
         return self.partial.nbytes + self._chunks.nbytes + self._guesser.nbytes
 
     def begin(self, context: Context, verified: Verified | None) -> None:
-        self.partial.refresh((lambda: verified.attended) if verified else None)
+        self.partial.refresh((lambda: verified.attention_output) if verified else None)
         self._guesser.begin(context)
 
-    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
+    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         """Level 2, nested: its own steps on the retrieval cache until the chain is long enough."""
         trie, node, path = Trie(context.last), 0, [context.last]
         most = min(self._options.chain, max_depth)
         while len(path) <= most:
             tree = yield from self._guesser.guess(context, path, min(self._options.guesses, most - len(path)))
-            result = yield Ask(self._model, tree_rows(tree, len(context) - 2 + len(path)), self.partial, len(tree))
+            result = yield ForwardRequest(self._model, tree_rows(tree, len(context) - 2 + len(path)), self.partial, len(tree))
             choices = self._choose(result.logits, tree, context, path)
             walked = walk(tree, choices)
             self.partial.commit(walked)
@@ -196,4 +196,4 @@ class TriForceDrafter:
         if len(self._rates) == _REMEMBERED and statistics.fmean(self._rates) < self._options.floor:
             self.partial.expire()
             self._rates.clear()
-        self.partial.refresh(lambda: accepted.verified.attended)
+        self.partial.refresh(lambda: accepted.verified.attention_output)

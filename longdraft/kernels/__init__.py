@@ -14,7 +14,7 @@ from longdraft.errors import UsageError
 from longdraft.kernels import cpu
 from longdraft.kernels.interface import (
     KV,
-    Attended,
+    AttentionOutput,
     Decoder,
     Geometry,
     Kernels,
@@ -25,8 +25,8 @@ from longdraft.kernels.interface import (
 )
 from longdraft.kernels.reference import ReferenceKernels
 
-__all__ = ["KV", "Attended", "Decoder", "Geometry", "KVStore", "Kernels", "LayerWeights", "LayersKV", "Linear",
-           "alone", "available", "choose", "set_threads", "threads"]
+__all__ = ["KV", "AttentionOutput", "Decoder", "Geometry", "KVStore", "Kernels", "LayerWeights", "LayersKV", "Linear",
+           "available", "choose", "set_threads", "single_threaded_torch", "threads"]
 
 log = logging.getLogger(__name__)
 VARIABLE = "LONGDRAFT_KERNELS"
@@ -104,7 +104,7 @@ def _has_threads(kernels: Kernels) -> bool:
 
 
 @contextmanager
-def alone(kernels: Kernels) -> Iterator[None]:
+def single_threaded_torch(kernels: Kernels) -> Iterator[None]:
     """Within this, PyTorch works in one thread where the compiled kernels have threads of their own.
 
     Its other threads go on spinning for a while after each of its operations, on the very cores that ours need:

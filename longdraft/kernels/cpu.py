@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.int8 import quantise
-from longdraft.kernels.interface import KV, Attended, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
+from longdraft.kernels.interface import KV, AttentionOutput, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
 
 try:
     from longdraft.kernels import _cpu
@@ -192,7 +192,7 @@ class CpuKernels:
         if len(rows):
             self.native.keep(stores, kv.length, rows, held, kv.k.stride(0), kv.k.data_ptr(), kv.v.data_ptr())
 
-    def keep_at(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
+    def scatter_rows(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
         there = targets >= 0
         self.keep(kv, rows[there].tolist())
 
@@ -209,17 +209,17 @@ class CpuKernels:
         _require(start >= 0 and len({store.dim for store in (*source, *target)}) == 1, "stores of one shape", start)
         self.native.copy(source, target, positions.data_ptr(), count, start)
 
-    def remainder(self, stores: Sequence[KVStore], length: int, whole: Attended) -> Tensor:
+    def remainder(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
         num_layers, rows, heads, dim = whole.queries.shape
         q, output, lse = (part.contiguous() for part in (whole.queries, whole.output, whole.lse))
         _require(q.dtype == output.dtype == self.dtype and lse.dtype == torch.float32, f"rows of {self.dtype}", q.dtype)
         native = self.stores(stores, num_layers, None, dim)
         fits = all(heads % store.heads == 0 and 0 < rows <= length <= store.capacity for store in native)
         _require(fits, "positions and heads that are held", (heads, length))
-        rest = torch.empty(num_layers, rows, heads, dim + 1)
+        remainder = torch.empty(num_layers, rows, heads, dim + 1)
         self.native.remainder(native, length, rows, heads, q.data_ptr(), output.data_ptr(), lse.data_ptr(),
-                              rest.data_ptr())
-        return rest
+                              remainder.data_ptr())
+        return remainder
 
     def stores(self, stores: Sequence[KVStore], num_layers: int, heads: int | None,
                dim: int | None = None) -> list[_cpu.Store]:
@@ -231,7 +231,7 @@ class CpuKernels:
         _require(fits, f"{num_layers} stores of {self.dtype}, {heads} heads of {dim}", len(native))
         return native
 
-    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:
+    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         store, length = kv.store, kv.length
         assert isinstance(store, CpuStore)
         rows, heads, dim = q.shape
@@ -243,9 +243,9 @@ class CpuKernels:
         _require(window >= 0, "a window of 0 or more positions", window)
         out, lse = torch.empty_like(q), torch.empty(rows, heads)
         self.native.attention(store.native, length, rows, heads, q.data_ptr(), *_strided(k), *_strided(v),
-                              parents.data_ptr(), 1 / math.sqrt(dim), window, _rest(kv.rest, (rows, heads, dim + 1)),
+                              parents.data_ptr(), 1 / math.sqrt(dim), window, _remainder(kv.remainder, (rows, heads, dim + 1)),
                               out.data_ptr(), lse.data_ptr())
-        return Attended(q, out, lse, q)
+        return AttentionOutput(q, out, lse, q)
 
     def _input(self, x: Tensor, width: int) -> Tensor:
         """x [R, width] as `_words`."""
@@ -297,7 +297,7 @@ class CpuDecoder:
         return weights
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
-                parents: Tensor) -> tuple[Tensor, Attended]:
+                parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         heads, kv_heads, dim = self._geometry[:3]
         num_layers, rows, dtype = len(self._layers), x.shape[0], self._kernels.dtype
         _require(x.shape == (rows, self._hidden), f"rows [R, {self._hidden}]", x.shape)
@@ -312,14 +312,14 @@ class CpuDecoder:
         for kv, held in zip(texts, stores, strict=True):
             _require_held(held, kv.length)
         result = x.to(dtype, copy=True).contiguous()
-        q, content, attended = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(3))
+        q, content, attention_output = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(3))
         lse = torch.empty(num_layers, rows, heads)
         self._kernels.native.forward(
             self._native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
-            [_rest(kv.rest, (num_layers, heads, dim + 1, dim + 1)) for kv in texts],
+            [_remainder(kv.remainder, (num_layers, heads, dim + 1, dim + 1)) for kv in texts],
             result.data_ptr(), cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), q.data_ptr(), content.data_ptr(),
-            k, v, attended.data_ptr(), lse.data_ptr())
-        return result, Attended(q, attended, lse, content)
+            k, v, attention_output.data_ptr(), lse.data_ptr())
+        return result, AttentionOutput(q, attention_output, lse, content)
 
 
 def check_tail(stores: Sequence[_cpu.Store], length: int, rows: int, parents: Tensor) -> None:
@@ -357,12 +357,12 @@ def _slices_of_one(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch
     return start
 
 
-def _rest(rest: Tensor | None, shape: tuple[int, ...]) -> int:
-    if rest is None:
+def _remainder(remainder: Tensor | None, shape: tuple[int, ...]) -> int:
+    if remainder is None:
         return 0
-    fits = rest.shape == shape and rest.dtype == torch.float32 and rest.is_contiguous()
-    _require(fits, f"a rest {shape} of float32", rest.shape)
-    return rest.data_ptr()
+    fits = remainder.shape == shape and remainder.dtype == torch.float32 and remainder.is_contiguous()
+    _require(fits, f"a rest {shape} of float32", remainder.shape)
+    return remainder.data_ptr()
 
 
 def _strided(x: Tensor) -> tuple[int, int, int]:

@@ -48,7 +48,7 @@ class LayerWeights(NamedTuple):
 class Geometry(NamedTuple):
     """What a decoder's layers must know beside their weights.
 
-    norms_follow     attention and MLP read the rows as they are; what they give is normalised, then added
+    post_norm     attention and MLP read the rows as they are; what they give is normalised, then added
     rounds_once      norms round after their weight only, not before it too
     query_factor     on queries, with their rotation
     residual_factor  on what attention and MLP give, before it is added
@@ -58,7 +58,7 @@ class Geometry(NamedTuple):
     num_kv_heads: int
     head_dim: int
     eps: float
-    norms_follow: bool = False
+    post_norm: bool = False
     rounds_once: bool = False
     query_factor: float = 1.0
     residual_factor: float = 1.0
@@ -101,7 +101,7 @@ class KV(NamedTuple):
     length: int
     k: Tensor  # [T, Hkv, D]
     v: Tensor  # [T, Hkv, D]
-    rest: Tensor | None = None
+    remainder: Tensor | None = None
 
 
 class LayersKV(NamedTuple):
@@ -117,16 +117,16 @@ class LayersKV(NamedTuple):
     length: int
     k: Tensor
     v: Tensor
-    rest: Tensor | None = None
+    remainder: Tensor | None = None
     is_prompt: bool = False
 
     def layer(self, index: int) -> KV:
         """One layer's. Its `rest` is still the function of the query."""
         return KV(self.stores[index], self.length, self.k[index], self.v[index],
-                  None if self.rest is None else self.rest[index])
+                  None if self.remainder is None else self.remainder[index])
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """What attention did for some rows: queries and outputs [T, H, D], log-sum-exp of the scores [T, H].
 
     Of several layers: [L, T, H, D] and [L, T, H]. `content` are the queries (normalised, where the model does that) as
@@ -138,27 +138,27 @@ class Attended(NamedTuple):
     lse: Tensor  # float32
     content: Tensor
 
-    def rows(self, rows: Sequence[int]) -> Attended:
+    def rows(self, rows: Sequence[int]) -> AttentionOutput:
         """Some rows of several layers."""
         return self._each(list(rows))
 
-    def cut(self, rows: slice) -> Attended:
+    def cut(self, rows: slice) -> AttentionOutput:
         """Rows of several layers that follow one another, as views."""
         return self._each(rows)
 
-    def last(self, count: int) -> Attended:
+    def last(self, count: int) -> AttentionOutput:
         """The last rows of several layers."""
         return self._each(slice(-count, None))
 
-    def _each(self, rows: list[int] | slice) -> Attended:
-        return Attended(self.queries[:, rows], self.output[:, rows], self.lse[:, rows], self.content[:, rows])
+    def _each(self, rows: list[int] | slice) -> AttentionOutput:
+        return AttentionOutput(self.queries[:, rows], self.output[:, rows], self.lse[:, rows], self.content[:, rows])
 
 
 class Decoder(Protocol):
     """The layers of a model, ready to run."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
-                parents: Tensor) -> tuple[Tensor, Attended]:
+                parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         """Rows x [R, hidden] through all layers: the new rows, and what each layer's attention did for them.
 
         The rows of one text stand behind those of another, and each text's attention reads its own stores; everything
@@ -209,7 +209,7 @@ class Kernels(Protocol):
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
         """Put these provisional rows, in this order, at positions kv.length, kv.length + 1, ... of every layer."""
 
-    def keep_at(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
+    def scatter_rows(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
         """The same of rows [N] and positions [N] that only the device knows; of a negative position: nothing."""
 
     def cache_bytes(self, head_dim: int) -> int:
@@ -221,14 +221,14 @@ class Kernels(Protocol):
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
         """Rows at positions [L, Hkv, N] (int64) of each source to positions start, start + 1, ... of its target."""
 
-    def remainder(self, stores: Sequence[KVStore], length: int, whole: Attended) -> Tensor:
+    def remainder(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
         """What keys that are not among these stores' positions gave the T rows of `whole`, of several layers.
 
         The rows are the last T of the stores' `length` positions, in order. "Full minus part", each beyond the
         positions up to its own: an output and its log-sum-exp (-inf where there is nothing), [L, T, H, D + 1] float32.
         """
 
-    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:
+    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         """Each row of q [T, H, D] over the committed positions and its own path, of these the last `window`
         where that is not 0.
 

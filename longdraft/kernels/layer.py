@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longdraft.kernels.interface import KV, Attended, Geometry, LayerWeights, Linear
+from longdraft.kernels.interface import KV, AttentionOutput, Geometry, LayerWeights, Linear
 
 
 class Operations(Protocol):
@@ -22,11 +22,11 @@ class Operations(Protocol):
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
 
-    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended: ...
+    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput: ...
 
 
 def layer_forward(ops: Operations, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor,
-                  texts: Sequence[KV], parents: Tensor) -> tuple[Tensor, Attended]:
+                  texts: Sequence[KV], parents: Tensor) -> tuple[Tensor, AttentionOutput]:
     """Rows x [R, hidden] of texts through one layer; fills their k and v. `rest` is a map [H, D + 1, D + 1] here,
     as in LayersKV."""
     heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
@@ -39,10 +39,10 @@ def layer_forward(ops: Operations, x: Tensor, layer: LayerWeights, geometry: Geo
                             rounds_once=geometry.rounds_once).view(x.shape)
 
     def read(x: Tensor, weight: Tensor) -> Tensor:
-        return x if geometry.norms_follow else norm(x, weight)
+        return x if geometry.post_norm else norm(x, weight)
 
     def join(x: Tensor, given: Tensor, weight: Tensor) -> Tensor:
-        given = norm(given, weight) if geometry.norms_follow else given
+        given = norm(given, weight) if geometry.post_norm else given
         return x + (given if geometry.residual_factor == 1 else given * geometry.residual_factor)
 
     qkv = ops.linear(read(x, layer.attention_norm), layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
@@ -56,12 +56,12 @@ def layer_forward(ops: Operations, x: Tensor, layer: LayerWeights, geometry: Geo
         own = slice(start, start + len(kv.k))
         kv.k.copy_(k[own])
         kv.v.copy_(v[own])
-        if kv.rest is not None:
-            rest = torch.einsum("thd,hde->the", content[own].float(), kv.rest[:, :-1]) + kv.rest[:, -1]
-            kv = kv._replace(rest=rest)
+        if kv.remainder is not None:
+            remainder = torch.einsum("thd,hde->the", content[own].float(), kv.remainder[:, :-1]) + kv.remainder[:, -1]
+            kv = kv._replace(remainder=remainder)
         seen.append(ops.attention(q[own], kv, parents[own], layer.window))
         start = own.stop
-    attended = Attended(*(torch.cat(part) for part in zip(*seen, strict=True)))._replace(content=content)
-    x = join(x, ops.linear(attended.output.flatten(1), layer.out), layer.attention_norm)
+    attention_output = AttentionOutput(*(torch.cat(part) for part in zip(*seen, strict=True)))._replace(content=content)
+    x = join(x, ops.linear(attention_output.output.flatten(1), layer.out), layer.attention_norm)
     gate_up = ops.linear(read(x, layer.mlp_norm), layer.gate_up)
-    return join(x, ops.linear(ops.swiglu(gate_up), layer.down), layer.mlp_norm), attended
+    return join(x, ops.linear(ops.swiglu(gate_up), layer.down), layer.mlp_norm), attention_output

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.kernels.int8 import quantise
-from longdraft.kernels.interface import KV, Attended, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
+from longdraft.kernels.interface import KV, AttentionOutput, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
 from longdraft.kernels.layer import layer_forward
 
 SPLIT = 4096  # positions in a block of storage; each is reduced by one call, splits merge in order
@@ -177,7 +177,7 @@ class ReferenceKernels:
         for store, k, v in zip(kv.stores, kv.k, kv.v, strict=True):
             store.write(kv.length, k[list(rows)], v[list(rows)])
 
-    def keep_at(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
+    def scatter_rows(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
         there = targets >= 0
         self.keep(kv, rows[there].tolist())
 
@@ -191,7 +191,7 @@ class ReferenceKernels:
         for source, target, chosen in zip(sources, targets, positions.to(self.device), strict=True):
             target.write_heads(start, *source.read(chosen))
 
-    def remainder(self, stores: Sequence[KVStore], length: int, whole: Attended) -> Tensor:
+    def remainder(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
         rows = whole.queries.shape[1]
         last = torch.arange(length - rows, length, device=self.device)
         chain = torch.arange(-1, rows - 1, dtype=torch.int32)
@@ -203,13 +203,13 @@ class ReferenceKernels:
         output, lse = torch.stack([part.output for part in parts]), torch.stack([part.lse for part in parts])
         return remainder_of(whole, output, lse)
 
-    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:
+    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         """One row after the other; a row's path is laid behind the committed part, where plain decoding
         would have put it, and then the row reads one run of positions:
 
             [ committed 0 .. length ) [ path 0 .. depth ] [ masked up to a multiple of STEP )
         """
-        store, length, k, v, rest = kv
+        store, length, k, v, remainder = kv
         assert isinstance(store, ReferenceStore)
         depths: list[int] = []
         laid: list[int] = []  # rows now lying at positions length, length + 1, ...
@@ -228,11 +228,11 @@ class ReferenceKernels:
             laid[first:] = path
             with _one_thread():
                 out[row], lse[row] = _attend(q[row].float(), store, length + depths[row] + 1,
-                                              None if rest is None else rest[row], window)
-        return Attended(q, out, lse, q)
+                                              None if remainder is None else remainder[row], window)
+        return AttentionOutput(q, out, lse, q)
 
 
-def remainder_of(whole: Attended, output: Tensor, lse: Tensor) -> Tensor:
+def remainder_of(whole: AttentionOutput, output: Tensor, lse: Tensor) -> Tensor:
     """`Kernels.remainder` from what the part gave: output [L, T, H, D] and lse [L, T, H]."""
     share = (lse - whole.lse).exp()[..., None]  # of the attention that the part holds
     left = 1 - share
@@ -251,16 +251,16 @@ class ReferenceDecoder:
         self._geometry = geometry
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
-                parents: Tensor) -> tuple[Tensor, Attended]:
-        attended = []
+                parents: Tensor) -> tuple[Tensor, AttentionOutput]:
+        attention_output = []
         for index, layer in enumerate(self._layers):
             seen = [kv.layer(index) for kv in texts]
             x, mixed = layer_forward(self._kernels, x, layer, self._geometry, cos, sin, seen, parents)
-            attended.append(mixed)
-        return x, Attended(*(torch.stack(part) for part in zip(*attended, strict=True)))
+            attention_output.append(mixed)
+        return x, AttentionOutput(*(torch.stack(part) for part in zip(*attention_output, strict=True)))
 
 
-def _attend(q: Tensor, store: ReferenceStore, length: int, rest: Tensor | None,
+def _attend(q: Tensor, store: ReferenceStore, length: int, remainder: Tensor | None,
             window: int) -> tuple[Tensor, Tensor]:
     """One query [H, D] over positions [0, length) or the last `window` of them: softmax over each split, splits
     merged in order, then `rest`."""
@@ -287,8 +287,8 @@ def _attend(q: Tensor, store: ReferenceStore, length: int, rest: Tensor | None,
         old, new = (top - new_top).exp(), (peak - new_top).exp()
         top, total, acc = new_top, total * old + mass * new, acc * old + mixed * new
     assert acc is not None and total is not None and top is not None
-    if rest is not None:
-        theirs, peak = rest[:, :-1].view_as(acc), rest[:, -1].view_as(top)
+    if remainder is not None:
+        theirs, peak = remainder[:, :-1].view_as(acc), remainder[:, -1].view_as(top)
         new_top = torch.maximum(top, peak)
         old, new = (top - new_top).exp(), (peak - new_top).exp()
         top, total, acc = new_top, total * old + new, acc * old + theirs * new

@@ -21,7 +21,7 @@ from longdraft.model.config import ModelConfig, read_json
 from longdraft.model.sharding import of_rank
 from longdraft.model.tensor_file import FLOATS, TensorFile
 from longdraft.model.transformer import Transformer, Weights
-from longdraft.parallel import Part, Pick, Spread, Summed, part_of
+from longdraft.parallel import ColumnParallel, Pick, RowParallel, Shard, part_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -180,7 +180,7 @@ class _Stacked(NamedTuple):
     has_bias: bool
     is_summed: bool = False
 
-    def picks(self, part: Part) -> list[Pick | None]:
+    def picks(self, part: Shard) -> list[Pick | None]:
         return [part.columns() if self.is_summed else part.rows(segments) for _, segments in self.parts]
 
 
@@ -204,7 +204,7 @@ def _linears(config: ModelConfig) -> dict[str, _Stacked]:
 def _norms(config: ModelConfig) -> dict[str, tuple[str, int]]:
     """The norms of a layer by their names in LayerWeights: name in the file, and width."""
     first, second = "input_layernorm", "post_attention_layernorm"
-    if config.norms_follow:
+    if config.post_norm:
         first, second = "post_attention_layernorm", "post_feedforward_layernorm"
     norms = {"attention_norm": (first, config.hidden_size), "mlp_norm": (second, config.hidden_size)}
     if config.head_norms != "none":
@@ -277,13 +277,13 @@ def load(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: st
         is_added = stacked.is_summed and shares.size > 1
         has_bias = stacked.has_bias and not (is_added and shares.rank)  # added once
         packed = pack(part("weight", dtype), part("bias", kernels.dtype) if has_bias else None)
-        return Summed(packed) if is_added else packed
+        return RowParallel(packed) if is_added else packed
 
     def table(name: str) -> Linear:
         if shares.size == 1:
             return pack(files.stack((name,), dtype))
         ours = shares.vocabulary(whole.vocab_size)
-        return Spread(pack(files.stack((name,), dtype, [lambda rows: rows[ours]])), ours.start, whole.vocab_size)
+        return ColumnParallel(pack(files.stack((name,), dtype, [lambda rows: rows[ours]])), ours.start, whole.vocab_size)
 
     def norm(name: str) -> Tensor:
         return files.read(name).to(kernels.device, kernels.dtype, copy=True)

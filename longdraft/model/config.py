@@ -61,7 +61,7 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     head_norms: HeadNorms
-    norms_follow: bool
+    post_norm: bool
     is_fused: bool
     window: int  # positions that windowed layers see; 0: there are none
     windowed: tuple[bool, ...]  # by layer; empty: those from `window_from` on
@@ -171,7 +171,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         out_bias=attention_bias if family.out_bias is None else family.out_bias,
         mlp_bias=bool(config.get("mlp_bias", False)) if family.mlp_bias is None else family.mlp_bias,
         head_norms=family.head_norms,
-        norms_follow=family.norms_follow,
+        post_norm=family.post_norm,
         is_fused=family.is_fused,
         window=window,
         windowed=windowed,

@@ -20,7 +20,7 @@ class Family:
     out_bias       whether the attention's output has
     mlp_bias       whether the MLP has; None: as `mlp_bias` says
     head_norms     RMSNorm of queries and keys before their rotation: of each head, or of all as one vector
-    norms_follow   norms stand behind attention and MLP, not before them; they round once, after their weight
+    post_norm   norms stand behind attention and MLP, not before them; they round once, after their weight
     is_fused       q, k, v are one tensor in the file, gate and up another
     windows        sliding windows: in all layers where sliding_window is a number, or in those that layer_types (or
                    max_window_layers) names where use_sliding_window is true
@@ -33,7 +33,7 @@ class Family:
     out_bias: bool | None = None
     mlp_bias: bool | None = None
     head_norms: HeadNorms = "none"
-    norms_follow: bool = False
+    post_norm: bool = False
     is_fused: bool = False
     windows: Literal["none", "all", "some"] = "none"
     skips_rope: bool = False
@@ -53,7 +53,7 @@ FAMILIES: dict[str, Family] = {
                    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
                              "original_max_position_embeddings": 4096}),
     "granite": Family(is_multiplied=True),
-    "olmo2": Family(mlp_bias=False, head_norms="all", norms_follow=True, defaults={"rms_norm_eps": 1e-5}),
+    "olmo2": Family(mlp_bias=False, head_norms="all", post_norm=True, defaults={"rms_norm_eps": 1e-5}),
     "smollm3": Family(windows="some", skips_rope=True, defaults={
         "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True}),
 }

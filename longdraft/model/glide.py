@@ -25,7 +25,7 @@ from longdraft.kernels import KV, KVStore, Linear
 from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.config import ModelConfig, read_json
 from longdraft.model.transformer import Transformer
-from longdraft.parallel import Summed, part_of
+from longdraft.parallel import RowParallel, part_of
 
 KIND = "glide"
 _NORMS = ("input_layernorm", "cross_layernorm", "post_attention_layernorm", "norm")
@@ -136,7 +136,7 @@ def load(folder: Path, target: Transformer, check: Callable[[Path, dict[str, Any
         is_summed = names[0].endswith(("o_proj", "down_proj")) and shares.size > 1
         picks = [shares.columns() if is_summed else shares.rows(expected[name][:1]) for name in files_names]
         packed = kernels.pack(files.stack(files_names, kernels.dtype, picks))
-        return Summed(packed) if is_summed else packed
+        return RowParallel(packed) if is_summed else packed
 
     norms = tuple(files.read(f"{name}.weight").to(kernels.device, kernels.dtype, copy=True) for name in _NORMS)
     weights = Weights(

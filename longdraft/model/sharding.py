@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from longdraft.errors import ModelError
 from longdraft.model.config import ModelConfig
-from longdraft.parallel import Part
+from longdraft.parallel import Shard
 
 
-def of_rank(config: ModelConfig, part: Part, quantize: str = "none") -> ModelConfig:
+def of_rank(config: ModelConfig, part: Shard, quantize: str = "none") -> ModelConfig:
     """The configuration of a rank's part. ModelError names what cannot be divided."""
     size = part.size
     if size == 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from longdraft.core import half_pair
+from longdraft.core import lone_surrogate
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.chat_template import ChatTemplate, Message
 
@@ -59,7 +59,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids. UsageError where there is half a surrogate pair in the text, which is no character."""
-        if (place := half_pair(text)) is not None:
+        if (place := lone_surrogate(text)) is not None:
             raise UsageError(f"the text has half a surrogate pair, {text[place]!a}, as its character {place + 1}; "
                              "allowed: whole characters")
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

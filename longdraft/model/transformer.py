@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longdraft.cache.full import FullCache, KVCache
-from longdraft.kernels import Attended, Geometry, Kernels, LayerWeights, Linear
+from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayerWeights, Linear
 from longdraft.model.config import ModelConfig
 from longdraft.model.rope import RopeTable, kept_to
 from longdraft.tree import Tree
@@ -49,7 +49,7 @@ class Weights(NamedTuple):
     quantize: str = "none"  # or "int8": the tables and all that rows are multiplied with; norms and biases never
 
 
-class Ask(NamedTuple):
+class ForwardRequest(NamedTuple):
     """What a text asks for: a forward of rows over its cache, and logits of the last `num_logits` of them.
 
     is_prompt  see `LayersKV`
@@ -70,18 +70,18 @@ class Forward:
     logits    [num_logits, V] float32 of the last rows
     """
 
-    def __init__(self, hidden: Tensor, attended: Attended, rows: slice | None, logits: Tensor) -> None:
+    def __init__(self, hidden: Tensor, attention_output: AttentionOutput, rows: slice | None, logits: Tensor) -> None:
         """rows: this text's; None: all."""
         self.logits = logits
-        self._hidden, self._attended, self._rows = hidden, attended, rows
+        self._hidden, self._attention_output, self._rows = hidden, attention_output, rows
 
     @cached_property
     def hidden(self) -> Tensor:
         return self._hidden if self._rows is None else self._hidden[self._rows]
 
     @cached_property
-    def attended(self) -> Attended:
-        return self._attended if self._rows is None else self._attended.cut(self._rows)
+    def attention_output(self) -> AttentionOutput:
+        return self._attention_output if self._rows is None else self._attention_output.cut(self._rows)
 
 
 class Transformer:
@@ -95,7 +95,7 @@ class Transformer:
         self.weights = weights
         self.kernels = kernels
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps,
-                            config.norms_follow, config.norms_follow, config.query_factor, config.residual_factor)
+                            config.post_norm, config.post_norm, config.query_factor, config.residual_factor)
         self._decoder = kernels.new_decoder(weights.layers, geometry)
         self._rope = RopeTable(config, 1, kernels.device)
         self._has_warned = False
@@ -148,9 +148,9 @@ class Transformer:
 
     def forward(self, rows: Rows, cache: KVCache, num_logits: int = 0, is_prompt: bool = False) -> Forward:
         """Run rows over a cache; their keys and values stay provisional until the cache commits them."""
-        return self.together([Ask(self, rows, cache, num_logits, is_prompt)])[0]
+        return self.together([ForwardRequest(self, rows, cache, num_logits, is_prompt)])[0]
 
-    def together(self, asks: Sequence[Ask]) -> list[Forward]:
+    def together(self, asks: Sequence[ForwardRequest]) -> list[Forward]:
         """One forward for all that is asked of this model, each text over a cache of its own."""
         kernels, config = self.kernels, self.config
         counts = [len(ask.rows.tokens) for ask in asks]
@@ -159,13 +159,13 @@ class Transformer:
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
         texts = [ask.cache.append(*parts)._replace(is_prompt=ask.is_prompt) for ask, *parts in
                  zip(asks, _split(k, counts, 1), _split(v, counts, 1), strict=True)]
-        hidden, attended = self._decoder.forward(
+        hidden, attention_output = self._decoder.forward(
             self.embed([token for ask in asks for token in ask.rows.tokens]), *_rotations(asks), texts,
             torch.tensor([parent for ask in asks for parent in ask.rows.parents], dtype=torch.int32))
         logits = self._last_logits(hidden, [(end, ask.num_logits) for end, ask in zip(ends, asks, strict=True)])
         if len(asks) == 1:
-            return [Forward(hidden, attended, None, logits[0])]
-        return [Forward(hidden, attended, slice(end - count, end), part)
+            return [Forward(hidden, attention_output, None, logits[0])]
+        return [Forward(hidden, attention_output, slice(end - count, end), part)
                 for count, end, part in zip(counts, ends, logits, strict=True)]
 
     def _last_logits(self, hidden: Tensor, wanted: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
@@ -193,7 +193,7 @@ class Transformer:
     def normed(self, hidden: Tensor) -> Tensor:
         """Hidden rows [R, hidden] behind the final norm."""
         config = self.config
-        return self.kernels.rms_norm(hidden, self.weights.norm, config.rms_norm_eps, rounds_once=config.norms_follow)
+        return self.kernels.rms_norm(hidden, self.weights.norm, config.rms_norm_eps, rounds_once=config.post_norm)
 
     def head(self, normed: Tensor) -> Tensor:
         """Logits [R, V] float32 of rows that are already normalised."""
@@ -206,7 +206,7 @@ def _split(x: Tensor, counts: Sequence[int], axis: int) -> Sequence[Tensor]:
     return (x,) if len(counts) == 1 else torch.split(x, list(counts), axis)
 
 
-def _rotations(asks: Sequence[Ask]) -> tuple[Tensor, Tensor]:
+def _rotations(asks: Sequence[ForwardRequest]) -> tuple[Tensor, Tensor]:
     """cos, sin [R, D / 2] of all rows, each with those of its own text."""
     if len(asks) == 1:
         return asks[0].model.rotations(asks[0].rows.positions)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longdraft.errors import UsageError, WorkerError, memory_told
+from longdraft.errors import UsageError, WorkerError, translate_memory_errors
 
 _MANY = 1 << 18  # numbers from which the second way sends less than it waits longer
 
@@ -134,7 +134,7 @@ def _added(parts: Tensor) -> Tensor:
 @contextmanager
 def _told() -> Iterator[None]:
     try:
-        with memory_told():  # of this rank, and no other's fault
+        with translate_memory_errors():  # of this rank, and no other's fault
             yield
     except RuntimeError as error:
         reason = re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0]).split(". ")[0]  # without the library's own places

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longdraft.kernels import Attended, Decoder, Geometry, Kernels, LayersKV, LayerWeights, Linear
+from longdraft.kernels import AttentionOutput, Decoder, Geometry, Kernels, LayersKV, LayerWeights, Linear
 from longdraft.kernels.layer import layer_forward
 from longdraft.parallel.group import Group
-from longdraft.parallel.part import WHOLE, Part
+from longdraft.parallel.shard import WHOLE, Shard
 
 
-class Summed:
+class RowParallel:
     """A weight of which each rank has some columns, `part`: what the ranks compute is added up."""
 
     def __init__(self, part: Linear) -> None:
@@ -28,7 +28,7 @@ class Summed:
         return self.part.nbytes
 
 
-class Spread:
+class ColumnParallel:
     """A weight of which each rank has some rows, `first` and those behind it: what they compute is put together."""
 
     def __init__(self, part: Linear, first: int, out_features: int) -> None:
@@ -40,25 +40,25 @@ class Spread:
 
 
 class ParallelKernels:
-    """See :class:`longdraft.kernels.interface.Kernels`; weights are plain ones, `Summed` or `Spread`."""
+    """See :class:`longdraft.kernels.interface.Kernels`; weights are plain ones, `RowParallel` or `ColumnParallel`."""
 
     def __init__(self, kernels: Kernels, group: Group) -> None:
         self.local, self.group = kernels, group
-        self.part = Part(group.rank, group.size)
+        self.part = Shard(group.rank, group.size)
         self.name, self.is_row_invariant = kernels.name, kernels.is_row_invariant
         self.device, self.dtype = kernels.device, kernels.dtype
         # Everything but `linear`, `embed` and the decoder concerns what this rank has, and nobody else.
         self.pack, self.rms_norm, self.swiglu, self.rope = kernels.pack, kernels.rms_norm, kernels.swiglu, kernels.rope
-        self.is_device, self.keep_at = kernels.is_device, kernels.keep_at
+        self.is_device, self.scatter_rows = kernels.is_device, kernels.scatter_rows
         self.cache_bytes, self.free_bytes = kernels.cache_bytes, kernels.free_bytes
         self.new_store, self.keep, self.copy = kernels.new_store, kernels.keep, kernels.copy
         self.remainder, self.attention = kernels.remainder, kernels.attention
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
-        if isinstance(weight, Summed):
+        if isinstance(weight, RowParallel):
             total = self.group.sum(self.local.linear(x, weight.part, keep_float=True))
             return total if keep_float else total.to(self.dtype)
-        if not isinstance(weight, Spread):
+        if not isinstance(weight, ColumnParallel):
             return self.local.linear(x, weight, keep_float=keep_float)
         part = self.local.linear(x, weight.part, keep_float=True)
         widest = self.part._replace(rank=0).vocabulary(weight.out_features).stop
@@ -67,7 +67,7 @@ class ParallelKernels:
         return whole if keep_float else whole.to(self.dtype)
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
-        if not isinstance(table, Spread):
+        if not isinstance(table, ColumnParallel):
             return self.local.embed(table, tokens)
         places = torch.tensor(tokens) - table.first
         is_ours = (places >= 0) & (places < table.part.out_features)
@@ -78,7 +78,7 @@ class ParallelKernels:
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
         if self.is_device:  # which checks itself where it makes a decoder, of this rank's part of a layer
             first = layers[0]
-            out, down = (each.part if isinstance(each, Summed) else each for each in (first.out, first.down))
+            out, down = (each.part if isinstance(each, RowParallel) else each for each in (first.out, first.down))
             self.local.new_decoder([first._replace(out=out, down=down)], geometry)
             self.is_row_invariant = self.local.is_row_invariant
         return _Layers(self, layers, geometry)
@@ -91,16 +91,16 @@ class _Layers:
         self._kernels, self._layers, self._geometry = kernels, layers, geometry
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
-                parents: Tensor) -> tuple[Tensor, Attended]:
+                parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         seen = []
         for index, layer in enumerate(self._layers):
             kv = [text.layer(index) for text in texts]
             x, mixed = layer_forward(self._kernels, x, layer, self._geometry, cos, sin, kv, parents)
             seen.append(mixed)
-        return x, Attended(*(torch.stack(part) for part in zip(*seen, strict=True)))
+        return x, AttentionOutput(*(torch.stack(part) for part in zip(*seen, strict=True)))
 
 
-def part_of(kernels: Kernels) -> Part:
+def part_of(kernels: Kernels) -> Shard:
     """Whose weights these kernels work with."""
     return kernels.part if isinstance(kernels, ParallelKernels) else WHOLE
 

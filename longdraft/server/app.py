@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Scope
 
 from longdraft.engine import Engine
 from longdraft.errors import LongdraftError
-from longdraft.server import errors, generations, openai, state
+from longdraft.server import errors, generations, openai, status
 from longdraft.server.errors import ApiError, Cancelled
-from longdraft.server.guard import Guard
+from longdraft.server.guard import RequestMiddleware
 from longdraft.server.journals import Journals
 from longdraft.server.logs import log
 from longdraft.server.service import Service
@@ -46,7 +46,7 @@ class App:
         self.service = Service(engine, settings)
         self.journals = Journals(settings.journals, engine) if settings.journals else None
         self._api = self._build()
-        guarded: ASGIApp = Guard(self._api, settings, self.service.metrics, _route)
+        guarded: ASGIApp = RequestMiddleware(self._api, settings, self.service.metrics, _route)
         if settings.cors_origins:
             guarded = CORSMiddleware(guarded, allow_origins=settings.cors_origins, allow_methods=["*"],
                                      allow_headers=["*"], expose_headers=["X-Request-Id", "X-Generation-Id"])
@@ -60,7 +60,7 @@ class App:
                       responses=dict(_SAID),
                       description="Ultra-long texts by speculative decoding, exactly those of plain decoding.")
         api.include_router(openai.routes(self.service))
-        api.include_router(state.routes(self.service))
+        api.include_router(status.routes(self.service))
         api.include_router(generations.routes(self.service, self.journals))
         _add_page(api)
         api.add_exception_handler(RequestValidationError, _of_validation)

@@ -14,7 +14,7 @@ from longdraft.server.errors import ApiError, Cancelled
 from longdraft.server.jobs import Job
 from longdraft.server.journals import Journals
 from longdraft.server.schemas import ID, ResumeRequest
-from longdraft.server.service import Manner, Service
+from longdraft.server.service import ResponseOptions, Service
 
 _ROUTE = "/v1/longdraft/generations"
 Name = Annotated[str, Path(pattern=ID)]
@@ -28,7 +28,7 @@ def routes(service: Service, journals: Journals | None) -> APIRouter:
     async def generations() -> dict[str, Any]:
         latest = {job.resume_id or job.id: job for job in reversed(scheduler.jobs())}
         live = [_about(job) for job in latest.values()]
-        kept = await service.beside(journals.list) if journals else []
+        kept = await service.run_in_thread(journals.list) if journals else []
         running = {each["id"] for each in live if each["state"] in ("queued", "prefill", "running")}
         on_disk = {each["id"] for each in kept}
         found = [each for each in live if each["id"] in running or each["id"] not in on_disk]
@@ -41,7 +41,7 @@ def routes(service: Service, journals: Journals | None) -> APIRouter:
         on_disk = journals is not None and is_there(journals.root / name)
         if job is None and not on_disk:
             raise _unknown(name)
-        kept = await service.beside(journals.detail, name) if journals and on_disk else {}
+        kept = await service.run_in_thread(journals.detail, name) if journals and on_disk else {}
         return kept | (_about(job) | {"sampling": dataclasses.asdict(job.plan.params), "stats": job.stats}
                        if job else {})
 
@@ -59,7 +59,7 @@ def routes(service: Service, journals: Journals | None) -> APIRouter:
         if is_being_written(folder):
             raise ApiError(409, f"{name!r} is being written; cancel it first", code="running")
         assert journals is not None
-        await service.beside(journals.remove, name)
+        await service.run_in_thread(journals.remove, name)
         return {"id": name, "deleted": True}
 
     @router.post(_ROUTE + "/{name}/resume", summary="Go on with a text that was cut. The answer is a completion, from "
@@ -68,9 +68,9 @@ def routes(service: Service, journals: Journals | None) -> APIRouter:
         folder = _folder(journals, name)
         if is_being_written(folder):
             raise ApiError(409, f"{name!r} is being written; wait for it, or cancel it first", code="running")
-        plan = await service.beside(service.preparer.resumed, folder, body)
+        plan = await service.run_in_thread(service.preparer.resumed, folder, body)
         options = body.stream_options
-        manner = Manner("text_completion", name, plan.prompt_tokens, body.stream,
+        manner = ResponseOptions("text_completion", name, plan.prompt_tokens, body.stream,
                         with_usage=options is not None and options.include_usage, details=body.details,
                         timeout_s=body.timeout)
         return await service.answer(request, [plan], manner)

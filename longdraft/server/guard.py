@@ -35,7 +35,7 @@ _HEADERS = {
 }
 
 
-class Guard:
+class RequestMiddleware:
     """Wraps the application."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics,

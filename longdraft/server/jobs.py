@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     compares: bool = False
 
 
-class Outlet:
+class EventQueue:
     """Carries events from the engine thread to one reader, who takes all that has come at once: a slow one waits for
     nobody, nobody waits for it, and what it has missed it gets together."""
 
@@ -117,7 +117,7 @@ class Job:
     id: str
     index: int  # among the texts of its request
     plan: Plan
-    outlet: Outlet
+    outlet: EventQueue
     deadline: float | None = None  # on the monotonic clock
     user: str | None = None
     generation: Generation | None = None
@@ -160,7 +160,7 @@ class Job:
         self.state, is_first = "running", self.first_token is None  # the first step's clock has the prefill in it
         self.first_token = self.first_token or now
         self.acceptance.add(event)
-        own = self.generation.meter()
+        own = self.generation.clock()
         self.speed.add(now, own, self.num_tokens)
         seconds, self._metered = own - self._metered, own
         if event.drafted == 0 and not is_first:
@@ -174,7 +174,7 @@ class Job:
         """Measure what plain decoding would take here, now and then."""
         assert self.generation is not None
         last, spent = self._probed
-        if now - last >= _PROBE_S and spent <= _PROBED * self.generation.meter():
+        if now - last >= _PROBE_S and spent <= _PROBED * self.generation.clock():
             seconds = self.generation.time_plain()
             self._probed = now, spent + seconds
             self._note_plain(now, seconds)

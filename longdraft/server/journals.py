@@ -12,7 +12,7 @@ from longdraft.engine import Engine
 from longdraft.errors import JournalError
 from longdraft.journal import FILE, Found, is_being_written, read
 from longdraft.server.logs import record
-from longdraft.writing import Writing
+from longdraft.text_stream import TextStream
 
 _TITLE = 80  # tokens and letters
 
@@ -87,7 +87,7 @@ class Journals:
         header = found.header
         detail = self.summary(name) | {"sampling": header.sampling, "exactness": header.exactness}
         if header.tokenizer == self._engine.tokenizer.sha256:
-            writing = Writing(self._engine.tokenizer, header.params, header.eos_token_ids)
+            writing = TextStream(self._engine.tokenizer, header.params, header.eos_token_ids)
             written = writing.push(found.tokens.tolist())
             detail |= {"prompt": self._engine.tokenizer.decode(header.prompt), "text": written.text,
                        "tokens": list(written.tokens), "pieces": list(written.pieces)}

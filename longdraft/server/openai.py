@@ -16,7 +16,7 @@ from longdraft.server.schemas import (
     Sampling,
     TokenizeRequest,
 )
-from longdraft.server.service import Manner, Service
+from longdraft.server.service import ResponseOptions, Service
 
 
 def routes(service: Service) -> APIRouter:
@@ -27,9 +27,9 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", summary="Go on from a prompt.")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         name = f"cmpl-{secrets.token_hex(12)}"
-        plans = await service.beside(preparer.completion, body, name)
+        plans = await service.run_in_thread(preparer.completion, body, name)
         firsts = plans[:: body.n]
-        manner = Manner("text_completion", name, sum(plan.prompt_tokens for plan in firsts),
+        manner = ResponseOptions("text_completion", name, sum(plan.prompt_tokens for plan in firsts),
                         echo=_prompts(body, service) if body.echo else None, logprobs=body.logprobs is not None,
                         **_common(body))
         return await service.answer(request, plans, manner)
@@ -37,8 +37,8 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", summary="Answer a conversation, in the model's chat template.")
     async def chat(body: ChatRequest, request: Request) -> Response:
         name = f"chatcmpl-{secrets.token_hex(12)}"
-        plans = await service.beside(preparer.chat, body, name)
-        manner = Manner("chat.completion", name, plans[0].prompt_tokens, logprobs=body.logprobs, **_common(body))
+        plans = await service.run_in_thread(preparer.chat, body, name)
+        manner = ResponseOptions("chat.completion", name, plans[0].prompt_tokens, logprobs=body.logprobs, **_common(body))
         return await service.answer(request, plans, manner)
 
     @router.get("/v1/models", summary="The model that is served.")
@@ -53,7 +53,7 @@ def routes(service: Service) -> APIRouter:
     @router.post("/tokenize", summary="Token ids of a text or a conversation.")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         preparer.require_model(body.model)
-        ids = await service.beside(_tokenize, body, service)
+        ids = await service.run_in_thread(_tokenize, body, service)
         return {"tokens": ids, "count": len(ids), "max_model_len": preparer.limit}
 
     @router.post("/detokenize", summary="The text of token ids.")
@@ -64,7 +64,7 @@ def routes(service: Service) -> APIRouter:
         if bad is not None:
             raise ApiError(400, f"tokens holds {bad}; allowed: 0 to {vocabulary - 1}", param="tokens",
                            code="invalid_value")
-        return {"prompt": await service.beside(engine.tokenizer.decode, body.tokens)}
+        return {"prompt": await service.run_in_thread(engine.tokenizer.decode, body.tokens)}
 
     return router
 

@@ -15,7 +15,7 @@ from longdraft.errors import JournalError, UsageError
 from longdraft.generation import LARGEST_TREE
 from longdraft.journal import is_there, read
 from longdraft.server.errors import ApiError
-from longdraft.server.jobs import Job, Outlet, Plan
+from longdraft.server.jobs import EventQueue, Job, Plan
 from longdraft.server.journals import title
 from longdraft.server.schemas import ChatRequest, CompletionRequest, ResumeRequest, Sampling
 from longdraft.server.settings import Settings
@@ -174,7 +174,7 @@ class Preparer:
                            "times n)", param=param, code="invalid_value")
 
 
-def jobs(plans: list[Plan], name: str, outlet: Outlet, user: str | None,
+def jobs(plans: list[Plan], name: str, outlet: EventQueue, user: str | None,
          timeouts: tuple[float | None, float]) -> list[Job]:
     """What the scheduler takes. timeouts: the request's, the server's (0: none)."""
     asked, allowed = timeouts

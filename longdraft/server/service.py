@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 
 from longdraft.engine import Engine
 from longdraft.server import errors, prepare, sse
-from longdraft.server.jobs import Job, Outlet, Plan
+from longdraft.server.jobs import EventQueue, Job, Plan
 from longdraft.server.metrics import Metrics
 from longdraft.server.prepare import Preparer
 from longdraft.server.replies import Kind, Reply, split
@@ -31,7 +31,7 @@ CLOSED = 499  # nginx's status for a client that has gone; nobody reads it
 
 
 @dataclass(frozen=True)
-class Manner:
+class ResponseOptions:
     """How a request wants its answer."""
 
     kind: Kind
@@ -57,13 +57,13 @@ class Service:
         self.began = time.time()
         self._readers = ThreadPoolExecutor(_READERS, "reader")
 
-    async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run_in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do what takes a while outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, partial(work, *args, **kwargs))
 
-    async def answer(self, request: Request, plans: list[Plan], manner: Manner) -> Response:
+    async def answer(self, request: Request, plans: list[Plan], manner: ResponseOptions) -> Response:
         """Have the texts written and send them, as a stream or whole."""
-        outlet = Outlet(asyncio.get_running_loop())
+        outlet = EventQueue(asyncio.get_running_loop())
         jobs = prepare.jobs(plans, manner.name, outlet, manner.user, (manner.timeout_s, self.settings.timeout_s))
         reply = Reply(manner.kind, manner.name, self.settings.model_name, self.engine.tokenizer, jobs,
                       prompt_tokens=manner.prompt_tokens, echo=manner.echo, logprobs=manner.logprobs,
@@ -81,7 +81,7 @@ class Service:
         for job in jobs:
             self.scheduler.cancel(job)
 
-    async def _whole(self, request: Request, jobs: list[Job], outlet: Outlet, reply: Reply) -> Response:
+    async def _whole(self, request: Request, jobs: list[Job], outlet: EventQueue, reply: Reply) -> Response:
         pending = set(jobs)
         while pending:
             events, ends = split(await outlet.take(_LOOK_S))
@@ -96,7 +96,7 @@ class Service:
                 return Response(status_code=CLOSED)
         return JSONResponse(reply.whole())
 
-    async def _stream(self, jobs: list[Job], outlet: Outlet, reply: Reply, manner: Manner) -> AsyncIterator[bytes]:
+    async def _stream(self, jobs: list[Job], outlet: EventQueue, reply: Reply, manner: ResponseOptions) -> AsyncIterator[bytes]:
         for chunk in reply.openings():
             yield sse.data(chunk)
         pending, told_at = set(jobs), time.monotonic()

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from longdraft.core import Context
-from longdraft.kernels import Attended
+from longdraft.kernels import AttentionOutput
+from longdraft.model.routine import Routine
 from longdraft.model.transformer import Forward
-from longdraft.model.work import Work
 from longdraft.tree import Tree
 
 
@@ -26,9 +26,9 @@ class Verified(NamedTuple):
         return self.result.hidden[list(self.rows)]
 
     @property
-    def attended(self) -> Attended:
+    def attention_output(self) -> AttentionOutput:
         """What all layers' attention did for these rows."""
-        return self.result.attended.rows(self.rows)
+        return self.result.attention_output.rows(self.rows)
 
 
 class Accepted(NamedTuple):
@@ -56,10 +56,10 @@ class Drafter(Protocol):
     def begin(self, context: Context, verified: Verified | None) -> None:
         """The prompt is in the cache but for its last token; `verified` are its last rows (None: no rows)."""
 
-    def propose(self, context: Context, max_depth: int) -> Work[Tree]:
+    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         """A tree on the last token, at most `max_depth` deep; the root alone is plain decoding.
 
-        What forwards it takes are asked for (longdraft/model/work.py), so that several texts draft together; a drafter
+        What forwards it takes are asked for (longdraft/model/routine.py), so that several texts draft together; a drafter
         that takes none is a function with `at_once`.
         """
 

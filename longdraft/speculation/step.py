@@ -12,8 +12,8 @@ from typing import NamedTuple
 from longdraft.cache.full import KVCache
 from longdraft.core import Context
 from longdraft.errors import NumericalError
-from longdraft.model.transformer import Ask, Transformer, tree_rows
-from longdraft.model.work import Work
+from longdraft.model.routine import Routine
+from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
 from longdraft.sampling.sampler import DAMAGED, Sampler
 from longdraft.speculation.drafter import Accepted, Counts, Drafter, Verified
 from longdraft.speculation.verify import decide
@@ -63,14 +63,14 @@ class Step(NamedTuple):
         if isinstance(self.drafter, Counts):
             self.drafter.cut(count)
 
-    def run(self, max_tokens: int) -> Work[Accepted]:
+    def run(self, max_tokens: int) -> Routine[Accepted]:
         """One step: at least one token, at most `max_tokens`, appended to the context."""
         model, cache, drafter, sampler, context, timings, tally = self
         with timings.measure("draft"):
             tree = (yield from drafter.propose(context, max_tokens - 1)).pruned(max_tokens - 1)
             assert tree.tokens[0] == context.last, "a tree grows on the last token of the text"
         with timings.measure("verify"):
-            result = yield Ask(model, tree_rows(tree, len(context) - 1), cache, len(tree))
+            result = yield ForwardRequest(model, tree_rows(tree, len(context) - 1), cache, len(tree))
         with timings.measure("sample"):
             path, choices = decide(sampler, result.logits, tree, context, cache)
             if DAMAGED in choices:

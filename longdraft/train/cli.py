@@ -107,7 +107,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 def _setting(name: str, value: Any) -> Any:
     """An option's value as the settings hold it; paths absolute, so that a resume finds them anywhere."""
-    from longdraft.model.library import from_anywhere
+    from longdraft.model.hub import from_anywhere
     from longdraft.train.data import is_hub_data
 
     if name in ("data", "validation"):

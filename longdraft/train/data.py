@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.core import half_pair
+from longdraft.core import lone_surrogate
 from longdraft.errors import ModelError, UsageError
 from longdraft.version import __version__
 
@@ -84,7 +84,7 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
                                  "name another key with --text-column") from error
             if not isinstance(text, str):
                 raise UsageError(f"{path} line {number}: {column!r} is a {type(text).__name__}, not a text")
-            if (place := half_pair(text)) is not None:  # no other kind of file can hold one
+            if (place := lone_surrogate(text)) is not None:  # no other kind of file can hold one
                 raise UsageError(f"{path} line {number}: {column!r} has half a surrogate pair at character "
                                  f"{place}, which is no text; mend or leave out the document")
             yield text
@@ -237,7 +237,7 @@ def names(files: Sequence[str]) -> list[str]:
 
 def model_name(model: str) -> str:
     """A model's name for the record: a folder's own name, not where it lies on this machine."""
-    from longdraft.model.library import is_folder
+    from longdraft.model.hub import is_folder
 
     return Path(model).resolve().name if is_folder(model) else model
 

@@ -20,12 +20,12 @@ import torch
 from longdraft.errors import OutputError, UsageError
 from longdraft.model.checkpoint import dump_json
 from longdraft.train import checkpoint as checkpoints
-from longdraft.train import data, lm, own
+from longdraft.train import data, lm, self_generated
 from longdraft.train.data import Sequences, Tokens
-from longdraft.train.kinds import KINDS, MODELS, Ground
 from longdraft.train.loop import Loop, Outcome, Position, make_optimizer
 from longdraft.train.probe import probe
 from longdraft.train.progress import Metrics, Progress
+from longdraft.train.registry import KINDS, MODELS, Ground
 from longdraft.train.settings import GlideSettings, HeadSettings, Settings, from_dict, resumed
 from longdraft.train.team import Team
 
@@ -155,7 +155,7 @@ def _train(settings: Settings, output: Path, saved: checkpoints.Checkpoint | Non
             result = _result(output, settings, team, outcome, parts, probed)
             trainee.export(output, ground.about() | {"training": _record(settings, result, outcome, validation)})
             (output / checkpoints.FILE).unlink()
-            own.remove(output)
+            self_generated.remove(output)
             drafting = ground.drafting(output)
             if settings.probe_tokens and drafting:
                 shown.say("measuring it on held-out prompts")
@@ -185,7 +185,7 @@ def load_data(settings: Settings, ground: Ground, output: Path, team: Team,
     validation = data.pack(split.validation, length, seed, "validation")
     if isinstance(settings, HeadSettings | GlideSettings) and settings.own_tokens:
         def write() -> list[Tokens]:
-            return own.write(settings, ground.fingerprint, split.training, output, progress)
+            return self_generated.write(settings, ground.fingerprint, split.training, output, progress)
 
         training = data.pack([*split.training, *_first_alone(team, write)], length, seed, "training")
     return Sequences(training, seed), data.spread(validation, settings.eval_tokens)

@@ -12,8 +12,8 @@ from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.engine import load
+from longdraft.model.routine import run_alone
 from longdraft.model.transformer import chain_rows
-from longdraft.model.work import alone
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.version import __version__
@@ -45,7 +45,7 @@ class Engine:
     def step(self, token: int) -> int:
         if len(self._context) == self._cache.length:  # the first step behind a prompt brings its own root
             self._context.extend([token])
-        return alone(self._step.run(1)).tokens[0]
+        return run_alone(self._step.run(1)).tokens[0]
 
     def _begin(self, cache: FullCache, tokens: Sequence[int]) -> None:
         self._cache, self._context = cache, Context(tokens)

@@ -79,7 +79,7 @@ class Workspace:
 
 
 def attend(plan: Plan, work: Workspace, q: Tensor, store: CudaStore, where: Tensor, length: int, window: int,
-           rest: Tensor | None, out: Tensor, lse: Tensor) -> None:
+           remainder: Tensor | None, out: Tensor, lse: Tensor) -> None:
     """q [R, H, D] over the store: out [R, H, D], lse [R, H]. Drafted rows are in their slots already.
 
     where   int64 [2] on the device: committed positions, and the slot of drafted row 0
@@ -102,5 +102,5 @@ def attend(plan: Plan, work: Workspace, q: Tensor, store: CudaStore, where: Tens
                 KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes, BLOCK=plan.block,
                 IS_SCALED=store.is_scaled, **sizes, num_warps=4, num_stages=2 if plan.is_float else 3, **EXACT)
         jit_attention.merge[(rows, heads)](
-            work.peaks, work.masses, work.mixed, where, work.depths, work.peaks if rest is None else rest, out, lse,
-            work.num_splits, HEADS=heads, AT_ONCE=_MERGED_AT_ONCE, HAS_REST=rest is not None, **sizes, **EXACT)
+            work.peaks, work.masses, work.mixed, where, work.depths, work.peaks if remainder is None else remainder, out, lse,
+            work.num_splits, HEADS=heads, AT_ONCE=_MERGED_AT_ONCE, HAS_REST=remainder is not None, **sizes, **EXACT)

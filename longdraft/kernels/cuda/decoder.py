@@ -18,7 +18,7 @@ from longdraft.kernels.cuda.attention import Workspace, attend
 from longdraft.kernels.cuda.launch import EXACT, ceil_div, on, padded, require
 from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, Parts
 from longdraft.kernels.cuda.store import CudaStore
-from longdraft.kernels.interface import Attended, Geometry, LayersKV, LayerWeights
+from longdraft.kernels.interface import AttentionOutput, Geometry, LayersKV, LayerWeights
 
 if TYPE_CHECKING:
     from longdraft.kernels.cuda.kernels import CudaKernels
@@ -34,7 +34,7 @@ class Stage:
     It does not hold the cache itself, which goes when its text does.
     """
 
-    def __init__(self, decoder: CudaDecoder, rows: int, stores: Sequence[CudaStore], has_rest: bool) -> None:
+    def __init__(self, decoder: CudaDecoder, rows: int, stores: Sequence[CudaStore], has_remainder: bool) -> None:
         heads, kv_heads, dim = decoder.geometry[:3]
         layers, device, dtype = decoder.layers, decoder.kernels.device, decoder.kernels.dtype
 
@@ -55,8 +55,8 @@ class Stage:
         self.sums = empty(max(w.sum_size(rows) for w in weights), dtype=torch.float32)
         self.room = min(store.room for store in stores)
         self.work = Workspace(decoder.plan, rows, self.room, device)
-        self.rest = empty(num, heads, dim + 1, dim + 1, dtype=torch.float32) if has_rest else None
-        self.row_rest = empty(rows, heads, dim + 1, dtype=torch.float32) if has_rest else None
+        self.remainder = empty(num, heads, dim + 1, dim + 1, dtype=torch.float32) if has_remainder else None
+        self.row_remainder = empty(rows, heads, dim + 1, dtype=torch.float32) if has_remainder else None
         self.rest_from: Tensor | None = None
 
     def load(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> None:
@@ -68,9 +68,9 @@ class Stage:
         ends = torch.cat([parents.to(torch.int32), torch.full((self.rows - rows,), -1, dtype=torch.int32)])
         self.parents.copy_(ends, non_blocking=True)
         self.where.copy_(torch.tensor([kv.length, self.room]), non_blocking=True)
-        if self.rest is not None and kv.rest is not None and self.rest_from is not kv.rest:
-            self.rest.copy_(kv.rest)
-            self.rest_from = kv.rest
+        if self.remainder is not None and kv.remainder is not None and self.rest_from is not kv.remainder:
+            self.remainder.copy_(kv.remainder)
+            self.rest_from = kv.remainder
 
 
 class CudaDecoder:
@@ -90,7 +90,7 @@ class CudaDecoder:
         return weights
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
-                parents: Tensor) -> tuple[Tensor, Attended]:
+                parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         """Texts one after the other: each with the graph of its own rows and cache."""
         found, start = [], 0
         for kv in texts:
@@ -99,17 +99,17 @@ class CudaDecoder:
             start = own.stop
         if len(found) == 1:
             return found[0]
-        seen = (torch.cat(part, 1) for part in zip(*(attended for _, attended in found), strict=True))
-        return torch.cat([hidden for hidden, _ in found]), Attended(*seen)
+        seen = (torch.cat(part, 1) for part in zip(*(attention_output for _, attention_output in found), strict=True))
+        return torch.cat([hidden for hidden, _ in found]), AttentionOutput(*seen)
 
-    def _text(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, Attended]:
+    def _text(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         rows, stores = len(x), self.kernels.own(kv.stores)
         require(kv.length <= min(store.room for store in stores), "positions that are held", kv.length)
-        if kv.is_prompt and kv.rest is None:
+        if kv.is_prompt and kv.remainder is None:
             return prompt.forward(self, x, cos, sin, kv, parents)
         for store in stores:
             store.reserve_drafts(max(rows, BUCKETS[-1]))
-        stage = self._stage(rows, stores, kv.rest is not None)
+        stage = self._stage(rows, stores, kv.remainder is not None)
         stage.load(x, cos, sin, kv, parents)
         if stage.rows in BUCKETS:
             self.kernels.graphs.run(stage, lambda: self._run(stage, stores))
@@ -118,15 +118,15 @@ class CudaDecoder:
         kv.k.copy_(stage.k[:, :rows])
         kv.v.copy_(stage.v[:, :rows])
         parts = (part[:, :rows].clone() for part in (stage.q, stage.output, stage.lse, stage.content))
-        return stage.x[:rows].clone(), Attended(*parts)
+        return stage.x[:rows].clone(), AttentionOutput(*parts)
 
-    def _stage(self, rows: int, stores: Sequence[CudaStore], has_rest: bool) -> Stage:
+    def _stage(self, rows: int, stores: Sequence[CudaStore], has_remainder: bool) -> Stage:
         """The memory for so many rows over these stores; what was used last is kept."""
         bucket = next((size for size in BUCKETS if size >= rows), rows)
-        key = (bucket, has_rest, tuple(store.serial for store in stores))
+        key = (bucket, has_remainder, tuple(store.serial for store in stores))
         stage = self._stages.pop(key, None)
         if stage is None:
-            stage = Stage(self, bucket, stores, has_rest)
+            stage = Stage(self, bucket, stores, has_remainder)
             if bucket in BUCKETS:
                 weakref.finalize(stores[0], _forget, weakref.ref(self), key).atexit = False
         if bucket in BUCKETS:
@@ -142,7 +142,7 @@ class CudaDecoder:
 
     def _run(self, stage: Stage, stores: Sequence[CudaStore]) -> None:
         """All layers over a stage's memory; nothing here depends on what that holds."""
-        geometry, follows = self.geometry, self.geometry.norms_follow
+        geometry, follows = self.geometry, self.geometry.post_norm
         stage.work.follow(stage.parents)
         x, source = stage.x_in, stage.x_in
         if not follows:
@@ -177,12 +177,12 @@ class CudaDecoder:
 
     def _attend(self, stage: Stage, store: CudaStore, index: int, window: int) -> None:
         heads, _, dim = self.geometry[:3]
-        rest = stage.row_rest
-        if rest is not None and stage.rest is not None:
+        remainder = stage.row_remainder
+        if remainder is not None and stage.remainder is not None:
             with on(stage.x.device):
-                jit_rows.map_rest[(stage.rows, heads)](stage.content[index], stage.rest[index], rest, HEADS=heads,
+                jit_rows.map_remainder[(stage.rows, heads)](stage.content[index], stage.remainder[index], remainder, HEADS=heads,
                                                        DIM=dim, PADDED=padded(dim + 1), num_warps=1)
-        attend(self.plan, stage.work, stage.q[index], store, stage.where, stage.room, window, rest,
+        attend(self.plan, stage.work, stage.q[index], store, stage.where, stage.room, window, remainder,
                stage.output[index], stage.lse[index])
 
     def _swiglu(self, stage: Stage, parts: Parts) -> Tensor:
@@ -195,7 +195,7 @@ class CudaDecoder:
 
     def _add(self, stage: Stage, x: Tensor, parts: Parts, own: Tensor, after: Tensor | None) -> None:
         """x plus what a linear gave, into stage.x; normalised for what comes after into stage.normed."""
-        follows, factor = self.geometry.norms_follow, self.geometry.residual_factor
+        follows, factor = self.geometry.post_norm, self.geometry.residual_factor
         norms_next = after is not None and not follows
         with on(x.device):
             jit_rows.add_and_norm[(stage.rows,)](

@@ -116,7 +116,7 @@ def attend(q, k, v, k_scale, v_scale, where, path, depths, peaks, masses, mixed,
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def merge(peaks, masses, mixed, where, depths, rest, out, lse, num_splits,
+def merge(peaks, masses, mixed, where, depths, remainder, out, lse, num_splits,
           HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, SHORT: tl.constexpr,
           NUM_SHORT: tl.constexpr, LONG: tl.constexpr, HAS_REST: tl.constexpr):
     """The splits of one row and head, in order, then `rest` [R, H, D + 1] as one more key: out [R, H, D], lse [R, H]
@@ -145,8 +145,8 @@ def merge(peaks, masses, mixed, where, depths, rest, out, lse, num_splits,
         mix = mix * fade + tl.sum(weight[:, None] * part, 0)
         top = new_top
     if HAS_REST:
-        theirs = tl.load(rest + at * (DIM + 1) + dim, mask=is_dim, other=0.0)
-        their_top = tl.load(rest + at * (DIM + 1) + DIM) * _LOG2E
+        theirs = tl.load(remainder + at * (DIM + 1) + dim, mask=is_dim, other=0.0)
+        their_top = tl.load(remainder + at * (DIM + 1) + DIM) * _LOG2E
         new_top = tl.maximum(top, their_top)
         fade, share = tl.exp2(top - new_top), tl.exp2(their_top - new_top)
         total = total * fade + share

@@ -235,7 +235,7 @@ def rotate(parts, scale, bias, q_norm, k_norm, cos, sin, where, content, q, k, v
 
 
 @triton.jit
-def map_rest(content, function, rest, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
+def map_remainder(content, function, remainder, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
     """rest [R, H, D + 1] of queries [R, H, D] by their function [H, D + 1, D + 1]: its first D rows times the query,
     plus its last. Grid (R, H)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -246,4 +246,4 @@ def map_rest(content, function, rest, HEADS: tl.constexpr, DIM: tl.constexpr, PA
     for dim in range(DIM):
         value = tl.load(content + (row * HEADS + head) * DIM + dim).to(tl.float32)
         total += value * tl.load(base + dim * (DIM + 1) + column, mask=mask, other=0.0)
-    tl.store(rest + (row * HEADS + head) * (DIM + 1) + column, total, mask=mask)
+    tl.store(remainder + (row * HEADS + head) * (DIM + 1) + column, total, mask=mask)

@@ -21,7 +21,7 @@ from longdraft.kernels.cuda.launch import ceil_div, on, padded, require
 from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, summed
 from longdraft.kernels.cuda.selfcheck import is_row_invariant
 from longdraft.kernels.cuda.store import FP8, CudaStore
-from longdraft.kernels.interface import KV, Attended, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
+from longdraft.kernels.interface import KV, AttentionOutput, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
 from longdraft.kernels.reference import remainder_of
 
 log = logging.getLogger(__name__)
@@ -121,9 +121,9 @@ class CudaKernels:
             index = torch.tensor(rows, device=self.device)
             for held in self.own(kv.stores):
                 held.reserve(kv.length + len(rows))
-            self.keep_at(kv, index, torch.arange(kv.length, kv.length + len(rows), device=self.device))
+            self.scatter_rows(kv, index, torch.arange(kv.length, kv.length + len(rows), device=self.device))
 
-    def keep_at(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
+    def scatter_rows(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
         """Provisional rows [N] to positions targets [N], both on the device; a negative target: no row."""
         stores = self.own(kv.stores)
         store.place(kv.k, kv.v, stores, store.table(stores), rows, targets)
@@ -141,7 +141,7 @@ class CudaKernels:
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
         store.copy(self.own(sources), self.own(targets), positions, start)
 
-    def remainder(self, stores: Sequence[KVStore], length: int, whole: Attended) -> Tensor:
+    def remainder(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
         """The rows are in the stores: their slots, from length - T on, are the chain's."""
         layers, rows, heads, dim = whole.queries.shape
         own = self.own(stores)
@@ -155,7 +155,7 @@ class CudaKernels:
             attend(plan, work, queries[layer], own[layer], where, length, 0, None, output[layer], lse[layer])
         return remainder_of(whole, output, lse)
 
-    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:
+    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         (held,) = self.own([kv.store])
         rows, heads, dim = q.shape
         q = q.to(self.dtype).contiguous()
@@ -170,9 +170,9 @@ class CudaKernels:
         work.follow(parents.to(self.device, torch.int32))
         where = torch.tensor([kv.length, held.room], device=self.device)
         out, lse = torch.empty_like(q), torch.empty(rows, heads, device=self.device)
-        rest = None if kv.rest is None else kv.rest.contiguous()
-        attend(plan, work, q, held, where, kv.length, window, rest, out, lse)
-        return Attended(q, out, lse, q)
+        remainder = None if kv.remainder is None else kv.remainder.contiguous()
+        attend(plan, work, q, held, where, kv.length, window, remainder, out, lse)
+        return AttentionOutput(q, out, lse, q)
 
     def _input(self, x: Tensor, width: int) -> Tensor:
         """x [R, width] in our dtype, contiguous, on addresses that wide reads like."""

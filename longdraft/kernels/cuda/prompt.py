@@ -15,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.store import CudaStore
-from longdraft.kernels.interface import KV, Attended, LayersKV, Linear
+from longdraft.kernels.interface import KV, AttentionOutput, LayersKV, Linear
 from longdraft.kernels.layer import layer_forward
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Operations:
         assert isinstance(weight, CudaLinear)
         return weight.library(x)
 
-    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> Attended:
+    def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         store, length, rows = kv.store, kv.length, len(q)
         assert isinstance(store, CudaStore)
         store.write(length, kv.k, kv.v)
@@ -49,7 +49,7 @@ class Operations:
             return last
         output = torch.cat([_flash(q[:first], store, length, window), last.output])
         lse = torch.cat([torch.full_like(last.lse[:1], torch.nan).expand(first, -1), last.lse])
-        return Attended(q, output, lse, q)
+        return AttentionOutput(q, output, lse, q)
 
 
 def _flash(q: Tensor, store: CudaStore, length: int, window: int) -> Tensor:
@@ -80,19 +80,19 @@ def _held(store: CudaStore, first: int, end: int) -> tuple[Tensor, Tensor]:
 
 
 def forward(decoder: CudaDecoder, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV,
-            parents: Tensor) -> tuple[Tensor, Attended]:
+            parents: Tensor) -> tuple[Tensor, AttentionOutput]:
     """`CudaDecoder.forward` of a chunk."""
     ops = Operations(decoder.kernels)
     told = min(TOLD, len(x))
-    attended = []
+    attention_output = []
     for index, layer in enumerate(decoder.layers):
         x, mixed = layer_forward(ops, x, layer, decoder.geometry, cos, sin, [kv.layer(index)], parents)
-        attended.append(mixed)
+        attention_output.append(mixed)
     shape = (len(decoder.layers), len(x))
     whole = []
-    for part in zip(*attended, strict=True):
+    for part in zip(*attention_output, strict=True):
         kept = torch.full((*shape, *part[0].shape[1:]), torch.nan, dtype=part[0].dtype, device=x.device)
         for index, rows in enumerate(part):
             kept[index, -told:] = rows[-told:]
         whole.append(kept)
-    return x, Attended(*whole)
+    return x, AttentionOutput(*whole)

@@ -1,0 +1,107 @@
+"""Text that the model writes itself, to learn from: drafts are of its own text, not of the books it was trained on.
+
+It can take hours. What was written is kept every minute, in a file whose name says what it was written by and behind:
+a training that goes on, or begins again with the same, learns from the same text and writes only what is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from longdraft.core import SamplingParams
+from longdraft.engine import load
+from longdraft.errors import ModelError
+from longdraft.model.config import read
+from longdraft.model.hub import resolve
+from longdraft.train.checkpoint import write_tensors
+from longdraft.train.data import Tokens
+from longdraft.train.progress import Progress
+from longdraft.train.settings import GlideSettings, HeadSettings
+
+_KEPT = "texts"  # [texts, the longest's tokens] int32
+_NONE = -1  # behind the end of a shorter text
+_OLD = "own.npy"  # beside checkpoints of the version before
+_SAVE_EVERY_S = 60.0
+_PROMPT = 256  # tokens of a document before what is written
+_SAMPLING: dict[str, Any] = {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.2, "penalty_window": 1024}
+
+
+def write(settings: HeadSettings | GlideSettings, fingerprint: str, documents: list[Tokens], output: Path,
+          progress: Progress) -> list[Tokens]:
+    """`own_tokens` tokens in texts of the sequences' length, each behind the beginning of a document or a part of one.
+
+    fingerprint  of the model's weights
+    """
+    if (output / _OLD).exists():
+        return list(np.load(output / _OLD))
+    length = min(settings.sequence_length, read(resolve(settings.model)).max_positions)
+    prompt = max(1, min(_PROMPT, length // 2))
+    new = length - prompt
+    prompts = _prompts(documents, prompt, -(-settings.own_tokens // new), settings.seed)
+    path = output / f"own-{_identity(settings, fingerprint, documents)}.safetensors"
+    written = _kept(path)[: len(prompts)]
+    if len(written) < len(prompts):
+        engine, saved_at = load(settings.model, drafter="auto"), time.monotonic()
+        for ids in prompts[len(written) :]:
+            params = SamplingParams(max_new_tokens=new, ignore_eos=True, seed=settings.seed + len(written), **_SAMPLING)
+            text = engine.generate(ids, params)
+            for _ in text:
+                pass
+            written.append(np.concatenate([np.array(ids, dtype=np.int32), text.tokens]))
+            is_last = len(written) == len(prompts)
+            if is_last or time.monotonic() - saved_at >= _SAVE_EVERY_S:
+                _keep(path, written)
+                saved_at = time.monotonic()
+            progress.step(len(written) / len(prompts), f"the model writes: {len(written) * new:,} tokens")
+    shortest = min(len(text) for text in written)
+    return [text[:shortest] for text in written]
+
+
+def remove(output: Path) -> None:
+    """Once it has been learnt."""
+    for path in (*output.glob("own-*.safetensors*"), output / _OLD):
+        path.unlink(missing_ok=True)
+
+
+def _prompts(documents: list[Tokens], length: int, count: int, seed: int) -> list[list[int]]:
+    draw = np.random.default_rng([seed, 4])
+    found: list[list[int]] = []
+    for _ in range(count):
+        document = documents[int(draw.integers(len(documents)))]
+        start = int(draw.integers(max(1, len(document) - length)))
+        found.append(document[start : start + length].tolist())
+    return found
+
+
+def _identity(settings: HeadSettings | GlideSettings, fingerprint: str, documents: list[Tokens]) -> str:
+    """Of all that the texts depend on, but for how many they are."""
+    digest = hashlib.sha256(f"{fingerprint} {settings.sequence_length} {settings.seed}".encode())
+    for document in documents:
+        digest.update(len(document).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(document).data)
+    return digest.hexdigest()[:16]
+
+
+def _keep(path: Path, texts: list[Tokens]) -> None:
+    rows = np.full((len(texts), max(len(text) for text in texts)), _NONE, dtype=np.int32)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = text
+    write_tensors(path, {_KEPT: torch.from_numpy(rows)}, {})
+
+
+def _kept(path: Path) -> list[Tokens]:
+    if not path.exists():
+        return []
+    try:
+        rows: Tokens = load_file(path)[_KEPT].numpy()
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ModelError(f"{path} is not readable ({error}); remove it, and the model writes anew") from error
+    return [row[row != _NONE] for row in rows]

@@ -1,0 +1,394 @@
+"""Batch jobs: every row one record, the same bytes whoever writes them and however often the job is cut."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields, replace
+from datetime import datetime
+from decimal import Decimal
+from itertools import islice
+from threading import Timer
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import ROWS, put, records, sorted_lines, stop_after, writers
+
+import longdraft
+from longdraft import batching
+from longdraft.__main__ import run as longdraft_command
+from longdraft.batch import source, work_folder
+from longdraft.batch.local import in_process, processes
+from longdraft.batch.records import _line
+from longdraft.batch.rows import Report, Task, key_of, parse, seed_of
+from longdraft.batch.run import Totals, run
+from longdraft.batch.writer import Job, Writer, num_written
+from longdraft.console import Interrupted
+from longdraft.errors import JournalError, UsageError
+from longdraft.journal import FILE
+
+
+def test_each_row_is_the_text_that_generate_writes(chatty, job, tmp_path):
+    rows = put(tmp_path / "in.jsonl", [
+        {"id": "a", "prompt": "It was", "max_new_tokens": 12, "seed": 5, "metadata": {"page": 3}},
+        {"id": 7, "prompt": [40, 50, 60], "max_tokens": 12},
+        {"id": "chat", "messages": [{"role": "user", "content": "Hi"}], "chat_options": {"excited": True},
+         "max_new_tokens": 12, "temperature": 0}])
+    totals = run(rows, tmp_path / "out.jsonl", job, in_process)
+    engine = longdraft.load(str(chatty), drafter="plain")
+    found = {record["id"]: record for record in records(tmp_path / "out.jsonl")}
+    for key, prompt, changes in (("a", "It was", {"seed": 5}), ("7", [40, 50, 60], {"seed": seed_of("7", 0)}),
+                                 ("chat", "<user>Hi!", {"seed": seed_of("chat", 0), "temperature": 0.0})):
+        *_, last = engine.generate(prompt, longdraft.SamplingParams(max_new_tokens=12, **changes))
+        for name in ("sha256_tokens", "new_tokens", "prompt_tokens", "seed", "finish_reason"):
+            assert found[key][name] == last.stats[name], (key, name)
+    assert found["a"]["metadata"] == {"page": 3} and found["a"]["system_fingerprint"] == engine.fingerprint
+    assert (totals.rows, totals.done, totals.failed, totals.left) == (3, 3, 0, 0)
+    assert totals.new_tokens == sum(record["new_tokens"] for record in found.values())
+
+
+def test_openai_lines_give_openai_records(job, tmp_path):
+    line = {"custom_id": "r1", "method": "POST", "url": "/v1/chat/completions"}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 9, "top_p": 0.9,
+            "user": "me", "n": 1, "stream": False, "logit_bias": {}}
+    rows = put(tmp_path / "in.jsonl", [
+        {**line, "body": body},
+        {"custom_id": "r2", "url": "/v1/completions",
+         "body": {"prompt": "It", "max_tokens": 9, "logit_bias": {"70": 100}}}])
+    run(rows, tmp_path / "out.jsonl", job, in_process)
+    chat, plain = records(tmp_path / "out.jsonl")
+    assert chat["custom_id"] == "r1" and chat["error"] is None and chat["response"]["status_code"] == 200
+    answer = chat["response"]["body"]
+    assert answer["object"] == "chat.completion" and answer["choices"][0]["message"]["role"] == "assistant"
+    assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 9, "total_tokens": 17}
+    assert answer["choices"][0]["finish_reason"] == "length" and isinstance(answer["created"], int)
+    assert plain["response"]["body"]["object"] == "text_completion"
+    assert len({*plain["response"]["body"]["choices"][0]["text"]}) == 1  # a bias of 100 leaves no choice
+
+
+@pytest.mark.parametrize("row, complaint", [
+    ("{", "not valid JSON"),
+    ("[1]", "allowed: an object"),
+    ({"prompt": "x"}, "id is 'None'"),
+    ({"id": "", "prompt": "x"}, "id is ''"),
+    ({"id": "line 3", "prompt": "x"}, "not 'line N'"),
+    ({"id": "a"}, "both prompt and messages, or neither"),
+    ({"id": "a", "prompt": ""}, "prompt is ''"),
+    ({"id": "a", "prompt": ["x", "y"]}, "one text, or token ids"),
+    ({"id": "a", "prompt": "x", "temprature": 1}, "unknown sampling setting 'temprature'"),
+    ({"id": "a", "prompt": "x", "top_p": 7}, "top_p is 7"),
+    ({"id": "a", "prompt": "x", "stop": 3}, "of the wrong kind"),
+    ({"id": "a", "prompt": "x", "logit_bias": {"the": 3}}, "of the wrong kind"),
+    ({"id": "a", "prompt": "x", "logit_bias": {"7": 300}}, "logit_bias is 300"),
+    ({"id": "a", "messages": "x"}, "a list of objects with role and content"),
+    ({"id": "a", "messages": [{"role": "user", "content": "x"}], "chat_options": 3}, "chat_options is '3'"),
+    ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "POST /v1/chat/completions or /v1/completions"),
+    ({"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}, "the request is GET"),
+    ({"custom_id": "a", "url": "/v1/completions"}, "body is a NoneType"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}, "has prompt, and no messages"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "model": "other"}}, "--served-model-name"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "n": 2}}, "n is '2'; supported: 1"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "tools": [{}]}}, "tools"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "prediction": {}}}, "leaving it out"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "longdraft": {"journal": True}}},
+     "'journal'"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "longdraft": 3}}, "longdraft is '3'"),
+])
+def test_what_is_wrong_with_a_row_is_said(tmp_path, row, complaint):
+    rows = put(tmp_path / "in.jsonl", [row])
+    ((line, read),) = source.rows(rows)
+    assert line == 1 == source.count(rows) and complaint in parse(read, line, "tiny").problem
+
+
+def test_a_body_says_what_the_servers_requests_say():
+    body = {"prompt": "x", "max_tokens": 7, "stream": False, "tools": [], "verbosity": None, "user": "me",
+            "longdraft": {"min_p": 0.1, "penalty_window": 64}}
+    task = parse({"custom_id": "a", "url": "/v1/completions", "body": body}, 1, "tiny")
+    assert not task.problem
+    assert task.settings == {"max_new_tokens": 7, "min_p": 0.1, "penalty_window": 64}
+
+
+HALF = "\ud800"  # of a surrogate pair: JSON can name it, UTF-8 cannot
+VALUES = (st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=5)
+          | st.sampled_from([10**400, -(2**70), HALF, "It was", 2**32, 0.5]))
+NAMES = [*(field.name for field in fields(longdraft.SamplingParams)), "max_tokens", "do_sample", "n", "metadata",
+         "chat_options", "chat_template_kwargs", "longdraft", "model", "method", "temprature", HALF]
+ANYTHING = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+    st.sampled_from([*NAMES, "id", "prompt", "messages", "body", "role"]), inner, max_size=3), max_leaves=6)
+MESSAGES = st.lists(st.fixed_dictionaries({"role": st.text(max_size=3)}, optional={"content": VALUES}), max_size=2)
+OPTIONS = st.dictionaries(st.sampled_from(["messages", "self", "excited"]), VALUES, max_size=1)
+TEXTS = st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=2)
+ASKED = st.one_of(TEXTS, *(st.builds(dict.__or__, TEXTS, st.fixed_dictionaries(each)) for each in (
+    {"prompt": ANYTHING}, {"prompt": VALUES}, {"messages": ANYTHING},
+    {"messages": MESSAGES, "chat_options": OPTIONS}, {"messages": MESSAGES, "chat_template_kwargs": OPTIONS})))
+IDS = st.sampled_from(["a", "a", HALF, "", 7, None, 1.5])
+ROW = ANYTHING | st.builds(lambda asked, key: {**asked, "id": key}, ASKED, IDS) | st.fixed_dictionaries(
+    {"custom_id": IDS, "url": st.sampled_from(["/v1/completions", "/v1/chat/completions"]), "body": ASKED | ANYTHING})
+
+
+@pytest.fixture(scope="module")
+def writer(chatty, tmp_path_factory) -> Writer:
+    """Whose texts have two tokens."""
+    job = Job(tmp_path_factory.mktemp("one") / "work", {"model": str(chatty), "drafter": "suffix", "threads": 1},
+              {"on_loop": "off", "max_new_tokens": 2}, 0, "tiny", fsync="never")
+    return Writer(job)
+
+
+@given(row=ROW)
+@settings(max_examples=250)
+def test_any_row_is_a_task_or_a_problem_and_then_a_record(writer, row):
+    task = parse(row if isinstance(row, dict) else "no row", 1, "tiny")
+    assert task.key and (task.problem or task.prompt)
+    record = list(write(writer, task))[-1].record
+    work_folder.forget(writer._job.work_folder, task.key)
+    line = _line(record)
+    assert key_of(record) == task.key and json.loads(line.decode()) == record and b"NaN" not in line
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
+def test_rows_that_no_record_can_hold_as_they_are(job, tmp_path, output):
+    deep: list = []
+    for _ in range(300):
+        deep = [deep]
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    bad = [{"id": "hot", "prompt": "x", "temperature": 10**400, "metadata": {"page": HALF}},
+           {"id": "half", "prompt": HALF}, {"id": HALF, "prompt": "x"}, {"id": "said", "messages": [{"role": HALF}]},
+           {"id": "twice", **chat, "chat_options": {"messages": 1}}, {"id": "me", **chat, "chat_options": {"self": 1}},
+           {"id": "deep", "prompt": "x", "metadata": deep}, {"id": "name", "prompt": "x", HALF: 1},
+           {"custom_id": "method", "method": HALF, "url": "/v1/completions", "body": {"prompt": "x"}}]
+    rows = put(tmp_path / "in.jsonl", [ROWS[0], *bad, {**ROWS[1], "metadata": HALF}])
+    totals = run(rows, tmp_path / output, job, in_process)
+    assert (totals.done, totals.failed) == (11, 9)
+    if output == "out.jsonl":
+        found = {record.get("id"): record for record in records(tmp_path / output)}
+        assert found["row 1"]["metadata"] == HALF and found["hot"]["metadata"] == {"page": HALF}
+        assert "id is not UTF-8 text" in found["line 4"]["error"]["message"]
+        assert "more than 64 deep" in found["deep"]["error"]["message"]
+        assert "no variable 'messages'" in found["twice"]["error"]["message"]
+
+
+def test_one_bad_row_is_one_error_and_the_others_are_written(job, tmp_path):
+    rows = put(tmp_path / "in.jsonl", [ROWS[0], "{", {"id": "long", "prompt": "x", "max_new_tokens": 10**6},
+                                       {"id": "far", "prompt": [10**6]}, "", ROWS[0], ROWS[1]])
+    totals = run(rows, tmp_path / "out.jsonl", job, in_process)
+    found = {record["id"]: record for record in records(tmp_path / "out.jsonl")}
+    assert set(found) == {"row 0", "row 1", "line 2", "long", "far", "line 6"} and totals.failed == 4
+    assert "context limit" in found["long"]["error"]["message"] and found["far"]["error"]["code"] == "invalid_request"
+    assert "stands in line 1 already" in found["line 6"]["error"]["message"]
+    assert not job.work_folder.exists()
+
+
+def test_a_job_that_is_cut_anywhere_ends_with_the_same_bytes(job, tmp_path):
+    rows = put(tmp_path / "in.jsonl", [*ROWS, "{"])
+    run(rows, tmp_path / "uncut.jsonl", job, in_process)
+    expected = (tmp_path / "uncut.jsonl").read_bytes()
+    output, runs, resumed = tmp_path / "out.jsonl", 0, 0
+    while True:
+        runs += 1
+        seen: list[Totals] = []
+        try:
+            totals = run(rows, output, job, in_process, check=stop_after(35), on_progress=seen.append)
+        except Interrupted:
+            resumed += seen[-1].resumed if seen else 0
+            with output.open("ab") as file:  # what a power cut may leave
+                file.write(b'{"id": "row 5", "te')
+            continue
+        break
+    assert output.read_bytes() == expected and runs > 5 and resumed > 0
+    assert totals.skipped + totals.done == 7 and not job.work_folder.exists()
+    again = run(rows, output, job, in_process)
+    assert (again.skipped, again.done) == (7, 0) and output.read_bytes() == expected
+
+
+def test_error_records_are_written_anew_when_asked(job, tmp_path):
+    rows, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    put(rows, [ROWS[0], {**ROWS[1], "top_k": -1}, ROWS[2]])
+    assert run(rows, output, job, in_process).failed == 1
+    put(rows, ROWS[:3])
+    assert run(rows, output, job, in_process).done == 0
+    totals = run(rows, output, job, in_process, retry_errors=True)
+    assert (totals.skipped, totals.done, totals.failed) == (2, 1, 0)
+    run(rows, tmp_path / "uncut.jsonl", job, in_process)
+    assert sorted_lines(output) == sorted_lines(tmp_path / "uncut.jsonl")
+
+
+def test_worker_processes_write_the_same_and_one_that_is_killed_loses_nothing(job, tmp_path):
+    rows = put(tmp_path / "in.jsonl", [{**row, "max_new_tokens": 600} for row in ROWS])
+    run(rows, tmp_path / "alone.jsonl", job, in_process)
+    killed: list[int] = []
+
+    def kill_once(totals: Totals) -> None:
+        if not killed and any(totals.running.values()):
+            killed.extend(writers(job.work_folder)[:1])
+            for process in killed:
+                os.kill(process, signal.SIGKILL)
+
+    totals = run(rows, tmp_path / "out.jsonl", job, processes(2), on_progress=kill_once)
+    assert killed and (totals.done, totals.failed) == (6, 0)
+    assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")
+
+
+def write(writer: Writer, task: Task) -> Iterator[Report]:
+    tasks = iter([task])
+    return filter(None, writer.write(lambda is_idle: next(tasks, None)))
+
+
+def test_texts_side_by_side_are_what_each_is_alone(job, tmp_path):
+    rows = put(tmp_path / "in.jsonl", [*ROWS, "{", {**ROWS[0], "id": "far", "prompt": [10**6]}])
+    run(rows, tmp_path / "one.jsonl", job, in_process)
+    for batch_size, crew in ((3, in_process), (8, in_process), (2, processes(2))):
+        output = tmp_path / f"{batch_size}.jsonl"
+        with suppress(Interrupted):
+            run(rows, output, replace(job, batch_size=batch_size), crew, check=stop_after(25))
+        run(rows, output, replace(job, batch_size=batch_size), crew)
+        assert sorted_lines(output) == sorted_lines(tmp_path / "one.jsonl"), batch_size
+
+
+def test_a_row_that_ends_its_writer_again_and_again_becomes_an_error(job, tmp_path):
+    writer, task = Writer(job), parse({**ROWS[0]}, 1, "tiny")
+    for _ in range(3):  # each ends before a token, as a process that is killed does
+        next(write(writer, task))
+        job.journal(task.key).joinpath(FILE).unlink()
+    (report,) = write(writer, task)
+    assert report.record["error"]["code"] == "worker_lost"
+    other = parse({**ROWS[1]}, 2, "tiny")
+    for _ in range(8):  # these get further every time
+        assert len(list(islice(write(writer, other), 2))) == 2
+    assert list(write(writer, other))[-1].record["text"]
+
+
+def test_a_row_that_ends_its_writer_takes_no_other_with_it(job):
+    """Texts that were begun beside it are not taken for what ended the writer."""
+    class Died(BaseException):
+        pass
+
+    killer, *others = tasks = [parse({**row, "prompt": f"{i} was"}, i, "tiny") for i, row in enumerate(ROWS)]
+    writer, deaths, found = Writer(replace(job, batch_size=4)), 0, {}
+    step, ids = batching.Batch.step, writer._engine.encode(killer.prompt)
+
+    def deadly(batch, only=None):
+        if any(batch[text].prompt == ids for text in batch):
+            raise Died
+        return step(batch, only)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching.Batch, "step", deadly)
+        while len(found) < len(tasks):
+            left = iter([task for task in tasks if task.key not in found])
+            try:
+                for report in filter(None, writer.write(lambda is_idle, left=left: next(left, None))):
+                    if report.record:
+                        found[report.key] = report.record
+            except Died:
+                deaths += 1
+                assert deaths <= job.retries + 1
+    assert found.pop(killer.key)["error"]["code"] == "worker_lost" and deaths == job.retries + 1
+    assert all("text" in found[task.key] for task in others)
+
+
+def test_a_long_prompt_is_read_with_a_look_at_signals_between(job, tmp_path):
+    rows = put(tmp_path / "in.jsonl", [{"id": "long", "prompt": [60] * 1500, "max_new_tokens": 2}])
+    task = parse(next(source.rows(rows))[1], 1, "tiny")
+    given = iter([task])
+    with Writer(job) as writer:
+        told = list(writer.write(lambda is_idle: next(given, None)))
+    assert told[:2] == [None, None] and told[-2].record
+    seen: list[Totals] = []
+    with pytest.raises(Interrupted):
+        run(rows, tmp_path / "out.jsonl", job, in_process, check=stop_after(1), on_progress=seen.append)
+    assert len(seen) == 1 and not seen[0].running
+
+
+def test_only_a_journal_whose_content_is_no_use_is_thrown_away(job, tmp_path):
+    rows, output = put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
+    with pytest.raises(Interrupted):
+        run(rows, output, job, in_process, check=stop_after(12))
+    journal = job.journal("row 0") / FILE
+    before = num_written(journal.parent)
+    kept = journal.rename(tmp_path / "kept")
+    journal.symlink_to(journal)  # as good as a disk that gives nothing
+    with pytest.raises(JournalError, match="cannot be read: Too many levels of symbolic links"):
+        run(rows, output, job, in_process)
+    assert journal.is_symlink()
+    journal.unlink()
+    kept.rename(journal)
+    with journal.open("rb") as file:  # somebody looks at it
+        fcntl.flock(file, fcntl.LOCK_SH)
+        timer = Timer(0.5, fcntl.flock, (file, fcntl.LOCK_UN))
+        timer.start()
+        totals: list[Totals] = []
+        with pytest.raises(Interrupted):
+            run(rows, output, job, in_process, check=stop_after(3), on_progress=totals.append)
+        timer.join()
+    assert totals[-1].resumed == before > 0
+    with journal.open("r+b") as file:
+        file.write(b"damaged!")
+    assert run(rows, output, job, in_process).resumed == 0
+
+
+def test_a_row_that_changed_begins_anew(job, tmp_path):
+    rows, output = put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
+    with pytest.raises(Interrupted):
+        run(rows, output, job, in_process, check=stop_after(5))
+    put(rows, [{**ROWS[0], "prompt": "Another"}])
+    run(rows, output, job, in_process)
+    run(rows, tmp_path / "uncut.jsonl", job, in_process)
+    assert output.read_bytes() == (tmp_path / "uncut.jsonl").read_bytes()
+
+
+def test_tables_in_and_out(job, tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [*ROWS[:2], {"custom_id": "o", "url": "/v1/completions", "body": json.dumps({"prompt": "It",
+                                                                                        "max_tokens": 8})},
+            {"id": "bad", "prompt": "x", "top_k": -1}]
+    columns = ("id", "prompt", "max_new_tokens", "ignore_eos", "custom_id", "url", "body", "top_k")
+    table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    run(put(tmp_path / "in.jsonl", [*rows[:2], {**rows[2], "body": json.loads(rows[2]["body"])}, rows[3]]),
+        tmp_path / "out.jsonl", job, in_process)
+    output = tmp_path / "out.parquet"
+    with pytest.raises(Interrupted):
+        run(tmp_path / "in.parquet", output, job, in_process, check=stop_after(30))
+    assert not output.exists()
+    run(tmp_path / "in.parquet", output, job, in_process)
+    found, plain = parquet.read_table(output).to_pylist(), records(tmp_path / "out.jsonl")
+    assert [row["id"] for row in found] == ["row 0", "row 1", "o", "bad"]
+    assert found[0]["text"] == plain[0]["text"] and found[0]["seed"] == plain[0]["seed"]
+    assert json.loads(found[2]["response"]) == plain[2]["response"] and found[2]["new_tokens"] == 8
+    assert found[3]["error_code"] == "invalid_request" and found[3]["text"] is None
+    with pytest.raises(UsageError, match="is there already"):
+        run(tmp_path / "in.parquet", output, job, in_process)
+    with pytest.raises(UsageError, match="as Parquet"):
+        run(put(tmp_path / "broken.parquet", ["no"]), tmp_path / "other.jsonl", job, in_process)
+
+
+def test_what_a_tables_metadata_holds_is_text_where_json_has_no_word_for_it(job, tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    cells = {"at": datetime(2026, 1, 2, 3), "cost": Decimal("1.50"), "raw": b"\xff1", "none": float("nan"), "page": 3}
+    metadata = {"at": "2026-01-02 03:00:00", "cost": "1.50", "raw": "\\xff1", "none": "nan", "page": 3}
+    rows = [{**ROWS[0], "metadata": cells}, {"id": "bad", "prompt": "", "metadata": cells}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    assert run(tmp_path / "in.parquet", tmp_path / "out.jsonl", job, in_process).failed == 1
+    found = {record["id"]: record for record in records(tmp_path / "out.jsonl")}
+    assert found["row 0"]["metadata"] == found["bad"]["metadata"] == metadata
+    assert run(tmp_path / "in.parquet", tmp_path / "out.parquet", job, in_process).failed == 1
+    assert json.loads(parquet.read_table(tmp_path / "out.parquet").to_pylist()[0]["metadata"]) == metadata
+
+
+def test_workers_on_one_gpu_are_refused_wherever_it_is_found(tmp_path, monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rows = put(tmp_path / "in.jsonl", ROWS[:1])
+    for device in ("auto", "cuda"):
+        assert longdraft_command(["batch", str(rows), str(tmp_path / "out"), "--workers", "2", "--device", device]) == 2
+        assert "--workers share one GPU" in capsys.readouterr().err

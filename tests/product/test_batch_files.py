@@ -1,0 +1,162 @@
+"""A batch job's files: the work folder is one job's, what is others' stays, what the disk refuses ends the job."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import Pipe
+from queue import SimpleQueue
+
+import pytest
+from jobs import ROWS, put, records, stop_after
+
+from longdraft.batch import local
+from longdraft.batch.local import in_process, processes
+from longdraft.batch.records import Records
+from longdraft.batch.rows import Report, Task, failed, parse
+from longdraft.batch.run import run
+from longdraft.batch.writer import Job, Writer
+from longdraft.console import Interrupted
+from longdraft.errors import OutputError, UsageError
+
+
+def no_crew_but_problems(job: Job, tasks: Iterator[Task], check) -> Iterator[Report]:
+    """A crew without an engine, for rows that are none."""
+    for task in tasks:
+        yield Report(task.key, 0, 0, failed(task, "invalid_request", task.problem))
+
+
+@pytest.mark.parametrize("crew", [in_process, processes(1)], ids=["alone", "processes"])
+def test_a_work_folder_that_takes_nothing_ends_the_job(job, crew):
+    job.work.mkdir()
+    (job.work / "attempts").write_text("")  # where a folder belongs
+    started = time.monotonic()
+
+    def check() -> None:
+        if time.monotonic() > started + 100:
+            raise Interrupted
+
+    with pytest.raises(OutputError, match=f"the work folder {job.work} cannot be used: Not a directory"):
+        list(crew(job, iter([parse(ROWS[0], 1, "tiny")]), check))
+
+
+def test_a_file_system_without_links_is_one_line(job, monkeypatch):
+    def refuse(*paths):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(OutputError, match="cannot be used: Operation not supported"):
+        Writer(job)
+    assert not list(job.work.iterdir())
+
+
+def test_other_models_settings_and_jobs_are_refused(chatty, job, tmp_path):
+    rows, output = put(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    with pytest.raises(Interrupted):
+        run(rows, output, job, in_process, check=stop_after(60))
+    with pytest.raises(UsageError, match="seed was 0, now 1"):
+        run(rows, output, replace(job, seed=1), in_process)
+    other = replace(job, load={**job.load, "dtype": "bfloat16"})
+    with pytest.raises(UsageError, match="the output's texts are of fp_"):
+        run(rows, output, other, in_process)
+    put(output, [])
+    with pytest.raises(UsageError, match="begun by another engine: dtype float32, here bfloat16"):
+        run(rows, output, other, in_process)
+    with Records.open(output, job.work), pytest.raises(UsageError, match="another job writes"):
+        run(rows, output, job, in_process)
+    with pytest.raises(UsageError, match="input and output are both"):
+        run(rows, rows, job, in_process)
+    with pytest.raises(UsageError, match=r"line 1 of the output .* is no record"):
+        run(rows, put(tmp_path / "novel.jsonl", [{"chapter": 1}]), replace(job, work=tmp_path / "other"), in_process)
+    assert records(tmp_path / "novel.jsonl") == [{"chapter": 1}]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_a_work_folder_is_one_jobs_and_what_else_is_in_it_stays(job, tmp_path, name):
+    rows, output = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / name
+    theirs = [tmp_path / path for path in ("notes.txt", "journals/monday.txt", "attempts/first.txt", "other.json")]
+    for path in theirs:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    here = replace(job, work=tmp_path)
+    with pytest.raises(Interrupted):
+        run(rows, output, here, in_process, check=stop_after(10))
+    begun = sorted(tmp_path.glob("journals/*/text.journal"))
+    for other in ("second.jsonl", "second.parquet"):
+        with pytest.raises(UsageError, match=f"belongs to the job of {output}, which is not done"):
+            run(rows, tmp_path / other, here, in_process)
+    assert begun and sorted(tmp_path.glob("journals/*/text.journal")) == begun and not list(tmp_path.glob("second*"))
+    assert run(rows, output, here, in_process).resumed
+    assert {path.read_text() for path in theirs} == {"mine"}
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} - set((tmp_path / "tiny").rglob("*")) == {
+        *theirs, rows, output}
+
+
+@pytest.mark.parametrize("content", ['{"hidden_size": 64}', '{"id": "x", "prompt": "It"}', "a novel", "[", '{"idea": '])
+def test_a_file_without_a_last_line_end_is_not_emptied(job, tmp_path, content):
+    rows, output = put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
+    output.write_text(content)
+    with pytest.raises(UsageError, match=r"line 1 of the output .* is no record"):
+        run(rows, output, job, in_process)
+    assert output.read_text() == content
+
+
+def test_half_a_record_that_is_all_there_is_is_taken_back(job, tmp_path):
+    rows, output = put(tmp_path / "in.jsonl", [{"id": "a"}]), tmp_path / "out.jsonl"
+    run(rows, output, job, in_process)
+    whole = output.read_bytes()
+    for cut in range(len(whole)):
+        output.write_bytes(whole[:cut])
+        assert run(rows, output, job, no_crew_but_problems).done == 1
+        assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize("content", ["3", "{", '{"name": "a novel"}'])
+def test_a_file_of_somebody_elses_in_the_work_folder_is_one_line(job, tmp_path, content):
+    job.work.mkdir()
+    (job.work / "job.json").write_text(content)
+    with pytest.raises(UsageError, match="is no note of a job; give another folder with --work"):
+        run(put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl", job, in_process)
+    assert (job.work / "job.json").read_text() == content and not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_job_that_was_moved_with_its_work_goes_on(job, tmp_path):
+    rows, before, after = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    with pytest.raises(Interrupted):
+        run(rows, before / "out.jsonl", replace(job, work=before / "work"), in_process, check=stop_after(10))
+    before.rename(after)
+    assert run(rows, after / "out.jsonl", replace(job, work=after / "work"), in_process).resumed
+
+
+def test_a_full_disk_ends_the_job_and_not_a_row(job, tmp_path, monkeypatch):
+    rows, output = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / "out.jsonl"
+
+    def full(self, record):
+        raise self._failure(OSError(28, "No space left on device"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Records, "add", full)
+        with pytest.raises(OutputError, match="No space left"):
+            run(rows, output, job, in_process)
+    totals = run(rows, output, job, in_process)
+    assert totals.done == 2 and totals.resumed > 0 and len(records(output)) == 2
+
+
+def test_a_worker_that_is_given_much_and_hears_nothing_holds_nobody_up():
+    """Where both send more than a pipe holds, neither may wait for the other."""
+    worker = object.__new__(local._Worker)
+    worker._pipe, theirs = Pipe()
+    worker.tasks, worker._given = {}, SimpleQueue()
+    giver = threading.Thread(target=worker._give, daemon=True)
+    giver.start()
+    tasks = [Task(str(number), prompt="x" * 10_000) for number in range(100)]  # five times what it holds
+    for task in tasks:
+        worker.give(task)
+    assert [theirs.recv().key for _ in tasks] == [task.key for task in tasks] == list(worker.tasks)
+    worker._given.put(None)
+    giver.join(10)
+    assert not giver.is_alive()

@@ -1,0 +1,53 @@
+"""The models that come with the package: small enough, with a card, and with drafters that keep the promise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import longdraft
+from longdraft.model import hub
+
+MIB = 2**20
+CHAPTER = (Path(__file__).parents[2] / "examples" / "chapter.txt").read_text(encoding="utf-8")
+DRAFTERS = ("auto", "tokenswift", "medusa", "magicdec", "draft-model", "glide", "triforce")
+
+pytestmark = pytest.mark.parametrize("name", hub.bundled())
+
+
+def folder(name: str) -> Path:
+    return hub.resolve(name)
+
+
+def test_it_is_small_with_all_that_drafts_for_it(name):
+    assert sum(file.stat().st_size for file in folder(name).rglob("*.safetensors")) <= 16 * MIB
+
+
+def test_its_card_tells_the_loss_by_context_and_its_training_is_kept(name):
+    card = (folder(name) / "README.md").read_text(encoding="utf-8")
+    assert "| 64-100K |" in card and "longdraft train lm" in card
+    for file in ("training.json", "loss.jsonl", "loss.svg"):
+        assert (folder(name) / file).is_file(), file
+    config = json.loads((folder(name) / "config.json").read_text())
+    assert config["max_position_embeddings"] == 131_072
+
+
+@pytest.mark.parametrize("part", ["heads", "glide"])
+def test_what_was_trained_for_it_names_it(name, part):
+    assert json.loads((folder(name) / part / "config.json").read_text())["base_model"] == name
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_guesses_and_the_text_is_plain_decodings(name, drafter):
+    params = longdraft.SamplingParams(max_new_tokens=80, seed=3, min_p=0.1, repetition_penalty=1.2)
+
+    def stats(drafter: str) -> dict[str, object]:
+        engine = longdraft.load(name, drafter=drafter)
+        return [event.stats for event in engine.generate(engine.encode(CHAPTER)[:600], params)][-1]
+
+    found = stats(drafter)
+    assert found["sha256_tokens"] == stats("plain")["sha256_tokens"]
+    if drafter != "auto":  # which may find that it does not pay here
+        assert sum(source["drafted"] for source in found["by_source"].values()) > 0

@@ -1,0 +1,276 @@
+"""The command line as a user meets it: what it writes where, and one clear line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from longdraft.model.hub import BUNDLED_DIR
+
+from longdraft.__main__ import run
+from longdraft.files import OutputFile
+from longdraft.run_statistics import sha256_tokens
+
+LONGDRAFT = [sys.executable, "-m", "longdraft"]
+QUICK = ["generate", "It was", "--max-new-tokens", "30", "--seed", "1", "--min-p", "0.1"]
+
+
+def test_text_goes_to_stdout_and_nothing_else_anywhere(capfd):
+    assert run(QUICK) == 0
+    captured = capfd.readouterr()
+    assert len(captured.out) > 40 and "\x1b" not in captured.out
+    assert captured.err == ""
+
+
+def test_every_drafter_writes_the_same_bytes(capfd, tmp_path):
+    texts, hashes = set(), set()
+    for drafter in ("plain", "ngram", "auto"):
+        assert run([*QUICK, "--drafter", drafter, "--stats", str(tmp_path / "s.json")]) == 0
+        texts.add(capfd.readouterr().out)
+        hashes.add(json.loads((tmp_path / "s.json").read_text())["sha256_tokens"])
+    assert len(texts) == len(hashes) == 1
+
+
+def test_files_hold_what_was_written(capfd, tmp_path):
+    output, tokens, stats = tmp_path / "text.txt", tmp_path / "ids.npy", tmp_path / "stats.json"
+    assert run([*QUICK, "--output", str(output), "--tokens-out", str(tokens), "--stats", str(stats)]) == 0
+    assert capfd.readouterr().out == ""
+    assert run(QUICK) == 0
+    assert output.read_text() == capfd.readouterr().out
+    ids = np.load(tokens)
+    assert ids.dtype == np.int32 and len(ids) == 30
+    assert json.loads(stats.read_text())["sha256_tokens"] == sha256_tokens(ids)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy", "stats.json", "text.txt"]
+
+
+def test_a_prompt_comes_from_a_file_or_stdin(capfd, tmp_path):
+    (tmp_path / "prompt.txt").write_text("It was")
+    assert run(QUICK) == 0
+    expected = capfd.readouterr().out
+    options = QUICK[2:]
+    assert run(["generate", "--prompt-file", str(tmp_path / "prompt.txt"), *options]) == 0
+    assert capfd.readouterr().out == expected
+    piped = subprocess.run([*LONGDRAFT, "generate", "--prompt-file", "-", *options], input="It was",
+                           capture_output=True, text=True, check=True)
+    assert piped.stdout == expected
+
+
+def test_prefill_takes_the_first_tokens_of_the_prompt(capfd, tmp_path):
+    stats = tmp_path / "s.json"
+    assert run(["generate", "It was a dark and stormy night", "--prefill", "3", "--max-new-tokens", "2",
+                "--stats", str(stats)]) == 0
+    assert json.loads(stats.read_text())["prompt_tokens"] == 3
+
+
+WITHOUT_DRAFT = str(BUNDLED_DIR / "novelist" / "draft")  # itself a model
+MISTAKES = {
+    "no prompt": (["generate"], "no prompt; give it as an argument or with --prompt-file"),
+    "empty prompt": (["generate", ""], "the prompt is empty"),
+    "two prompts": (["generate", "a", "--prompt-file", "b"], "both given"),
+    "missing prompt file": (["generate", "--prompt-file", "/no/such/file"], "cannot read /no/such/file"),
+    "unknown command": (["write"], "No such command 'write'"),
+    "unknown option": (["generate", "a", "--fast"], "No such option: --fast"),
+    "not a number": (["generate", "a", "--seed", "x"], "'--seed'"),
+    "out of range": (["generate", "a", "--top-p", "2"], "top_p is 2.0; allowed: above 0, at most 1"),
+    "contradiction": (["generate", "a", "--min-new-tokens", "9", "--max-new-tokens", "8"], "at most max_new_tokens"),
+    "too long": (["generate", "a", "--max-new-tokens", "200000"], "the model's context limit"),
+    "prefill": (["generate", "a", "--prefill", "9"], "--prefill is 9; allowed: 1 to 1"),
+    "a model's name as no file has": (["generate", "a", "--model", "x" * 300], "no model 'xxx"),
+    "bodies of no size": (["serve", "--max-body-mib", "nan"], "--max-body-mib is nan; allowed: above 0"),
+    "pages of everywhere": (["serve", "--cors-origin", "*"], "an origin such as https://example.org"),
+    "unknown model": (["generate", "a", "--model", "no-such"], "no model 'no-such'"),
+    "unknown drafter": (["generate", "a", "--drafter", "no-such"], "known: auto, plain, ngram, suffix, tokenswift"),
+    "unknown drafter option": (["generate", "a", "--drafter", "ngram", "--drafter-option", "x=1"],
+                               "known: continuations"),
+    "drafter option shape": (["generate", "a", "--drafter-option", "x"], "allowed: KEY=VALUE"),
+    "drafter option twice": (["generate", "a", "--drafter-option", "x=1", "--drafter-option", "x=2"], "given twice"),
+    "no draft model": (["generate", "a", "--model", WITHOUT_DRAFT, "--drafter", "draft-model"],
+                       "give --drafter-option model=NAME"),
+    "tree too deep": (["generate", "a", "--drafter", "medusa", "--drafter-option", "tree=1,1,1,1"], "at most 3, the"),
+    "no chat template": (["generate", "a", "--chat"], "no chat template"),
+    "unwritable output": (["generate", "a", "--output", "/no/such/folder/x"], "--output cannot write"),
+    "output with a name too long": (["generate", "a", "--output", "x" * 300], "--output cannot write"),
+    "prompt that is no text": (["generate", "a\udcff"], "is not UTF-8 text"),
+    "temperature too small": (["generate", "a", "--temperature", "1e-9"], "0, or 0.001 and more"),
+    "output is a folder": (["generate", "a", "--stats", "/tmp"], "is a folder"),
+    "doctor of no model": (["doctor", "--offline"], "give --model with them"),
+    "missing heads": (["generate", "a", "--drafter", "tokenswift", "--heads", "/no/heads"], "no model '/no/heads'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_clear_line_and_status_2(mistake, capfd):
+    arguments, message = MISTAKES[mistake]
+    assert run(arguments) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("longdraft: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_two_options_with_one_file_are_refused(capfd, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    for other in ("x", "link"):
+        assert run([*QUICK, "--output", str(tmp_path / "x"), "--stats", str(tmp_path / other)]) == 2
+        assert "--output and --stats both name" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+def test_a_link_is_written_through_and_stays_a_link(capfd, tmp_path):
+    (tmp_path / "real").write_text("before")
+    (tmp_path / "real").chmod(0o600)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert run([*QUICK, "--output", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() != "before"
+    assert (tmp_path / "real").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("where", ["--output", "stdout"])
+def test_a_full_disk_ends_with_one_line(where):
+    with open("/dev/full", "w") as full:
+        options = ["--output", "/dev/full"] if where == "--output" else []
+        command = [*LONGDRAFT, *QUICK, *options]
+        work = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert work.returncode == 1
+    assert "No space left" in work.stderr and work.stderr.count("\n") == 1
+
+
+def test_a_terminal_that_cannot_show_a_letter_gets_another(tmp_path):
+    prompt = "\N{SNOWMAN}" * 30
+    work = subprocess.run([*LONGDRAFT, "generate", prompt, "--max-new-tokens", "40", "--temperature", "0"],
+                          env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
+    assert work.returncode == 0 and b"Traceback" not in work.stderr
+
+
+def test_no_arguments_show_the_help_and_nothing_else(capfd):
+    assert run([]) == 2
+    captured = capfd.readouterr()
+    assert "Usage" in captured.out + captured.err and "longdraft: " not in captured.err
+
+
+def test_a_mistake_leaves_no_files_behind(capfd, tmp_path):
+    assert run([*QUICK, "--model", "no-such", "--output", str(tmp_path / "x"), "--stats", str(tmp_path / "y")]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_process_is_writing_is_not_touched(tmp_path, capfd):
+    """A second process that thinks the first one dead must not empty its file."""
+    output = tmp_path / "text.txt"
+    first = OutputFile(output, "--output")
+    first.write(b"the beginning, ")
+    assert run([*QUICK, "--output", str(output)]) == 2
+    assert "another process is writing it" in capfd.readouterr().err
+    first.write(b"the end")
+    first.finish()
+    assert output.read_bytes() == b"the beginning, the end"
+    assert run([*QUICK, "--output", str(output)]) == 0, "now it may be replaced"
+    assert output.read_bytes() != b"the beginning, the end" and list(tmp_path.iterdir()) == [output]
+
+
+def test_a_prompt_that_is_no_text_is_refused(capfd, tmp_path):
+    (tmp_path / "prompt").write_bytes(b"abc\xff")
+    assert run(["generate", "--prompt-file", str(tmp_path / "prompt")]) == 2
+    assert "not UTF-8 text (byte 3)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_what_was_written_whole(tmp_path, number, status):
+    output, stats, tokens = tmp_path / "text.txt", tmp_path / "stats.json", tmp_path / "ids.npy"
+    work = subprocess.Popen(
+        [*LONGDRAFT, "generate", "It was", "--max-new-tokens", "100000", "--seed", "1", "--output", str(output),
+         "--stats", str(stats), "--tokens-out", str(tokens)], stderr=subprocess.PIPE, text=True)
+    partial = tmp_path / "text.txt.partial"
+    deadline = time.monotonic() + 60
+    while (not partial.exists() or partial.stat().st_size < 50) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    work.send_signal(number)
+    _, err = work.communicate(timeout=60)
+    assert work.returncode == status
+    assert "interrupted after" in err and "Traceback" not in err
+    report = json.loads(stats.read_text())
+    ids = np.load(tokens)
+    assert report["finish_reason"] == "cancelled"
+    assert report["new_tokens"] == len(ids) > 0
+    from longdraft.model import hub
+    from longdraft.model.tokenizer import Tokenizer
+
+    assert Tokenizer(hub.resolve("novelist")).decode(ids.tolist()).startswith(output.read_text())
+    assert not partial.exists()
+
+
+def test_a_reader_that_goes_away_ends_the_work_quietly():
+    work = subprocess.Popen([*LONGDRAFT, "generate", "It was", "--max-new-tokens", "100000", "--seed", "1"],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    work.stdout.read(20)
+    work.stdout.close()
+    assert b"Traceback" not in work.stderr.read()
+    assert work.wait(timeout=60) == 1
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["text on the terminal", "text in a file"])
+def test_a_terminal_gets_a_live_line_below_the_text(tmp_path, shares):
+    """On a real terminal: tokens, speed, mean accepted length and time left; `--quiet` silences it."""
+    shown = on_terminal([*QUICK, "--output", str(tmp_path / "x")] if not shares else QUICK)
+    assert "tokens/s" in shown and "per step" in shown and "left" in shown
+    quiet = on_terminal([*QUICK, "--quiet"])
+    assert "tokens/s" not in quiet
+    if shares:
+        words = quiet.split()
+        assert len(words) > 5 and all(word in shown for word in words)
+
+
+def on_terminal(arguments: list[str]) -> str:
+    leader, follower = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    work = subprocess.Popen([*LONGDRAFT, *arguments], stdin=follower, stdout=follower, stderr=follower, env=environment)
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(leader, 65536)
+        except OSError:  # Linux: the other end is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(leader)
+    assert work.wait(timeout=60) == 0, shown.decode(errors="replace")
+    return shown.decode(errors="replace")
+
+
+def test_models_and_doctor_answer_in_words_and_in_json(capfd):
+    assert run(["models", "--json"]) == 0
+    models = {model["model"]: model["parameters"] for model in json.loads(capfd.readouterr().out)}
+    assert models == {"novelist": 5_868_800, "novelist-gqa": 5_278_976}
+    assert run(["doctor", "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["kernels"] in report["kernels_available"].split(", ")
+    assert report["exactness"] == "bit-exact"
+    assert run(["models"]) == 0 and run(["doctor"]) == 0
+    assert "novelist" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["resume"], ["inspect"], ["models"],
+                                     ["doctor"], ["train"], ["train", "heads"]])
+def test_every_command_has_help(command, capfd):
+    assert run([*command, "--help"]) == 0
+    assert "Usage" in capfd.readouterr().out
+
+
+def test_version(capfd):
+    assert run(["--version"]) == 0
+    assert capfd.readouterr().out.startswith("longdraft 0.")
+
+
+def test_the_bundled_chapter_is_a_prompt(capfd):
+    chapter = Path(__file__).parents[2] / "examples" / "chapter.txt"
+    assert run(["generate", "--prompt-file", str(chapter), "--prefill", "300", "--max-new-tokens", "5"]) == 0

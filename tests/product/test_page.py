@@ -1,0 +1,226 @@
+"""The page in a real browser: what a person does with it, from the first word to 100,000 tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import serving
+
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+CHROMIUM = os.environ.get("LONGDRAFT_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; install it, or name it in LONGDRAFT_CHROMIUM")
+SHOTS = os.environ.get("LONGDRAFT_SCREENSHOTS")  # a folder: keep pictures of what was seen
+
+at_length = pytest.mark.skipif(not SHOTS, reason="takes a minute; `make test-page` runs it")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving.running(serving.load("novelist"), journals=tmp_path_factory.mktemp("journals")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as runner:
+        browser = runner.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, server):
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
+    page.goto(server.url)
+    page.wait_for_selector("#drafter option", state="attached")
+    yield page
+    page.close()
+    serving.wait_for(lambda: server.scheduler.num_jobs == 0)
+    assert not [fault for fault in faults if "status of 400" not in fault]
+
+
+def shot(page, name: str) -> None:
+    if SHOTS:
+        page.screenshot(path=Path(SHOTS) / f"{name}.png")
+
+
+def write(page, tokens: int, prompt: str = "It was", seed: int = 7) -> None:
+    page.fill("#prompt", prompt)
+    page.fill("#max_tokens", str(tokens))
+    page.fill("#seed", str(seed))
+    page.press("#prompt", "Control+Enter")
+
+
+def state(page, wanted: str, timeout: float = 180) -> None:
+    page.wait_for_selector(f"body[data-state={wanted}]", timeout=timeout * 1000)
+
+
+def count(page) -> int:
+    found = re.match(r"[\d,]+", page.inner_text("#count"))
+    return int(found.group().replace(",", "")) if found else 0
+
+
+def test_a_text_is_written_tinted_measured_and_taken_away(page, server, tmp_path):
+    write(page, 300)
+    state(page, "done")
+    assert count(page) == 300 and page.inner_text("#status") == "Written"
+    engine = server.app.service.engine
+    expected = "".join(event.text for event in engine.generate("It was", engine.params(max_new_tokens=300, seed=7,
+                                                                                       min_p=0.1)))
+    with page.expect_download() as text:
+        page.click("#downloads summary")
+        page.click("#save-text")
+    assert Path(text.value.path()).read_text() == expected
+    with page.expect_download() as tokens:
+        page.click("#downloads summary")
+        page.click("#save-tokens")
+    ids = np.load(tokens.value.path())
+    assert ids.dtype == np.int32 and engine.tokenizer.decode(ids.tolist()) == expected
+    with page.expect_download() as report:
+        page.click("#downloads summary")
+        page.click("#save-report")
+    content = Path(report.value.path()).read_text()
+    assert "bit-exact" in content and content.count("data:image/png") == 2
+    assert page.inner_text("#rate") != "–" and page.inner_text("#gain").endswith("×")
+    assert page.locator(".text .g").count() > 0 and page.locator("#legend li").count() >= 2
+    assert "tokens a second" in page.get_attribute("#speed-chart", "aria-label")
+    page.keyboard.press("t")
+    assert "tinted" not in page.get_attribute("#text", "class")
+
+
+def test_stop_reload_and_go_on(page, server):
+    """What was shown stays, and the end is the uncut text's."""
+    write(page, 1200, "The ship")
+    serving.wait_for(lambda: count(page) > 20)
+    page.keyboard.press("Escape")
+    page.focus("body")
+    page.keyboard.press("Escape")
+    state(page, "cut")
+    assert serving.wait_for(lambda: server.scheduler.num_jobs == 0) < 2
+    stopped = count(page)
+    page.reload()
+    page.wait_for_selector("#offer:not([hidden])")
+    assert "The ship" in page.inner_text("#offer")
+    page.click("#offer .primary")
+    state(page, "done")
+    assert count(page) == 1200 > stopped
+    engine = server.app.service.engine
+    expected = "".join(event.text for event in engine.generate("The ship", engine.params(max_new_tokens=1200, seed=7,
+                                                                                         min_p=0.1)))
+    with page.expect_download() as text:
+        page.click("#downloads summary")
+        page.click("#save-text")
+    assert Path(text.value.path()).read_text() == expected
+    page.focus("#text")
+    page.keyboard.press("g")
+    page.wait_for_selector("#list li .state")
+    assert "of 1,200" in page.inner_text("#list")
+    page.click("#list button:text('Read')")
+    page.wait_for_selector("#past", state="hidden")
+    assert count(page) == 1200
+
+
+def test_a_mistake_is_told_where_it_was_made(page):
+    page.fill("#seed", "99999999999999999999999")
+    page.click("#start")
+    state(page, "failed")
+    assert "seed" in page.inner_text("#error")
+
+
+@at_length
+def test_hundred_thousand_tokens_fed_fast_stay_smooth(page):
+    """From a server that sends them at once. Frames go on; few tokens are in the document; the ends can be reached."""
+    draw, total = random.Random(1), 100_000
+    words = [" the", " house", " was", ",", " not", " quite", " empty", ".", "\n", " and", " yet", " a", " light"]
+    lines, at = [], 0
+    while at < total:
+        size = draw.randint(1, 9)
+        sources = ["self"] * (size - 1) if draw.random() < 0.8 else ["suffix"] * (size - 1)
+        at = min(total, at + size)
+        detail = {"id": "x", "seed": 1, "tokens": [5] * size, "pieces": [draw.choice(words) for _ in range(size)],
+                  "sources": [*sources, ""], "steps": [size], "progress": {
+                      "state": "running", "prompt_tokens": 4, "new_tokens": at, "max_new_tokens": total,
+                      "own_tokens_per_second": 180 + draw.random() * 20, "plain_tokens_per_second": 9e5 / (9000 + at),
+                      "mean_accepted_length": 4.2, "elapsed_seconds": at / 150, "eta_seconds": (total - at) / 150}}
+        lines.append("data: " + json.dumps({"choices": [], "longdraft": detail}) + "\n\n")
+    body = "".join(lines) + "data: [DONE]\n\n"
+    page.route("**/v1/completions", lambda route: route.fulfill(
+        body=body, headers={"Content-Type": "text/event-stream", "X-Generation-Id": "x"}))
+    page.evaluate("""() => { window.gaps = []; let last = performance.now();
+        const tick = (now) => { window.gaps.push(now - last); last = now; requestAnimationFrame(tick); };
+        requestAnimationFrame(tick); }""")
+    began = time.monotonic()
+    write(page, 100_000)
+    state(page, "done")
+    seconds = time.monotonic() - began
+    assert count(page) >= total
+    shot(page, "page-100k")
+    nodes = page.evaluate("document.querySelectorAll('#text *').length")
+    assert nodes < 12_000, nodes
+    page.evaluate("window.gaps.length = 0")
+    for place in (0, 0.5, 0.9, 0.1, 1):
+        page.evaluate("(p) => { const t = document.querySelector('#text'); t.scrollTop = p * t.scrollHeight; }", place)
+        page.wait_for_timeout(120)
+        assert page.evaluate("""() => { const t = document.querySelector('#text'), r = t.getBoundingClientRect();
+            return [...t.querySelectorAll('.block')].some((b) => { const q = b.getBoundingClientRect();
+            return q.bottom > r.top && q.top < r.bottom && b.textContent.length > 0; }); }"""), place
+    gaps = sorted(page.evaluate("window.gaps"))
+    median = gaps[len(gaps) // 2]
+    print(f"\n100,000 tokens taken in {seconds:.1f} s, {nodes} nodes, scrolling {median:.0f} ms a frame (median)")
+    assert median < 100 and page.evaluate("performance.memory.usedJSHeapSize") < 300e6
+
+
+@at_length
+def test_light_and_dark_wide_and_narrow(page, browser, server):
+    """Nothing runs out of the page; text can be read on its ground; pictures for the documentation."""
+    shot(page, "page-idle")
+    chapter = (Path(__file__).parents[2] / "examples" / "chapter.txt").read_text()
+    write(page, 2500, chapter)
+    state(page, "done", 120)
+    page.emulate_media(color_scheme="light")
+    shot(page, "page-light")
+    page.focus("#text")
+    page.keyboard.press("d")
+    page.wait_for_timeout(200)
+    shot(page, "page-dark")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.keyboard.press("g")
+    page.wait_for_selector("#list li .state")
+    shot(page, "page-past")
+    page.keyboard.press("Escape")
+    page.keyboard.press("d")
+    for width, height in ((1024, 768), (390, 844)):
+        page.set_viewport_size({"width": width, "height": height})
+        page.wait_for_timeout(200)
+        shot(page, f"page-{width}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for theme in ("light", "dark"):
+        page.evaluate("(name) => { document.documentElement.dataset.theme = name; }", theme)
+        for what in ("#status", "#text .g", ".facts dt", "#start"):
+            assert contrast(page, what) >= 4.5, (theme, what)
+
+
+def contrast(page, selector: str) -> float:
+    """Of the text on what lies behind it (WCAG)."""
+    return page.evaluate("""(selector) => {
+        const parse = (c) => { const m = c.match(/[\\d.]+/g).map(Number); return [m[0], m[1], m[2], m[3] ?? 1]; };
+        const linear = (v) => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+        const light = (c) => { const l = c.slice(0, 3).map((v) => linear(v / 255));
+            return .2126 * l[0] + .7152 * l[1] + .0722 * l[2]; };
+        const element = document.querySelector(selector), layers = [];
+        for (let e = element; e; e = e.parentElement) layers.push(parse(getComputedStyle(e).backgroundColor));
+        let back = [255, 255, 255];
+        for (const [r, g, b, a] of layers.reverse()) back = [r, g, b].map((v, i) => v * a + back[i] * (1 - a));
+        const [a, b] = [light(parse(getComputedStyle(element).color)), light(back)].sort((x, y) => y - x);
+        return (a + .05) / (b + .05); }""", selector)

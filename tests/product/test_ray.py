@@ -1,0 +1,154 @@
+"""A batch job on a Ray cluster of several nodes in this machine: the same bytes, whatever is killed on the way.
+
+The tests that begin a cluster take a minute on two cores: `make cluster` runs them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from conftest import make_checkpoint
+from jobs import put, records, sorted_lines, writers
+
+from longdraft.__main__ import run as longdraft_command
+from longdraft.batch import on_ray as on_ray_module
+from longdraft.batch import source
+from longdraft.batch.local import in_process
+from longdraft.batch.on_ray import Placement, Progress, on_ray
+from longdraft.batch.rows import Report, Task, parse
+from longdraft.batch.run import run
+from longdraft.batch.writer import Job, Writer
+from longdraft.errors import ModelError, UsageError
+
+ray = pytest.importorskip("ray", reason="needs ray; pip install 'longdraft[ray]'")
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A head without cores of its own and two nodes with one core each."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
+    nodes = Cluster(initialize_head=True, head_node_args={
+        "num_cpus": 0, "include_dashboard": False,
+        "_system_config": {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500}})
+    for _ in range(2):
+        nodes.add_node(num_cpus=1)
+    ray.init(address=nodes.address, logging_level=logging.ERROR, log_to_driver=False)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+@pytest.mark.parametrize("address", [["--ray"], ["--ray", "127.0.0.1:9"], ["--ray", "nonsense"]])
+def test_no_cluster_is_one_line(tmp_path, capfd, monkeypatch, address):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    rows = put(tmp_path / "in.jsonl", [{"id": "a", "prompt": "x"}])
+    assert longdraft_command(["batch", str(rows), str(tmp_path / "out.jsonl"), *address]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"longdraft: --ray {[*address, 'auto'][1]}: ") and said.count("\n") == 1
+
+
+def test_a_cluster_that_has_ended_without_a_word_is_one_line(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(on_ray_module, "_CURRENT", put(tmp_path / "current", ["127.0.0.1:9"]))
+    rows = put(tmp_path / "in.jsonl", [{"id": "a", "prompt": "x"}])
+    assert longdraft_command(["batch", str(rows), str(tmp_path / "out.jsonl"), "--ray"]) == 2
+    assert capfd.readouterr().err.startswith("longdraft: --ray auto: ")
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def work_on(folder: Path, num_rows: int, num_tokens: int) -> tuple[Path, Job]:
+    """Rows and a job; the last row is none."""
+    make_checkpoint(folder / "tiny", num_key_value_heads=2)
+    rows = [{"id": f"row {i}", "prompt": "It was", "max_new_tokens": num_tokens, "ignore_eos": True}
+            for i in range(num_rows - 1)]
+    load = {"model": str(folder / "tiny"), "drafter": "plain", "threads": 1}
+    return put(folder / "in.jsonl", [*rows, "{"]), Job(folder / "work", load, {"on_loop": "off"}, 0, "tiny", "never")
+
+
+def test_how_far_texts_have_come_is_read_from_their_journals(tmp_path, monkeypatch):
+    rows, job = work_on(tmp_path, 4, 30)
+    tasks = [parse(row, line, "tiny") for line, row in source.rows(rows)]
+
+    def write(task: Task, steps: int) -> None:
+        given = iter([task])
+        with Writer(job) as writer:
+            reports = filter(None, writer.write(lambda is_idle: next(given, None)))
+            assert len(list(islice(reports, steps))) == steps
+
+    write(tasks[0], 5)
+    progress = Progress(job, tasks)
+    assert not list(progress.reports())  # the last look was a moment ago
+    write(tasks[0], 10)
+    write(tasks[1], 7)
+    monkeypatch.setattr(on_ray_module, "_TELL_S", 0.0)
+    monkeypatch.setattr(on_ray_module, "_TELL_PART", 1e9)
+    monkeypatch.setattr(progress, "_next", 0.0)
+    (first, _, resumed, none), (second, *_) = sorted(progress.reports())
+    assert first == "row 0" and resumed == 5 and none is None and second == "row 1"
+    # Going on, the first report tells of what was there.
+    assert {key: tokens for key, tokens, *_ in progress.reports()} == {"row 0": 14, "row 1": 7}
+    progress.ended(Report("row 0", 30, 5, {"text": ""}))
+    assert [key for key, *_ in progress.reports()] == ["row 1"]
+
+
+@pytest.mark.cluster
+def test_a_cluster_writes_what_one_process_does(cluster, tmp_path):
+    rows, job = work_on(tmp_path, 4, 40)
+    totals = run(rows, tmp_path / "out.jsonl", job, on_ray("auto", Placement(2, 1, "cpu")))
+    run(rows, tmp_path / "alone.jsonl", job, in_process)
+    assert (totals.done, totals.failed, totals.new_tokens) == (4, 1, 120)
+    assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")
+    with pytest.raises(UsageError, match="the cluster has no GPU"):
+        run(rows, tmp_path / "gpu.jsonl", job, on_ray("auto", Placement(None, None, "cuda")))
+    nobody = replace(job, work=tmp_path / "other work", load={**job.load, "model": "nobody"})
+    with pytest.raises(ModelError, match="no model 'nobody'"):
+        run(rows, tmp_path / "nobody.jsonl", nobody, on_ray("auto", Placement(1, 1, "cpu")))
+
+
+@pytest.mark.cluster
+def test_a_worker_and_a_node_are_killed_and_every_row_is_written_once(cluster, tmp_path):
+    rows, job = work_on(tmp_path, 7, 1500)
+    killed: list[str] = []
+
+    def kill() -> None:
+        """A worker in the middle of a text, then a node whose worker is in the middle of one."""
+        while len(killed) < 2:
+            time.sleep(0.02)
+            for writer in writers(job.work):
+                try:
+                    raylet = parent_of(writer)
+                    node = next((node for node in cluster.worker_nodes
+                                 if node.all_processes["raylet"][0].process.pid == raylet), None)
+                    if not killed:
+                        os.kill(writer, signal.SIGKILL)
+                        killed.append("worker")
+                        time.sleep(1)
+                    elif node is not None:
+                        cluster.remove_node(node, allow_graceful=False)
+                        killed.append("node")
+                except OSError:
+                    continue
+                break
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    totals = run(rows, tmp_path / "out.jsonl", job, on_ray("auto", Placement(None, 1, "cpu")))
+    killer.join(timeout=1)
+    assert killed == ["worker", "node"] and totals.done == 7 and totals.failed == 1
+    keys = [record["id"] for record in records(tmp_path / "out.jsonl")]
+    assert len({*keys}) == len(keys) == 7
+    run(rows, tmp_path / "alone.jsonl", job, in_process)
+    assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")

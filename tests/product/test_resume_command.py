@@ -1,0 +1,191 @@
+"""`longdraft resume` and `inspect` as a user meets them: signals, a full disk, no memory, kill -9, mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longdraft.__main__ import run
+from longdraft.journal import FILE, read
+
+ROOT = Path(__file__).resolve().parents[2]
+LONGDRAFT = [sys.executable, "-m", "longdraft"]
+
+
+def command(*arguments: object) -> list[str]:
+    return [*LONGDRAFT, *map(str, arguments)]
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("uncut")
+    assert run([*WRITE, "--output", str(folder / "text"), "--tokens-out", str(folder / "ids.npy")]) == 0
+    return {"text": (folder / "text").read_text(), "ids": np.load(folder / "ids.npy").tolist()}
+
+
+WRITE = ["generate", "It was", "--max-new-tokens", "2500", "--seed", "1", "--min-p", "0.1", "--on-loop", "off",
+         "--threads", "1"]
+
+
+def wait_for(path: Path, size: int) -> None:
+    deadline = time.monotonic() + 60
+    while (not path.exists() or path.stat().st_size < size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_says_how_to_go_on_and_what_comes_then_is_the_uncut_text(uncut, tmp_path, number, status):
+    journal, output = tmp_path / "a journal", tmp_path / "text"
+    work = subprocess.Popen(command(*WRITE, "--journal", journal, "--output", output), stderr=subprocess.PIPE,
+                            text=True)
+    wait_for(journal / FILE, 4000)
+    work.send_signal(number)
+    _, err = work.communicate(timeout=60)
+    assert work.returncode == status
+    assert err.count("\n") == 1 and f"go on with: longdraft resume '{journal}'" in err
+    assert not output.exists() and (tmp_path / "text.partial").stat().st_size > 0  # clearly partial
+    assert uncut["text"].startswith((tmp_path / "text.partial").read_text())
+    assert run(["resume", str(journal), "--output", str(output), "--tokens-out", str(tmp_path / "ids.npy"),
+                "--stats", str(tmp_path / "stats.json"), "--drafter", "suffix", "--threads", "1"]) == 0
+    assert output.read_text() == uncut["text"] and np.load(tmp_path / "ids.npy").tolist() == uncut["ids"]
+    assert json.loads((tmp_path / "stats.json").read_text())["resumed_tokens"] > 0
+    assert not (tmp_path / "text.partial").exists()
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    """In the middle of a step that takes forever: the first one waits for it, the second does not."""
+    code = ("import sys, time, longdraft.speculation.step as s\n"
+            "s.Step.run = lambda *a: (print('stuck', file=sys.stderr, flush=True), time.sleep(60))\n"
+            "from longdraft.__main__ import main; sys.argv[0] = 'longdraft'; main()")
+    work = subprocess.Popen([sys.executable, "-c", code, *WRITE, "--journal", str(tmp_path / "j")],
+                            stderr=subprocess.PIPE, text=True)
+    assert work.stderr.readline() == "stuck\n"
+    work.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert work.poll() is None
+    began = time.monotonic()
+    work.send_signal(signal.SIGTERM)
+    err = work.communicate(timeout=30)[1]
+    assert work.returncode == 143 and time.monotonic() - began < 10
+    assert err.count("\n") == 1 and "terminated; go on with: longdraft resume" in err
+
+
+def test_a_reader_that_goes_away_leaves_a_journal_that_resumes(uncut, tmp_path):
+    work = subprocess.Popen(command(*WRITE, "--journal", tmp_path / "j"), stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
+    work.stdout.read(20)
+    work.stdout.close()
+    err = work.stderr.read().decode()
+    assert work.wait(timeout=60) == 1
+    assert "Traceback" not in err and err.count("\n") == 1 and "go on with: longdraft resume" in err
+    done = subprocess.run(command("resume", tmp_path / "j", "--threads", 1), capture_output=True, text=True, check=True)
+    assert done.stdout == uncut["text"] and done.stderr == ""
+
+
+def test_a_disk_that_is_full_gets_one_line_and_goes_on_later(uncut, tmp_path):
+    """A limit on the size of files is a disk that fills up: writes fall short, then fail."""
+    code = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"
+            "from longdraft.__main__ import main; sys.argv[0] = 'longdraft'; main()")
+    work = subprocess.run([sys.executable, "-c", code, *WRITE, "--journal", str(tmp_path / "j"), "--drafter", "plain"],
+                          capture_output=True, text=True, check=False)
+    assert work.returncode == 1
+    assert work.stderr.count("\n") == 1 and "File too large; go on with: longdraft resume" in work.stderr
+    found = read(tmp_path / "j")
+    assert found.tokens.tolist() == uncut["ids"][: len(found.tokens)] and len(found.tokens) > 100
+    assert uncut["text"].startswith(work.stdout.rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert run(["resume", str(tmp_path / "j"), "--output", str(tmp_path / "t"), "--threads", "1"]) == 0
+    assert (tmp_path / "t").read_text() == uncut["text"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not tell its memory so")
+def test_memory_that_runs_out_gets_a_memory_error_and_a_journal_that_goes_on(uncut, tmp_path):
+    """The address space is limited while the text grows: whatever allocation fails first."""
+    code = ("import sys, resource, longdraft\nfrom pathlib import Path\n"
+            "engine = longdraft.load('novelist', drafter='suffix', threads=1)\n"
+            "params = longdraft.SamplingParams(max_new_tokens=2500, seed=1, min_p=0.1, on_loop='off')\n"
+            "next(engine.generate('It was', params))\n"
+            "size = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (size + (8 << 20), -1))\n"
+            "try:\n    [0 for event in engine.generate('It was', params, journal=sys.argv[1])]\n"
+            "except MemoryError:\n    sys.exit(42)")
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "j")], check=False).returncode == 42
+    assert 100 < len(read(tmp_path / "j").tokens) < 2500
+    assert run(["resume", str(tmp_path / "j"), "--output", str(tmp_path / "t"), "--threads", "1"]) == 0
+    assert (tmp_path / "t").read_text() == uncut["text"]
+
+
+def test_kill_9_at_random_moments(tmp_path):
+    """The short version of what `benchmarks/soak.py` does a hundred times."""
+    work = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "soak.py"), "kills", "--count", "12", "--tokens",
+                           "400"], capture_output=True, text=True, check=False)
+    assert work.returncode == 0, work.stderr
+    figures = json.loads(work.stdout.splitlines()[-1])
+    assert figures["kills"] == 12 and figures["equal"] == figures["texts"] >= 1
+
+
+MISTAKES = {
+    "journal there": (["generate", "a", "--journal", "{done}"], "go on with: longdraft resume"),
+    "journal of a file": (["generate", "a", "--journal", "{file}/x", "--max-new-tokens", "1"], "Not a directory"),
+    "journal of a bad name": (["generate", "a", "--journal", "x" * 300, "--max-new-tokens", "1"], "too long"),
+    "fsync": (["generate", "a", "--journal", "{new}", "--fsync", "often"], "allowed: always, never, or seconds"),
+    "on-loop": (["generate", "a", "--on-loop", "x"], "allowed: warn, stop or off"),
+    "resume nothing": (["resume", "{new}"], "no journal in"),
+    "resume a file": (["resume", "{file}"], "no journal in"),
+    "resume without": (["resume"], "Missing argument 'JOURNAL'"),
+    "inspect nothing": (["inspect", "{new}"], "no journal in"),
+    "resume fsync": (["resume", "{done}", "--fsync", "0"], "allowed: always"),
+    "resume drafter": (["resume", "{done}", "--drafter", "x"], "unknown drafter 'x'"),
+    "inspect other tokenizer": (["inspect", "{done}", "--text", "-", "--model", "{model}"], "is not the journal's"),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    journal = tmp_path_factory.mktemp("finished") / "j"
+    assert run(["generate", "It was", "--max-new-tokens", "40", "--seed", "1", "--journal", str(journal),
+                "--output", "/dev/null"]) == 0
+    return journal
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_clear_line_and_status_2(mistake, finished, tiny, capfd, tmp_path):
+    (tmp_path / "file").write_text("")
+    arguments, message = MISTAKES[mistake]
+    places = {"done": finished, "file": tmp_path / "file", "new": tmp_path / "new", "model": tiny["gqa"]}
+    assert run([part.format(**places) for part in arguments]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err.startswith("longdraft: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_finished_journal_shows_its_text_again_and_says_so(finished, capfd, tmp_path):
+    assert run(["generate", "It was", "--max-new-tokens", "40", "--seed", "1"]) == 0
+    text = capfd.readouterr().out
+    assert run(["resume", str(finished)]) == 0
+    shown = capfd.readouterr()
+    assert shown.out == text and "the text is whole (40 tokens, finish reason length)" in shown.err
+
+
+def test_inspect_shows_and_exports(finished, capfd, tmp_path):
+    assert run(["inspect", str(finished)]) == 0
+    shown = capfd.readouterr().out
+    for part in ("finished (length)", "40 of 40", "seed 1", "novelist", "tokens/s", "bit-exact", "0-5"):
+        assert part in shown
+    assert run(["inspect", str(finished), "--json", "--text", str(tmp_path / "t"), "--tokens-out",
+                str(tmp_path / "ids.npy")]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["state"] == "finished" and report["new_tokens"] == 40 and report["torn_bytes"] == 0
+    assert sum(part["steps"] for part in report["over_length"]) == report["steps"]
+    assert report["header"]["sampling"]["seed"] == 1
+    assert np.load(tmp_path / "ids.npy").tolist() == read(finished).tokens.tolist()
+    assert run(["inspect", str(finished), "--text", "-"]) == 0
+    assert capfd.readouterr().out == (tmp_path / "t").read_text() != ""

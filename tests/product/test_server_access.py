@@ -1,0 +1,118 @@
+"""Who may use the server and from where, what its log tells of them, and which series its dashboard asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import serving
+
+from longdraft.errors import UsageError
+from longdraft.server import run as running
+from longdraft.server.settings import Settings, read_keys
+
+engine = pytest.fixture(scope="module")(serving.talker)
+server = pytest.fixture(scope="module")(serving.opened)
+
+
+def test_everything_but_health_is_behind_the_key(engine):
+    with serving.running(engine, api_keys=("first-key", "second-key")) as server:
+        assert httpx.get(server.url + "/health").status_code == 200
+        for path in ("/", "/ready", "/version", "/metrics", "/v1/models", "/openapi.json", "/v1/longdraft/generations",
+                     "/nowhere", "/page/page.js"):
+            assert httpx.get(server.url + path).status_code == 401, path
+        for path in ("/v1/completions", "/tokenize"):
+            reply = httpx.post(server.url + path, json={"prompt": "a"})
+            assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
+        for key in ("first-key", "second-key"):
+            client = openai.OpenAI(base_url=server.url + "/v1", api_key=key)
+            assert client.completions.create(model="novelist", prompt="a", max_tokens=1).choices
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=server.url + "/v1", api_key="first").models.list()
+        asked = httpx.get(server.url + "/", headers={"Accept": "text/html"})
+        assert asked.headers["www-authenticate"].startswith("Basic")
+        assert httpx.get(server.url + "/", auth=("anybody", "second-key")).status_code == 200
+
+
+def test_a_web_page_elsewhere_cannot_use_a_local_server(server, engine):
+    url = server.url + "/v1/completions"
+    assert httpx.post(url, json={"prompt": "a"}, headers={"Host": "evil.example"}).status_code == 403
+    reply = httpx.options(url, headers={"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"})
+    assert "access-control-allow-origin" not in reply.headers
+    reply = httpx.post(url, json={"prompt": "a", "max_tokens": 1}, headers={"Origin": "https://evil.example"})
+    assert reply.status_code == 403 and reply.json()["error"]["code"] == "origin_not_allowed"
+    assert httpx.post(url, json={"prompt": "a", "max_tokens": 1}, headers={"Origin": server.url}).status_code == 200
+    assert httpx.get(server.url + "/version", headers={"Host": "["}).status_code == 403
+    with serving.running(engine, cors_origins=("https://good.example",)) as open_server:
+        reply = httpx.options(open_server.url + "/v1/completions", headers={
+            "Origin": "https://good.example", "Access-Control-Request-Method": "POST"})
+        assert reply.headers["access-control-allow-origin"] == "https://good.example"
+
+
+def test_request_ids_come_back_and_logs_hold_no_text(server, caplog):
+    with caplog.at_level("INFO", logger="longdraft.server"):
+        reply = httpx.post(server.url + "/v1/completions", headers={"X-Request-Id": "abc-1"}, timeout=30,
+                           json={"prompt": "A very secret prompt", "max_tokens": 3, "user": "ann"})
+        serving.wait_for(lambda: any(entry.getMessage() == "request" for entry in caplog.records))
+    assert reply.headers["x-request-id"] == "abc-1"
+    fields = [getattr(entry, "longdraft_fields", {}) for entry in caplog.records]
+    assert any(each.get("id") == "abc-1" and each.get("status") == 200 for each in fields)
+    assert any(each.get("user") == "ann" and each.get("new_tokens") == 3 for each in fields)
+    assert "secret" not in str(fields) + caplog.text
+
+
+def test_keys_are_read_from_options_a_file_and_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_API_KEY", "three")
+    (tmp_path / "keys").write_text("# ours\none\n\ntwo\n")
+    assert read_keys(("zero",), tmp_path / "keys") == ("zero", "one", "two", "three")
+    (tmp_path / "keys").write_text("# none yet\n")
+    with pytest.raises(UsageError, match="holds no key"):
+        read_keys((), tmp_path / "keys")
+
+
+@pytest.mark.parametrize("host, is_local", [("127.0.0.1", True), ("::1", True), ("localhost", True),
+                                            ("0.0.0.0", False), ("example.org", False)])
+def test_which_addresses_are_this_machines_own(host, is_local):
+    assert Settings(host=host).is_local is is_local
+
+
+def test_the_dashboard_asks_for_series_that_are_there(server):
+    body = {"prompt": "a", "max_tokens": 30, "temperature": 0}
+    httpx.post(server.url + "/v1/completions", json=body, timeout=60)
+    told = set(re.findall(r"longdraft:\w+", httpx.get(server.url + "/metrics").text))
+    dashboard = (Path(__file__).parents[2] / "docs" / "grafana.json").read_text()
+    asked = set(re.findall(r"longdraft:\w+", dashboard))
+    assert len(json.loads(dashboard)["panels"]) >= 10 and len(asked) > 12
+    assert asked - told <= {"longdraft:request_failure_total"}  # there when something has failed
+
+
+ASKED = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize("before, beginning", [(b"", b""), (b"", b"GET /hea"), (ASKED, b"G")])
+def test_a_connection_that_begins_a_request_and_stops_is_cut(server, monkeypatch, before, beginning):
+    """The first one, and one behind another that was answered."""
+    monkeypatch.setattr(running, "_HEADER_S", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(before)
+        if before:
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+        connection.sendall(beginning)
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(65_536):
+                pass
+
+
+def test_a_connection_stays_while_its_answer_is_written(server, monkeypatch):
+    monkeypatch.setattr(running, "_HEADER_S", 0.05)
+    body = {"prompt": "It was", "max_tokens": 2000, "ignore_eos": True, "longdraft": {"drafter": "plain"}}
+    with httpx.Client() as client:
+        reply = client.post(server.url + "/v1/completions", json=body, timeout=60)
+        assert reply.json()["usage"]["completion_tokens"] == 2000
+        assert client.get(server.url + "/health").status_code == 200

@@ -1,0 +1,354 @@
+"""Several texts in one forward: what a text does not depend on is what it was batched with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import count, cycle, islice
+
+import pytest
+import torch
+from conftest import load, make_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_equality import DRAFTERS, SETTINGS, liar, prompt_of
+
+import longdraft
+from longdraft import drafters, kernels
+from longdraft.cache.full import FullCache
+from longdraft.core import SamplingParams
+from longdraft.errors import JournalError, UsageError
+from longdraft.generation import PREFILL_SHARED, Generation
+from longdraft.model import checkpoint
+from longdraft.model import config as model_config
+from longdraft.model.transformer import ForwardRequest, Rows, Transformer
+
+LIARS = ["random", "perfect", "half true", "empty", "huge", "duplicated branches", "colliding with the penalty"]
+
+
+# A forward of several texts.
+
+
+def filled(model: Transformer, length: int, seed: int) -> FullCache:
+    """A cache of a text of random keys and values."""
+    cache, config = model.new_cache(), model.config
+    torch.manual_seed(seed)
+    if length:
+        cache.append(*torch.randn(2, config.num_layers, length, config.num_kv_heads, config.head_dim)
+                     .to(model.kernels.dtype))
+        cache.commit(range(length))
+    return cache
+
+
+def rows_of(parents: Sequence[int], length: int, seed: int) -> Rows:
+    pick, depths = random.Random(seed), []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return Rows([pick.randrange(2, 258) for _ in parents], [length + depth for depth in depths], parents)
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[int, list[int], int]:
+    """(length of the text, parents of its rows, seed); lengths near the edges of groups, blocks and splits."""
+    length = draw(st.sampled_from([0, 1, 31, 32, 33, 255, 256, 300]) | st.integers(0, 600))
+    rows = draw(st.sampled_from([1, 1, 1, 4, 17, 40]))
+    is_chain = draw(st.booleans())
+    parents = [row - 1 if is_chain else draw(st.integers(-1, row - 1)) for row in range(rows)]
+    return length, parents, draw(st.integers(0, 99))
+
+
+@pytest.fixture(scope="module", params=[*[(name, dtype) for name in kernels.available()[:-1]
+                                          for dtype in ("bfloat16", "float32")], ("reference", "float32")],
+                ids=lambda pair: "-".join(pair))
+def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    """A model whose first layer sees all and whose second a window, on every kind of kernels."""
+    folder = tmp_path_factory.mktemp("windowed")
+    make_checkpoint(folder, num_key_value_heads=2)
+    name, dtype = request.param
+    chosen = kernels.choose("cpu", dtype, name)
+    model = checkpoint.load(checkpoint.TensorFiles(folder), model_config.read(folder), chosen)
+    layers = model.weights.layers
+    weights = model.weights._replace(layers=(layers[0], layers[1]._replace(window=40)))
+    return Transformer(model.config, weights, chosen)
+
+
+@given(st.lists(parts(), min_size=2, max_size=6))
+@settings(max_examples=12, deadline=None)
+def test_a_forward_of_several_texts_gives_each_the_bits_of_its_own(windowed, texts):
+    model = windowed
+    asks, alone = [], []
+    for length, parents, seed in texts:
+        rows = rows_of(parents, length, seed)
+        count = seed % (len(parents) + 1)
+        asks.append(ForwardRequest(model, rows, filled(model, length, seed), count))
+        alone.append((filled(model, length, seed), model.forward(rows, filled(model, length, seed), count)))
+    for ask, result, (cache, expected) in zip(asks, model.together(asks), alone, strict=True):
+        assert torch.equal(result.hidden, expected.hidden) and torch.equal(result.logits, expected.logits)
+        assert all(torch.equal(a, b) for a, b in zip(result.attention_output, expected.attention_output, strict=True))
+        path = [row for row in range(len(ask.rows.tokens)) if ask.rows.parents[row] == row - 1][:5]
+        ask.cache.commit(path)
+        model.forward(ask.rows, cache)
+        cache.commit(path)
+        places = torch.arange(cache.length).expand(2, -1)
+        for mine, theirs in zip(ask.cache.stores, cache.stores, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine.read(places), theirs.read(places), strict=True))
+
+
+def test_drafts_with_remainders_and_verifications_travel_together(tiny):
+    """Each text's rows with its own map of what its cache leaves out, or none."""
+    for name in kernels.available():
+        model = load(tiny["gqa"], "float32", name)
+        asks = [ForwardRequest(model, rows_of([-1, 0, 0][: 1 + seed % 3], 50 + seed, seed), with_rest(model, seed), 1)
+                for seed in range(7)]
+        for ask, result in zip(asks, model.together(asks), strict=True):
+            expected = model.forward(ask.rows, ask.cache, 1)
+            assert torch.equal(result.hidden, expected.hidden) and torch.equal(result.logits, expected.logits)
+
+
+def with_rest(model: Transformer, seed: int) -> FullCache:
+    """A cache whose attention counts what it leaves out, but for every third one."""
+    cache, config = filled(model, 50 + seed, seed), model.config
+    rest = torch.randn(config.num_layers, config.num_heads, config.head_dim + 1, config.head_dim + 1)
+    if seed % 3:
+        append = cache.append
+        cache.append = lambda k, v: append(k, v)._replace(rest=rest)
+    return cache
+
+
+# Texts.
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, tiny) -> longdraft.Engine:
+    return longdraft.load(str(tiny[request.param]), dtype="bfloat16" if request.param == "gqa" else "float32")
+
+
+@pytest.fixture(scope="module")
+def drafts(engine, tiny) -> dict[str, Transformer]:
+    folder = tiny["mha" if engine.model.config.num_kv_heads == 1 else "gqa"]
+    another = checkpoint.load(checkpoint.TensorFiles(folder), model_config.read(folder), engine.model.kernels)
+    return {"another": another, "itself": engine.model}
+
+
+def begin(engine: longdraft.Engine, drafts: dict[str, Transformer], drafter: str, prompt: list[int],
+          params: SamplingParams, truth: Sequence[int] = ()) -> Generation:
+    """A text with a drafter of DRAFTERS, or one that lies."""
+    name, options = DRAFTERS.get(drafter, ("plain", {}))
+    engine.drafter, engine.options = name, drafters.parse_options(name, options)
+    engine.draft = drafts.get(options.get("model"))
+    generation = engine.generate(prompt, params)
+    if drafter in LIARS:
+        generation._step = generation._step._replace(drafter=liar(drafter, list(truth), len(prompt)))
+    return generation
+
+
+def cases(engine, drafts, count: int, seed: int) -> Iterator[tuple[list[int], SamplingParams, str, list[int]]]:
+    """(prompt, settings, drafter, plain text) of `count` texts, all drafters and settings in turn."""
+    pick = random.Random(seed)
+    mix = [*DRAFTERS, *LIARS]
+    pick.shuffle(mix)
+    for drafter, (_, sampling) in islice(zip(cycle(mix), cycle(SETTINGS.items()), strict=False), count):
+        prompt = prompt_of(pick.choice([1, 2, 30, 90, PREFILL_SHARED + 1, 150]), seed=pick.randrange(50))
+        params = SamplingParams(max_new_tokens=pick.randrange(20, 34), seed=pick.randrange(99), ignore_eos=True,
+                                on_loop="off", **sampling)
+        truth = begin(engine, drafts, "plain", prompt, params)
+        list(truth)
+        yield prompt, params, drafter, truth.tokens.tolist()
+
+
+@pytest.mark.parametrize("engine, size, count", [("mha", 2, 8), ("gqa", 8, 30), ("mha", 16, 32)],
+                         indirect=["engine"])
+def test_a_text_does_not_depend_on_what_it_was_batched_with(engine, drafts, size, count):
+    """Joining and leaving at random; every drafter and those that lie; cut texts begin anew."""
+    pick = random.Random(size)
+    waiting = list(cases(engine, drafts, count, size))
+    under_way: dict[int, tuple] = {}
+    done = cuts = most = 0
+    with engine.batch() as batch:
+        while waiting or batch:
+            while waiting and len(batch) < size and (not batch or pick.random() < 0.5):
+                case = waiting.pop()
+                prompt, params, drafter, truth = case
+                under_way[batch.admit(begin(engine, drafts, drafter, prompt, params, truth))] = case
+            most = max(most, len(batch))
+            for text, event in batch.step():
+                assert event.error is None
+                if event.finish_reason:
+                    case = under_way.pop(text)
+                    assert event.stats["new_tokens"] == len(case[3])
+                    done += 1
+                    assert event.stats["sha256_tokens"] == alone(case), case[2]
+            if len(batch) and cuts < count // 4 and pick.random() < 0.1:
+                text = pick.choice(list(batch))
+                tokens = batch.remove(text).tokens.tolist()
+                case = under_way.pop(text)
+                assert tokens == case[3][: len(tokens)]
+                waiting.append(case)
+                cuts += 1
+    assert done == count and cuts and most == size
+
+
+def alone(case: tuple) -> str:
+    import hashlib
+
+    return hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in case[3])).hexdigest()
+
+
+@pytest.mark.parametrize("name", kernels.available())
+def test_every_kernel_keeps_the_promise_in_a_batch(tiny, name):
+    engine = longdraft.load(str(tiny["gqa"]), drafter="magicdec", dtype="bfloat16", kernels_name=name)
+    params = [SamplingParams(max_new_tokens=12, seed=seed, min_p=0.05) for seed in range(5)]
+    prompts = [prompt_of(20 * seed + 1, seed) for seed in range(5)]
+    texts: dict[int, list[int]] = {place: [] for place in range(5)}
+    for place, event in engine.generate_many(prompts, params, batch_size=3):
+        texts[place] += event.tokens
+    for place, prompt in enumerate(prompts):
+        generation = engine.generate(prompt, params[place])
+        list(generation)
+        assert generation.tokens.tolist() == texts[place]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny) -> longdraft.Engine:
+    return longdraft.load(str(tiny["gqa"]), drafter="plain")
+
+
+def params_of(seed: int = 1, **changes) -> SamplingParams:
+    return SamplingParams(**(dict(max_new_tokens=10, seed=seed, ignore_eos=True) | changes))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The rows of each text of each forward from now on."""
+    seen: list[list[int]] = []
+    together = Transformer.together
+    monkeypatch.setattr(Transformer, "together", lambda self, asks: (
+        seen.append([len(ask.rows.tokens) for ask in asks]), together(self, asks))[1])
+    return seen
+
+
+def test_the_weights_are_read_once_for_all(plain, monkeypatch):
+    batch = plain.batch()
+    for seed in range(8):
+        batch.add(prompt_of(9, seed), params_of(seed))
+    seen = counted(monkeypatch)
+    while batch:
+        batch.step()
+    assert seen == [[8] * 8] + [[1] * 8] * 10
+
+
+def test_prompts_are_read_in_small_pieces_while_others_write(plain, monkeypatch):
+    batch = plain.batch()
+    batch.add(prompt_of(30), params_of(max_new_tokens=20))
+    batch.step()
+    batch.add(prompt_of(3 * PREFILL_SHARED + 1), params_of())
+    seen = counted(monkeypatch)
+    for _ in range(4):
+        batch.step()
+    assert seen == [[1, PREFILL_SHARED]] * 3 + [[1, 1]]
+
+
+def test_drafts_of_one_and_verifications_of_another_share_a_forward(tiny, monkeypatch):
+    engine = longdraft.load(str(tiny["gqa"]), drafter="magicdec", drafter_options={"chain": 3, "suffix": "false"})
+    batch = engine.batch()
+    batch.add(prompt_of(20), params_of(max_new_tokens=30))
+    batch.step()
+    batch.step()
+    batch.add(prompt_of(30), params_of(max_new_tokens=30))
+    batch.step()
+    seen = counted(monkeypatch)
+    for _ in range(8):
+        batch.step()
+    assert all(len(rows) == 2 for rows in seen) and any(1 in rows and max(rows) > 1 for rows in seen)
+
+
+def test_models_that_differ_take_a_forward_each(plain, tiny):
+    other = longdraft.load(str(tiny["mha"]), drafter="plain")
+    expected = [list(engine.generate(prompt_of(20), params_of()))[-1].stats["sha256_tokens"]
+                for engine in (plain, other)]
+    batch = plain.batch()
+    texts = [batch.admit(engine.generate(prompt_of(20), params_of())) for engine in (plain, other)]
+    found = {}
+    while batch:
+        found |= {text: event.stats["sha256_tokens"] for text, event in batch.step() if event.stats}
+    assert [found[text] for text in texts] == expected
+
+
+def test_texts_whose_rotations_depend_on_their_length_keep_their_own(tmp_path):
+    make_checkpoint(tmp_path, max_position_embeddings=64,
+                    rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
+    engine = longdraft.load(str(tmp_path), drafter="plain")
+    lengths = [10, 80, 150]
+    expected = [list(engine.generate(prompt_of(20), params_of(max_new_tokens=length)))[-1].stats["sha256_tokens"]
+                for length in lengths]
+    found = {place: event.stats["sha256_tokens"] for place, event in engine.generate_many(
+        [prompt_of(20)] * 3, [params_of(max_new_tokens=length) for length in lengths]) if event.stats}
+    assert [found[place] for place in range(3)] == expected and len(set(expected)) == 3
+
+
+# The Python API.
+
+
+def test_generate_many_takes_prompts_as_there_is_room(plain):
+    taken = []
+
+    def prompts() -> Iterator[list[int]]:
+        for seed in range(6):
+            taken.append(seed)
+            yield prompt_of(9, seed)
+
+    events = plain.generate_many(prompts(), params_of(max_new_tokens=3), batch_size=2)
+    next(events)
+    assert taken == [0, 1]
+    assert {place for place, event in events if event.finish_reason} == set(range(6)) and taken == list(range(6))
+
+
+def test_generate_many_goes_on_behind_a_prompt_that_cannot_be_served(plain):
+    last = dict(plain.generate_many(["It was", "", [10**9], "Once"], params_of()))
+    assert [last[place].finish_reason for place in range(4)] == ["length", None, None, "length"]
+    assert "empty" in str(last[1].error) and "token id" in str(last[2].error)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room for its cache"), JournalError("it is there already")])
+def test_generate_many_goes_on_behind_a_text_that_cannot_begin(plain, monkeypatch, error):
+    generate = longdraft.Engine.generate
+
+    def refuses(self, prompt, *settings, **options):
+        if prompt == "no":
+            raise error
+        return generate(self, prompt, *settings, **options)
+
+    monkeypatch.setattr(longdraft.Engine, "generate", refuses)
+    last = dict(plain.generate_many(["It was", "no", "Once"], params_of(), batch_size=2))
+    assert [last[place].finish_reason for place in range(3)] == ["length", None, "length"] and last[1].error is error
+
+
+def test_generate_many_forgets_texts_that_have_ended(plain, monkeypatch):
+    """... so that an endless iterator of prompts can be written."""
+    prompts = (prompt_of(9, seed) for seed in count())
+    texts = plain.generate_many(prompts, params_of(max_new_tokens=2), batch_size=2)
+    ended = 0
+    while ended < 40:
+        ended += next(texts)[1].finish_reason is not None
+    assert len(texts.gi_frame.f_locals["places"]) <= 2
+    texts.close()
+
+
+def test_generate_many_says_what_is_wrong_with_its_arguments(plain):
+    with pytest.raises(UsageError, match="at_once is 0; allowed: 1 to 4096 texts"):
+        plain.generate_many(["a"], batch_size=0)
+    with pytest.raises(UsageError, match="params has 1 settings and there are more prompts; give one for each"):
+        list(plain.generate_many(["a", "b"], [params_of()]))
+
+
+def test_a_batch_that_is_closed_closes_its_texts(plain):
+    with plain.batch() as batch:
+        text = batch.add("It was", params_of())
+        batch.step()
+        generation = batch[text]
+    assert not batch and generation.finish_reason == "cancelled"
+    with pytest.raises(UsageError, match="text 7 is not in the batch; there are: none"):
+        batch.remove(7)
+
+
+def test_an_empty_batch_has_nothing_to_do(plain):
+    assert plain.batch().step() == [] and list(plain.generate_many([])) == []

@@ -1,0 +1,300 @@
+"""Drafters that draft chains: a small model that reads along, the target on compressed caches, and both at once."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import load, make_checkpoint
+from helpers import by_name, generate
+from test_equality import SETTINGS, prompt_of
+
+import longdraft
+from longdraft import drafters
+from longdraft.cache.full import FullCache
+from longdraft.core import Context, SamplingParams
+from longdraft.drafters import streaming_model as follower_module
+from longdraft.drafters.streaming_model import StreamingDraftModel
+from longdraft.errors import UsageError
+from longdraft.model.routine import run_alone
+from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.speculation.step import Tally
+
+
+@pytest.fixture(scope="module")
+def model(tiny: dict[str, Path]) -> Transformer:
+    return load(tiny["gqa"])
+
+
+def contents(cache: FullCache) -> list[torch.Tensor]:
+    places = torch.arange(cache.length).expand(1, -1)
+    return [part for store in cache.stores for part in store.read(places)]
+
+
+def same(first: FullCache, second: FullCache) -> bool:
+    return first.length == second.length and all(
+        torch.equal(a, b) for a, b in zip(contents(first), contents(second), strict=True))
+
+
+# The model that reads along.
+
+
+@pytest.mark.parametrize("budget, sinks, refresh", [(4096, 4, 1024), (40, 3, 9), (30, 0, 1), (24, 2, 20), (9, 1, 7)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_it_has_read_is_what_a_fresh_one_reads(model, monkeypatch, budget, sinks, refresh, seed):
+    """Drafts are kept, rejected in part or whole, or never asked for; now and then it falls behind."""
+    monkeypatch.setattr(follower_module, "CHUNK", 16)
+    pick = random.Random(seed)
+    context = Context(prompt_of(50, seed))
+    reader = StreamingDraftModel(model, model.config.vocab_size, budget, sinks, refresh)
+    reader.begin(context)
+    for _ in range(60):
+        path = [context.last]
+        for _ in range(pick.randrange(7)):
+            logits = run_alone(reader.read(context, path))
+            if logits is None:
+                break
+            row = reader.cache.length
+            places = [*range(min(sinks, row)), *range(reader._start, reader._start + row - min(sinks, row))]
+            whole = context.slice(0, len(context)).tolist() + path[1:]
+            assert row <= budget and places[-1] == len(whole) - 1 and len(set(places)) == row
+            fresh = model.new_cache()
+            hidden = model.forward(chain_rows([whole[place] for place in places], 0), fresh).hidden[-1:]
+            fresh.commit(range(row))
+            assert same(reader.cache, fresh) and torch.equal(logits, model.logits(hidden))
+            path.append(pick.randrange(2, 258))
+        kept = path[1 : 1 + pick.randrange(len(path))]
+        context.extend([*kept, *(pick.randrange(2, 258) for _ in range(pick.choice([1, 1, 1, 2, 40])))])
+
+
+def test_a_window_reads_no_more_of_a_long_prompt_than_it_holds(model, monkeypatch):
+    reader = StreamingDraftModel(model, model.config.vocab_size, 40, 4, 10)
+    read = []
+    together = Transformer.together
+    monkeypatch.setattr(Transformer, "together", lambda self, asks: (
+        read.extend(len(ask.rows.tokens) for ask in asks), together(self, asks))[1])
+    reader.begin(Context(prompt_of(3000)))
+    assert read == [30]
+
+
+def test_vocabularies_padded_to_different_sizes_fit(model, tmp_path):
+    make_checkpoint(tmp_path / "small", vocab_size=300)
+    small = load(tmp_path / "small")
+    context = Context([*prompt_of(20), 310, 5])
+    for size in (280, 300, 320):
+        reader = StreamingDraftModel(small, size, 100, 0, 10)
+        reader.begin(context)
+        logits = run_alone(reader.read(context, [5]))
+        assert logits.shape == (1, size) and logits[0, 300:].isneginf().all()
+
+
+# Drafts as good as the target are all accepted.
+
+PERFECT = {
+    "draft-model": dict(model="self", cache="full", chain=5),
+    "draft-model, window": dict(model="self", budget=1000, refresh=100),
+    "magicdec": dict(budget=400, chain=3, width=1, suffix=False),
+    "magicdec, snapkv": dict(budget=400, selection="snapkv", width=1, suffix=False),
+    "triforce": dict(model="self", budget=400),
+    "triforce, n-grams": dict(budget=400, chain=6),
+}
+
+
+@pytest.mark.parametrize("settings", ["greedy, penalty", "paper", "all of it"])
+@pytest.mark.parametrize("name", PERFECT)
+def test_a_perfect_draft_is_accepted_whole(model, name, settings):
+    tally = Tally()
+    params = SamplingParams(max_new_tokens=40, seed=4, **SETTINGS[settings])
+    draft = model if "model" in PERFECT[name] else None
+    generate(model, prompt_of(90), params, by_name(name.split(",")[0], None, draft, **PERFECT[name]), tally=tally)
+    assert tally.accepted == tally.drafted and tally.drafted.total() > 20
+
+
+def test_the_levels_of_triforce_agree_where_they_can(model):
+    """A small model that is the target has its guesses kept by the level above, one forward for three tokens."""
+    tally = Tally()
+    options = dict(model="self", budget=400, window=1000, guesses=2, chain=3)
+    params = SamplingParams(max_new_tokens=41, temperature=0.0)
+    generate(model, prompt_of(90), params, by_name("triforce", None, model, **options), tally=tally)
+    assert tally.accepted["draft"] == 2 * tally.accepted["retrieval"] > 0
+
+
+# Caches are as they were when a proposal is done.
+
+
+class Watched:
+    """A drafter with a partial cache, looked at before and after each proposal."""
+
+    def __init__(self, drafter) -> None:
+        self._drafter = drafter
+        self.begin, self.observe = drafter.begin, drafter.observe
+        self.selections = 0
+
+    def propose(self, context, max_depth):
+        rows = self._drafter.partial._rows
+        before, length = contents(rows), rows.length
+        tree = yield from self._drafter.propose(context, max_depth)
+        assert rows.length == length
+        assert all(torch.equal(a, b) for a, b in zip(before, contents(rows), strict=True))
+        self.selections = self._drafter.partial.num_selections
+        return tree
+
+
+@pytest.mark.parametrize("name, options", [
+    ("magicdec", dict(budget=24, sinks=4, refresh=5)),
+    ("magicdec", dict(budget=48, sinks=4, refresh=5, selection="snapkv", width=3)),
+    ("triforce", dict(budget=48, stride=6)),
+    ("triforce", dict(budget=48, stride=6, model="another", window=30, refresh=8)),
+])
+def test_proposals_leave_the_partial_cache_as_it_was(model, tiny, name, options):
+    watched = []
+    draft = load(tiny["mha"]) if "model" in options else None
+    factory = by_name(name, None, draft, **options)
+    params = SamplingParams(max_new_tokens=60, seed=4, repetition_penalty=1.2, penalty_window=20)
+    generate(model, prompt_of(90), params, lambda given: watched.append(Watched(factory(given))) or watched[0])
+    assert watched[0].selections > 3
+
+
+def test_between_choices_a_streaming_cache_holds_the_rows_of_the_text(model):
+    """After steps with rejected drafts, its rows are those of the full cache, bit for bit."""
+    seen = []
+
+    def factory(given: drafters.Resources):
+        drafter = by_name("magicdec", budget=24, sinks=4, refresh=50)(given)
+        seen.append((drafter, given.cache))
+        return drafter
+
+    generate(model, prompt_of(90), SamplingParams(max_new_tokens=30, seed=2), factory)
+    drafter, full = seen[0]
+    rows = drafter.partial._rows
+    places = torch.tensor([[*range(4), *range(full.length - rows.length + 4, full.length)]])
+    for mine, theirs in zip(rows.stores, full.stores, strict=True):
+        held = mine.read(torch.arange(rows.length).expand(1, -1))
+        assert all(torch.equal(a, b) for a, b in zip(held, theirs.read(places), strict=True))
+
+
+def test_falling_acceptance_has_retrieval_chosen_anew(model):
+    """With a floor that nothing reaches, more often than by the stride alone."""
+    counts = []
+    for floor in (0.0, 0.99):
+        seen = []
+        factory = by_name("triforce", budget=48, stride=100, floor=floor, remainder="false")
+        generate(model, prompt_of(200), SamplingParams(max_new_tokens=150, seed=2),
+                 lambda given, factory=factory, seen=seen: seen.append(factory(given)) or seen[0])
+        counts.append(seen[0].partial.num_selections)
+    assert counts[0] <= 2 and counts[1] > counts[0] + 2
+
+
+# What users see.
+
+
+@pytest.mark.parametrize("name, options, message", [
+    ("magicdec", {"selection": "all"}, "selection is 'all'; allowed: streaming or snapkv"),
+    ("magicdec", {"chain": "0"}, "chain is 0; allowed: 1 to 64"),
+    ("magicdec", {"budget": "40", "selection": "snapkv"}, r"budget is 40; allowed: at least 48 \(sinks and the latest"),
+    ("magicdec", {"refresh": "0"}, "refresh is 0"),
+    ("magicdec", {"sinks": "-1"}, "sinks is -1"),
+    ("magicdec", {"width": "17"}, "width is 17; allowed: 1 to 16"),
+    ("draft-model", {"model": "m", "cache": "partial"}, "cache is 'partial'; allowed: streaming or full"),
+    ("draft-model", {"model": "m", "cache": "full", "budget": "999"}, "'full'; allowed: streaming, with budget"),
+    ("draft-model", {"model": "m", "budget": "260"}, r"budget is 260; allowed: more than sinks \+ refresh \(260\)"),
+    ("triforce", {"budget": "47"}, "budget is 47; allowed: at least 48"),
+    ("triforce", {"floor": "1"}, "floor is 1.0; allowed: 0 to below 1; 0 chooses by the stride alone"),
+    ("triforce", {"stride": "0"}, "stride is 0"),
+    ("triforce", {"guesses": "0"}, "guesses is 0; allowed: 1 to 16"),
+    ("triforce", {"model": "m", "window": "60"}, r"budget is 60; allowed: more than sinks \+ refresh \(68\)"),
+])
+def test_options_out_of_range_say_why(name, options, message):
+    with pytest.raises(UsageError, match=message):
+        drafters.parse_options(name, options)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    make_checkpoint(folder, num_hidden_layers=1, max_position_embeddings=512)
+    return folder
+
+
+def stats_of(target: Path, drafter: str, **options: object) -> dict:
+    engine = longdraft.load(str(target), drafter=drafter, drafter_options=options)
+    generation = engine.generate(prompt_of(60), SamplingParams(max_new_tokens=30, seed=3))
+    return [event.stats for event in generation][-1]
+
+
+@pytest.mark.parametrize("name, options", [("draft-model", {"budget": 40, "refresh": 20}), ("triforce", {})])
+def test_a_smaller_model_drafts_by_name(tiny, small, name, options):
+    stats = stats_of(tiny["gqa"], name, model=str(small), **options)
+    assert stats["sha256_tokens"] == stats_of(tiny["gqa"], "plain")["sha256_tokens"]
+    assert stats["by_source"]["draft" if name == "draft-model" else "retrieval"]["drafted"] > 0
+    assert stats["drafter_memory_bytes"] > 0 and stats["drafter_options"]["model"] == str(small)
+
+
+@pytest.mark.parametrize("name, options", [("draft-model", {"budget": 60, "refresh": 20}),
+                                           ("triforce", {"window": 60, "refresh": 20})])
+def test_a_window_has_the_rotations_of_a_window(tiny, tmp_path, name, options, caplog):
+    """However long the text: nothing is stretched, and nobody is warned of it."""
+    make_checkpoint(tmp_path, num_hidden_layers=1, max_position_embeddings=64,
+                    rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
+    stats = stats_of(tiny["gqa"], name, model=str(tmp_path), **options)
+    assert stats["by_source"]["draft"]["drafted"] > 0 and "is longer than" not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def with_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a smaller one in its own folder."""
+    folder = tmp_path_factory.mktemp("pair")
+    make_checkpoint(folder)
+    make_checkpoint(folder / "draft", num_hidden_layers=1, max_position_embeddings=2048)
+    return folder
+
+
+@pytest.mark.parametrize("name, source", [("draft-model", "draft"), ("triforce", "draft"), ("auto", "")])
+def test_a_smaller_model_beside_the_model_is_found(with_draft, name, source):
+    stats = stats_of(with_draft, name, **({"window": 99} if name == "triforce" else {}))
+    assert stats["sha256_tokens"] == stats_of(with_draft, "plain")["sha256_tokens"]
+    if name == "auto":
+        assert "draft-model" in stats["tokens_by_choice"]
+    else:
+        assert stats["by_source"][source]["drafted"] > 0
+
+
+def test_without_a_smaller_model_who_needs_one_says_so(tiny):
+    with pytest.raises(longdraft.ModelError, match=r"needs a smaller model and .* give --drafter-option model=NAME"):
+        stats_of(tiny["gqa"], "draft-model")
+    with pytest.raises(UsageError, match=r"model is ''; allowed: a smaller model, with window, sinks or refresh"):
+        stats_of(tiny["gqa"], "triforce", window=99)
+
+
+def test_a_draft_of_too_short_a_context_is_none_for_auto(tmp_path):
+    make_checkpoint(tmp_path)
+    make_checkpoint(tmp_path / "draft", num_hidden_layers=1, max_position_embeddings=512)
+    assert "draft-model" not in stats_of(tmp_path, "auto")["tokens_by_choice"]
+
+
+def test_memory_of_drafters_is_reported(tiny):
+    sizes = {name: stats_of(tiny["gqa"], name)["drafter_memory_bytes"] for name in ("plain", "magicdec", "tokenswift")}
+    assert sizes["plain"] == 0 < sizes["magicdec"] and sizes["tokenswift"] > 0
+
+
+def test_another_vocabulary_of_the_same_size_is_refused(tiny, small, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(small, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    a, b = vocabulary["B"], vocabulary["A"]
+    for name in ("draft-model", "triforce"):
+        with pytest.raises(UsageError, match=rf"2 tokens differ: 'A' is {a} here and {b} there, 'B' is") as caught:
+            longdraft.load(str(tiny["gqa"]), drafter=name, drafter_options={"model": str(other)})
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_window_beyond_the_draft_models_context_is_refused(tiny, small):
+    with pytest.raises(UsageError, match="budget is 1024; allowed: at most 512, the draft model's context"):
+        stats_of(tiny["gqa"], "draft-model", model=str(small))

@@ -1,0 +1,286 @@
+"""Trees, the n-gram table beside its obvious twin, drafters' trees and options."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from conftest import load
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from test_equality import prompt_of
+
+from longdraft import drafters
+from longdraft.core import Context, SamplingParams
+from longdraft.drafters.ngram import DelayedTable, NgramDrafter, NgramOptions
+from longdraft.drafters.ngram_table import RANKED, NgramTable
+from longdraft.drafters.tokenswift import TokenSwiftOptions
+from longdraft.errors import ModelError, UsageError
+from longdraft.model import heads
+from longdraft.model.routine import run_alone
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.verify import walk
+from longdraft.tree import Trie, chain, from_paths, root_only
+
+token = st.integers(0, 3)
+
+
+@given(st.lists(st.lists(token, max_size=6), max_size=8))
+def test_a_tree_of_paths_holds_each_prefix_once(paths):
+    tree = from_paths(9, paths, "test")
+    held = [tuple(tree.tokens[n] for n in tree.path(node)[1:]) for node in range(len(tree))]
+    assert len(held) == len(set(held))
+    assert set(held) == {tuple(path[:end]) for path in paths for end in range(len(path) + 1)} | {()}
+    assert list(tree.depths) == [len(path) for path in held]
+
+
+@given(st.lists(st.lists(token, max_size=6), max_size=8), st.integers(0, 6))
+def test_pruning_keeps_what_is_shallow(paths, depth):
+    tree = from_paths(9, paths, "test")
+    assert tree.pruned(depth) == from_paths(9, [path[:depth] for path in paths], "test")
+
+
+@given(st.lists(st.lists(token, max_size=6), max_size=8), st.lists(token, min_size=7, max_size=7))
+def test_the_walk_follows_the_targets_choices(paths, text):
+    """When the target's text does not depend on the path, the walk is the longest prefix in the tree."""
+    tree = from_paths(9, paths, "test")
+    choices = [text[depth] for depth in tree.depths]
+    longest = max([0, *(len(p) for p in ([*path[:end]] for path in paths for end in range(len(path) + 1))
+                       if p == text[: len(p)])])
+    assert [choices[node] for node in walk(tree, choices)] == text[: longest + 1]
+
+
+def test_the_first_to_guess_gets_the_credit():
+    trie = Trie(1)
+    trie.graft(0, [2, 3], "heads")
+    trie.graft(0, [2, 3, 4], "ngram")
+    assert trie.tree().sources == ("", "heads", "heads", "ngram")
+
+
+class ObviousTable:
+    """Every n-gram of the text with its count and last place, sorted when asked."""
+
+    def __init__(self, order: int) -> None:
+        self.order, self.text = order, []
+
+    def continuations(self, first: int, num: int) -> list[tuple[int, ...]]:
+        counts, latest = Counter(), {}
+        for place in range(len(self.text) - self.order + 1):
+            gram = tuple(self.text[place : place + self.order])
+            if gram[0] == first:
+                counts[gram[1:]] += 1
+                latest[gram[1:]] = place
+        return sorted(counts, key=lambda rest: (counts[rest], latest[rest]), reverse=True)[:num]
+
+
+@given(st.lists(token, max_size=300), st.integers(2, 5), st.integers(1, RANKED))
+def test_the_table_ranks_by_count_then_recency(text, order, num):
+    table, obvious = NgramTable(order), ObviousTable(order)
+    for place, this in enumerate(text):
+        table.extend([this])
+        obvious.text.append(this)
+        if place % 17 == 0 or place == len(text) - 1:
+            for first in range(4):
+                assert table.continuations(first, num) == obvious.continuations(first, num)
+
+
+def test_the_minimal_case_of_the_published_ranking_bug():
+    """Insert A, B, B: the paper's code forgets A and lists B twice."""
+    table = NgramTable(2)
+    table.extend([0, 1, 0, 2, 0, 2])
+    assert table.continuations(0, 5) == [(2,), (1,)]
+
+
+def test_the_table_is_bounded_and_forgets_what_is_rare():
+    table = NgramTable(order=2, capacity=50)
+    for i in range(5000):
+        table.extend([7, 8, 100 + i])
+        assert len(table) <= 50
+    assert table.continuations(7, 1) == [(8,)]
+
+
+def test_only_ngrams_seen_often_enough_are_given():
+    table = NgramTable(2)
+    table.extend([0, 1, 0, 2, 0, 2])
+    assert table.continuations(0, 5, seen=2) == [(2,)]
+    assert table.continuations(0, 5, seen=3) == []
+
+
+def test_ngrams_of_the_penalty_window_wait():
+    context = Context([1, 2, 3, 4, 1])
+    now = DelayedTable(NgramOptions(delay=0, seen=1), SamplingParams())
+    waits = DelayedTable(NgramOptions(seen=1), SamplingParams(repetition_penalty=1.2, penalty_window=3))
+    for table, expected in ((now, 4), (waits, 1)):
+        table.follow(context)
+        trie = Trie(1)
+        table.graft(trie, 0, 1, 3)
+        assert len(trie) == expected
+    context.extend([9, 9])
+    waits.follow(context)
+    trie = Trie(1)
+    waits.graft(trie, 0, 1, 2)  # cut to two tokens
+    assert trie.tree() == chain(1, [2, 3], "ngram")
+
+
+def test_ngram_drafts_nothing_where_there_is_nothing_to_reuse():
+    drafter = NgramDrafter(NgramOptions(), SamplingParams())
+    context = Context([5])
+    drafter.begin(context, None)
+    assert run_alone(drafter.propose(context, 10)) == root_only(5)
+
+
+def tokenswift(tiny: dict[str, Path], prompt: list[int], **options: object):
+    model = load(tiny["gqa"])
+    params = SamplingParams(temperature=0.0)
+    cache = model.new_cache()
+    given = drafters.Resources(model, cache, Sampler(params), params, heads.load(tiny["gqa"] / "heads", model))
+    from longdraft.model.transformer import chain_rows
+    from longdraft.speculation.drafter import Verified
+
+    result = model.forward(chain_rows(prompt[:-1], 0), cache)
+    cache.commit(range(len(prompt) - 1))
+    parsed = drafters.parse_options("tokenswift", options)
+    drafter = drafters.KINDS["tokenswift"].build(parsed, given)
+    context = Context(prompt)
+    drafter.begin(context, Verified(result, [-1]))
+    return drafter, context
+
+
+def test_tokenswift_builds_the_papers_tree(tiny):
+    drafter, context = tokenswift(tiny, prompt_of(60), chain=1, tree="1,3,3,3", continuations=0)
+    tree = run_alone(drafter.propose(context, 100))
+    assert len(tree) == 41
+    assert Counter(tree.depths) == {0: 1, 1: 1, 2: 3, 3: 9, 4: 27}
+
+
+def test_tokenswift_grafts_ngrams_behind_its_first_token(tiny):
+    prompt = prompt_of(60)
+    drafter, context = tokenswift(tiny, prompt, chain=1, tree="1", delay=0, seen=1, budget=500)
+    drafter._sampler.rank = lambda logits, context, path, num, ahead=0: prompt[:1]  # what has a known successor
+    tree = run_alone(drafter.propose(context, 100))
+    assert [tree.tokens[n] for n in tree.path(len(tree) - 1)[1:]][:2] == prompt[:2]
+    assert tree.sources[1] == "self" and set(tree.sources[2:]) == {"ngram"} and max(tree.depths) == 4
+    assert max(run_alone(drafter.propose(context, 2)).depths) <= 2
+    assert run_alone(drafter.propose(context, 0)) == root_only(context.last)
+
+
+def test_with_a_partial_cache_that_holds_everything_the_first_guess_is_right(tiny):
+    """Drafting on all of the cache is the target itself: every token of the chain is the target's."""
+    drafter, context = tokenswift(tiny, prompt_of(60), budget=500, chain=4, width=1, tree="1", continuations=0)
+    model = load(tiny["gqa"])
+    from longdraft.model.transformer import chain_rows
+
+    ids = context.slice(0, len(context)).tolist()
+    for token in run_alone(drafter.propose(context, 9)).tokens[1:]:
+        logits = model.logits(model.forward(chain_rows(ids, 0), model.new_cache()).hidden)
+        assert token == int(logits[-1].argmax())
+        ids.append(token)
+    assert len(ids) == 64
+
+
+@pytest.mark.parametrize("max_depth", [0, 1, 2, 3, 5, 9])
+def test_drafts_stay_within_the_depth_allowed_and_leave_the_cache_as_it_was(tiny, max_depth):
+    drafter, context = tokenswift(tiny, prompt_of(60), chain=3, tree="2,2,1", continuations=0)
+    held = drafter.partial.length
+    assert max(run_alone(drafter.propose(context, max_depth)).depths) == min(max_depth, 5)
+    assert drafter.partial.length == held
+
+
+def test_released_checkpoints_carry_their_heads(tiny, tmp_path):
+    """TokenSwift's files: the whole model plus model.medusa_layers.*, in one folder."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny["mha"], tmp_path / "released")
+    shutil.rmtree(tmp_path / "released" / "heads")
+    tensors = load_file(tiny["mha"] / "model.safetensors") | load_file(tiny["mha"] / "heads" / "model.safetensors")
+    save_file(tensors, tmp_path / "released" / "model.safetensors")
+    model = load(tmp_path / "released")
+    assert len(heads.load(tmp_path / "released", model)) == 3
+
+
+def test_heads_of_another_model_are_refused(tiny, tmp_path):
+    from conftest import make_checkpoint, make_heads
+
+    base = make_checkpoint(tmp_path / "model", hidden_size=32)
+    make_heads(tmp_path / "heads", base)
+    make_heads(tmp_path / "foreign", base, base_sha256="0" * 64)
+    with pytest.raises(ModelError, match="hidden_size 32, the model has 48"):
+        heads.load(tmp_path / "heads", load(tiny["mha"]))
+    with pytest.raises(ModelError, match="trained on other weights"):
+        heads.load(tmp_path / "foreign", load(tmp_path / "model"), lambda: "f" * 64)
+
+
+@pytest.mark.parametrize("name, options, message", [
+    ("ngram", {"budget": "3"}, "no option 'budget'; known: continuations, seen, order, capacity, delay"),
+    ("plain", {"tree": "1"}, "no option 'tree'; known: none"),
+    ("ngram", {"order": "1"}, "order is 1; allowed: 2 to 16"),
+    ("ngram", {"order": "four"}, "order is 'four'; allowed: a whole number"),
+    ("tokenswift", {"tree": "1,x"}, "allowed: whole numbers such as 1,3,3,3"),
+    ("tokenswift", {"tree": [1, 2.5]}, "tree is .*; allowed: whole numbers such as 1,3,3,3"),
+    ("tokenswift", {"tree": 3}, "tree is 3; allowed: whole numbers such as 1,3,3,3"),
+    ("tokenswift", {"chain": 1e999}, "chain is inf; allowed: a whole number"),
+    ("tokenswift", {"chain": 1.9}, "chain is 1.9; allowed: a whole number"),
+    ("tokenswift", {"chain": True}, "chain is True; allowed: a whole number"),
+    ("tokenswift", {"margin": 10**400}, "margin is 10+; allowed: a number"),
+    ("tokenswift", {"margin": True}, "margin is True; allowed: a number"),
+    ("tokenswift", {"remainder": 5}, "remainder is 5; allowed: true or false"),
+    ("tokenswift", {"remainder": "yes"}, "remainder is 'yes'; allowed: true or false"),
+    ("tokenswift", {"cache": ["full"]}, "cache is .*; allowed: a text"),
+    ("tokenswift", {"tree": [10**9] * 3}, "at most 1024 nodes"),
+    ("medusa", {"tree": [1, 3]}, r"tree is \[1, 3\]; allowed: a text"),
+    ("suffix", {"corpus": 5}, "corpus is 5; allowed: a text"),
+    ("tokenswift", {"tree": "9,9,9,9"}, "at most 1024 nodes"),
+    ("tokenswift", {"budget": "20"}, r"budget is 20; allowed: at least sinks \+ recent \+ room"),
+    ("tokenswift", {"cache": "none"}, "dynamic, static or full"),
+])
+def test_options_are_checked_and_unknown_ones_list_the_known(name, options, message):
+    with pytest.raises(UsageError, match=message):
+        drafters.parse_options(name, options)
+
+
+def test_options_are_read_as_written_on_the_command_line():
+    assert drafters.parse_options("tokenswift", {"tree": "2,2", "budget": "300", "cache": "static"}) == \
+        TokenSwiftOptions(tree=(2, 2), budget=300, cache="static")
+
+
+OPTIONS = [(name, field.name) for name, kind in drafters.KINDS.items() for field in fields(kind.options)]
+ANYTHING = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+                        lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(), each, max_size=2))
+
+
+@given(option=st.sampled_from(OPTIONS), value=ANYTHING | st.sampled_from([10**400, -(2**63), [10**9] * 3000]))
+@settings(max_examples=400, deadline=None)
+def test_an_option_of_any_value_is_taken_as_it_is_or_refused(option, value):
+    name, key = option
+    if (name, key) == ("suffix", "corpus"):
+        assume(not isinstance(value, str))  # the name of a file
+    try:
+        taken = getattr(drafters.parse_options(name, {key: value}), key)
+    except UsageError:
+        return
+    if isinstance(value, list):
+        assert list(taken) == value
+    elif not isinstance(value, str):
+        assert taken == (float(value) if isinstance(taken, float) else value)
+        assert isinstance(taken, bool) == isinstance(value, bool)
+
+
+def test_the_document_lists_every_option_with_its_default():
+    document = (Path(__file__).parents[2] / "docs" / "drafters.md").read_text(encoding="utf-8")
+    told = {part.split("\n", 1)[0]: part for part in document.split("\n## ")[1:]}
+    assert list(told) == [name for name, kind in drafters.KINDS.items() if fields(kind.options)]
+    for name, part in told.items():
+        rows = [line.split(" | ")[:2] for line in part.splitlines() if line.startswith("| `")]
+        assert [(key.strip("| `"), value.strip(" `")) for key, value in rows] == [
+            (option.name, shown(option.default)) for option in fields(drafters.KINDS[name].options)], name
+
+
+def shown(value: object) -> str:
+    """As `--drafter-option` takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,135 @@
+"""The law: over many seeds, what is written follows the processed softmax, token by token.
+
+The same test fails for the verification rule of the published TokenSwift code, which samples once for
+each *path* and keeps the longest match (kept here to show that the test has the power to see it).
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from helpers import NoCache, TableModel, TreeDrafter
+from scipy import stats
+
+from longdraft.core import Context, SamplingParams
+from longdraft.model.routine import run_alone
+from longdraft.sampling import process
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.tree import Tree, from_paths, root_only
+
+SEEDS = 20_000
+ALPHA = 1e-4
+VOCAB = 5
+LOGITS = np.random.default_rng(0).normal(0, 1, (VOCAB, VOCAB)).astype(np.float32)
+PROMPT = [0, 3]
+SETTINGS = [
+    dict(temperature=1.0),
+    dict(temperature=0.7, top_k=4, repetition_penalty=1.5, penalty_window=2),
+    dict(temperature=1.3, min_p=0.1, repetition_penalty=1.3, penalty_window=1024),
+]
+
+
+def logits_after(path: tuple[int, ...]) -> list[float]:
+    return LOGITS[path[-1]].tolist()
+
+
+def adversarial(context: Context) -> Tree:
+    """Many paths through the same first tokens: where per-path sampling gets its extra tries."""
+    return from_paths(context.last, [(1, 2), (1, 0), (1, 1), (1, 3), (1, 4), (0, 0), (0, 1), (2, 2)], "test")
+
+
+def next_law(text: list[int], params: SamplingParams) -> np.ndarray:
+    """The processed softmax behind a text, computed the plain way."""
+    row = LOGITS[text[-1]].copy()
+    if params.repetition_penalty != 1:
+        window = sorted(set(text[-params.penalty_window :]))
+        row[window] = process.penalise(row[window], params.repetition_penalty)
+    kept = process.support(row, params)
+    law = np.zeros(VOCAB)
+    law[kept.ids] = np.exp(kept.scores - kept.scores.max())
+    return law / law.sum()
+
+
+def pair_law(params: SamplingParams) -> np.ndarray:
+    """Probability of each (first token, second token), flattened."""
+    first = next_law(PROMPT, params)
+    return np.concatenate([first[a] * next_law([*PROMPT, a], params) for a in range(VOCAB)])
+
+
+def departure(counts: np.ndarray, law: np.ndarray) -> float:
+    """p-value of a chi-square test; 0 if something impossible was written."""
+    possible = law > 0
+    if counts[~possible].any():
+        return 0.0
+    return float(stats.chisquare(counts[possible], law[possible] * counts.sum()).pvalue)
+
+
+def first_two(seed: int, params: SamplingParams, propose) -> tuple[int, int]:
+    context = Context(PROMPT)
+    sampler = Sampler(params.with_seed(seed))
+    step = Step(TableModel(logits_after), NoCache(), TreeDrafter(propose), sampler, context, Timings(), Tally())
+    while context.num_new < 2:
+        run_alone(step.run(2 - context.num_new))
+    first, second = context.slice(2, 4).tolist()
+    return first, second
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("propose", [lambda context: root_only(context.last), adversarial], ids=["plain", "tree"])
+def test_the_first_two_tokens_follow_the_processed_softmax(settings, propose):
+    params = SamplingParams(**settings)
+    counts = np.zeros(VOCAB * VOCAB)
+    for seed in range(SEEDS):
+        first, second = first_two(seed, params, propose)
+        counts[first * VOCAB + second] += 1
+    assert departure(counts, pair_law(params)) > ALPHA
+    first_counts = counts.reshape(VOCAB, VOCAB).sum(1)
+    assert departure(first_counts, next_law(PROMPT, params)) > ALPHA
+
+
+def published_rule(pick: random.Random, tree: Tree, laws: list[np.ndarray]) -> list[int]:
+    """`algorithms.md` 1.7: sample every path on its own, keep the longest match, add that path's next sample."""
+    leaves = [node for node in range(len(tree)) if node not in tree.parents]
+    best: list[int] = []
+    for leaf in leaves:
+        path = tree.path(leaf)
+        written = []
+        for node, child in zip(path, [*path[1:], None], strict=True):
+            written.append(pick.choices(range(VOCAB), laws[node])[0])
+            if child is None or tree.tokens[child] != written[-1]:
+                break
+        if len(written) > len(best):
+            best = written
+    return best
+
+
+def test_the_published_rule_fails_this_test():
+    params = SamplingParams()
+    pick = random.Random(0)
+    tree = adversarial(Context(PROMPT))
+    laws = [next_law([*PROMPT, *(tree.tokens[n] for n in tree.path(node)[1:])], params) for node in range(len(tree))]
+    counts = np.zeros(VOCAB)
+    for _ in range(SEEDS):
+        counts[published_rule(pick, tree, laws)[0]] += 1
+    assert departure(counts, next_law(PROMPT, params)) < 1e-100
+    assert counts[1] / SEEDS > 1.5 * next_law(PROMPT, params)[1]  # the much-tried token comes far too often
+
+
+def test_the_counter_example_of_the_design():
+    """A fair coin and the leaves (A, A), (A, B): the published rule writes A three times out of four."""
+    tree = from_paths(0, [(0, 0), (0, 1)], "test")
+    pick = random.Random(1)
+    fair = [np.array([0.5, 0.5, 0, 0, 0])] * len(tree)
+    heads = sum(published_rule(pick, tree, fair)[0] == 0 for _ in range(4000)) / 4000
+    assert abs(heads - 0.75) < 0.03
+    params = SamplingParams()
+    ours = 0
+    for seed in range(4000):
+        choice = Sampler(params.with_seed(seed)).choose(
+            torch.tensor([[0.0, 0.0, -1e9, -1e9, -1e9]] * len(tree)), tree, Context([2, 0]))
+        ours += choice[0] == 0
+    assert abs(ours / 4000 - 0.5) < 0.03

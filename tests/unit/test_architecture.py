@@ -1,0 +1,104 @@
+"""Imports point down the floors, and the linters are content."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "longdraft"
+
+# Lower floors know nothing of higher ones. `version` and `errors` may be read from anywhere.
+FLOORS = {
+    "version": 0, "errors": 0, "core": 0, "tree": 0, "kernels": 0,
+    "cache": 1, "sampling": 1, "parallel": 1,
+    "model": 2,
+    "speculation": 3,
+    "drafters": 4, "run_statistics": 4,
+    "loops": 1,
+    "engine": 5, "generation": 5, "batching": 5, "text_stream": 5, "journal": 5, "console": 5, "files": 5,
+    "openai_body": 5,
+    "cli": 6, "batch": 6, "train": 6, "bench": 6, "server": 6, "huggingface": 6,
+    "__main__": 7, "__init__": 7,
+}
+# The command line mounts the trainers' and the benchmarks' own commands, and runs batch jobs; other doors do not know
+# one another.
+DOORS_MAY_IMPORT = {("cli", "batch"), ("cli", "train"), ("cli", "bench"), ("cli", "server")}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def unit_of(module: str) -> str:
+    """longdraft.cache.full -> cache; longdraft -> __init__"""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imports_of(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.module
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names if node.module == "longdraft" else {node.module}
+    return {name for name in found if name.split(".")[0] == "longdraft"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down_the_floors(path):
+    relative = path.relative_to(PACKAGE)
+    here = relative.parts[0].removesuffix(".py")
+    for module in imports_of(path):
+        there = unit_of(module)
+        assert there in FLOORS, f"{relative}: {module} stands on no floor; give it one"
+        if here == there or (here, there) in DOORS_MAY_IMPORT:
+            continue
+        below = FLOORS[there] < FLOORS[here] or FLOORS[here] == FLOORS[there] < 6
+        assert below, f"{relative} (floor {FLOORS[here]}) imports {module} (floor {FLOORS[there]})"
+
+
+def test_no_two_units_import_one_another():
+    graph: dict[str, set[str]] = {}
+    for path in modules():
+        here = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        graph.setdefault(here, set()).update(unit_of(module) for module in imports_of(path))
+    both = {(a, b) for a in graph for b in graph[a] if a < b and a in graph.get(b, ())}
+    assert not both
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_are_a_few_hundred_lines_and_say_what_they_are(path):
+    text = path.read_text()
+    assert text.count("\n") <= 450
+    assert not text.strip() or ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.parametrize("command", [["ruff", "check", "."], ["mypy"]], ids=["ruff", "mypy"])
+def test_linters_are_content(command):
+    run = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
+def test_benchmarks_find_what_they_import(path, monkeypatch):
+    if path.name == "serving.py":
+        pytest.importorskip("httpx", reason="needs httpx; pip install '.[dev]'")
+    monkeypatch.syspath_prepend(path.parent)  # as Python does for a script
+    runpy.run_path(str(path), run_name="imported")
+
+
+def test_help_does_not_wait_for_heavy_imports():
+    code = ("import sys; from longdraft.__main__ import run; status = run(['--help']);"
+            "heavy = {'torch', 'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules);"
+            "sys.exit(status or len(heavy))")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,281 @@
+"""Texts by the CUDA kernels: the same promise, and what is decided on the device equals what the host decides.
+
+Without a device in Triton's interpreter, graphs off: a model of one layer, texts of a few tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
+
+# ruff: noqa: E402
+from conftest import load_glide, make_checkpoint, make_glide, make_heads
+from helpers import by_name
+from test_equality import liar, prompt_of
+
+import longdraft
+from longdraft import drafters, kernels
+from longdraft.core import Context, SamplingParams
+from longdraft.errors import UsageError
+from longdraft.kernels import noise
+from longdraft.model import checkpoint, heads
+from longdraft.model import config as model_config
+from longdraft.model.routine import run_alone
+from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.sampling.sampler import DAMAGED, Sampler
+from longdraft.speculation.drafter import Verified
+from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.speculation.verify import walk
+from longdraft.tree import Tree
+
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+NAME = "triton-64" if HAS_CUDA else "triton-16"
+NEW = 60 if HAS_CUDA else 7
+needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+
+LAWS = {
+    "greedy": dict(temperature=0.0),
+    "greedy, penalty": dict(temperature=0.0, repetition_penalty=1.3, penalty_window=9),
+    "all tokens": dict(temperature=1.3),
+    "paper": dict(min_p=0.1, repetition_penalty=1.2, penalty_window=1024),
+    "short window, not ended early": dict(min_p=0.01, temperature=0.7, repetition_penalty=1.4, penalty_window=5,
+                                          min_new_tokens=3),
+}
+
+
+def random_tree(context: Context, nodes: int, vocabulary: int, seed: int) -> Tree:
+    pick = random.Random(seed)
+    near = context.slice(len(context) - 8, len(context)).tolist()
+    parents = [-1] + [pick.randrange(node) for node in range(1, nodes)]
+    tokens = [context.last] + [pick.choice([pick.randrange(vocabulary), *near]) for _ in range(nodes - 1)]
+    return Tree(tuple(tokens), tuple(parents), ("",) + ("liar",) * (nodes - 1))
+
+
+@pytest.mark.parametrize("law, length", [*((law, 40) for law in LAWS), ("paper", 3)])
+def test_the_device_chooses_what_the_host_would_to_the_bit(law, length):
+    """At every node, from the same logits: penalty, bans, min-p, noise; and it walks as the host does."""
+    vocabulary = 1300
+    params = SamplingParams(max_new_tokens=50, seed=2**64 - 59, **LAWS[law])
+    context = Context([(7 * i) % 90 for i in range(length)])
+    kernel = kernels.choose(DEVICE, "float32", NAME)
+    host, device = Sampler(params, [5, 1200], is_fast=False), Sampler(params, [5, 1200], kernels=kernel)
+    assert device.on_device
+    for step in range(2 if HAS_CUDA else 1):
+        tree = random_tree(context, 7, vocabulary, step)
+        logits = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(step)) * 3
+        logits[:, list(range(90))] += 3
+        logits[3] = float("nan")
+        logits[4, 7] = float("inf")
+        logits[5, ::2] = float("-inf")
+        expected = host.choose(logits, tree, context)
+        assert expected[3] == expected[4] == DAMAGED
+        on_it = logits.to(DEVICE)
+        with np.errstate(all="ignore"):
+            assert device.choose(on_it, tree, context) == expected
+        truth = Tree((context.last, expected[0], expected[0], expected[1], 1), (-1, 0, 0, 1, 1), ("",) * 5)
+        again = host.choose(logits[[0, 1, 6, 2, 2]], truth, context)
+        placed: list[torch.Tensor] = []
+        with np.errstate(all="ignore"):
+            nodes, chosen = device.on_device.walk(on_it[[0, 1, 6, 2, 2]].contiguous(), truth, context,
+                                                  lambda rows, at, placed=placed: placed.extend((rows, at)))
+        assert nodes == walk(truth, again) and chosen == [again[node] for node in nodes]
+        count, at = len(nodes), len(context) - 1
+        assert placed[0].tolist()[:count] == nodes
+        assert placed[1].tolist() == [*range(at, at + count), *[-1] * (5 - count)]
+        context.extend([4, 8, 15])
+
+
+def test_the_device_draws_the_same_random_bits():
+    """As integers, the noise's definition; through the kernel that compares them."""
+    params = SamplingParams(max_new_tokens=1, seed=99)
+    kernel = kernels.choose(DEVICE, "float32", NAME)
+    sampler, vocabulary = Sampler(params, kernels=kernel), 2100
+    for length in (2, 100_000):
+        context = Context(np.zeros(length, dtype=np.int32))
+        tree = Tree((0,), (-1,), ("",))
+        chosen = sampler.choose(torch.zeros(1, vocabulary, device=DEVICE), tree, context)
+        assert chosen == [int(noise.bits(99, length, np.arange(vocabulary)).argmax())]
+        sampler = Sampler(params, kernels=kernel)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("cuda")
+    found = {}
+    for name, seed in (("model", 1), ("another", 2)):
+        base = make_checkpoint(root / name, seed=seed, num_hidden_layers=1, hidden_size=32, intermediate_size=48,
+                               num_attention_heads=2, num_key_value_heads=1)
+        make_heads(root / name / "heads", base)
+        make_glide(root / name / "glide", root / name)
+        found[name] = root / name
+    return found
+
+
+def load(folder: Path, name: str = NAME) -> Transformer:
+    chosen = kernels.choose(DEVICE, "float32", name)
+    return checkpoint.load(checkpoint.TensorFiles(folder), model_config.read(folder), chosen)
+
+
+@pytest.fixture(scope="module")
+def model(folders: dict[str, Path]) -> Transformer:
+    return load(folders["model"])
+
+
+def generate(model: Transformer, prompt: list[int], params: SamplingParams, factory: object,
+             tally: Tally | None = None) -> list[int]:
+    """As helpers.generate, tokens chosen on the device."""
+    cache, context = model.new_cache(), Context(prompt)
+    sampler = Sampler(params, [1], kernels=model.kernels)
+    drafter = factory(drafters.Resources(model, cache, sampler, params, None))
+    result = model.forward(chain_rows(prompt[:-1], 0), cache, is_prompt=True)
+    cache.commit(range(len(prompt) - 1))
+    drafter.begin(context, Verified(result, [len(prompt) - 2]))
+    step = Step(model, cache, drafter, sampler, context, Timings(), tally or Tally())
+    while context.num_new < params.max_new_tokens:
+        run_alone(step.run(params.max_new_tokens - context.num_new))
+    return context.slice(len(prompt), len(context)).tolist()
+
+
+PARAMS = SamplingParams(max_new_tokens=NEW, seed=11, min_p=0.05, repetition_penalty=1.3, penalty_window=7)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Transformer) -> list[int]:
+    return generate(model, prompt_of(70), PARAMS, by_name("plain"))
+
+
+DRAFTERS = {
+    "suffix": dict(min_probability=0, min_match=1), "ngram": dict(seen=1, delay=0), "medusa": dict(tree="2,1"),
+    "tokenswift": dict(chain=2, tree="2,1", budget=40, sinks=4, recent=8, room=8),
+    "magicdec": dict(budget=24, sinks=4, refresh=5, chain=2), "glide": dict(chain=2),
+    "triforce": dict(budget=48, stride=10, chain=2), "auto": {},
+}
+QUICK = ["suffix", "medusa", "tokenswift", "glide"]  # those that the interpreter has time for
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS if HAS_CUDA else QUICK)
+def test_every_drafter_writes_the_plain_text(model, plain, folders, drafter):
+    trained = heads.load(folders["model"] / "heads", model)
+    factory = by_name(drafter, trained, None, load_glide(folders["model"] / "glide", model), **DRAFTERS[drafter])
+    assert generate(model, prompt_of(70), PARAMS, factory) == plain
+
+
+@pytest.mark.parametrize("kind", ["half true", "duplicated branches", "colliding with the penalty",
+                                  *(["huge"] if HAS_CUDA else [])])
+def test_drafters_that_lie_change_nothing(model, plain, kind):
+    tally, drafter = Tally(), liar(kind, plain, 70)
+    assert generate(model, prompt_of(70), PARAMS, lambda given: drafter, tally) == plain
+    if kind == "half true":
+        assert tally.accepted.total() > 0 and tally.steps < NEW
+
+
+def test_a_cache_of_8_bits_keeps_the_promise(folders):
+    model = load(folders["model"], NAME + "-fp8")
+    text = generate(model, prompt_of(70), PARAMS, by_name("plain"))
+    drafter = liar("half true", text, 70)
+    assert generate(model, prompt_of(70), PARAMS, lambda given: drafter) == text
+
+
+def engine_of(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, drafter: str = "suffix") -> longdraft.Engine:
+    monkeypatch.setenv("LONGDRAFT_KERNELS", NAME)
+    return longdraft.load(str(folders["model"]), drafter=drafter, device=DEVICE, dtype="float32")
+
+
+def test_a_text_that_was_cut_goes_on_to_the_same_end(folders, monkeypatch, tmp_path):
+    """Written tokens are read again by the kernels that wrote them, the prompt by those of prompts."""
+    engine = engine_of(folders, monkeypatch)
+    whole = engine.generate(prompt_of(30), PARAMS)
+    *_, last = whole
+    assert last.stats["exactness"] == "bit-exact" and last.stats["kernels"] == NAME
+    cut = engine.generate(prompt_of(30), PARAMS, journal=tmp_path / "work")
+    for _ in range(3):
+        next(cut)
+    cut.close()
+    remainder = engine_of(folders, monkeypatch, "plain").resume(tmp_path / "work")
+    list(remainder)
+    assert remainder.tokens.tolist() == whole.tokens.tolist()
+
+
+def test_the_cache_is_reserved_whole_and_too_long_a_text_says_what_would_fit(folders, monkeypatch):
+    engine = engine_of(folders, monkeypatch)
+    text = engine.generate(prompt_of(30), PARAMS)
+    before = text.cache_bytes
+    per_token = engine.model.cache_bytes_per_token
+    assert before >= (30 + NEW) * per_token
+    next(text)
+    assert text.cache_bytes == before
+    text.close()
+    monkeypatch.setattr(type(engine.model.kernels), "free_bytes", lambda self: 1500 * per_token)
+    with pytest.raises(MemoryError, match=r"the cache of \d+ tokens takes .* 326 tokens would fit.*int8.*-fp8"):
+        engine.generate(prompt_of(30), SamplingParams(max_new_tokens=450))
+    monkeypatch.setattr(type(engine.model.kernels), "free_bytes", lambda self: 30_000)
+    with pytest.raises(MemoryError, match=r"the weights take .* what would fit: .*int8"):
+        engine_of(folders, monkeypatch)
+
+
+def test_a_bucket_of_rows_has_its_memory_and_its_graph_once(model):
+    from longdraft.kernels.cuda.decoder import BUCKETS
+
+    seen = []
+
+    class Recorder:
+        is_on = False
+
+        def run(self, key, work):
+            seen.append((key.rows, id(key)))
+            work()
+
+        def drop(self, key):
+            raise AssertionError
+
+    cache = model.new_cache()
+    cache.reserve(300)
+    graphs, model.kernels.graphs = model.kernels.graphs, Recorder()
+    try:
+        for rows in (3, 1, 4, 1):
+            model.forward(chain_rows([5] * rows, cache.length), cache)
+            cache.commit([0])
+    finally:
+        model.kernels.graphs = graphs
+    assert [rows for rows, _ in seen] == [4, 1, 4, 1] and set(dict(seen)) <= set(BUCKETS)
+    assert len(set(seen)) == 2
+
+
+def test_names_are_refused_where_they_cannot_run(monkeypatch):
+    with pytest.raises(UsageError, match=r"allowed on cuda: auto, triton-64, triton-32, triton-16, .*-fp8, reference"):
+        kernels.choose("cuda", "bfloat16", "amx")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UsageError, match=r"allowed here: auto, .*reference"):
+        kernels.choose("cpu", "float32", "triton-16")
+
+
+@needs_cuda
+@pytest.mark.needs_cuda
+def test_graphs_change_nothing(model, plain):
+    model.kernels.graphs.is_on = False
+    try:
+        assert generate(model, prompt_of(70), PARAMS, by_name("plain")) == plain
+    finally:
+        model.kernels.graphs.is_on = True
+
+
+@needs_cuda
+@pytest.mark.needs_cuda
+def test_a_whole_run_of_the_bundled_model_on_the_device():
+    texts = []
+    for drafter in ("plain", "tokenswift", "auto"):
+        engine = longdraft.load("novelist", drafter=drafter, device="cuda")
+        text = engine.generate("It was a dark and stormy night", SamplingParams(max_new_tokens=600, seed=7, min_p=0.1))
+        *_, last = text
+        assert last.stats["exactness"] == "bit-exact"
+        texts.append(text.tokens.tolist())
+    assert texts[0] == texts[1] == texts[2]
+
+

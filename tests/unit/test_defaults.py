@@ -1,0 +1,150 @@
+"""Request over file over built-in: what generation_config.json says, and where a setting came from."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import make_checkpoint
+
+import longdraft
+from longdraft.__main__ import run
+from longdraft.core import SamplingParams
+from longdraft.errors import UsageError
+from longdraft.model import config as model_config
+from longdraft.model import defaults, hub
+
+FILE = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05, "min_p": 0.01,
+        "eta_cutoff": 0.0003, "eos_token_id": [1, 2], "max_length": 4096, "transformers_version": "5.0"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose file has defaults; the ids of both ends of text are likely."""
+    path = tmp_path_factory.mktemp("defaults")
+    make_checkpoint(path)
+    (path / "generation_config.json").write_text(json.dumps(FILE))
+    return path
+
+
+@pytest.mark.parametrize("file, given, expected", [
+    ({}, {}, {}),
+    (FILE, {}, dict(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05, min_p=0.01, eta_cutoff=0.0003)),
+    ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.8}, dict(temperature=0.8, top_p=0.9)),
+    ({"temperature": 0.6, "top_p": 0.9}, {"temperature": None, "top_p": 1.0}, dict(temperature=0.6, top_p=1.0)),
+    ({"do_sample": False}, {}, dict(temperature=0.0)),
+    ({"do_sample": False, "temperature": 0.6}, {}, dict(temperature=0.0)),
+    ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.8}, dict(temperature=0.8)),
+    ({"do_sample": False, "temperature": 0.6}, {"do_sample": True}, dict(temperature=0.6)),
+    ({"do_sample": True, "temperature": 0.6}, {"do_sample": False}, dict(temperature=0.0)),
+    ({"top_p": None, "top_k": None}, {}, {}),
+    ({"stop_strings": ["END"]}, {}, dict(stop=("END",))),
+    ({"stop_strings": "END"}, {"stop": ["x"]}, dict(stop=("x",))),
+    ({"stop_strings": "END"}, {"stop_strings": ["x"], "max_tokens": 3}, dict(stop=("x",), max_new_tokens=3)),
+])
+def test_a_request_wins_over_the_file_and_the_file_over_what_is_built_in(file, given, expected):
+    assert defaults.from_hf(file).params(given) == SamplingParams(**expected)
+
+
+@pytest.mark.parametrize("given, expected", [
+    ({}, ("temperature", "top_p")),
+    ({"temperature": 0.6}, ("top_p",)),
+    ({"do_sample": False}, ("top_p",)),
+    ({"temperature": 1.0, "top_p": 0.5}, ()),
+])
+def test_settings_say_which_of_them_came_from_the_model(given, expected):
+    params = defaults.from_hf({"do_sample": True, "temperature": 0.6, "top_p": 0.95}).params(given)
+    assert params.from_model == expected
+
+
+@pytest.mark.parametrize("file, message", [
+    ({"top_p": 0.0}, "top_p 0.0; allowed: above 0"),
+    ({"top_k": -1}, "top_k -1; allowed: 0 or more"),
+    ({"temperature": "warm"}, "temperature 'warm'; allowed: a finite number"),
+    ({"temperature": float("nan")}, "temperature nan"),
+    ({"min_p": True}, "min_p True"),
+    ({"stop_strings": 3}, "stop_strings 3"),
+    ({"stop_strings": [""]}, "allowed: a tuple of non-empty texts"),
+    ({"do_sample": "yes"}, "do_sample 'yes'"),
+    ({"num_beams": 4}, "num_beams 4 (not supported)"),
+    ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size 3 (not supported)"),
+    ({"suppress_tokens": [5]}, "suppress_tokens [5] (not supported)"),
+])
+def test_what_cannot_be_used_is_named_and_not_followed(file, message):
+    found = defaults.from_hf(file)
+    assert len(found.ignored) == 1 and message in found.ignored[0]
+    assert found.params({}) == SamplingParams()
+
+
+def test_values_that_change_nothing_are_not_spoken_of():
+    off = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "guidance_scale": None, "suppress_tokens": [],
+           "diversity_penalty": 0.0, "use_cache": True, "pad_token_id": 0, "max_length": 20, "penalty_alpha": None}
+    assert defaults.from_hf(off) == defaults.Defaults()
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(UsageError, match="unknown sampling setting 'temprature'"):
+        defaults.Defaults().params({"temprature": 1})
+    with pytest.raises(UsageError, match="unknown sampling setting 'from_model'"):
+        defaults.Defaults().params({"from_model": ("top_p",)})
+
+
+def test_the_bundled_model_keeps_to_what_is_built_in():
+    assert defaults.read(hub.resolve("novelist")).params({}) == SamplingParams()
+
+
+@pytest.mark.parametrize("eos, expected", [(1, (1,)), ([1, 2], (1, 2)), ([2, -1, 320], (2,)), (-1, ()), ([], ())])
+def test_ends_of_text_are_one_several_or_none(folder, tmp_path, eos, expected):
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert model_config.read(tmp_path).eos_token_ids == expected
+
+
+def test_an_engine_uses_the_file_unless_told_otherwise(folder):
+    engine = longdraft.load(str(folder), drafter="plain")
+    *_, last = engine.generate("It was", engine.params(max_new_tokens=5, seed=1, top_p=0.5))
+    assert last.stats["sampling"]["temperature"] == 0.6 and last.stats["sampling"]["top_p"] == 0.5
+    assert set(last.stats["sampling"]["from_model"]) == {
+        "temperature", "top_k", "min_p", "eta_cutoff", "repetition_penalty"}
+    with engine.generate("It was") as generation:
+        assert generation.stats()["sampling"]["top_k"] == 20
+    with engine.generate("It was", SamplingParams()) as generation:  # settings that are given are taken as they are
+        assert generation.stats()["sampling"]["top_k"] == 0
+
+
+def test_every_end_of_text_ends_it(folder, tmp_path):
+    engine = longdraft.load(str(folder), drafter="plain")
+    greedy = [token for event in engine.generate("It", engine.params(max_new_tokens=9, temperature=0, ignore_eos=True,
+                                                                    repetition_penalty=2.0))
+              for token in event.tokens]
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "generation_config.json").unlink()
+    ends = [310, greedy[4]]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": False, "repetition_penalty": 2.0,
+                                                                 "eos_token_id": ends}))
+    engine = longdraft.load(str(tmp_path), drafter="ngram")
+    events = list(engine.generate("It", engine.params(max_new_tokens=9)))
+    assert events[-1].finish_reason == "eos"
+    assert [token for event in events for token in event.tokens] == greedy[: greedy.index(greedy[4]) + 1]
+
+
+def test_the_command_line_says_once_what_the_model_asked_for(folder, capfd, tmp_path, caplog):
+    command = ["generate", "It", "--model", str(folder), "--max-new-tokens", "3", "--seed", "1", "--top-k", "5"]
+    assert run([*command, "--stats", str(tmp_path / "stats.json")]) == 0
+    assert capfd.readouterr().err == ("longdraft: sampling defaults of the model: eta-cutoff 0.0003, min-p 0.01, "
+                                      "repetition-penalty 1.05, temperature 0.6, top-p 0.95\n")
+    sampling = json.loads((tmp_path / "stats.json").read_text())["sampling"]
+    assert sampling["top_k"] == 5 and "top_k" not in sampling["from_model"] and "top_p" in sampling["from_model"]
+    assert run([*command, "--quiet"]) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_one_warning_names_all_that_is_left_out(folder, tmp_path, caplog):
+    for path in folder.iterdir():
+        if path.name != "generation_config.json":
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "generation_config.json").write_text('{"top_p": 7, "num_beams": 2}')
+    longdraft.load(str(tmp_path), drafter="plain")
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "num_beams 2 (not supported); top_p 7" in record.getMessage()

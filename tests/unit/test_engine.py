@@ -1,0 +1,317 @@
+"""The Python API: events, stopping, statistics, settings."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+import numpy as np
+import pytest
+
+import longdraft
+from longdraft import run_statistics
+from longdraft.core import Context, SamplingParams
+from longdraft.errors import ModelError, UsageError
+
+PROMPT = "It was a dark and stormy night, and"
+
+
+@pytest.fixture(scope="module")
+def engine() -> longdraft.Engine:
+    return longdraft.load("novelist", drafter="ngram", drafter_options={"delay": 0})
+
+
+def run(engine: longdraft.Engine, prompt=PROMPT, **settings):
+    generation = engine.generate(prompt, SamplingParams(**({"seed": 3, "min_p": 0.1, "max_new_tokens": 40} | settings)))
+    events = list(generation)
+    return generation, events, "".join(event.text for event in events)
+
+
+def test_events_add_up(engine):
+    generation, events, text = run(engine)
+    tokens = [token for event in events for token in event.tokens]
+    assert tokens == generation.tokens.tolist()
+    assert len(tokens) == 40
+    assert engine.tokenizer.decode(tokens).startswith(text)
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
+    assert events[-1].stats == generation.stats()
+
+
+def test_statistics_have_the_promised_names_and_add_up(engine):
+    _, events, _ = run(engine)
+    stats = events[-1].stats
+    names = [  # scripts rely on them: renaming one is a breaking change
+        "prompt_tokens", "new_tokens", "finish_reason", "seed", "prefill_seconds", "decode_seconds",
+        "tokens_per_second", "steps", "draft_tokens", "accepted_tokens", "mean_accepted_length", "by_source",
+        "timings", "sha256_tokens", "distinct_1", "distinct_2", "distinct_3", "distinct_4", "exactness", "kernels",
+        "device", "dtype", "threads", "peak_memory_bytes", "model", "drafter", "sampling", "longdraft_version",
+    ]
+    assert set(names) <= set(stats)
+    assert stats["steps"] == len(events)
+    assert stats["accepted_tokens"] + stats["steps"] == stats["new_tokens"] == 40
+    assert stats["mean_accepted_length"] == 40 / len(events)
+    assert sum(source["drafted"] for source in stats["by_source"].values()) == stats["draft_tokens"]
+    assert sum(source["accepted"] for source in stats["by_source"].values()) == stats["accepted_tokens"]
+    assert set(stats["timings"]) == {"draft", "verify", "sample", "commit", "other"}
+    assert sum(stats["timings"].values()) == pytest.approx(stats["decode_seconds"])
+    assert stats["exactness"] == "bit-exact"
+    assert stats["sampling"]["min_p"] == 0.1
+
+
+def test_the_hash_and_distinct_n_are_what_they_say(engine):
+    _, events, _ = run(engine)
+    tokens = [token for event in events for token in event.tokens]
+    stats = events[-1].stats
+    assert stats["sha256_tokens"] == hashlib.sha256(np.array(tokens, dtype="<i4").tobytes()).hexdigest()
+    pairs = list(itertools.pairwise(tokens))
+    assert stats["distinct_2"] == len(set(pairs)) / len(pairs)
+
+
+def test_same_seed_same_text_and_another_seed_another(engine):
+    assert run(engine)[2] == run(engine)[2]
+    assert run(engine)[2] != run(engine, seed=4)[2]
+
+
+def test_a_seed_is_drawn_and_reported(engine):
+    _, events, text = run(engine, seed=None)
+    assert run(engine, seed=events[-1].stats["seed"])[2] == text
+
+
+def test_ids_are_as_good_as_text(engine):
+    ids = np.array(engine.encode(PROMPT))
+    assert run(engine, prompt=ids)[2] == run(engine)[2]
+
+
+def long_run(engine):
+    """A text whose steps write several tokens at once."""
+    _, events, text = run(engine, temperature=0.0, max_new_tokens=150)
+    assert any(len(event.tokens) > 2 for event in events)
+    return [list(event.tokens) for event in events], text
+
+
+def test_a_stop_id_inside_an_accepted_run_ends_the_text_there(engine):
+    """For every token of the runs: make it a stop id; nothing behind its first place is given or counted."""
+    steps, _ = long_run(engine)
+    flat = [token for step in steps for token in step]
+    for stop in {step[0] for step in steps if len(step) > 2} | {step[1] for step in steps if len(step) > 2}:
+        generation, events, text = run(engine, temperature=0.0, max_new_tokens=150, stop_token_ids=(stop,))
+        upto = flat[: flat.index(stop) + 1]
+        assert generation.tokens.tolist() == upto
+        assert [t for event in events for t in event.tokens] == upto
+        assert events[-1].finish_reason == "stop"
+        assert events[-1].stats["new_tokens"] == len(upto)
+        by_source = events[-1].stats["by_source"].values()
+        assert sum(source["accepted"] for source in by_source) == events[-1].stats["accepted_tokens"] <= len(upto)
+        assert engine.tokenizer.decode(upto[:-1]).startswith(text)
+
+
+def test_end_of_text_ends_it_unless_ignored(engine, monkeypatch):
+    steps, _ = long_run(engine)
+    run_of_three = next(step for step in steps if len(step) > 2)
+    config = engine.model.config
+    from dataclasses import replace
+
+    monkeypatch.setattr(engine.model, "config", replace(config, eos_token_ids=(run_of_three[1],)))
+    flat = [token for step in steps for token in step]
+    upto = flat[: flat.index(run_of_three[1]) + 1]
+    generation, events, _ = run(engine, temperature=0.0, max_new_tokens=150)
+    assert generation.tokens.tolist() == upto and events[-1].finish_reason == "eos"
+    generation, events, _ = run(engine, temperature=0.0, max_new_tokens=150, ignore_eos=True)
+    assert generation.tokens.tolist() == flat and events[-1].finish_reason == "length"
+    generation, events, _ = run(engine, temperature=0.0, max_new_tokens=150, min_new_tokens=len(upto) + 5)
+    assert len(generation.tokens) > len(upto) + 4
+
+
+def test_a_stop_text_ends_it_before_the_text(engine):
+    _, whole = long_run(engine)
+    for start in range(5, 60, 7):
+        stop = whole[start : start + 6]
+        generation, events, text = run(engine, temperature=0.0, max_new_tokens=150, stop=(stop,))
+        assert text == whole[: whole.index(stop)]
+        assert events[-1].finish_reason == "stop"
+        written = engine.tokenizer.decode(generation.tokens.tolist())
+        assert stop in written and stop not in engine.tokenizer.decode(generation.tokens.tolist()[:-1])
+
+
+def test_a_stop_text_does_not_count_before_the_minimum(engine):
+    _, whole = long_run(engine)
+    _, _, text = run(engine, temperature=0.0, max_new_tokens=150, stop=(whole[5:8],), min_new_tokens=150)
+    assert text == whole
+
+
+def test_closing_early_stops_the_work(engine):
+    generation = engine.generate(PROMPT, SamplingParams(max_new_tokens=4000, seed=1))
+    next(generation)
+    with generation:
+        next(generation)
+    assert generation.stats()["finish_reason"] == "cancelled"
+    assert list(generation) == []
+    assert generation.stats()["new_tokens"] == len(generation.tokens) >= 2
+
+
+def test_a_prompt_of_one_token(engine):
+    generation, _, _ = run(engine, prompt=[17], max_new_tokens=5)
+    assert len(generation.tokens) == 5
+
+
+def test_the_first_root_may_be_all_there_is_for_tokenswift(tiny):
+    engine = longdraft.load(str(tiny["gqa"]), drafter="tokenswift")
+    plain = longdraft.load(str(tiny["gqa"]), drafter="plain")
+    assert run(engine, prompt=[17])[0].tokens.tolist() == run(plain, prompt=[17])[0].tokens.tolist()
+
+
+@pytest.mark.parametrize("prompt, settings, message", [
+    ("", {}, "prompt is empty"),
+    ([], {}, "prompt is empty"),
+    ([5000], {}, "token id is 5000; allowed: 0 to 4095"),
+    ([-1], {}, "token id is -1"),
+    (PROMPT, {"max_new_tokens": 131_072}, "context limit"),
+    (PROMPT, {"stop_token_ids": (4096,)}, "stop_token_ids is 4096"),
+])
+def test_requests_that_cannot_be_served_say_why(engine, prompt, settings, message):
+    with pytest.raises(UsageError, match=message):
+        engine.generate(prompt, SamplingParams(**settings))
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(temperature=-1), "temperature is -1; allowed: 0, or 0.001 and more"),
+    (dict(temperature=float("nan")), "a finite number"),
+    (dict(top_p=0), "top_p is 0"),
+    (dict(top_p=1.1), "top_p is 1.1"),
+    (dict(min_p=1), "min_p is 1"),
+    (dict(top_k=-1), "top_k is -1"),
+    (dict(top_k=1.5), "a whole number"),
+    (dict(eta_cutoff=-0.1), "eta_cutoff is -0.1"),
+    (dict(repetition_penalty=0), r"repetition_penalty is 0; allowed: 0\.001 to 1000"),
+    (dict(repetition_penalty=1e-50), "0.001 to 1000"),
+    (dict(penalty_window=0), "set repetition_penalty to 1"),
+    (dict(max_new_tokens=0), "max_new_tokens is 0"),
+    (dict(max_new_tokens=5, min_new_tokens=6), r"at most max_new_tokens \(5\)"),
+    (dict(seed=-1), "seed is -1"),
+    (dict(seed=2**64), "0 to 2"),
+    (dict(stop="x"), "a tuple of non-empty texts"),
+    (dict(stop=("",)), "non-empty"),
+    (dict(stop_token_ids=(-3,)), "token ids"),
+    (dict(stop_token_ids=5), "a tuple of token ids"),
+    (dict(temperature=1e-8), "0, or 0.001 and more"),
+    (dict(min_tokens_to_keep=0), "min_tokens_to_keep is 0"),
+])
+def test_settings_out_of_range_name_the_value_and_the_range(settings, message):
+    with pytest.raises(UsageError, match=message):
+        SamplingParams(**settings)
+
+
+def test_spellings_of_other_tools_are_understood():
+    assert SamplingParams.from_names({"max_tokens": 5, "stop": "x"}) == SamplingParams(max_new_tokens=5, stop=("x",))
+    assert SamplingParams.from_names({"do_sample": False, "temperature": 0.7}).temperature == 0.0
+    assert SamplingParams.from_names({"temperature": 0.7, "do_sample": True}).temperature == 0.7
+    assert SamplingParams.from_names({"repeat_last_n": 64}).penalty_window == 64
+    assert SamplingParams.from_names({"stop": None, "max_tokens": None}) == SamplingParams()
+    assert SamplingParams(max_new_tokens=np.int64(3), min_p=np.float32(0.5)).max_new_tokens == 3
+    with pytest.raises(UsageError, match="unknown sampling setting 'temprature'; known: "):
+        SamplingParams.from_names({"temprature": 1})
+    with pytest.raises(UsageError, match="contradicts"):
+        SamplingParams.from_names({"max_tokens": 5, "max_new_tokens": 6})
+
+
+@pytest.mark.parametrize("settings, error, message", [
+    (dict(model="no-such-model"), ModelError, "no model 'no-such-model'; give a bundled name"),
+    (dict(drafter="psychic"), UsageError, "unknown drafter 'psychic'; known: auto, plain, ngram, suffix, tokenswift"),
+    (dict(dtype="float8"), UsageError, "dtype is 'float8'"),
+    (dict(device="abacus"), UsageError, "device is 'abacus'"),
+    (dict(threads=0), UsageError, "threads is 0"),
+    (dict(drafter="ngram", drafter_options={"x": 1}), UsageError, "no option 'x'; known"),
+])
+def test_what_cannot_be_loaded_says_why(settings, error, message):
+    with pytest.raises(error, match=message):
+        longdraft.load(**settings)
+
+
+def test_heads_for_a_drafter_without_heads_are_refused():
+    with pytest.raises(UsageError, match="drafter 'ngram' uses no heads"):
+        longdraft.load(drafter="ngram", heads="novelist")
+
+
+def test_auto_uses_the_heads_it_finds_and_reports_its_choices(tiny):
+    engine = longdraft.load(str(tiny["gqa"]))
+    stats = run(engine, max_new_tokens=100)[1][-1].stats
+    assert set(stats["tokens_by_choice"]) == {"plain", "suffix", "tokenswift", "medusa", "magicdec", "glide"}
+    assert sum(stats["tokens_by_choice"].values()) == 100
+
+
+def test_tokenswift_without_heads_says_where_to_get_them(tmp_path):
+    from conftest import make_checkpoint
+
+    make_checkpoint(tmp_path)
+    with pytest.raises(ModelError, match="needs trained heads"):
+        longdraft.load(str(tmp_path), drafter="tokenswift")
+
+
+def test_auto_goes_on_without_heads_that_do_not_fit(tiny, tmp_path, caplog):
+    from conftest import make_checkpoint, make_heads
+
+    base = make_checkpoint(tmp_path)
+    make_heads(tmp_path / "heads", base, base_sha256="0" * 64)
+    engine = longdraft.load(str(tmp_path))
+    assert engine.heads is None and "trained on other weights" in caplog.text
+    with pytest.raises(ModelError, match="trained on other weights"):
+        longdraft.load(str(tmp_path), drafter="tokenswift")
+
+
+def test_a_chat_prompt_has_the_special_tokens_its_template_writes_and_no_more(tmp_path):
+    import json
+
+    from conftest import make_checkpoint
+    from tokenizers import Tokenizer, processors
+
+    make_checkpoint(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"chat_template": "{{ bos_token }}[{{ messages[0].content }}]", "bos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    engine = longdraft.load(str(tmp_path))
+    assert engine.chat("hi").count(0) == engine.encode("hi").count(0) == 1
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    from conftest import make_checkpoint
+
+    make_checkpoint(tmp_path, vocab_size=200)
+    with pytest.raises(ModelError, match="they do not belong together"):
+        longdraft.load(str(tmp_path))
+
+
+def test_a_context_grows_and_its_views_cannot_be_written():
+    context = Context([1, 2, 3])
+    context.extend(range(5000))
+    assert len(context) == 5003 and context.last == 4999 and context.num_new == 5000
+    assert context.slice(-5, 4).tolist() == [1, 2, 3, 0]
+    with pytest.raises(ValueError, match="read-only"):
+        context.slice(0, 2)[0] = 9
+
+
+@pytest.mark.parametrize("drafter", ["plain", "ngram", "suffix"])
+def test_a_penalty_window_beyond_any_text_is_one_of_all_of_it(tiny, drafter):
+    """Found by fuzzing: a number that C++ does not have. And it takes no memory before there is text."""
+    before = run_statistics.peak_memory_bytes()
+    engine = longdraft.load(str(tiny["mha"]), drafter=drafter)
+    hashes = set()
+    for window in (4000, 2 * 10**9, 10**20):
+        params = longdraft.SamplingParams(max_new_tokens=40, seed=1, repetition_penalty=1.2, penalty_window=window)
+        *_, last = engine.generate("It was", params)
+        hashes.add(last.stats["sha256_tokens"])
+    assert len(hashes) == 1 and run_statistics.peak_memory_bytes() - before < 1 << 30
+
+
+def test_tokens_behind_the_end_are_nobodys(tiny):
+    """A text may end inside what was accepted; `auto` tells of no more tokens than there are."""
+    engine = longdraft.load(str(tiny["mha"]), drafter="auto")
+    _, events, _ = run(engine, temperature=0.0, max_new_tokens=150)
+    steps = [list(event.tokens) for event in events]
+    flat = [token for step in steps for token in step]
+    for stop in {step[len(step) // 2] for step in steps if len(step) > 2}:
+        _, events, _ = run(engine, temperature=0.0, max_new_tokens=150, stop_token_ids=(stop,))
+        stats = events[-1].stats
+        assert stats["new_tokens"] == flat.index(stop) + 1 == sum(stats["tokens_by_choice"].values())
+        assert sum(sum(counts.values()) for counts in stats["choices"]) == stats["new_tokens"]

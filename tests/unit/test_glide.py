@@ -1,0 +1,188 @@
+"""Glide: the ring holds the window, the layer computes what was trained, and what it reads follows the text."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import load, load_glide, make_checkpoint, make_glide
+from helpers import by_name, generate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import longdraft
+from longdraft.core import Context, SamplingParams
+from longdraft.drafters.glide import GlideReader, Ring
+from longdraft.errors import ModelError, UsageError
+from longdraft.model.routine import run_alone
+from longdraft.model.transformer import chain_rows
+from longdraft.speculation.step import Tally
+from longdraft.train import base as frozen
+from longdraft.train import glide as training
+from longdraft.train.settings import GlideSettings
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return load(tiny["gqa"])
+
+
+MOVES = st.one_of(st.tuples(st.just("text"), st.integers(1, 9)), st.tuples(st.just("drafts"), st.integers(1, 4)),
+                  st.tuples(st.just("keep"), st.integers(0, 4)))
+
+
+@given(st.lists(MOVES, max_size=20), st.integers(1, 7))
+@settings(max_examples=40, deadline=None)
+def test_the_ring_holds_the_latest_rows_and_the_drafts(model, moves, window):
+    """Beside a list of rows: each is one number."""
+    ring, text, drafts = Ring(model, window, 4), [], []
+    heads, dim, number = model.config.num_kv_heads, model.config.head_dim, 0
+
+    def rows(count):
+        nonlocal number
+        number += count
+        values = torch.arange(number - count, number).float()
+        return values, values[:, None, None].expand(-1, heads, dim).contiguous()
+
+    for move, count in moves:
+        if move == "text":
+            if drafts:
+                ring.keep(0)
+                drafts = []
+            values, k = rows(count)
+            ring.add_text(k, -k)
+            text += values.tolist()
+        elif move == "drafts":
+            for _ in range(min(count, 4 - len(drafts))):
+                values, k = rows(1)
+                ring.add_draft(k, -k)
+                drafts += values.tolist()
+        else:
+            kept = min(count, len(drafts))
+            ring.keep(kept)
+            text, drafts = text + drafts[:kept], []
+        slots = torch.arange(ring.length).expand(heads, -1)
+        k, v = ring.store.read(slots)
+        assert sorted(k[0, :, 0].tolist()) == sorted(text[-window:] + drafts) and torch.equal(k, -v)
+        assert ring.end == len(text)
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.parametrize("name", ["mha", "gqa"])
+def test_the_layer_computes_what_was_trained(tiny, tmp_path, name, lag):
+    """Row by row over stores, beside the module over whole sequences."""
+    target = load(tiny[name])
+    trained = frozen.load_base(tiny[name], "auto", torch.device("cpu"))
+    trainee = training.new_trainee(trained, GlideSettings(data=("none",), window=5, max_lag=4, seed=3), np.empty(0))
+    with torch.no_grad():
+        for _, parameter in trainee.module.named():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    trainee.export(tmp_path, {})
+    layer = load_glide(tmp_path, target)
+    ids = list(range(2, 32))
+    tokens, places = torch.tensor([ids]), torch.arange(30)[None]
+    with torch.no_grad():
+        wanted = trained.logits(trainee.module(tokens, places, trained.see(tokens, places), lag)[0])
+    cache = target.new_cache()
+    target.forward(chain_rows(ids, 0), cache)
+    cache.commit(range(30))
+    ring = Ring(target, 5, 0)
+    for position, token in enumerate(ids):
+        row = layer.forward([token], position, target, ring.store, ring.length, cache.stores[-1],
+                            max(0, position + 1 - lag))
+        assert torch.allclose(layer.logits(row.hidden)[0], wanted[position], atol=1e-3)
+        ring.add_text(row.k, row.v)
+
+
+def test_what_is_read_does_not_depend_on_what_was_drafted_before(tiny, model):
+    """A reader that was led astray gives the logits of one that was not, up to what its rows of text had seen."""
+    layer = load_glide(tiny["gqa"] / "glide", model)
+    pick = random.Random(2)
+    text = [pick.randrange(2, 258) for _ in range(40)]
+    cache = model.new_cache()
+    model.forward(chain_rows(text[:-1], 0), cache)
+    cache.commit(range(39))
+    straight, led = (GlideReader(layer, model, cache, 8) for _ in range(2))
+    context = Context(text)
+    for path in ([9], [9, 8], [9, 8, 7], [3]):
+        run_alone(led.read(context, [text[-1], *path]))
+    for path in ([], [5], [5, 6], [5, 6, 7]):
+        one, other = (run_alone(reader.read(context, [text[-1], *path])) for reader in (straight, led))
+        assert torch.allclose(one, other, atol=1e-4)
+        assert led.ring.num_drafts == len(path)
+
+
+def test_memory_does_not_grow_with_the_text(tiny, model):
+    layer = load_glide(tiny["gqa"] / "glide", model)
+    sizes = []
+    for length in (30, 600):
+        cache = model.new_cache()
+        text = [2 + i % 250 for i in range(length)]
+        model.forward(chain_rows(text[:-1], 0), cache)
+        cache.commit(range(length - 1))
+        reader = GlideReader(layer, model, cache, 4)
+        run_alone(reader.read(Context(text), text[-1:]))
+        sizes.append(reader.ring.nbytes)
+        assert reader.ring.num_text == 12
+    assert sizes[0] == sizes[1]
+
+
+def test_positions_move_but_for_the_anchors():
+    wanted = GlideSettings(data=("none",), positions=1000, anchors=3)
+    found = training.positions(wanted, 4096, 7, 50, 20)
+    again = training.positions(wanted, 4096, 9, 1, 20)
+    assert torch.equal(found[2], again[0])
+    steps = found.diff(dim=1)
+    assert found[:, -1].max() < 1000 and found[:, -1].max() > 500 and (steps >= 1).all()
+    assert all((row != 1).sum() <= 1 and (row[3:] == 1).all() for row in steps)
+
+
+def test_it_is_found_beside_the_model_and_drafts(tiny):
+    engine = longdraft.load(str(tiny["mha"]), drafter="glide")
+    plain = longdraft.load(str(tiny["mha"]), drafter="plain")
+    params = SamplingParams(max_new_tokens=60, seed=2, ignore_eos=True)
+    hashes = {[event.stats for event in each.generate("The same story. " * 8, params)][-1]["sha256_tokens"]
+              for each in (engine, plain)}
+    assert len(hashes) == 1
+
+
+def test_drafts_of_a_trained_layer_are_accepted(tmp_path):
+    """It learns the alphabet, which a random model does not know: so the model's own words are its teacher."""
+    from longdraft.train import job
+
+    folder = tmp_path / "tiny"
+    make_checkpoint(folder, initializer_range=0.15)
+    (tmp_path / "text.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 300)
+    wanted = GlideSettings(model=str(folder), data=(str(tmp_path / "text.txt"),), own_tokens=6000, sequence_length=64,
+                           steps=60, batch_size=4, learning_rate=1e-2, warmup_steps=5, window=32, max_lag=4,
+                           distill=1.0, eval_every=0, checkpoint_every=0, probe_tokens=0, device="cpu", threads=1)
+    result = job.train(wanted, tmp_path / "glide")
+    assert [part["lag"] for part in result.validation] == [1.0, 4.0]
+    target, tally = load(folder), Tally()
+    layer = load_glide(tmp_path / "glide", target)
+    params = SamplingParams(max_new_tokens=80, temperature=1.0, min_p=0.1, seed=5)
+    prompt = [2 + i % 26 for i in range(60)]
+    written = generate(target, prompt, params, by_name("glide", glide=layer, suffix="false"), tally=tally)
+    assert written == generate(target, prompt, params, by_name("plain"))
+    assert tally.accepted["glide"] > 0
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"window": 0}, "window is 0"), ({"hidden_size": 3}, "trained for hidden_size 3"),
+    ({"base_sha256": "0" * 64}, "trained on other weights"),
+    ({"vocabulary_sha256": "0" * 64}, "another tokenizer"),
+])
+def test_what_does_not_belong_to_the_model_is_refused(tiny, tmp_path, changes, message):
+    make_glide(tmp_path / "glide", tiny["mha"], **changes)
+    with pytest.raises(ModelError, match=message):
+        longdraft.load(str(tiny["mha"]), drafter="glide", heads=str(tmp_path / "glide"))
+
+
+def test_options_out_of_range_and_missing_layers_get_one_line(tmp_path):
+    make_checkpoint(tmp_path)
+    with pytest.raises(ModelError, match=r"needs trained glide .* `longdraft train glide`"):
+        longdraft.load(str(tmp_path), drafter="glide")
+    with pytest.raises(UsageError, match="chain is 0; allowed: 1 to 64"):
+        longdraft.load(str(tmp_path), drafter="glide", drafter_options={"chain": 0})

@@ -1,0 +1,363 @@
+"""Files that lie: whatever a model folder holds, loading ends soon, in little memory, with one clear line or a model.
+
+The tricks are listed one by one; hypothesis then damages files in ways that nobody listed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCAB, make_checkpoint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import longdraft
+from longdraft.__main__ import run
+from longdraft.errors import ModelError
+from longdraft.run_statistics import peak_memory_bytes
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+NORM, GATE = "model.norm.weight", "model.layers.0.mlp.gate_proj.weight"
+FUZZ = settings(max_examples=150, deadline=None, derandomize=True,
+                suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="session")
+def sound(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    make_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(sound, tmp_path) -> Path:
+    """A sound model folder, to be damaged."""
+    shutil.copytree(sound, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def refused(folder: Path, message: str = "") -> None:
+    """One clear line, soon, in little memory."""
+    began, before = time.monotonic(), peak_memory_bytes() or 0
+    with pytest.raises(ModelError, match=message) as caught:
+        longdraft.load(str(folder), drafter="plain")
+    line = str(caught.value)
+    assert len(line) < 2000 and "\n" not in line.strip() and "Traceback" not in line
+    assert time.monotonic() - began < 5
+    assert (peak_memory_bytes() or 0) - before < 1 << 30
+
+
+# safetensors
+
+
+def split(path: Path) -> tuple[dict[str, dict[str, object]], bytes]:
+    data = path.read_bytes()
+    length, = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def join(path: Path, header: object, data: bytes, length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+def with_entry(**changes: object):
+    """Damage: one tensor's entry in the header says something else."""
+
+    def damage(folder: Path) -> None:
+        header, data = split(folder / WEIGHTS)
+        header[GATE] |= changes
+        join(folder / WEIGHTS, header, data)
+
+    return damage
+
+
+def overlapping(folder: Path) -> None:
+    header, data = split(folder / WEIGHTS)
+    up = GATE.replace("gate", "up")
+    header[up]["data_offsets"] = header[GATE]["data_offsets"]
+    join(folder / WEIGHTS, header, data)
+
+
+def with_header(text: bytes, length: int | None = None):
+    return lambda folder: join(folder / WEIGHTS, text, b"", length)
+
+
+def with_tensors(change):
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS)
+
+    return damage
+
+
+def poisoned(value: float):
+    return with_tensors(lambda tensors: tensors[GATE].view(-1)[77:79].fill_(value))
+
+
+def cut(share: float):
+    def damage(folder: Path) -> None:
+        data = (folder / WEIGHTS).read_bytes()
+        (folder / WEIGHTS).write_bytes(data[: int(len(data) * share)])
+
+    return damage
+
+
+def twice(folder: Path) -> None:
+    names = ["a.safetensors", "b.safetensors"]
+    for name in names:
+        shutil.copy(folder / WEIGHTS, folder / name)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"x": names[0], "y": names[1]}}))
+
+
+def with_index(value: object):
+    text = value if isinstance(value, str) else json.dumps(value)
+    return lambda folder: (folder / INDEX).write_text(text)
+
+
+def with_shard(name: str):
+    return with_index({"weight_map": {NORM: name}})
+
+
+def linked(target: str, name: str = WEIGHTS):
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+
+    return damage
+
+
+def replaced(name: str, how):
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        how(folder / name)
+
+    return damage
+
+
+def with_config(**changes: object):
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return damage
+
+
+def with_config_text(text: str):
+    return lambda folder: (folder / "config.json").write_text(text)
+
+
+DAMAGES = {
+    # The header of a weights file
+    "cut in the header": (cut(0.0001), "is not a readable safetensors file"),
+    "cut in the data": (cut(0.7), "is not a readable safetensors file: .*damaged or was not downloaded whole"),
+    "empty": (lambda folder: (folder / WEIGHTS).write_bytes(b""), "is not a readable safetensors file"),
+    "a header of exabytes": (with_header(b"{}", 1 << 62), "its header claims 4611686018427387904 bytes"),
+    "a header of a gigabyte": (with_header(b"{}", 1 << 30), "its header claims 1073741824 bytes; allowed"),
+    "a header longer than its file": (with_header(b"{}", 1 << 20), "is not a readable safetensors file"),
+    "a header shorter than it is": (with_header(b'{"a": 1}', 3), "is not a readable safetensors file"),
+    "a header that is no JSON": (with_header(b"\xff" * 64), "is not a readable safetensors file"),
+    "a header that is a list": (with_header(b"[]"), "is not a readable safetensors file"),
+    "a nested header": (with_header(b'{"a":' * 100_000), "is not a readable safetensors file"),
+    "a huge number": (with_header(b'{"a":{"dtype":"F32","shape":[' + b"9" * 10_000 + b'],"data_offsets":[0,0]}}'),
+                      "is not a readable safetensors file"),
+    "an unknown type": (with_entry(dtype="F33"), "is not a readable safetensors file"),
+    "offsets past the end": (with_entry(data_offsets=[0, 1 << 40]), "is not a readable safetensors file"),
+    "offsets backwards": (with_entry(data_offsets=[8, 4]), "is not a readable safetensors file"),
+    "negative offsets": (with_entry(data_offsets=[-4, 8]), "is not a readable safetensors file"),
+    "overlapping tensors": (overlapping, "is not a readable safetensors file"),
+    "a shape that overflows": (with_entry(shape=[1 << 62, 1 << 62]), "is not a readable safetensors file"),
+    "a shape of other bytes": (with_entry(shape=[80, 47]), "is not a readable safetensors file"),
+    # What the tensors are
+    "NaN": (poisoned(float("nan")), f"{GATE} has 2 values that are NaN or infinite"),
+    "infinity": (poisoned(float("inf")), f"{GATE} has 2 values that are NaN or infinite"),
+    "integers": (with_tensors(lambda t: t.update({GATE: t[GATE].to(torch.int32)})), f"{GATE} holds I32, allowed: F32"),
+    "eight bits": (with_tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)})), "holds F8_E4M3, allowed"),
+    "missing, surplus and misshapen": (
+        with_tensors(lambda t: t.update(x=torch.ones(1), **{NORM: torch.ones(3)}) or t.pop(GATE)),
+        f"missing {GATE}; surplus x; {NORM} is .3., not .48."),
+    "one tensor twice": (twice, "stands in .*a.safetensors and in .*b.safetensors"),
+    # The index of shards
+    "a shard above": (with_shard("../model.safetensors"), "which is not a safetensors file of the folder"),
+    "an absolute shard": (with_shard("/etc/passwd"), "which is not a safetensors file of the folder"),
+    "a shard that is the folder": (with_shard(".."), "which is not a safetensors file of the folder"),
+    "a shard without a name": (with_shard(""), "which is not a safetensors file of the folder"),
+    "a shard of another kind": (with_shard("config.json"), "which is not a safetensors file of the folder"),
+    "a shard with a NUL": (with_shard("a\0.safetensors"), "is missing"),
+    "a shard that is not there": (with_shard("model-9.safetensors"), "model-9.safetensors is missing"),
+    "a shard with a long name": (with_shard("a" * 5000 + ".safetensors"), "cannot be a file: File name too long"),
+    "an index without shards": (with_index({"weight_map": {}}), "has no weight_map of names to files"),
+    "an index of numbers": (with_index({"weight_map": {"a": 1}}), "has no weight_map of names to files"),
+    "an index that is a list": (with_index([]), "holds a list, not an object"),
+    "a nested index": (with_index('{"a":' * 100_000), "is not valid JSON"),
+    # What stands where a file should
+    "a folder": (replaced(WEIGHTS, Path.mkdir), "is not a file"),
+    "a pipe": (replaced(WEIGHTS, os.mkfifo), "is not a file"),
+    "a device": (linked("/dev/zero"), "is not a file"),
+    "a link to itself": (linked(WEIGHTS), "is missing"),
+    "a link to nothing": (linked("nowhere"), "is missing"),
+    "a link to what is no model": (linked("/etc/passwd"), "is not a readable safetensors file"),
+    "a config that is a folder": (replaced("config.json", Path.mkdir), "config.json is not a file"),
+    "a config that is a pipe": (replaced("config.json", os.mkfifo), "config.json is not a file"),
+    "a config that never ends": (linked("/dev/zero", "config.json"), "config.json is not a file"),
+    "a tokenizer that is a pipe": (replaced("tokenizer.json", os.mkfifo), "tokenizer.json is missing"),
+    # config.json
+    "10**12 layers": (with_config(num_hidden_layers=10**12), "config.json has 1000000000000 layers"),
+    "a vocabulary of 10**15": (with_config(vocab_size=10**15), r"is \[320, 48\], not \[1000000000000000, 48\]"),
+    "a width of 10**30": (with_config(hidden_size=10**30), "does not match its config.json"),
+    "10**12 heads": (with_config(num_attention_heads=10**12, num_key_value_heads=10**12), "config.json"),
+    "no heads": (with_config(num_attention_heads=0), "sizes must be positive"),
+    "infinite layers": (with_config_text('{"model_type": "llama", "num_attention_heads": 4, "hidden_size": 1e999}'),
+                        "config.json holds a value of the wrong kind"),
+    "a nested config": (with_config_text("[" * 100_000), "is not valid JSON"),
+    "a number of a million digits": (with_config_text('{"vocab_size": ' + "9" * 1_000_000 + "}"), "is not valid JSON"),
+    "an empty config": (with_config_text(""), "is not valid JSON"),
+    "a config of 33 MB": (with_config_text(" " * (33 << 20)), "config.json has 34603008 bytes; allowed"),
+    "a config of other bytes": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "not valid JSON"),
+    # The tokenizer
+    "another vocabulary": (with_config(vocab_size=VOCAB - 100), "they do not belong together"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "is not a readable tokenizer"),
+    "a nested tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a":' * 100_000),
+                           "is not a readable tokenizer"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_folder_gets_one_clear_line(folder, what):
+    damage, message = DAMAGES[what]
+    damage(folder)
+    refused(folder, message)
+
+
+@pytest.mark.parametrize("what", ["cut in the data", "NaN", "a nested config", "another vocabulary"])
+def test_the_command_line_prints_that_line_alone(folder, capfd, what):
+    damage, _ = DAMAGES[what]
+    damage(folder)
+    assert run(["generate", "It", "--model", str(folder), "--max-new-tokens", "2"]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err.startswith("longdraft: ") and captured.err.count("\n") == 1
+
+
+def test_a_link_out_of_the_folder_is_followed_as_the_hubs_cache_needs(folder, tmp_path):
+    (folder / WEIGHTS).rename(tmp_path / "blob")
+    (folder / WEIGHTS).symlink_to("../blob")
+    longdraft.load(str(folder), drafter="plain")
+
+
+def test_large_weights_are_no_infinite_ones(folder):
+    """The sum that looks for NaN overflows, the values do not."""
+    with_tensors(lambda tensors: tensors.update({GATE: torch.full_like(tensors[GATE], 3e38)}))(folder)
+    longdraft.load(str(folder), drafter="plain")
+
+
+def test_tensors_that_lie_unaligned_are_read(folder, sound):
+    header, data = split(folder / WEIGHTS)
+    text = json.dumps(header).encode()
+    for padding in range(4):
+        join(folder / WEIGHTS, text + b" " * padding, data)
+        texts = [[event.tokens for event in longdraft.load(str(where), drafter="plain", dtype="float32").generate(
+            "It was", longdraft.SamplingParams(max_new_tokens=8, temperature=0.0))] for where in (folder, sound)]
+        assert texts[0] == texts[1]
+
+
+def outcome(folder: Path) -> str:
+    """What loading says; nothing where it goes well. Anything but our own errors is a failure."""
+    try:
+        longdraft.load(str(folder), drafter="plain")
+    except longdraft.LongdraftError as error:
+        return str(error)
+    return ""
+
+
+def loads_or_says_why(folder: Path) -> None:
+    line = outcome(folder)
+    assert "\n" not in line.strip() and len(line) < 5000
+
+
+@FUZZ
+@given(st.data())
+def test_weights_with_random_bytes_never_crash(sound, tmp_path, data):
+    """Bytes of the header, or of its length, changed, cut out or put in."""
+    shutil.copytree(sound, tmp_path / "fuzz", dirs_exist_ok=True)
+    content = bytearray((sound / WEIGHTS).read_bytes())
+    length, = struct.unpack("<Q", content[:8])
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, 7 + length))
+        new = data.draw(st.binary(max_size=4))
+        content[at : at + data.draw(st.integers(0, 4))] = new
+    (tmp_path / "fuzz" / WEIGHTS).write_bytes(content)
+    loads_or_says_why(tmp_path / "fuzz")
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=8), st.just([]), st.just({}),
+    st.lists(st.integers(-2, 2**40), max_size=3), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2))
+
+
+@FUZZ
+@given(data=st.data())
+def test_headers_that_lie_never_crash(sound, tmp_path, data):
+    shutil.copytree(sound, tmp_path / "fuzz", dirs_exist_ok=True)
+    header, content = split(sound / WEIGHTS)
+    entry = header[data.draw(st.sampled_from(sorted(header)))]
+    keys = ["dtype", "shape", "data_offsets", "other"]
+    entry[data.draw(st.sampled_from(keys))] = data.draw(VALUES | st.sampled_from(["F16", "BF16", "I64", "F4", "BOOL"]))
+    join(tmp_path / "fuzz" / WEIGHTS, header, content)
+    loads_or_says_why(tmp_path / "fuzz")
+
+
+@FUZZ
+@given(data=st.data())
+def test_configs_with_other_values_never_crash(sound, tmp_path, data):
+    shutil.copytree(sound, tmp_path / "fuzz", dirs_exist_ok=True)
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((sound / name).read_text())
+        for _ in range(data.draw(st.integers(0, 2))):
+            content[data.draw(st.sampled_from(sorted(content)))] = data.draw(VALUES)
+        (tmp_path / "fuzz" / name).write_text(json.dumps(content))
+    loads_or_says_why(tmp_path / "fuzz")
+
+
+ROPE = {"factor": 8.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "attention_factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+
+
+@FUZZ
+@given(kind=st.sampled_from(["linear", "dynamic", "llama3", "yarn", "longrope"]), key=st.sampled_from(sorted(ROPE)),
+       value=VALUES | st.sampled_from([0, 1, -1, 4.0, 10**400, [10**400] * 6, [0.0] * 6, [[]] * 6]))
+def test_rotations_of_other_numbers_never_crash(sound, tmp_path, kind, key, value):
+    shutil.copytree(sound, tmp_path / "fuzz", dirs_exist_ok=True)
+    with_config(rope_parameters=ROPE | {"rope_type": kind, key: value})(tmp_path / "fuzz")
+    loads_or_says_why(tmp_path / "fuzz")
+
+
+@FUZZ
+@given(data=st.data())
+def test_indexes_with_other_names_never_crash(sound, tmp_path, data):
+    shutil.copytree(sound, tmp_path / "fuzz", dirs_exist_ok=True)
+    names = st.text(max_size=12) | st.sampled_from([WEIGHTS, "../" + WEIGHTS, "./" + WEIGHTS, ".", "x/.safetensors"])
+    (tmp_path / "fuzz" / INDEX).write_text(json.dumps(
+        {"weight_map": data.draw(st.dictionaries(st.text(max_size=3), names | VALUES, max_size=3) | VALUES)}))
+    loads_or_says_why(tmp_path / "fuzz")
+
+
+@FUZZ
+@given(data=st.data())
+def test_tokenizers_with_random_bytes_never_crash(sound, tmp_path, data):
+    shutil.copytree(sound, tmp_path / "fuzz", dirs_exist_ok=True)
+    content = bytearray((sound / "tokenizer.json").read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at : at + data.draw(st.integers(0, 20))] = data.draw(st.binary(max_size=4))
+    (tmp_path / "fuzz" / "tokenizer.json").write_bytes(content)
+    loads_or_says_why(tmp_path / "fuzz")

@@ -1,0 +1,370 @@
+"""Row invariance of every variant to the bit, and agreement with obvious formulas and the reference."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longdraft import kernels
+from longdraft.errors import UsageError
+from longdraft.kernels import KV, AttentionOutput, Geometry, LayersKV, LayerWeights
+from longdraft.kernels.reference import SPLIT, STEP
+
+every_kernel = pytest.mark.parametrize("name", kernels.available())
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+every_storage = pytest.mark.parametrize("is_int8", [False, True], ids=["as it is", "int8"])
+
+
+def random_rows(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@every_kernel
+@every_dtype
+@every_storage
+@given(rows=st.integers(1, 20), width=st.sampled_from([16, 33, 96, 130]), seed=st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_a_row_does_not_depend_on_its_company(name, dtype, is_int8, rows, width, seed):
+    k = kernels.choose("cpu", dtype, name)
+    x = random_rows(rows, width, seed=seed, dtype=k.dtype)
+    weight = k.pack(random_rows(70, width, seed=1), random_rows(70, seed=2), is_int8=is_int8)
+    norm = random_rows(width, seed=3, dtype=k.dtype)
+    heads = random_rows(rows, 3, 16, seed=seed, dtype=k.dtype)
+    cos, sin = random_rows(rows, 8, seed=4), random_rows(rows, 8, seed=5)
+    gate_up = random_rows(rows, 2 * width, seed=seed, dtype=k.dtype)
+    alone = [(k.linear(x[i : i + 1], weight), k.rms_norm(x[i : i + 1], norm, 1e-5), k.swiglu(gate_up[i : i + 1]),
+              k.rope(heads[i : i + 1], cos[i : i + 1], sin[i : i + 1])) for i in range(rows)]
+    together = (k.linear(x, weight), k.rms_norm(x, norm, 1e-5), k.swiglu(gate_up), k.rope(heads, cos, sin))
+    for op, result in enumerate(together):
+        assert torch.equal(result, torch.cat([parts[op] for parts in alone]))
+
+
+def obvious_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """One query [H, D] over keys and values [n, Hkv, D] in double precision."""
+    group = q.shape[0] // k.shape[1]
+    k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    weights = torch.einsum("hd,nhd->hn", q.double(), k).div(math.sqrt(q.shape[1])).softmax(-1)
+    return torch.einsum("hn,nhd->hd", weights, v).float()
+
+
+def random_parents(rows: int, seed: int) -> torch.Tensor:
+    pick = random.Random(seed)
+    return parents_of([pick.randrange(-1, row) for row in range(rows)])
+
+
+def parents_of(parents: list[int]) -> torch.Tensor:
+    return torch.tensor(parents, dtype=torch.int32)
+
+
+def path_of(parents: list[int], row: int) -> list[int]:
+    path = []
+    while row >= 0:
+        path.append(row)
+        row = parents[row]
+    return path[::-1]
+
+
+@every_kernel
+@every_dtype
+@given(length=st.sampled_from([0, 1, 15, 16, 100, STEP - 3, STEP, 3 * STEP + 1, SPLIT - 5, SPLIT, SPLIT + 7]),
+       rows=st.integers(1, 20), kv_heads=st.sampled_from([1, 2]), group=st.sampled_from([1, 2, 3, 4, 7, 8]),
+       dim=st.sampled_from([8, 16, 64, 80, 96]), window=st.sampled_from([0, 0, 1, 40, 300, 4100]),
+       seed=st.integers(0, 10**6))
+@settings(max_examples=20, deadline=None)
+def test_a_tree_node_gets_the_bits_of_plain_decoding(name, dtype, length, rows, kv_heads, group, dim, window, seed):
+    """Every node, against the same text laid out flat and decoded one row at a time; and against the formula."""
+    kernel = kernels.choose("cpu", dtype, name)
+    heads = kv_heads * group
+    prefix_k, prefix_v = (random_rows(length, kv_heads, dim, seed=s, dtype=kernel.dtype) for s in (1, 2))
+    k, v = (random_rows(rows, kv_heads, dim, seed=seed + s, dtype=kernel.dtype) for s in (3, 4))
+    q = random_rows(rows, heads, dim, seed=seed + 5, dtype=kernel.dtype)
+    parents = random_parents(rows, seed) if seed % 4 else torch.arange(-1, rows - 1, dtype=torch.int32)  # or a chain
+    store = kernel.new_store(kv_heads, dim)
+    store.reserve(length + rows)
+    store.write(0, prefix_k, prefix_v)
+    got = kernel.attention(q, KV(store, length, k, v), parents, window).output
+    for row in range(rows):
+        path = path_of(parents.tolist(), row)
+        flat = kernel.new_store(kv_heads, dim)
+        flat.reserve(length + len(path))
+        flat.write(0, torch.cat([prefix_k, k[path[:-1]]]), torch.cat([prefix_v, v[path[:-1]]]))
+        kv = KV(flat, length + len(path) - 1, k[[row]], v[[row]])
+        plain = kernel.attention(q[row : row + 1], kv, parents_of([-1]), window).output
+        assert torch.equal(got[row], plain[0])
+        seen = [torch.cat([before, own[path]])[-window:] for before, own in ((prefix_k, k), (prefix_v, v))]
+        exact = obvious_attention(q[row], *seen)
+        tolerance = 1e-5 if dtype == "float32" else 1e-2
+        torch.testing.assert_close(got[row].float(), exact, atol=tolerance, rtol=tolerance)
+
+
+@every_kernel
+def test_drafted_rows_leave_no_trace_in_what_is_committed(name):
+    kernel = kernels.choose("cpu", "float32", name)
+    store = kernel.new_store(2, 8)
+    store.reserve(20)
+    k, v = random_rows(5, 2, 8, seed=1), random_rows(5, 2, 8, seed=2)
+    store.write(0, k, v)
+    q = random_rows(9, 2, 8, seed=3)
+    kernel.attention(q, KV(store, 5, random_rows(9, 2, 8), random_rows(9, 2, 8)), random_parents(9, 1))
+    held = store.read(torch.arange(5).expand(2, -1))
+    assert torch.equal(held[0], k.transpose(0, 1)) and torch.equal(held[1], v.transpose(0, 1))
+
+
+@every_kernel
+def test_weights_are_the_attention_of_the_queries(name):
+    kernel = kernels.choose("cpu", "float32", name)
+    store = kernel.new_store(2, 8)
+    k = random_rows(30, 2, 8, seed=1)
+    store.write(0, k, k)
+    q = random_rows(3, 4, 8, seed=2)
+    expected = torch.zeros(2, 30)
+    for query in q:
+        for head in range(4):
+            expected[head // 2] += (k[:, head // 2] @ query[head] / math.sqrt(8)).softmax(-1)
+    torch.testing.assert_close(store.weights(q, 30), expected)
+
+
+@every_kernel
+@every_dtype
+@every_storage
+def test_the_number_of_threads_changes_no_bits(name, dtype, is_int8):
+    kernel = kernels.choose("cpu", dtype, name)
+    x, weight = random_rows(3, 256, dtype=kernel.dtype), kernel.pack(random_rows(4096, 256, seed=1), is_int8=is_int8)
+    store = kernel.new_store(2, 64)
+    store.write(0, random_rows(9000, 2, 64, seed=2), random_rows(9000, 2, 64, seed=3))
+    rows = 21
+    kv = KV(store, 9000, *(random_rows(rows, 2, 64, seed=s, dtype=kernel.dtype) for s in (4, 5)))
+    q = random_rows(rows, 4, 64, seed=6, dtype=kernel.dtype)
+    results = []
+    for threads in (1, 2, 3):
+        kernels.set_threads(threads)
+        attention_output = kernel.attention(q, kv, random_parents(rows, 2))
+        results.append((kernel.linear(x, weight, keep_float=True), attention_output.output, attention_output.lse))
+    kernels.set_threads(1)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@every_dtype
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("dim", [12, 64, 80, 96, 128, 256])
+def test_fast_kernels_agree_with_the_reference(name, dtype, group, dim):
+    fast, slow = kernels.choose("cpu", dtype, name), kernels.choose("cpu", dtype, "reference")
+    kv_heads, rows, length = 2, 9, 700
+    k, v = (random_rows(length, kv_heads, dim, seed=s, dtype=fast.dtype) for s in (1, 2))
+    tail = [random_rows(rows, kv_heads, dim, seed=s, dtype=fast.dtype) for s in (3, 4)]
+    q = random_rows(rows, kv_heads * group, dim, seed=5, dtype=fast.dtype)
+    results = []
+    for kernel in (fast, slow):
+        store = kernel.new_store(kv_heads, dim)
+        store.write(0, k, v)
+        results.append(kernel.attention(q, KV(store, length, *tail), random_parents(rows, dim + group)).output.float())
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@every_dtype
+@every_storage
+@pytest.mark.parametrize("rows, inner, outer", [(1, 33, 70), (7, 256, 64), (64, 130, 200), (300, 64, 65)])
+def test_fast_products_norms_and_activations_agree_with_the_reference(name, dtype, is_int8, rows, inner, outer):
+    fast, slow = kernels.choose("cpu", dtype, name), kernels.choose("cpu", dtype, "reference")
+    x = random_rows(rows, inner, dtype=fast.dtype)
+    w, bias = random_rows(outer, inner, seed=1), random_rows(outer, seed=2)
+    tolerance = dict(atol=2e-5, rtol=2e-5) if dtype == "float32" else dict(atol=2e-2, rtol=1.6e-2)
+
+    def close(of):
+        torch.testing.assert_close(of(fast).float(), of(slow).float(), **tolerance)
+
+    close(lambda k: k.linear(x, k.pack(w, bias, is_int8=is_int8)))
+    close(lambda k: k.linear(x, k.pack(w, is_int8=is_int8), keep_float=True))
+    close(lambda k: k.embed(k.pack(w, is_int8=is_int8), [0, outer - 1, 3]))
+    close(lambda k: k.rms_norm(x, random_rows(inner, seed=3, dtype=k.dtype), 1e-5))
+    close(lambda k: k.swiglu(random_rows(rows, 2 * inner, seed=4, dtype=k.dtype) * 30))
+    heads = random_rows(rows, 3, 24, seed=5, dtype=fast.dtype)[:, 1:]  # a view, as queries are
+    close(lambda k: k.rope(heads, random_rows(rows, 12, seed=6), random_rows(rows, 12, seed=7)))
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+def test_hostile_tensors_are_refused_or_handled(name):
+    kernel = kernels.choose("cpu", "bfloat16", name)
+    weight = kernel.pack(random_rows(8, 16))
+    x = random_rows(4, 32, dtype=kernel.dtype)
+    assert torch.equal(kernel.linear(x[:, ::2], weight), kernel.linear(x[:, ::2].contiguous(), weight))
+    odd = torch.zeros(65, dtype=kernel.dtype)[1:].view(4, 16)  # not aligned to words
+    assert torch.equal(kernel.linear(odd, weight), torch.zeros(4, 8, dtype=kernel.dtype))
+    store = kernel.new_store(2, 8)
+    rows = random_rows(3, 2, 8, dtype=kernel.dtype)
+    store.write(0, rows, rows)
+    q = random_rows(3, 4, 8, dtype=kernel.dtype)
+    for wrong in (
+        lambda: kernel.linear(x, weight),
+        lambda: kernel.embed(weight, [8]),
+        lambda: kernel.embed(weight, [-1]),
+        lambda: store.write(-1, rows, rows),
+        lambda: store.write(0, rows, rows[:2]),
+        lambda: store.write(0, rows[:, :1], rows[:, :1]),
+        lambda: store.read(torch.tensor([[0], [10**9]])),
+        lambda: store.read(torch.tensor([[0]])),
+        lambda: store.weights(q, 10**9),
+        lambda: kernel.attention(q, KV(store, 10**9, rows, rows), parents_of([-1, 0, 1])),
+        lambda: kernel.attention(q, KV(store, 3, rows, rows), parents_of([-1, 0, 2])),
+        lambda: kernel.attention(q, KV(store, 3, rows, rows), parents_of([-1, 0])),
+        lambda: kernel.attention(q[:2], KV(store, 3, rows, rows), parents_of([-1, 0])),
+        lambda: kernel.keep(LayersKV([store], 3, rows[None], rows[None]), [3]),
+        lambda: kernel.keep(LayersKV([store, store], 3, rows[None], rows[None]), [0]),
+        lambda: kernel.copy([store], [store], torch.full((1, 2, 1), 10**9), 0),
+        lambda: kernel.remainder([store], 10**9, AttentionOutput(q[None], q[None], torch.zeros(1, 3, 4), q[None])),
+        lambda: kernel.remainder([store], 2, AttentionOutput(q[None], q[None], torch.zeros(1, 3, 4), q[None])),
+        lambda: kernel.rope(q, torch.zeros(3, 3), torch.zeros(3, 3)),
+        lambda: kernel.swiglu(x[:, :5]),
+    ):
+        with pytest.raises(ValueError, match="CPU kernels want"):
+            wrong()
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@every_dtype
+def test_what_a_partial_cache_needs_agrees_with_the_reference(name, dtype):
+    """Copies between stores, and the remainders of the last rows."""
+    layers, kv_heads, heads, dim, length = 2, 2, 6, 24, 500
+    k, v = (random_rows(layers, length, kv_heads, dim, seed=s) for s in (1, 2))
+    q = random_rows(layers, 3, heads, dim, seed=3)
+    pick = torch.Generator().manual_seed(4)
+    chosen = torch.stack([torch.randperm(length, generator=pick)[:40] for _ in range(layers * kv_heads)])
+    results = []
+    for kernel in (kernels.choose("cpu", dtype, name), kernels.choose("cpu", dtype, "reference")):
+        full, part = ([kernel.new_store(kv_heads, dim) for _ in range(layers)] for _ in range(2))
+        rows = LayersKV(full, 0, k.to(kernel.dtype), v.to(kernel.dtype))
+        kernel.keep(rows, range(length))
+        kernel.copy(full, part, chosen.view(layers, kv_heads, 40), 0)
+        held = [store.read(torch.arange(40).expand(kv_heads, -1))[0].float() for store in part]
+        asked = q.to(kernel.dtype)
+        kv = [KV(full[i], length - 3, rows.k[i, -3:], rows.v[i, -3:]) for i in range(layers)]
+        whole = [kernel.attention(asked[i], kv[i], parents_of([-1, 0, 1])) for i in range(layers)]
+        remainder = kernel.remainder(part, 40, AttentionOutput(*(torch.stack(part) for part in zip(*whole, strict=True))))
+        results.append((torch.stack(held), remainder))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4 if dtype == "float32" else 2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@every_dtype
+def test_layers_whose_cache_leaves_something_out_agree_with_the_reference(name, dtype):
+    """One layer over a store and a remainder that is a function of the query."""
+    heads, kv_heads, dim, hidden, rows = 6, 2, 20, 48, 3
+    results = []
+    for kernel in (kernels.choose("cpu", dtype, name), kernels.choose("cpu", dtype, "reference")):
+        layer = LayerWeights(
+            torch.ones(hidden, dtype=kernel.dtype),
+            kernel.pack(random_rows((heads + 2 * kv_heads) * dim, hidden, seed=1) / 7),
+            kernel.pack(random_rows(hidden, heads * dim, seed=2) / 11),
+            torch.ones(hidden, dtype=kernel.dtype),
+            kernel.pack(random_rows(64, hidden, seed=3) / 7), kernel.pack(random_rows(hidden, 32, seed=4) / 6))
+        store = kernel.new_store(kv_heads, dim)
+        held = random_rows(40, kv_heads, dim, seed=5, dtype=kernel.dtype)
+        store.write(0, held, held)
+        remainder = random_rows(1, heads, dim + 1, dim + 1, seed=6).contiguous()
+        k, v = (torch.empty(1, rows, kv_heads, dim, dtype=kernel.dtype) for _ in range(2))
+        angles = random_rows(rows, dim // 2, seed=7)
+        decoder = kernel.new_decoder([layer], Geometry(heads, kv_heads, dim, 1e-5))
+        x, attention_output = decoder.forward(random_rows(rows, hidden, seed=8, dtype=kernel.dtype), angles.cos(), angles.sin(),
+                                      [LayersKV([store], 40, k, v, remainder)], parents_of([-1, 0, 0]))
+        rotated = kernel.rope(attention_output.content[0], angles.cos(), angles.sin())
+        torch.testing.assert_close(rotated, attention_output.queries[0])
+        results.append([part.float() for part in (x, *attention_output)])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4 if dtype == "float32" else 5e-2, rtol=2e-2)
+
+
+def test_an_unknown_variant_is_refused_and_the_known_ones_are_listed(monkeypatch):
+    monkeypatch.setenv("LONGDRAFT_KERNELS", "abacus")
+    with pytest.raises(UsageError, match=r"LONGDRAFT_KERNELS is 'abacus'; allowed here: auto, .*reference"):
+        kernels.choose("cpu", "float32")
+
+
+def test_without_the_extension_the_reference_serves_and_says_so(monkeypatch, caplog):
+    from longdraft.kernels import cpu
+
+    monkeypatch.setattr(cpu, "WHY_MISSING", "no module named _cpu")
+    assert kernels.choose("cpu", "float32").name == "reference"
+    assert "reinstall longdraft with a C++ compiler" in caplog.text
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@every_dtype
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_damaged_numbers_stay_visible(name, dtype, bad):
+    """NaN weights must end as an error about the model, not as plausible text."""
+    kernel = kernels.choose("cpu", dtype, name)
+    store = kernel.new_store(2, 16)
+    store.write(0, random_rows(300, 2, 16), random_rows(300, 2, 16))
+    q = random_rows(2, 2, 16, dtype=kernel.dtype)
+    q[1, 0, 3] = bad
+    kv = KV(store, 300, *(random_rows(2, 2, 16, seed=s, dtype=kernel.dtype) for s in (1, 2)))
+    output = kernel.attention(q, kv, parents_of([-1, 0])).output
+    assert output[0].isfinite().all() and output[1, 1].isfinite().all()
+    assert output[1, 0].isnan().all()
+    gate_up = random_rows(2, 32, dtype=kernel.dtype)
+    gate_up[0, 3] = float("nan")
+    assert kernel.swiglu(gate_up)[0, 3].isnan()
+
+
+@every_kernel
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_a_damaged_guess_spoils_nobody_else(name, is_chain):
+    """A drafted token whose values are not finite weighs nothing for the rows before and beside it, now and later."""
+    kernel = kernels.choose("cpu", "bfloat16", name)
+    store = kernel.new_store(1, 16)
+    prefix = random_rows(20, 1, 16, dtype=kernel.dtype)
+    store.write(0, prefix, prefix)
+    q, k, v = (random_rows(3, 1, 16, seed=s, dtype=kernel.dtype) for s in (1, 2, 3))
+    parents = parents_of([-1, 0, 1] if is_chain else [-1, 0, 0])
+    sound = kernel.attention(q, KV(store, 20, k, v), parents).output
+    v[1] = float("inf")
+    got = kernel.attention(q, KV(store, 20, k, v), parents).output
+    assert torch.equal(got[0], sound[0]) and not got[1].isfinite().all()
+    kernel.keep(LayersKV([store], 20, k[None], v[None]), [0])
+    later = kernel.attention(q[:1], KV(store, 21, k[:1], v[:1]), parents_of([-1])).output
+    assert later.isfinite().all()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_has_threads_of_its_own():
+    kernel = kernels.choose("cpu", "float32")
+    x, weight = random_rows(8, 512), kernel.pack(random_rows(2048, 512, seed=1))
+    kernels.set_threads(2)
+    expected = kernel.linear(x, weight)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(kernel.linear(x, weight), expected) else 1)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    kernels.set_threads(1)
+    if done == (0, 0):
+        os.kill(child, 9)
+    assert done == (child, 0)
+
+
+def test_weights_of_another_dtype_are_refused():
+    bf16, float32 = (kernels.choose("cpu", dtype) for dtype in ("bfloat16", "float32"))
+    weight = float32.pack(random_rows(8, 16))
+    for wrong in (lambda: bf16.linear(random_rows(2, 16, dtype=bf16.dtype), weight), lambda: bf16.embed(weight, [1]),
+                  lambda: bf16.embed(bf16.pack(random_rows(8, 16)), [])):
+        with pytest.raises(ValueError, match="CPU kernels want"):
+            wrong()
+    store = bf16.new_store(2, 8)
+    rows = random_rows(4, 2, 8, dtype=bf16.dtype)
+    store.write(0, rows, rows)
+    strided = torch.tensor([-1, 7, 0, 7, 1, 7, 2, 7], dtype=torch.int32)[::2]
+    for parents in (strided, parents_of([])):
+        with pytest.raises(ValueError, match="CPU kernels want"):
+            bf16.attention(rows[: len(parents)], KV(store, 4, rows[: len(parents)], rows[: len(parents)]), parents)

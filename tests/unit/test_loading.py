@@ -1,0 +1,278 @@
+"""Where models come from: folders, the hub and its cache; and what reading them costs."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from conftest import make_checkpoint, make_heads
+from huggingface_hub import errors
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+import longdraft
+from longdraft import kernels
+from longdraft.core import SamplingParams
+from longdraft.errors import ModelError, UsageError
+from longdraft.kernels import cpu
+from longdraft.model import hub
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+
+
+class FakeHub:
+    """Repositories as folders, and what was asked of them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.asked: list[dict[str, object]] = []
+        self.fetched: set[str] = set()
+        self.error: Exception | None = None
+
+    def snapshot_download(self, repo_id: str, *, allow_patterns: list[str], **asked: object) -> str:
+        if self.error:
+            raise self.error
+        self.asked.append({"repo_id": repo_id, **asked})
+        source, target = self.root / repo_id, self.root / "cache" / "snapshots" / COMMIT
+        for path in source.rglob("*"):
+            name = str(path.relative_to(source))
+            if path.is_file() and any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, target / name)
+                self.fetched.add(name)
+        return str(target)
+
+
+@pytest.fixture
+def hub_options(tmp_path, monkeypatch):
+    fake = FakeHub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
+    return fake
+
+
+def clutter(folder: Path) -> None:
+    """What repositories hold beside what is needed."""
+    (folder / "original").mkdir()
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "model.fp16.safetensors", "modeling_evil.py",
+                 "original/params.json", "original/model.safetensors", "README.md", "onnx.json"):
+        (folder / name).write_bytes(b"x")
+
+
+def test_of_a_repository_only_what_is_needed_is_fetched(hub_options, tmp_path):
+    make_checkpoint(tmp_path / "owner/model", shard="60KB")
+    clutter(tmp_path / "owner/model")
+    engine = longdraft.load("owner/model", drafter="plain")
+    shards = {path.name for path in (tmp_path / "owner/model").glob("model-*.safetensors")}
+    assert len(shards) > 1
+    assert hub_options.fetched == shards | {"config.json", "generation_config.json", "tokenizer.json",
+                                    "model.safetensors.index.json"}
+    assert len(list(engine.generate("It", SamplingParams(max_new_tokens=3)))) == 3
+
+
+def test_the_hub_is_asked_for_what_the_user_said(hub_options, tmp_path):
+    make_checkpoint(tmp_path / "owner/model")
+    longdraft.load("owner/model", drafter="plain", revision="v2", token="secret", cache_dir=tmp_path, offline=True)
+    first, second = hub_options.asked
+    assert first == {"repo_id": "owner/model", "revision": "v2", "token": "secret", "cache_dir": tmp_path,
+                     "local_files_only": True}
+    assert second == first | {"revision": COMMIT}  # the weights of the same commit, should the branch have moved
+
+
+@pytest.mark.parametrize("name, revision, expected", [
+    ("owner/model@v2", None, "v2"), ("owner/model@refs/pr/3", None, "refs/pr/3"), ("owner/model@v2", "v2", "v2"),
+    ("owner/model", None, None)])
+def test_a_revision_may_stand_in_the_name(hub_options, tmp_path, name, revision, expected):
+    make_checkpoint(tmp_path / "owner/model")
+    hub.resolve(name, hub.Hub(revision))
+    assert hub_options.asked[0]["repo_id"] == "owner/model" and hub_options.asked[0]["revision"] == expected
+
+
+@pytest.mark.parametrize("name, revision, message", [
+    ("owner/model@v2", "v3", "names another revision than 'v3'"), ("novelist", "v3", "'novelist' is a folder")])
+def test_a_revision_that_means_nothing_is_refused(hub_options, name, revision, message):
+    with pytest.raises(UsageError, match=message):
+        hub.resolve(name, hub.Hub(revision))
+
+
+def test_a_config_comes_without_the_weights(hub_options, tmp_path):
+    make_checkpoint(tmp_path / "owner/model")
+    hub.resolve("owner/model", is_config_enough=True)
+    assert hub_options.fetched == {"config.json", "generation_config.json"}
+
+
+def test_a_repository_of_pickles_says_so(hub_options, tmp_path):
+    make_checkpoint(tmp_path / "owner/model")
+    (tmp_path / "owner/model/model.safetensors").rename(tmp_path / "owner/model/pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"holds no model.safetensors .*pickles, which can run code.*save_pretrained"):
+        hub.resolve("owner/model")
+
+
+def test_what_was_not_fetched_is_no_pickle(hub_options, tmp_path):
+    """Offline, behind `doctor --model`, which fetches config.json alone."""
+    make_checkpoint(tmp_path / "owner/model")
+    (tmp_path / "owner/model/model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"'owner/model' is not whole in .*offline nothing is fetched"):
+        hub.resolve("owner/model", hub.Hub(offline=True))
+
+
+def test_a_folder_of_pickles_says_so(tmp_path):
+    make_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model.bin is a pickle, which can run code, and is not loaded"):
+        longdraft.load(str(tmp_path))
+
+
+class Response:
+    """As much of an HTTP answer as the hub's errors look at."""
+
+    headers: dict[str, str] = {}  # noqa: RUF012
+    request = None
+
+
+@pytest.mark.parametrize("error, message", [
+    (errors.GatedRepoError("403", response=Response()), "is gated; accept its terms at https://.*/owner/model and set"),
+    (errors.RepositoryNotFoundError("404", response=Response()), "or it is private; check the name, and set HF_TOKEN"),
+    (errors.RevisionNotFoundError("404", response=Response()), "has no revision 'v9'"),
+    (errors.LocalEntryNotFoundError("no"), "is not whole in .*the hub cannot be reached; check the network"),
+    (errors.HFValidationError("bad\nname"), "from the hub: bad; check"),
+    (errors.HTTPError("timed out"), "from the hub: timed out; check"),
+    (PermissionError(13, "Permission denied"), "Permission denied"),
+])
+def test_what_goes_wrong_at_the_hub_is_one_line_with_its_cure(hub_options, error, message):
+    hub_options.error = error
+    with pytest.raises(ModelError, match=message) as caught:
+        hub.resolve("owner/model@v9")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def fill_hub_cache(cache: Path, checkpoint: Path) -> None:
+    """A cache as the hub's own client leaves it: snapshots of links into blobs, and a name for the commit."""
+    repository = cache / "models--owner--model"
+    for folder in ("blobs", "refs", f"snapshots/{COMMIT}"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    for number, path in enumerate(sorted(checkpoint.iterdir())):
+        shutil.copy(path, repository / "blobs" / str(number))
+        (repository / "snapshots" / COMMIT / path.name).symlink_to(f"../../blobs/{number}")
+
+
+GENERATE = [sys.executable, "-m", "longdraft", "generate", "It was", "--max-new-tokens", "4", "--drafter", "plain",
+            "--ignore-eos", "--temperature", "0", "--model", "owner/model"]
+
+
+@pytest.mark.parametrize("where", ["variables", "options", "name"])
+def test_the_hubs_cache_serves_without_a_network(tmp_path, where):
+    make_checkpoint(tmp_path / "made")
+    fill_hub_cache(tmp_path / "home" / "hub", tmp_path / "made")
+    options, variables = {
+        "variables": ([], {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}),
+        "options": (["--cache-dir", str(tmp_path / "home" / "hub"), "--offline", "--revision", "main"], {}),
+        "name": (["--cache-dir", str(tmp_path / "home" / "hub"), "--offline", "--model", f"owner/model@{COMMIT}"], {}),
+    }[where]
+    work = subprocess.run([*GENERATE, *options], env=ENVIRONMENT | variables, capture_output=True, text=True,
+                          check=False)
+    assert (work.returncode, work.stderr) == (0, "") and work.stdout
+
+
+def test_what_the_cache_lacks_is_one_line(tmp_path):
+    work = subprocess.run([*GENERATE, "--offline", "--cache-dir", str(tmp_path)], env=ENVIRONMENT,
+                          capture_output=True, text=True, check=False)
+    assert work.returncode == 2 and work.stderr.count("\n") == 1
+    assert f"'owner/model' is not whole in {tmp_path}, and offline nothing is fetched; leave --offline" in work.stderr
+
+
+# What reading costs
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+from longdraft import kernels
+from longdraft.model import checkpoint, config
+
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name + ":"))
+
+folder = Path(sys.argv[1])
+chosen = kernels.choose("cpu", sys.argv[2])
+kernels.set_threads(1)
+chosen.linear(torch.ones(1, 64, dtype=chosen.dtype), chosen.pack(torch.ones(64, 64)))
+torch.ones(4, dtype=torch.float16).sum().isfinite()
+files, parsed = checkpoint.TensorFiles(folder), config.read(folder)
+Path("/proc/self/clear_refs").write_text("5")
+before = kilobytes("VmRSS")
+model = checkpoint.load(files, parsed, chosen)
+final = sum(linear.nbytes for linear in model.linears)  # the embedding is tied to the last
+print((kilobytes("VmHWM") - before) * 1024 / final)
+"""
+
+
+@pytest.mark.skipif(not cpu.variants(), reason="the reference holds its weights as they come")
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory cannot be reset here")
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("wanted", ["bfloat16", "float32"])
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path, stored, wanted):
+    make_checkpoint(tmp_path, dtype=stored, hidden_size=512, intermediate_size=2048, num_hidden_layers=10,
+                    num_attention_heads=8, num_key_value_heads=4, vocab_size=4096)
+    work = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path), wanted], capture_output=True, text=True,
+                          check=True)
+    assert 0.9 < float(work.stdout) < 1.15
+
+
+def test_progress_ends_where_all_is_read(tmp_path):
+    make_checkpoint(tmp_path, shard="60KB")
+    seen: list[tuple[int, int]] = []
+    longdraft.load(str(tmp_path), drafter="plain", on_load=lambda done, total: seen.append((done, total)))
+    sizes = sum(tensor.nbytes for path in tmp_path.glob("*.safetensors") for tensor in load_file(path).values())
+    assert seen[-1] == (sizes, sizes)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_loaded_model_needs_its_files_no_more(tmp_path, dtype, name):
+    make_checkpoint(tmp_path, dtype=dtype)
+    make_heads(tmp_path / "heads", LlamaForCausalLM.from_pretrained(tmp_path))
+    engine = longdraft.load(str(tmp_path), drafter="tokenswift", kernels_name=name)
+    params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+    texts = []
+    for _ in range(2):
+        texts.append([event.tokens for event in engine.generate("It was a dark and stormy night", params)])
+        for path in tmp_path.rglob("*.safetensors"):
+            with path.open("r+b") as file:
+                file.write(b"\0" * path.stat().st_size)
+    assert texts[0] == texts[1]
+
+
+def on_a_terminal(command: list[str]) -> str:
+    """What a command shows on a terminal's stderr."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, env=ENVIRONMENT) as work:
+        os.close(theirs)
+        shown = b""
+        try:
+            while chunk := os.read(ours, 4096):
+                shown += chunk
+        except OSError:  # how a terminal says that nobody writes any more
+            pass
+        assert work.wait() == 0
+    os.close(ours)
+    return shown.decode()
+
+
+def test_a_bar_is_shown_of_large_models_only(tmp_path):
+    make_checkpoint(tmp_path)
+    code = ("import sys; from longdraft.cli import display; from longdraft.__main__ import run;"
+            "display._LARGE = int(sys.argv[1]); sys.exit(run(sys.argv[2:]))")
+    generate = ["generate", "It", "--max-new-tokens", "2", "--model", str(tmp_path), "--drafter", "plain"]
+    for large, options, is_shown in ((1, [], True), (1, ["--quiet"], False), (1 << 30, [], False)):
+        shown = on_a_terminal([sys.executable, "-c", code, str(large), *generate, *options])
+        assert ("kB" in shown) == is_shown, shown

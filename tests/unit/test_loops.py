@@ -1,0 +1,188 @@
+"""Loops are noticed where texts loop, and not where they only repeat; nothing but tokens decides."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+import longdraft
+from longdraft import loops
+from longdraft.loops import LEAST, PERIODS, REPEATS, WINDOW, Foresight, LoopGuard
+from longdraft.model import hub
+from longdraft.model.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(hub.resolve("novelist"))
+
+
+def noticed(tokens) -> loops.Loop | None:
+    guard = LoopGuard()
+    for token in tokens:
+        guard.push(int(token))
+    return guard.loop
+
+
+def prose(count: int, seed: int = 0) -> list[int]:
+    """Tokens as various as those of a novel."""
+    return random.Random(seed).choices(range(4096), k=count)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 17, 100, 500, PERIODS])
+def test_an_exact_loop_is_noticed_and_its_period_told(period):
+    once = prose(period, seed=1)
+    text = prose(3000) + once * (20 + LEAST // period)
+    loop = noticed(text)
+    assert loop is not None and loop.period == period
+    assert loop.token == 3000 + period + max(LEAST, REPEATS * period)
+    assert f"every {period:,} tokens" in str(loop)
+
+
+def test_the_shortest_period_is_told():
+    assert noticed(prose(100) + [1, 2] * 2000).period == 2
+
+
+def test_a_period_beyond_the_longest_is_none_but_variety_falls_where_it_does():
+    assert noticed(prose(PERIODS + 1) * 10) is None
+
+
+def test_a_loop_with_small_changes_is_noticed_by_its_poverty():
+    """`... he said . he said, and said. ...`: no period holds, and there are few different 4-grams."""
+    chance = random.Random(2)
+    text = prose(3000)
+    for _ in range(800):
+        text += chance.choice([[1, 2, 3], [1, 2, 3, 4], [1, 2]])
+    loop = noticed(text)
+    assert loop is not None and loop.period == 0 and loop.distinct < loops.POOR
+    assert "distinct" in str(loop)
+
+
+def table() -> str:
+    """Ten columns, a hundred rows, as a model would write them: names, numbers, the same rulers."""
+    chance = random.Random(3)
+    rows = ["| name | 2019 | 2020 | 2021 |", "| --- | ---: | ---: | ---: |"]
+    rows += [f"| {chance.choice(['Leeds', 'York', 'Hull'])} | {chance.randrange(100)} | {chance.randrange(100)} | 0 |"
+             for _ in range(100)]
+    return "\n".join(rows)
+
+
+def ballad() -> str:
+    """Forty verses, each with the same refrain of eight lines."""
+    refrain = "".join(f"And it's home, boys, home, and it's home we ought to be, line {i}\n" for i in range(8))
+    chance = random.Random(4)
+    words = ["sea", "storm", "mother", "harbour", "night", "lantern", "sailor", "rope", "deck", "wind", "morning"]
+    return "".join(" ".join(chance.choices(words, k=7)) + "\n" + " ".join(chance.choices(words, k=7)) + "\n" + refrain
+                   for _ in range(40))
+
+
+def code() -> str:
+    """Getters, a table of constants, rows of zeros: what programs repeat."""
+    names = ["width", "height", "depth", "left", "right", "top", "bottom", "first", "last", "count", "size", "length",
+             "rank", "weight", "value", "index", "start", "stop", "step", "scale"]
+    getters = "".join(f"    def get_{name}(self) -> int:\n        return self._{name}\n\n" for name in names)
+    zeros = "    0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,\n" * 8
+    return f"class Box:\n{getters}\nTABLE = [\n{zeros}]\n"
+
+
+@pytest.mark.parametrize("text", [table, ballad, code], ids=lambda text: text.__name__)
+def test_legitimate_repetition_is_no_loop(text):
+    tokens = TOKENIZER.encode(text())
+    assert len(tokens) > 800
+    assert noticed(prose(3000) + tokens + prose(3000)) is None
+    assert noticed(tokens) is None
+
+
+def test_a_text_that_was_never_various_is_not_called_poor():
+    """A matrix of zeros and ones has few different 4-grams from its beginning to its end."""
+    chance = random.Random(5)
+    assert noticed(chance.choices([7, 8], k=4 * WINDOW)) is None
+
+
+def test_time_and_memory_do_not_grow_with_the_text():
+    guard = LoopGuard()
+    times = []
+    for part in range(6):
+        text = prose(5000, seed=part)
+        start = time.process_time()
+        for token in text:
+            guard.push(token)
+        times.append(time.process_time() - start)
+    assert len(guard._grams) == WINDOW and len(guard._counts) <= WINDOW and len(guard._last) == 8 * PERIODS
+    assert min(times[3:]) < 2 * min(times[:3]) and min(times) / 5000 < 200e-6
+
+
+def test_distinct_is_that_of_the_window():
+    text = prose(500) + [1, 2, 3] * 900
+    guard = LoopGuard()
+    for end, token in enumerate(text, 1):
+        guard.push(token)
+        if end % 271 == 0:
+            grams = np.lib.stride_tricks.sliding_window_view(text[:end], 4)[-WINDOW:]
+            assert guard.distinct == len(np.unique(grams, axis=0)) / len(grams)
+
+
+def test_drafts_that_are_always_right_are_noticed():
+    foresight = Foresight()
+    for _ in range(400):
+        foresight.push(4, 4)
+        foresight.push(0, 0)  # plain steps tell nothing
+    assert foresight.is_stuck
+    for _ in range(10):
+        foresight.push(2, 4)
+    assert not foresight.is_stuck
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return {name: longdraft.load("novelist", drafter=name) for name in ("plain", "ngram", "suffix")}
+
+
+GREEDY = dict(max_new_tokens=1500, temperature=0.0, seed=0)  # the bundled model, greedy, loops soon
+
+
+def test_a_looping_text_ends_where_it_is_noticed_whichever_drafter(engines):
+    ends = set()
+    for engine in engines.values():
+        *_, last = engine.generate("It was", longdraft.SamplingParams(**GREEDY, on_loop="stop"))
+        assert last.finish_reason == last.stats["finish_reason"] == "loop"
+        ends.add((last.stats["new_tokens"], last.stats["sha256_tokens"]))
+        assert last.stats["loop"]["token"] == last.stats["new_tokens"]
+    assert len(ends) == 1
+
+
+def test_a_text_that_was_cut_in_its_loop_ends_where_the_uncut_one_does(engines, tmp_path):
+    params = longdraft.SamplingParams(**GREEDY, on_loop="stop")
+    *_, uncut = engines["plain"].generate("It was", params)
+    for engine, count in ((engines["plain"], 400), (engines["ngram"], 40)):
+        generation = engine.generate("It was", params, journal=tmp_path / str(count))
+        for _ in zip(range(count), generation, strict=False):
+            pass
+        generation.close()
+        *_, last = engines["suffix"].resume(tmp_path / str(count))
+        assert last.finish_reason == "loop" and 0 < last.stats["resumed_tokens"] < last.stats["new_tokens"]
+        assert last.stats["sha256_tokens"] == uncut.stats["sha256_tokens"]
+        assert last.stats["loop"] == uncut.stats["loop"]
+
+
+def test_warn_tells_once_and_goes_on(engines, caplog):
+    *_, last = engines["suffix"].generate("It was", longdraft.SamplingParams(**GREEDY))
+    assert last.finish_reason == "length" and last.stats["loop"] and last.stats["recent_distinct_4"] < 0.5
+    assert len([record for record in caplog.records if "the text repeats every" in record.message]) == 1
+
+
+def test_off_does_not_look(engines, caplog):
+    *_, last = engines["suffix"].generate("It was", longdraft.SamplingParams(**GREEDY, on_loop="off"))
+    assert last.finish_reason == "length" and last.stats["loop"] is None and last.stats["recent_distinct_4"] is None
+    assert not caplog.records
+
+
+def test_a_loop_ends_no_text_before_its_least_length(engines):
+    params = longdraft.SamplingParams(**GREEDY, on_loop="stop", min_new_tokens=700)
+    *_, last = engines["suffix"].generate("It was", params)
+    assert last.finish_reason == "loop" and last.stats["new_tokens"] == 700
+
+
+def test_other_choices_are_refused():
+    with pytest.raises(longdraft.UsageError, match="warn, stop or off"):
+        longdraft.SamplingParams(on_loop="maybe")

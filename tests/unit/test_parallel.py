@@ -1,0 +1,222 @@
+"""A model shared by ranks: at each degree speculative text equals plain text, whoever drafts, cut or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from conftest import make_checkpoint, make_glide, make_heads
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_families import make
+
+import longdraft
+from longdraft.__main__ import run
+from longdraft.core import SamplingParams
+from longdraft.errors import ModelError, UsageError, WorkerError
+from longdraft.journal import FILE
+from longdraft.model import config as model_config
+from longdraft.model.sharding import of_rank
+from longdraft.parallel import Group, RankGroup, Shard
+
+HERE = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("ranks")
+    base = make_checkpoint(root / "llama", num_key_value_heads=4, seed=4, vocab_size=322)  # not a multiple of 4
+    make_heads(root / "llama" / "heads", base)
+    make_glide(root / "llama" / "glide", root / "llama")
+    make_checkpoint(root / "small", seed=8, hidden_size=24, num_hidden_layers=1)
+    make(root / "phi3", "phi3, longrope, part", num_key_value_heads=4, tie_word_embeddings=False)
+    make(root / "qwen2", "qwen2", num_key_value_heads=4)
+    make(root / "olmo2", "olmo2")
+    return root
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(size: int, folder: Path) -> str:
+    """What rank 0 of so many says."""
+    shared = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(size),
+                  OMP_NUM_THREADS="1")
+    command = [sys.executable, str(HERE / "ranks.py"), str(folder)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
+                                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)]
+    said = [process.communicate(timeout=240)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * size
+    assert not any(said[1:])
+    return said[0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_drafter_writes_the_plain_text_at_each_degree(folder, size):
+    found = json.loads(start(size, folder))
+    wanted = {(f"{model} {sampling}", name) for model, name, _, samplings in ranks.PLAN[size] for sampling in samplings}
+    assert wanted <= {(text, name) for text, names in found.items() for name in names}
+    for text, written in found.items():
+        hashes = {name: sha256 for name, (sha256, _, exactness) in written.items()}
+        assert len({*hashes.values()}) == 1, (text, hashes)
+        assert all(exactness == "bit-exact" for _, _, exactness in written.values())
+        assert all(drafted > 0 for name, (_, drafted, _) in written.items() if name != "plain")
+    assert found["llama warm"]["resumed"][1] >= 3
+
+
+def test_a_rank_that_dies_is_one_line_and_the_text_goes_on(folder, tmp_path, capsys):
+    settings = ["--model", str(folder / "llama"), "--max-new-tokens", "500", "--seed", "3", "--drafter", "suffix",
+                "--ignore-eos", "--on-loop", "off", "--threads", "1", "--tensor-parallel", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    journal, output = tmp_path / "journal", tmp_path / "out.txt"
+    command = ["-m", "longdraft", "generate", "It was", *settings, "--journal", str(journal)]
+    child = subprocess.Popen([*torchrun, str(free_port()), *command], stderr=subprocess.PIPE, text=True,
+                             stdout=subprocess.DEVNULL)
+    while not ((journal / FILE).exists() and (journal / FILE).stat().st_size > 2500):
+        assert child.poll() is None, child.stderr.read()
+        time.sleep(0.01)
+    os.kill(follower_of(child.pid), signal.SIGKILL)
+    _, said = child.communicate(timeout=120)
+    lines = [line for line in said.splitlines() if line.startswith("longdraft: ")]
+    assert child.returncode and len(lines) == 1 and "go on with: longdraft resume" in lines[0], said
+    again = subprocess.run([*torchrun, str(free_port()), "-m", "longdraft", "resume", str(journal), "--output",
+                            str(output)], stderr=subprocess.PIPE, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert run(["inspect", str(journal), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["state"] == "finished" and len(report["runs"]) == 2 and report["exactness"] == "bit-exact"
+    assert report["header"]["arithmetic"]["tensor_parallel"] == "2"
+    assert run(["resume", str(journal)]) == 2
+    assert "--nproc-per-node 2" in capsys.readouterr().err
+
+
+def follower_of(torchrun: int) -> int:
+    """The process of rank 1."""
+    children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
+    return next(int(child) for child in children
+                if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{child}/environ").read_bytes() + b"\0")
+
+
+STOP = (0.0, 0.0, 0.0)  # the leader does not go on
+
+
+class Recorded:
+    """Rank 0's group, with nobody behind it: what it told the others."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.told: list[tuple[float, ...]] = []
+
+    def object(self, value):
+        return value
+
+    def numbers(self, values):
+        self.told.append(values)
+        return values
+
+
+def leading(folder, drafter: str, num_tokens: int):
+    """An engine that leads, the group that it tells, and the tokens that it writes behind "It was" by itself."""
+    engine = longdraft.load(str(folder / "llama"), drafter=drafter, threads=1)
+    params = SamplingParams(max_new_tokens=num_tokens, seed=5, ignore_eos=True)
+    expected = [token for event in engine.generate("It was", params) for token in event.tokens]
+    group = Recorded()
+    engine.team = RankGroup(group)
+    return engine, group, params, expected
+
+
+def test_a_second_text_is_refused_and_the_first_goes_on(folder):
+    engine, group, params, expected = leading(folder, "plain", 12)
+    first, second = engine.generate("It was", params), engine.generate("Once", params)
+    found = list(next(first).tokens)
+    with pytest.raises(UsageError, match="another text is being written"):
+        next(second)
+    second.close()
+    with pytest.raises(UsageError, match="another text is being written"):
+        next(engine.generate("Once", params))
+    assert STOP not in group.told, "the other ranks were told to stop the first"
+    assert found + [token for event in first for token in event.tokens] == expected
+    assert next(engine.generate("Once", params)).tokens, "the first has ended"
+
+
+def test_a_batch_is_left_between_two_steps(folder):
+    """... where the other ranks wait for the leader's word, and get it."""
+    engine, group, params, expected = leading(folder, "suffix", 30)
+    with engine.batch() as batch:
+        text, found = batch.add("It was", params), []
+        while len(found) < 10:
+            found += [token for _, event in batch.step() for token in event.tokens]
+        assert group.told[-1] != STOP and batch[text].tokens.tolist() == found == expected[: len(found)]
+    assert group.told[-1] == STOP and group.told.count(STOP) == 1
+    assert [token for event in engine.generate("It was", params) for token in event.tokens] == expected
+
+
+@pytest.mark.parametrize("error, told", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), MemoryError),
+    (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"), WorkerError)])
+def test_memory_that_runs_out_on_a_rank_is_not_another_ranks_fault(monkeypatch, error, told):
+    def fails(*arguments, **options):
+        raise error
+
+    for name in ("broadcast", "all_gather"):
+        monkeypatch.setattr(torch.distributed, name, fails)
+    for name, number in (("get_rank", 0), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda number=number: number)
+    group = Group()
+    for call in (lambda: group.numbers((1.0,)), lambda: group.sum(torch.zeros(3))):
+        with pytest.raises(told, match=r"memory|another rank is gone: Connection closed by peer"):
+            call()
+
+
+@pytest.mark.parametrize("name, size, quantize, complaint", [
+    ("llama", 3, "none", "num_key_value_heads is 4, which 3 ranks cannot share evenly; allowed: 1, 2, 4"),
+    ("llama", 8, "none", "num_key_value_heads is 4"),
+    ("llama", 2, "int8", "quantised to int8 cannot be divided"),
+    ("olmo2", 2, "none", "over all heads at once"),
+])
+def test_what_cannot_be_shared_is_refused_with_the_reason(folder, name, size, quantize, complaint):
+    with pytest.raises(ModelError, match=complaint):
+        of_rank(model_config.read(folder / name), Shard(0, size), quantize)
+
+
+@given(size=st.integers(1, 5), segments=st.lists(st.integers(1, 4), min_size=1, max_size=3), columns=st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_parts_are_the_whole_each_number_once(size, segments, columns):
+    rows = [count * size for count in segments]
+    whole = torch.arange(sum(rows) * columns * size).view(sum(rows), columns * size)
+    picks = [Shard(rank, size).rows(rows) for rank in range(size)]
+    parts = [pick(whole) if pick else whole for pick in picks]
+    assert all(len(part) == sum(segments) for part in parts)
+    assert sorted(torch.cat(parts).flatten().tolist()) == whole.flatten().tolist()
+    picks = [Shard(rank, size).columns() for rank in range(size)]
+    assert torch.equal(torch.cat([pick(whole) if pick else whole for pick in picks], 1), whole)
+
+
+@given(size=st.integers(1, 9), vocabulary=st.integers(1, 400))
+def test_every_token_is_one_ranks(size, vocabulary):
+    shares = [range(vocabulary)[Shard(rank, size).vocabulary(vocabulary)] for rank in range(size)]
+    assert [token for share in shares for token in share] == list(range(vocabulary))
+
+
+def test_torchrun_without_the_option_and_the_option_without_torchrun_are_refused(monkeypatch, capsys):
+    assert run(["generate", "x", "--tensor-parallel", "2"]) == 2
+    assert "torchrun --nproc-per-node 2" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(["generate", "x"]) == 2
+    assert "with --tensor-parallel 2 they share one model" in capsys.readouterr().err
+    assert run(["batch", "in", "out", "--tensor-parallel", "2", "--workers", "2"]) == 2
+    assert "one text at a time" in capsys.readouterr().err
