@@ -143,7 +143,7 @@ def main() -> None:
             continue  # no text would ever end
         found[name] = simulate(fleet, given.seed)
         figures = ", ".join(f"{key.replace('_', ' ')} {value:,.2f}" for key, value in found[name].items())
-        print(f"{name}: {fleet.at_once} texts on each machine, {figures}")
+        print(f"{name}: {fleet.batch_size} texts on each machine, {figures}")
     print(json.dumps({"settings": vars(given), **found}))
 
 

@@ -278,14 +278,14 @@ class Engine:
     def generate_many(self, prompts: Iterable[Prompt],
                       params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                       batch_size: int = 8) -> Iterator[tuple[int, Event]]:
-        """Write many texts, `at_once` of them side by side: (place among the prompts, event), as they come.
+        """Write many texts, `batch_size` of them side by side: (place among the prompts, event), as they come.
 
         Each text is, to the bit, what `generate` gives for its prompt; the weights are read once for all (see
         `batch`, for more control). Prompts may come from an endless iterator: each is taken when there is room.
 
         params   for all, or for each prompt; without any, the model's defaults
 
-        A text that fails has `error` on its last event, and the others go on. UsageError for `at_once`.
+        A text that fails has `error` on its last event, and the others go on. UsageError for `batch_size`.
         """
         check(1 <= batch_size <= 4096, "batch_size", batch_size, "1 to 4096 texts")
         return batching.generate_many(self, iter(prompts), params, batch_size)

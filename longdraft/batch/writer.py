@@ -38,7 +38,7 @@ class Job:
     fsync        of the journals
     retries      times that a row may end its writer without a new token; then it becomes an error
     fingerprint  of what wrote the records that are there (None: none are)
-    at_once      texts that a writer writes side by side, in the same forwards
+    batch_size   texts that a writer writes side by side, in the same forwards
     """
 
     work_folder: Path
@@ -93,7 +93,7 @@ class Writer:
         self._engine.close()
 
     def write(self, more: Callable[[bool], Task | None]) -> Iterator[Report | None]:
-        """Reports as texts grow and end, `at_once` of them side by side; the last of a row has its record. None after
+        """Reports as texts grow and end, `batch_size` of them side by side; the last of a row has its record. None after
         each round, which may have nothing to report: a prompt takes many.
 
         more  the next row; None: there is none now, or, where it is called with True (nothing is being written), no

@@ -60,7 +60,7 @@ class Drafter(Protocol):
         """A tree on the last token, at most `max_depth` deep; the root alone is plain decoding.
 
         What forwards it takes are asked for (longdraft/model/routine.py), so that several texts draft together; a drafter
-        that takes none is a function with `at_once`.
+        that takes none is a function with `atomic`.
         """
 
     def observe(self, context: Context, accepted: Accepted) -> None:

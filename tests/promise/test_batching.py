@@ -334,7 +334,7 @@ def test_generate_many_forgets_texts_that_have_ended(plain, monkeypatch):
 
 
 def test_generate_many_says_what_is_wrong_with_its_arguments(plain):
-    with pytest.raises(UsageError, match="at_once is 0; allowed: 1 to 4096 texts"):
+    with pytest.raises(UsageError, match="batch_size is 0; allowed: 1 to 4096 texts"):
         plain.generate_many(["a"], batch_size=0)
     with pytest.raises(UsageError, match="params has 1 settings and there are more prompts; give one for each"):
         list(plain.generate_many(["a", "b"], [params_of()]))
