@@ -8,7 +8,8 @@
 #   make sanitize  the kernels' tests with addresses and undefined behaviour watched (GCC or Clang; minutes)
 #   make cluster  a batch job on a local Ray cluster whose workers and nodes are killed (a minute)
 #   make soak    a hundred kills and 200,000 damaged inputs (some twenty minutes; docs/reliability.md)
-#   make test-page  the page in Chromium (Debian: apt install chromium); pictures go to docs/
+#   make test-page  the page in Chromium (Debian: apt install chromium); its picture goes to docs/
+#   make docs    the documentation as a site in build/site
 #   make clean   remove .venv and everything built
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ TOKENS ?= 4000
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
-.PHONY: demo test test-cuda test-page lint sanitize cluster soak clean
+.PHONY: demo test test-cuda test-page lint docs sanitize cluster soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/longdraft generate --prompt-file examples/chapter.txt --max-new-tokens $(TOKENS) --seed 7 \
@@ -34,11 +35,20 @@ test-cuda: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --timeout 900 tests/unit/test_cuda_kernels.py tests/unit/test_cuda_engine.py tests/product/test_cuda_bench.py
 
 test-page: $(VENV)/.installed-dev
-	LONGDRAFT_SCREENSHOTS=docs $(BIN)/python -m pytest -rs tests/product/test_page.py
+	mkdir -p build/pictures
+	LONGDRAFT_SCREENSHOTS=build/pictures $(BIN)/python -m pytest -rs tests/product/test_page.py
+	cp build/pictures/page-light.png docs/
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+DOCUMENTS := README.md CONTRIBUTING.md CHANGELOG.md docs benchmarks/README.md $(wildcard longdraft/bundled/*/README.md longdraft/bundled/*/*.svg)
+
+docs: $(VENV)/.installed-dev
+	rm -rf build/docs && mkdir -p build/docs
+	cp -r --parents $(DOCUMENTS) build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # A set-up of its own, whose kernels are compiled with -fsanitize=address,undefined.
 WATCHED := $(VENV)-sanitize
