@@ -17,9 +17,9 @@ from threading import Timer
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import ROWS, put, records, sorted_lines, stop_after, writers
 
 import longdraft
+from helpers.jobs import ROWS, put, records, sorted_lines, stop_after, writers
 from longdraft import batching
 from longdraft.__main__ import run as longdraft_command
 from longdraft.batch import source, work_folder

@@ -9,8 +9,8 @@ import sys
 import time
 
 import pytest
-from jobs import ROWS, put, records, sorted_lines
 
+from helpers.jobs import ROWS, put, records, sorted_lines
 from longdraft.__main__ import run as longdraft_command
 from longdraft.batch.rows import Report
 from longdraft.batch.run import Totals

@@ -11,8 +11,8 @@ from multiprocessing import Pipe
 from queue import SimpleQueue
 
 import pytest
-from jobs import ROWS, put, records, stop_after
 
+from helpers.jobs import ROWS, put, records, stop_after
 from longdraft.batch import local
 from longdraft.batch.local import in_process, processes
 from longdraft.batch.records import Records

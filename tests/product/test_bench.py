@@ -8,9 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import load
 
 import longdraft
+from helpers.checkpoints import load
 from longdraft.__main__ import run
 from longdraft.bench import batch, measure, peers
 from longdraft.model.tokenizer import Tokenizer

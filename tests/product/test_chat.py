@@ -11,9 +11,9 @@ import sys
 import time
 
 import pytest
-from conftest import make_checkpoint, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from helpers.checkpoints import make_checkpoint, write_tokenizer
 from longdraft.__main__ import run
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.chat_template import ChatTemplate, opened_thinking, parse_option

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from longdraft.model.hub import BUNDLED_DIR
 
 from longdraft.__main__ import run
 from longdraft.files import OutputFile
+from longdraft.model.hub import BUNDLED_DIR
 from longdraft.run_statistics import sha256_tokens
 
 LONGDRAFT = [sys.executable, "-m", "longdraft"]

@@ -54,7 +54,8 @@ def test_without_a_device_one_line_says_so(tmp_path):
 def test_every_kernel_compiles_for_hopper(tmp_path):
     """To machine code, without a device: the interpreter takes more than the compiler does."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, str(ROOT / "tests" / "compile_kernels.py")], cwd=ROOT, check=False,
+    script = ROOT / "tests" / "helpers" / "compile_cuda_kernels.py"
+    run = subprocess.run([sys.executable, str(script)], cwd=ROOT, check=False,
                          capture_output=True, text=True, env={**environment, "TRITON_CACHE_DIR": str(tmp_path)})
     assert run.returncode == 0, run.stderr[-2000:]
     found = {line.split()[0]: line.split()[1:] for line in run.stdout.splitlines()}

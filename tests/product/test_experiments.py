@@ -9,8 +9,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from small_experiment import EXPERIMENT, measured, plan_of
 
+from helpers.experiments import EXPERIMENT, measured, plan_of
 from longdraft import drafters
 from longdraft.__main__ import run
 from longdraft.bench import experiment as experiments

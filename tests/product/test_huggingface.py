@@ -10,11 +10,11 @@ import weakref
 import pytest
 import torch
 import transformers
-from conftest import make_checkpoint, make_heads
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.streamers import TextIteratorStreamer
 
 import longdraft
+from helpers.checkpoints import make_checkpoint, make_heads
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.checkpoint import TensorFiles
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import serving
+
+from helpers import serving
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 CHROMIUM = os.environ.get("LONGDRAFT_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")

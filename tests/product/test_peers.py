@@ -6,8 +6,8 @@ import contextlib
 import json
 
 import pytest
-from small_experiment import TEXT, bench
 
+from helpers.experiments import TEXT, bench
 from longdraft.__main__ import run
 from longdraft.bench import peers, peers_text
 

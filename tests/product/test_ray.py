@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from conftest import make_checkpoint
-from jobs import put, records, sorted_lines, writers
 
+from helpers.checkpoints import make_checkpoint
+from helpers.jobs import put, records, sorted_lines, writers
 from longdraft.__main__ import run as longdraft_command
 from longdraft.batch import on_ray as on_ray_module
 from longdraft.batch import source

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_experiment import TEXT, bench, measured
 
+from helpers.experiments import TEXT, bench, measured
 from longdraft.__main__ import run
 from longdraft.bench import experiment as experiments
 from longdraft.bench import figures, grid, measures
@@ -18,7 +18,7 @@ from longdraft.bench import results as stored
 from longdraft.engine import load
 from longdraft.errors import UsageError
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).resolve().parents[2]
 
 

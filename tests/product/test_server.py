@@ -10,8 +10,8 @@ import time
 import httpx
 import openai
 import pytest
-import serving
 
+from helpers import serving
 from longdraft.__main__ import run
 from longdraft.server.logs import Lines
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-import serving
 
+from helpers import serving
 from longdraft.errors import UsageError
 from longdraft.server import run as running
 from longdraft.server.settings import Settings, read_keys

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-import serving
 
+from helpers import serving
 from longdraft.journal import FILE
 from longdraft.server import journals
 from longdraft.server.journals import Journals

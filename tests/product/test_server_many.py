@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-import serving
 import torch
 
+from helpers import serving
 from longdraft.generation import LARGEST_TREE
 from longdraft.server import settings as server_settings
 from longdraft.server.prepare import Preparer

@@ -6,10 +6,11 @@ from unittest import SkipTest
 
 import pytest
 import schemathesis
-import serving
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
+
+from helpers import serving
 
 
 @pytest.fixture(scope="module")

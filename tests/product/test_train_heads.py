@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import training
-from conftest import load, make_checkpoint
-from training import ALPHABET, At, losses, settings
 
+from helpers import training
+from helpers.checkpoints import load, make_checkpoint
+from helpers.training import ALPHABET, At, losses, settings
 from longdraft.__main__ import run
 from longdraft.errors import LongdraftError, ModelError, UsageError
 from longdraft.model import heads as trained_heads

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, make_checkpoint
 from safetensors.torch import load_file
-from test_families import make
-from training import ALPHABET, At, losses
 
 import longdraft
+from helpers.checkpoints import VOCAB, make_checkpoint
+from helpers.families import make_family
+from helpers.training import ALPHABET, At, losses
 from longdraft.__main__ import run
 from longdraft.core import SamplingParams
 from longdraft.errors import LongdraftError, UsageError
@@ -224,7 +224,7 @@ def test_rows_behind_a_jump_see_what_stands_before_it(text, tokens, monkeypatch,
 
 def test_logits_are_those_of_the_model_that_is_trained(text, tmp_path):
     """A Granite's are divided, as its model does it and as ours will."""
-    model = make(tmp_path, "granite")
+    model = make_family(tmp_path, "granite")
     wanted = LmSettings(data=(text,), start=str(tmp_path), **QUICK)
     module = lm.prepare(model, wanted, torch.device("cpu"))
     trainee = lm.LmTrainee(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))

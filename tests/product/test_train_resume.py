@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import training
 from safetensors.torch import load_file, save_file
-from training import At, losses, settings
 
+from helpers import training
+from helpers.training import At, losses, settings
 from longdraft.engine import Engine
 from longdraft.errors import OutputError, UsageError
 from longdraft.train import job, self_generated

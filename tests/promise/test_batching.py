@@ -8,12 +8,12 @@ from itertools import count, cycle, islice
 
 import pytest
 import torch
-from conftest import load, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_equality import DRAFTERS, SETTINGS, liar, prompt_of
 
 import longdraft
+from helpers.checkpoints import load, make_checkpoint
+from helpers.equality import DRAFTERS, LIARS, SETTINGS, batch_params, liar, prompt_of
 from longdraft import drafters, kernels
 from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
@@ -22,9 +22,6 @@ from longdraft.generation import PREFILL_SHARED, Generation
 from longdraft.model import checkpoint
 from longdraft.model import config as model_config
 from longdraft.model.transformer import ForwardRequest, Rows, Transformer
-
-LIARS = ["random", "perfect", "half true", "empty", "huge", "duplicated branches", "colliding with the penalty"]
-
 
 # A forward of several texts.
 
@@ -213,10 +210,6 @@ def plain(tiny) -> longdraft.Engine:
     return longdraft.load(str(tiny["gqa"]), drafter="plain")
 
 
-def params_of(seed: int = 1, **changes) -> SamplingParams:
-    return SamplingParams(**(dict(max_new_tokens=10, seed=seed, ignore_eos=True) | changes))
-
-
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The rows of each text of each forward from now on."""
     seen: list[list[int]] = []
@@ -229,7 +222,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 def test_the_weights_are_read_once_for_all(plain, monkeypatch):
     batch = plain.batch()
     for seed in range(8):
-        batch.add(prompt_of(9, seed), params_of(seed))
+        batch.add(prompt_of(9, seed), batch_params(seed))
     seen = counted(monkeypatch)
     while batch:
         batch.step()
@@ -238,9 +231,9 @@ def test_the_weights_are_read_once_for_all(plain, monkeypatch):
 
 def test_prompts_are_read_in_small_pieces_while_others_write(plain, monkeypatch):
     batch = plain.batch()
-    batch.add(prompt_of(30), params_of(max_new_tokens=20))
+    batch.add(prompt_of(30), batch_params(max_new_tokens=20))
     batch.step()
-    batch.add(prompt_of(3 * PREFILL_SHARED + 1), params_of())
+    batch.add(prompt_of(3 * PREFILL_SHARED + 1), batch_params())
     seen = counted(monkeypatch)
     for _ in range(4):
         batch.step()
@@ -250,10 +243,10 @@ def test_prompts_are_read_in_small_pieces_while_others_write(plain, monkeypatch)
 def test_drafts_of_one_and_verifications_of_another_share_a_forward(tiny, monkeypatch):
     engine = longdraft.load(str(tiny["gqa"]), drafter="magicdec", drafter_options={"chain": 3, "suffix": "false"})
     batch = engine.batch()
-    batch.add(prompt_of(20), params_of(max_new_tokens=30))
+    batch.add(prompt_of(20), batch_params(max_new_tokens=30))
     batch.step()
     batch.step()
-    batch.add(prompt_of(30), params_of(max_new_tokens=30))
+    batch.add(prompt_of(30), batch_params(max_new_tokens=30))
     batch.step()
     seen = counted(monkeypatch)
     for _ in range(8):
@@ -263,10 +256,10 @@ def test_drafts_of_one_and_verifications_of_another_share_a_forward(tiny, monkey
 
 def test_models_that_differ_take_a_forward_each(plain, tiny):
     other = longdraft.load(str(tiny["mha"]), drafter="plain")
-    expected = [list(engine.generate(prompt_of(20), params_of()))[-1].stats["sha256_tokens"]
+    expected = [list(engine.generate(prompt_of(20), batch_params()))[-1].stats["sha256_tokens"]
                 for engine in (plain, other)]
     batch = plain.batch()
-    texts = [batch.admit(engine.generate(prompt_of(20), params_of())) for engine in (plain, other)]
+    texts = [batch.admit(engine.generate(prompt_of(20), batch_params())) for engine in (plain, other)]
     found = {}
     while batch:
         found |= {text: event.stats["sha256_tokens"] for text, event in batch.step() if event.stats}
@@ -278,10 +271,10 @@ def test_texts_whose_rotations_depend_on_their_length_keep_their_own(tmp_path):
                     rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
     engine = longdraft.load(str(tmp_path), drafter="plain")
     lengths = [10, 80, 150]
-    expected = [list(engine.generate(prompt_of(20), params_of(max_new_tokens=length)))[-1].stats["sha256_tokens"]
+    expected = [list(engine.generate(prompt_of(20), batch_params(max_new_tokens=length)))[-1].stats["sha256_tokens"]
                 for length in lengths]
     found = {place: event.stats["sha256_tokens"] for place, event in engine.generate_many(
-        [prompt_of(20)] * 3, [params_of(max_new_tokens=length) for length in lengths]) if event.stats}
+        [prompt_of(20)] * 3, [batch_params(max_new_tokens=length) for length in lengths]) if event.stats}
     assert [found[place] for place in range(3)] == expected and len(set(expected)) == 3
 
 
@@ -296,14 +289,14 @@ def test_generate_many_takes_prompts_as_there_is_room(plain):
             taken.append(seed)
             yield prompt_of(9, seed)
 
-    events = plain.generate_many(prompts(), params_of(max_new_tokens=3), batch_size=2)
+    events = plain.generate_many(prompts(), batch_params(max_new_tokens=3), batch_size=2)
     next(events)
     assert taken == [0, 1]
     assert {place for place, event in events if event.finish_reason} == set(range(6)) and taken == list(range(6))
 
 
 def test_generate_many_goes_on_behind_a_prompt_that_cannot_be_served(plain):
-    last = dict(plain.generate_many(["It was", "", [10**9], "Once"], params_of()))
+    last = dict(plain.generate_many(["It was", "", [10**9], "Once"], batch_params()))
     assert [last[place].finish_reason for place in range(4)] == ["length", None, None, "length"]
     assert "empty" in str(last[1].error) and "token id" in str(last[2].error)
 
@@ -318,14 +311,14 @@ def test_generate_many_goes_on_behind_a_text_that_cannot_begin(plain, monkeypatc
         return generate(self, prompt, *settings, **options)
 
     monkeypatch.setattr(longdraft.Engine, "generate", refuses)
-    last = dict(plain.generate_many(["It was", "no", "Once"], params_of(), batch_size=2))
+    last = dict(plain.generate_many(["It was", "no", "Once"], batch_params(), batch_size=2))
     assert [last[place].finish_reason for place in range(3)] == ["length", None, "length"] and last[1].error is error
 
 
 def test_generate_many_forgets_texts_that_have_ended(plain, monkeypatch):
     """... so that an endless iterator of prompts can be written."""
     prompts = (prompt_of(9, seed) for seed in count())
-    texts = plain.generate_many(prompts, params_of(max_new_tokens=2), batch_size=2)
+    texts = plain.generate_many(prompts, batch_params(max_new_tokens=2), batch_size=2)
     ended = 0
     while ended < 40:
         ended += next(texts)[1].finish_reason is not None
@@ -337,12 +330,12 @@ def test_generate_many_says_what_is_wrong_with_its_arguments(plain):
     with pytest.raises(UsageError, match="batch_size is 0; allowed: 1 to 4096 texts"):
         plain.generate_many(["a"], batch_size=0)
     with pytest.raises(UsageError, match="params has 1 settings and there are more prompts; give one for each"):
-        list(plain.generate_many(["a", "b"], [params_of()]))
+        list(plain.generate_many(["a", "b"], [batch_params()]))
 
 
 def test_a_batch_that_is_closed_closes_its_texts(plain):
     with plain.batch() as batch:
-        text = batch.add("It was", params_of())
+        text = batch.add("It was", batch_params())
         batch.step()
         generation = batch[text]
     assert not batch and generation.finish_reason == "cancelled"

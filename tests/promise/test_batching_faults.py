@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 
 import pytest
-from journals import FaultyOS
-from test_batching import params_of
-from test_equality import prompt_of
 
 import longdraft
+from helpers.equality import batch_params, prompt_of
+from helpers.journals import FaultyOS
 from longdraft.errors import NumericalError, OutputError
 from longdraft.generation import Generation
 from longdraft.journal import writer as writing
@@ -23,9 +22,9 @@ def plain(tiny) -> longdraft.Engine:
 
 def run_beside(engine: longdraft.Engine, spoil) -> Exception:
     """Three texts, the second spoiled after its first round: its error, when the others are as they would be alone."""
-    expected = [list(engine.generate(prompt_of(20, seed), params_of(seed)))[-1].stats for seed in (0, 2)]
+    expected = [list(engine.generate(prompt_of(20, seed), batch_params(seed)))[-1].stats for seed in (0, 2)]
     batch = engine.batch()
-    texts = [batch.add(prompt_of(20, seed), params_of(seed)) for seed in range(3)]
+    texts = [batch.add(prompt_of(20, seed), batch_params(seed)) for seed in range(3)]
     last = {}
     rounds = 0
     while batch:
@@ -61,8 +60,8 @@ def test_damaged_logits_end_that_text(plain):
 
 def test_a_full_disk_ends_the_text_that_has_a_journal(plain, tmp_path, monkeypatch):
     batch = plain.batch()
-    with_journal = batch.add(prompt_of(20), params_of(), journal=tmp_path / "work")
-    without = batch.add(prompt_of(20, 2), params_of())
+    with_journal = batch.add(prompt_of(20), batch_params(), journal=tmp_path / "work")
+    without = batch.add(prompt_of(20, 2), batch_params())
     last = dict(batch.step())
     monkeypatch.setattr(writing, "os", FaultyOS(1, errno.ENOSPC))
     while batch:
@@ -74,13 +73,13 @@ def test_a_full_disk_ends_the_text_that_has_a_journal(plain, tmp_path, monkeypat
     while resumed:
         last |= {("resumed", number): event for number, event in resumed.step()}
     assert last["resumed", text].stats["sha256_tokens"] == list(
-        plain.generate(prompt_of(20), params_of()))[-1].stats["sha256_tokens"]
+        plain.generate(prompt_of(20), batch_params()))[-1].stats["sha256_tokens"]
 
 
 def test_a_journal_that_cannot_be_closed_is_the_texts_one_end(plain, tmp_path, monkeypatch):
     """All was written and told; what the disk refuses at the very end is still an error, and no second end."""
     batch = plain.batch()
-    text = batch.add(prompt_of(20), params_of(), journal=tmp_path / "work")
+    text = batch.add(prompt_of(20), batch_params(), journal=tmp_path / "work")
 
     close, refused = writing.Journal.close, []
 
@@ -97,7 +96,7 @@ def test_a_journal_that_cannot_be_closed_is_the_texts_one_end(plain, tmp_path, m
     ends = [event for event in events if event.finish_reason or event.error]
     assert len(ends) == 1 and isinstance(ends[0].error, OutputError) and ends[0] is events[-1]
     assert [token for event in events for token in event.tokens] == [
-        token for event in plain.generate(prompt_of(20), params_of()) for token in event.tokens]
+        token for event in plain.generate(prompt_of(20), batch_params()) for token in event.tokens]
 
 
 def test_too_large_a_forward_is_cut_into_those_of_each_text(plain, monkeypatch):
@@ -110,7 +109,7 @@ def test_too_large_a_forward_is_cut_into_those_of_each_text(plain, monkeypatch):
 
     monkeypatch.setattr(Transformer, "together", tight)
     texts = {}
-    for place, event in plain.generate_many([prompt_of(20, seed) for seed in range(3)], params_of()):
+    for place, event in plain.generate_many([prompt_of(20, seed) for seed in range(3)], batch_params()):
         texts[place] = event
     assert all(event.finish_reason == "length" for event in texts.values())
 
@@ -119,8 +118,8 @@ def test_an_interrupted_forward_ends_the_work_and_the_journal_is_whole(plain, tm
     def interrupt(self, asks):
         raise KeyboardInterrupt
 
-    whole = list(plain.generate(prompt_of(20), params_of()))[-1].stats["sha256_tokens"]
-    generation = plain.generate(prompt_of(20), params_of(), journal=tmp_path / "work")
+    whole = list(plain.generate(prompt_of(20), batch_params()))[-1].stats["sha256_tokens"]
+    generation = plain.generate(prompt_of(20), batch_params(), journal=tmp_path / "work")
     next(generation)
     with monkeypatch.context() as patched:
         patched.setattr(Transformer, "together", interrupt)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load, make_checkpoint
-from helpers import by_name, generate
-from test_equality import SETTINGS, prompt_of
 
 import longdraft
+from helpers.checkpoints import load, make_checkpoint
+from helpers.equality import SETTINGS, prompt_of
+from helpers.generation import by_name, generate
 from longdraft import drafters
 from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams

@@ -7,11 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from conftest import load
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_equality import prompt_of
 
+from helpers.checkpoints import load
+from helpers.equality import prompt_of
 from longdraft import drafters
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.ngram import DelayedTable, NgramDrafter, NgramOptions
@@ -203,7 +203,7 @@ def test_released_checkpoints_carry_their_heads(tiny, tmp_path):
 
 
 def test_heads_of_another_model_are_refused(tiny, tmp_path):
-    from conftest import make_checkpoint, make_heads
+    from helpers.checkpoints import make_checkpoint, make_heads
 
     base = make_checkpoint(tmp_path / "model", hidden_size=32)
     make_heads(tmp_path / "heads", base)

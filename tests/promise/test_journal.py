@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from journals import HEADER, RUN, STEPS, TOKENS, go_on, is_true_prefix, one_line, written
 
+from helpers.journals import HEADER, RUN, STEPS, TOKENS, go_on, is_true_prefix, one_line, written
 from longdraft.core import SamplingParams
 from longdraft.errors import JournalError, UsageError
 from longdraft.journal import FILE, Journal, is_being_written, parse_fsync, read

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from journals import HEADER, RUN, STEPS, TOKENS, FaultyOS, go_on, is_true_prefix, one_line
 
+from helpers.journals import HEADER, RUN, STEPS, TOKENS, FaultyOS, go_on, is_true_prefix, one_line
 from longdraft.errors import JournalError, LongdraftError, OutputError
 from longdraft.journal import FILE, Journal, read
 from longdraft.journal import writer as writing

@@ -11,9 +11,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers import NoCache, TableModel, TreeDrafter
 from scipy import stats
 
+from helpers.generation import NoCache, TableModel, TreeDrafter
 from longdraft.core import Context, SamplingParams
 from longdraft.model.routine import run_alone
 from longdraft.sampling import process

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import load, make_checkpoint, make_heads
-from helpers import by_name, generate
-from test_equality import prompt_of
 
+from helpers.checkpoints import load, make_checkpoint, make_heads
+from helpers.equality import prompt_of
+from helpers.generation import by_name, generate
 from longdraft.core import SamplingParams
 from longdraft.model import heads
 

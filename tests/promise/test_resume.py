@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import make_checkpoint
-from journals import FaultyOS
 
 import longdraft
+from helpers.checkpoints import make_checkpoint
+from helpers.journals import FaultyOS
 from longdraft import generation as generating
 from longdraft.__main__ import run
 from longdraft.errors import JournalError, OutputError, UsageError

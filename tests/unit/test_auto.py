@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from conftest import make_checkpoint
 
 import longdraft
+from helpers.checkpoints import make_checkpoint
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.cost_model import (

@@ -16,11 +16,10 @@ HAS_CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 # ruff: noqa: E402
-from conftest import load_glide, make_checkpoint, make_glide, make_heads
-from helpers import by_name
-from test_equality import liar, prompt_of
-
 import longdraft
+from helpers.checkpoints import load_glide, make_checkpoint, make_glide, make_heads
+from helpers.equality import liar, prompt_of
+from helpers.generation import by_name
 from longdraft import drafters, kernels
 from longdraft.core import Context, SamplingParams
 from longdraft.errors import UsageError

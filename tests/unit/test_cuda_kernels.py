@@ -19,8 +19,7 @@ HAS_CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 # ruff: noqa: E402
-from test_kernels import obvious_attention, parents_of, path_of, random_parents
-
+from helpers.attention import obvious_attention, parents_of, path_of, random_parents
 from longdraft.kernels import KV, AttentionOutput, Geometry, LayersKV, LayerWeights
 from longdraft.kernels.cuda import selfcheck
 from longdraft.kernels.cuda.attention import Splits

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import make_checkpoint
 
 import longdraft
+from helpers.checkpoints import make_checkpoint
 from longdraft.__main__ import run
 from longdraft.core import SamplingParams
 from longdraft.errors import UsageError

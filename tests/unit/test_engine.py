@@ -240,7 +240,7 @@ def test_auto_uses_the_heads_it_finds_and_reports_its_choices(tiny):
 
 
 def test_tokenswift_without_heads_says_where_to_get_them(tmp_path):
-    from conftest import make_checkpoint
+    from helpers.checkpoints import make_checkpoint
 
     make_checkpoint(tmp_path)
     with pytest.raises(ModelError, match="needs trained heads"):
@@ -248,7 +248,7 @@ def test_tokenswift_without_heads_says_where_to_get_them(tmp_path):
 
 
 def test_auto_goes_on_without_heads_that_do_not_fit(tiny, tmp_path, caplog):
-    from conftest import make_checkpoint, make_heads
+    from helpers.checkpoints import make_checkpoint, make_heads
 
     base = make_checkpoint(tmp_path)
     make_heads(tmp_path / "heads", base, base_sha256="0" * 64)
@@ -261,8 +261,9 @@ def test_auto_goes_on_without_heads_that_do_not_fit(tiny, tmp_path, caplog):
 def test_a_chat_prompt_has_the_special_tokens_its_template_writes_and_no_more(tmp_path):
     import json
 
-    from conftest import make_checkpoint
     from tokenizers import Tokenizer, processors
+
+    from helpers.checkpoints import make_checkpoint
 
     make_checkpoint(tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -275,7 +276,7 @@ def test_a_chat_prompt_has_the_special_tokens_its_template_writes_and_no_more(tm
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
-    from conftest import make_checkpoint
+    from helpers.checkpoints import make_checkpoint
 
     make_checkpoint(tmp_path, vocab_size=200)
     with pytest.raises(ModelError, match="they do not belong together"):

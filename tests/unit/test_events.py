@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import make_checkpoint
 
 import longdraft
+from helpers.checkpoints import make_checkpoint
 from longdraft import engine as engines
 from longdraft.core import Context, SamplingParams
 from longdraft.errors import UsageError

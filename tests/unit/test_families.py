@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, load, load_glide, make_glide, make_heads, write_tokenizer
-from helpers import by_name, generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_equality import DRAFTERS, prompt_of
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import longdraft
+from helpers.checkpoints import load, load_glide, make_glide, make_heads
+from helpers.equality import DRAFTERS, prompt_of
+from helpers.families import FAMILIES, make_family
+from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
@@ -23,53 +24,13 @@ from longdraft.model import heads, sizing
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.speculation.step import Tally
 
-WINDOW = 24  # far below the prompts here, and below the partial caches
-LONGROPE = dict(rope_type="longrope", short_factor=[1.0, 1.1, 1.2], long_factor=[1.5, 2.0, 4.0], rope_theta=10000.0)
-FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
-    "llama": ("llama", dict(rope_parameters=dict(
-        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0,
-        original_max_position_embeddings=64))),
-    "qwen2": ("qwen2", {}),
-    "qwen2, windows": ("qwen2", dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
-    "qwen3": ("qwen3", dict(head_dim=16)),
-    "mistral": ("mistral", dict(sliding_window=None, head_dim=8)),
-    "mistral, windows": ("mistral", dict(sliding_window=WINDOW)),
-    "phi3": ("phi3", dict(pad_token_id=None)),
-    "phi3, longrope, part": ("phi3", dict(
-        pad_token_id=None, hidden_size=40, rope_parameters=LONGROPE | dict(partial_rotary_factor=0.6),
-        original_max_position_embeddings=1024)),
-    "granite": ("granite", dict(embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.4,
-                                logits_scaling=2.5)),
-    "olmo2": ("olmo2", {}),
-    "smollm3": ("smollm3", dict(no_rope_layers=[1, 0, 1], pad_token_id=None)),
-}
-LAYERS = 3
-
-
-def make(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
-    """A random model of a family, its norms and biases random too, saved as a model folder."""
-    kind, own = FAMILIES[name]
-    settings: dict[str, object] = dict(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2, tie_word_embeddings=True,
-        bos_token_id=0, eos_token_id=1)
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(settings | own | changes)))
-    for parameter_name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.2)
-    model = model.to(dtype).eval()
-    model.save_pretrained(folder)
-    write_tokenizer(folder)
-    return model
-
 
 class Made:
     """A family's folder, their model and ours (float32)."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self.folder = name, folder
-        self.theirs = make(folder, name)
+        self.theirs = make_family(folder, name)
         make_heads(folder / "heads", self.theirs)
         self.ours = load(folder)
         self.has_glide = self.ours.config.rope.dims == self.ours.config.head_dim
@@ -105,8 +66,8 @@ def test_logits_agree_over_prefill_and_decode_at_far_positions(made):
 
 def test_bfloat16_agrees_within_its_rounding(made, tmp_path):
     tokens = prompt_of(120)
-    exact = theirs_of(make(tmp_path, made.name, initializer_range=0.1), tokens)
-    rounded = theirs_of(make(tmp_path, made.name, torch.bfloat16, initializer_range=0.1), tokens)
+    exact = theirs_of(make_family(tmp_path, made.name, initializer_range=0.1), tokens)
+    rounded = theirs_of(make_family(tmp_path, made.name, torch.bfloat16, initializer_range=0.1), tokens)
     ours = logits_of(load(tmp_path, "bfloat16"), tokens, 100)
     assert (ours - exact).abs().mean() <= 1.2 * (rounded - exact).abs().mean()
 
@@ -169,7 +130,7 @@ def test_every_drafter_writes_the_plain_text(made, dtype, settings):
 @pytest.mark.parametrize("family", ["mistral, windows", "olmo2", "granite"])  # windows, norms behind, multipliers
 def test_trees_write_the_plain_text_on_the_other_kernels_too(tmp_path, family, name):
     """The fastest ones write it above."""
-    make_heads(tmp_path / "heads", make(tmp_path, family))
+    make_heads(tmp_path / "heads", make_family(tmp_path, family))
     params = SamplingParams(max_new_tokens=24, seed=11, **SETTINGS["sampled"])
     for dtype in ("float32", "bfloat16"):
         model = load(tmp_path, dtype, name)
@@ -196,7 +157,7 @@ def test_a_folder_is_served_through_the_public_door(made):
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_float16_files_are_served_in_bfloat16(tmp_path, name):
-    make(tmp_path, "llama", getattr(torch, name))
+    make_family(tmp_path, "llama", getattr(torch, name))
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == name
     assert model_config.read(tmp_path).dtype == "bfloat16"
 

@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import load, load_glide, make_checkpoint, make_glide
-from helpers import by_name, generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longdraft
+from helpers.checkpoints import load, load_glide, make_checkpoint, make_glide
+from helpers.generation import by_name, generate
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.glide import GlideReader, Ring
 from longdraft.errors import ModelError, UsageError

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load, make_checkpoint, make_heads
 from safetensors.torch import load_file, save_file
-from test_medusa import write_medusa
 
 import longdraft
+from helpers.checkpoints import load, make_checkpoint, make_heads, write_medusa
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.model import fingerprint, heads

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, make_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import longdraft
+from helpers.checkpoints import VOCAB, make_checkpoint
 from longdraft.__main__ import run
 from longdraft.errors import ModelError
 from longdraft.run_statistics import peak_memory_bytes

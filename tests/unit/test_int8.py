@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-from conftest import load, load_glide, make_checkpoint
-from helpers import by_name, generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_equality import DRAFTERS, params_of, prompt_of
 
 import longdraft
+from helpers.checkpoints import load, load_glide, make_checkpoint
+from helpers.equality import DRAFTERS, params_of, prompt_of
+from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.__main__ import run
 from longdraft.errors import UsageError

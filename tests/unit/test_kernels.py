@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import time
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.attention import obvious_attention, parents_of, path_of, random_parents, random_rows
 from longdraft import kernels
 from longdraft.errors import UsageError
 from longdraft.kernels import KV, AttentionOutput, Geometry, LayersKV, LayerWeights
@@ -20,10 +20,6 @@ from longdraft.kernels.reference import SPLIT, STEP
 every_kernel = pytest.mark.parametrize("name", kernels.available())
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 every_storage = pytest.mark.parametrize("is_int8", [False, True], ids=["as it is", "int8"])
-
-
-def random_rows(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @every_kernel
@@ -44,31 +40,6 @@ def test_a_row_does_not_depend_on_its_company(name, dtype, is_int8, rows, width,
     together = (k.linear(x, weight), k.rms_norm(x, norm, 1e-5), k.swiglu(gate_up), k.rope(heads, cos, sin))
     for op, result in enumerate(together):
         assert torch.equal(result, torch.cat([parts[op] for parts in alone]))
-
-
-def obvious_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """One query [H, D] over keys and values [n, Hkv, D] in double precision."""
-    group = q.shape[0] // k.shape[1]
-    k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    weights = torch.einsum("hd,nhd->hn", q.double(), k).div(math.sqrt(q.shape[1])).softmax(-1)
-    return torch.einsum("hn,nhd->hd", weights, v).float()
-
-
-def random_parents(rows: int, seed: int) -> torch.Tensor:
-    pick = random.Random(seed)
-    return parents_of([pick.randrange(-1, row) for row in range(rows)])
-
-
-def parents_of(parents: list[int]) -> torch.Tensor:
-    return torch.tensor(parents, dtype=torch.int32)
-
-
-def path_of(parents: list[int], row: int) -> list[int]:
-    path = []
-    while row >= 0:
-        path.append(row)
-        row = parents[row]
-    return path[::-1]
 
 
 @every_kernel

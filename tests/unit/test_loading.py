@@ -13,12 +13,12 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from conftest import make_checkpoint, make_heads
 from huggingface_hub import errors
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 import longdraft
+from helpers.checkpoints import make_checkpoint, make_heads
 from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError, UsageError

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, load
 from safetensors.torch import save_file
-from test_equality import prompt_of
 from torch.nn import functional
 
 import longdraft
+from helpers.checkpoints import HIDDEN, VOCAB, load, write_medusa
+from helpers.equality import prompt_of
 from longdraft import drafters
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters import template
@@ -23,25 +23,6 @@ from longdraft.model.routine import run_alone
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Verified
-
-HIDDEN = 48
-
-
-def write_medusa(folder: Path, num_heads: int = 2, num_blocks: int = 2, *, own: bool = True) -> dict[str, torch.Tensor]:
-    """A folder as FasterDecoding publishes them, but for the file being safetensors."""
-    torch.manual_seed(5)
-    tensors = {}
-    for i in range(num_heads):
-        for j in range(num_blocks):
-            tensors[f"{i}.{j}.linear.weight"] = torch.randn(HIDDEN, HIDDEN) * 0.2
-            tensors[f"{i}.{j}.linear.bias"] = torch.randn(HIDDEN)
-        if own:
-            tensors[f"{i}.{num_blocks}.weight"] = torch.randn(VOCAB, HIDDEN)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "medusa_lm_head.safetensors")
-    (folder / "config.json").write_text(json.dumps({
-        "medusa_num_heads": num_heads, "medusa_num_layers": num_blocks, "base_model_name_or_path": "lmsys/vicuna"}))
-    return tensors
 
 
 @pytest.mark.parametrize("own", [True, False])

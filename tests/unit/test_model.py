@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from conftest import load, make_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from helpers.checkpoints import load, make_checkpoint
 from longdraft.errors import ModelError
 from longdraft.model import config as model_config
 from longdraft.model.transformer import chain_rows

@@ -12,14 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
-from conftest import make_checkpoint, make_glide, make_heads
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_families import make
 
 import longdraft
+from helpers import ranks
+from helpers.checkpoints import make_checkpoint, make_glide, make_heads
+from helpers.families import make_family
 from longdraft.__main__ import run
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError, UsageError, WorkerError
@@ -27,8 +27,6 @@ from longdraft.journal import FILE
 from longdraft.model import config as model_config
 from longdraft.model.sharding import of_rank
 from longdraft.parallel import Group, RankGroup, Shard
-
-HERE = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +36,9 @@ def folder(tmp_path_factory) -> Path:
     make_heads(root / "llama" / "heads", base)
     make_glide(root / "llama" / "glide", root / "llama")
     make_checkpoint(root / "small", seed=8, hidden_size=24, num_hidden_layers=1)
-    make(root / "phi3", "phi3, longrope, part", num_key_value_heads=4, tie_word_embeddings=False)
-    make(root / "qwen2", "qwen2", num_key_value_heads=4)
-    make(root / "olmo2", "olmo2")
+    make_family(root / "phi3", "phi3, longrope, part", num_key_value_heads=4, tie_word_embeddings=False)
+    make_family(root / "qwen2", "qwen2", num_key_value_heads=4)
+    make_family(root / "olmo2", "olmo2")
     return root
 
 
@@ -54,7 +52,7 @@ def start(size: int, folder: Path) -> str:
     """What rank 0 of so many says."""
     shared = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(size),
                   OMP_NUM_THREADS="1")
-    command = [sys.executable, str(HERE / "ranks.py"), str(folder)]
+    command = [sys.executable, ranks.__file__, str(folder)]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
                                 env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)]
     said = [process.communicate(timeout=240)[0] for process in started]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, load, make_checkpoint, write_tokenizer
-from helpers import by_name, generate
-from test_equality import DRAFTERS, prompt_of
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import longdraft
+from helpers.checkpoints import VOCAB, load, make_checkpoint, write_tokenizer
+from helpers.equality import DRAFTERS, prompt_of
+from helpers.generation import by_name, generate
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError, UsageError
 from longdraft.model import config as model_config

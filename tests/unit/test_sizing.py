@@ -6,9 +6,9 @@ import json
 import time
 
 import pytest
-from conftest import make_checkpoint
 
 import longdraft
+from helpers.checkpoints import make_checkpoint
 from longdraft.__main__ import run
 from longdraft.errors import ModelError
 from longdraft.model import config, sizing

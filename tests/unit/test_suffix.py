@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import VOCAB, load
-from helpers import by_name, generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_equality import prompt_of
 
 import longdraft
+from helpers.checkpoints import VOCAB, load
+from helpers.equality import prompt_of
+from helpers.generation import by_name, generate
 from longdraft import drafters
 from longdraft.__main__ import run
 from longdraft.bench import replay

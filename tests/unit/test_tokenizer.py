@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from conftest import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from helpers.checkpoints import write_tokenizer
 from longdraft.errors import ModelError
 from longdraft.model import hub
 from longdraft.model.tokenizer import StopText, Tokenizer

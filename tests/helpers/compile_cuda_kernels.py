@@ -1,6 +1,8 @@
 """Compile every CUDA kernel for compute capability 9.0, as the launches do; no device is needed.
 
-    python tests/compile_kernels.py            prints: kernel, bytes of shared memory, fused multiply-adds, spilt bytes
+    python tests/helpers/compile_cuda_kernels.py
+
+It prints for each kernel: its name, bytes of shared memory, fused multiply-adds, spilled bytes.
 
 The sizes are those of Llama-3.1-8B (4 heads to a KV head) with 64 rows to a tile.
 """

@@ -6,8 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from conftest import make_checkpoint
-
+from helpers.checkpoints import make_checkpoint
 from longdraft.train import job
 from longdraft.train.progress import Progress
 from longdraft.train.settings import HeadSettings

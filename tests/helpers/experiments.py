@@ -8,7 +8,7 @@ from longdraft.__main__ import run
 from longdraft.bench import experiment as experiments
 from longdraft.bench import runner
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "product" / "golden"
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 30
 EXPERIMENT = {
     "name": "small", "title": "A small one", "reference": "plain",

@@ -1,0 +1,50 @@
+"""Random checkpoints of every supported model family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from helpers.checkpoints import VOCAB, write_tokenizer
+
+WINDOW = 24  # far below the prompts here, and below the partial caches
+LONGROPE = dict(rope_type="longrope", short_factor=[1.0, 1.1, 1.2], long_factor=[1.5, 2.0, 4.0], rope_theta=10000.0)
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", dict(rope_parameters=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0,
+        original_max_position_embeddings=64))),
+    "qwen2": ("qwen2", {}),
+    "qwen2, windows": ("qwen2", dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
+    "qwen3": ("qwen3", dict(head_dim=16)),
+    "mistral": ("mistral", dict(sliding_window=None, head_dim=8)),
+    "mistral, windows": ("mistral", dict(sliding_window=WINDOW)),
+    "phi3": ("phi3", dict(pad_token_id=None)),
+    "phi3, longrope, part": ("phi3", dict(
+        pad_token_id=None, hidden_size=40, rope_parameters=LONGROPE | dict(partial_rotary_factor=0.6),
+        original_max_position_embeddings=1024)),
+    "granite": ("granite", dict(embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.4,
+                                logits_scaling=2.5)),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", dict(no_rope_layers=[1, 0, 1], pad_token_id=None)),
+}
+LAYERS = 3
+
+
+def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
+    """A random model of a family, its norms and biases random too, saved as a model folder."""
+    kind, own = FAMILIES[name]
+    settings: dict[str, object] = dict(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2, tie_word_embeddings=True,
+        bos_token_id=0, eos_token_id=1)
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(settings | own | changes)))
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.2)
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
