@@ -107,6 +107,7 @@ class Generation(Iterator[Event]):
         self.clock = clock
         self._accepted = 0
         self._foresight = Foresight()
+        self._plain_speed = run_statistics.PlainSpeed(model.weights_in_tokens)
         self._prefill_seconds = 0.0
         self._decode_seconds = 0.0
         self._work = self._run()
@@ -248,7 +249,7 @@ class Generation(Iterator[Event]):
 
     def _advance(self) -> Routine[Event]:
         """One step, in the journal before anybody sees it."""
-        start, writing = time.perf_counter(), self._text_stream
+        start, writing, drafting = time.perf_counter(), self._text_stream, self._step.timings.draft
         with self._engine.team.unit(self._step.context):
             accepted = yield from self._step.run(self._params.max_new_tokens - writing.num_tokens)
         had_loop = writing.loop is not None
@@ -259,6 +260,9 @@ class Generation(Iterator[Event]):
         self._foresight.push(len(accepted.sources), accepted.depth)
         seconds = time.perf_counter() - start
         self._decode_seconds += seconds
+        if self.clock.texts == 1:  # the seconds of a step that other texts share are not this text's
+            self._plain_speed.add(accepted.drafted + 1, len(self._step.context), len(new.tokens),
+                                  seconds - (self._step.timings.draft - drafting))
         if self._journal:
             self._journal.append(new.tokens, accepted.drafted, seconds)
         if self.on_step:
@@ -325,6 +329,7 @@ class Generation(Iterator[Event]):
             "prefill_seconds": self._prefill_seconds,
             **run_statistics.of_steps(writing.num_tokens - self.num_resumed, self._accepted, self._decode_seconds,
                                   step.tally, step.timings),
+            **self._plain_speed.figures(),
             **run_statistics.of_tokens(self.tokens),
             "recent_distinct_4": writing.distinct,
             "loop": loop and loop._asdict(),

@@ -41,8 +41,8 @@ def batch(
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Records: .jsonl or .parquet.", show_default=False)],
     workers: Annotated[int | None, option("Processes with an engine each; default: this one, with --ray as many as "
                                           "fit.", JOB, "--workers")] = None,
-    batch_size: Annotated[int, option("Texts that each engine writes side by side, in the same forwards: more a second, "
-                                   "and a cache for each.", JOB, "--batch-size")] = 4,
+    batch_size: Annotated[int, option("Texts that each engine writes at the same time. Larger batches write more "
+                                      "tokens per second and take a KV cache per text.", JOB, "--batch-size")] = 4,
     ray: Annotated[str | None, option("Run on Ray: a cluster's address, auto (the default without ADDRESS), or local. "
                                       "--work must be on storage that all of it sees.", JOB, "--ray",
                                       metavar="[ADDRESS]")] = None,

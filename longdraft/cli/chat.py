@@ -33,6 +33,8 @@ A line that ends in \\ goes on in the next. //text says /text. Ctrl-C stops an a
 def chat(
     system: Annotated[str | None, option("What the model is told before the conversation.", FILES)] = None,
     chat_option: options.ChatOption = None,
+    stats: Annotated[bool, option("Print a summary of each answer on stderr, if it is a terminal. Typed conversations "
+                                  "always have it.", FILES, "--stats")] = False,
     quiet: Annotated[bool, option("No remarks on stderr.", FILES, "--quiet")] = False,
     model: options.Model = "novelist",
     revision: options.Revision = None,
@@ -80,7 +82,7 @@ def chat(
     talk.prompt("Hello")  # no template, an unknown option: known before the first message
     options.tell_defaults(params, quiet=quiet)
     any_letter()
-    return _loop(talk, quiet)
+    return _loop(talk, stats or sys.stdin.isatty(), quiet)
 
 
 @dataclass
@@ -116,7 +118,7 @@ class Conversation:
         self.said += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
 
-def _loop(talk: Conversation, quiet: bool) -> int:
+def _loop(talk: Conversation, stats: bool, quiet: bool) -> int:
     """Until the input ends; returns the exit status. Who types may go on after a mistake, a script may not."""
     is_typed = sys.stdin.isatty()
     if is_typed and not quiet:
@@ -128,7 +130,7 @@ def _loop(talk: Conversation, quiet: bool) -> int:
                 return 0
             if message.startswith("/") and not message.startswith("//"):
                 _command(talk, message)
-            elif message.strip() and (status := _answer(talk, message.removeprefix("/"), quiet)):
+            elif message.strip() and (status := _answer(talk, message.removeprefix("/"), stats, quiet)):
                 return status
         except (UsageError, OutputError) as error:
             if not is_typed:
@@ -176,15 +178,16 @@ def _command(talk: Conversation, line: str) -> None:
         raise UsageError(f"the command is {line!r}; allowed: /help, /reset, /save FILE, /quit; //text says /text")
 
 
-def _answer(talk: Conversation, message: str, quiet: bool) -> int:
+def _answer(talk: Conversation, message: str, stats: bool, quiet: bool) -> int:
     """Stream the answer to one message and remember both. An exit status where the program is to end, else 0."""
     try:
-        return _stream(talk, message, quiet)
+        return _stream(talk, message, stats, quiet)
     except OSError as error:
         return stdout_lost(error)
 
 
-def _stream(talk: Conversation, message: str, quiet: bool) -> int:
+def _stream(talk: Conversation, message: str, stats: bool, quiet: bool) -> int:
+    from longdraft.cli.stream import show_summary
     from longdraft.model.chat_template import opened_thinking
 
     prompt = talk.prompt(message)
@@ -209,15 +212,9 @@ def _stream(talk: Conversation, message: str, quiet: bool) -> int:
     show("" if "".join(pieces).endswith("\n") else "\n")
     if (answer := "".join(pieces).rstrip("\n")) != opened.rstrip("\n"):
         talk.remember(message, answer)
-    if sys.stdin.isatty() and not quiet:
-        _remark(_summary(generation))
+    if stats:
+        show_summary(generation, quiet=quiet)
     return 128 + interrupt.number if interrupt.number == signal.SIGTERM else 0
-
-
-def _summary(generation: Generation) -> str:
-    stats = generation.stats()
-    return (f"{stats['new_tokens']:,} tokens · {stats['tokens_per_second']:.1f} tokens/s · "
-            f"{stats['mean_accepted_length']:.2f} per step · {stats['finish_reason']}")
 
 
 def _remark(text: str) -> None:

@@ -7,15 +7,15 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from longdraft.cli.display import Display
-from longdraft.console import Interrupt, Interrupted, Terminated, stdout_lost
+from longdraft.console import Interrupt, Interrupted, Terminated, clock, stdout_lost
 from longdraft.core import Event
 from longdraft.engine import Engine
 from longdraft.errors import LongdraftError
@@ -79,6 +79,7 @@ def write(job: Job) -> int:
 
             job.files["--report"].write(single.report(generation, job.engine, watcher).encode())
             job.files["--report"].finish()
+        show_summary(generation, quiet=job.quiet, places=_places(generation, job))
         _tell_end(generation, job, interrupt)
     return 128 + interrupt.number if interrupt.number else status
 
@@ -96,6 +97,8 @@ def follow(load: Callable[[], Engine]) -> int:
         time.sleep(_LATER_S)  # torchrun ends all where one fails: let the first say why
         return 1
     return 0
+
+
 def _watched(generation: Generation, job: Job) -> Watcher | None:
     """Who keeps what the steps did, where a report is wanted."""
     if "--report" not in job.files:
@@ -110,6 +113,39 @@ def _watched(generation: Generation, job: Job) -> Watcher | None:
 def _hints(generation: Generation, job: Job) -> list[str]:
     """How to go on, where that can be done."""
     return [resume_hint(job.journal)] if job.journal and not generation.is_finished else []
+
+
+def show_summary(generation: Generation, *, quiet: bool, places: Iterable[str] = ()) -> None:
+    """Print one line about the run on stderr, if that is a terminal. places: where the text is kept."""
+    if quiet or not sys.stderr.isatty():
+        return
+    stats = generation.stats()
+    written = stats["new_tokens"] - stats["resumed_tokens"]
+    resumed = f" ({stats['resumed_tokens']:,} of them by earlier runs)" if stats["resumed_tokens"] else ""
+    parts = [f"{stats['new_tokens']:,} tokens{resumed}"]
+    if written:
+        seconds, speed, plain = stats["decode_seconds"], stats["tokens_per_second"], stats["plain_tokens_per_second"]
+        parts += [f"{seconds:.1f} s" if seconds < 60 else clock(seconds), f"{speed:.1f} tokens/s"]
+        if stats["drafter"] != "plain":
+            parts += [f"{speed / plain:.2f}x plain decoding ({stats['plain_is']})"] if plain else []
+            parts += [f"mean accepted length {stats['mean_accepted_length']:.2f}", _main_drafter(stats)]
+    print("longdraft:", " · ".join([*parts, *places]), file=sys.stderr)
+
+
+def _main_drafter(stats: dict[str, Any]) -> str:
+    """The drafter that wrote most of the run's tokens, and its share of them."""
+    counts = stats.get("tokens_by_choice") or {
+        "no draft": stats["steps"], **{source: count["accepted"] for source, count in stats["by_source"].items()}}
+    name = max(counts, key=counts.__getitem__)
+    return f"most tokens by {name} ({counts[name] / max(1, sum(counts.values())):.0%})"
+
+
+def _places(generation: Generation, job: Job) -> list[str]:
+    """Where the text is kept; an output file that is still partial is not named."""
+    places = [f"journal {job.journal}"] if job.journal else []
+    if "--output" in job.files and (generation.is_finished or not job.journal):
+        places.append(f"output {job.files['--output'].path}")
+    return places
 
 
 def _tell_end(generation: Generation, job: Job, interrupt: Interrupt) -> None:

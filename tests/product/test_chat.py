@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -208,3 +209,15 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(talker):
     out, err = work.communicate(b"/help\n", timeout=60)
     assert len(out) < 3900  # the answer went no further
     assert work.returncode == 0 and b"/reset" in err and b"Traceback" not in err
+
+
+@pytest.mark.parametrize("options, count", [(["--stats"], 2), ([], 0), (["--stats", "--quiet"], 0)])
+def test_with_stats_a_terminal_gets_a_summary_of_each_answer(talker, options, count):
+    leader, follower = pty.openpty()
+    work = subprocess.run(longdraft_chat(talker, "--max-new-tokens", "8", *options), input=b"Hello\nWhy\n",
+                          stdout=subprocess.PIPE, stderr=follower, check=True)
+    os.write(follower, b"end")
+    shown = os.read(leader, 65536).decode()
+    os.close(leader)
+    os.close(follower)
+    assert shown.count("longdraft: 8 tokens · ") == shown.count("tokens/s") == count and b"longdraft" not in work.stdout

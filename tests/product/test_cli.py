@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -226,6 +227,28 @@ def test_a_terminal_gets_a_live_line_below_the_text(tmp_path, shares):
     if shares:
         words = quiet.split()
         assert len(words) > 5 and all(word in shown for word in words)
+
+
+def summaries(shown: str) -> list[str]:
+    """Lines of the program's own, without the control sequences of the live line."""
+    return re.findall(r"longdraft: [^\r\n\x1b]*", shown)
+
+
+def test_a_terminal_gets_one_summary_line_at_the_end_of_a_run(tmp_path):
+    """Tokens, time, speed, speed-up over plain decoding, mean accepted length, main drafter, and the text's place."""
+    output, journal = tmp_path / "text.txt", tmp_path / "journal"
+    long = ["generate", "It was", "--max-new-tokens", "200", "--seed", "1", "--min-p", "0.1", "--drafter", "suffix",
+            "--output", str(output)]
+    line, = summaries(on_terminal([*long, "--journal", str(journal)]))
+    assert re.fullmatch(
+        r"longdraft: 200 tokens · \d+\.\d s · \d+\.\d tokens/s · \d+\.\d\dx plain decoding \(measured\) · "
+        r"mean accepted length \d\.\d\d · most tokens by no draft \(\d+%\) · "
+        rf"journal {journal} · output {output}", line)
+    assert "plain decoding" not in summaries(on_terminal([*long, "--drafter", "plain"]))[0]
+    assert summaries(on_terminal([*long, "--quiet"])) == []
+    whole, line = summaries(on_terminal(["resume", str(journal)]))
+    assert "the text is whole" in whole and line == (
+        f"longdraft: 200 tokens (200 of them by earlier runs) · journal {journal}")
 
 
 def on_terminal(arguments: list[str]) -> str:
