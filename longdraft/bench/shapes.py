@@ -20,6 +20,7 @@ def _shape(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kv
 
 
 SHAPES = {
+    "qwen2.5-0.5b": _shape(151936, 896, 4864, 24, 14, 2, 32768, is_tied=True),
     "llama-3.2-1b": _shape(128256, 2048, 8192, 16, 32, 8, 131072, is_tied=True),
     "qwen2.5-1.5b": _shape(151936, 1536, 8960, 28, 12, 2, 131072, is_tied=True),
     "smollm2-1.7b": _shape(49152, 2048, 8192, 24, 32, 32, 8192, is_tied=True),

@@ -1,0 +1,46 @@
+"""A stretched model has a large model's shape and a small model's predictions (benchmarks/stretched_model.py)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers.checkpoints import VOCAB, load, make_checkpoint
+
+from longdraft.model.transformer import chain_rows
+
+# Four times the width and the head size: the factors of norms and queries are powers of two, and no bit is lost.
+LARGE = {"hidden_size": 192, "num_hidden_layers": 5, "num_attention_heads": 12, "num_key_value_heads": 2,
+         "head_dim": 48, "intermediate_size": 250, "vocab_size": VOCAB + 40}
+
+
+def logits_of(folder, tokens):
+    model = load(folder)
+    return model.forward(chain_rows(tokens, 0), model.new_cache(), len(tokens)).logits
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_logits_of_a_stretched_model_equal_those_of_the_small_one(tmp_path, script, kv_heads):
+    make_checkpoint(tmp_path / "small", dtype=torch.bfloat16, num_key_value_heads=kv_heads, seed=3)
+    script("stretched_model").stretch(tmp_path / "small", LARGE, tmp_path / "large")
+    tokens = list(range(2, 60))
+    small, large = (logits_of(tmp_path / name, tokens) for name in ("small", "large"))
+    torch.testing.assert_close(large[:, :VOCAB], small, atol=1e-3, rtol=1e-4)
+    assert (large[:, VOCAB:] < small.min() - 20).all(), "a new token can be chosen"
+
+
+def test_a_stretched_model_has_the_tensors_of_the_large_shape(tmp_path, script):
+    make_checkpoint(tmp_path / "small", dtype=torch.bfloat16, num_key_value_heads=2)
+    script("stretched_model").stretch(tmp_path / "small", LARGE, tmp_path / "large")
+    config = json.loads((tmp_path / "large" / "config.json").read_text())
+    assert config | LARGE == config and not config["tie_word_embeddings"]
+    layers = load(tmp_path / "large").weights.layers
+    assert len(layers) == 5 and layers[0].gate_up.out_features == 2 * 250
+
+
+@pytest.mark.parametrize("change", [{"head_dim": 20}, {"num_hidden_layers": 1}, {"num_attention_heads": 2}])
+def test_a_shape_that_cannot_hold_the_small_model_is_refused(tmp_path, script, change):
+    make_checkpoint(tmp_path / "small", num_key_value_heads=2)
+    with pytest.raises(ValueError, match="the large shape must have at least"):
+        script("stretched_model").stretch(tmp_path / "small", LARGE | change, tmp_path / "large")
