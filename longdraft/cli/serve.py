@@ -70,13 +70,13 @@ def serve(
         raise UsageError(f"--log-level is {log_level!r}; allowed: debug, info, warning or error")
     try:
         from longdraft.server import logs, run
-        from longdraft.server.settings import MiB, Settings, free_memory, read_keys, state_folder
+        from longdraft.server.settings import MiB, ServerSettings, cache_budget, default_journal_folder, read_keys
     except ImportError as error:
         raise UsageError(f"`longdraft serve` needs {error.name}; pip install 'longdraft[serve]'") from error
 
     check(0 < max_body_mib <= 1 << 20, "--max-body-mib", max_body_mib, "above 0, at most 1048576")
     drafting = parse_pairs("--drafter-option", drafter_option or ())
-    root = None if journals == "none" else Path(journals) if journals else state_folder()
+    root = None if journals == "none" else Path(journals) if journals else default_journal_folder()
     given: dict[str, Any] = dict(
         host=host, port=port, model_name=served_model_name or model,
         api_keys=read_keys(tuple(api_key or ()), api_key_file), journals=root, journal_from=journal_from,
@@ -86,8 +86,8 @@ def serve(
         allowed_hosts=tuple(allowed_host or ()))
     if memory_mib is not None:
         given["memory_bytes"] = memory_mib * MiB
-    Settings(**given)  # a mistake shows before the model is read
-    logs.set_up(log_format, log_level)
+    ServerSettings(**given)  # a mistake shows before the model is read
+    logs.configure_logging(log_format, log_level)
     from longdraft.cli.display import LoadBar
     from longdraft.engine import load
 
@@ -95,5 +95,5 @@ def serve(
         engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,
                       quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
                       on_load=bar.show)
-    given.setdefault("memory_bytes", free_memory(engine.model.kernels.free_bytes()))
-    return run.serve(engine, Settings(**given))
+    given.setdefault("memory_bytes", cache_budget(engine.model.kernels.free_bytes()))
+    return run.serve(engine, ServerSettings(**given))

@@ -1,9 +1,15 @@
-"""`longdraft serve`: OpenAI's API, and what long texts need beside it: progress, resume, a look inside the drafting.
+"""`longdraft serve`: OpenAI's API, with progress, resume and drafting details for long texts, and a page at /.
 
-    app         routes together            scheduler   who runs, in the one engine thread
-    schemas     what a request may say     jobs        one text on its way, and how it reaches its reader
-    prepare     request -> jobs            replies     jobs -> what a client reads
-    guard       keys, hosts, body limits   sse         streams
-    generations journals over HTTP         metrics     Prometheus
-    run         sockets and signals        page/       the page at /
+A request passes these modules, in this order:
+
+    run             sockets, signals, slow connections
+    middleware      API keys, hosts, limits for bodies, log line
+    routes          the URLs; `app` mounts them, with error handlers and the page
+    schemas         the request's parameters
+    service         the path of a request: prepare, schedule, answer
+    prepare         request -> jobs, outside the event loop
+    scheduler       admission, and the engine thread that runs the jobs (jobs, job_statistics)
+    replies         events -> what the client reads, whole or as a stream
+
+Beside them: settings, errors, logs, metrics, and journals (the folder of journals).
 """

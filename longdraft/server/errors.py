@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}} and a status."""
+"""Errors in OpenAI's format: a status and {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ RETRY_AFTER_S = 5
 
 
 class Cancelled(Exception):
-    """The reader of a text has gone, or somebody asked for its end, who may want what is there: its journal stays."""
+    """The client disconnected or cancelled the text.
 
-    def __init__(self, *, keeps: bool = False) -> None:
+    keeps_journal  the journal remains on disk: an explicit cancellation, after which the client may resume
+    """
+
+    def __init__(self, *, keeps_journal: bool = False) -> None:
         super().__init__()
-        self.keeps = keeps
+        self.keeps_journal = keeps_journal
 
 
 class ApiError(HTTPException):
-    """What went wrong, for the client."""
+    """An error as the client receives it. `param` names the request's parameter, `code` is for programs."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
                  headers: dict[str, str] | None = None) -> None:
@@ -37,49 +40,49 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        error_type = _TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
+        return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}
 
     @property
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status_code, self.headers)
 
 
-def busy(message: str, code: str, status: int = 429) -> ApiError:
-    """Nothing is wrong with the request; later there may be room."""
+def retry_later(message: str, code: str, status: int = 429) -> ApiError:
+    """The request is valid, but the server has no room for it now. The response has a Retry-After header."""
     return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
-def of(error: BaseException) -> ApiError:
-    """What a client is told of any failure. Bugs of ours are told without their details: those are in the log."""
+def to_api_error(error: BaseException) -> ApiError:
+    """The client's view of any exception. Bugs of the server appear without details, which are in the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Cancelled):
         return ApiError(409, "the text was cancelled", code="cancelled")
     if isinstance(error, MemoryError):
-        return busy("out of memory; a shorter text needs less, and later there may be more", "out_of_memory", 503)
+        return retry_later("the server is out of memory; request fewer tokens, or retry later", "out_of_memory", 503)
     if isinstance(error, UsageError):
         return ApiError(400, str(error), param=error.name, code="invalid_value")
-    if isinstance(error, ModelError):  # of a chat template: the model was loaded long ago
+    if isinstance(error, ModelError):  # raised by a chat template: the model itself is loaded by now
         return ApiError(400, str(error), code="model_error")
     if isinstance(error, JournalError):
         return ApiError(409, str(error), code="journal")
     if isinstance(error, LongdraftError):
         return ApiError(500, str(error), code=type(error).__name__)
-    return ApiError(500, "internal error; the server's log has it", code="internal_error")
+    return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
-def of_validation(error: RequestValidationError) -> ApiError:
-    """The first fault of a body or a path, naming the parameter."""
+def from_validation_error(error: RequestValidationError) -> ApiError:
+    """The first error of a body or a path, with the name of the parameter."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    location = [str(part) for part in first["loc"] if part != "body"]
     context = first.get("ctx") or {}
-    param = str(context.get("param") or ".".join(part for part in place if part.isidentifier())) or None
+    param = str(context.get("param") or ".".join(part for part in location if part.isidentifier())) or None
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown parameter {'.'.join(place)!r}; this server knows no such parameter", param=param,
+        return ApiError(400, f"unknown parameter {'.'.join(location)!r}; remove it", param=param,
                         code="unknown_parameter")
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {context.get('error', first['msg'])}", code="invalid_json")
-    message = first["msg"] if "param" in context else f"{'.'.join(place) or 'the body'}: {first['msg']}"
+        return ApiError(400, f"the body is not valid JSON: {context.get('error', first['msg'])}", code="invalid_json")
+    message = first["msg"] if "param" in context else f"{'.'.join(location) or 'the body'}: {first['msg']}"
     code = "missing_parameter" if first["type"] == "missing" else "invalid_value"
     return ApiError(400, message, param=param, code=code)

@@ -1,12 +1,10 @@
-"""One text on its way: what the engine thread writes, and how that reaches a reader in the event loop."""
+"""A text as the scheduler handles it, and the queue that carries its events to the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,61 +12,37 @@ from typing import Any, NamedTuple
 
 from longdraft.core import Event, SamplingParams
 from longdraft.generation import Generation
-from longdraft.server.acceptance import Acceptance
-
-_RATE_S = 5.0  # over which the speed is told
-_PROBED = 0.01  # share of a text's time that measuring plain decoding beside it may take
-_PROBE_S = 0.5  # least time between two of these measurements
-_PLAIN = 9  # times of plain steps that are told together, at least
-
-Progress = Callable[[int, int], None]
+from longdraft.server.job_statistics import DraftAcceptance, PlainDecodingCost, Throughput
 
 
-class End(NamedTuple):
-    """The last that a reader gets of a text: `error` where it did not come to its own end."""
+class JobEnd(NamedTuple):
+    """The last item of a job. `error` says why the text did not finish."""
 
     error: BaseException | None = None
 
 
-class Plan(NamedTuple):
-    """How a text is to be written.
-
-    start      begins it, in the engine thread; is given the function that is told of the prefill
-    num_bytes  the most that its cache will take
-    journal    its folder, if it has one; `keeps`: that stays when the text is whole
-    compares   time plain decoding beside it
-    """
-
-    start: Callable[[Progress], Generation]
-    prompt_tokens: int
-    params: SamplingParams
-    num_bytes: int
-    title: str = ""
-    journal: Path | None = None
-    keeps: bool = False
-    compares: bool = False
-
-
 class EventQueue:
-    """Carries events from the engine thread to one reader, who takes all that has come at once: a slow one waits for
-    nobody, nobody waits for it, and what it has missed it gets together."""
+    """Carries the events of one request's jobs from the engine thread to the event loop.
+
+    `put` never blocks and `take` returns everything at once, so a slow client delays no other text.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        self._items: list[tuple[Job, Event | End]] = []
+        self._items: list[tuple[GenerationJob, Event | JobEnd]] = []
         self._ready = asyncio.Event()
-        self._is_told = False
 
-    def put(self, job: Job, item: Event | End) -> None:
+    def put(self, job: GenerationJob, item: Event | JobEnd) -> None:
+        """Add an item. Any thread may call this."""
         with self._lock:
             self._items.append((job, item))
-            is_first, self._is_told = not self._is_told, True
+            is_first = len(self._items) == 1
         if is_first and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._ready.set)
 
-    async def take(self, timeout_s: float) -> list[tuple[Job, Event | End]]:
-        """What has come; nothing if nothing came in time."""
+    async def take(self, timeout_s: float) -> list[tuple[GenerationJob, Event | JobEnd]]:
+        """All items so far, at least one; an empty list after `timeout_s` seconds without any."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ready.wait()
@@ -76,144 +50,119 @@ class EventQueue:
             return []
         with self._lock:
             items, self._items = self._items, []
-            self._is_told = False
             self._ready.clear()
         return items
 
 
-class Speed:
-    """Tokens per second lately: of the clock on the wall, and of the text's own steps, which others do not slow."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, float, int]] = deque()  # when, seconds of its own, tokens
-
-    def add(self, now: float, own_seconds: float, tokens: int) -> None:
-        if self._seen and now - self._seen[-1][0] < _RATE_S / 50:
-            return
-        self._seen.append((now, own_seconds, tokens))
-        while now - self._seen[0][0] > _RATE_S:
-            self._seen.popleft()
-
-    @property
-    def wall(self) -> float:
-        return self._rate(0)
-
-    @property
-    def own(self) -> float:
-        return self._rate(1)
-
-    def _rate(self, which: int) -> float:
-        if len(self._seen) < 2:
-            return 0.0
-        first, last = self._seen[0], self._seen[-1]
-        seconds = last[which] - first[which]
-        return (last[2] - first[2]) / seconds if seconds > 0 else 0.0
-
-
 @dataclass(eq=False)
-class Job:
-    """A text that waits, is written or has ended. Only the engine thread changes what is not marked otherwise."""
+class GenerationJob:
+    """One text of a request: what to write, and how far it is.
+
+    The first group of fields is fixed. The engine thread alone changes the second one, except `cancelled`.
+
+    id             the request's id, with a number where the request has several texts
+    index          number of the text within its request
+    events         receives the text's events, then one JobEnd
+    start          creates the generation, in the engine thread; takes `on_prefill` as Engine.generate does
+    num_bytes      upper bound of the memory for caches, which the scheduler reserves
+    title          end of the prompt, for lists of texts
+    journal        folder of the journal, if the text has one
+    keeps_journal  the journal remains when the text is finished
+    times_plain    measure plain decoding now and then, for comparison
+    deadline       monotonic time at which the text is cancelled
+    user           label for the log
+    """
 
     id: str
-    index: int  # among the texts of its request
-    plan: Plan
-    outlet: EventQueue
-    deadline: float | None = None  # on the monotonic clock
+    index: int
+    events: EventQueue
+    start: Callable[..., Generation]
+    params: SamplingParams
+    prompt_tokens: int
+    num_bytes: int
+    title: str = ""
+    journal: Path | None = None
+    keeps_journal: bool = False
+    times_plain: bool = False
+    deadline: float | None = None
     user: str | None = None
+
     generation: Generation | None = None
-    state: str = "queued"  # queued | prefill | running | finished | cancelled | failed
-    cancelled: BaseException | None = None  # any thread: why it is to be left
-    arrived: float = field(default_factory=time.monotonic)
-    began_at: float = field(default_factory=time.time)  # for people
-    started: float | None = None
-    first_token: float | None = None
-    ended: float | None = None
     number: int = -1  # in the batch
-    prefill: tuple[int, int] = (0, 0)
+    state: str = "queued"  # queued | prefill | running | finished | cancelled | failed
+    cancelled: BaseException | None = None  # the reason; any thread may set it
+    created: float = field(default_factory=time.time)  # Unix time; the next ones are monotonic times
+    arrived: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    ended: float | None = None
+    prefill: tuple[int, int] = (0, 0)  # prompt tokens done, in all
     num_tokens: int = 0
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    speed: Speed = field(default_factory=Speed)
-    stats: dict[str, Any] | None = None
-    _probed: tuple[float, float] = (0.0, 0.0)  # when last, seconds in all
-    _plain: deque[tuple[float, float]] = field(default_factory=deque)  # when, seconds
-    _noted: float | None = None  # when the last step was
-    _metered: float = 0.0  # on the text's own clock when the last step was done
+    stats: dict[str, Any] | None = None  # of the finished text, as in the `--stats` file
+    acceptance: DraftAcceptance = field(default_factory=DraftAcceptance)
+    throughput: Throughput = field(default_factory=Throughput)
+    plain_cost: PlainDecodingCost = field(default_factory=PlainDecodingCost)
+    _last_step: float | None = None  # monotonic time
+    _own_seconds: float = 0.0  # the text's own time up to its last step
 
     def begin(self) -> Generation:
-        """The text, of which nothing is written yet. Raises what `Engine.generate` and `Engine.resume` do."""
+        """Create the generation, which has written nothing yet. Raises what Engine.generate and Engine.resume do."""
         self.state = "prefill"
-        self.generation = self.plan.start(self._on_prefill)
+        self.generation = self.start(on_prefill=self._on_prefill)
         return self.generation
 
     def _on_prefill(self, done: int, total: int) -> None:
         self.prefill = done, total
 
-    def note(self, event: Event) -> float | None:
-        """Take in what a step brought: seconds since the last one, None for the first."""
+    def record_step(self, event: Event) -> float | None:
+        """Update the statistics with a step's event. Returns the seconds since the last step, None for the first."""
         assert self.generation is not None
         now = time.monotonic()
         is_replay = self.num_tokens == 0 and self.generation.num_resumed > 0
         self.num_tokens += len(event.tokens)
         if is_replay:
             return None
-        since, self._noted = self._noted, now
-        self.state, is_first = "running", self.first_token is None  # the first step's clock has the prefill in it
-        self.first_token = self.first_token or now
-        self.acceptance.add(event)
+        last, self._last_step, self.state = self._last_step, now, "running"
         own = self.generation.clock()
-        self.speed.add(now, own, self.num_tokens)
-        seconds, self._metered = own - self._metered, own
-        if event.drafted == 0 and not is_first:
-            self._note_plain(now, seconds)
-            self._probed = now, self._probed[1]
-        elif self.plan.compares and not event.finish_reason:
-            self._compare(now)
-        return None if since is None else now - since
-
-    def _compare(self, now: float) -> None:
-        """Measure what plain decoding would take here, now and then."""
-        assert self.generation is not None
-        last, spent = self._probed
-        if now - last >= _PROBE_S and spent <= _PROBED * self.generation.clock():
-            seconds = self.generation.time_plain()
-            self._probed = now, spent + seconds
-            self._note_plain(now, seconds)
-
-    def _note_plain(self, now: float, seconds: float) -> None:
-        self._plain.append((now, seconds))
-        while len(self._plain) > _PLAIN and now - self._plain[0][0] > _RATE_S:
-            self._plain.popleft()
-
-    @property
-    def plain_seconds(self) -> float | None:
-        """What plain decoding takes for a token here: the mean of steps without a draft and of those tried lately."""
-        return statistics.fmean(seconds for _, seconds in list(self._plain)) if self._plain else None
+        seconds, self._own_seconds = own - self._own_seconds, own
+        self.acceptance.add(event)
+        self.throughput.add(now, own, self.num_tokens)
+        if event.drafted == 0 and last is not None:  # the first step's time includes the prefill
+            self.plain_cost.add_step(now, seconds)
+        elif self.times_plain and not event.finish_reason and self.plain_cost.is_probe_due(now, own):
+            self.plain_cost.add_probe(now, self.generation.time_plain())
+        return None if last is None else now - last
 
     @property
     def remaining_tokens(self) -> int:
-        return self.plan.params.max_new_tokens - self.num_tokens
+        return self.params.max_new_tokens - self.num_tokens
 
     @property
     def eta_seconds(self) -> float | None:
-        rate = self.speed.wall
+        rate = self.throughput.wall
         return self.remaining_tokens / rate if rate else None
 
     @property
     def resume_id(self) -> str | None:
-        """By which the text can be gone on with."""
-        return self.plan.journal.name if self.plan.journal else None
+        """The id under which the text can be resumed; None without a journal."""
+        return self.journal.name if self.journal else None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the text finished; None while it has not."""
+        return (self.stats or {}).get("finish_reason")
 
     def progress(self) -> dict[str, Any]:
-        """How far it is, for comments in a stream and for the list."""
+        """The progress, for comments in a stream and for lists of texts."""
+        plain = self.plain_cost.seconds
         return {
             "state": self.state,
             "prefill_tokens": self.prefill[0],
-            "prompt_tokens": self.plan.prompt_tokens,
+            "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.num_tokens,
-            "max_new_tokens": self.plan.params.max_new_tokens,
-            "tokens_per_second": self.speed.wall,
-            "own_tokens_per_second": self.speed.own,
-            "plain_tokens_per_second": 1 / self.plain_seconds if self.plain_seconds else None,
+            "max_new_tokens": self.params.max_new_tokens,
+            "tokens_per_second": self.throughput.wall,
+            "own_tokens_per_second": self.throughput.own,
+            "plain_tokens_per_second": 1 / plain if plain else None,
             "mean_accepted_length": self.acceptance.mean_length,
             "elapsed_seconds": (self.ended or time.monotonic()) - self.arrived,
             "eta_seconds": self.eta_seconds if self.ended is None else None,

@@ -1,4 +1,4 @@
-"""The journals of a folder, as the list and the page show them."""
+"""The folder of journals: summaries for the list and the page, and removal of old journals."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from longdraft.engine import Engine
 from longdraft.errors import JournalError
 from longdraft.journal import FILE, Found, is_being_written, read
-from longdraft.server.logs import record
+from longdraft.model.tokenizer import Tokenizer
+from longdraft.server.logs import log_event
 from longdraft.text_stream import TextStream
 
-_TITLE = 80  # tokens and letters
+_EXCERPT = 80  # length of an excerpt in characters; it is taken from as many tokens
 
 
-class Journals:
-    """Reads what is there. Files that have not changed are not read again."""
+class JournalFolder:
+    """Reads journals. A journal that has not changed is not read again."""
 
-    def __init__(self, root: Path, engine: Engine) -> None:
+    def __init__(self, root: Path, tokenizer: Tokenizer) -> None:
         self.root = root
-        self._engine = engine
-        self._known: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}
-        self._lock = threading.Lock()  # of `_known`: requests and pruning read in threads of their own
+        self._tokenizer = tokenizer
+        self._summaries: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}  # name -> (mtime, size), summary
+        self._lock = threading.Lock()  # of `_summaries`: requests and pruning run in different threads
 
     def names(self) -> list[str]:
-        """The latest first."""
+        """Names of all journals, newest first."""
         found = []
         for folder in self.root.iterdir() if self.root.is_dir() else ():
             try:
@@ -37,37 +37,39 @@ class Journals:
         return [name for _, name in sorted(found, reverse=True)]
 
     def list(self) -> list[dict[str, Any]]:
-        """A summary of each; of one that cannot be read, why."""
+        """A summary of each journal, newest first."""
         names = self.names()
-        there = set(names)
+        existing = set(names)
         with self._lock:
-            self._known = {name: known for name, known in self._known.items() if name in there}
+            self._summaries = {name: known for name, known in self._summaries.items() if name in existing}
         return [self.summary(name) for name in names]
 
     def summary(self, name: str) -> dict[str, Any]:
+        """State, size and speed of a text. For a journal that cannot be read, the error."""
         path = self.root / name / FILE
         try:
-            about = path.stat()
-            state = (about.st_mtime_ns, about.st_size)
+            stat = path.stat()
+            version = (stat.st_mtime_ns, stat.st_size)
             with self._lock:
-                known, summary = self._known.get(name, (None, {}))
-            if known != state:
-                summary = self._summary(name, read(self.root / name))
+                known, summary = self._summaries.get(name, (None, {}))
+            if known != version:
+                summary = self._summarise(name, read(self.root / name))
                 with self._lock:
-                    self._known[name] = state, summary
+                    self._summaries[name] = version, summary
             if summary["state"] == "cut" and is_being_written(self.root / name):
                 return summary | {"state": "running", "resumable": False}
             return summary
         except (JournalError, OSError) as error:
-            return {"id": name, "state": "unreadable", "resumable": False, "error": _plain(str(error), self.root)}
+            message = str(error).replace(f"{self.root}/", "")  # the server's folders are not the client's business
+            return {"id": name, "state": "unreadable", "resumable": False, "error": message}
 
-    def _summary(self, name: str, found: Found) -> dict[str, Any]:
+    def _summarise(self, name: str, found: Found) -> dict[str, Any]:
         header, seconds = found.header, sum(step.seconds for step in found.steps)
         return {
             "id": name,
             "state": "finished" if found.finish else "cut",
             "resumable": found.finish is None,
-            "title": title(self._engine, header.prompt),
+            "title": prompt_excerpt(self._tokenizer, header.prompt),
             "created": datetime.fromisoformat(found.runs[0].began).timestamp() if found.runs else None,
             "model": Path(header.model).name,
             "drafter": header.drafter,
@@ -82,34 +84,29 @@ class Journals:
         }
 
     def detail(self, name: str) -> dict[str, Any]:
-        """The summary, the settings and the text so far. JournalError where there is none."""
+        """The summary, the settings and the text so far. Raises JournalError for an unreadable journal."""
         found = read(self.root / name)
         header = found.header
         detail = self.summary(name) | {"sampling": header.sampling, "exactness": header.exactness}
-        if header.tokenizer == self._engine.tokenizer.sha256:
-            writing = TextStream(self._engine.tokenizer, header.params, header.eos_token_ids)
-            written = writing.push(found.tokens.tolist())
-            detail |= {"prompt": self._engine.tokenizer.decode(header.prompt), "text": written.text,
+        if header.tokenizer == self._tokenizer.sha256:
+            stream = TextStream(self._tokenizer, header.params, header.eos_token_ids)
+            written = stream.push(found.tokens.tolist())
+            detail |= {"prompt": self._tokenizer.decode(header.prompt), "text": written.text,
                        "tokens": list(written.tokens), "pieces": list(written.pieces)}
         return detail
 
     def remove(self, name: str) -> None:
         shutil.rmtree(self.root / name)
-        record("journal_removed", id=name)
+        log_event("journal_removed", id=name)
 
     def prune(self, keep: int) -> None:
-        """Remove finished journals but the `keep` latest. What was cut stays until somebody removes it."""
-        finished = [each["id"] for each in self.list() if each["state"] == "finished"]
+        """Remove the journals of finished texts except the newest `keep`. Unfinished texts remain."""
+        finished = [summary["id"] for summary in self.list() if summary["state"] == "finished"]
         for name in finished[keep:]:
             self.remove(name)
 
 
-def title(engine: Engine, ids: list[int]) -> str:
-    """The end of a prompt, for people."""
-    text = " ".join(engine.tokenizer.decode(ids[-_TITLE:]).split())
-    return "…" + text[-_TITLE:] if len(text) > _TITLE or len(ids) > _TITLE else text
-
-
-def _plain(message: str, root: Path) -> str:
-    """Without the server's own folders."""
-    return message.replace(f"{root}/", "")
+def prompt_excerpt(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The end of a prompt on one line, as a title."""
+    text = " ".join(tokenizer.decode(ids[-_EXCERPT:]).split())
+    return "…" + text[-_EXCERPT:] if len(text) > _EXCERPT or len(ids) > _EXCERPT else text

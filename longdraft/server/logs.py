@@ -1,4 +1,4 @@
-"""The log: a line for each request and each text, as JSON or for people. Never any text of a prompt or an answer."""
+"""The log: one line for each request and each text, as JSON or plain text. It never contains prompts or outputs."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ import time
 from typing import Any
 
 log = logging.getLogger("longdraft.server")
-_FIELDS = "longdraft_fields"
+_FIELDS = "longdraft_fields"  # attribute of a log record that holds the event's fields
 
 
-def record(event: str, level: int = logging.INFO, **fields: Any) -> None:
-    """One line: what happened, and its figures."""
+def log_event(event: str, level: int = logging.INFO, **fields: Any) -> None:
+    """Log one line: the event's name and its fields."""
     log.log(level, event, extra={_FIELDS: fields})
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     def format(self, entry: logging.LogRecord) -> str:
-        content = {"time": _time(entry), "level": entry.levelname.lower(), "logger": entry.name,
+        content = {"time": _timestamp(entry), "level": entry.levelname.lower(), "logger": entry.name,
                    "event": entry.getMessage(), **getattr(entry, _FIELDS, {})}
         if entry.exc_info:
             content["traceback"] = self.formatException(entry.exc_info)
         return json.dumps(content, default=str)
 
 
-class Lines(logging.Formatter):
+class TextFormatter(logging.Formatter):
     def format(self, entry: logging.LogRecord) -> str:
-        fields = " ".join(f"{name}={_shown(value)}" for name, value in getattr(entry, _FIELDS, {}).items())
+        fields = " ".join(f"{name}={_quoted(value)}" for name, value in getattr(entry, _FIELDS, {}).items())
         trace = "\n" + self.formatException(entry.exc_info) if entry.exc_info else ""
-        return f"{_time(entry)} {entry.levelname.lower():7} {entry.getMessage()} {fields}".rstrip() + trace
+        return f"{_timestamp(entry)} {entry.levelname.lower():7} {entry.getMessage()} {fields}".rstrip() + trace
 
 
-def _shown(value: Any) -> str:
-    """In quotes where it could pass for more than one field, or one line: clients choose paths and names."""
+def _quoted(value: Any) -> str:
+    """Quote values that could read as several fields or lines: clients choose paths and names."""
     text = str(value)
     return text if text.isprintable() and not set(text) & set(" =\"'") else json.dumps(text)
 
 
-def set_up(form: str, level: str) -> None:
-    """Everything that longdraft and uvicorn log goes to stderr in one form."""
+def configure_logging(form: str, level: str) -> None:
+    """Write everything that longdraft and uvicorn log to stderr. form: "json" or "text"."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else Lines())
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("longdraft").setLevel(level.upper())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
-def _time(entry: logging.LogRecord) -> str:
+def _timestamp(entry: logging.LogRecord) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(entry.created)) + f".{int(entry.msecs):03}Z"

@@ -1,13 +1,17 @@
-"""From a request to the texts it asks for: settings checked, prompts read, nothing begun yet."""
+"""From a request body to jobs: settings checked, prompts tokenised, memory estimated. Nothing is generated yet.
+
+This runs in a thread of its own, outside the event loop. Errors are ApiErrors that name the request's parameter.
+"""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longdraft.core import ALIASES, MAX_SEED, SamplingParams
 from longdraft.engine import Engine
@@ -15,195 +19,214 @@ from longdraft.errors import JournalError, UsageError
 from longdraft.generation import LARGEST_TREE
 from longdraft.journal import is_there, read
 from longdraft.server.errors import ApiError
-from longdraft.server.jobs import EventQueue, Job, Plan
-from longdraft.server.journals import title
-from longdraft.server.schemas import ChatRequest, CompletionRequest, ResumeRequest, Sampling
-from longdraft.server.settings import Settings
+from longdraft.server.jobs import EventQueue, GenerationJob
+from longdraft.server.journals import prompt_excerpt
+from longdraft.server.replies import ResponseOptions
+from longdraft.server.schemas import ChatRequest, CompletionRequest, ResumeRequest, SamplingRequest
+from longdraft.server.settings import ServerSettings
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CHAT_TOKENS = 4096  # as `longdraft chat`; less where the context has less room
-_FILES = ("corpus", "model")  # drafter options that name files of the server's
-_BESIDE = 32 << 20  # bytes that a text takes beside caches: scratch, tables of n-grams
-_MORE = 1.15  # stores grow by blocks
-# Settings at a request's top level, and those of its `longdraft` object.
-_TOP = ("max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
-        "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed")
-_OURS = ("min_p", "top_k", "eta_cutoff", "min_tokens_to_keep", "repetition_penalty", "penalty_window", "min_new_tokens",
-         "stop_token_ids", "ignore_eos", "on_loop")
+_FILE_OPTIONS = ("corpus", "model")  # drafter options that name files, which clients may not choose
+_SCRATCH_BYTES = 32 << 20  # memory of a text besides caches: scratch buffers, n-gram tables
+_GROWTH = 1.15  # caches grow by blocks, beyond the length in use
+# Sampling settings at a request's top level, and those of its `longdraft` object.
+_TOP_LEVEL_SETTINGS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens", "temperature", "top_p",
+                       "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed")
+_LONGDRAFT_SETTINGS = ("min_p", "top_k", "eta_cutoff", "min_tokens_to_keep", "repetition_penalty", "penalty_window",
+                       "min_new_tokens", "stop_token_ids", "ignore_eos", "on_loop")
+
+
+class PreparedRequest(NamedTuple):
+    """A request's texts, all of which write to one queue, and how to answer it."""
+
+    jobs: list[GenerationJob]
+    options: ResponseOptions
+    events: EventQueue
 
 
 @dataclass(frozen=True)
 class Preparer:
-    """Knows the engine and the limits."""
+    """Prepares requests for one engine within the server's limits."""
 
     engine: Engine
-    settings: Settings
-
-    def completion(self, request: CompletionRequest, name: str) -> list[Plan]:
-        prompts = request.prompt
-        if isinstance(prompts, str) or isinstance(prompts[0], int):
-            prompts = [prompts]
-        self._require_few(len(prompts) * request.n, "prompt" if len(prompts) > request.n else "n")
-        return self._plans(request, [self._encoded(prompt) for prompt in prompts], COMPLETION_TOKENS, name,
-                           request.logprobs)
-
-    def chat(self, request: ChatRequest, name: str) -> list[Plan]:
-        self._require_few(request.n, "n")
-        options = request.chat_template_kwargs or {}
-        ids = self.engine.chat([message.plain() for message in request.messages], **options)
-        room = max(1, self.limit - len(ids))
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return self._plans(request, [self._fitting(ids)], min(CHAT_TOKENS, room), name, logprobs)
-
-    def resumed(self, folder: Path, request: ResumeRequest) -> Plan:
-        """The rest of a journal's text."""
-        header = read(folder).header
-        engine = self._engine(request.drafter, request.drafter_options)
-        try:
-            start = partial(_resume, engine, folder)
-            return Plan(start, len(header.prompt), header.params,
-                        self._num_bytes(engine, len(header.prompt) + header.params.max_new_tokens),
-                        title(engine, header.prompt), folder, keeps=True, compares=request.details)
-        except UsageError as error:
-            raise JournalError(str(error)) from error
+    settings: ServerSettings
 
     @property
-    def limit(self) -> int:
-        """Tokens of prompt and text together."""
+    def context_limit(self) -> int:
+        """Largest number of tokens of a prompt and its text together."""
         return self.engine.model.config.max_positions
+
+    def completion(self, request: CompletionRequest, events: EventQueue) -> PreparedRequest:
+        prompts, request_id = request.prompts, f"cmpl-{secrets.token_hex(12)}"
+        self._require_few(len(prompts) * request.n, "prompt" if len(prompts) > request.n else "n")
+        encoded = [self._encode(prompt) for prompt in prompts]
+        jobs = self._jobs(request, encoded, COMPLETION_TOKENS, request_id, request.logprobs, events)
+        echo = None
+        if request.echo:
+            decode = self.engine.tokenizer.decode
+            texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+            echo = [text for text in texts for _ in range(request.n)]
+        options = ResponseOptions(
+            "text_completion", request_id, sum(map(len, encoded)), request.stream, request.includes_usage,
+            echo=echo, logprobs=request.logprobs is not None, details=request.longdraft.details)
+        return PreparedRequest(jobs, options, events)
+
+    def chat(self, request: ChatRequest, events: EventQueue) -> PreparedRequest:
+        self._require_few(request.n, "n")
+        request_id, variables = f"chatcmpl-{secrets.token_hex(12)}", request.chat_template_kwargs or {}
+        ids = self.engine.chat([message.for_template() for message in request.messages], **variables)
+        room = max(1, self.context_limit - len(ids))
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        jobs = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id, logprobs, events)
+        options = ResponseOptions("chat.completion", request_id, len(ids), request.stream, request.includes_usage,
+                                  details=request.longdraft.details, logprobs=request.logprobs)
+        return PreparedRequest(jobs, options, events)
+
+    def resume(self, folder: Path, request: ResumeRequest, events: EventQueue) -> PreparedRequest:
+        """Continue the text of a journal. Raises JournalError if this engine cannot."""
+        header = read(folder).header
+        engine = self._engine_with(request.drafter, request.drafter_options)
+        try:
+            params, prompt_tokens = header.params, len(header.prompt)
+            job = GenerationJob(
+                folder.name, 0, events, partial(engine.resume, folder), params, prompt_tokens,
+                self._num_bytes(engine, prompt_tokens + params.max_new_tokens),
+                prompt_excerpt(engine.tokenizer, header.prompt), folder, keeps_journal=True,
+                times_plain=request.details, deadline=self._deadline(request.timeout))
+        except UsageError as error:
+            raise JournalError(str(error)) from error
+        options = ResponseOptions("text_completion", folder.name, prompt_tokens, request.stream,
+                                  request.includes_usage, details=request.details)
+        return PreparedRequest([job], options, events)
 
     def require_model(self, name: str | None) -> None:
         if name not in (None, self.settings.model_name):
-            raise ApiError(404, f"the model {name!r} is not served here; this server has "
-                           f"{self.settings.model_name!r}", param="model", code="model_not_found")
+            raise ApiError(404, f"the model {name!r} is not served here; use {self.settings.model_name!r}",
+                           param="model", code="model_not_found")
 
-    def _encoded(self, prompt: str | list[int]) -> list[int]:
+    def _encode(self, prompt: str | list[int]) -> list[int]:
         try:
-            return self._fitting(self.engine.encode(prompt))
+            return self._require_room(self.engine.encode(prompt))
         except UsageError as error:
             raise ApiError(400, str(error), param="prompt", code="invalid_value") from error
 
-    def _fitting(self, ids: list[int]) -> list[int]:
-        if len(ids) >= self.limit:
-            raise ApiError(400, f"the prompt has {len(ids):,} tokens; allowed: {self.limit - 1:,} (the model's context "
-                           "limit, less one to write)", param="prompt", code="context_length_exceeded")
+    def _require_room(self, ids: list[int]) -> list[int]:
+        if len(ids) >= self.context_limit:
+            raise ApiError(400, f"the prompt has {len(ids):,} tokens; allowed: {self.context_limit - 1:,} (the "
+                           "model's context limit, less one new token); shorten the prompt", param="prompt",
+                           code="context_length_exceeded")
         return ids
 
-    def _plans(self, request: Sampling, prompts: list[list[int]], tokens: int, name: str,
-               logprobs: int | None) -> list[Plan]:
-        self.require_model(request.model)
-        params = self._params(request, tokens)
-        longest = max(len(ids) for ids in prompts)
-        if longest + params.max_new_tokens > self.limit:
-            raise ApiError(400, f"the prompt ({longest:,} tokens) and max_tokens ({params.max_new_tokens:,}) are "
-                           f"{longest + params.max_new_tokens:,} tokens; allowed: {self.limit:,} (the model's context "
-                           "limit)", param="max_tokens", code="context_length_exceeded")
-        extension = request.longdraft
-        engine = self._engine(extension.drafter, extension.drafter_options)
-        seed = params.seed if params.seed is not None else time.time_ns() & (2**53 - 1)  # a number that JSON can hold
-        count = len(prompts) * request.n
-        plans = []
-        for i in range(count):
-            ids, each = prompts[i // request.n], params.with_seed((seed + i % request.n) % (MAX_SEED + 1))
-            own = name if count == 1 else f"{name}-{i}"
-            folder = self._journal(extension.journal, own, each, count)
-            plans.append(Plan(partial(_generate, engine, ids, each, folder, logprobs), len(ids), each,
-                              self._num_bytes(engine, len(ids) + each.max_new_tokens), title(engine, ids), folder,
-                              keeps=bool(extension.journal), compares=extension.details))
-        return plans
+    def _require_few(self, count: int, param: str) -> None:
+        if count > self.settings.max_choices:
+            raise ApiError(400, f"the request asks for {count} texts (prompts times n); allowed: "
+                           f"{self.settings.max_choices}; send several requests", param=param, code="invalid_value")
 
-    def _params(self, request: Sampling, tokens: int) -> SamplingParams:
-        """ApiError naming a parameter as the request does."""
+    def _jobs(self, request: SamplingRequest, prompts: list[list[int]], default_tokens: int, request_id: str,
+              logprobs: int | None, events: EventQueue) -> list[GenerationJob]:
+        """A job for each text: `n` for each prompt. Text i of a prompt has the seed `seed` + i."""
+        self.require_model(request.model)
+        params = self._params(request, default_tokens)
+        longest = max(len(ids) for ids in prompts)
+        if longest + params.max_new_tokens > self.context_limit:
+            raise ApiError(400, f"the prompt ({longest:,} tokens) and max_tokens ({params.max_new_tokens:,}) are "
+                           f"{longest + params.max_new_tokens:,} tokens; allowed: {self.context_limit:,} (the model's "
+                           "context limit); shorten the prompt or lower max_tokens", param="max_tokens",
+                           code="context_length_exceeded")
         extension = request.longdraft
-        given: dict[str, Any] = {name: getattr(request, name) for name in _TOP}
-        for name in _OURS:
+        engine = self._engine_with(extension.drafter, extension.drafter_options)
+        seed = params.seed if params.seed is not None else time.time_ns() & (2**53 - 1)  # exact as a JSON number
+        count, deadline = len(prompts) * request.n, self._deadline(extension.timeout)
+        jobs = []
+        for i in range(count):
+            ids, own = prompts[i // request.n], params.with_seed((seed + i % request.n) % (MAX_SEED + 1))
+            job_id = request_id if count == 1 else f"{request_id}-{i}"
+            journal = self._journal(extension.journal, job_id, own, count)
+            jobs.append(GenerationJob(
+                job_id, i, events, partial(engine.generate, ids, own, journal=journal, logprobs=logprobs), own,
+                len(ids), self._num_bytes(engine, len(ids) + own.max_new_tokens), prompt_excerpt(engine.tokenizer, ids),
+                journal, keeps_journal=bool(extension.journal), times_plain=extension.details, deadline=deadline,
+                user=request.user))
+        return jobs
+
+    def _params(self, request: SamplingRequest, default_tokens: int) -> SamplingParams:
+        """Sampling parameters, from the request and the model's defaults."""
+        extension = request.longdraft
+        given: dict[str, Any] = {name: getattr(request, name) for name in _TOP_LEVEL_SETTINGS}
+        for name in _LONGDRAFT_SETTINGS:
             value, outer = getattr(extension, name), given.get(name)
             if value is not None and outer not in (None, value):
-                raise ApiError(400, f"{name} is {outer!r} and longdraft.{name} {value!r}; give one of them", param=name,
-                               code="invalid_value")
+                raise ApiError(400, f"{name} is {outer!r} and longdraft.{name} is {value!r}; give one of them",
+                               param=name, code="invalid_value")
             given[name] = value if outer is None else outer
         given = {name: value for name, value in given.items() if value is not None}
-        given["logit_bias"] = _bias(request.logit_bias)
+        given["logit_bias"] = _logit_bias(request.logit_bias)
         if not {ALIASES.get(name, name) for name in given} & {"max_new_tokens"}:
-            given["max_new_tokens"] = tokens
+            given["max_new_tokens"] = default_tokens
         try:
             return self.engine.params(**given)
         except UsageError as error:
-            spelt = _spelt(error.name, given, extension.model_fields_set)
-            raise ApiError(400, str(error), param=spelt, code="invalid_value") from error
+            param = _request_spelling(error.name, given, extension.model_fields_set)
+            raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
-    def _engine(self, drafter: str | None, options: Mapping[str, Any] | None) -> Engine:
+    def _engine_with(self, drafter: str | None, options: Mapping[str, Any] | None) -> Engine:
+        """The engine with the drafter of a request."""
         if drafter is None and not options:
             return self.engine
-        named = next((key for key in _FILES if key in (options or {})), None)
+        forbidden = next((key for key in _FILE_OPTIONS if key in (options or {})), None)
         try:
-            if named:
-                raise UsageError(f"drafter option {named!r} names files of the server; it is set where it is started")
+            if forbidden:
+                raise UsageError(f"drafter option {forbidden!r} names files of the server; set it when you start the "
+                                 "server")
             return self.engine.with_drafter(drafter or self.engine.drafter, options, may_load=False)
         except UsageError as error:
-            where = "longdraft.drafter_options" if options else "longdraft.drafter"
-            raise ApiError(400, str(error), param=where, code="invalid_value") from error
+            param = "longdraft.drafter_options" if options else "longdraft.drafter"
+            raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
-    def _journal(self, asked: bool | str | None, name: str, params: SamplingParams, count: int) -> Path | None:
+    def _journal(self, requested: bool | str | None, job_id: str, params: SamplingParams, count: int) -> Path | None:
+        """The folder of a text's journal: requested by the client, or because the text is long."""
         root = self.settings.journals
         if root is None:
-            if asked:
+            if requested:
                 raise ApiError(400, "this server keeps no journals; leave longdraft.journal out", code="no_journals",
                                param="longdraft.journal")
             return None
-        if isinstance(asked, str) and count > 1:
-            raise ApiError(400, "longdraft.journal names one text and the request asks for several; use true",
+        if isinstance(requested, str) and count > 1:
+            raise ApiError(400, f"longdraft.journal names one text, but the request asks for {count}; use true",
                            param="longdraft.journal", code="invalid_value")
-        if asked is False or (not asked and params.max_new_tokens < self.settings.journal_from):
+        if requested is False or (not requested and params.max_new_tokens < self.settings.journal_from):
             return None
-        folder = root / (asked if isinstance(asked, str) else name)
+        folder = root / (requested if isinstance(requested, str) else job_id)
         if is_there(folder):
-            raise ApiError(409, f"the journal {folder.name!r} is there already; go on with POST "
-                           f"/v1/longdraft/generations/{folder.name}/resume, or give another id",
+            raise ApiError(409, f"the journal {folder.name!r} exists; resume it with POST "
+                           f"/v1/longdraft/generations/{folder.name}/resume, or choose another id",
                            param="longdraft.journal", code="journal_exists")
         return folder
 
     def _num_bytes(self, engine: Engine, tokens: int) -> int:
-        """The most that a text of so many tokens takes of the memory, with who drafts it."""
-        rows = tokens + (LARGEST_TREE if engine.model.kernels.is_device else 0)  # reserved whole there
-        return int(rows * engine.model.cache_bytes_per_token * _MORE) + engine.drafter_bytes(tokens) + _BESIDE
+        """Upper bound of the memory for a text of `tokens` tokens, with the caches of its drafter."""
+        rows = tokens + (LARGEST_TREE if engine.model.kernels.is_device else 0)  # devices reserve the whole cache
+        return int(rows * engine.model.cache_bytes_per_token * _GROWTH) + engine.drafter_bytes(tokens) + _SCRATCH_BYTES
 
-    def _require_few(self, count: int, param: str) -> None:
-        if count > self.settings.max_choices:
-            raise ApiError(400, f"the request asks for {count} texts; allowed: {self.settings.max_choices} (prompts "
-                           "times n)", param=param, code="invalid_value")
-
-
-def jobs(plans: list[Plan], name: str, outlet: EventQueue, user: str | None,
-         timeouts: tuple[float | None, float]) -> list[Job]:
-    """What the scheduler takes. timeouts: the request's, the server's (0: none)."""
-    asked, allowed = timeouts
-    seconds = min((limit for limit in (asked, allowed) if limit), default=None)
-    deadline = None if seconds is None else time.monotonic() + seconds
-    return [Job(name if len(plans) == 1 else f"{name}-{i}", i, plan, outlet, deadline, user)
-            for i, plan in enumerate(plans)]
+    def _deadline(self, timeout_s: float | None) -> float | None:
+        """Monotonic time at which a request ends: after its own timeout or the server's, whichever is shorter."""
+        limits = [limit for limit in (timeout_s, self.settings.timeout_s) if limit]
+        return time.monotonic() + min(limits) if limits else None
 
 
-def _generate(engine: Engine, ids: list[int], params: SamplingParams, folder: Path | None, logprobs: int | None,
-              on_prefill: Any) -> Any:
-    return engine.generate(ids, params, journal=folder, logprobs=logprobs, on_prefill=on_prefill)
-
-
-def _resume(engine: Engine, folder: Path, on_prefill: Any) -> Any:
-    return engine.resume(folder, on_prefill=on_prefill)
-
-
-def _bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
-    """OpenAI's map of token ids, which are texts in JSON."""
+def _logit_bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
+    """OpenAI's mapping, in which token ids are texts."""
     try:
         return tuple(sorted((int(token), float(value)) for token, value in (given or {}).items()))
     except ValueError as error:
-        raise ApiError(400, "logit_bias: keys are token ids", param="logit_bias", code="invalid_value") from error
+        raise ApiError(400, "logit_bias: each key must be a token id", param="logit_bias",
+                       code="invalid_value") from error
 
 
-def _spelt(name: str | None, given: Mapping[str, Any], ours: set[str]) -> str | None:
-    """As the request spells the setting `name`."""
+def _request_spelling(name: str | None, given: Mapping[str, Any], in_extension: set[str]) -> str | None:
+    """The name by which the request gave the setting `name`."""
     if name is None:
         return None
-    spelt = next((key for key in given if ALIASES.get(key, key) == name), name)
-    return f"longdraft.{spelt}" if spelt in ours else spelt
+    param = next((key for key in given if ALIASES.get(key, key) == name), name)
+    return f"longdraft.{param}" if param in in_extension else param

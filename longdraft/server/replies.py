@@ -1,170 +1,230 @@
-"""From events to what a client reads: OpenAI's objects, whole or chunk by chunk."""
+"""What a client reads: OpenAI's objects, whole or as chunks of a stream of server-sent events."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
 from longdraft.core import Event, TokenLogprob
 from longdraft.model.tokenizer import Tokenizer
-from longdraft.server.jobs import End, Job
+from longdraft.server.jobs import GenerationJob
 
-Kind = Literal["text_completion", "chat.completion"]
-_REASONS = {"length": "length", "eos": "stop", "stop": "stop", "loop": "loop"}
-_BYTE_LEVEL = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that such tokenizers write as they are
-_LETTERS = {chr(byte): byte for byte in _BYTE_LEVEL} | {
-    chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in _BYTE_LEVEL)}
+ObjectType = Literal["text_completion", "chat.completion"]
+_FINISH_REASONS = {"length": "length", "eos": "stop", "stop": "stop", "loop": "loop"}
+# GPT-2's byte-level alphabet: printable bytes are written as themselves, the others as characters from 256 on.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in _PRINTABLE)}
+
+
+@dataclass(frozen=True)
+class ResponseOptions:
+    """How to answer a request.
+
+    object_type    the `object` of the reply
+    id             the request's id
+    prompt_tokens  of all prompts
+    echo           the prompt's text for each job, sent before its own text
+    logprobs       send log-probabilities
+    details        send tokens, their drafters and the progress with each chunk
+    """
+
+    object_type: ObjectType
+    id: str
+    prompt_tokens: int
+    is_stream: bool
+    includes_usage: bool = False
+    echo: list[str] | None = None
+    logprobs: bool = False
+    details: bool = False
 
 
 @dataclass
 class Choice:
-    """One text of a reply, as far as it has come."""
+    """One text of a reply, so far."""
 
-    job: Job
+    job: GenerationJob
     text: list[str] = field(default_factory=list)
-    length: int = 0  # letters told so far
+    num_sent: int = 0  # characters sent so far
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
 
 
-class Reply:
-    """Builds what a request is answered with. Objects are dictionaries, ready for JSON."""
+class ReplyBuilder:
+    """Builds the objects of one request's reply, as dictionaries ready for JSON."""
 
-    def __init__(self, kind: Kind, name: str, model: str, tokenizer: Tokenizer, jobs: list[Job], *,
-                 prompt_tokens: int, echo: list[str] | None = None, logprobs: bool = False,
-                 details: bool = False) -> None:
-        """echo: the prompt's text for each job, told first."""
-        self._kind, self._name, self._model, self._tokenizer = kind, name, model, tokenizer
+    def __init__(self, options: ResponseOptions, model: str, tokenizer: Tokenizer, jobs: list[GenerationJob]) -> None:
+        self._options, self._model, self._tokenizer = options, model, tokenizer
         self._created = int(time.time())
-        self._prompt_tokens = prompt_tokens
-        self._logprobs, self._details = logprobs, details
-        self.choices = {job: Choice(job) for job in jobs}
-        self._echo = dict(zip(jobs, echo, strict=True)) if echo else {}
+        self._choices = {job: Choice(job) for job in jobs}
+        self._echo = dict(zip(jobs, options.echo, strict=True)) if options.echo else {}
 
-    def openings(self) -> Iterable[dict[str, Any]]:
-        """Chunks before any token: the roles of a chat, the prompts that are echoed."""
-        for job in self.choices:
-            if self._kind == "chat.completion":
+    @property
+    def _is_chat(self) -> bool:
+        return self._options.object_type == "chat.completion"
+
+    def first_chunks(self) -> Iterable[dict[str, Any]]:
+        """The chunks before any token: the roles of a chat, or the echoed prompts."""
+        for job, choice in self._choices.items():
+            if self._is_chat:
                 yield self._chunk(job, {"delta": {"role": "assistant", "content": ""}, "logprobs": None,
                                         "finish_reason": None})
             elif job in self._echo:
-                self.choices[job].length = len(self._echo[job])
+                choice.num_sent = len(self._echo[job])
                 yield self._chunk(job, {"text": self._echo[job], "logprobs": None, "finish_reason": None})
 
-    def chunk(self, job: Job, events: list[Event]) -> dict[str, Any]:
-        """What events that came together add to a text. The last carries acceptance and statistics."""
-        choice = self.choices[job]
+    def chunk(self, job: GenerationJob, events: list[Event]) -> dict[str, Any]:
+        """One chunk for all the events that arrived together. The last one has acceptance and statistics."""
+        choice = self._choices[job]
         text = "".join(event.text for event in events)
         logprobs = [entry for event in events for entry in event.logprobs]
         reason = next((event.finish_reason for event in events if event.finish_reason), None)
-        choice.finish_reason = reason and _REASONS[reason]
-        content: dict[str, Any] = {"delta": {"content": text}} if self._kind == "chat.completion" else {"text": text}
-        content |= {"logprobs": self._told(choice, logprobs), "finish_reason": choice.finish_reason}
-        choice.length += len(text)
+        choice.finish_reason = reason and _FINISH_REASONS[reason]
+        content: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
+        content |= {"logprobs": self._logprobs(choice, logprobs), "finish_reason": choice.finish_reason}
+        choice.num_sent += len(text)
         chunk = self._chunk(job, content)
-        if self._details:
-            chunk["longdraft"] = self._detail(job, events)
+        if self._options.details:
+            chunk["longdraft"] = self._details(job, events)
         if reason:
             chunk["metrics"] = {"speculative_decoding": job.acceptance.report()}
             chunk["longdraft"] = chunk.get("longdraft", {}) | self._summary(job)
         return chunk
 
     def usage_chunk(self) -> dict[str, Any]:
-        return self._envelope(".chunk") | {"choices": [], "usage": self.usage()}
+        return self._envelope(".chunk") | {"choices": [], "usage": self._usage()}
 
-    def usage(self) -> dict[str, int]:
-        written = sum(job.num_tokens for job in self.choices)
-        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": written,
-                "total_tokens": self._prompt_tokens + written}
-
-    def add(self, job: Job, event: Event) -> None:
-        """Of a reply that is sent whole."""
-        choice = self.choices[job]
-        choice.text.append(event.text)
-        choice.logprobs += event.logprobs
-        if event.finish_reason:
-            choice.finish_reason = _REASONS[event.finish_reason]
+    def add(self, job: GenerationJob, events: list[Event]) -> None:
+        """Collect events for `whole`."""
+        choice = self._choices[job]
+        for event in events:
+            choice.text.append(event.text)
+            choice.logprobs += event.logprobs
+            if event.finish_reason:
+                choice.finish_reason = _FINISH_REASONS[event.finish_reason]
 
     def whole(self) -> dict[str, Any]:
+        """The reply of a request without `stream`."""
         choices = []
-        for job, choice in self.choices.items():
+        for job, choice in self._choices.items():
             text = self._echo.get(job, "") + "".join(choice.text)
-            content: dict[str, Any] = {"text": text}
-            if self._kind == "chat.completion":
-                content = {"message": {"role": "assistant", "content": text}}
-            choices.append({"index": job.index, **content, "logprobs": self._told(choice, choice.logprobs),
+            content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._is_chat else {
+                "text": text}
+            choices.append({"index": job.index, **content, "logprobs": self._logprobs(choice, choice.logprobs),
                             "finish_reason": choice.finish_reason, "longdraft": self._summary(job),
                             "metrics": {"speculative_decoding": job.acceptance.report()}})
-        reply = self._envelope("") | {"choices": choices, "usage": self.usage()}
-        if len(choices) == 1:  # where vLLM has it
+        reply = self._envelope("") | {"choices": choices, "usage": self._usage()}
+        if len(choices) == 1:  # as in vLLM
             reply |= {name: choices[0].pop(name) for name in ("metrics", "longdraft")}
         return reply
 
+    def _usage(self) -> dict[str, int]:
+        written = sum(job.num_tokens for job in self._choices)
+        return {"prompt_tokens": self._options.prompt_tokens, "completion_tokens": written,
+                "total_tokens": self._options.prompt_tokens + written}
+
     def _envelope(self, suffix: str) -> dict[str, Any]:
-        kind = self._kind + (suffix if self._kind == "chat.completion" else "")
-        return {"id": self._name, "object": kind, "created": self._created, "model": self._model,
+        object_type = self._options.object_type + (suffix if self._is_chat else "")
+        return {"id": self._options.id, "object": object_type, "created": self._created, "model": self._model,
                 "system_fingerprint": None}
 
-    def _chunk(self, job: Job, content: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, job: GenerationJob, content: dict[str, Any]) -> dict[str, Any]:
         return self._envelope(".chunk") | {"choices": [{"index": job.index, **content}]}
 
-    def _summary(self, job: Job) -> dict[str, Any]:
-        return {"id": job.id, "seed": job.plan.params.seed, "journal": job.resume_id if job.plan.keeps else None,
-                "finish_reason": (job.stats or {}).get("finish_reason"), "stats": job.stats}
+    def _summary(self, job: GenerationJob) -> dict[str, Any]:
+        return {"id": job.id, "seed": job.params.seed, "journal": job.resume_id if job.keeps_journal else None,
+                "finish_reason": job.finish_reason, "stats": job.stats}
 
-    def _detail(self, job: Job, events: list[Event]) -> dict[str, Any]:
-        return {"id": job.id, "seed": job.plan.params.seed,
+    def _details(self, job: GenerationJob, events: list[Event]) -> dict[str, Any]:
+        return {"id": job.id, "seed": job.params.seed,
                 "tokens": [token for event in events for token in event.tokens],
                 "pieces": [piece for event in events for piece in event.pieces],
                 "sources": [source for event in events for source in event.sources],
                 "steps": [len(event.tokens) for event in events],
                 "progress": job.progress()}
 
-    def _told(self, choice: Choice, entries: list[TokenLogprob]) -> dict[str, Any] | None:
-        if not self._logprobs or not entries:
+    def _logprobs(self, choice: Choice, entries: list[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._options.logprobs or not entries:
             return None
-        if self._kind == "chat.completion":
-            return {"content": [self._entry(e.token, e.logprob) | {
-                "top_logprobs": [self._entry(token, value) for token, value in e.top]} for e in entries],
+        if self._is_chat:
+            return {"content": [self._logprob(e.token, e.logprob) | {
+                "top_logprobs": [self._logprob(token, value) for token, value in e.top]} for e in entries],
                 "refusal": None}
         texts = [self._tokenizer.text_of(e.token) for e in entries]
-        offsets, at = [], choice.length
+        offsets, offset = [], choice.num_sent
         for text in texts:
-            offsets.append(at)
-            at += len(text)
+            offsets.append(offset)
+            offset += len(text)
         return {"tokens": texts, "token_logprobs": [e.logprob for e in entries], "text_offset": offsets,
-                "top_logprobs": [self._likeliest(e) for e in entries]}
+                "top_logprobs": [self._top_by_text(e) for e in entries]}
 
-    def _likeliest(self, entry: TokenLogprob) -> dict[str, float]:
-        """By text, as the format has it: of several tokens that read alike the likeliest."""
-        found: dict[str, float] = {}
+    def _top_by_text(self, entry: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens by their text, which the format uses as key. Of equal texts the likeliest remains."""
+        top: dict[str, float] = {}
         for token, value in sorted(entry.top, key=lambda each: -each[1]):
-            found.setdefault(self._tokenizer.text_of(token), value)
-        return found
+            top.setdefault(self._tokenizer.text_of(token), value)
+        return top
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._tokenizer.text_of(token)
         return {"token": text, "logprob": logprob, "bytes": self._bytes(token, text)}
 
     def _bytes(self, token: int, text: str) -> list[int] | None:
-        """A token's bytes; None where the tokenizer does not tell those of a broken character."""
+        """A token's bytes, also where they are part of a character; None if the tokenizer does not reveal them."""
         if "\ufffd" not in text:
             return list(text.encode())
         letters = self._tokenizer.letters(token)
         if token in self._tokenizer.byte_fallbacks:
             return [int(letters[3:5], 16)]  # <0xE2>
-        return [_LETTERS[letter] for letter in letters] if all(letter in _LETTERS for letter in letters) else None
+        return [_BYTE_OF[letter] for letter in letters] if all(letter in _BYTE_OF for letter in letters) else None
 
 
-def split(items: list[tuple[Job, Event | End]]) -> tuple[dict[Job, list[Event]], dict[Job, End]]:
-    """What came together, by text."""
-    events: dict[Job, list[Event]] = {}
-    ends: dict[Job, End] = {}
-    for job, item in items:
-        if isinstance(item, End):
-            ends[job] = item
-        else:
-            events.setdefault(job, []).append(item)
-    return events, ends
+DONE = b"data: [DONE]\n\n"
+
+
+def data_event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def progress_comment(content: dict[str, Any]) -> bytes:
+    """A comment, which clients ignore and which keeps proxies from closing the connection."""
+    return b": progress " + json.dumps(content).encode() + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, until the client disconnects or reads nothing for `stall_s` seconds.
+
+    on_close  called when the stream is over, for whatever reason
+    """
+
+    def __init__(self, pieces: AsyncIterator[bytes], stall_s: float, on_close: Callable[[], None],
+                 headers: dict[str, str]) -> None:
+        super().__init__(pieces, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers},
+                         media_type="text/event-stream")
+        self._stall_s, self._on_close = stall_s, on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()
+
+    async def stream_response(self, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await send(message)
+            except TimeoutError:
+                raise ClientDisconnect from None
+
+        with suppress(ClientDisconnect):
+            await super().stream_response(send_in_time)

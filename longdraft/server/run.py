@@ -1,8 +1,9 @@
-"""From an application to a socket, and back at the first signal: drain, keep what is unfinished, leave."""
+"""Listen on a socket until a signal, then drain: running texts finish or keep a journal."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -19,75 +20,79 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from longdraft.engine import Engine
 from longdraft.errors import UsageError
 from longdraft.server.app import App
-from longdraft.server.logs import record
-from longdraft.server.settings import Settings
+from longdraft.server.logs import log_event
+from longdraft.server.settings import ServerSettings
 
-_HEADER_BYTES = 65_536  # of a request line and its headers
-_HEADER_S = 30.0  # for them to come
+_MAX_HEADER_BYTES = 65_536  # of the request line and the headers
+_HEADER_TIMEOUT_S = 30.0
 _KEEP_ALIVE_S = 75
-_UNREAD_S = 300  # that what was sent may lie unread, after which the system ends the connection
-_CONNECTIONS = 1024
-_SWITCH_S = 0.001  # Python's threads: requests need many short turns beside the engine's thread
-_FLUSH_S = 5  # for the last words of streams, once all texts have ended
+_UNACKNOWLEDGED_S = 300  # the system closes a connection whose client acknowledges no data for so long
+_MAX_CONNECTIONS = 1024
+_SWITCH_INTERVAL_S = 0.001  # of Python's threads: requests need many short turns beside the engine thread
+_SHUTDOWN_S = 5  # for open responses, after all texts have ended
 
 
-class Protocol(H11Protocol):
-    """uvicorn's own, that does not wait for ever for the headers of a request: of the first one, and of those behind
-    it, of which something has come (uvicorn's own patience, between requests, ends there)."""
+class HttpProtocol(H11Protocol):
+    """uvicorn's protocol, with a time limit for the headers of a request.
+
+    uvicorn limits only the idle time between requests. This limit also holds for a new connection, and for the headers
+    of a later request once its first byte has arrived.
+    """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # else one that is to be closed waits for its reader for ever
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # otherwise a closing connection waits for its client without limit
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT,
-                                                          _UNREAD_S * 1000)
-        self._patience: asyncio.TimerHandle | None = None
-        self._wait()
+                                                          _UNACKNOWLEDGED_S * 1000)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._wait()
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._be_patient()
+        self._stop_timer()
         super().connection_lost(exc)
-
-    def _wait(self) -> None:
-        if self._is_answering:
-            self._be_patient()
-        elif self._patience is None:
-            self._patience = self.loop.call_later(_HEADER_S, self._give_up)
 
     @property
     def _is_answering(self) -> bool:
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.response_complete
 
-    def _be_patient(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _start_timer(self) -> None:
+        if self._is_answering:
+            self._stop_timer()
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(_HEADER_TIMEOUT_S, self._on_header_timeout)
 
-    def _give_up(self) -> None:
-        self._patience = None
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _on_header_timeout(self) -> None:
+        self._header_timer = None
         if not self._is_answering:
             self.transport.abort()
 
 
-class Server(uvicorn.Server):
-    """A first SIGTERM or SIGINT drains; a second ends at once."""
+class HttpServer(uvicorn.Server):
+    """uvicorn's server, which drains at the first SIGTERM or SIGINT and ends immediately at the second."""
 
-    def __init__(self, app: App, settings: Settings) -> None:
+    def __init__(self, app: App, settings: ServerSettings) -> None:
         super().__init__(uvicorn.Config(
-            app, host=settings.host, port=settings.port, http=Protocol, ws="none", lifespan="on", log_config=None,
-            access_log=False, server_header=False, h11_max_incomplete_event_size=_HEADER_BYTES,
-            timeout_keep_alive=_KEEP_ALIVE_S, limit_concurrency=_CONNECTIONS, timeout_graceful_shutdown=_FLUSH_S))
-        self._app, self._settings = app, settings
-        self._drain_until: float | None = None
+            app, host=settings.host, port=settings.port, http=HttpProtocol, ws="none", lifespan="on", log_config=None,
+            access_log=False, server_header=False, h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            timeout_keep_alive=_KEEP_ALIVE_S, limit_concurrency=_MAX_CONNECTIONS,
+            timeout_graceful_shutdown=_SHUTDOWN_S))
+        self._scheduler, self._settings = app.service.scheduler, settings
+        self._drain_until: float | None = None  # monotonic time
         self._closing: asyncio.Future[None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ours, and the process's own again afterwards; uvicorn's raise the signal once more at the end."""
+        """Handle signals while the server runs. Unlike uvicorn's, this does not raise them again at the end."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -103,42 +108,45 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self._drain_until = time.monotonic() + self._settings.drain_s
-        self._app.service.scheduler.drain()
-        record("draining", signal=signal.Signals(sig).name, texts=self._app.service.scheduler.num_jobs,
-               at_most_s=self._settings.drain_s)
+        self._scheduler.drain()
+        log_event("draining", signal=signal.Signals(sig).name, texts=self._scheduler.num_jobs,
+                  at_most_s=self._settings.drain_s)
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
         for server in getattr(self, "servers", ()):
             host, port = server.sockets[0].getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            record("listening", url=f"http://{shown}:{port}", model=self._settings.model_name)
+            log_event("listening", url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
+                      model=self._settings.model_name)
             break
 
     async def on_tick(self, counter: int) -> bool:
-        if self._drain_until is not None and self._closing is None:
-            scheduler = self._app.service.scheduler
-            if not scheduler.num_jobs or time.monotonic() > self._drain_until:
-                self._closing = asyncio.ensure_future(asyncio.to_thread(scheduler.close))
+        """uvicorn calls this ten times a second: exit once all texts have ended, or the time for them is over."""
+        if self._drain_until is not None and self._closing is None and (
+                not self._scheduler.num_jobs or time.monotonic() > self._drain_until):
+            self._closing = asyncio.ensure_future(asyncio.to_thread(self._scheduler.close))
         if self._closing is not None and self._closing.done():
             self.should_exit = True
         return await super().on_tick(counter)
 
 
-def serve(engine: Engine, settings: Settings) -> int:
-    """Until a signal; returns the exit status."""
+def serve(engine: Engine, settings: ServerSettings) -> int:
+    """Serve until a signal. Returns the exit status: 2 if the address is not available.
+
+    Raises UsageError if the folder of journals cannot be created.
+    """
     if settings.journals:
         try:
             settings.journals.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise UsageError(f"--journals cannot use {settings.journals}: {error.strerror}; choose another place, or "
-                             "`none`") from error
+            raise UsageError(f"--journals {settings.journals} cannot be created: {error.strerror}; choose another "
+                             "folder, or `none`") from error
     if not settings.is_local and not settings.api_keys:
-        record("open_to_all", level=30, host=settings.host,
-               warning="anybody who reaches this port can use the server; give --api-key")
-    sys.setswitchinterval(_SWITCH_S)
-    server = Server(App(engine, settings), settings)
-    with suppress(SystemExit):  # uvicorn's word for a port that is taken
+        log_event("open_to_all", level=logging.WARNING, host=settings.host,
+                  warning="anyone who can reach this port can use the server; set --api-key")
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    server = HttpServer(App(engine, settings), settings)
+    with suppress(SystemExit):  # raised by uvicorn if the port is taken
         server.run()
     if not server.started:
         print(f"longdraft: cannot listen on {settings.host}:{settings.port}; choose another --port or --host",

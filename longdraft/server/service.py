@@ -1,4 +1,4 @@
-"""What the routes stand on: one engine, one scheduler, and the way from plans to an answer."""
+"""The parts of one server, and the path of a request through them: prepare, schedule, answer."""
 
 from __future__ import annotations
 
@@ -6,122 +6,131 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Annotated, ParamSpec, TypeVar, cast
 
-from fastapi import Request
+from fastapi import Depends, Request
 from fastapi.responses import JSONResponse, Response
 
+from longdraft.core import Event
 from longdraft.engine import Engine
-from longdraft.server import errors, prepare, sse
-from longdraft.server.jobs import EventQueue, Job, Plan
-from longdraft.server.metrics import Metrics
-from longdraft.server.prepare import Preparer
-from longdraft.server.replies import Kind, Reply, split
+from longdraft.server.errors import to_api_error
+from longdraft.server.jobs import EventQueue, GenerationJob
+from longdraft.server.journals import JournalFolder
+from longdraft.server.metrics import ServerMetrics
+from longdraft.server.middleware import CLIENT_CLOSED
+from longdraft.server.prepare import PreparedRequest, Preparer
+from longdraft.server.replies import DONE, EventStream, ReplyBuilder, data_event, progress_comment
 from longdraft.server.scheduler import Scheduler
-from longdraft.server.settings import Settings
+from longdraft.server.settings import ServerSettings
 
-_READERS = 2  # threads that read prompts: more would crowd the event loop out
-_TOGETHER_S = 0.01  # steps of a text that come faster than this share a chunk
-_LOOK_S = 0.25  # how often it is asked whether a client that waits for the whole is still there
+_NUM_THREADS = 2  # for prompts and journals; more would starve the event loop
+_CHUNK_INTERVAL_S = 0.01  # steps of a text that come faster than this share a chunk
+_DISCONNECT_POLL_S = 0.25  # how often to check that the client of a non-streaming request is still connected
 P = ParamSpec("P")
 T = TypeVar("T")
-CLOSED = 499  # nginx's status for a client that has gone; nobody reads it
-
-
-@dataclass(frozen=True)
-class ResponseOptions:
-    """How a request wants its answer."""
-
-    kind: Kind
-    name: str
-    prompt_tokens: int
-    is_stream: bool
-    with_usage: bool = False
-    echo: list[str] | None = None
-    logprobs: bool = False
-    details: bool = False
-    user: str | None = None
-    timeout_s: float | None = None
 
 
 class Service:
-    """One server's parts."""
+    """An engine with everything that serves it."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine, self.settings = engine, settings
-        self.metrics = Metrics(settings.model_name)
-        self.scheduler = Scheduler(engine, settings, self.metrics)
+        self.metrics = ServerMetrics(settings.model_name)
         self.preparer = Preparer(engine, settings)
-        self.began = time.time()
-        self._readers = ThreadPoolExecutor(_READERS, "reader")
+        self.scheduler = Scheduler(engine, settings, self.metrics)
+        self.journals = JournalFolder(settings.journals, engine.tokenizer) if settings.journals else None
+        self.started = time.time()
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "request")
 
     async def run_in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do what takes a while outside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, partial(work, *args, **kwargs))
+        """Run slow work outside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
 
-    async def answer(self, request: Request, plans: list[Plan], manner: ResponseOptions) -> Response:
-        """Have the texts written and send them, as a stream or whole."""
-        outlet = EventQueue(asyncio.get_running_loop())
-        jobs = prepare.jobs(plans, manner.name, outlet, manner.user, (manner.timeout_s, self.settings.timeout_s))
-        reply = Reply(manner.kind, manner.name, self.settings.model_name, self.engine.tokenizer, jobs,
-                      prompt_tokens=manner.prompt_tokens, echo=manner.echo, logprobs=manner.logprobs,
-                      details=manner.details)
+    async def respond(self, request: Request, prepare: Callable[[EventQueue], PreparedRequest]) -> Response:
+        """Generate a request's texts and send them, as a stream or whole.
+
+        prepare  turns the request into jobs, which write to the given queue; runs in a thread
+
+        Raises ApiError where the request is invalid, or the server has no room for it.
+        """
+        prepared = await self.run_in_thread(prepare, EventQueue(asyncio.get_running_loop()))
+        jobs = prepared.jobs
+        reply = ReplyBuilder(prepared.options, self.settings.model_name, self.engine.tokenizer, jobs)
         self.scheduler.submit(jobs)
-        if manner.is_stream:
-            return sse.EventStream(self._stream(jobs, outlet, reply, manner), self.settings.stall_s,
-                                   lambda: self._leave(jobs), {"X-Generation-Id": jobs[0].id})
+        if prepared.options.is_stream:
+            return EventStream(self._stream(prepared, reply), self.settings.stall_s, lambda: self._cancel(jobs),
+                               {"X-Generation-Id": jobs[0].id})
         try:
-            return await self._whole(request, jobs, outlet, reply)
+            return await self._whole(request, prepared, reply)
         finally:
-            self._leave(jobs)
+            self._cancel(jobs)
 
-    def _leave(self, jobs: list[Job]) -> None:
+    def _cancel(self, jobs: list[GenerationJob]) -> None:
+        """Free the engine of a request's jobs. Finished jobs ignore this."""
         for job in jobs:
             self.scheduler.cancel(job)
 
-    async def _whole(self, request: Request, jobs: list[Job], outlet: EventQueue, reply: Reply) -> Response:
-        pending = set(jobs)
+    async def _whole(self, request: Request, prepared: PreparedRequest, reply: ReplyBuilder) -> Response:
+        pending = set(prepared.jobs)
         while pending:
-            events, ends = split(await outlet.take(_LOOK_S))
-            for job, told in events.items():
-                for event in told:
-                    reply.add(job, event)
-            for job, end in ends.items():
+            events, ended = await _next_events(prepared.events, _DISCONNECT_POLL_S)
+            for job, new in events.items():
+                reply.add(job, new)
+            for job, error in ended.items():
                 pending.discard(job)
-                if end.error is not None:
-                    raise errors.of(end.error)
+                if error is not None:
+                    raise to_api_error(error)
             if pending and await request.is_disconnected():
-                return Response(status_code=CLOSED)
+                return Response(status_code=CLIENT_CLOSED)
         return JSONResponse(reply.whole())
 
-    async def _stream(self, jobs: list[Job], outlet: EventQueue, reply: Reply, manner: ResponseOptions) -> AsyncIterator[bytes]:
-        for chunk in reply.openings():
-            yield sse.data(chunk)
-        pending, told_at = set(jobs), time.monotonic()
-        yield self._progress(jobs[0])
+    async def _stream(self, prepared: PreparedRequest, reply: ReplyBuilder) -> AsyncIterator[bytes]:
+        for chunk in reply.first_chunks():
+            yield data_event(chunk)
+        yield self._progress(prepared.jobs[0])
+        pending, last_progress = set(prepared.jobs), time.monotonic()
         while pending:
-            rest = told_at + self.settings.progress_s - time.monotonic()
-            events, ends = split(await outlet.take(max(0.0, rest)))
+            next_progress = last_progress + self.settings.progress_s
+            events, ended = await _next_events(prepared.events, max(0.0, next_progress - time.monotonic()))
             for job, new in events.items():
-                yield sse.data(reply.chunk(job, new))
-            for job, end in ends.items():
+                yield data_event(reply.chunk(job, new))
+            for job, error in ended.items():
                 pending.discard(job)
-                if end.error is not None:
-                    yield sse.data(errors.of(end.error).body)
-                    yield sse.DONE
+                if error is not None:
+                    yield data_event(to_api_error(error).body)
+                    yield DONE
                     return
-            if time.monotonic() - told_at >= self.settings.progress_s:
-                told_at = time.monotonic()
+            if time.monotonic() >= next_progress:
+                last_progress = time.monotonic()
                 for job in pending:
                     yield self._progress(job)
             if pending:
-                await asyncio.sleep(_TOGETHER_S)
-        if manner.with_usage:
-            yield sse.data(reply.usage_chunk())
-        yield sse.DONE
+                await asyncio.sleep(_CHUNK_INTERVAL_S)
+        if prepared.options.includes_usage:
+            yield data_event(reply.usage_chunk())
+        yield DONE
 
-    def _progress(self, job: Job) -> bytes:
-        about = {"id": job.id, **job.progress()}
-        return sse.comment(about | ({"position": self.scheduler.position(job)} if job.state == "queued" else {}))
+    def _progress(self, job: GenerationJob) -> bytes:
+        position = {"position": self.scheduler.position(job)} if job.state == "queued" else {}
+        return progress_comment({"id": job.id, **job.progress(), **position})
+
+
+async def _next_events(queue: EventQueue, timeout_s: float) -> tuple[dict[GenerationJob, list[Event]],
+                                                                     dict[GenerationJob, BaseException | None]]:
+    """What arrives next: events by job, and the jobs that ended, each with its error or None."""
+    events: dict[GenerationJob, list[Event]] = {}
+    ended: dict[GenerationJob, BaseException | None] = {}
+    for job, item in await queue.take(timeout_s):
+        if isinstance(item, Event):
+            events.setdefault(job, []).append(item)
+        else:
+            ended[job] = item.error
+    return events, ended
+
+
+async def _service_of(request: Request) -> Service:
+    return cast(Service, request.app.state.service)
+
+
+ServiceDependency = Annotated[Service, Depends(_service_of)]  # for routes

@@ -18,8 +18,8 @@ import openai
 import longdraft
 from longdraft.model import hub
 from longdraft.server.app import App
-from longdraft.server.run import Server
-from longdraft.server.settings import Settings
+from longdraft.server.run import HttpServer
+from longdraft.server.settings import ServerSettings
 
 TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
             "{% if add_generation_prompt %}<assistant>{% if shout %}!{% endif %}{% endif %}")
@@ -39,9 +39,9 @@ def load(folder: Path | str, **options) -> longdraft.Engine:
 @contextmanager
 def running(engine: longdraft.Engine, **settings):
     """A server in a thread: `url`, `app` and its `scheduler`."""
-    settings = Settings(**(dict(port=0, progress_s=0.1, stall_s=5.0) | settings))
+    settings = ServerSettings(**(dict(port=0, progress_s=0.1, stall_s=5.0) | settings))
     app = App(engine, settings)
-    server = Server(app, settings)
+    server = HttpServer(app, settings)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -13,7 +13,7 @@ import pytest
 
 from helpers import serving
 from longdraft.__main__ import run
-from longdraft.server.logs import Lines
+from longdraft.server.logs import TextFormatter
 
 OURS = {"longdraft": {"min_p": 0.1}}
 
@@ -323,8 +323,8 @@ def test_what_clients_invent_makes_no_series_and_no_lines(server, caplog):
     assert "BREW" not in text and 'method="other"' in text and 'method="PATCH"' in text
     with caplog.at_level("INFO", logger="longdraft.server"):
         httpx.get(server.url + "/forged%0a2026-01-01T00:00:00.000Z%20info%20request%20status=200")
-        serving.wait_for(lambda: any("forged" in Lines().format(entry) for entry in caplog.records))
-    (line,) = (found for found in map(Lines().format, caplog.records) if "forged" in found)
+        serving.wait_for(lambda: any("forged" in TextFormatter().format(entry) for entry in caplog.records))
+    (line,) = (found for found in map(TextFormatter().format, caplog.records) if "forged" in found)
     assert "\n" not in line and re.findall(r" status=(\d+)", re.sub(r'"[^"]*"', "", line)) == ["404"]
     assert " client=127.0.0.1" in line, "what is plain is written as it is"
 

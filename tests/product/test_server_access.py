@@ -15,7 +15,7 @@ import pytest
 from helpers import serving
 from longdraft.errors import UsageError
 from longdraft.server import run as running
-from longdraft.server.settings import Settings, read_keys
+from longdraft.server.settings import ServerSettings, read_keys
 
 engine = pytest.fixture(scope="module")(serving.talker)
 server = pytest.fixture(scope="module")(serving.opened)
@@ -79,7 +79,7 @@ def test_keys_are_read_from_options_a_file_and_the_environment(tmp_path, monkeyp
 @pytest.mark.parametrize("host, is_local", [("127.0.0.1", True), ("::1", True), ("localhost", True),
                                             ("0.0.0.0", False), ("example.org", False)])
 def test_which_addresses_are_this_machines_own(host, is_local):
-    assert Settings(host=host).is_local is is_local
+    assert ServerSettings(host=host).is_local is is_local
 
 
 def test_the_dashboard_asks_for_series_that_are_there(server):
@@ -98,7 +98,7 @@ ASKED = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 @pytest.mark.parametrize("before, beginning", [(b"", b""), (b"", b"GET /hea"), (ASKED, b"G")])
 def test_a_connection_that_begins_a_request_and_stops_is_cut(server, monkeypatch, before, beginning):
     """The first one, and one behind another that was answered."""
-    monkeypatch.setattr(running, "_HEADER_S", 0.3)
+    monkeypatch.setattr(running, "_HEADER_TIMEOUT_S", 0.3)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(before)
         if before:
@@ -110,7 +110,7 @@ def test_a_connection_that_begins_a_request_and_stops_is_cut(server, monkeypatch
 
 
 def test_a_connection_stays_while_its_answer_is_written(server, monkeypatch):
-    monkeypatch.setattr(running, "_HEADER_S", 0.05)
+    monkeypatch.setattr(running, "_HEADER_TIMEOUT_S", 0.05)
     body = {"prompt": "It was", "max_tokens": 2000, "ignore_eos": True, "longdraft": {"drafter": "plain"}}
     with httpx.Client() as client:
         reply = client.post(server.url + "/v1/completions", json=body, timeout=60)

@@ -17,8 +17,8 @@ import pytest
 from helpers import serving
 from longdraft.journal import FILE
 from longdraft.server import journals
-from longdraft.server.journals import Journals
-from longdraft.server.sse import EventStream
+from longdraft.server.journals import JournalFolder
+from longdraft.server.replies import EventStream
 
 URL = "/v1/longdraft/generations"
 BODY = {"prompt": "The ship", "max_tokens": 400, "seed": 7, "stream": True, "longdraft": {"min_p": 0.1}}
@@ -149,12 +149,12 @@ def test_journals_are_listed_and_pruned_at_the_same_time(engine, tmp_path, monke
                 yield item
 
     monkeypatch.setattr(journals, "read", lambda folder: folder)
-    monkeypatch.setattr(Journals, "_summary", lambda self, name, found: {"id": name, "state": "finished"})
+    monkeypatch.setattr(JournalFolder, "_summarise", lambda self, name, found: {"id": name, "state": "finished"})
     for i in range(60):
         (tmp_path / f"{i}").mkdir()
         (tmp_path / f"{i}" / FILE).touch()
-    found = Journals(tmp_path, engine)
-    found._known = Slow({str(i): ((0, 0), {}) for i in range(30)})
+    found = JournalFolder(tmp_path, engine.tokenizer)
+    found._summaries = Slow({str(i): ((0, 0), {}) for i in range(30)})
     with ThreadPoolExecutor(2) as pool:
         listing = pool.submit(found.list)
         for i in range(30, 60):
@@ -168,12 +168,12 @@ def test_old_journals_are_removed_and_cut_ones_stay(server):
         httpx.post(server.url + "/v1/completions", json=body(3, journal=f"whole-{i}"), timeout=30)
     read_some(server.url, body(journal="cut"), least=1)
     serving.wait_for(lambda: server.scheduler.num_jobs == 0)
-    server.app.journals.prune(1)
-    assert {path.name for path in server.app.journals.root.iterdir()} == {"whole-2", "cut"}
+    server.app.service.journals.prune(1)
+    assert {path.name for path in server.app.service.journals.root.iterdir()} == {"whole-2", "cut"}
 
 
 def test_a_damaged_journal_is_listed_and_refused(server):
-    folder = server.app.journals.root / "bad"
+    folder = server.app.service.journals.root / "bad"
     folder.mkdir(parents=True)
     (folder / "text.journal").write_bytes(b"nonsense")
     assert listed(server.url)["bad"]["state"] == "unreadable"
@@ -288,7 +288,7 @@ def test_a_reader_that_does_not_read_is_let_go():
             await asyncio.sleep(60)
 
         began = time.monotonic()
-        await EventStream(pieces(), 0.05, lambda: left.append(True), {})({}, receive, send)
+        await EventStream(pieces(), 0.05, lambda: left.append(True), {})({"type": "http"}, receive, send)
         return time.monotonic() - began
 
     assert asyncio.run(main()) < 5 and left == [True]

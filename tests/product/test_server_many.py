@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -15,9 +16,10 @@ import torch
 from helpers import serving
 from longdraft.generation import LARGEST_TREE
 from longdraft.server import settings as server_settings
+from longdraft.server.jobs import EventQueue
 from longdraft.server.prepare import Preparer
 from longdraft.server.schemas import CompletionRequest
-from longdraft.server.settings import Settings, free_memory
+from longdraft.server.settings import ServerSettings, cache_budget
 
 engine = pytest.fixture(scope="module")(serving.talker)
 server = pytest.fixture(scope="module")(serving.opened)
@@ -33,7 +35,7 @@ def test_texts_written_in_turns_are_those_written_alone(server, engine):
         texts = list(pool.map(ask, range(12)))
     assert texts == [serving.written(engine, "The ship", seed=i, max_new_tokens=40 + i) for i in range(12)]
     serving.wait_for(lambda: server.scheduler.num_jobs == 0)
-    assert server.scheduler.figures()["reserved_bytes"] == 0
+    assert server.scheduler.load()["reserved_bytes"] == 0
 
 
 def test_turns_are_fair(server):
@@ -79,13 +81,14 @@ def test_memory_is_a_budget(engine):
                 httpx.stream("POST", server.url + "/v1/completions", json=one) as second:
             lines = first.iter_lines(), second.iter_lines()
             assert next(lines[0]) and "queued" in next(lines[1])
-            assert server.scheduler.figures()["waiting"] == 1  # there are places, there is no memory
+            assert server.scheduler.load()["waiting"] == 1  # there are places, there is no memory
 
 
 def bytes_of(engine, tokens: int, **extension) -> int:
     """What a text of so many tokens is counted as."""
     request = CompletionRequest(prompt=[5] * 10, max_tokens=tokens - 10, longdraft=extension)
-    return Preparer(engine, Settings()).completion(request, "cmpl")[0].num_bytes
+    with asyncio.Runner() as runner:
+        return Preparer(engine, ServerSettings()).completion(request, EventQueue(runner.get_loop())).jobs[0].num_bytes
 
 
 @pytest.mark.parametrize("name, dtype, width", [
@@ -131,16 +134,16 @@ def test_the_budget_counts_what_caches_take_on_a_device(tiny, monkeypatch):
 def test_the_budget_is_what_the_device_leaves_else_what_system_and_container_leave(tmp_path, monkeypatch):
     monkeypatch.setattr(server_settings, "_PROC", tmp_path)
     monkeypatch.setattr(server_settings, "_CGROUP", tmp_path)
-    assert 1 << 20 < free_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "nobody says"
+    assert 1 << 20 < cache_budget() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "nobody says"
     (tmp_path / "meminfo").write_text("MemTotal: 64000 kB\nMemAvailable:   50000 kB\n")
-    assert free_memory() == int(0.8 * 50_000 * 1024)
-    assert free_memory(10 << 30) == 8 << 30, "the device's own"
+    assert cache_budget() == int(0.8 * 50_000 * 1024)
+    assert cache_budget(10 << 30) == 8 << 30, "the device's own"
     (tmp_path / "memory.max").write_text(f"{20 << 20}\n")
     (tmp_path / "memory.current").write_text(f"{20 << 20}\n")
     (tmp_path / "memory.stat").write_text(f"anon {4 << 20}\nfile {16 << 20}\ninactive_file {15 << 20}\nactive_file 1\n")
-    assert free_memory() == 12 << 20, "pages of files make room"
+    assert cache_budget() == 12 << 20, "pages of files make room"
     (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory() == int(0.8 * 50_000 * 1024)
+    assert cache_budget() == int(0.8 * 50_000 * 1024)
 
 
 def test_a_text_may_take_only_so_long(server):
@@ -168,7 +171,7 @@ def test_a_text_that_runs_out_of_memory_is_the_only_one_that_fails(server, engin
     assert bad.status_code == 503 and bad.json()["error"]["code"] == "out_of_memory"
     assert good.json()["choices"][0]["text"] == serving.written(engine, "The ship")
     assert other.status_code == 200
-    assert server.scheduler.figures()["reserved_bytes"] == 0 and server.scheduler.is_alive
+    assert server.scheduler.load()["reserved_bytes"] == 0 and server.scheduler.is_alive
 
 
 def test_a_failure_in_a_stream_is_an_error_in_the_stream(server, monkeypatch):

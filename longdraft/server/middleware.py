@@ -1,0 +1,165 @@
+"""What every request passes through: access checks, limits for its body, security headers, its line in the log.
+
+This is plain ASGI, so that streams pass unchanged. Starlette has no limit for bodies or for slow senders, and its
+TrustedHostMiddleware does not answer in OpenAI's error format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from longdraft.server.errors import ApiError
+from longdraft.server.logs import log_event
+from longdraft.server.metrics import ServerMetrics
+from longdraft.server.settings import ServerSettings
+
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; only the log and the metrics show it
+_PATHS_WITHOUT_KEY = ("/health",)
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_METHODS = (*_SAFE_METHODS, "POST", "PUT", "PATCH", "DELETE")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_SECURITY_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
+                               "form-action 'none'",
+}
+
+
+class RequestMiddleware:
+    """Checks each request, limits its body and logs it."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, start, status = Headers(scope=scope), time.monotonic(), 0
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                response_headers = MutableHeaders(scope=message)
+                for name, value in {**_SECURITY_HEADERS, "X-Request-Id": request_id}.items():
+                    response_headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            if (refusal := self._refusal(scope, headers)) is not None:
+                await refusal.response(scope, receive, send_with_headers)
+            else:
+                await self._app(scope, LimitedBody(receive, headers, self._settings), send_with_headers)
+        except ApiError as error:  # from LimitedBody
+            if not status:
+                await error.response(scope, receive, send_with_headers)
+        finally:
+            self._record(scope, request_id, status or CLIENT_CLOSED, time.monotonic() - start)
+
+    def _record(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        """Log and count a request. Clients must not be able to create series: unknown methods and paths share one."""
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        route = str(getattr(scope.get("route"), "path", "none"))  # the pattern, such as /v1/models/{model}
+        self._metrics.count_http(method, route, status)
+        log_event("request", id=request_id, method=scope["method"], path=scope["path"][:200], status=status,
+                  seconds=round(seconds, 4), client=(scope.get("client") or ("",))[0])
+
+    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        """The error of a request that may not use the server; None if it may."""
+        if scope["path"] in _PATHS_WITHOUT_KEY:
+            return None
+        # A browser attaches saved passwords to requests of any web page, but names the page's origin.
+        origin, host = headers.get("origin"), headers.get("host", "")
+        is_foreign = origin is not None and _host_of(origin)[0] != host
+        if is_foreign and scope["method"] not in _SAFE_METHODS and origin not in self._settings.cors_origins:
+            return ApiError(403, "the request comes from a web page of another origin; --cors-origin allows origins",
+                            code="origin_not_allowed")
+        if self._keys:
+            return None if self._has_key(headers) else _missing_key(headers)
+        # Without a key, a web page could reach a local server through a host name of its own (DNS rebinding).
+        if self._settings.is_local:
+            name = _host_of(f"//{host}")[1]
+            if name not in (*_LOCAL_NAMES, self._settings.host, *self._settings.allowed_hosts):
+                return ApiError(403, "the Host header does not name this machine; --allowed-host allows other names",
+                                code="host_not_allowed")
+        return None
+
+    def _has_key(self, headers: Headers) -> bool:
+        """Whether the request has a key: a Bearer token (API clients) or the Basic password (browsers).
+
+        Compares with every key in constant time.
+        """
+        scheme, _, value = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "basic":
+            try:
+                value = base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+            except (binascii.Error, ValueError):
+                return False
+        elif scheme.lower() != "bearer":
+            return False
+        digest = hashlib.sha256(value.strip().encode()).digest()
+        return sum(hmac.compare_digest(digest, key) for key in self._keys) > 0
+
+
+def _host_of(url: str) -> tuple[str, str]:
+    """Host with port, and host alone; empty for what is not a URL."""
+    try:
+        parts = urlsplit(url)
+        return parts.netloc, parts.hostname or ""
+    except ValueError:
+        return "", ""
+
+
+def _missing_key(headers: Headers) -> ApiError:
+    """401. For browsers the challenge is Basic, which opens their password dialog."""
+    scheme = "Basic" if "text/html" in headers.get("accept", "") else "Bearer"
+    return ApiError(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                    code="invalid_api_key", headers={"WWW-Authenticate": f'{scheme} realm="longdraft"'})
+
+
+class LimitedBody:
+    """An ASGI `receive` that raises ApiError for a body that is too large (413) or stalls (408)."""
+
+    def __init__(self, receive: Receive, headers: Headers, settings: ServerSettings) -> None:
+        self._receive, self._settings = receive, settings
+        self._declared = headers.get("content-length", "0")
+        self._num_bytes = 0
+        self._is_complete = False
+
+    async def __call__(self) -> Message:
+        if self._is_complete:  # from here on only a disconnect arrives
+            return await self._receive()
+        if self._declared.isdigit() and int(self._declared[:20]) > self._settings.max_body_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self._settings.stall_s):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(408, f"the rest of the body did not arrive within {self._settings.stall_s:g} s",
+                           code="body_timeout", headers={"Connection": "close"}) from None
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._settings.max_body_bytes:
+            raise self._too_large()
+        self._is_complete = message["type"] == "http.request" and not message.get("more_body", False)
+        return message
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._settings.max_body_bytes:,} bytes; send less, or raise "
+                        "--max-body-mib", code="request_too_large", headers={"Connection": "close"})

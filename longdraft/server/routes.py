@@ -1,0 +1,211 @@
+"""All routes of the API: texts, models and tokens as OpenAI's and vLLM's clients know them, generations, and status."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import fastapi
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from longdraft import drafters
+from longdraft.journal import is_being_written, is_there
+from longdraft.server.errors import ApiError, Cancelled
+from longdraft.server.jobs import GenerationJob
+from longdraft.server.schemas import (
+    ID_PATTERN,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResumeRequest,
+    TokenizeRequest,
+)
+from longdraft.server.service import Service, ServiceDependency
+from longdraft.version import __version__
+
+router = APIRouter()
+GenerationId = Annotated[str, fastapi.Path(pattern=ID_PATTERN)]
+_GENERATIONS = "/v1/longdraft/generations"
+
+# Texts, models, tokens
+
+
+@router.post("/v1/completions", summary="Continue a prompt.")
+async def completions(body: CompletionRequest, request: Request, service: ServiceDependency) -> Response:
+    return await service.respond(request, partial(service.preparer.completion, body))
+
+
+@router.post("/v1/chat/completions", summary="Answer a conversation, with the model's chat template.")
+async def chat(body: ChatRequest, request: Request, service: ServiceDependency) -> Response:
+    return await service.respond(request, partial(service.preparer.chat, body))
+
+
+@router.get("/v1/models", summary="List the served model.")
+async def models(service: ServiceDependency) -> dict[str, Any]:
+    return {"object": "list", "data": [_model_object(service)]}
+
+
+@router.get("/v1/models/{model:path}", summary="Describe the served model.")
+async def model(model: str, service: ServiceDependency) -> dict[str, Any]:
+    service.preparer.require_model(model)
+    return _model_object(service)
+
+
+@router.post("/tokenize", summary="Token ids of a text or a conversation.")
+async def tokenize(body: TokenizeRequest, service: ServiceDependency) -> dict[str, Any]:
+    service.preparer.require_model(body.model)
+    if body.messages is not None:
+        messages = [message.for_template() for message in body.messages]
+        ids = await service.run_in_thread(service.engine.chat, messages)
+    else:
+        assert body.prompt is not None, "TokenizeRequest has a prompt or messages"
+        ids = await service.run_in_thread(service.engine.tokenizer.encode, body.prompt,
+                                          add_special_tokens=body.add_special_tokens)
+    return {"tokens": ids, "count": len(ids), "max_model_len": service.preparer.context_limit}
+
+
+@router.post("/detokenize", summary="The text of token ids.")
+async def detokenize(body: DetokenizeRequest, service: ServiceDependency) -> dict[str, str]:
+    service.preparer.require_model(body.model)
+    vocab_size = service.engine.model.config.vocab_size
+    bad = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise ApiError(400, f"tokens holds {bad}; allowed: 0 to {vocab_size - 1}", param="tokens",
+                       code="invalid_value")
+    return {"prompt": await service.run_in_thread(service.engine.tokenizer.decode, body.tokens)}
+
+
+def _model_object(service: Service) -> dict[str, Any]:
+    return {"id": service.settings.model_name, "object": "model", "created": int(service.started),
+            "owned_by": "longdraft", "root": service.engine.name, "parent": None,
+            "max_model_len": service.preparer.context_limit}
+
+
+# Generations: texts that are queued, running or ended, and journals
+
+
+@router.get(_GENERATIONS, summary="List texts and journals, newest first.")
+async def generations(service: ServiceDependency) -> dict[str, Any]:
+    journals = service.journals
+    latest = {job.resume_id or job.id: job for job in reversed(service.scheduler.jobs())}
+    jobs = [_generation_object(job) for job in latest.values()]
+    on_disk = await service.run_in_thread(journals.list) if journals else []
+    active = {job["id"] for job in jobs if job["state"] in ("queued", "prefill", "running")}
+    with_journal = {summary["id"] for summary in on_disk}
+    found = [job for job in jobs if job["id"] in active or job["id"] not in with_journal]
+    found += [summary for summary in on_disk if summary["id"] not in active]
+    return {"object": "list", "data": sorted(found, key=lambda each: each.get("created") or 0.0, reverse=True)}
+
+
+@router.get(_GENERATIONS + "/{name}", summary="One text: settings, progress, and the content of its journal.")
+async def generation(name: GenerationId, service: ServiceDependency) -> dict[str, Any]:
+    job, journals = _find_job(service, name), service.journals
+    on_disk = journals is not None and is_there(journals.root / name)
+    if job is None and not on_disk:
+        raise _not_found(name)
+    detail = await service.run_in_thread(journals.detail, name) if journals and on_disk else {}
+    if job is not None:
+        detail |= _generation_object(job) | {"sampling": dataclasses.asdict(job.params), "stats": job.stats}
+    return detail
+
+
+@router.post(_GENERATIONS + "/{name}/cancel", summary="Cancel a text. Its journal remains.")
+async def cancel(name: GenerationId, service: ServiceDependency) -> dict[str, Any]:
+    job = _find_job(service, name)
+    if job is None:
+        raise _not_found(name)
+    service.scheduler.cancel(job, Cancelled(keeps_journal=True))
+    return _generation_object(job)
+
+
+@router.delete(_GENERATIONS + "/{name}", summary="Remove the journal of a text that is not being written.")
+async def remove(name: GenerationId, service: ServiceDependency) -> dict[str, Any]:
+    folder = _journal_of(service, name)
+    if is_being_written(folder):
+        raise ApiError(409, f"{name!r} is being written; cancel it first", code="running")
+    assert service.journals is not None
+    await service.run_in_thread(service.journals.remove, name)
+    return {"id": name, "deleted": True}
+
+
+@router.post(_GENERATIONS + "/{name}/resume",
+             summary="Continue an unfinished text. The reply is a completion with the whole text.")
+async def resume(name: GenerationId, body: ResumeRequest, request: Request, service: ServiceDependency) -> Response:
+    folder = _journal_of(service, name)
+    if is_being_written(folder):
+        raise ApiError(409, f"{name!r} is being written; wait for its end, or cancel it first", code="running")
+    return await service.respond(request, partial(service.preparer.resume, folder, body))
+
+
+def _find_job(service: Service, name: str) -> GenerationJob | None:
+    """The latest job with this id, if this process had one."""
+    return next((job for job in service.scheduler.jobs() if name in (job.id, job.resume_id)), None)
+
+
+def _generation_object(job: GenerationJob) -> dict[str, Any]:
+    return {"id": job.resume_id or job.id, **job.progress(), "title": job.title, "created": job.created,
+            "seed": job.params.seed, "finish_reason": job.finish_reason, "journal": job.resume_id, "resumable": False,
+            "user": job.user}
+
+
+def _journal_of(service: Service, name: str) -> Path:
+    if service.journals is None or not is_there(service.journals.root / name):
+        raise _not_found(name)
+    return service.journals.root / name
+
+
+def _not_found(name: str) -> ApiError:
+    return ApiError(404, f"no generation {name!r} exists; GET {_GENERATIONS} lists them", param="name",
+                    code="not_found")
+
+
+# Status
+
+
+@router.get("/health", summary="Whether the server works. Needs no key.")
+async def health(service: ServiceDependency) -> JSONResponse:
+    is_alive = service.scheduler.is_alive
+    return JSONResponse({"status": "ok" if is_alive else "the engine has ended"}, 200 if is_alive else 503)
+
+
+@router.get("/ready", summary="Whether the server accepts new texts.")
+async def ready(service: ServiceDependency) -> JSONResponse:
+    load = service.scheduler.load()
+    is_ready = service.scheduler.is_alive and not load["draining"]
+    return JSONResponse({"ready": is_ready, **load}, 200 if is_ready else 503)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+@router.get("/metrics", summary="Metrics for Prometheus.", response_class=PlainTextResponse)
+async def metrics(service: ServiceDependency) -> Response:
+    return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/v1/longdraft/status", summary="Model, drafters, limits and load.")
+async def status(service: ServiceDependency) -> dict[str, Any]:
+    engine = service.engine
+    model = engine.model
+    available = [name for name, kind in drafters.KINDS.items()
+                 if name == engine.drafter or not kind.needs or getattr(engine, kind.needs) is not None]
+    return {
+        **service.scheduler.load(),
+        "model": service.settings.model_name,
+        "max_model_len": service.preparer.context_limit,
+        "drafter": engine.drafter,
+        "drafters": available,
+        "defaults": dict(engine.defaults.settings),
+        "has_chat_template": engine.tokenizer.chat_template is not None,
+        "journals": service.settings.journals is not None,
+        "kernels": model.kernels.name, "device": str(model.kernels.device),
+        "exactness": "bit-exact" if model.kernels.is_row_invariant else "distribution",
+        "quantize": model.weights.quantize,
+        "started": service.started,
+        "version": __version__,
+    }
