@@ -3,6 +3,10 @@
 Ray places the actors by GPUs or cores, hands each a row when it is free, starts actors again that were lost, and gives
 their rows to others, which find the journal on shared storage and go on. What was lost with a node is asked for again,
 so a record may come twice; the job takes one.
+
+Ray puts the driver's current folder first on its workers' `sys.path`, and a clone of this repository there would hide
+the installed package. So an actor first imports `longdraft` from where the driver has it, if that folder exists on its
+node. The driver also sends its identity (version, kernels, weights), and an actor with another one ends the job.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -23,10 +27,19 @@ from threading import Thread
 from types import ModuleType
 from typing import Any
 
+import torch
+
+import longdraft
+from longdraft import kernels
 from longdraft.batch.local import Check, Crew
 from longdraft.batch.rows import Report, Task
 from longdraft.batch.writer import Job, Writer, num_written
-from longdraft.errors import JournalError, LongdraftError, UsageError, WorkerError
+from longdraft.errors import JournalError, LongdraftError, ModelError, UsageError, WorkerError
+from longdraft.model import config as model_config
+from longdraft.model import fingerprint, hub
+from longdraft.model.checkpoint import TensorFiles
+from longdraft.model.tokenizer import Tokenizer
+from longdraft.version import __version__
 
 _LOOK_S = 0.25
 _TELL_S = 5.0  # between two looks at how far texts have come
@@ -104,6 +117,7 @@ def _written(ray: ModuleType, job: Job, tasks: list[Task], placement: Placement,
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     resources = _resources(ray, placement)
+    job = _with_identity(job, "cuda" if resources["num_gpus"] else "cpu")
     most = min(-(-len(tasks) // job.batch_size), placement.workers or _fitting(ray, resources))
     rows = [{"task": pickle.dumps(task)} for task in tasks]
     blocks = -(-len(rows) // job.batch_size)
@@ -121,6 +135,12 @@ def _written(ray: ModuleType, job: Job, tasks: list[Task], placement: Placement,
         if isinstance(row, BaseException):
             raise row
         yield progress.ended(_report(row))
+
+
+def _with_identity(job: Job, device: str) -> Job:
+    """The job for workers on other machines: they take the kernels that this process's environment names."""
+    load = {**job.load, "kernels_name": job.load.get("kernels_name") or os.environ.get(kernels.VARIABLE)}
+    return replace(job, load=load, identity=identity_of(load, device))
 
 
 class Progress:
@@ -193,34 +213,83 @@ def _fitting(ray: ModuleType, resources: dict[str, float]) -> int:
     return max(1, int(min(there.get(names[name], 0) // need for name, need in resources.items() if need)))
 
 
+def identity_of(load: Mapping[str, Any], device: str) -> dict[str, str]:
+    """What workers on `device` must be to write the texts that this process would write: the part of `Engine.identity`
+    that is known without loading the weights.
+
+    load  arguments of `longdraft.load`
+
+    The model's hashes are missing where its files are not on this machine, the kernels where there is no such device.
+    """
+    expected = {"longdraft_version": __version__, "torch_version": str(torch.__version__)}
+    cache = hub.Hub(load.get("revision"), cache_dir=load.get("cache_dir"), offline=True)
+    try:
+        folder = hub.resolve(str(load["model"]), cache)
+        config = model_config.read(folder)
+    except ModelError:
+        return expected
+    with suppress(ModelError):
+        expected |= {"weights": fingerprint.of(TensorFiles(folder)), "tokenizer": Tokenizer(folder).sha256}
+    if device == "cpu" or torch.cuda.is_available():
+        dtype = load.get("dtype", "auto")
+        chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, load.get("kernels_name"))
+        expected |= {"kernels": chosen.name, "dtype": str(chosen.dtype).removeprefix("torch.")}
+    return expected
+
+
 def _actor(job: Job) -> type:
-    """The class of the pool's actors. They find the job in it: arguments would lie in one node's memory."""
+    """The class of the pool's actors.
+
+    Ray pickles it by value. Its methods import `longdraft` themselves, so that none of it is imported before they say
+    from where. The job is part of the class: arguments would lie in one node's memory.
+    """
+    pickled, home = pickle.dumps(job), str(Path(longdraft.__file__).parents[1])
 
     class Actor:
-        """An engine in a process of the cluster. What ends the job travels as an answer: Ray would try it again."""
-
         def __init__(self) -> None:
-            self._error: LongdraftError | MemoryError | None = None
-            try:
-                self._writer = Writer(job)
-            except (LongdraftError, MemoryError) as error:
-                self._error = error
+            import os
+            import pickle
+            import sys
+
+            if is_there := os.path.isdir(os.path.join(home, "longdraft")):
+                sys.path.insert(0, home)
+            import longdraft.batch.on_ray
+
+            if is_there:
+                sys.path.remove(home)
+            self._worker = longdraft.batch.on_ray.ActorWorker(pickle.loads(pickled))
 
         def __call__(self, batch: dict[str, Any]) -> dict[str, list[bytes]]:
-            return {"report": [pickle.dumps(answer) for answer in self._answers(map(pickle.loads, batch["task"]))]}
-
-        def _answers(self, tasks: Iterator[Task]) -> Iterator[Report | LongdraftError | MemoryError]:
-            if self._error:
-                yield self._error
-                return
-            try:
-                for report in self._writer.write(lambda is_idle: next(tasks, None)):
-                    if report and report.record:
-                        yield report
-            except (LongdraftError, MemoryError) as error:
-                yield error
+            return {"report": self._worker.answers(batch["task"])}
 
     return Actor
+
+
+class ActorWorker:
+    """An engine in a process of the cluster. An error that ends the job is returned as an answer: Ray would call the
+    actor again if it was raised."""
+
+    def __init__(self, job: Job) -> None:
+        self._error: LongdraftError | MemoryError | None = None
+        try:
+            self._writer = Writer(job)
+        except (LongdraftError, MemoryError) as error:
+            self._error = error
+
+    def answers(self, tasks: Iterable[bytes]) -> list[bytes]:
+        """Pickled reports, each with a record, and at most one error at the end."""
+        return [pickle.dumps(answer) for answer in self._answers(map(pickle.loads, tasks))]
+
+    def _answers(self, tasks: Iterator[Task]) -> Iterator[Report | LongdraftError | MemoryError]:
+        if self._error:
+            yield self._error
+            return
+        try:
+            for report in self._writer.write(lambda is_idle: next(tasks, None)):
+                if report and report.record:
+                    yield report
+        except (LongdraftError, MemoryError) as error:
+            yield error
 
 
 def _report(row: dict[str, Any]) -> Report:
@@ -229,5 +298,3 @@ def _report(row: dict[str, Any]) -> Report:
         raise found
     assert isinstance(found, Report)
     return found
-
-

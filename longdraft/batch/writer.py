@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class Job:
     retries      times that a row may end its writer without a new token; then it becomes an error
     fingerprint  of what wrote the records that are there (None: none are)
     batch_size   texts that a writer writes side by side, in the same forwards
+    identity     what the process that started the job is (`Engine.identity`, as far as it is known there)
     """
 
     work_folder: Path
@@ -50,6 +52,7 @@ class Job:
     retries: int = 2
     fingerprint: str | None = None
     batch_size: int = 1
+    identity: Mapping[str, str] = field(default_factory=dict)
 
     def journal(self, key: str) -> Path:
         return work_folder.journal(self.work_folder, key)
@@ -70,6 +73,9 @@ class Writer:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._engine = engines.load(**job.load)
+        if unlike := differences(job.identity, self._engine.identity):
+            raise UsageError(f"a worker on {socket.gethostname()} is not like the process that started the job: "
+                             f"{'; '.join(unlike)}; install the same longdraft and give the same model there")
         self._fingerprint = self._engine.fingerprint
         if job.fingerprint not in (None, self._fingerprint):
             raise UsageError(f"the output's texts are of {job.fingerprint}, this engine is {self._fingerprint}: other "
@@ -226,6 +232,12 @@ class Writer:
             except FileNotFoundError:
                 return []
         return [int(line) for line in lines if line.isdigit()]  # a power cut may leave anything
+
+
+def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """What differs of `expected` in an engine's identity: "kernels is reference, expected avx2"."""
+    return [f"{name} is {found.get(name, 'missing')}, expected {value}" for name, value in expected.items()
+            if found.get(name) != value]
 
 
 def _failed(task: Task, code: str, message: str) -> Report:

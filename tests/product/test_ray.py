@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -16,13 +20,14 @@ from pathlib import Path
 
 import pytest
 
+import longdraft
 from helpers.checkpoints import make_checkpoint
 from helpers.jobs import put, records, sorted_lines, writers
 from longdraft.__main__ import run as longdraft_command
 from longdraft.batch import on_ray as on_ray_module
 from longdraft.batch import source
 from longdraft.batch.local import in_process
-from longdraft.batch.on_ray import Placement, Progress, on_ray
+from longdraft.batch.on_ray import ActorWorker, Placement, Progress, identity_of, on_ray
 from longdraft.batch.rows import Report, Task, parse
 from longdraft.batch.run import run
 from longdraft.batch.writer import Job, Writer
@@ -152,3 +157,47 @@ def test_a_worker_and_a_node_are_killed_and_every_row_is_written_once(cluster, t
     assert len({*keys}) == len(keys) == 7
     run(rows, tmp_path / "alone.jsonl", job, in_process)
     assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")
+
+
+def test_the_identity_that_workers_must_have_is_part_of_an_engines(tmp_path):
+    _, job = work_on(tmp_path, 2, 5)
+    expected = identity_of(job.load, "cpu")
+    with Writer(replace(job, identity=expected)) as writer:  # the same: no error
+        found = writer._engine.identity
+    assert expected.items() <= found.items()
+    assert expected.keys() == {"longdraft_version", "torch_version", "weights", "tokenizer", "kernels", "dtype"}
+
+
+def test_a_model_that_is_on_other_machines_only_has_no_hashes_here(tmp_path):
+    assert identity_of({"model": str(tmp_path / "nowhere")}, "cpu").keys() == {"longdraft_version", "torch_version"}
+
+
+@pytest.mark.parametrize("name, here, there", [
+    ("longdraft_version", "0.0.1", None), ("kernels", "avx512", "reference"), ("weights", "0123", None)])
+def test_a_worker_with_another_identity_ends_the_job_with_a_line_that_says_what_differs(tmp_path, name, here, there):
+    _, job = work_on(tmp_path, 2, 5)
+    job = replace(job, load={**job.load, "kernels_name": there})
+    found = identity_of(job.load, "cpu")[name]
+    worker = ActorWorker(replace(job, identity={**identity_of(job.load, "cpu"), name: here}))
+    error, = map(pickle.loads, worker.answers([pickle.dumps(Task("a", prompt="x"))]))
+    assert isinstance(error, UsageError)
+    assert f"is not like the process that started the job: {name} is {found}, expected {here}; install" in str(error)
+
+
+@pytest.mark.cluster
+def test_workers_import_the_package_of_the_driver_and_not_that_of_the_current_folder(tmp_path):
+    """The current folder is a clone without compiled kernels; the installed package is elsewhere."""
+    rows, _ = work_on(tmp_path, 4, 20)
+    package = Path(longdraft.__file__).parent
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "longdraft").symlink_to(package)
+    shutil.copytree(package, tmp_path / "clone" / "longdraft", ignore=shutil.ignore_patterns("*.so", "bundled"))
+    command = tmp_path / "bin" / "longdraft"
+    command.parent.mkdir()
+    command.write_text("from longdraft.__main__ import main\nmain()\n")
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    for output, options in (("ray", ["--ray", "local", "--workers", "1"]), ("alone", [])):
+        subprocess.run([sys.executable, command, "batch", rows, tmp_path / f"{output}.jsonl", "--model",
+                        tmp_path / "tiny", "--drafter", "plain", "--threads", "1", *options], cwd=tmp_path / "clone",
+                       env=environment | {"PYTHONPATH": str(tmp_path / "site")}, check=False)
+    assert sorted_lines(tmp_path / "ray.jsonl") == sorted_lines(tmp_path / "alone.jsonl")
