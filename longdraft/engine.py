@@ -132,13 +132,13 @@ class Engine:
         self._hub = hub_options
         self.heads, self.glide = self._load_trained()
         self.corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), model.config.vocab_size)
-        self._draft_name = drafters.draft_model_of(options)  # empty: the one in the model's own folder, if any
+        self._draft_name = options.draft_model  # empty: the one in the model's own folder, if any
         self.draft = self._load_draft(self._draft_name)
-        self.experience = SharedStatistics(model.weights_in_tokens)
+        self.shared_statistics = SharedStatistics(model.weights_in_tokens)
         self._require_trained()
 
     def _require_trained(self) -> None:
-        if (needed := drafters.KINDS[self.drafter].needs) and getattr(self, needed) is None:
+        if (needed := drafters.DRAFTERS[self.drafter].needs) and getattr(self, needed) is None:
             what, cure = ("a smaller model", "--drafter-option model=NAME") if needed == "draft" else (
                 f"trained {needed}", "--heads")
             raise ModelError(f"drafter {self.drafter!r} needs {what} and {self._files.folder} has none; give {cure}, "
@@ -186,10 +186,10 @@ class Engine:
 
     def drafter_bytes(self, tokens: int) -> int:
         """Of the caches that drafting a text of so many tokens takes, beside the text's own."""
-        found = min(drafters.partial_rows(self.options), tokens) * self.model.cache_bytes_per_token
+        found: int = min(self.options.partial_rows, tokens) * self.model.cache_bytes_per_token
         if self.draft is None or self.drafter not in drafters.WITH_DRAFT:
             return found
-        rows = drafters.reads(self.drafter, self.options) or self.draft.config.max_positions
+        rows: int = self.options.draft_window or self.draft.config.max_positions
         return found + min(rows, tokens) * self.draft.cache_bytes_per_token
 
     def chat(self, messages: str | Sequence[Message], /, **options: Any) -> list[int]:
@@ -219,16 +219,16 @@ class Engine:
         other.drafter, other.options = name, drafters.parse_options(name, options or {})
         if ours and hasattr(other.options, "model"):
             other.options = replace(other.options, model=other.options.model or ours)
-        wanted = drafters.draft_model_of(other.options)
+        wanted = other.options.draft_model
         if may_load:
             is_another = wanted not in ("", ours)
             if self.draft is None or is_another:
                 other.draft = other._load_draft(wanted)
             if is_another:
-                other._draft_name, other.experience = wanted, SharedStatistics(self.model.weights_in_tokens)
+                other._draft_name, other.shared_statistics = wanted, SharedStatistics(self.model.weights_in_tokens)
             other._require_trained()
             return other
-        needs = drafters.KINDS[name].needs
+        needs = drafters.DRAFTERS[name].needs
         if (needs and getattr(self, needs) is None) or wanted not in ("", ours):
             raise UsageError(f"drafter {name!r} needs {needs or 'a smaller model'}, which this engine was loaded "
                              "without", "drafter")

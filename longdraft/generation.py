@@ -58,7 +58,7 @@ class Means(Protocol):
     heads: Heads | None
     glide: Glide | None
     corpora: Corpora
-    experience: SharedStatistics
+    shared_statistics: SharedStatistics
     draft: Transformer | None
     team: SingleProcess
 
@@ -86,8 +86,8 @@ class Generation(Iterator[Event]):
         self.is_closed = False
         length = len(prompt) + params.max_new_tokens
         model = engine.model.for_length(length)
-        reads = drafters.reads(engine.drafter, engine.options) or length
-        draft = engine.draft and engine.draft.for_length(min(length, reads, engine.draft.config.max_positions))
+        window = engine.options.draft_window or length
+        draft = engine.draft and engine.draft.for_length(min(length, window, engine.draft.config.max_positions))
         self._text_stream = TextStream(engine.tokenizer, params, model.config.eos_token_ids)
         self._cache = cache = model.new_cache()
         if model.kernels.is_device:
@@ -99,8 +99,8 @@ class Generation(Iterator[Event]):
         self._recorder = None if logprobs is None else Recorder(params, stop_ids, is_fast, logprobs)
         clock = CostClock(agree=engine.team.agree)
         resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
-                                       draft, clock=clock, experience=engine.experience)
-        drafter: Drafter = drafters.KINDS[engine.drafter].build(engine.options, resources)
+                                       draft, clock=clock, shared_statistics=engine.shared_statistics)
+        drafter: Drafter = drafters.new_drafter(engine.drafter, engine.options, resources)
         context = Context(prompt)
         context.extend(int(token) for token in written)
         self._step = Step(model, cache, drafter, self._recorder or sampler, context, Timings(), Tally())

@@ -56,7 +56,7 @@ class System:
 
     def __post_init__(self) -> None:
         check(self.rule in RULES, "rule", self.rule, ", ".join(RULES))
-        check(self.drafter in drafters.KINDS, "drafter", self.drafter, ", ".join(drafters.KINDS))
+        check(self.drafter in drafters.DRAFTERS, "drafter", self.drafter, ", ".join(drafters.DRAFTERS))
 
     @classmethod
     def named(cls, setting: str) -> System:

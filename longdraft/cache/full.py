@@ -1,7 +1,7 @@
-"""The cache interface, and the full cache: every position of the text, for every layer.
+"""The interface of KV caches, and the full cache: every position of the text, for every layer.
 
-Only a cache moves cache rows. A forward appends its rows provisionally; the walk decides which of them
-are text; `commit` keeps those, in order, and drops the others.
+Only a cache moves its rows. A forward appends its rows provisionally; verification decides which of them are text;
+`commit` keeps those, in order, and drops the others.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from longdraft.kernels import Kernels, KVStore, LayersKV
 
 
 class KVCache(Protocol):
-    """What a model forward needs of a cache."""
+    """A cache that a model forward reads and appends to."""
 
     @property
     def length(self) -> int:
         """Committed rows."""
 
     def append(self, k: Tensor, v: Tensor) -> LayersKV:
-        """Provisional rows k, v [L, T, Hkv, D] of all layers at the tail; returns what attention reads.
+        """Append provisional rows k, v [L, T, Hkv, D] of all layers; returns what attention reads.
 
-        The cache keeps the tensors themselves: they may be filled after this call, before `commit`.
+        The cache keeps the tensors themselves: the caller may fill them after this call, before `commit`.
         """
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these provisional rows, in this order; drop the others."""
 
     def place(self, rows: Tensor, positions: Tensor) -> None:
-        """Begin a commit of rows that only the device knows yet: rows [N] at positions [N], none where that is
-        negative. `commit` with the same rows ends it."""
+        """Begin a commit on the device, before the host has read which rows it is: put rows [N] at positions [N], where
+        the position is not negative. Complete it by `commit` with the same rows."""
 
 
 class FullCache:
-    """Committed rows of all layers in stores that grow by blocks (`KVStore.reserve`).
+    """Committed rows of all layers, in stores that grow by blocks (`KVStore.reserve`).
 
-    windows  positions that each layer's attention sees; 0, or none given: all. Every row is held all the same
+    windows  positions that each layer's attention sees; 0, or an empty sequence: all. Every row is held in any case
     """
 
     def __init__(self, kernels: Kernels, num_layers: int, num_kv_heads: int, head_dim: int,
@@ -51,7 +51,7 @@ class FullCache:
         self._is_placed = False
 
     def reserve(self, length: int) -> None:
-        """Make room for a text of so many tokens."""
+        """Make room for `length` rows."""
         for store in self.stores:
             store.reserve(length)
 
@@ -68,7 +68,7 @@ class FullCache:
         self.length += len(rows)
 
     def place(self, rows: Tensor, positions: Tensor) -> None:
-        assert self._tail is not None, "nothing to keep without a forward"
+        assert self._tail is not None, "place without a forward"
         self._kernels.scatter_rows(self._tail, rows, positions)
         self._is_placed = True
 

@@ -1,20 +1,30 @@
-"""A small cache over a full one: sinks, heavy hitters, recent rows (TokenSwift 3.2, StreamingLLM, H2O).
+"""A small KV cache over the full one, for drafting: sinks, heavy hitters, recent rows.
 
-    [ sinks | heavy hitters | recent rows, growing to the budget ]   + the remainder
+TokenSwift 3.2, StreamingLLM, H2O.
 
-Chosen for each layer and KV head by the attention of the last accepted tokens' queries. Each step
-appends only its new rows; when the budget is full, the choice is made again. A prompt shorter than the
-budget is held whole. Keys carry their rotation, so their order here is free.
+    text    [ 0 1 .. | ...................................................... | ....... n - 1 ]    the full cache
+                |            |      |            |                                  |
+    rows    [ sinks  | heavy hitters             | recent, growing to the budget          | drafted ]
+                |            |                       |                                        |
+              first      the attention of the     rows of new tokens                       dropped by
+              positions  last accepted tokens     are appended here                        `drop_drafts`
 
-A layer that sees only a window of the text holds the latest rows and no others, once the text is longer than that:
-without gaps, so that its attention, which counts rows, cuts where the full cache's does.
+            + 1 key for each layer and query head, the *remainder*: it stands for all keys that were left out
 
-The *remainder* is what the keys left out gave a verified row: for each layer and query head an output and a
-log-sum-exp, "full minus partial". Drafts merge it into their attention as one more key, as a function of their query
-that is fitted to the verified rows (remainder.py), so that a small cache need not forget the mass of a long text.
+Rows are selected for each layer and KV head by the attention of the last accepted tokens' queries. Each step appends
+only its new rows; when the budget is full, rows are selected again. A text shorter than the budget is held whole. Keys
+are stored with their rotation, so their order in this cache is free.
 
-Modes (the paper's ablation, table 5): "dynamic" as above; "static" is chosen once after the prompt and
-never changes; "full" drafts on a view of the full cache.
+A layer with a sliding window holds the latest rows and no others, once the text is longer than the window. They have no
+gaps, because the attention kernel counts rows to find where the window begins.
+
+The remainder is what the omitted keys gave a verified row: for each layer and query head, an output and a log-sum-exp,
+"full minus partial". Drafts merge it into their attention as one more key. It is a function of their query, fitted to
+the verified rows (longdraft/cache/remainder.py). So drafts count the attention mass of a long text that a small cache
+leaves out.
+
+Modes (the paper's ablation, table 5): "dynamic" is the above; "static" selects once after the prompt and then never
+changes; "full" drafts on a view of the full cache.
 """
 
 from __future__ import annotations
@@ -33,17 +43,17 @@ from longdraft.errors import check
 from longdraft.kernels import AttentionOutput, Kernels, LayersKV
 
 CacheMode = Literal["dynamic", "static", "full"]
-_ASKING = 8  # last verified rows whose queries choose
+_NUM_QUERIES = 8  # last verified rows whose queries select the heavy hitters
 
 
 @dataclass(frozen=True)
 class PartialBudget:
-    """How a partial cache divides its rows.
+    """How the rows of a partial cache are divided.
 
-    budget  rows held for each layer and KV head at most
+    budget  rows for each layer and KV head at most
     sinks   first positions of the text, always held
-    recent  last positions always held at a selection; the rows written since then join them
-    room    rows left free at a selection for those to come; the rest of the budget holds heavy hitters
+    recent  last positions always held at a selection; the rows written since then follow them
+    room    rows left free at a selection for new tokens; the other rows hold heavy hitters
     """
 
     budget: int = 256
@@ -59,16 +69,20 @@ class PartialBudget:
               f"at least sinks + recent + room ({self.sinks + self.recent + self.room})")
 
     @property
-    def held(self) -> int:
-        """Rows held right after a selection."""
+    def selected(self) -> int:
+        """Rows that are selected: the budget without the room for new tokens."""
         return self.budget - self.room
 
 
 class PartialCache:
-    """Rows of `full` held for drafting; itself a KVCache.
+    """Some rows of `full`, held for drafting; itself a `KVCache`.
 
-    `refresh(attended)` after the prompt and after every step brings in what `full` gained. `attended()` gives
-    what each layer's attention did for the last accepted tokens; it is called only where it is needed.
+    size           how many rows are held
+    mode           dynamic | static | full: see above
+    has_remainder  drafts merge the remainder into their attention
+    selection      selects the rows; by default heavy hitters
+
+    Call `update` after the prompt and after each step.
     """
 
     def __init__(self, full: FullCache, kernels: Kernels, num_kv_heads: int, head_dim: int,
@@ -77,91 +91,97 @@ class PartialCache:
         self._full = full
         self._kernels = kernels
         self._has_remainder = has_remainder and mode != "full"
-        self._fit: Remainder | None = None  # learns the remainder from verified rows
-        self._remainder: Tensor | None = None  # what it gives now
+        self._fit: Remainder | None = None  # fits the remainder to verified rows
+        self._remainder: Tensor | None = None  # the current fit, as the kernels take it
         self._size = size
-        self._selection = selection or select.heavy_hitters(size.held, size.sinks, size.recent)
-        self._is_stale = False  # asked to choose anew
+        self._selection = selection or select.heavy_hitters(size.selected, size.sinks, size.recent)
+        self._must_select = False  # at the next update
         self._mode = mode
         self._rows = FullCache(kernels, len(full.stores), num_kv_heads, head_dim)
         self._num_kv_heads = num_kv_heads
-        self._seen = 0  # committed rows of the full cache that were taken in or left out
+        self._num_seen = 0  # rows of the full cache that were appended here or left out
         self.num_selections = 0
-        self._drafted = 0  # rows at the end that are guesses
+        self._num_drafted = 0  # rows of drafts at the end
 
     @property
-    def _held(self) -> FullCache:
-        """What drafts are written behind."""
+    def _base(self) -> FullCache:
+        """The cache that drafted rows are appended to."""
         return self._full if self._mode == "full" else self._rows
 
     @property
     def length(self) -> int:
-        return self._held.length
+        return self._base.length
 
     def append(self, k: Tensor, v: Tensor) -> LayersKV:
-        kv = self._held.append(k, v)
+        kv = self._base.append(k, v)
         return kv if self._remainder is None else kv._replace(remainder=self._remainder)
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep drafted rows for the drafts behind them, until `forget`."""
-        self._held.commit(rows)
-        self._drafted += len(rows)
+        """Keep drafted rows for the drafts behind them, until `drop_drafts`."""
+        self._base.commit(rows)
+        self._num_drafted += len(rows)
 
     def place(self, rows: Tensor, positions: Tensor) -> None:
-        self._held.place(rows, positions)
+        self._base.place(rows, positions)
 
-    def forget(self) -> None:
-        """Drop what was drafted: verification writes these rows, or others, into the full cache."""
-        self._held.truncate(self.length - self._drafted)
-        self._drafted = 0
+    def drop_drafts(self) -> None:
+        """Drop the drafted rows: verification computes the rows of the tokens that it accepts."""
+        self._base.truncate(self.length - self._num_drafted)
+        self._num_drafted = 0
 
-    def refresh(self, attention_output: Callable[[], AttentionOutput] | None) -> None:
-        """Take in the rows the full cache gained, or choose anew where the budget is full."""
-        if self._mode == "full" or (self._full.length == self._seen and not self._is_stale):
+    def select_again(self) -> None:
+        """Select rows at the next update, even if the budget is not full."""
+        self._must_select = True
+
+    def update(self, attention_output: Callable[[], AttentionOutput] | None) -> None:
+        """Append the rows that the full cache gained, or select rows again where the budget is full.
+
+        attention_output  gives each layer's attention for the last accepted tokens; called only if needed. None: there
+                          is none (a prompt of one token)
+        """
+        if self._mode == "full" or (self._full.length == self._num_seen and not self._must_select):
             return
-        if self._mode == "dynamic" or not self._seen:
-            self._take_in(attention_output)
+        if self._mode == "dynamic" or not self._num_seen:
+            self._append_or_select(attention_output)
         is_whole = self._rows.length == self._full.length
         self._remainder = None
         if self._has_remainder and attention_output and not is_whole:
-            self._remainder = self._learn(attention_output().last(self._size.recent if self._mode == "dynamic" else 1))
+            num_rows = self._size.recent if self._mode == "dynamic" else 1
+            self._remainder = self._fit_remainder(attention_output().last(num_rows))
 
-    def _learn(self, whole: AttentionOutput) -> Tensor:
-        """From the text's last rows, which end this cache (a static one takes none in)."""
+    def _fit_remainder(self, whole: AttentionOutput) -> Tensor:
+        """Fit to the text's last rows, which are the last rows of this cache too (a static cache appends none)."""
         if self._fit is None:
             num_layers, _, num_heads, head_dim = whole.content.shape
             self._fit = Remainder(num_layers, num_heads, head_dim, whole.content.device)
         remainders = self._kernels.remainder(self._rows.stores, self._rows.length, whole)
         return self._fit.learn(whole.content, remainders)
 
-    def expire(self) -> None:
-        """Choose anew at the next refresh, wherever the budget stands."""
-        self._is_stale = True
-
-    def _take_in(self, attention_output: Callable[[], AttentionOutput] | None) -> None:
-        new = self._full.length - self._seen
-        is_whole = self._rows.length == self._seen
-        has_room = self._rows.length + new <= self._size.budget
-        if has_room and (is_whole or not self._is_stale):
-            self._copy(torch.arange(self._seen, self._full.length).expand(self._num_kv_heads, -1))
+    def _append_or_select(self, attention_output: Callable[[], AttentionOutput] | None) -> None:
+        num_new = self._full.length - self._num_seen
+        is_whole = self._rows.length == self._num_seen
+        has_room = self._rows.length + num_new <= self._size.budget
+        if has_room and (is_whole or not self._must_select):
+            self._copy(torch.arange(self._num_seen, self._full.length).expand(self._num_kv_heads, -1))
         elif attention_output is not None:
-            self._select(attention_output().last(_ASKING).queries)
-        else:  # nothing to ask with: keep the sinks and the latest
-            latest = select.latest(self._full.length, self._size.held, self._size.sinks)
-            self._hold(lambda layer: latest.expand(self._num_kv_heads, -1))
-        self._is_stale = False
-        self._seen = self._full.length
+            self._select(attention_output().last(_NUM_QUERIES).queries)
+        else:  # without queries: sinks and the latest rows
+            latest = select.latest(self._full.length, self._size.selected, self._size.sinks)
+            self._replace_rows(lambda layer: latest.expand(self._num_kv_heads, -1))
+        self._must_select = False
+        self._num_seen = self._full.length
 
     def _select(self, queries: Tensor) -> None:
+        """queries: [L, Q, H, D]."""
         length, stores = self._full.length, self._full.stores
-        self._hold(lambda layer: self._selection(layer, stores[layer], length, queries[layer]))
+        self._replace_rows(lambda layer: self._selection(layer, stores[layer], length, queries[layer]))
         self.num_selections += 1
 
-    def _hold(self, choose: Callable[[int], Tensor]) -> None:
-        """These positions [Hkv, N] of each layer instead of what is held; the latest where it sees only a window."""
+    def _replace_rows(self, choose: Callable[[int], Tensor]) -> None:
+        """Hold the positions choose(layer) [Hkv, N]; in a layer whose window is shorter than the text, the latest N."""
         length, windows = self._full.length, self._full.windows
         chosen = {layer: choose(layer) for layer, window in enumerate(windows) if not 0 < window < length}
-        count = next(iter(chosen.values())).shape[-1] if chosen else min(self._size.held, length)
+        count = next(iter(chosen.values())).shape[-1] if chosen else min(self._size.selected, length)
         latest = torch.arange(length - count, length).expand(self._num_kv_heads, -1)
         self._rows.length = 0
         self._copy(torch.stack([chosen.get(layer, latest).to(latest.device) for layer in range(len(windows))]))

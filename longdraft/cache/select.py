@@ -1,9 +1,9 @@
 """Which positions of the text a partial cache holds, for each layer and KV head.
 
-    heavy_hitters   sinks, what the last queries weigh most, the latest       TokenSwift 3.2, H2O
-    pooled          the same with weights pooled over neighbours              SnapKV, MagicDec
-    streaming       sinks and the latest; asks no queries                     StreamingLLM, MagicDec
-    Chunks          chunk 0, the chunks whose mean key weighs most, the latest     TriForce 4.1
+    heavy_hitters   sinks, the positions with most attention from the last queries, the latest (TokenSwift 3.2, H2O)
+    pooled          the same, with attention averaged over neighbours (SnapKV, MagicDec)
+    streaming       sinks and the latest, without queries (StreamingLLM, MagicDec)
+    Chunks          chunk 0, the chunks whose mean key has most attention, the latest (TriForce 4.1)
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from torch.nn import functional
 
 from longdraft.kernels import KVStore
 
-# Chooses for one layer: its index, its store, `length` committed positions, the last accepted tokens' queries
-# [Q, H, D]. Gives positions [Hkv, N], ascending; N is the same for every layer.
+# A selection takes a layer's index, its store, the number of committed positions, and the last accepted tokens' queries
+# [Q, H, D]. It returns positions [Hkv, N], ascending; N is the same for every layer.
 Selection = Callable[[int, KVStore, int, Tensor], Tensor]
 
-_POOL = 5  # SnapKV's kernel: a token that weighs brings its neighbours along
-_CHUNKS_READ = 512  # chunks whose keys are read at once
+_POOL = 5  # positions that `pooled` averages over (SnapKV's kernel)
+_CHUNKS_READ = 512  # chunks whose keys are read together; bounds the memory
 
 
 def positions(weights: Tensor, budget: int, sinks: int, recent: int) -> Tensor:
-    """Positions [Hkv, min(budget, n)] to hold of n, ascending, from weights [Hkv, n].
+    """Positions [Hkv, min(budget, n)], ascending, from weights [Hkv, n].
 
-    The first `sinks`, the last `recent`, and between them the heaviest of each KV head. If n fits the
-    budget, all.
+    The first `sinks`, the last `recent`, and between them the heaviest of each KV head; all if n is at most `budget`.
 
         [ sinks | ............ the heaviest (budget - sinks - recent) ............ | recent ]
     """
@@ -45,19 +44,19 @@ def positions(weights: Tensor, budget: int, sinks: int, recent: int) -> Tensor:
 
 
 def latest(length: int, budget: int, sinks: int) -> Tensor:
-    """Positions [min(budget, length)]: the first `sinks` and the last of the text, as StreamingLLM holds them."""
+    """Positions [min(budget, length)]: the first `sinks` and the last of the text (StreamingLLM)."""
     if length <= budget:
         return torch.arange(length)
     return torch.cat([torch.arange(sinks), torch.arange(length - (budget - sinks), length)])
 
 
 def heavy_hitters(budget: int, sinks: int, recent: int) -> Selection:
-    """By the attention of the last accepted tokens."""
+    """Select by the attention of the last accepted tokens."""
     return lambda layer, store, length, queries: positions(store.weights(queries, length), budget, sinks, recent)
 
 
 def pooled(budget: int, sinks: int, recent: int) -> Selection:
-    """By the same attention, averaged over each position's neighbours (SnapKV)."""
+    """Select by the same attention, averaged over each position's neighbours (SnapKV)."""
     def select(layer: int, store: KVStore, length: int, queries: Tensor) -> Tensor:
         weights = functional.avg_pool1d(store.weights(queries, length), _POOL, stride=1, padding=_POOL // 2)
         return positions(weights, budget, sinks, recent)
@@ -65,17 +64,17 @@ def pooled(budget: int, sinks: int, recent: int) -> Selection:
 
 
 def streaming(num_kv_heads: int, budget: int, sinks: int) -> Selection:
-    """The first and the last, whatever is asked."""
+    """Select the first and the last positions, whatever the queries."""
     return lambda layer, store, length, queries: latest(length, budget, sinks).expand(num_kv_heads, -1)
 
 
 class Chunks:
-    """Retrieval by chunks: positions in runs of `size`, ranked by how much their mean key weighs for the last query.
+    """Select chunks of `size` positions by the attention of the last query to each chunk's mean key.
 
         [ chunk 0 | ........ the heaviest chunks ........ | the last `recent` and the rest of their chunk ]
 
-    Each query head of a KV head's group has its say with a softmax over the chunks. Means are computed once for
-    each chunk, of keys as they are cached (rotated); a choice costs their number, an eighth of the text's length.
+    The weight of a chunk is the sum over a KV head's query heads of their softmax over the chunks. The mean of a
+    chunk's keys, with their rotation, is computed once. A selection costs one product for each chunk.
     """
 
     def __init__(self, num_layers: int, num_kv_heads: int, budget: int, recent: int, size: int = 8) -> None:
@@ -88,25 +87,25 @@ class Chunks:
         size, device = self._size, queries.device
         if length <= self._budget:
             return torch.arange(length, device=device).expand(self._num_kv_heads, -1)
-        means = self._follow(layer, store, length // size, device)
-        tail = (length - self._recent) // size  # the first chunk that is held for being late
+        means = self._update_means(layer, store, length // size, device)
+        tail = (length - self._recent) // size  # first chunk with a recent position
         num = (self._budget - (length - tail * size)) // size - 1
         query = queries[-1].float().view(self._num_kv_heads, -1, means.shape[-1]) / math.sqrt(means.shape[-1])
         scores = query @ means[:, 1:tail].float().transpose(1, 2)  # [Hkv, g, tail - 1]
         heavy = scores.softmax(-1).sum(1).topk(num, dim=-1).indices.sort(-1).values + 1
-        late = torch.arange(tail, -(-length // size), device=device).expand(self._num_kv_heads, -1)
-        chunks = torch.cat([torch.zeros_like(heavy[:, :1]), heavy, late], -1)
+        latest_chunks = torch.arange(tail, -(-length // size), device=device).expand(self._num_kv_heads, -1)
+        chunks = torch.cat([torch.zeros_like(heavy[:, :1]), heavy, latest_chunks], -1)
         inside = chunks[..., None] * size + torch.arange(size, device=device)
-        return inside.flatten(1)[:, : (1 + num) * size + length - tail * size]  # the last chunk may not be whole
+        return inside.flatten(1)[:, : (1 + num) * size + length - tail * size]  # the last chunk may be incomplete
 
-    def _follow(self, layer: int, store: KVStore, count: int, device: torch.device) -> Tensor:
-        """The means of the first `count` chunks; only those of new ones are computed, some at a time."""
+    def _update_means(self, layer: int, store: KVStore, count: int, device: torch.device) -> Tensor:
+        """Mean keys [Hkv, count, D] of the first `count` chunks; those of new chunks are computed, some at a time."""
         means = self._means[layer]
-        parts, have = ([], 0) if means is None else ([means], means.shape[1])
-        for start in range(have, count, _CHUNKS_READ):
+        parts, num_known = ([], 0) if means is None else ([means], means.shape[1])
+        for start in range(num_known, count, _CHUNKS_READ):
             num = min(_CHUNKS_READ, count - start)
-            places = torch.arange(start * self._size, (start + num) * self._size, device=device)
-            keys, _ = store.read(places.expand(self._num_kv_heads, -1))
+            at = torch.arange(start * self._size, (start + num) * self._size, device=device)
+            keys, _ = store.read(at.expand(self._num_kv_heads, -1))
             mean = keys.float().view(self._num_kv_heads, num, self._size, -1).mean(2)
             parts.append(mean.to(keys.dtype))
         means = self._means[layer] = torch.cat(parts, 1)

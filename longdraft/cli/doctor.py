@@ -139,7 +139,7 @@ def _report() -> dict[str, Any]:
         "kernels_available": ", ".join(kernels.available()),
         "kernels_missing": cpu.WHY_MISSING or "none",
         "exactness": "bit-exact" if chosen.is_row_invariant else "distribution",
-        "drafters": ", ".join(drafters.KINDS),
+        "drafters": ", ".join(drafters.DRAFTERS),
         "bundled_models": ", ".join(hub.bundled()),
     }
 

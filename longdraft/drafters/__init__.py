@@ -1,28 +1,48 @@
-"""The drafters by name, with their options. Nothing here can change a text, only the time it takes."""
+"""The drafters by name. A drafter guesses the next tokens; it changes the speed of a generation, never its text.
+
+**Where a token is drafted.** `Step.run` (longdraft/speculation/step.py) calls `propose` of the request's drafter. It
+returns a tree of guesses, which one forward of the target verifies. Each drafter is a class with `begin`, `propose` and
+`observe` (the protocol `Drafter` in longdraft/speculation/drafter.py), in a module with its options:
+
+    auto          auto.py         the fastest of the others, chosen by measurements while writing
+    plain         plain.py        no drafts: one token for each forward
+    ngram         ngram.py        what followed the last token earlier, from a table of the text's n-grams
+    suffix        suffix.py       what followed the longest suffix of the text earlier, here or in a corpus
+    tokenswift    self_draft.py   the target on a partial cache, then trained heads and n-grams
+    magicdec      self_draft.py   the target on a partial cache, then suffix matches
+    medusa        medusa.py       trained heads on the last verified row
+    draft-model   draft_model.py  a smaller model
+    glide         glide.py        one trained layer that reads the target's cache
+    triforce      triforce.py     a smaller model for the target on a partial cache for the target on the full cache
+
+**How to add a drafter.**
+
+1. Write a module with a frozen dataclass of options (a subclass of `DrafterOptions`) and a class with the three
+   methods. `template.py` and `chain.py` help with trees of heads and with chains of forwards.
+2. Add it to `DRAFTERS` below. The command line, the server, `auto` and the benchmarks read this table.
+3. Add it to `DRAFTERS` in tests/promise/test_equality.py, and its options to docs/drafters.md.
+"""
 
 from __future__ import annotations
 
-import os
-import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialCache
 from longdraft.core import SamplingParams
-from longdraft.drafters import magicdec
-from longdraft.drafters.auto import AutoDrafter
+from longdraft.drafters import options as drafter_options
+from longdraft.drafters.auto import AutoDrafter, AutoOptions
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.cost_model import SharedStatistics
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
 from longdraft.drafters.glide import GlideDrafter, GlideOptions
-from longdraft.drafters.magicdec import MagicDecDrafter, MagicDecOptions
 from longdraft.drafters.medusa import MedusaDrafter, MedusaOptions
 from longdraft.drafters.ngram import NgramDrafter, NgramOptions
-from longdraft.drafters.plain import PlainDrafter
+from longdraft.drafters.options import DrafterOptions
+from longdraft.drafters.plain import PlainDrafter, PlainOptions
+from longdraft.drafters.self_draft import MagicDecOptions, SelfDrafter, TokenSwiftOptions, new_partial_cache
 from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions
-from longdraft.drafters.tokenswift import TokenSwiftDrafter, TokenSwiftOptions
 from longdraft.drafters.triforce import TriForceDrafter, TriForceOptions
 from longdraft.errors import UsageError
 from longdraft.model.glide import Glide
@@ -36,187 +56,141 @@ AUTO = "auto"
 
 
 class Resources(NamedTuple):
-    """What a drafter of one request may use. `draft` is the smaller model that the option `model` names; `partial` a
-    partial cache that is kept up already, for drafters that serve one text in turns; `meter` says what time the text
-    takes (none: the clock, as where a text is alone); `experience` is what the engine's texts have learned."""
+    """What a drafter of one request may use.
+
+    model, cache        the target, and its KV cache of this text
+    sampler, params     the request's sampler and settings
+    heads, glide        trained parts for the target, if any
+    corpora             the engine's corpora
+    draft               a smaller model with the target's tokenizer, if any
+    partial             a partial cache that several drafters of this request share; None: a drafter makes its own
+    clock               the time that this request takes; None: the wall clock, for a request without others beside it
+    shared_statistics   what the engine's requests have measured for `auto`
+    """
 
     model: Transformer
     cache: FullCache
     sampler: Sampler
     params: SamplingParams
-    heads: Heads | None
+    heads: Heads | None = None
     glide: Glide | None = None
     corpora: Corpora | None = None
     draft: Transformer | None = None
     partial: PartialCache | None = None
     clock: CostClock | None = None
-    experience: SharedStatistics | None = None
+    shared_statistics: SharedStatistics | None = None
 
 
-@dataclass(frozen=True)
-class NoOptions:
-    """`plain` and `auto` have no options."""
+class DrafterSpec(NamedTuple):
+    """An entry of `DRAFTERS`.
 
+    options  the dataclass of its options
+    build    makes the drafter of one request from options and resources
+    needs    the part of `Resources` without which it cannot draft
+    in_auto  options with which `auto` tries it, if the part that it needs is there; None: `auto` does not try it
+    """
 
-class Kind(NamedTuple):
-    options: type[Any]
+    options: type[DrafterOptions]
     build: Callable[[Any, Resources], Drafter]
-    needs: Literal["", "heads", "glide", "draft"]  # what must have been trained for it
-    summary: str
-    in_auto: Mapping[str, Any] | None = None  # options with which `auto` tries it, where there is what it needs
+    needs: Literal["", "heads", "glide", "draft"] = ""
+    in_auto: Mapping[str, Any] | None = None
 
 
-def _heads(name: str, given: Resources) -> Heads:
-    if given.heads is None:
-        raise UsageError(f"drafter {name!r} needs trained heads; give --heads or train them")
-    return given.heads
+def _auto(options: AutoOptions, resources: Resources) -> Drafter:
+    """All candidates for which the parts are there. Those that draft with the target share one partial cache, so that
+    it is up to date whichever of them drafts next."""
+    shared = new_partial_cache(MagicDecOptions().settings(), resources.model, resources.cache)
+    resources = resources._replace(partial=shared)
+    if resources.draft is not None and resources.draft.config.max_positions < options.draft_window:
+        resources = resources._replace(draft=None)
+    candidates = {name: spec.build(spec.options(**spec.in_auto), resources) for name, spec in DRAFTERS.items()
+                  if spec.in_auto is not None and (not spec.needs or getattr(resources, spec.needs))}
+    return AutoDrafter(candidates, resources.shared_statistics, resources.clock, shared)
 
 
-def _glide(options: GlideOptions, given: Resources) -> Drafter:
-    if given.glide is None:
-        raise UsageError("drafter 'glide' needs a trained layer; give --heads or use `longdraft train glide`")
-    return GlideDrafter(options, given.glide, given.model, given.cache, given.sampler, given.params)
+def _plain(options: PlainOptions, resources: Resources) -> Drafter:
+    return PlainDrafter()
 
 
-def _tokenswift(options: TokenSwiftOptions, given: Resources) -> Drafter:
-    heads = _heads("tokenswift", given)
-    return TokenSwiftDrafter(options, given.model, given.cache, given.sampler, given.params, heads, given.partial)
+def _ngram(options: NgramOptions, resources: Resources) -> Drafter:
+    return NgramDrafter(options, resources.params)
 
 
-def _medusa(options: MedusaOptions, given: Resources) -> Drafter:
-    return MedusaDrafter(options, given.sampler, _heads("medusa", given))
-
-
-def _magicdec(options: MagicDecOptions, given: Resources) -> Drafter:
-    return MagicDecDrafter(options, given.model, given.cache, given.sampler, given.params, given.partial)
-
-
-def _draft_model(options: DraftModelOptions, given: Resources) -> Drafter:
-    if given.draft is None:
-        raise UsageError("drafter 'draft-model' needs a smaller model; give its option model")
-    return DraftModelDrafter(options, given.draft, given.model, given.sampler)
-
-
-def _triforce(options: TriForceOptions, given: Resources) -> Drafter:
-    return TriForceDrafter(options, given.model, given.cache, given.sampler, given.params, given.draft)
-
-
-def _suffix(options: SuffixOptions, given: Resources) -> Drafter:
+def _suffix(options: SuffixOptions, resources: Resources) -> Drafter:
     corpus = None
     if options.corpus:
-        assert given.corpora, "the engine knows how to read a corpus"
-        corpus = given.corpora.index(options.corpus, options.max_match)
-    return SuffixDrafter(options, given.params, corpus)
+        assert resources.corpora, "a corpus without a tokenizer to read it"
+        corpus = resources.corpora.index(options.corpus, options.max_match)
+    return SuffixDrafter(options, resources.params, corpus)
 
 
-def _auto(options: NoOptions, given: Resources) -> Drafter:
-    """Every drafter that is worth a try and for which there is what it needs. Those that draft with the model itself
-    share a partial cache, so that who takes over finds it as the last one left it."""
-    given = given._replace(partial=magicdec.new_partial(MagicDecOptions(), given.model, given.cache))
-    if given.draft is not None and given.draft.config.max_positions < DraftModelOptions().budget:
-        given = given._replace(draft=None)
-    candidates = {name: kind.build(kind.options(**kind.in_auto), given) for name, kind in KINDS.items()
-                  if kind.in_auto is not None and (not kind.needs or getattr(given, kind.needs))}
-    return AutoDrafter(candidates, given.experience, given.clock)
+def _self_draft(options: TokenSwiftOptions | MagicDecOptions, resources: Resources) -> Drafter:
+    model, cache, sampler, params, heads, *_ = resources
+    return SelfDrafter(options.settings(), model, cache, sampler, params, heads, resources.partial)
 
 
-KINDS: dict[str, Kind] = {
-    AUTO: Kind(NoOptions, _auto, "", "whichever of the others is fastest here and now, measured while writing"),
-    "plain": Kind(NoOptions, lambda options, given: PlainDrafter(), "",
-                  "no drafting: one token for each forward", {}),
-    "ngram": Kind(NgramOptions, lambda options, given: NgramDrafter(options, given.params), "",
-                  "continuations of the last token from a table of the text's 4-grams"),
-    "suffix": Kind(SuffixOptions, _suffix, "",
-                   "what followed the longest suffix of the text before, from a suffix automaton; a corpus beside it",
-                   {}),
-    "tokenswift": Kind(TokenSwiftOptions, _tokenswift, "heads",
-                       "the model on a partial cache, three trained heads, n-grams, one tree",
-                       {"chain": 16}),
-    "medusa": Kind(MedusaOptions, _medusa, "heads", "trained heads on the last verified row, one static tree", {}),
-    "magicdec": Kind(MagicDecOptions, _magicdec, "", "the model itself on a compressed cache", {"chain": 16}),
-    "draft-model": Kind(DraftModelOptions, _draft_model, "draft", "a smaller model with the same vocabulary", {}),
-    "glide": Kind(GlideOptions, _glide, "glide", "one trained layer that reads the model's own cache", {}),
-    "triforce": Kind(TriForceOptions, _triforce, "",
-                     "a smaller model for the model on a retrieval cache for the model"),
+def _medusa(options: MedusaOptions, resources: Resources) -> Drafter:
+    assert resources.heads is not None
+    return MedusaDrafter(options, resources.sampler, resources.heads)
+
+
+def _draft_model(options: DraftModelOptions, resources: Resources) -> Drafter:
+    assert resources.draft is not None
+    return DraftModelDrafter(options, resources.draft, resources.model, resources.sampler)
+
+
+def _glide(options: GlideOptions, resources: Resources) -> Drafter:
+    assert resources.glide is not None
+    model, cache, sampler, params, *_ = resources
+    return GlideDrafter(options, resources.glide, model, cache, sampler, params)
+
+
+def _triforce(options: TriForceOptions, resources: Resources) -> Drafter:
+    model, cache, sampler, params, *_ = resources
+    return TriForceDrafter(options, model, cache, sampler, params, resources.draft)
+
+
+DRAFTERS: dict[str, DrafterSpec] = {
+    AUTO: DrafterSpec(AutoOptions, _auto),
+    "plain": DrafterSpec(PlainOptions, _plain, in_auto={}),
+    "ngram": DrafterSpec(NgramOptions, _ngram),
+    "suffix": DrafterSpec(SuffixOptions, _suffix, in_auto={}),
+    "tokenswift": DrafterSpec(TokenSwiftOptions, _self_draft, needs="heads", in_auto={"chain": 16}),
+    "medusa": DrafterSpec(MedusaOptions, _medusa, needs="heads"),
+    "magicdec": DrafterSpec(MagicDecOptions, _self_draft, in_auto={"chain": 16}),
+    "draft-model": DrafterSpec(DraftModelOptions, _draft_model, needs="draft", in_auto={}),
+    "glide": DrafterSpec(GlideOptions, _glide, needs="glide", in_auto={}),
+    "triforce": DrafterSpec(TriForceOptions, _triforce),
 }
 
-
-WITH_HEADS = (AUTO, *(name for name, kind in KINDS.items() if kind.needs in ("heads", "glide")))
+WITH_HEADS = (AUTO, *(name for name, spec in DRAFTERS.items() if spec.needs in ("heads", "glide")))
 WITH_DRAFT = (AUTO, "draft-model", "triforce")
 
-
-def draft_model_of(options: Any) -> str:
-    """The smaller model that a drafter's options name; empty: none."""
-    return str(getattr(options, "model", ""))
-
-
-def reads(name: str, options: Any) -> int:
-    """Tokens that a drafter's own smaller model reads at most; 0: all of the text."""
-    return int(getattr(DraftModelOptions() if name == AUTO else options, "reads", 0))
+_CURES = {"heads": "trained heads; give --heads or train them with `longdraft train heads`",
+          "glide": "a trained layer; give --heads or train it with `longdraft train glide`",
+          "draft": "a smaller model; give its option model"}
 
 
-def partial_rows(options: Any) -> int:
-    """Rows of the model's own cache that a drafter holds besides."""
-    return int(options.budget) if isinstance(options, TokenSwiftOptions | MagicDecOptions | TriForceOptions) else 0
+def new_drafter(name: str, options: DrafterOptions, resources: Resources) -> Drafter:
+    """A drafter for one request. UsageError where the trained part that it needs is missing."""
+    spec = DRAFTERS[name]
+    if spec.needs and getattr(resources, spec.needs) is None:
+        raise UsageError(f"drafter {name!r} needs {_CURES[spec.needs]}")
+    return spec.build(options, resources)
 
 
 def check_heads(name: str, heads: str | None) -> None:
-    """UsageError where heads are named for a drafter that uses none."""
+    """Raise UsageError where heads are given to a drafter that uses none."""
     if heads is not None and name not in WITH_HEADS:
         raise UsageError(f"drafter {name!r} uses no heads; leave --heads out, or use --drafter tokenswift")
 
 
 def parse_options(name: str, given: Mapping[str, Any]) -> Any:
-    """Options of a drafter from KEY -> value; values may be texts, as on the command line.
+    """The options of a drafter from KEY -> value. A value may be text, as on the command line.
 
-    UsageError for an unknown drafter or key (listing the known ones), a value of the wrong kind or out of range.
+    Raises UsageError for an unknown drafter or key (listing the known ones), and for a value of the wrong type or out
+    of range.
     """
-    if name not in KINDS:
-        raise UsageError(f"unknown drafter {name!r}; known: {', '.join(KINDS)}")
-    kind = KINDS[name].options
-    hints = typing.get_type_hints(kind)
-    known = [field.name for field in fields(kind)]
-    for key in given:
-        if key not in known:
-            raise UsageError(f"drafter {name!r} has no option {key!r}; known: {', '.join(known) or 'none'}")
-    return kind(**{key: _parse(key, value, hints[key]) for key, value in given.items()})
-
-
-def _parse(key: str, value: Any, hint: Any) -> Any:
-    read, allowed = _KINDS.get(hint, (_text, "a text"))  # of what is one of several texts, the options see to the rest
-    try:
-        return read(value)
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise UsageError(f"option {key} is {value!r}; allowed: {allowed}") from error
-
-
-def _whole(value: Any) -> int:
-    number = int(value)
-    if isinstance(value, bool) or (not isinstance(value, str) and number != value):
-        raise ValueError("it would become another")
-    return number
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool):
-        raise TypeError("true is no number")
-    return float(value)
-
-
-def _truth(value: Any) -> bool:
-    return value if isinstance(value, bool) else {"true": True, "false": False}[_text(value).lower()]
-
-
-def _wholes(value: Any) -> tuple[int, ...]:
-    return tuple(_whole(part) for part in (value.strip("[]").split(",") if isinstance(value, str) else value))
-
-
-def _text(value: Any) -> str:
-    if not isinstance(text := os.fspath(value), str):
-        raise TypeError("it is bytes")
-    return text
-
-
-_KINDS: dict[Any, tuple[Callable[[Any], Any], str]] = {
-    int: (_whole, "a whole number"), float: (_number, "a number"), bool: (_truth, "true or false"),
-    tuple[int, ...]: (_wholes, "whole numbers such as 1,3,3,3")}
+    if name not in DRAFTERS:
+        raise UsageError(f"unknown drafter {name!r}; known: {', '.join(DRAFTERS)}")
+    return drafter_options.parse(name, DRAFTERS[name].options, given)

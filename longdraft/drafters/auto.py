@@ -17,10 +17,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from longdraft.cache.partial import PartialCache
 from longdraft.core import Context
 from longdraft.drafters.cost_model import Acceptance, SharedStatistics
+from longdraft.drafters.draft_model import DraftModelOptions
+from longdraft.drafters.options import DrafterOptions
 from longdraft.model.routine import CostClock, Routine
 from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
 from longdraft.tree import Tree
@@ -37,6 +41,15 @@ _DECIDE_EVERY = 3  # steps, where nothing is probed
 _BUCKET = 1024  # tokens for which the choices are reported together
 
 
+@dataclass(frozen=True)
+class AutoOptions(DrafterOptions):
+    """`auto` has no options."""
+
+    @property
+    def draft_window(self) -> int:
+        return DraftModelOptions().draft_window
+
+
 class AutoDrafter:
     """Drafts with one of `contenders` (name -> drafter, plain decoding first) at a time.
 
@@ -44,12 +57,13 @@ class AutoDrafter:
     meter       what the text takes of the time, and how many texts share its forwards; none: the clock, it is alone
     """
 
-    def __init__(self, candidates: Mapping[str, Drafter], experience: SharedStatistics | None = None,
-                 clock: CostClock | None = None) -> None:
+    def __init__(self, candidates: Mapping[str, Drafter], statistics: SharedStatistics | None = None,
+                 clock: CostClock | None = None, partial: PartialCache | None = None) -> None:
+        self._partial = partial
         self._drafters = dict(candidates)
         self._plain = next(iter(self._drafters))
         self._clock = clock or CostClock(always=True)
-        self._experience = experience or SharedStatistics()
+        self._experience = statistics or SharedStatistics()
         self._verify = self._experience.verify
         self._known = {name: self._experience.candidate(name, DEEPEST if name != self._plain else 0)
                        for name in self._drafters}
@@ -70,7 +84,8 @@ class AutoDrafter:
 
     @property
     def nbytes(self) -> int:
-        return sum(memory_of(drafter) for drafter in self._drafters.values())
+        shared = self._partial.nbytes if self._partial else 0
+        return shared + sum(memory_of(drafter) for drafter in self._drafters.values())
 
     def begin(self, context: Context, verified: Verified | None) -> None:
         for drafter in self._drafters.values():

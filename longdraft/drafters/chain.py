@@ -1,7 +1,10 @@
-"""Chains: tokens drafted by forwards of a model, one behind the other.
+"""Draft chains: a model drafts one token after the other, each with a forward.
 
-What `tokenswift`, `magicdec`, `draft-model` and `triforce` share; they differ in who reads: the target itself
-on a partial cache, or a smaller model on a cache of its own.
+`tokenswift`, `magicdec`, `draft-model`, `glide` and `triforce` draft chains. They differ in the model that drafts: the
+target itself on a partial KV cache, a smaller model with a cache of its own, or a trained layer.
+
+    root ─┬─ best ─┬─ best ── best        width 2: the chain continues with the best guess of each place;
+          └─ next  └─ next                a second guess is added where its score is within `margin` of the best one's
 """
 
 from __future__ import annotations
@@ -21,28 +24,38 @@ from longdraft.tree import Trie
 
 
 class DraftModel(Protocol):
-    """A model that reads the text and what is drafted behind it."""
+    """A model that gives logits behind the text and drafted tokens."""
 
-    def read(self, context: Context, path: Sequence[int]) -> Routine[Tensor | None]:
-        """Logits [1, V] behind `path`: the last token of the text, then drafted ones. None: nothing to say yet."""
+    def next_logits(self, context: Context, path: Sequence[int]) -> Routine[Tensor | None]:
+        """Logits [1, V] behind `path`: the last token of the text, then drafted tokens. None: the model is still
+        reading the text, and drafts nothing in this step."""
 
 
 class Chain(NamedTuple):
-    """How a chain grows. At most `width` guesses stand at each place and the chain follows the best; the others cost
-    a row of verification each, no draft, and are made where the draft is unsure: where their score (`Sampler.rank`)
-    is within `margin` of the best one's."""
+    """How a chain is drafted.
 
-    reader: DraftModel
+    draft_model  the model whose logits are ranked
+    sampler      ranks guesses with the target's noise (`Sampler.rank`)
+    width        guesses at each place at most; each costs a row of verification, only the best one costs a forward
+    source       name of the guesses in the statistics
+    margin       largest gap between a further guess's score and the best one's, in nats
+    """
+
+    draft_model: DraftModel
     sampler: Sampler
     width: int
     source: str
     margin: float = math.inf
 
-    def grow(self, trie: Trie, context: Context, path: Sequence[int], length: int) -> Routine[tuple[int, list[int]]]:
-        """Add `length` tokens to a trie whose root is the end of `path`; the chain's last node, and the path to it."""
+    def draft(self, trie: Trie, context: Context, path: Sequence[int], length: int) -> Routine[tuple[int, list[int]]]:
+        """Add a chain of `length` tokens to a trie whose root is the last token of `path`.
+
+        Returns the chain's last node, and `path` with the chain's tokens. The chain is shorter where the model has no
+        guess.
+        """
         node, path = 0, list(path)
         for _ in range(length):
-            logits = yield from self.reader.read(context, path)
+            logits = yield from self.draft_model.next_logits(context, path)
             guesses = [] if logits is None else self.sampler.rank(logits[0], context, path[1:], self.width,
                                                                     within=self.margin)
             if not guesses:
@@ -53,18 +66,18 @@ class Chain(NamedTuple):
 
 
 class SelfDraftModel:
-    """The target on a partial cache. Each call reads the last token of `path`; what was read for those before it
-    is in the cache until its `forget`."""
+    """The target on a partial cache. Each call computes the row of the last token of `path`; the rows of the tokens
+    before it are in the cache until `PartialCache.drop_drafts`."""
 
     def __init__(self, model: Transformer, cache: PartialCache) -> None:
         self._model = model
         self._cache = cache
 
-    def read(self, context: Context, path: Sequence[int]) -> Routine[Tensor | None]:
+    def next_logits(self, context: Context, path: Sequence[int]) -> Routine[Tensor | None]:
         return (yield from self.forward(context, path)).logits
 
     def forward(self, context: Context, path: Sequence[int]) -> Routine[Forward]:
-        """The row of the last token of `path`, and its logits."""
+        """The row of the last token of `path`, and its logits [1, V]."""
         position = len(context) - 2 + len(path)
         result = yield ForwardRequest(self._model, Rows(path[-1:], [position], [-1]), self._cache, 1)
         self._cache.commit([0])

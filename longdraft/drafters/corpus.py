@@ -1,4 +1,4 @@
-"""Earlier texts beside the one being written: read and indexed once for each engine, then only asked."""
+"""Corpora of earlier texts for the drafter `suffix`: read and indexed once for each engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CURE = "give a UTF-8 text, a .npy file of token ids as --tokens-out writes them
 
 
 class Corpora:
-    """The corpora that an engine's drafters have asked for.
+    """The indexed corpora of one engine.
 
     encode      text to token ids, without special tokens
-    vocab_size  ids are smaller
+    vocab_size  of the target; ids in .npy files must be smaller
     """
 
     def __init__(self, encode: Callable[[str], Sequence[int]], vocab_size: int) -> None:
@@ -25,7 +25,10 @@ class Corpora:
         self._indexed: dict[tuple[str, int], Index] = {}
 
     def index(self, path: str, longest: int) -> Index:
-        """The index of the texts at `path` with contexts of up to `longest` tokens. UsageError if there are none."""
+        """The index of the texts at `path`, for matches of up to `longest` tokens.
+
+        Raises UsageError if there are none, or if a file is no UTF-8 text and no row of token ids.
+        """
         if (path, longest) not in self._indexed:
             index = new_index(0, longest)
             for file in _files(Path(path)):
@@ -55,7 +58,7 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise UsageError(f"corpus {path} is not there; {_CURE}")
+        raise UsageError(f"corpus {path} does not exist; {_CURE}")
     files = sorted(file for file in path.iterdir() if file.suffix in (".txt", ".npy") and file.is_file())
     if not files:
         raise UsageError(f"corpus {path} is a folder without .txt or .npy files; {_CURE}")

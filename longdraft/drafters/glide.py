@@ -1,4 +1,11 @@
-"""Glide's drafter: a chain from a one-layer drafter that reads the target's own cache (longdraft/model/glide.py)."""
+"""The drafter `glide` (after LongSpec): a chain from one trained layer that reads the target's own KV cache.
+
+longdraft/model/glide.py holds the layer. Its keys and values of the latest text are in a ring buffer:
+
+    slots   [ rows of text: position p in slot (p - start) mod window ][ rows of drafts ... ]
+
+A new row of text takes the slot of the row that leaves the window. The rows of a draft that became text move there.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +18,8 @@ from torch import Tensor
 from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain
-from longdraft.drafters.suffix import SuffixOptions, SuffixText
-from longdraft.errors import check
+from longdraft.drafters.options import DrafterOptions, check_chain
+from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
 from longdraft.model.glide import Glide, Row
 from longdraft.model.routine import Routine, atomic
 from longdraft.model.transformer import Transformer
@@ -20,19 +27,19 @@ from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
 
-GLIDE = "glide"
-_CHUNK = 8  # rows of text read at once: as far as keys may lag behind in training
-_CATCH_UP = 64  # rows read when it has missed more: the window fills again while writing, and guesses as well
+GLIDE = "glide"  # the source of the guesses in the statistics
+_CHUNK = 8  # rows of text read in one forward: the largest lag between a row and the target's keys in training
+_CATCH_UP = 64  # rows read when more were missed; the window refills while writing, at the same acceptance
 
 
 @dataclass(frozen=True)
-class GlideOptions:
+class GlideOptions(DrafterOptions):
     """Options of `glide`.
 
-    chain   tokens drafted, one behind the other
-    width   guesses at each place of the chain at most; it follows the best
-    margin  how much less likely than the best the others may look, as a logarithm: 1 is exp(1) times
-    suffix  graft in what followed the longest suffix of the text before, behind the root
+    chain   tokens drafted, one after the other
+    width   guesses at each place of the chain at most; the chain continues with the best one
+    margin  largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
+    suffix  add what followed the longest suffix of the text earlier, behind the root
     """
 
     chain: int = 4
@@ -41,18 +48,11 @@ class GlideOptions:
     suffix: bool = True
 
     def __post_init__(self) -> None:
-        check(1 <= self.chain <= 64, "chain", self.chain, "1 to 64")
-        check(1 <= self.width <= 16, "width", self.width, "1 to 16")
-        check(self.margin >= 0, "margin", self.margin, "0 or more")
+        check_chain(self.chain, self.width, self.margin)
 
 
 class Ring:
-    """Rows of the text, `window` of them at most, and behind them the rows of drafts.
-
-    slots   [ rows of text: position p in slot (p - start) mod window ][ drafts ... ]
-
-    A row of text takes the slot of the one that has left the window. A draft that became text is moved there.
-    """
+    """Keys and values of the last `window` rows of text and of the drafts behind them, as drawn above."""
 
     def __init__(self, model: Transformer, window: int, num_drafts: int) -> None:
         config = model.config
@@ -61,7 +61,7 @@ class Ring:
         self.store.reserve(window + num_drafts + 1)
         self._kv_heads = config.num_kv_heads
         self._start = 0
-        self.end = 0  # the position behind the last row of text
+        self.end = 0  # position behind the last row of text
         self.num_drafts = 0
 
     @property
@@ -77,7 +77,7 @@ class Ring:
         return self.num_text + self.num_drafts
 
     def restart(self, position: int) -> None:
-        """Hold nothing; text goes on at `position`."""
+        """Drop all rows; the next row of text is at `position`."""
         self._start = self.end = position
         self.num_drafts = 0
 
@@ -87,7 +87,7 @@ class Ring:
         self.num_drafts += 1
 
     def keep(self, count: int) -> None:
-        """The first `count` drafts became text, the others never existed."""
+        """The first `count` drafts became text; drop the other drafts."""
         self.num_drafts = 0
         if count:
             slots = torch.arange(self.num_text, self.num_text + count).expand(self._kv_heads, -1)
@@ -95,7 +95,7 @@ class Ring:
             self.add_text(k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous())
 
     def add_text(self, k: Tensor, v: Tensor) -> None:
-        """Rows k, v [T, Hkv, D] of text; there are no drafts."""
+        """Append rows k, v [T, Hkv, D] of text. Only without drafts."""
         done = 0
         while done < len(k):
             slot = (self.end - self._start) % self._window
@@ -105,32 +105,32 @@ class Ring:
             done += count
 
 
-class GlideReader:
-    """Reads text and drafts with a glide layer, for chains."""
+class GlideDraftModel:
+    """Reads the text and drafts with a glide layer. Implements `DraftModel` (longdraft/drafters/chain.py)."""
 
     def __init__(self, glide: Glide, model: Transformer, cache: FullCache, longest: int) -> None:
         self._glide, self._model, self._cache = glide, model, cache
         self.ring = Ring(model, glide.window, longest)
         self._drafts: list[int] = []  # tokens of the ring's drafts
-        self._rows: list[Tensor] = []  # hidden rows [1, hidden] of the text's last token and of the drafts
+        self._hidden: list[Tensor] = []  # [1, hidden] of the text's last token and of each draft
 
     @atomic
-    def read(self, context: Context, path: Sequence[int]) -> Tensor | None:
-        """Logits [1, V] behind `path`: the root, which is the text's last token, then drafted ones."""
-        self._follow(context)
+    def next_logits(self, context: Context, path: Sequence[int]) -> Tensor | None:
+        """Logits [1, V] behind `path`: the root, which is the text's last token, then drafted tokens."""
+        self._read_text(context)
         wanted = path[1:]
-        common = _common(wanted, self._drafts)
+        common = _common_prefix(wanted, self._drafts)
         self.ring.num_drafts = common
-        del self._drafts[common:], self._rows[common + 1 :]
+        del self._drafts[common:], self._hidden[common + 1 :]
         for token in wanted[common:]:
             row = self._forward([token], self.ring.end + self.ring.num_drafts, self._cache.length)
             self.ring.add_draft(row.k, row.v)
             self._drafts.append(token)
-            self._rows.append(row.hidden)
-        return self._glide.logits(self._rows[-1])
+            self._hidden.append(row.hidden)
+        return self._glide.logits(self._hidden[-1])
 
-    def _follow(self, context: Context) -> None:
-        """Read what has become text since: drafts among it are kept, the rest is read in few forwards."""
+    def _read_text(self, context: Context) -> None:
+        """Read the new tokens of the text: drafts among them are kept, the others are read in few forwards."""
         ring, length = self.ring, len(context)
         if ring.end == length:
             return
@@ -138,14 +138,14 @@ class GlideReader:
             ring.restart(length - _CATCH_UP)
             self._drafts = []
         text = context.slice(ring.end, length).tolist()
-        kept = _common(text[:-1], self._drafts)
+        kept = _common_prefix(text[:-1], self._drafts)
         ring.keep(kept)
         self._drafts = []
         for start in range(kept, len(text), _CHUNK):
-            # Rows of text see no more than a draft at the first one's place would.
+            # Each row of the chunk sees the target's keys that a draft at the place of the first row would see.
             row = self._forward(text[start : start + _CHUNK], ring.end, min(self._cache.length, ring.end))
             ring.add_text(row.k, row.v)
-            self._rows = [row.hidden[-1:]]
+            self._hidden = [row.hidden[-1:]]
 
     def _forward(self, tokens: list[int], position: int, num_keys: int) -> Row:
         ring = self.ring
@@ -153,8 +153,8 @@ class GlideReader:
                                    num_keys)
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
     shorter = min(len(one), len(other))
     return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
@@ -163,23 +163,23 @@ class GlideDrafter:
     def __init__(self, options: GlideOptions, glide: Glide, model: Transformer, cache: FullCache, sampler: Sampler,
                  params: SamplingParams) -> None:
         self._length = options.chain
-        self._reader = GlideReader(glide, model, cache, options.chain)
-        self._chain = Chain(self._reader, sampler, options.width, GLIDE, options.margin)
-        self._text = SuffixText(SuffixOptions(), params) if options.suffix else None
+        self._draft_model = GlideDraftModel(glide, model, cache, options.chain)
+        self._chain = Chain(self._draft_model, sampler, options.width, GLIDE, options.margin)
+        self._suffix = SuffixMatcher(SuffixOptions(), params) if options.suffix else None
 
     @property
     def nbytes(self) -> int:
-        return self._reader.ring.nbytes + (self._text.nbytes if self._text else 0)
+        return self._draft_model.ring.nbytes + (self._suffix.nbytes if self._suffix else 0)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
-        if self._text:
-            self._text.follow(context)
+        if self._suffix:
+            self._suffix.update(context)
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         trie = Trie(context.last)
-        yield from self._chain.grow(trie, context, [context.last], min(self._length, max_depth))
-        if self._text:
-            self._text.graft(trie, 0, context, (), max_depth)
+        yield from self._chain.draft(trie, context, [context.last], min(self._length, max_depth))
+        if self._suffix:
+            self._suffix.add_matches(trie, 0, context, (), max_depth)
         return trie.tree()
 
     def observe(self, context: Context, accepted: Accepted) -> None:

@@ -1,12 +1,12 @@
-"""Medusa's drafter (arXiv 2401.10774): heads on the last verified row, one static tree, no forward of its own.
+"""Medusa's drafter (arXiv 2401.10774): trained heads on the last verified row, one static tree, no forward of its own.
 
-    the last verified row ── LM head ── the root (already chosen)
-                          ├─ head 1 ─── depth 1
-                          └─ head 2 ─── depth 2
+    the last verified row ─┬─ LM head ── the root (already chosen)
+                           ├─ head 1 ─── guesses at depth 1
+                           └─ head 2 ─── guesses at depth 2
 
-Guesses at each depth are ranked once, with the noise that the target will use, and combined as the template says
-(longdraft/drafters/template.py). Medusa's own heads or TokenSwift's, which read the same row. The original accepts
-what is merely typical, which is another distribution; here, as everywhere, the target's own choice decides.
+The guesses of each depth are ranked once, with the noise that the target will use, and combined as the template says
+(longdraft/drafters/template.py). The heads are Medusa's or TokenSwift's, which read the same row. Medusa's published
+code accepts typical tokens, which changes the distribution; here the target's own choice decides, as for every drafter.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longdraft.core import Context
 from longdraft.drafters import template
+from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import UsageError
 from longdraft.model.heads import Heads
 from longdraft.model.routine import atomic
@@ -24,16 +25,16 @@ from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie, root_only
 
-HEADS = "heads"
+HEADS = "heads"  # the source of the guesses in the statistics
 
 
 @dataclass(frozen=True)
-class MedusaOptions:
+class MedusaOptions(DrafterOptions):
     """Options of `medusa`.
 
     tree  widths (1,3: one guess, three behind it), choices ("0 1 0.0": ranks from the root), or mc_sim_7b_63;
           at most as deep as there are heads. The default was measured with the bundled model's weak heads
-          (docs/notebook.md); with good ones deeper trees pay.
+          (docs/notebook.md); deeper trees pay with better heads.
     """
 
     tree: str = "3"
@@ -55,7 +56,7 @@ class MedusaDrafter:
         self._hidden: Tensor | None = None  # [1, hidden] of the row that the root was chosen from
 
     def begin(self, context: Context, verified: Verified | None) -> None:
-        # The prompt's last token is the first root, and its own row is not computed yet.
+        # The prompt's last token is the first root; its own row is computed by the first verification.
         self._hidden = verified.hidden[-1:] if verified else None
 
     @atomic

@@ -1,29 +1,33 @@
-"""Reuse of the text's own n-grams: continuations of the last token from the 4-gram table, as one trie."""
+"""The n-grams of the text itself, as in TokenSwift (paper 3.3): what followed the last token earlier, as one tree."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.ngram_table import RANKED, NgramTable
+from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import check
 from longdraft.model.routine import atomic
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
 
-SOURCE = "ngram"
+NGRAM = "ngram"  # the source of the guesses in the statistics
 
 
 @dataclass(frozen=True)
-class NgramOptions:
+class NgramOptions(DrafterOptions):
     """Options of `ngram`.
 
     continuations  n-grams tried in each step at most
-    seen           how often an n-gram must have stood in the text to be tried
+    seen           number of times an n-gram must have occurred in the text to be tried
     order          tokens of an n-gram, the first of which is looked up
-    capacity       n-grams remembered at most
-    delay          tokens of the text's end that are not yet in the table; -1: the penalty window while
-                   there is a penalty (as in the paper: those n-grams are being penalised), else 0
+    capacity       n-grams stored at most
+    delay          last tokens of the text that are not yet in the table; -1: the penalty window if there is a
+                   repetition penalty (as in the paper: those n-grams are being penalised), else 0
     """
 
     continuations: int = 5
@@ -40,40 +44,54 @@ class NgramOptions:
         check(self.delay >= -1, "delay", self.delay, "0 or more, or -1 for the penalty window")
 
 
-class DelayedTable:
-    """An n-gram table that follows a context some tokens behind its end."""
+class DelayedTokens:
+    """Gives each token of a growing text once, when `delay` more tokens have been written.
+
+    delay  a number of tokens; -1: the penalty window of `params` if there is a penalty, else 0
+    """
+
+    def __init__(self, delay: int, params: SamplingParams) -> None:
+        self._delay = delay
+        if delay < 0:
+            self._delay = params.penalty_window if params.repetition_penalty != 1 else 0
+        self._end = 0
+
+    def take(self, context: Context) -> NDArray[np.int32]:
+        """The tokens [N] that have become due since the last call."""
+        start, self._end = self._end, max(self._end, len(context) - self._delay)
+        return context.slice(start, self._end)
+
+
+class NgramMatcher:
+    """The n-gram table of one text."""
 
     def __init__(self, options: NgramOptions, params: SamplingParams) -> None:
+        self._options = options
         self._table = NgramTable(options.order, options.capacity)
-        self._num, self._seen = options.continuations, options.seen
-        self._delay = options.delay
-        if options.delay < 0:
-            self._delay = params.penalty_window if params.repetition_penalty != 1 else 0
-        self._taken = 0
+        self._tokens = DelayedTokens(options.delay, params)
 
-    def follow(self, context: Context) -> None:
-        end = max(self._taken, len(context) - self._delay)
-        self._table.extend(context.slice(self._taken, end).tolist())
-        self._taken = end
+    def update(self, context: Context) -> None:
+        """Count the n-grams that the text has gained."""
+        self._table.extend(self._tokens.take(context).tolist())
 
-    def graft(self, trie: Trie, node: int, token: int, max_length: int) -> None:
-        """Add the continuations of `token` below `node`, cut to `max_length`."""
-        for continuation in self._table.continuations(token, self._num, self._seen):
-            trie.graft(node, continuation[:max_length], SOURCE)
+    def add_matches(self, trie: Trie, node: int, token: int, max_depth: int) -> None:
+        """Add what followed `token` earlier below `node`, at most `max_depth` tokens of it."""
+        for continuation in self._table.continuations(token, self._options.continuations, self._options.seen):
+            trie.graft(node, continuation[:max_depth], NGRAM)
 
 
 class NgramDrafter:
     def __init__(self, options: NgramOptions, params: SamplingParams) -> None:
-        self._table = DelayedTable(options, params)
+        self._matcher = NgramMatcher(options, params)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
-        self._table.follow(context)
+        self._matcher.update(context)
 
     @atomic
     def propose(self, context: Context, max_depth: int) -> Tree:
         trie = Trie(context.last)
-        self._table.graft(trie, 0, context.last, max_depth)
+        self._matcher.add_matches(trie, 0, context.last, max_depth)
         return trie.tree()
 
     def observe(self, context: Context, accepted: Accepted) -> None:
-        self._table.follow(context)
+        self._matcher.update(context)

@@ -1,11 +1,19 @@
-"""Plain decoding: the drafter that proposes nothing."""
+"""Plain decoding: the drafter that drafts nothing."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from longdraft.core import Context
+from longdraft.drafters.options import DrafterOptions
 from longdraft.model.routine import atomic
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, root_only
+
+
+@dataclass(frozen=True)
+class PlainOptions(DrafterOptions):
+    """`plain` has no options."""
 
 
 class PlainDrafter:

@@ -1,10 +1,10 @@
-"""Reuse of the text's own passages, of any length: a tree of what followed the longest suffix of the text before.
+"""Passages of the text itself, of any length: a tree of what followed the longest suffix of the text earlier.
 
-    ... it was the best of times ...... it was the ┬ best ── of ── times     followed the longest match
-                                        (matched)  └ end                     followed the shorter match `the`
+    ... it was the best of times ...... it was the ─┬─ best ── of ── times     followed the longest match, `it was the`
+                                                    └─ end                     followed a shorter match, `the`
 
-The index (csrc/suffix.h says what it counts) follows the text some tokens behind its end; what is matched is always
-the real end. A corpus of earlier texts may stand beside it.
+The method is SuffixDecoding's (arXiv 2411.04975); csrc/suffix.h defines what the index counts. The index may lag some
+tokens behind the text; what is matched is always the end of the text. A corpus of earlier texts can be searched too.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from pathlib import Path
 import numpy as np
 
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.suffix_index import MAX_CONTEXTS, Guesses, Index, new_index
+from longdraft.drafters.ngram import DelayedTokens
+from longdraft.drafters.options import DrafterOptions
+from longdraft.drafters.suffix_index import MAX_CONTEXTS, Guesses, Index, Tokens, new_index
 from longdraft.errors import check
 from longdraft.model.routine import atomic
 from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
 
-SUFFIX, CORPUS = "suffix", "corpus"
+SUFFIX, CORPUS = "suffix", "corpus"  # sources of the guesses in the statistics
 
 
 @dataclass(frozen=True)
-class SuffixOptions:
+class SuffixOptions(DrafterOptions):
     """Options of `suffix`.
 
     budget           guesses in a tree at most
     depth            tokens guessed ahead at most
-    min_match        tokens that must match at least
-    max_match        tokens that are matched at most
-    seen             how often a match must have been followed by something; else a shorter one is used
-    contexts         how many matches, the longest and then shorter ones, estimate together what follows
-    min_probability  estimated probability of a guess and all before it, below which it is not made
+    min_match        tokens of the shortest match that is used
+    max_match        tokens of the longest match that is searched
+    seen             number of times a match must have occurred earlier; otherwise a shorter match is used
+    contexts         number of matches, the longest and then shorter ones, that estimate the next token together
+    min_probability  estimated probability of a guess with all guesses before it, below which it is not made
     capacity         tokens indexed at most: of a longer text the last ones, at least half as many
-    delay            tokens of the text's end that are not yet indexed; -1: the penalty window while there is a
-                     penalty, as for `ngram` (what followed them is being penalised, but measured, 0 is better)
-    corpus           earlier texts to reuse as well: a UTF-8 text, a .npy file of token ids, or a folder of those
+    delay            last tokens of the text that are not yet indexed; -1: the penalty window if there is a repetition
+                     penalty, as for `ngram` (what followed them is being penalised, but 0 was measured to be better)
+    corpus           earlier texts to search as well: a UTF-8 text, a .npy file of token ids, or a folder of those
     """
 
     budget: int = 16
@@ -64,33 +66,33 @@ class SuffixOptions:
         check(16 <= self.capacity <= 2**28, "capacity", self.capacity, "16 to 268435456")
         check(self.delay >= -1, "delay", self.delay, "0 or more, or -1 for the penalty window")
         check(not self.corpus or Path(self.corpus).exists(), "corpus", self.corpus,
-              "a UTF-8 text, a .npy file of token ids, or a folder of those, that is there")
+              "an existing UTF-8 text, .npy file of token ids, or folder of those")
 
 
-class SuffixText:
-    """The index of one text, followed some tokens behind its end, and the corpus beside it."""
+class SuffixMatcher:
+    """The suffix index of one text, and the index of a corpus, if any."""
 
     def __init__(self, options: SuffixOptions, params: SamplingParams, corpus: Index | None = None) -> None:
         self._options = options
         self._index = new_index(options.capacity, options.max_match)
         self._corpus = corpus
-        self._delay = options.delay
-        if options.delay < 0:
-            self._delay = params.penalty_window if params.repetition_penalty != 1 else 0
-        self._taken = 0
+        self._tokens = DelayedTokens(options.delay, params)
 
     @property
     def nbytes(self) -> int:
-        """Memory that the text's index holds; the corpus is the engine's."""
+        """Memory of the text's index; the engine's requests share the corpus."""
         return self._index.nbytes
 
-    def follow(self, context: Context) -> None:
-        end = max(self._taken, len(context) - self._delay)
-        self._index.extend(context.slice(self._taken, end))
-        self._taken = end
+    def update(self, context: Context) -> None:
+        """Index the tokens that the text has gained."""
+        self._index.extend(self._tokens.take(context))
 
-    def graft(self, trie: Trie, node: int, context: Context, path: Sequence[int], max_depth: int) -> None:
-        """Add what may follow the text and `path` (the guesses from the root's child down to `node`) below `node`."""
+    def add_matches(self, trie: Trie, node: int, context: Context, path: Sequence[int], max_depth: int) -> None:
+        """Add what followed the end of the text and `path` earlier below `node`.
+
+        path       tokens from the root's child to `node`
+        max_depth  of the guesses below `node`
+        """
         tail = context.slice(len(context) - self._options.max_match, len(context))
         if path:
             tail = np.concatenate([tail, np.array(path, np.int32)])
@@ -100,14 +102,14 @@ class SuffixText:
             for token, parent in zip(own[0], own[1], strict=True):
                 nodes.append(trie.add(node if parent < 0 else nodes[parent], token, SUFFIX))
         else:
-            self._merge(trie, node, own, self._guess(self._corpus, tail, max_depth))
+            self._add_likeliest(trie, node, own, self._guess(self._corpus, tail, max_depth))
 
-    def _guess(self, index: Index, tail: np.typing.NDArray[np.int32], max_depth: int) -> Guesses:
+    def _guess(self, index: Index, tail: Tokens, max_depth: int) -> Guesses:
         o = self._options
         return index.guess(tail, o.budget, min(o.depth, max_depth), o.min_match, o.seen, o.contexts, o.min_probability)
 
-    def _merge(self, trie: Trie, node: int, own: Guesses, corpus: Guesses) -> None:
-        """The likeliest of both, within the budget. A parent is never less likely than its children."""
+    def _add_likeliest(self, trie: Trie, node: int, own: Guesses, corpus: Guesses) -> None:
+        """The most probable guesses of both, within the budget. A parent is at least as probable as its children."""
         order = sorted((-probability, source, i) for source, guesses in ((0, own), (1, corpus))
                        for i, probability in enumerate(guesses[2]))
         nodes: dict[tuple[int, int], int] = {}
@@ -122,20 +124,20 @@ class SuffixText:
 
 class SuffixDrafter:
     def __init__(self, options: SuffixOptions, params: SamplingParams, corpus: Index | None = None) -> None:
-        self._text = SuffixText(options, params, corpus)
+        self._matcher = SuffixMatcher(options, params, corpus)
 
     @property
     def nbytes(self) -> int:
-        return self._text.nbytes
+        return self._matcher.nbytes
 
     def begin(self, context: Context, verified: Verified | None) -> None:
-        self._text.follow(context)
+        self._matcher.update(context)
 
     @atomic
     def propose(self, context: Context, max_depth: int) -> Tree:
         trie = Trie(context.last)
-        self._text.graft(trie, 0, context, (), max_depth)
+        self._matcher.add_matches(trie, 0, context, (), max_depth)
         return trie.tree()
 
     def observe(self, context: Context, accepted: Accepted) -> None:
-        self._text.follow(context)
+        self._matcher.update(context)

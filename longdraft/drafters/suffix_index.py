@@ -1,12 +1,12 @@
-"""An index of what followed every piece of a text: the compiled suffix automaton, or its obvious twin.
+"""An index of what followed every piece of a text: the compiled suffix automaton, or its Python reference.
 
     index = new_index(capacity=0, longest=16)
     index.extend(np.array([5, 6, 7, 5, 6], np.int32))
     index.guess(np.array([5], np.int32), budget=4, depth=2, min_match=1, seen=1, contexts=2, min_probability=0.1)
 
-The definitions stand in csrc/suffix.h. The twin is what the tests compare with and what serves where the compiled
-module is missing: it agrees to the last bit, and takes time in proportion to how often the last token stood in the
-text.
+csrc/suffix.h holds the definitions. The reference returns the same numbers to the last bit. The tests compare the two,
+and the reference serves where the compiled module is missing. Its time grows with the number of earlier occurrences of
+the last token.
 """
 
 from __future__ import annotations
@@ -24,53 +24,53 @@ try:
 except ImportError:
     SuffixIndex = None  # type: ignore[assignment, misc]
 
-RECENT = 16  # successors of a context that are looked at, the latest first
-MAX_CONTEXTS = 8
-ESCAPE = 8.0
-SEPARATOR = -1  # stands between texts: it is indexed, but, like all that is negative, never guessed
+RECENT = 16  # successors of a context that are considered, the latest first
+MAX_CONTEXTS = 8  # matches that can be asked for together
+ESCAPE = 8.0  # weight of shorter contexts: E of csrc/suffix.h
+SEPARATOR = -1  # separates texts: it is indexed, but, like every negative id, never guessed
 
 Tokens = NDArray[np.int32]
-Guesses = tuple[list[int], list[int], list[float]]
+Guesses = tuple[list[int], list[int], list[float]]  # tokens, parents, probabilities
 
 
 class Index(Protocol):
-    """Texts taken in token by token, and trees of what may come next."""
+    """An index of texts that gives trees of likely continuations."""
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
+        """Memory of the index."""
 
     def __len__(self) -> int:
-        """Tokens indexed: all of them, or with a capacity at least half as many of the last ones."""
+        """Tokens indexed: all of them, or, with a capacity, at least half as many of the last ones."""
 
     def extend(self, tokens: Tokens) -> None:
-        """Take in the next tokens of the text."""
+        """Index the next tokens of the text."""
 
     def guess(self, tail: Tokens, budget: int, depth: int, min_match: int, seen: int, contexts: int,
               min_probability: float) -> Guesses:
-        """Tokens, parents (-1: the end of `tail`) and probabilities of what may follow `tail`, likeliest first."""
+        """Tokens, parents (-1: the end of `tail`) and probabilities of likely continuations of `tail`, best first."""
 
 
 def new_index(capacity: int, longest: int) -> Index:
-    """An empty index. capacity: tokens held at most, 0 for any number; longest: of a context, in tokens."""
-    return ObviousIndex(capacity, longest) if SuffixIndex is None else SuffixIndex(capacity, longest)
+    """An empty index. capacity: tokens indexed at most, 0 for any number; longest: tokens of a context at most."""
+    return ReferenceIndex(capacity, longest) if SuffixIndex is None else SuffixIndex(capacity, longest)
 
 
 class _Context(NamedTuple):
-    """A suffix of the text so far: where in the indexed text a token follows it, and which tokens those are."""
+    """A suffix of the text that occurred earlier: where a token follows it, and which tokens those are."""
 
     length: int
-    followed: list[int]  # positions of the tokens behind it, in order
-    successors: dict[int, int]  # token -> how often
+    followed: list[int]  # positions of the tokens behind its occurrences, ascending
+    successors: dict[int, int]  # token -> number of occurrences
 
     def latest(self, text: Sequence[int]) -> Iterable[int]:
-        """The RECENT successors that were seen last, the latest first."""
+        """The RECENT successors that occurred last, the latest first."""
         latest = dict.fromkeys(text[position] for position in reversed(self.followed))
         return list(latest)[:RECENT]
 
 
-class ObviousIndex:
-    """csrc/suffix.h in the obvious way: lists of the places where a piece of text ends."""
+class ReferenceIndex:
+    """csrc/suffix.h in plain Python: lists of the positions where each token occurred."""
 
     def __init__(self, capacity: int, longest: int) -> None:
         self._half, self._longest = capacity // 2, longest
@@ -82,7 +82,7 @@ class ObviousIndex:
 
     @property
     def nbytes(self) -> int:
-        """About: a token stands in one list, its position in another."""
+        """An estimate: each token is in one list, its position in another."""
         return 48 * len(self._text)
 
     def extend(self, tokens: Tokens) -> None:
@@ -90,9 +90,9 @@ class ObviousIndex:
             self._text.append(token)
             self._ends[token].append(len(self._text))
             if self._half and len(self._text) == 2 * self._half:
-                self._forget()
+                self._drop_oldest()
 
-    def _forget(self) -> None:
+    def _drop_oldest(self) -> None:
         kept, self._text = self._text[self._half:], []
         self._ends.clear()
         self.extend(np.array(kept, np.int32))
@@ -125,7 +125,7 @@ class ObviousIndex:
 
     def _contexts(self, tail: list[int], min_match: int, seen: int, contexts: int) -> list[_Context]:
         """The contexts of `tail`, the longest first."""
-        by_length: list[list[int]] = []  # where the last 1, 2, ... tokens of the tail end
+        by_length: list[list[int]] = []  # positions behind the occurrences of the last 1, 2, ... tokens of the tail
         ends = self._ends.get(tail[-1], []) if tail else []
         while ends:
             by_length.append(ends)
@@ -146,7 +146,7 @@ class ObviousIndex:
         return found
 
     def _estimates(self, behind: list[_Context]) -> dict[int, float]:
-        """Token -> its probability behind these contexts."""
+        """Token -> its estimated probability behind these contexts."""
         estimates: dict[int, float] = {}
         for context in behind:
             for token in context.latest(self._text):

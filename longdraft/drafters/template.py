@@ -1,4 +1,4 @@
-"""Static trees of guesses: which ranks of the candidates at each depth are tried together.
+"""Static trees of guesses: which ranks of the guesses at each depth are combined.
 
     "1,3"                  widths: the best first token, its three best successors
     "0 0.0 1 0.1"          Medusa's choices: each node as the ranks from the root (0 is the best)
@@ -25,7 +25,7 @@ Choices = tuple[tuple[int, ...], ...]
 
 
 def parse(text: str) -> Choices:
-    """The nodes of a template as paths of ranks, parents first. UsageError for what is none."""
+    """The nodes of a template as paths of ranks, parents first. UsageError for a text that is no template."""
     text = PUBLISHED.get(text, text)
     try:
         if "." in text or " " in text.strip():
@@ -36,7 +36,7 @@ def parse(text: str) -> Choices:
         raise UsageError(f"tree is {text!r}; allowed: widths such as 1,3, choices such as '0 1 0.0', or "
                          f"{', '.join(PUBLISHED)}") from error
     check(0 < len(choices) <= _MAX_NODES, "tree", text, f"1 to {_MAX_NODES} nodes")
-    check(all(rank >= 0 for path in choices for rank in path), "tree", text, "ranks of 0 and more")
+    check(all(rank >= 0 for path in choices for rank in path), "tree", text, "ranks of 0 or more")
     orphan = next((path for path in sorted(choices) if len(path) > 1 and path[:-1] not in choices), None)
     check(orphan is None, "tree", text, f"each node's parent, that of {orphan} too")
     return tuple(sorted(choices, key=lambda path: (len(path), path)))
@@ -54,4 +54,5 @@ def _product(widths: list[int]) -> Iterable[tuple[int, ...]]:
 
 
 def depth(choices: Choices) -> int:
+    """Depth of the deepest node."""
     return len(choices[-1])

@@ -24,7 +24,7 @@ from longdraft.sampling.process import Support
 from longdraft.sampling.window import PenaltyWindow
 from longdraft.tree import Tree
 
-DAMAGED = -1  # what `choose` gives where there is nothing to choose from
+NO_TOKEN = -1  # what `choose` gives where there is nothing to choose from
 _DIRECT = 512  # up to this many candidates the noise of each is computed
 _CANDIDATES = 128  # beyond the support, a drafter's guesses come from this many best logits
 
@@ -56,7 +56,7 @@ class Sampler:
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
         """The target's token behind each node, from its logits [nodes, V] float32.
 
-        DAMAGED where a row's logits are not finite: an error only if the text gets there.
+        NO_TOKEN where a row's logits are not finite: an error only if the text gets there.
         """
         if self.on_device:
             return self.on_device.choose(logits, tree, context)
@@ -66,7 +66,7 @@ class Sampler:
         paths = [[tree.tokens[n] for n in tree.path(node)[1:]] for node in range(len(tree))]
         rows = self._penalised(logits, context, paths)
         sound = np.flatnonzero(np.isfinite(rows.max(axis=1))).tolist()
-        chosen = [DAMAGED] * len(rows)
+        chosen = [NO_TOKEN] * len(rows)
         if self.params.temperature == 0:
             taken = [process.best_token(rows[node]) for node in sound]
         else:

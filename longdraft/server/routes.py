@@ -192,8 +192,8 @@ async def metrics(service: ServiceDependency) -> Response:
 async def status(service: ServiceDependency) -> dict[str, Any]:
     engine = service.engine
     model = engine.model
-    available = [name for name, kind in drafters.KINDS.items()
-                 if name == engine.drafter or not kind.needs or getattr(engine, kind.needs) is not None]
+    available = [name for name, spec in drafters.DRAFTERS.items()
+                 if name == engine.drafter or not spec.needs or getattr(engine, spec.needs) is not None]
     return {
         **service.scheduler.load(),
         "model": service.settings.model_name,

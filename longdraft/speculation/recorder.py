@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longdraft.core import Context, SamplingParams, TokenLogprob
 from longdraft.sampling.process import Support
-from longdraft.sampling.sampler import DAMAGED, Sampler
+from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.verify import walk
 from longdraft.tree import Tree
 
@@ -30,7 +30,7 @@ class Recorder(Sampler):
         path = walk(tree, choices)
         paths = [[tree.tokens[node] for node in path[1 : depth + 1]] for depth in range(len(path))]
         tokens = [choices[node] for node in path]
-        if DAMAGED not in tokens:  # else the step raises
+        if NO_TOKEN not in tokens:  # else the step raises
             kept = self.log_probabilities(logits[list(path)], context, paths)
             self.last = [_entry(token, support, self._num) for token, support in zip(tokens, kept, strict=True)]
         return choices

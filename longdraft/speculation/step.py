@@ -14,7 +14,7 @@ from longdraft.core import Context
 from longdraft.errors import NumericalError
 from longdraft.model.routine import Routine
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
-from longdraft.sampling.sampler import DAMAGED, Sampler
+from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.drafter import Accepted, Counts, Drafter, Verified
 from longdraft.speculation.verify import decide
 
@@ -73,7 +73,7 @@ class Step(NamedTuple):
             result = yield ForwardRequest(model, tree_rows(tree, len(context) - 1), cache, len(tree))
         with timings.measure("sample"):
             path, choices = decide(sampler, result.logits, tree, context, cache)
-            if DAMAGED in choices:
+            if NO_TOKEN in choices:
                 raise NumericalError("the model's logits are not finite; its weights may be damaged")
         with timings.measure("commit"):
             cache.commit(path)

@@ -21,7 +21,7 @@ Factory = Callable[[drafters.Resources], Drafter]
 def by_name(name: str, heads: object = None, draft: Transformer | None = None, glide: object = None,
             **options: object) -> Factory:
     parsed = drafters.parse_options(name, options)
-    return lambda given: drafters.KINDS[name].build(parsed, given._replace(heads=heads, draft=draft, glide=glide))
+    return lambda given: drafters.DRAFTERS[name].build(parsed, given._replace(heads=heads, draft=draft, glide=glide))
 
 
 def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, factory: Factory, *,

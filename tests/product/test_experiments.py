@@ -157,8 +157,8 @@ def test_a_slowed_system_shows_up_as_slower(engine, monkeypatch):
             time.sleep(0.05)
             return super().propose(context, max_depth)
 
-    kind = drafters.KINDS["plain"]
-    monkeypatch.setitem(drafters.KINDS, "slow", kind._replace(build=lambda options, given: Slow()))
+    spec = drafters.DRAFTERS["plain"]
+    monkeypatch.setitem(drafters.DRAFTERS, "slow", spec._replace(build=lambda options, resources: Slow()))
     data = EXPERIMENT | {
         "systems": {"plain": {"drafter": "plain"}, "same": {"drafter": "plain"}, "slow": {"drafter": "slow"}},
         "tables": [{"id": "1", "title": "", "measures": ["speedup"], "cases": [{"name": name, "system": name}

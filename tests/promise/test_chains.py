@@ -17,7 +17,7 @@ from helpers.generation import by_name, generate
 from longdraft import drafters
 from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters import streaming_model as follower_module
+from longdraft.drafters import streaming_model as streaming_module
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.errors import UsageError
 from longdraft.model.routine import run_alone
@@ -47,7 +47,7 @@ def same(first: FullCache, second: FullCache) -> bool:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_what_it_has_read_is_what_a_fresh_one_reads(model, monkeypatch, budget, sinks, refresh, seed):
     """Drafts are kept, rejected in part or whole, or never asked for; now and then it falls behind."""
-    monkeypatch.setattr(follower_module, "CHUNK", 16)
+    monkeypatch.setattr(streaming_module, "CHUNK", 16)
     pick = random.Random(seed)
     context = Context(prompt_of(50, seed))
     reader = StreamingDraftModel(model, model.config.vocab_size, budget, sinks, refresh)
@@ -55,7 +55,7 @@ def test_what_it_has_read_is_what_a_fresh_one_reads(model, monkeypatch, budget, 
     for _ in range(60):
         path = [context.last]
         for _ in range(pick.randrange(7)):
-            logits = run_alone(reader.read(context, path))
+            logits = run_alone(reader.next_logits(context, path))
             if logits is None:
                 break
             row = reader.cache.length
@@ -88,7 +88,7 @@ def test_vocabularies_padded_to_different_sizes_fit(model, tmp_path):
     for size in (280, 300, 320):
         reader = StreamingDraftModel(small, size, 100, 0, 10)
         reader.begin(context)
-        logits = run_alone(reader.read(context, [5]))
+        logits = run_alone(reader.next_logits(context, [5]))
         assert logits.shape == (1, size) and logits[0, 300:].isneginf().all()
 
 
@@ -203,7 +203,7 @@ def test_falling_acceptance_has_retrieval_chosen_anew(model):
     ("draft-model", {"model": "m", "cache": "full", "budget": "999"}, "'full'; allowed: streaming, with budget"),
     ("draft-model", {"model": "m", "budget": "260"}, r"budget is 260; allowed: more than sinks \+ refresh \(260\)"),
     ("triforce", {"budget": "47"}, "budget is 47; allowed: at least 48"),
-    ("triforce", {"floor": "1"}, "floor is 1.0; allowed: 0 to below 1; 0 chooses by the stride alone"),
+    ("triforce", {"floor": "1"}, "floor is 1.0; allowed: 0 to below 1; 0 selects by the stride alone"),
     ("triforce", {"stride": "0"}, "stride is 0"),
     ("triforce", {"guesses": "0"}, "guesses is 0; allowed: 1 to 16"),
     ("triforce", {"model": "m", "window": "60"}, r"budget is 60; allowed: more than sinks \+ refresh \(68\)"),

@@ -14,9 +14,9 @@ from helpers.checkpoints import load
 from helpers.equality import prompt_of
 from longdraft import drafters
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.ngram import DelayedTable, NgramDrafter, NgramOptions
+from longdraft.drafters.ngram import NgramDrafter, NgramMatcher, NgramOptions
 from longdraft.drafters.ngram_table import RANKED, NgramTable
-from longdraft.drafters.tokenswift import TokenSwiftOptions
+from longdraft.drafters.self_draft import TokenSwiftOptions
 from longdraft.errors import ModelError, UsageError
 from longdraft.model import heads
 from longdraft.model.routine import run_alone
@@ -110,17 +110,17 @@ def test_only_ngrams_seen_often_enough_are_given():
 
 def test_ngrams_of_the_penalty_window_wait():
     context = Context([1, 2, 3, 4, 1])
-    now = DelayedTable(NgramOptions(delay=0, seen=1), SamplingParams())
-    waits = DelayedTable(NgramOptions(seen=1), SamplingParams(repetition_penalty=1.2, penalty_window=3))
+    now = NgramMatcher(NgramOptions(delay=0, seen=1), SamplingParams())
+    waits = NgramMatcher(NgramOptions(seen=1), SamplingParams(repetition_penalty=1.2, penalty_window=3))
     for table, expected in ((now, 4), (waits, 1)):
-        table.follow(context)
+        table.update(context)
         trie = Trie(1)
-        table.graft(trie, 0, 1, 3)
+        table.add_matches(trie, 0, 1, 3)
         assert len(trie) == expected
     context.extend([9, 9])
-    waits.follow(context)
+    waits.update(context)
     trie = Trie(1)
-    waits.graft(trie, 0, 1, 2)  # cut to two tokens
+    waits.add_matches(trie, 0, 1, 2)  # cut to two tokens
     assert trie.tree() == chain(1, [2, 3], "ngram")
 
 
@@ -142,7 +142,7 @@ def tokenswift(tiny: dict[str, Path], prompt: list[int], **options: object):
     result = model.forward(chain_rows(prompt[:-1], 0), cache)
     cache.commit(range(len(prompt) - 1))
     parsed = drafters.parse_options("tokenswift", options)
-    drafter = drafters.KINDS["tokenswift"].build(parsed, given)
+    drafter = drafters.DRAFTERS["tokenswift"].build(parsed, given)
     context = Context(prompt)
     drafter.begin(context, Verified(result, [-1]))
     return drafter, context
@@ -247,7 +247,7 @@ def test_options_are_read_as_written_on_the_command_line():
         TokenSwiftOptions(tree=(2, 2), budget=300, cache="static")
 
 
-OPTIONS = [(name, field.name) for name, kind in drafters.KINDS.items() for field in fields(kind.options)]
+OPTIONS = [(name, field.name) for name, spec in drafters.DRAFTERS.items() for field in fields(spec.options)]
 ANYTHING = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
                         lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(), each, max_size=2))
 
@@ -272,11 +272,11 @@ def test_an_option_of_any_value_is_taken_as_it_is_or_refused(option, value):
 def test_the_document_lists_every_option_with_its_default():
     document = (Path(__file__).parents[2] / "docs" / "drafters.md").read_text(encoding="utf-8")
     told = {part.split("\n", 1)[0]: part for part in document.split("\n## ")[1:]}
-    assert list(told) == [name for name, kind in drafters.KINDS.items() if fields(kind.options)]
+    assert list(told) == [name for name, spec in drafters.DRAFTERS.items() if fields(spec.options)]
     for name, part in told.items():
         rows = [line.split(" | ")[:2] for line in part.splitlines() if line.startswith("| `")]
         assert [(key.strip("| `"), value.strip(" `")) for key, value in rows] == [
-            (option.name, shown(option.default)) for option in fields(drafters.KINDS[name].options)], name
+            (option.name, shown(option.default)) for option in fields(drafters.DRAFTERS[name].options)], name
 
 
 def shown(value: object) -> str:

@@ -256,12 +256,12 @@ def test_the_texts_of_an_engine_share_what_they_learn(tiny, tmp_path):
     for _ in range(2):
         for _ in engine.generate("abcabc" * 9, SamplingParams(max_new_tokens=40, seed=1)):
             pass
-        steps.append(engine.experience.candidate("plain", 0).steps)
+        steps.append(engine.shared_statistics.candidate("plain", 0).steps)
     assert 0 < steps[0] <= steps[1]
-    assert engine.with_drafter("auto").experience is engine.experience
+    assert engine.with_drafter("auto").shared_statistics is engine.shared_statistics
     make_checkpoint(tmp_path, num_hidden_layers=1)
     other = engine.with_drafter("draft-model", {"model": str(tmp_path)})
-    assert other.experience is not engine.experience, "another small model costs and guesses otherwise"
+    assert other.shared_statistics is not engine.shared_statistics, "another small model costs and guesses otherwise"
 
 
 class Chained(Paced):

@@ -110,7 +110,7 @@ def test_a_partial_cache_stays_within_its_budget_and_keeps_sinks_and_recent_rows
     partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
     for number, count in enumerate([prompt, *steps]):
         write(full, count, 1000 * seed + 10 * number)
-        partial.refresh(lambda number=number: queries(seed + number))
+        partial.update(lambda number=number: queries(seed + number))
         assert partial.length <= SIZE.budget
         for layer in range(LAYERS):
             for head in range(HEADS):
@@ -126,13 +126,13 @@ def test_between_selections_only_new_rows_are_written(monkeypatch):
     full = new_full()
     partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
     write(full, 100, 1)
-    partial.refresh(lambda: queries(1))
+    partial.update(lambda: queries(1))
     copied = []
     original = type(KERNELS).copy
     monkeypatch.setattr(type(KERNELS), "copy", lambda self, sources, targets, positions, start: (
         copied.append(positions.shape[-1]), original(self, sources, targets, positions, start))[1])
     write(full, 3, 50)
-    partial.refresh(lambda: queries(2))
+    partial.update(lambda: queries(2))
     assert copied == [3]
     assert partial.num_selections == 1
 
@@ -142,11 +142,11 @@ def test_modes_for_the_ablation():
     static = PartialCache(full, KERNELS, HEADS, DIM, SIZE, "static")
     whole = PartialCache(full, KERNELS, HEADS, DIM, SIZE, "full")
     write(full, 100, 1)
-    static.refresh(lambda: queries(1))
+    static.update(lambda: queries(1))
     before = positions_held(full, static, 0, 0)
     write(full, 5, 50)
-    static.refresh(lambda: queries(2))
-    whole.refresh(lambda: queries(2))
+    static.update(lambda: queries(2))
+    whole.update(lambda: queries(2))
     assert positions_held(full, static, 0, 0) == before
     assert whole.length == 105 and whole.nbytes == 0
 
@@ -155,12 +155,12 @@ def test_drafted_rows_are_dropped():
     full = new_full()
     partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
     write(full, 20, 1)
-    partial.refresh(lambda: queries(1))
+    partial.update(lambda: queries(1))
     partial.append(*layered(3, 9))
     partial.commit([0, 2])
     assert partial.append(*layered(1, 9)).length == 22, "a draft sees the drafts before it"
     partial.commit([0])
-    partial.forget()
+    partial.drop_drafts()
     assert partial.length == full.length == 20
 
 
@@ -179,13 +179,14 @@ def test_the_remainder_is_what_the_keys_left_out_give(windows):
         each = [kernel.attention(q, kv.layer(layer), chain, windows[layer]) for layer in range(LAYERS)]
         whole = kernels.AttentionOutput(*(torch.stack(part) for part in zip(*each, strict=True)))
         full.commit([0, 1, 2])
-        partial.refresh(lambda whole=whole: whole)
+        partial.update(lambda whole=whole: whole)
         assert partial.length < full.length
         held = partial.append(*tail)
         rests = kernel.remainder(held.stores, held.length, whole)
         for layer in range(LAYERS):
             # The same queries again, on what the partial cache holds but the last rows, those, and the remainders.
-            again = kernel.attention(q, held.layer(layer)._replace(length=held.length - 3, remainder=rests[layer]), chain)
+            kv = held.layer(layer)._replace(length=held.length - 3, remainder=rests[layer])
+            again = kernel.attention(q, kv, chain)
             torch.testing.assert_close(again.output, whole.output[layer], atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(again.lse, whole.lse[layer], atol=1e-5, rtol=1e-4)
 
@@ -195,7 +196,7 @@ def test_a_layer_with_a_window_holds_the_latest_rows():
     partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
     for seed in (1, 5):  # while the window sees everything, it chooses as the others do
         write(full, 50, seed)
-        partial.refresh(lambda: queries(1))
+        partial.update(lambda: queries(1))
         latest = [*range(full.length - partial.length, full.length)]
         assert [positions_held(full, partial, layer, 0) == latest for layer in range(2)] == [False, full.length > 60]
 
@@ -264,7 +265,7 @@ def test_without_queries_the_sinks_and_the_latest_rows_are_held():
     full = new_full()
     partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
     write(full, 100, 1)
-    partial.refresh(None)
+    partial.update(None)
     assert positions_held(full, partial, 0, 0) == [*range(4), *range(72, 100)]
 
 
@@ -349,14 +350,14 @@ def test_an_expired_choice_is_made_anew_unless_everything_is_held():
     partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
     for count, expected in ((20, 0), (100, 1), (1, 1)):
         write(full, count, count)
-        partial.refresh(lambda: queries(1))
+        partial.update(lambda: queries(1))
         assert partial.num_selections == expected
-    partial.expire()
+    partial.select_again()
     write(full, 1, 9)
-    partial.refresh(lambda: queries(2))
-    assert partial.num_selections == 2 and partial.length == SIZE.held
+    partial.update(lambda: queries(2))
+    assert partial.num_selections == 2 and partial.length == SIZE.selected
     small = PartialCache(full, KERNELS, HEADS, DIM, PartialBudget(500, 4, 8, 8))
-    small.refresh(lambda: queries(1))
-    small.expire()
-    small.refresh(lambda: queries(1))
+    small.update(lambda: queries(1))
+    small.select_again()
+    small.update(lambda: queries(1))
     assert small.num_selections == 0 and positions_held(full, small, 1, 1) == list(range(full.length))

@@ -28,7 +28,7 @@ from longdraft.model import checkpoint, heads
 from longdraft.model import config as model_config
 from longdraft.model.routine import run_alone
 from longdraft.model.transformer import Transformer, chain_rows
-from longdraft.sampling.sampler import DAMAGED, Sampler
+from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.drafter import Verified
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.speculation.verify import walk
@@ -74,7 +74,7 @@ def test_the_device_chooses_what_the_host_would_to_the_bit(law, length):
         logits[4, 7] = float("inf")
         logits[5, ::2] = float("-inf")
         expected = host.choose(logits, tree, context)
-        assert expected[3] == expected[4] == DAMAGED
+        assert expected[3] == expected[4] == NO_TOKEN
         on_it = logits.to(DEVICE)
         with np.errstate(all="ignore"):
             assert device.choose(on_it, tree, context) == expected

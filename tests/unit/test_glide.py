@@ -14,7 +14,7 @@ import longdraft
 from helpers.checkpoints import load, load_glide, make_checkpoint, make_glide
 from helpers.generation import by_name, generate
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.glide import GlideReader, Ring
+from longdraft.drafters.glide import GlideDraftModel, Ring
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.routine import run_alone
 from longdraft.model.transformer import chain_rows
@@ -104,12 +104,12 @@ def test_what_is_read_does_not_depend_on_what_was_drafted_before(tiny, model):
     cache = model.new_cache()
     model.forward(chain_rows(text[:-1], 0), cache)
     cache.commit(range(39))
-    straight, led = (GlideReader(layer, model, cache, 8) for _ in range(2))
+    straight, led = (GlideDraftModel(layer, model, cache, 8) for _ in range(2))
     context = Context(text)
     for path in ([9], [9, 8], [9, 8, 7], [3]):
-        run_alone(led.read(context, [text[-1], *path]))
+        run_alone(led.next_logits(context, [text[-1], *path]))
     for path in ([], [5], [5, 6], [5, 6, 7]):
-        one, other = (run_alone(reader.read(context, [text[-1], *path])) for reader in (straight, led))
+        one, other = (run_alone(reader.next_logits(context, [text[-1], *path])) for reader in (straight, led))
         assert torch.allclose(one, other, atol=1e-4)
         assert led.ring.num_drafts == len(path)
 
@@ -122,8 +122,8 @@ def test_memory_does_not_grow_with_the_text(tiny, model):
         text = [2 + i % 250 for i in range(length)]
         model.forward(chain_rows(text[:-1], 0), cache)
         cache.commit(range(length - 1))
-        reader = GlideReader(layer, model, cache, 4)
-        run_alone(reader.read(Context(text), text[-1:]))
+        reader = GlideDraftModel(layer, model, cache, 4)
+        run_alone(reader.next_logits(Context(text), text[-1:]))
         sizes.append(reader.ring.nbytes)
         assert reader.ring.num_text == 12
     assert sizes[0] == sizes[1]

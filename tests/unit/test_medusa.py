@@ -103,7 +103,7 @@ def test_templates():
     ("1,0", "whole numbers of 1 or more"),
     ("99,99", "at most 1024 nodes"),
     ("0 1.0", r"each node's parent, that of \(1, 0\) too"),
-    ("0 -1", "ranks of 0 and more"),
+    ("0 -1", "ranks of 0 or more"),
 ])
 def test_a_template_that_is_none_is_refused(tree, message):
     with pytest.raises(UsageError, match=message):
@@ -116,7 +116,7 @@ def begin(model: Transformer, folder: Path, prompt: list[int], tree: str):
     result = model.forward(chain_rows(prompt[:-1], 0), cache)
     cache.commit(range(len(prompt) - 1))
     given = drafters.Resources(model, cache, sampler, params, heads.load(folder, model))
-    drafter = drafters.KINDS["medusa"].build(drafters.parse_options("medusa", {"tree": tree}), given)
+    drafter = drafters.DRAFTERS["medusa"].build(drafters.parse_options("medusa", {"tree": tree}), given)
     context = Context(prompt)
     drafter.begin(context, Verified(result, [-1]))
     return drafter, context, result.hidden[-1:]

@@ -22,7 +22,7 @@ from longdraft.errors import NumericalError
 from longdraft.kernels import noise
 from longdraft.sampling import process
 from longdraft.sampling.process import Support
-from longdraft.sampling.sampler import DAMAGED, Sampler, gumbel_argmax, gumbel_argmaxes
+from longdraft.sampling.sampler import NO_TOKEN, Sampler, gumbel_argmax, gumbel_argmaxes
 from longdraft.tree import chain, from_paths, root_only
 
 SMALL = 12  # tokens in a small vocabulary
@@ -111,7 +111,7 @@ def test_a_damaged_row_matters_only_where_the_text_goes():
         sampler = Sampler(SamplingParams(seed=1, temperature=temperature))
         tree = from_paths(2, [[5], [6]], "test")
         chosen = sampler.choose(rows, tree, Context([1, 2]))
-        assert chosen[1] == DAMAGED and chosen[0] >= 0 and chosen[2] >= 0
+        assert chosen[1] == NO_TOKEN and chosen[0] >= 0 and chosen[2] >= 0
         assert sampler.rank(rows[1], Context([1, 2]), [], 3) == []
 
 

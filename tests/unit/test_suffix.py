@@ -19,15 +19,15 @@ from longdraft.bench import replay
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters import suffix_index as index_module
 from longdraft.drafters.corpus import Corpora
-from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions, SuffixText
-from longdraft.drafters.suffix_index import RECENT, SEPARATOR, ObviousIndex, SuffixIndex, new_index
+from longdraft.drafters.suffix import SuffixDrafter, SuffixMatcher, SuffixOptions
+from longdraft.drafters.suffix_index import RECENT, SEPARATOR, ReferenceIndex, SuffixIndex, new_index
 from longdraft.errors import UsageError
 from longdraft.model.routine import run_alone
 from longdraft.speculation.step import Tally
 from longdraft.tree import Trie, chain, root_only
 
 compiled = pytest.mark.skipif(SuffixIndex is None, reason="the compiled module is missing")
-KINDS = [ObviousIndex, pytest.param(SuffixIndex, marks=compiled)]
+KINDS = [ReferenceIndex, pytest.param(SuffixIndex, marks=compiled)]
 LIMITS = dict(budget=64, depth=3, min_match=1, seen=1, contexts=1, min_probability=0.0)
 
 
@@ -58,7 +58,7 @@ def streams(draw: st.DrawFn) -> list[int]:
 @given(streams(), st.sampled_from([0, 2, 3, 8, 17, 40]), st.sampled_from([1, 2, 3, 5, 9]), limits, st.integers(1, 12),
        st.lists(st.integers(0, 4), max_size=8))
 def test_the_automaton_agrees_with_its_twin_to_the_last_bit(text, capacity, longest, limits, tail, foreign):
-    obvious, automaton = ObviousIndex(capacity, longest), SuffixIndex(capacity, longest)
+    obvious, automaton = ReferenceIndex(capacity, longest), SuffixIndex(capacity, longest)
     for place, token in enumerate(text):
         obvious.extend(ids(token))
         automaton.extend(ids(token))
@@ -71,7 +71,7 @@ def test_the_automaton_agrees_with_its_twin_to_the_last_bit(text, capacity, long
 @compiled
 def test_they_agree_where_a_token_has_more_successors_than_are_looked_at():
     text = [token for i in range(5 * RECENT) for token in (7, 100 + i * i % 37, 8, 100 + i * i % 37)]
-    obvious, automaton = made(ObviousIndex, text), made(SuffixIndex, text)
+    obvious, automaton = made(ReferenceIndex, text), made(SuffixIndex, text)
     for tail in (ids(7), ids(100, 8), ids(8, 101), ids(104, 7)):
         assert obvious.guess(tail, **LIMITS | {"contexts": 3}) == automaton.guess(tail, **LIMITS | {"contexts": 3})
     assert len(automaton.guess(ids(7), **LIMITS | {"depth": 1})[0]) == RECENT
@@ -152,15 +152,15 @@ def test_memory_is_bounded_however_long_and_however_repetitive_the_text_is():
 def test_what_is_matched_is_the_end_of_the_text_though_the_index_lags_behind():
     context = Context([1, 2, 3, 4, 5, 1, 2])
     options = SuffixOptions(min_match=2, min_probability=0.0, depth=2, delay=4)
-    text = SuffixText(options, SamplingParams())
-    text.follow(context)  # 1 2 3 is indexed, 4 5 1 2 is not
+    text = SuffixMatcher(options, SamplingParams())
+    text.update(context)  # 1 2 3 is indexed, 4 5 1 2 is not
     trie = Trie(2)
-    text.graft(trie, 0, context, (), 9)
+    text.add_matches(trie, 0, context, (), 9)
     assert trie.tree() == chain(2, [3], "suffix")
     context.extend([9, 9, 1, 2])
-    text.follow(context)
+    text.update(context)
     trie = Trie(2)
-    text.graft(trie, 0, context, (), 9)
+    text.add_matches(trie, 0, context, (), 9)
     assert trie.tree() == chain(2, [3, 4], "suffix")
 
 
@@ -175,11 +175,11 @@ def test_the_delay_may_be_the_penalty_window_while_there_is_a_penalty():
 
 def test_continuations_are_grafted_behind_the_guesses_of_others():
     context = Context([1, 2, 3, 4, 5, 1])
-    text = SuffixText(SuffixOptions(min_match=2, min_probability=0.0), SamplingParams())
-    text.follow(context)
+    text = SuffixMatcher(SuffixOptions(min_match=2, min_probability=0.0), SamplingParams())
+    text.update(context)
     trie = Trie(1)
     node = trie.graft(0, [2, 3], "heads")
-    text.graft(trie, node, context, [2, 3], 2)
+    text.add_matches(trie, node, context, [2, 3], 2)
     assert trie.tree().tokens == (1, 2, 3, 4, 5)
     assert trie.tree().parents == (-1, 0, 1, 2, 3)
     assert trie.tree().sources == ("", "heads", "heads", "suffix", "suffix")
@@ -210,7 +210,7 @@ def test_without_the_compiled_module_the_twin_serves_and_drafts_the_same(monkeyp
     for missing in (False, True):
         if missing:
             monkeypatch.setattr(index_module, "SuffixIndex", None)
-            assert isinstance(new_index(0, 4), ObviousIndex)
+            assert isinstance(new_index(0, 4), ReferenceIndex)
         drafter = SuffixDrafter(SuffixOptions(min_probability=0.05), SamplingParams())
         drafter.begin(context, None)
         trees.append(run_alone(drafter.propose(context, 9)))
@@ -268,7 +268,7 @@ def test_a_bad_corpus_is_one_clear_line(tmp_path, name, data, message):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"corpus": "/no/such/corpus"}, "corpus is '/no/such/corpus'; allowed: .* that is there"),
+    ({"corpus": "/no/such/corpus"}, "corpus is '/no/such/corpus'; allowed: an existing UTF-8 text"),
     ({"budget": "0"}, "budget is 0; allowed: 1 to 1024"),
     ({"min_match": "40"}, r"min_match is 40; allowed: 1 to max_match \(32\)"),
     ({"min_probability": "1"}, "min_probability is 1.0; allowed: 0 to below 1"),

@@ -1,0 +1,269 @@
+"""The self-drafting chain of `tokenswift` and `magicdec`: the target itself drafts, on a partial KV cache.
+
+    root ── t1 ── t2 ── ... ── tN ─┬─ a ── x       t1 .. tN  `chain` forwards of the target on the partial cache
+      │      └ t1'                 │  └── y       t1'       a second guess where the first is unsure (`width`, `margin`)
+      │                            └─ b ── x       a, b, x, y  the template `tree`: trained heads on the last row
+      └─ s1 ── s2 ── s3                            n-grams behind a and b; suffix matches (s) behind the root
+
+One class drafts for both; they differ in their parts:
+
+    tokenswift  (ICML 2025, arXiv 2502.18890)   a tree of trained heads and n-grams at the end of the chain;
+                                                the partial cache holds sinks, heavy hitters and recent rows
+    magicdec    (arXiv 2408.11049)              no heads; suffix matches behind the root and behind the chain;
+                                                the partial cache is StreamingLLM's or SnapKV's
+
+Every guess is ranked with the noise that the target will use (longdraft/sampling/sampler.py). The partial cache adds
+the *remainder*: what the keys that it leaves out would give (longdraft/cache/partial.py). Without it, a cache this
+small loses too much of the text. Drafted rows never stay in the cache: verification computes the rows that do.
+
+MagicDec's published code selects its rows once, after the prompt, and stops after about 100 tokens; here, rows are
+selected again every `refresh` tokens. The default trees were measured with the bundled model on a CPU
+(docs/notebook.md), where rows are expensive. Wider trees pay where rows are cheap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from longdraft.cache import select
+from longdraft.cache.full import FullCache
+from longdraft.cache.partial import CacheMode, PartialBudget, PartialCache
+from longdraft.core import Context, SamplingParams
+from longdraft.drafters.chain import Chain, SelfDraftModel
+from longdraft.drafters.medusa import HEADS
+from longdraft.drafters.ngram import NgramMatcher, NgramOptions
+from longdraft.drafters.ngram_table import RANKED
+from longdraft.drafters.options import DrafterOptions, check_chain
+from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
+from longdraft.errors import UsageError, check
+from longdraft.model.heads import Heads
+from longdraft.model.routine import Routine
+from longdraft.model.transformer import Transformer
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Accepted, Verified
+from longdraft.tree import Tree, Trie
+
+SELF = "self"  # the source of the chain's guesses in the statistics
+_MAX_NODES = 1024
+_SNAPKV_RECENT = 32  # last rows that SnapKV's selection always holds
+
+
+class SelfDraftSettings(NamedTuple):
+    """The parts of one self-drafting chain; see TokenSwiftOptions and MagicDecOptions for the first five.
+
+    ngrams     of the table whose n-grams follow the template's first guesses; None: no table
+    budget     rows of the partial cache
+    selection  how they are chosen: heavy-hitters, streaming or snapkv
+    mode       dynamic | static | full: see longdraft/cache/partial.py
+    """
+
+    chain: int
+    width: int
+    margin: float
+    remainder: bool
+    suffix: bool
+    tree: tuple[int, ...]
+    ngrams: NgramOptions | None
+    budget: PartialBudget
+    selection: Literal["heavy-hitters", "streaming", "snapkv"]
+    mode: CacheMode = "dynamic"
+
+
+@dataclass(frozen=True)
+class TokenSwiftOptions(DrafterOptions):
+    """Options of `tokenswift`.
+
+    chain          tokens drafted by forwards on the partial cache, one after the other (the paper: 1)
+    width          guesses at each place of the chain at most; the chain continues with the best one
+    margin         largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
+    remainder      drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
+    tree           children of each node, depth by depth; at most one depth more than there are heads
+                   (the paper: 1,3,3,3)
+    continuations  n-grams added behind each first guess of the tree at most; 0: none (the paper: 20)
+    seen           number of times an n-gram must have occurred in the text to be tried (the paper: 1)
+    order          tokens of an n-gram
+    capacity       n-grams stored at most
+    delay          as for `ngram`
+    budget         rows of the partial cache for each layer and KV head (the paper: the prompt's length)
+    sinks          first positions of the text, always held
+    recent         last positions always held when rows are selected
+    room           rows left free for new tokens until rows are selected again
+    cache          dynamic | static | full: how the partial cache is maintained (ablation)
+    suffix         add what followed the longest suffix of the text earlier, behind the root
+    """
+
+    chain: int = 8
+    width: int = 2
+    margin: float = 0.5
+    remainder: bool = True
+    tree: tuple[int, ...] = (1, 1)
+    continuations: int = 1
+    seen: int = 2
+    order: int = 4
+    capacity: int = 262_144
+    delay: int = -1
+    budget: int = 256
+    sinks: int = 16
+    recent: int = 64
+    room: int = 64
+    cache: CacheMode = "dynamic"
+    suffix: bool = False
+
+    def __post_init__(self) -> None:
+        check_chain(self.chain, self.width, self.margin)
+        check(len(self.tree) >= 1 and all(width >= 1 for width in self.tree), "tree", list(self.tree),
+              "whole numbers of 1 or more, such as 1,3,3,3")
+        check(self.num_nodes <= _MAX_NODES, "tree", list(self.tree), f"at most {_MAX_NODES} nodes")
+        check(0 <= self.continuations <= RANKED, "continuations", self.continuations, f"0 to {RANKED}")
+        check(self.cache in ("dynamic", "static", "full"), "cache", self.cache, "dynamic, static or full")
+        self.settings()  # checks the n-grams and the budget
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the template; some number above the limit if there are more."""
+        total, level = 0, 1
+        for width in self.tree:
+            level *= width
+            total += level
+            if total > _MAX_NODES:
+                break
+        return total
+
+    @property
+    def partial_rows(self) -> int:
+        return self.budget
+
+    def settings(self) -> SelfDraftSettings:
+        ngrams = NgramOptions(max(1, self.continuations), self.seen, self.order, self.capacity, self.delay)
+        budget = PartialBudget(self.budget, self.sinks, self.recent, self.room)
+        return SelfDraftSettings(self.chain, self.width, self.margin, self.remainder, self.suffix, self.tree,
+                                 ngrams if self.continuations else None, budget, "heavy-hitters", self.cache)
+
+
+@dataclass(frozen=True)
+class MagicDecOptions(DrafterOptions):
+    """Options of `magicdec`.
+
+    chain      tokens drafted in each step (the paper: 3 to 7, without the remainder)
+    width      guesses at each place of the chain at most; the chain continues with the best one
+    margin     largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
+    selection  streaming | snapkv
+    budget     rows of the partial cache for each layer and KV head at each selection (the paper: 257, 4097)
+    sinks      first positions of the text, always held
+    refresh    tokens written between two selections; their rows join the cache meanwhile
+    remainder  drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
+    suffix     add what followed the longest suffix of the text earlier: behind the root, because a repeated passage can
+               be longer than the chain, and behind the end of the chain
+    """
+
+    chain: int = 8
+    width: int = 2
+    margin: float = 0.5
+    selection: Literal["streaming", "snapkv"] = "streaming"
+    budget: int = 192
+    sinks: int = 16
+    refresh: int = 64
+    remainder: bool = True
+    suffix: bool = True
+
+    def __post_init__(self) -> None:
+        check_chain(self.chain, self.width, self.margin)
+        check(self.selection in ("streaming", "snapkv"), "selection", self.selection, "streaming or snapkv")
+        check(self.sinks >= 0, "sinks", self.sinks, "0 or more")
+        check(self.refresh >= 1, "refresh", self.refresh, "1 or more")
+        least = self.sinks + (_SNAPKV_RECENT if self.selection == "snapkv" else 1)
+        check(self.budget >= least, "budget", self.budget, f"at least {least} (sinks and the latest rows)")
+
+    @property
+    def partial_rows(self) -> int:
+        return self.budget
+
+    def settings(self) -> SelfDraftSettings:
+        recent = _SNAPKV_RECENT if self.selection == "snapkv" else self.budget - self.sinks
+        budget = PartialBudget(self.budget + self.refresh, self.sinks, recent, self.refresh)
+        return SelfDraftSettings(self.chain, self.width, self.margin, self.remainder, self.suffix, (), None, budget,
+                                 self.selection)
+
+
+def new_partial_cache(settings: SelfDraftSettings, model: Transformer, cache: FullCache) -> PartialCache:
+    """The partial cache over `cache` that the settings describe."""
+    config, size = model.config, settings.budget
+    if settings.selection == "streaming":
+        selection = select.streaming(config.num_kv_heads, size.selected, size.sinks)
+    else:
+        select_by_weight = select.pooled if settings.selection == "snapkv" else select.heavy_hitters
+        selection = select_by_weight(size.selected, size.sinks, size.recent)
+    return PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size, settings.mode,
+                        settings.remainder, selection)
+
+
+class SelfDrafter:
+    """Drafts with the target on a partial cache.
+
+    heads    trained heads, which the template needs from its second depth on
+    partial  a partial cache that several drafters of one request share; None: the drafter makes its own
+    """
+
+    def __init__(self, settings: SelfDraftSettings, model: Transformer, cache: FullCache, sampler: Sampler,
+                 params: SamplingParams, heads: Heads | None = None, partial: PartialCache | None = None) -> None:
+        num_heads = len(heads) if heads else 0
+        if len(settings.tree) > num_heads + 1:
+            raise UsageError(f"tree {list(settings.tree)} is {len(settings.tree)} deep; allowed: at most "
+                             f"{num_heads + 1} with {num_heads} heads")
+        self._settings = settings
+        self._sampler = sampler
+        self._heads = heads
+        self._is_shared = partial is not None
+        self.partial = partial or new_partial_cache(settings, model, cache)
+        self._draft_model = SelfDraftModel(model, self.partial)
+        self._chain = Chain(self._draft_model, sampler, settings.width, SELF, settings.margin)
+        self._ngrams = NgramMatcher(settings.ngrams, params) if settings.ngrams else None
+        self._suffix = SuffixMatcher(SuffixOptions(), params) if settings.suffix else None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the drafter's own caches; a shared partial cache is not counted."""
+        partial = 0 if self._is_shared else self.partial.nbytes
+        return partial + (self._suffix.nbytes if self._suffix else 0)
+
+    def begin(self, context: Context, verified: Verified | None) -> None:
+        self.partial.update((lambda: verified.attention_output) if verified else None)
+        if self._ngrams:
+            self._ngrams.update(context)
+        if self._suffix:
+            self._suffix.update(context)
+
+    def observe(self, context: Context, accepted: Accepted) -> None:
+        self.begin(context, accepted.verified)
+
+    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
+        trie, template = Trie(context.last), self._settings.tree
+        # Where the depth is limited, the chain gives way to the template, which needs no forwards.
+        num_forwards = min(self._settings.chain, max_depth, max(1, max_depth + 1 - len(template)))
+        node, path = yield from self._chain.draft(trie, context, [context.last], num_forwards - bool(template))
+        if template and len(path) == num_forwards:
+            yield from self._add_template(trie, node, context, path, max_depth - num_forwards + 1)
+        self.partial.drop_drafts()
+        if self._suffix:
+            self._suffix.add_matches(trie, 0, context, (), max_depth)
+            if not template and 1 < len(path) <= max_depth:
+                self._suffix.add_matches(trie, node, context, path[1:], max_depth - len(path) + 1)
+        return trie.tree()
+
+    def _add_template(self, trie: Trie, node: int, context: Context, path: list[int], max_depth: int) -> Routine[None]:
+        """The last forward of the chain, the template below `node`, and n-grams behind the template's first guesses."""
+        template = self._settings.tree[:max_depth]
+        result = yield from self._draft_model.forward(context, path)
+        logits = result.logits  # [1, V], then a row for each head
+        if self._heads and len(template) > 1:
+            logits = torch.cat([logits, self._heads.logits(result.hidden)])
+        parents = [node]
+        for ahead, width in enumerate(template):
+            guesses = self._sampler.rank(logits[ahead], context, path[1:], width, ahead)
+            parents = [trie.add(parent, token, HEADS if ahead else SELF) for parent in parents for token in guesses]
+            if ahead == 0 and self._ngrams:
+                for parent, token in zip(parents, guesses, strict=True):
+                    self._ngrams.add_matches(trie, parent, token, max_depth - 1)
