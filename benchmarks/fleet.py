@@ -70,7 +70,7 @@ class Fleet:
 
     def prefill_s(self, tokens: float) -> float:
         """To read a prompt, or a text that goes on, while the others of the machine wait."""
-        parameters = sizing.of(config.from_hf(SHAPES[self.model])).parameters
+        parameters = sizing.model_sizes(config.parse_config(SHAPES[self.model])).parameters
         return 2 * parameters * tokens / (self.gpus * self.machine.operations / 2)
 
 

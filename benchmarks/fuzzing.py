@@ -222,8 +222,8 @@ def _config(tries: Tries, chance: random.Random) -> None:
         data = tries.files[name]
         data = changed(chance, json.loads(data)) if chance.random() < 0.7 else mutated(chance, data)
         (tries.model / name).write_bytes(data)
-    longdraft.model.defaults.read(tries.model)
-    model_config.read(tries.model)
+    longdraft.model.defaults.read_defaults(tries.model)
+    model_config.read_config(tries.model)
 
 
 def _weights(tries: Tries, chance: random.Random) -> None:
@@ -235,8 +235,8 @@ def _weights(tries: Tries, chance: random.Random) -> None:
     else:
         data = mutated(chance, data, 0, length)
     (tries.model / checkpoint.WEIGHTS).write_bytes(data)
-    config = model_config.read(tries.sound)
-    checkpoint.load(checkpoint.TensorFiles(tries.model), config, tries.engine.model.kernels)
+    config = model_config.read_config(tries.sound)
+    checkpoint.load_transformer(checkpoint.TensorFiles(tries.model), config, tries.engine.model.kernels)
 
 
 def _tokenizer(tries: Tries, chance: random.Random) -> None:

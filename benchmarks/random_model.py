@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from longdraft.bench.shapes import SHAPES
 from longdraft.model import config, hub
 from longdraft.model.checkpoint import HEADS_PREFIX, INDEX, dump_json, expected_shapes
-from longdraft.model.heads import KIND
+from longdraft.model.heads import HEADS_KIND
 
 HEADS = 3
 SHARD_BYTES = 1 << 29
@@ -33,7 +33,7 @@ def write(shape: dict[str, Any], folder: Path, seed: int) -> None:
     folder.mkdir(parents=True)
     write_tokenizer(folder, shape["vocab_size"])
     dump_json(folder / "config.json", shape)
-    shards = split(expected_shapes(config.from_hf(shape)))
+    shards = split(expected_shapes(config.parse_config(shape)))
     generator = torch.Generator().manual_seed(seed)
     where: dict[str, str] = {}
     for number, tensors in enumerate(shards, 1):
@@ -75,11 +75,11 @@ def write_heads(folder: Path, shape: dict[str, Any]) -> None:
         for norm in ("input_layernorm", "post_layernorm"):
             tensors[f"{HEADS_PREFIX}{head}.{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     save_file(tensors, folder / "model.safetensors")
-    dump_json(folder / "config.json", {"kind": KIND, "hidden_size": hidden, "vocab_size": shape["vocab_size"]})
+    dump_json(folder / "config.json", {"kind": HEADS_KIND, "hidden_size": hidden, "vocab_size": shape["vocab_size"]})
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    tokenizer = json.loads((hub.BUNDLED_DIR / hub.DEFAULT / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer = json.loads((hub.BUNDLED_DIR / hub.DEFAULT_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
     known = tokenizer["model"]["vocab"]
     known |= {f"Ġword{i}": i for i in range(len(known), vocabulary)}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")

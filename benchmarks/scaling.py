@@ -57,8 +57,8 @@ def measured_share() -> float:
 
 def step(name: str, gpus: int, context: int, machine: Machine, rows: int = 1, texts: int = 1) -> Step:
     """A forward of `rows` rows for each of some texts, each with a context of its own."""
-    shape = config.from_hf(SHAPES[name])
-    size = sizing.of(shape)
+    shape = config.parse_config(SHAPES[name])
+    size = sizing.model_sizes(shape)
     read = size.read_bytes + texts * context * size.cache_bytes_per_token
     rows *= texts
     attention_output = 4 * rows * context * shape.num_layers * shape.num_heads * shape.head_dim
@@ -82,7 +82,7 @@ def links(shape: config.ModelConfig, gpus: int, rows: int, machine: Machine) -> 
 
 def texts_that_fit(name: str, gpus: int, context: int, machine: Machine) -> int:
     """Texts of this length beside the weights, with a tenth of the memory for all else."""
-    size = sizing.of(config.from_hf(SHAPES[name]))
+    size = sizing.model_sizes(config.parse_config(SHAPES[name]))
     room = 0.9 * gpus * machine.memory - size.weights_bytes
     return max(0, int(room // (context * size.cache_bytes_per_token)))
 

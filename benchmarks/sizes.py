@@ -24,7 +24,7 @@ def main() -> None:
     print(f"| model | parameters | weights | cache for 1,024 tokens | context in {given.memory:g} GB | {times} |")
     print("|---" * 7 + "|")
     for name, shape in SHAPES.items():
-        sizes = sizing.of(config.from_hf(shape))
+        sizes = sizing.model_sizes(config.parse_config(shape))
         fits = sizes.max_context(int(given.memory * 1e9))
         cells = [name, f"{sizes.parameters / 1e9:.2f} B", f"{sizes.weights_bytes / 1e9:.1f} GB",
                  f"{1024 * sizes.cache_bytes_per_token / 1e6:.0f} MB", f"{fits:,}" if fits else "-",

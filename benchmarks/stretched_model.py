@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from random_model import SPREAD, write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -39,7 +40,6 @@ from longdraft.model import config as model_config
 from longdraft.model import hub
 from longdraft.model.checkpoint import INDEX, dump_json
 from longdraft.model.config import ModelConfig
-from random_model import SPREAD, write_tokenizer
 
 CONSTANT = 1e-3  # of the constant channel
 NEVER = -3e5  # weight of the constant channel in the logit of a new token
@@ -145,14 +145,14 @@ def _require_fit(small: ModelConfig, large: ModelConfig) -> None:
 def stretch(source: Path, shape: dict[str, int], target: Path) -> None:
     """Write the model of `source` in the shape of a Llama `shape` to the new folder `target`, a file for each part."""
     settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    small = model_config.read(source)
+    small = model_config.read_config(source)
     sizes = {name: shape[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads",
                                             "num_key_value_heads", "intermediate_size", "vocab_size")}
     head_dim = shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
     epsilon = settings["rms_norm_eps"] * small.hidden_size / shape["hidden_size"]
     large = settings | sizes | {"head_dim": head_dim, "rms_norm_eps": epsilon, "tie_word_embeddings": False}
     weights = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
-    parts = Stretch(small, model_config.from_hf(large), weights)
+    parts = Stretch(small, model_config.parse_config(large), weights)
     target.mkdir(parents=True)
     dump_json(target / "config.json", large)
     write_tokenizer(target, shape["vocab_size"])

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 _DRAFT = "draft"  # folder of a smaller model within a model's own
 
 
-def load(model: str = hub.DEFAULT, *, drafter: str = drafters.AUTO,
+def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
          drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, device: str = "auto",
          dtype: str = "auto", quantize: str = "none", threads: int | None = None, revision: str | None = None,
          token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
@@ -93,7 +93,7 @@ def load(model: str = hub.DEFAULT, *, drafter: str = drafters.AUTO,
     hub_options = hub.Hub(revision, token, cache_dir, offline)
     folder = hub.resolve(model, hub_options)
     require_model(folder)
-    config = model_config.read(folder)
+    config = model_config.read_config(folder)
     chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, kernels_name)
     sizing.require_room(config, chosen, quantize, tensor_parallel)
     if group:
@@ -101,8 +101,8 @@ def load(model: str = hub.DEFAULT, *, drafter: str = drafters.AUTO,
     tokenizer = Tokenizer(folder)
     _require_fit(tokenizer, config, folder)
     files = checkpoint.TensorFiles(folder, on_read=on_load)
-    transformer = checkpoint.load(files, config, chosen, quantize)
-    sampling = defaults.read(folder)
+    transformer = checkpoint.load_transformer(files, config, chosen, quantize)
+    sampling = defaults.read_defaults(folder)
     if sampling.ignored:
         log.warning("%s of %s: going on without %s", defaults.FILE, model, "; ".join(sampling.ignored))
     log.info("%s: %s kernels, %s on %s, weights quantised: %s, drafter %s", model, chosen.name, chosen.dtype,
@@ -148,7 +148,7 @@ class Engine:
         """Heads and glide: those asked for, else those in the model's own files or beside them, if any."""
         if self.drafter not in drafters.WITH_HEADS:
             return Trained()
-        target = Target(self.model, partial(fingerprint.of, self._files), self.tokenizer.vocabulary_sha256)
+        target = Target(self.model, partial(fingerprint.weights_sha256, self._files), self.tokenizer.vocabulary_sha256)
         if self._heads_name is not None:
             return target.load(hub.resolve(self._heads_name, self._hub))
         try:
@@ -165,10 +165,10 @@ class Engine:
         folder = hub.resolve(name, self._hub) if name else self._files.folder / _DRAFT
         if self.drafter not in drafters.WITH_DRAFT or not (name or (folder / "config.json").is_file()):
             return None
-        config = model_config.read(folder)
+        config = model_config.read_config(folder)
         require_same_vocabulary(self.tokenizer, Tokenizer(folder), name or str(folder))
         _require_fit(self.tokenizer, config, folder)
-        return checkpoint.load(checkpoint.TensorFiles(folder), config, parallel.local(self.model.kernels),
+        return checkpoint.load_transformer(checkpoint.TensorFiles(folder), config, parallel.local(self.model.kernels),
                                self.model.weights.quantize)
 
     @property
@@ -178,7 +178,7 @@ class Engine:
         files = {part: folder / part / checkpoint.WEIGHTS for part in ("heads", "glide", "draft")}
         trained = {f"{part}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for part, file in files.items()
                    if not self._heads_name and file.exists()}
-        return {"model": hub.lasting_name(self.name, folder), "weights_sha256": fingerprint.of(self._files),
+        return {"model": hub.lasting_name(self.name, folder), "weights_sha256": fingerprint.weights_sha256(self._files),
                 "tokenizer_sha256": self.tokenizer.sha256, "heads": self._heads_name, **trained,
                 "quantize": self.model.weights.quantize,
                 "weights_bytes": sum(weight.nbytes for weight in self.model.linears),
@@ -389,7 +389,7 @@ class Engine:
         model, arithmetic = self.model, self.model.kernels
         return Header(
             model=hub.lasting_name(self.name, self._files.folder),
-            weights=fingerprint.of(self._files),
+            weights=fingerprint.weights_sha256(self._files),
             tokenizer=self.tokenizer.sha256,
             config=hashlib.sha256(json.dumps(asdict(model.whole), sort_keys=True).encode()).hexdigest(),
             prompt_sha256=run_statistics.sha256_tokens(np.array(prompt, dtype=np.int32)),

@@ -157,7 +157,7 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     drafters.check_heads(drafter, heads)
     check(quantize in checkpoint.QUANTIZE, "quantize", quantize, " or ".join(checkpoint.QUANTIZE))
     own = model.generation_config
-    config = model_config.from_hf(model.config.to_dict(), own.eos_token_id)
+    config = model_config.parse_config(model.config.to_dict(), own.eos_token_id)
     dtype = "float32" if model.dtype == torch.float32 else "bfloat16"
     chosen = kernels.choose(model.device.type, dtype)
     folder = Path(str(model.config.name_or_path or "model in memory"))
@@ -165,7 +165,7 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     if config.is_tied:
         tensors.pop("lm_head.weight", None)  # the embedding, by a name that checkpoints leave out
     files = StateDict(tensors, folder)
-    transformer = checkpoint.load(files, config, chosen, quantize)
+    transformer = checkpoint.load_transformer(files, config, chosen, quantize)
     words = _NoTokenizer() if tokenizer is None else _SavedTokenizer(tokenizer)
     engine = Engine(str(folder), files, transformer, words, drafter, options, heads, hub.Hub(),
                     defaults.Defaults())
@@ -324,7 +324,7 @@ def _params(config: GenerationConfig, prompt: int, vocabulary: int, seed: int | 
         "repetition_penalty": config.repetition_penalty,
         "penalty_window": prompt + count if penalty_window is None else penalty_window,
         "stop": (stops,) if isinstance(stops, str) else tuple(stops), "temperature": 0.0,
-        "ignore_eos": True, "stop_token_ids": model_config.ids(config.eos_token_id, vocabulary),
+        "ignore_eos": True, "stop_token_ids": model_config.valid_token_ids(config.eos_token_id, vocabulary),
         "seed": seed if seed is not None else int(torch.randint(0, MAX_SEED >> 1, ()).item()),
     }
     if config.do_sample:

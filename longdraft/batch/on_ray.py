@@ -225,11 +225,11 @@ def identity_of(load: Mapping[str, Any], device: str) -> dict[str, str]:
     cache = hub.Hub(load.get("revision"), cache_dir=load.get("cache_dir"), offline=True)
     try:
         folder = hub.resolve(str(load["model"]), cache)
-        config = model_config.read(folder)
+        config = model_config.read_config(folder)
     except ModelError:
         return expected
     with suppress(ModelError):
-        expected |= {"weights": fingerprint.of(TensorFiles(folder)), "tokenizer": Tokenizer(folder).sha256}
+        expected |= {"weights": fingerprint.weights_sha256(TensorFiles(folder)), "tokenizer": Tokenizer(folder).sha256}
     if device == "cpu" or torch.cuda.is_available():
         dtype = load.get("dtype", "auto")
         chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, load.get("kernels_name"))

@@ -14,14 +14,14 @@ from longdraft.cache.full import FullCache
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.model import config as model_config
 from longdraft.model.config import ModelConfig
-from longdraft.model.transformer import Transformer, Weights
+from longdraft.model.transformer import ModelWeights, Transformer
 
 _SPREAD = 0.02  # standard deviation of weights, as models are initialised
 _AT_ONCE = 4096  # rows of a cache that are made at a time
 
 
 def config_of(shape: dict[str, Any]) -> ModelConfig:
-    return model_config.from_hf(shape)
+    return model_config.parse_config(shape)
 
 
 def random_model(shape: dict[str, Any], kernels: Kernels, seed: int = 0) -> Transformer:
@@ -45,7 +45,7 @@ def random_model(shape: dict[str, Any], kernels: Kernels, seed: int = 0) -> Tran
     embedding = weight(config.vocab_size, hidden)
     head = embedding if config.is_tied else weight(config.vocab_size, hidden)
     layers = tuple(layer() for _ in range(config.num_layers))
-    return Transformer(config, Weights(embedding, layers, norm(), head), kernels)
+    return Transformer(config, ModelWeights(embedding, layers, norm(), head), kernels)
 
 
 def random_cache(model: Transformer, context: int, room: int = 1024) -> FullCache:

@@ -49,9 +49,9 @@ class Models:
         self.name = name
         self.kernels = kernels
         self.quantize = quantize
-        self.config: ModelConfig = model_config.read(folder)
+        self.config: ModelConfig = model_config.read_config(folder)
         self._files = checkpoint.TensorFiles(folder)
-        self.model = checkpoint.load(self._files, self.config, kernels, quantize)
+        self.model = checkpoint.load_transformer(self._files, self.config, kernels, quantize)
         self._loaded = [self.model]
         self.weights_bytes = sum(weight.nbytes for weight in self.model.linears)
 
@@ -62,7 +62,7 @@ class Models:
         """Texts of `context` random positions, each with weights of its own, that fill `memory`; at least one."""
         count = copies(self.weights_bytes + self.cache_bytes(context), memory)
         while len(self._loaded) < count:
-            self._loaded.append(checkpoint.load(self._files, self.config, self.kernels, self.quantize))
+            self._loaded.append(checkpoint.load_transformer(self._files, self.config, self.kernels, self.quantize))
         return [Text(model, random_cache(model, context)) for model in self._loaded[:count]]
 
     def check(self, contexts: Sequence[int], steps: int) -> None:

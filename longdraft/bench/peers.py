@@ -93,7 +93,7 @@ class Plan(NamedTuple):
         return max(max(self.contexts) + self.steps * self.repeats + 8, self.prefill, self.text, 256)
 
     def check(self) -> None:
-        limit = model_config.read(self.folder).max_positions
+        limit = model_config.read_config(self.folder).max_positions
         if self.longest > limit:
             raise UsageError(f"--contexts, --steps and --prefill come to {self.longest} positions; allowed: {limit} "
                              "(the model's context limit)")
@@ -168,7 +168,7 @@ class Worker:
 def measure(plan: Plan, report: dict[str, Any], doing: Callable[[str], Any]) -> None:
     """Fill the report: `engines`, `steps` and `prefill`. `doing(what)` is a context that shows what is done."""
     report |= {"bench": "peers", "machine": machine.describe(), "model": plan.model,
-               "weights_sha256": fingerprint.of(TensorFiles(plan.folder)), "repeats": plan.repeats,
+               "weights_sha256": fingerprint.weights_sha256(TensorFiles(plan.folder)), "repeats": plan.repeats,
                "steps_per_round": plan.steps, "limit_seconds": plan.limit_s, "engines": [], "steps": [], "prefill": []}
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))

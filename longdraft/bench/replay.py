@@ -229,4 +229,4 @@ def _corpora(model: str) -> Corpora:
     from longdraft.model.tokenizer import Tokenizer
 
     folder = hub.resolve(model)
-    return Corpora(partial(Tokenizer(folder).encode, add_special_tokens=False), config.read(folder).vocab_size)
+    return Corpora(partial(Tokenizer(folder).encode, add_special_tokens=False), config.read_config(folder).vocab_size)

@@ -147,11 +147,11 @@ def context(
     prepare(threads, 1, 1)
     chosen = choose(dtype)
     folder = hub.resolve(model)
-    config = model_config.read(folder)
+    config = model_config.read_config(folder)
     check(places[-1] < config.max_positions, "--edges", places[-1], f"less than the model's context "
                                                                    f"({config.max_positions})")
     texts = context.read(model, text, places[-1])
-    loaded = checkpoint.load(checkpoint.TensorFiles(folder), config, chosen)
+    loaded = checkpoint.load_transformer(checkpoint.TensorFiles(folder), config, chosen)
     with report.document(output) as filled:
         filled |= {"bench": "context", "machine": machine.describe(chosen), "model": model, "texts": len(texts)}
         with report.doing("context"), single_threaded_torch(chosen):

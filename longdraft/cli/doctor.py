@@ -19,7 +19,7 @@ def models(as_json: _Json = False) -> None:
     """List the bundled models."""
     from longdraft.model import config, hub
 
-    rows = [_describe(name) for name in hub.bundled()]
+    rows = [_describe(name) for name in hub.bundled_models()]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -32,8 +32,8 @@ def _describe(name: str) -> dict[str, Any]:
     from longdraft.model import config, hub, sizing
 
     folder = hub.resolve(name)
-    parsed = config.read(folder)
-    sizes = sizing.of(parsed, parsed.dtype)
+    parsed = config.read_config(folder)
+    sizes = sizing.model_sizes(parsed, parsed.dtype)
     return {
         "model": name,
         "parameters": sizes.parameters,
@@ -73,7 +73,7 @@ def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
 
     folder = hub.resolve(model, hub.Hub(cache_dir=cache_dir, offline=offline), is_config_enough=True)
     require_model(folder)
-    sizes = sizing.of(config.read(folder))
+    sizes = sizing.model_sizes(config.read_config(folder))
     memory = _memory_bytes()
     bandwidth = machine.read_bandwidth(_READ_BYTES)
     return {
@@ -140,7 +140,7 @@ def _report() -> dict[str, Any]:
         "kernels_missing": cpu.WHY_MISSING or "none",
         "exactness": "bit-exact" if chosen.is_row_invariant else "distribution",
         "drafters": ", ".join(drafters.DRAFTERS),
-        "bundled_models": ", ".join(hub.bundled()),
+        "bundled_models": ", ".join(hub.bundled_models()),
     }
 
 

@@ -117,7 +117,7 @@ def is_follower() -> bool:
 
 def tell_defaults(params: SamplingParams, *, quiet: bool) -> None:
     """One line on stderr where settings came from the model's own file."""
-    from longdraft.model.defaults import describe
+    from longdraft.model.defaults import describe_defaults
 
     if params.from_model and not quiet:
-        print(f"longdraft: sampling defaults of the model: {describe(params)}", file=sys.stderr)
+        print(f"longdraft: sampling defaults of the model: {describe_defaults(params)}", file=sys.stderr)

@@ -20,7 +20,7 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain
 from longdraft.drafters.options import DrafterOptions, check_chain
 from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
-from longdraft.model.glide import Glide, Row
+from longdraft.model.glide import Glide, GlideRows
 from longdraft.model.routine import Routine, atomic
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
@@ -147,7 +147,7 @@ class GlideDraftModel:
             ring.add_text(row.k, row.v)
             self._hidden = [row.hidden[-1:]]
 
-    def _forward(self, tokens: list[int], position: int, num_keys: int) -> Row:
+    def _forward(self, tokens: list[int], position: int, num_keys: int) -> GlideRows:
         ring = self.ring
         return self._glide.forward(tokens, position, self._model, ring.store, ring.length, self._cache.stores[-1],
                                    num_keys)

@@ -28,16 +28,16 @@ class Target(NamedTuple):
         """What a folder holds; ModelError where that is neither, or was made for another model."""
         if glide.is_glide(folder):
             return Trained(glide=self._glide(folder))
-        return Trained(heads=heads.load(folder, *self))
+        return Trained(heads=heads.load_heads(folder, *self))
 
     def beside(self, folder: Path) -> Trained:
         """What lies in or beside the model's own files, as far as there is something."""
-        found, layer = heads.find(folder), folder / "glide"
-        return Trained(heads.load(found, *self) if found else None,
+        found, layer = heads.find_heads(folder), folder / "glide"
+        return Trained(heads.load_heads(found, *self) if found else None,
                        self._glide(layer) if glide.is_glide(layer) else None)
 
     def _glide(self, folder: Path) -> Glide:
         def check(where: Path, config: dict[str, Any]) -> None:
             heads.check_target(where, config, *self)
 
-        return glide.load(folder, self.model, check)
+        return glide.load_glide(folder, self.model, check)

@@ -1,4 +1,4 @@
-"""Weights from a Hugging Face folder: one safetensors file or shards, strict both ways."""
+"""ModelWeights from a Hugging Face folder: one safetensors file or shards, strict both ways."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.model import rope
 from longdraft.model.config import ModelConfig, read_json
-from longdraft.model.sharding import of_rank
+from longdraft.model.sharding import shard_config
 from longdraft.model.tensor_file import FLOATS, TensorFile
-from longdraft.model.transformer import Transformer, Weights
+from longdraft.model.transformer import ModelWeights, Transformer
 from longdraft.parallel import ColumnParallel, Pick, RowParallel, Shard, part_of
 
 WEIGHTS = "model.safetensors"
@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 QUANTIZE = ("none", "int8")
 HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+ReadCallback = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class TensorFiles:
@@ -38,7 +38,7 @@ class TensorFiles:
     on_read  called with (bytes read, bytes in all) after each tensor
     """
 
-    def __init__(self, folder: Path, single: str = WEIGHTS, on_read: Progress | None = None) -> None:
+    def __init__(self, folder: Path, single: str = WEIGHTS, on_read: ReadCallback | None = None) -> None:
         self.folder = folder
         self.files = [TensorFile(path) for path in _files(folder, single)]
         self._where: dict[str, TensorFile] = {}
@@ -254,7 +254,7 @@ def _rotated_order(config: ModelConfig) -> Tensor | None:
     return torch.cat([(starts + head).flatten(), values])
 
 
-def load(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str = "none") -> Transformer:
+def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str = "none") -> Transformer:
     """The transformer of a folder, or this rank's part of it; ModelError names every missing, surplus or misshapen
     tensor.
 
@@ -263,7 +263,7 @@ def load(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: st
     """
     whole, shares = config, part_of(kernels)
     _check(files, whole)
-    config = of_rank(whole, shares, quantize)
+    config = shard_config(whole, shares, quantize)
     order = _rotated_order(config)
     is_int8 = quantize == "int8"
     pack, dtype = partial(kernels.pack, is_int8=is_int8), None if is_int8 else kernels.dtype
@@ -282,8 +282,9 @@ def load(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: st
     def table(name: str) -> Linear:
         if shares.size == 1:
             return pack(files.stack((name,), dtype))
-        ours = shares.vocabulary(whole.vocab_size)
-        return ColumnParallel(pack(files.stack((name,), dtype, [lambda rows: rows[ours]])), ours.start, whole.vocab_size)
+        own = shares.vocabulary(whole.vocab_size)
+        packed = pack(files.stack((name,), dtype, [lambda rows: rows[own]]))
+        return ColumnParallel(packed, own.start, whole.vocab_size)
 
     def norm(name: str) -> Tensor:
         return files.read(name).to(kernels.device, kernels.dtype, copy=True)
@@ -308,7 +309,7 @@ def load(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: st
             k_norm=norms.get("k_norm"),
             rotates=config.rotates(index),
         ))
-    weights = Weights(embedding, tuple(layers), norm("model.norm.weight"), head, quantize)
+    weights = ModelWeights(embedding, tuple(layers), norm("model.norm.weight"), head, quantize)
     return Transformer(config, weights, kernels, whole)
 
 

@@ -86,12 +86,12 @@ class ModelConfig:
         return not self.skip_rope_every or (layer + 1) % self.skip_rope_every != 0
 
 
-def read(folder: Path) -> ModelConfig:
+def read_config(folder: Path) -> ModelConfig:
     """The configuration of a model folder. Raises ModelError with what is wrong and what is supported."""
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None
-    return from_hf(config, eos)
+    return parse_config(config, eos)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def from_hf(config: Mapping[str, Any], generation_eos: Any = None) -> ModelConfig:
+def parse_config(config: Mapping[str, Any], generation_eos: Any = None) -> ModelConfig:
     """Translate the dictionary of a `config.json`; `generation_eos` is generation_config's eos_token_id."""
     family = _family(config)
     config = {**family.defaults, **config}
@@ -183,7 +183,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         # In place of 1 / sqrt(D), which the kernels' attention has built in.
         query_factor=float(config.get("attention_multiplier", 1.0)) * math.sqrt(head_dim) if multiplied else 1.0,
         logits_divisor=_divisor(multiplied.get("logits_scaling", 1.0)),
-        eos_token_ids=ids(eos, vocabulary),
+        eos_token_ids=valid_token_ids(eos, vocabulary),
         dtype=_dtype(config),
     )
 
@@ -273,7 +273,7 @@ def _is_rope_type(kind: object) -> TypeGuard[RopeType]:
     return kind in ROPE_TYPES
 
 
-def ids(value: Any, vocabulary: int) -> tuple[int, ...]:
+def valid_token_ids(value: Any, vocabulary: int) -> tuple[int, ...]:
     """One id, several or none. What is outside the vocabulary (-1 says "none" in some files) can never be written."""
     several = () if value is None else value if isinstance(value, list) else (value,)
     return tuple(i for i in map(int, several) if 0 <= i < vocabulary)

@@ -1,6 +1,6 @@
 """What a model's `generation_config.json` says of sampling: request over file over built-in.
 
-    defaults = read(folder)
+    defaults = read_defaults(folder)
     defaults.params({"max_new_tokens": 1000, "temperature": 0.8})    # top-p and the rest as the file says
 """
 
@@ -54,13 +54,13 @@ class Defaults:
         return replace(params, from_model=tuple(sorted(used)))
 
 
-def read(folder: Path) -> Defaults:
+def read_defaults(folder: Path) -> Defaults:
     """The defaults of a model folder; none where it has no file of them."""
     path = folder / FILE
-    return from_hf(read_json(path)) if path.exists() else Defaults()
+    return parse_defaults(read_json(path)) if path.exists() else Defaults()
 
 
-def from_hf(config: Mapping[str, Any]) -> Defaults:
+def parse_defaults(config: Mapping[str, Any]) -> Defaults:
     """Translate the dictionary of a `generation_config.json`. What cannot be used is named, not followed."""
     settings: dict[str, Any] = {}
     ignored = [f"{name} {config[name]!r} (not supported)" for name, off in FOREIGN.items()
@@ -84,7 +84,7 @@ def is_off(value: Any, off: tuple[Any, ...]) -> bool:
     return value is None or value is False or value in ([], {}, *off)
 
 
-def describe(params: SamplingParams) -> str:
+def describe_defaults(params: SamplingParams) -> str:
     """The settings that came from the model, for people: `temperature 0.6, top-p 0.95`."""
     return ", ".join(f"{name.replace('_', '-')} {_shown(getattr(params, name))}" for name in params.from_model)
 

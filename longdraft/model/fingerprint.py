@@ -21,7 +21,7 @@ _WORTH_KEEPING = 1 << 27  # bytes of weights; less is hashed in a fraction of a 
 _TICK_S = 2.0  # longer than any file system's
 
 
-def of(files: TensorFiles) -> str:
+def weights_sha256(files: TensorFiles) -> str:
     """`files.fingerprint()`, from the cache where the files are what they were.
 
     ModelError where they are not those that were loaded any more.

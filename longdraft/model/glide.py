@@ -27,11 +27,11 @@ from longdraft.model.config import ModelConfig, read_json
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import RowParallel, part_of
 
-KIND = "glide"
+GLIDE_KIND = "glide"
 _NORMS = ("input_layernorm", "cross_layernorm", "post_attention_layernorm", "norm")
 
 
-class Weights(NamedTuple):
+class GlideWeights(NamedTuple):
     qkv: Linear
     out: Linear
     cross_q: Linear
@@ -41,7 +41,7 @@ class Weights(NamedTuple):
     norms: tuple[Tensor, ...]  # in the order of _NORMS
 
 
-def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def glide_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a glide file for this target."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -55,7 +55,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-class Row(NamedTuple):
+class GlideRows(NamedTuple):
     """A layer's rows [T, hidden] and their keys and values [T, Hkv, D]."""
 
     hidden: Tensor
@@ -66,13 +66,13 @@ class Row(NamedTuple):
 class Glide:
     """The layer. Holds no state of any text."""
 
-    def __init__(self, weights: Weights, window: int, target: Transformer) -> None:
+    def __init__(self, weights: GlideWeights, window: int, target: Transformer) -> None:
         self.window = window
         self._weights = weights
         self._target = target
 
     def forward(self, tokens: Sequence[int], start: int, target: Transformer, own: KVStore, own_length: int,
-                keys: KVStore, num_keys: int) -> Row:
+                keys: KVStore, num_keys: int) -> GlideRows:
         """Rows of a chain of tokens at positions start, start + 1, ...
 
         target    the model with the rotations of this text (`Transformer.for_length`)
@@ -92,7 +92,7 @@ class Glide:
         if num_keys:
             x = x + self._cross(self._norm(x, 1), cos, sin, keys, num_keys)
         inner = kernels.swiglu(kernels.linear(self._norm(x, 2), weights.gate_up))
-        return Row(x + kernels.linear(inner, weights.down), k, v)
+        return GlideRows(x + kernels.linear(inner, weights.down), k, v)
 
     def _cross(self, x: Tensor, cos: Tensor, sin: Tensor, keys: KVStore, num_keys: int) -> Tensor:
         """The kernels' attention ends at a row's own key: the target's last one takes that place."""
@@ -113,10 +113,10 @@ class Glide:
 
 
 def is_glide(folder: Path) -> bool:
-    return (folder / "config.json").exists() and read_json(folder / "config.json").get("kind") == KIND
+    return (folder / "config.json").exists() and read_json(folder / "config.json").get("kind") == GLIDE_KIND
 
 
-def load(folder: Path, target: Transformer, check: Callable[[Path, dict[str, Any]], None]) -> Glide:
+def load_glide(folder: Path, target: Transformer, check: Callable[[Path, dict[str, Any]], None]) -> Glide:
     """From a folder; what does not fit the target is a ModelError. `check` compares what config.json says of it."""
     config = read_json(folder / "config.json")
     check(folder, config)
@@ -126,7 +126,7 @@ def load(folder: Path, target: Transformer, check: Callable[[Path, dict[str, Any
     if target.config.rope.dims != target.config.head_dim:
         raise ModelError(f"{folder}: glide needs a model that rotates whole heads; this one rotates a part of each")
     files = TensorFiles(folder)
-    expected = shapes(target.whole)
+    expected = glide_shapes(target.whole)
     files.check(expected, files.names(), "its config.json and this model")
     kernels, shares = target.kernels, part_of(target.kernels)
 
@@ -139,7 +139,7 @@ def load(folder: Path, target: Transformer, check: Callable[[Path, dict[str, Any
         return RowParallel(packed) if is_summed else packed
 
     norms = tuple(files.read(f"{name}.weight").to(kernels.device, kernels.dtype, copy=True) for name in _NORMS)
-    weights = Weights(
+    weights = GlideWeights(
         pack("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), pack("self_attn.o_proj"),
         pack("cross_attn.q_proj"), pack("cross_attn.o_proj"), pack("mlp.gate_proj", "mlp.up_proj"),
         pack("mlp.down_proj"), norms)

@@ -26,7 +26,7 @@ from longdraft.model.checkpoint import HEADS_PREFIX, INDEX, WEIGHTS, TensorFiles
 from longdraft.model.config import read_json
 from longdraft.model.transformer import Transformer
 
-KIND = "tokenswift-heads"
+HEADS_KIND = "tokenswift-heads"
 
 
 class Heads(Protocol):
@@ -74,7 +74,7 @@ def has_heads(files: TensorFiles) -> bool:
     return any(name.startswith(HEADS_PREFIX) for name in files.names())
 
 
-def find(folder: Path) -> Path | None:
+def find_heads(folder: Path) -> Path | None:
     """Where a folder's heads are: in it, or beside its model in the sub-folder `heads`; None: nowhere."""
     if (folder / "config.json").exists() and _kind(folder) is not None:
         return folder
@@ -89,21 +89,21 @@ def _kind(folder: Path) -> str | None:
     """
     config = read_json(folder / "config.json")
     has_weights = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
-    if config.get("kind") == KIND or (has_weights and has_heads(TensorFiles(folder))):
+    if config.get("kind") == HEADS_KIND or (has_weights and has_heads(TensorFiles(folder))):
         return "chained"
-    is_medusa = medusa.is_medusa(config) or (folder / medusa.FILE).exists()
+    is_medusa = medusa.is_medusa(config) or (folder / medusa.MEDUSA_FILE).exists()
     return "medusa" if is_medusa and not has_weights else None
 
 
 def require_model(folder: Path) -> None:
     """ModelError, saying how they are used, for a folder of heads where a model is wanted."""
     config = read_json(folder / "config.json")
-    if "model_type" not in config and (config.get("kind") == KIND or medusa.is_medusa(config)):
+    if "model_type" not in config and (config.get("kind") == HEADS_KIND or medusa.is_medusa(config)):
         base = config.get("base_model") or config.get("base_model_name_or_path") or "the model they were trained for"
         raise ModelError(f"{folder} holds heads, not a model; give --model {base} --heads {folder}")
 
 
-def load(folder: Path, model: Transformer, fingerprint: Callable[[], str] | None = None,
+def load_heads(folder: Path, model: Transformer, fingerprint: Callable[[], str] | None = None,
          vocabulary: Callable[[], str] | None = None) -> Heads:
     """Heads of either kind: from their own folder, from a whole model's that carries them, or from beside a model.
 
@@ -111,15 +111,15 @@ def load(folder: Path, model: Transformer, fingerprint: Callable[[], str] | None
     not fit `model` (or its weights' `fingerprint`, or its tokenizer's `vocabulary`, where given; asked for only where
     they decide) is a ModelError.
     """
-    found = find(folder)
+    found = find_heads(folder)
     if found is None:
-        raise ModelError(f"{folder} holds no heads: neither TokenSwift's (config.json with kind {KIND!r}, or tensors "
-                         f"{HEADS_PREFIX}*) nor Medusa's (medusa_num_heads and {medusa.FILE})")
+        raise ModelError(f"{folder} holds no heads: neither TokenSwift's (config.json with kind {HEADS_KIND!r}, or "
+                         f"tensors {HEADS_PREFIX}*) nor Medusa's (medusa_num_heads and {medusa.MEDUSA_FILE})")
     folder, config = found, read_json(found / "config.json")
     if _kind(folder) == "medusa":
         if "base_sha256" in config:  # ours; the public ones do not say
             check_target(folder, config, model, fingerprint, vocabulary)
-        return medusa.load(folder, config, model)
+        return medusa.load_medusa(folder, config, model)
     check_target(folder, config, model, fingerprint, vocabulary)
     files = TensorFiles(folder)
     names = sorted(name for name in files.names() if name.startswith(HEADS_PREFIX))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BUNDLED_DIR = Path(__file__).resolve().parent.parent / "bundled"
-DEFAULT = "novelist"
+DEFAULT_MODEL = "novelist"
 _HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIGS = ("config.json", "generation_config.json")
@@ -50,7 +50,7 @@ class Hub:
     offline: bool = False
 
 
-def bundled() -> list[str]:
+def bundled_models() -> list[str]:
     """Names of the models that come with the package."""
     return sorted(path.parent.name for path in BUNDLED_DIR.glob("*/config.json"))
 
@@ -58,14 +58,14 @@ def bundled() -> list[str]:
 def resolve(name: str, hub: Hub | None = None, *, is_config_enough: bool = False) -> Path:
     """The folder of a model or of heads. ModelError where there is none, UsageError for a revision of no hub id."""
     hub = hub or Hub()
-    folder = BUNDLED_DIR / name if name in bundled() else Path(name)
+    folder = BUNDLED_DIR / name if name in bundled_models() else Path(name)
     if os.path.isdir(folder):
         if hub.revision:
             raise UsageError(f"revision is {hub.revision!r}, but {name!r} is a folder; revisions are those of hub ids")
         return folder
     found = _HUB_ID.fullmatch(name)
     if not found or os.path.exists(name):
-        raise ModelError(f"no model {name[:200]!r}; give a bundled name ({', '.join(bundled())}), "
+        raise ModelError(f"no model {name[:200]!r}; give a bundled name ({', '.join(bundled_models())}), "
                          "a folder with config.json, or a hub id such as owner/model or owner/model@revision")
     if found["revision"] and hub.revision not in (None, found["revision"]):
         raise UsageError(f"{name!r} names another revision than {hub.revision!r}; give it once")
@@ -74,7 +74,7 @@ def resolve(name: str, hub: Hub | None = None, *, is_config_enough: bool = False
 
 def is_folder(name: str) -> bool:
     """Whether a model's name is a folder of the user's."""
-    return bool(name) and name not in bundled() and os.path.isdir(name)
+    return bool(name) and name not in bundled_models() and os.path.isdir(name)
 
 
 def from_anywhere(name: str) -> str:
@@ -84,7 +84,7 @@ def from_anywhere(name: str) -> str:
 
 def lasting_name(name: str, folder: Path) -> str:
     """What will mean the same model tomorrow, and from elsewhere, as `name` did when `folder` was found for it."""
-    if name in bundled():
+    if name in bundled_models():
         return name
     found = _HUB_ID.fullmatch(name)
     if found and not os.path.isdir(name) and _COMMIT.fullmatch(folder.name):

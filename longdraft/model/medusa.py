@@ -24,7 +24,7 @@ from longdraft.kernels import Linear
 from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.transformer import Transformer
 
-FILE = "medusa_lm_head.safetensors"
+MEDUSA_FILE = "medusa_lm_head.safetensors"
 
 
 class MedusaHead(NamedTuple):
@@ -61,14 +61,14 @@ def is_medusa(config: dict[str, Any]) -> bool:
     return "medusa_num_heads" in config
 
 
-def load(folder: Path, config: dict[str, Any], model: Transformer) -> MedusaHeads:
+def load_medusa(folder: Path, config: dict[str, Any], model: Transformer) -> MedusaHeads:
     """Heads from a folder of the public format; what does not fit `model` is a ModelError."""
-    if not (folder / FILE).exists():
-        raise ModelError(f"{folder / FILE} is missing; Medusa's .pt files are pickles, which can run code, and are not "
-                         f"loaded; convert one with safetensors.torch.save_file(torch.load('medusa_lm_head.pt', "
-                         f"weights_only=True), '{FILE}')")
+    if not (folder / MEDUSA_FILE).exists():
+        raise ModelError(f"{folder / MEDUSA_FILE} is missing; Medusa's .pt files are pickles, which can run code, and "
+                         f"are not loaded; convert one with safetensors.torch.save_file(torch.load('medusa_lm_head.pt', "
+                         f"weights_only=True), '{MEDUSA_FILE}')")
     count, num_blocks = (_number(folder, config, name) for name in ("medusa_num_heads", "medusa_num_layers"))
-    files = TensorFiles(folder, FILE)
+    files = TensorFiles(folder, MEDUSA_FILE)
     hidden, vocabulary = model.config.hidden_size, model.config.vocab_size
     own: dict[str, tuple[int, ...]] = {f"{i}.{num_blocks}.weight": (vocabulary, hidden) for i in range(count)}
     expected = dict(own) if files.names() & own.keys() else {}

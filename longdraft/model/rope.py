@@ -38,7 +38,7 @@ def frequencies(rope: RopeConfig, trained: int, length: int) -> tuple[Tensor, fl
     return inverse, 1.0
 
 
-def kept_to(rope: RopeConfig, trained: int) -> int | None:
+def max_unscaled_length(rope: RopeConfig, trained: int) -> int | None:
     """The length up to which frequencies stay as they are; None: they depend on no length."""
     if rope.kind == "dynamic":
         return trained

@@ -37,7 +37,7 @@ def run_alone(work: Routine[T]) -> T:
     try:
         ask = next(work)
         while True:
-            ask = work.send(ask.model.together([ask])[0])
+            ask = work.send(ask.model.forward_batch([ask])[0])
     except StopIteration as end:
         result: T = end.value
         return result
@@ -65,7 +65,7 @@ def run_batched(asks: Sequence[ForwardRequest], spent: Callable[[Sequence[int], 
 def _together(asks: Sequence[ForwardRequest]) -> Sequence[Forward | Exception]:
     try:
         with translate_memory_errors():
-            return asks[0].model.together(asks)
+            return asks[0].model.forward_batch(asks)
     except Exception as error:  # whatever it is, it is given to who asked
         return [error] if len(asks) == 1 else [answer for ask in asks for answer in _together([ask])]
 

@@ -9,7 +9,7 @@ from longdraft.model.config import ModelConfig
 from longdraft.parallel import Shard
 
 
-def of_rank(config: ModelConfig, part: Shard, quantize: str = "none") -> ModelConfig:
+def shard_config(config: ModelConfig, part: Shard, quantize: str = "none") -> ModelConfig:
     """The configuration of a rank's part. ModelError names what cannot be divided."""
     size = part.size
     if size == 1:

@@ -39,7 +39,7 @@ class Sizes:
         return (self.read_bytes + context * self.cache_bytes_per_token) / bytes_per_s * 1e3
 
 
-def of(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
+def model_sizes(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
     """Sizes of a configuration. Layers are alike, so one is counted, however many there are."""
     outside = _count(replace(config, num_layers=0))
     parameters = outside + config.num_layers * (_count(replace(config, num_layers=1)) - outside)
@@ -57,7 +57,7 @@ def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int
     free = chosen.free_bytes()
     if free is None:
         return
-    share = of(config).parameters / parts
+    share = model_sizes(config).parameters / parts
     needed = share * (1 if quantize == "int8" else chosen.dtype.itemsize)
     if needed > free * USABLE:
         smaller = [f"{name} ({share * width / 2**30:.1f} GiB)"

@@ -100,8 +100,8 @@ class Tokenizer:
             return frozenset()
         return frozenset(i for token, i in self.vocabulary().items() if _BYTE.fullmatch(token))
 
-    def stream(self) -> TextStream:
-        return TextStream(self)
+    def stream(self) -> IncrementalDecoder:
+        return IncrementalDecoder(self)
 
     def chat(self, messages: str | Sequence[Message], /, **options: Any) -> str:
         """Messages (a text: one of the user's) in the model's chat template, ready for the answer.
@@ -138,7 +138,7 @@ def require_same_vocabulary(ours: Tokenizer, theirs: Tokenizer, name: str) -> No
                      "give a model with the same tokenizer")
 
 
-class TextStream:
+class IncrementalDecoder:
     """Decodes token by token; holds tokens back while they may end in the middle of a character.
 
     What `push` returns, joined, and what `flush` adds at the end is the decoded whole (but for a character cut at

@@ -19,7 +19,7 @@ from torch import Tensor
 from longdraft.cache.full import FullCache, KVCache
 from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayerWeights, Linear
 from longdraft.model.config import ModelConfig
-from longdraft.model.rope import RopeTable, kept_to
+from longdraft.model.rope import RopeTable, max_unscaled_length
 from longdraft.tree import Tree
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def chain_rows(tokens: Sequence[int], start: int) -> Rows:
     return Rows(tokens, range(start, start + len(tokens)), range(-1, len(tokens) - 1))
 
 
-class Weights(NamedTuple):
+class ModelWeights(NamedTuple):
     embedding: Linear
     layers: tuple[LayerWeights, ...]
     norm: Tensor
@@ -87,7 +87,7 @@ class Forward:
 class Transformer:
     """The decoder. Holds weights and kernels, no state of any text."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels,
+    def __init__(self, config: ModelConfig, weights: ModelWeights, kernels: Kernels,
                  whole: ModelConfig | None = None) -> None:
         """config: of what this process has of the model; whole: of the model, where that is more."""
         self.config = config
@@ -111,7 +111,7 @@ class Transformer:
             log.warning("a text of %d tokens is longer than the model's max_position_embeddings (%d); rope type %r "
                         "stretches to %d, quality may fall", length, config.trained_positions, config.rope.kind,
                         config.max_positions)
-        kept = kept_to(config.rope, config.trained_positions)
+        kept = max_unscaled_length(config.rope, config.trained_positions)
         if kept is None or length <= kept:
             return self
         other = copy.copy(self)
@@ -148,9 +148,9 @@ class Transformer:
 
     def forward(self, rows: Rows, cache: KVCache, num_logits: int = 0, is_prompt: bool = False) -> Forward:
         """Run rows over a cache; their keys and values stay provisional until the cache commits them."""
-        return self.together([ForwardRequest(self, rows, cache, num_logits, is_prompt)])[0]
+        return self.forward_batch([ForwardRequest(self, rows, cache, num_logits, is_prompt)])[0]
 
-    def together(self, asks: Sequence[ForwardRequest]) -> list[Forward]:
+    def forward_batch(self, asks: Sequence[ForwardRequest]) -> list[Forward]:
         """One forward for all that is asked of this model, each text over a cache of its own."""
         kernels, config = self.kernels, self.config
         counts = [len(ask.rows.tokens) for ask in asks]

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.checkpoint import TensorFiles
-from longdraft.model.config import ModelConfig, read
+from longdraft.model.config import ModelConfig, read_config
 from longdraft.train.data import Tokens
 
 CPU_RUN_ELEMENTS = 2**21  # logits of a run; float32 they still fit the second-level cache of a server's core
@@ -115,7 +115,7 @@ def load_base(folder: Path, dtype: str, device: torch.device, *, shard: bool = F
 
     shard  layer by layer over all GPUs that this process sees, where one does not hold it
     """
-    config = read(folder)
+    config = read_config(folder)
     fingerprint = TensorFiles(folder).fingerprint()
     saved = DTYPES[config.dtype]
     model = pretrained(folder, saved if dtype == "auto" else DTYPES[dtype], device, shard=shard)

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from longdraft.errors import ModelError
 from longdraft.model.checkpoint import WEIGHTS, dump_json
-from longdraft.model.glide import KIND, shapes
+from longdraft.model.glide import GLIDE_KIND, glide_shapes
 from longdraft.train.base import Base, Scores, Seen, as_ids, mixed_loss
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
@@ -42,7 +42,7 @@ class GlideModule(nn.Module):
         self._base, self._window = base, settings.window
         generator = torch.Generator().manual_seed(settings.seed)
         self.weights = nn.ParameterDict()
-        for name, shape in shapes(config).items():
+        for name, shape in glide_shapes(config).items():
             tensor = torch.ones(shape)
             if len(shape) > 1:
                 is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -178,7 +178,7 @@ class GlideTrainee:
         """As longdraft.model.glide reads it."""
         tensors = {name: p.detach().to("cpu", self.base.saved_dtype) for name, p in self.module.named()}
         write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
-        dump_json(folder / "config.json", {"kind": KIND, "window": self.settings.window,
+        dump_json(folder / "config.json", {"kind": GLIDE_KIND, "window": self.settings.window,
                                            "max_lag": self.settings.max_lag, **record})
 
 

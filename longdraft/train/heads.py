@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from longdraft.model import medusa
 from longdraft.model.checkpoint import HEADS_PREFIX, dump_json
-from longdraft.model.heads import KIND
+from longdraft.model.heads import HEADS_KIND
 from longdraft.train.base import IGNORED, Base, Scores, as_ids, mixed_loss
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
@@ -125,7 +125,7 @@ class ChainedModule(nn.Module):
         tensors = {f"{prefix}medusa_layers.{index}.{name}": tensor.to("cpu", self._base.saved_dtype)
                    for index, head in enumerate(self.links()) for name, tensor in head.tensors().items()}
         write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
-        dump_json(folder / "config.json", {"kind": KIND, "num_heads": len(self.medusa_layers), **record})
+        dump_json(folder / "config.json", {"kind": HEADS_KIND, "num_heads": len(self.medusa_layers), **record})
 
 
 class MedusaModule(nn.Module):
@@ -153,7 +153,7 @@ class MedusaModule(nn.Module):
         """In the public format, as longdraft.model.medusa reads it."""
         tensors = {f"{index}.0.linear.{name}": p.detach().to("cpu", self._base.saved_dtype)
                    for index, block in enumerate(self.blocks) for name, p in block.named_parameters()}
-        write_tensors(folder / medusa.FILE, tensors, {"format": "pt"})
+        write_tensors(folder / medusa.MEDUSA_FILE, tensors, {"format": "pt"})
         dump_json(folder / "config.json", {"medusa_num_heads": len(self.blocks), "medusa_num_layers": 1,
                                            "base_model_name_or_path": record["base_model"], **record})
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from longdraft.errors import UsageError, check
-from longdraft.model.config import read
+from longdraft.model.config import read_config
 from longdraft.model.hub import resolve
 from longdraft.model.tokenizer import vocabulary_sha256
 from longdraft.train import data, glide, heads, lm
@@ -108,7 +108,7 @@ class _Lm:
         other = settings.model if isinstance(settings, DraftSettings) else settings.distill_from
         if not other:
             return
-        ours, theirs = self._start.config.vocab_size, read(resolve(other)).vocab_size
+        ours, theirs = self._start.config.vocab_size, read_config(resolve(other)).vocab_size
         if self._base and ours != theirs:
             raise UsageError(f"{other!r} has a vocabulary of {theirs}, the new model one of {ours}; {_SAME}")
         tokenizer = data.load_tokenizer(resolve(other), theirs)
@@ -140,7 +140,7 @@ class _Lm:
         if settings.start:
             return self._grouped(pretrained(source, torch.float32, self._team.device))
         if (source / "config.json").exists():
-            config = read(source)
+            config = read_config(source)
             begin, end = None, next(iter(config.eos_token_ids), None)
             return lm.new_model(settings, config.vocab_size, begin, end)
         tokenizer = data.load_tokenizer(source, 2**31)
@@ -191,7 +191,7 @@ class Kind(NamedTuple):
         settings.check_idle()
         folders = {name: resolve(value) for name in MODELS if (value := getattr(settings, name, ""))}
         if isinstance(settings, LmSettings) and settings.start:
-            limit = read(folders["start"]).trained_positions
+            limit = read_config(folders["start"]).trained_positions
             usual = next(each.default for each in fields(settings) if each.name == "context")
             check(settings.context in (limit, usual), "context", settings.context,
                   f"{limit}, what {settings.start!r} declares", "leave it out")

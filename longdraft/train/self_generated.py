@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from longdraft.core import SamplingParams
 from longdraft.engine import load
 from longdraft.errors import ModelError
-from longdraft.model.config import read
+from longdraft.model.config import read_config
 from longdraft.model.hub import resolve
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
@@ -42,7 +42,7 @@ def write(settings: HeadSettings | GlideSettings, fingerprint: str, documents: l
     """
     if (output / _OLD).exists():
         return list(np.load(output / _OLD))
-    length = min(settings.sequence_length, read(resolve(settings.model)).max_positions)
+    length = min(settings.sequence_length, read_config(resolve(settings.model)).max_positions)
     prompt = max(1, min(_PROMPT, length // 2))
     new = length - prompt
     prompts = _prompts(documents, prompt, -(-settings.own_tokens // new), settings.seed)

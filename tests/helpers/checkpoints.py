@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from longdraft import kernels
 from longdraft.model import checkpoint, glide
 from longdraft.model import config as model_config
-from longdraft.model.heads import KIND
+from longdraft.model.heads import HEADS_KIND
 from longdraft.model.transformer import Transformer
 
 VOCAB = 320  # 256 bytes, two specials, some room
@@ -59,31 +59,32 @@ def make_heads(folder: Path, base: LlamaForCausalLM, num: int = 3, **changes: ob
         tensors[prefix + "post_layernorm.weight"] = torch.ones(hidden)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
-    config = {"kind": KIND, "base_model": "tiny", "hidden_size": hidden, "vocab_size": base.config.vocab_size}
+    config = {"kind": HEADS_KIND, "base_model": "tiny", "hidden_size": hidden, "vocab_size": base.config.vocab_size}
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def make_glide(folder: Path, model: Path, window: int = 12, **changes: object) -> None:
     """An untrained glide layer for the model of a folder, whose every part adds something."""
-    config = model_config.read(model)
+    config = model_config.read_config(model)
     torch.manual_seed(9)
     tensors = {name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.2
-               for name, shape in glide.shapes(config).items()}
+               for name, shape in glide.glide_shapes(config).items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
-    about = {"kind": glide.KIND, "window": window, "base_model": "tiny", "hidden_size": config.hidden_size,
+    about = {"kind": glide.GLIDE_KIND, "window": window, "base_model": "tiny", "hidden_size": config.hidden_size,
              "vocab_size": config.vocab_size}
     (folder / "config.json").write_text(json.dumps(about | changes))
 
 
 def load_glide(folder: Path, model: Transformer) -> glide.Glide:
-    return glide.load(folder, model, lambda where, config: None)
+    return glide.load_glide(folder, model, lambda where, config: None)
 
 
 def load(folder: Path, dtype: str = "float32", name: str | None = None, quantize: str = "none") -> Transformer:
     """A model on the fastest kernels, or on those of this name."""
     chosen = kernels.choose("cpu", dtype, name)
-    return checkpoint.load(checkpoint.TensorFiles(folder), model_config.read(folder), chosen, quantize)
+    config = model_config.read_config(folder)
+    return checkpoint.load_transformer(checkpoint.TensorFiles(folder), config, chosen, quantize)
 
 
 def write_medusa(folder: Path, num_heads: int = 2, num_blocks: int = 2, *, own: bool = True) -> dict[str, torch.Tensor]:

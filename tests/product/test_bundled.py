@@ -14,7 +14,7 @@ MIB = 2**20
 CHAPTER = (Path(__file__).parents[2] / "examples" / "chapter.txt").read_text(encoding="utf-8")
 DRAFTERS = ("auto", "tokenswift", "medusa", "magicdec", "draft-model", "glide", "triforce")
 
-pytestmark = pytest.mark.parametrize("name", hub.bundled())
+pytestmark = pytest.mark.parametrize("name", hub.bundled_models())
 
 
 def folder(name: str) -> Path:

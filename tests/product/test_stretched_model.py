@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from helpers.checkpoints import VOCAB, load, make_checkpoint
 
+from helpers.checkpoints import VOCAB, load, make_checkpoint
 from longdraft.model.transformer import chain_rows
 
 # Four times the width and the head size: the factors of norms and queries are powers of two, and no bit is lost.

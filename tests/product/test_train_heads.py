@@ -59,7 +59,7 @@ def test_trained_heads_load_in_the_engine_and_speak_of_the_right_tokens(base, tm
                                 gradient_accumulation=2), output)
     assert all(part["top1"] > 0.99 and part["top3"] >= part["top1"] for part in result.validation)
     model = load(base)
-    loaded = trained_heads.load(output, model, TensorFiles(base).fingerprint)
+    loaded = trained_heads.load_heads(output, model, TensorFiles(base).fingerprint)
     ids = data.load_tokenizer(base, model.config.vocab_size).encode(ALPHABET * 3).ids
     hidden = model.forward(chain_rows(ids[:60], 0), model.new_cache()).hidden
     for row in range(30, 60):
@@ -91,7 +91,7 @@ def test_training_and_engine_agree_on_hidden_rows_and_logits(tmp_path, changes, 
     model = load(tmp_path / "tiny")
     hidden = model.forward(chain_rows(ids.tolist(), 0), model.new_cache()).hidden
     assert torch.allclose(hidden, trained.hidden(ids[None]), atol=1e-4)
-    ours = trained_heads.load(tmp_path / "heads", model).logits(hidden[-1:])
+    ours = trained_heads.load_heads(tmp_path / "heads", model).logits(hidden[-1:])
     theirs = [trained.logits(normed) for normed in module(hidden[-1:].clone())]
     assert torch.allclose(ours, torch.cat(theirs), atol=1e-4)
 

@@ -63,7 +63,7 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     make_checkpoint(folder, num_key_value_heads=2)
     name, dtype = request.param
     chosen = kernels.choose("cpu", dtype, name)
-    model = checkpoint.load(checkpoint.TensorFiles(folder), model_config.read(folder), chosen)
+    model = checkpoint.load_transformer(checkpoint.TensorFiles(folder), model_config.read_config(folder), chosen)
     layers = model.weights.layers
     weights = model.weights._replace(layers=(layers[0], layers[1]._replace(window=40)))
     return Transformer(model.config, weights, chosen)
@@ -79,7 +79,7 @@ def test_a_forward_of_several_texts_gives_each_the_bits_of_its_own(windowed, tex
         count = seed % (len(parents) + 1)
         asks.append(ForwardRequest(model, rows, filled(model, length, seed), count))
         alone.append((filled(model, length, seed), model.forward(rows, filled(model, length, seed), count)))
-    for ask, result, (cache, expected) in zip(asks, model.together(asks), alone, strict=True):
+    for ask, result, (cache, expected) in zip(asks, model.forward_batch(asks), alone, strict=True):
         assert torch.equal(result.hidden, expected.hidden) and torch.equal(result.logits, expected.logits)
         assert all(torch.equal(a, b) for a, b in zip(result.attention_output, expected.attention_output, strict=True))
         path = [row for row in range(len(ask.rows.tokens)) if ask.rows.parents[row] == row - 1][:5]
@@ -97,7 +97,7 @@ def test_drafts_with_remainders_and_verifications_travel_together(tiny):
         model = load(tiny["gqa"], "float32", name)
         asks = [ForwardRequest(model, rows_of([-1, 0, 0][: 1 + seed % 3], 50 + seed, seed), with_rest(model, seed), 1)
                 for seed in range(7)]
-        for ask, result in zip(asks, model.together(asks), strict=True):
+        for ask, result in zip(asks, model.forward_batch(asks), strict=True):
             expected = model.forward(ask.rows, ask.cache, 1)
             assert torch.equal(result.hidden, expected.hidden) and torch.equal(result.logits, expected.logits)
 
@@ -123,7 +123,8 @@ def engine(request: pytest.FixtureRequest, tiny) -> longdraft.Engine:
 @pytest.fixture(scope="module")
 def drafts(engine, tiny) -> dict[str, Transformer]:
     folder = tiny["mha" if engine.model.config.num_kv_heads == 1 else "gqa"]
-    another = checkpoint.load(checkpoint.TensorFiles(folder), model_config.read(folder), engine.model.kernels)
+    files, config = checkpoint.TensorFiles(folder), model_config.read_config(folder)
+    another = checkpoint.load_transformer(files, config, engine.model.kernels)
     return {"another": another, "itself": engine.model}
 
 

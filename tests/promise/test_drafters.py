@@ -135,7 +135,7 @@ def tokenswift(tiny: dict[str, Path], prompt: list[int], **options: object):
     model = load(tiny["gqa"])
     params = SamplingParams(temperature=0.0)
     cache = model.new_cache()
-    given = drafters.Resources(model, cache, Sampler(params), params, heads.load(tiny["gqa"] / "heads", model))
+    given = drafters.Resources(model, cache, Sampler(params), params, heads.load_heads(tiny["gqa"] / "heads", model))
     from longdraft.model.transformer import chain_rows
     from longdraft.speculation.drafter import Verified
 
@@ -199,7 +199,7 @@ def test_released_checkpoints_carry_their_heads(tiny, tmp_path):
     tensors = load_file(tiny["mha"] / "model.safetensors") | load_file(tiny["mha"] / "heads" / "model.safetensors")
     save_file(tensors, tmp_path / "released" / "model.safetensors")
     model = load(tmp_path / "released")
-    assert len(heads.load(tmp_path / "released", model)) == 3
+    assert len(heads.load_heads(tmp_path / "released", model)) == 3
 
 
 def test_heads_of_another_model_are_refused(tiny, tmp_path):
@@ -209,9 +209,9 @@ def test_heads_of_another_model_are_refused(tiny, tmp_path):
     make_heads(tmp_path / "heads", base)
     make_heads(tmp_path / "foreign", base, base_sha256="0" * 64)
     with pytest.raises(ModelError, match="hidden_size 32, the model has 48"):
-        heads.load(tmp_path / "heads", load(tiny["mha"]))
+        heads.load_heads(tmp_path / "heads", load(tiny["mha"]))
     with pytest.raises(ModelError, match="trained on other weights"):
-        heads.load(tmp_path / "foreign", load(tmp_path / "model"), lambda: "f" * 64)
+        heads.load_heads(tmp_path / "foreign", load(tmp_path / "model"), lambda: "f" * 64)
 
 
 @pytest.mark.parametrize("name, options, message", [

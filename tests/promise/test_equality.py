@@ -41,7 +41,7 @@ def plain(model: Transformer) -> dict[str, list[int]]:
 def drafts(model: Transformer, tiny: dict[str, Path]) -> dict[str, Transformer]:
     """Models to draft with, on the target's kernels: another one, which is mostly wrong, and the target itself."""
     other = tiny["mha" if model.config.num_kv_heads == 1 else "gqa"]
-    another = checkpoint.load(checkpoint.TensorFiles(other), model_config.read(other), model.kernels)
+    another = checkpoint.load_transformer(checkpoint.TensorFiles(other), model_config.read_config(other), model.kernels)
     return {"another": another, "itself": model}
 
 
@@ -50,7 +50,7 @@ def drafts(model: Transformer, tiny: dict[str, Path]) -> dict[str, Transformer]:
 def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafts, drafter, settings):
     name, options = DRAFTERS[drafter]
     folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
-    trained = heads.load(folder / "heads", model)
+    trained = heads.load_heads(folder / "heads", model)
     draft = drafts.get(options.get("model"))
     factory = by_name(name, trained, draft, load_glide(folder / "glide", model), **options)
     assert generate(model, prompt_of(90), params_of(settings), factory, banned=[1]) == plain[settings]
@@ -69,7 +69,7 @@ def test_drafts_are_accepted_so_the_equality_is_not_that_of_plain_with_plain(mod
     options = {"ngram": {"seen": 1}, "suffix": {"min_match": 1, "min_probability": 0},
                "tokenswift": {"delay": 0, "seen": 1}}.get(drafter, {})
     tally = Tally()
-    factory = by_name(drafter, heads.load(folder / "heads", model), **options)
+    factory = by_name(drafter, heads.load_heads(folder / "heads", model), **options)
     params = SamplingParams(max_new_tokens=150, temperature=0.0)
     written = generate(model, prompt_of(90), params, factory, tally=tally)
     assert written == generate(model, prompt_of(90), params, by_name("plain"))
@@ -83,7 +83,7 @@ def test_drafts_are_accepted_so_the_equality_is_not_that_of_plain_with_plain(mod
 def test_threads_change_nothing(tiny, name):
     """Through our own pool, on a model large enough for it to be used."""
     model = load(tiny["mha"], "bfloat16", name)
-    factory = by_name("tokenswift", heads.load(tiny["mha"] / "heads", model), delay=0)
+    factory = by_name("tokenswift", heads.load_heads(tiny["mha"] / "heads", model), delay=0)
     texts = set()
     for threads in (1, 2, 3):
         kernels.set_threads(threads)
@@ -96,7 +96,7 @@ def test_threads_change_nothing(tiny, name):
 @pytest.mark.parametrize("drafter", ["plain", "tokenswift"])
 def test_the_way_a_prompt_is_cut_changes_nothing(model, plain, tiny, drafter, chunk):
     folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
-    factory = by_name(drafter, heads.load(folder / "heads", model))
+    factory = by_name(drafter, heads.load_heads(folder / "heads", model))
     written = generate(model, prompt_of(90), params_of("paper"), factory, chunk=chunk, banned=[1])
     assert written == plain["paper"]
 
@@ -116,7 +116,7 @@ def test_every_kernel_keeps_the_promise(tiny, name, dtype):
     model = load(tiny["gqa"], dtype, name)
     expected = generate(model, prompt_of(90), params_of("paper"), by_name("plain"))
     for drafter in ("ngram", "suffix", "tokenswift"):
-        factory = by_name(drafter, heads.load(tiny["gqa"] / "heads", model), delay=0)
+        factory = by_name(drafter, heads.load_heads(tiny["gqa"] / "heads", model), delay=0)
         assert generate(model, prompt_of(90), params_of("paper"), factory) == expected
     drafter = liar("half true", expected, 90)
     assert generate(model, prompt_of(90), params_of("paper"), lambda given: drafter) == expected

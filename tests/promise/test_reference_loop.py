@@ -32,6 +32,7 @@ def test_greedy_with_penalty_equals_the_naive_loop(tmp_path, kv_heads, drafter):
     make_heads(tmp_path / "heads", base)
     model = load(tmp_path / "model")
     params = SamplingParams(max_new_tokens=NEW, temperature=0.0, repetition_penalty=THETA, penalty_window=WINDOW)
-    factory = by_name(drafter, heads.load(tmp_path / "heads", model), **({} if drafter == "plain" else {"delay": 0}))
+    options = {} if drafter == "plain" else {"delay": 0}
+    factory = by_name(drafter, heads.load_heads(tmp_path / "heads", model), **options)
     prompt = prompt_of(40)
     assert generate(model, prompt, params, factory) == naive(base, prompt)

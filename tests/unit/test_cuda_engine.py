@@ -119,7 +119,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def load(folder: Path, name: str = NAME) -> Transformer:
     chosen = kernels.choose(DEVICE, "float32", name)
-    return checkpoint.load(checkpoint.TensorFiles(folder), model_config.read(folder), chosen)
+    return checkpoint.load_transformer(checkpoint.TensorFiles(folder), model_config.read_config(folder), chosen)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ QUICK = ["suffix", "medusa", "tokenswift", "glide"]  # those that the interprete
 
 @pytest.mark.parametrize("drafter", DRAFTERS if HAS_CUDA else QUICK)
 def test_every_drafter_writes_the_plain_text(model, plain, folders, drafter):
-    trained = heads.load(folders["model"] / "heads", model)
+    trained = heads.load_heads(folders["model"] / "heads", model)
     factory = by_name(drafter, trained, None, load_glide(folders["model"] / "glide", model), **DRAFTERS[drafter])
     assert generate(model, prompt_of(70), PARAMS, factory) == plain
 

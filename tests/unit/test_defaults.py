@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
     ({"stop_strings": "END"}, {"stop_strings": ["x"], "max_tokens": 3}, dict(stop=("x",), max_new_tokens=3)),
 ])
 def test_a_request_wins_over_the_file_and_the_file_over_what_is_built_in(file, given, expected):
-    assert defaults.from_hf(file).params(given) == SamplingParams(**expected)
+    assert defaults.parse_defaults(file).params(given) == SamplingParams(**expected)
 
 
 @pytest.mark.parametrize("given, expected", [
@@ -53,7 +53,7 @@ def test_a_request_wins_over_the_file_and_the_file_over_what_is_built_in(file, g
     ({"temperature": 1.0, "top_p": 0.5}, ()),
 ])
 def test_settings_say_which_of_them_came_from_the_model(given, expected):
-    params = defaults.from_hf({"do_sample": True, "temperature": 0.6, "top_p": 0.95}).params(given)
+    params = defaults.parse_defaults({"do_sample": True, "temperature": 0.6, "top_p": 0.95}).params(given)
     assert params.from_model == expected
 
 
@@ -71,7 +71,7 @@ def test_settings_say_which_of_them_came_from_the_model(given, expected):
     ({"suppress_tokens": [5]}, "suppress_tokens [5] (not supported)"),
 ])
 def test_what_cannot_be_used_is_named_and_not_followed(file, message):
-    found = defaults.from_hf(file)
+    found = defaults.parse_defaults(file)
     assert len(found.ignored) == 1 and message in found.ignored[0]
     assert found.params({}) == SamplingParams()
 
@@ -79,7 +79,7 @@ def test_what_cannot_be_used_is_named_and_not_followed(file, message):
 def test_values_that_change_nothing_are_not_spoken_of():
     off = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "guidance_scale": None, "suppress_tokens": [],
            "diversity_penalty": 0.0, "use_cache": True, "pad_token_id": 0, "max_length": 20, "penalty_alpha": None}
-    assert defaults.from_hf(off) == defaults.Defaults()
+    assert defaults.parse_defaults(off) == defaults.Defaults()
 
 
 def test_an_unknown_name_is_refused():
@@ -90,14 +90,14 @@ def test_an_unknown_name_is_refused():
 
 
 def test_the_bundled_model_keeps_to_what_is_built_in():
-    assert defaults.read(hub.resolve("novelist")).params({}) == SamplingParams()
+    assert defaults.read_defaults(hub.resolve("novelist")).params({}) == SamplingParams()
 
 
 @pytest.mark.parametrize("eos, expected", [(1, (1,)), ([1, 2], (1, 2)), ([2, -1, 320], (2,)), (-1, ()), ([], ())])
 def test_ends_of_text_are_one_several_or_none(folder, tmp_path, eos, expected):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    assert model_config.read(tmp_path).eos_token_ids == expected
+    assert model_config.read_config(tmp_path).eos_token_ids == expected
 
 
 def test_an_engine_uses_the_file_unless_told_otherwise(folder):

@@ -97,7 +97,7 @@ def test_greedy_texts_are_those_of_transformers(made):
     params = SamplingParams(max_new_tokens=100, temperature=0.0)
     theirs = made.theirs.generate(torch.tensor([prompt]), max_new_tokens=100, do_sample=False, eos_token_id=None,
                                   pad_token_id=0)[0, 90:].tolist()
-    factory = by_name("tokenswift", heads.load(made.folder / "heads", made.ours))
+    factory = by_name("tokenswift", heads.load_heads(made.folder / "heads", made.ours))
     assert generate(made.ours, prompt, params, factory) == theirs
 
 
@@ -112,7 +112,7 @@ SETTINGS = {
 def test_every_drafter_writes_the_plain_text(made, dtype, settings):
     """On sliding windows, layers without rope and all the rest."""
     model = made.ours if dtype == "float32" else load(made.folder, dtype)
-    trained = heads.load(made.folder / "heads", model)
+    trained = heads.load_heads(made.folder / "heads", model)
     params = SamplingParams(max_new_tokens=32, seed=11, **SETTINGS[settings])
     plain = generate(model, prompt_of(90), params, by_name("plain"), banned=[1])
     layer = load_glide(made.folder / "glide", model) if made.has_glide else None
@@ -134,7 +134,7 @@ def test_trees_write_the_plain_text_on_the_other_kernels_too(tmp_path, family, n
     params = SamplingParams(max_new_tokens=24, seed=11, **SETTINGS["sampled"])
     for dtype in ("float32", "bfloat16"):
         model = load(tmp_path, dtype, name)
-        trained = heads.load(tmp_path / "heads", model)
+        trained = heads.load_heads(tmp_path / "heads", model)
         plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
         for drafter in ("tokenswift, small cache", "medusa, choices", "magicdec, snapkv"):
             kind, options = DRAFTERS[drafter]
@@ -159,7 +159,7 @@ def test_a_folder_is_served_through_the_public_door(made):
 def test_float16_files_are_served_in_bfloat16(tmp_path, name):
     make_family(tmp_path, "llama", getattr(torch, name))
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == name
-    assert model_config.read(tmp_path).dtype == "bfloat16"
+    assert model_config.read_config(tmp_path).dtype == "bfloat16"
 
 
 BASE = dict(model_type="llama", vocab_size=320, hidden_size=48, intermediate_size=64, num_hidden_layers=3,
@@ -181,14 +181,14 @@ BASE = dict(model_type="llama", vocab_size=320, hidden_size=48, intermediate_siz
 ])
 def test_what_is_not_supported_is_named(changes, message):
     with pytest.raises(ModelError, match=message):
-        model_config.from_hf(BASE | changes)
+        model_config.parse_config(BASE | changes)
 
 
 @pytest.mark.parametrize("kind", model_config.SUPPORTED)
 def test_a_silent_config_is_read_as_transformers_reads_it(kind):
     """What a file leaves out has the family's default."""
     sizes = dict(vocab_size=320, hidden_size=2048, intermediate_size=64, num_hidden_layers=3, num_attention_heads=64)
-    theirs, ours = CONFIG_MAPPING[kind](**sizes), model_config.from_hf(sizes | {"model_type": kind})
+    theirs, ours = CONFIG_MAPPING[kind](**sizes), model_config.parse_config(sizes | {"model_type": kind})
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 32)
     assert ours.is_tied == theirs.tie_word_embeddings
@@ -214,7 +214,7 @@ VALUES = st.one_of(
 def test_configs_of_any_values_are_read_or_refused_in_one_line(kind, changes):
     refused = ""
     try:
-        config = model_config.from_hf(BASE | {"model_type": kind} | changes)
+        config = model_config.parse_config(BASE | {"model_type": kind} | changes)
     except ModelError as error:
         refused = str(error)
     else:
@@ -240,4 +240,4 @@ def shape(kind: str, *sizes: int, **more: object) -> dict[str, object]:
     (shape("olmo2", 100352, 4096, 11008, 32, 32, 32), 7_298_617_344),
 ])
 def test_parameters_of_known_models(settings, parameters):
-    assert sizing.of(model_config.from_hf(settings)).parameters == parameters
+    assert sizing.model_sizes(model_config.parse_config(settings)).parameters == parameters

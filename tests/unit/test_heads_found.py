@@ -131,39 +131,39 @@ def counted(monkeypatch, tmp_path):
 
 def test_the_weights_are_hashed_once(tmp_path, counted):
     make_checkpoint(tmp_path / "model")
-    first = fingerprint.of(TensorFiles(tmp_path / "model"))
-    assert fingerprint.of(TensorFiles(tmp_path / "model")) == first == counted[0] and len(counted) == 1
+    first = fingerprint.weights_sha256(TensorFiles(tmp_path / "model"))
+    assert fingerprint.weights_sha256(TensorFiles(tmp_path / "model")) == first == counted[0] and len(counted) == 1
 
 
 def test_weights_that_changed_are_hashed_again_however_old_they_claim_to_be(tmp_path, counted):
     make_checkpoint(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
-    before = fingerprint.of(TensorFiles(tmp_path / "model"))
+    before = fingerprint.weights_sha256(TensorFiles(tmp_path / "model"))
     about = path.stat()
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
     assert path.stat().st_mtime_ns == about.st_mtime_ns and path.stat().st_size == about.st_size
-    assert fingerprint.of(TensorFiles(tmp_path / "model")) != before
+    assert fingerprint.weights_sha256(TensorFiles(tmp_path / "model")) != before
 
 
 def test_a_hash_of_files_that_were_just_written_is_not_kept(tmp_path, counted, monkeypatch):
     monkeypatch.setattr(fingerprint, "_TICK_S", 60.0)
     make_checkpoint(tmp_path / "model")
-    fingerprint.of(TensorFiles(tmp_path / "model"))
-    fingerprint.of(TensorFiles(tmp_path / "model"))
+    fingerprint.weights_sha256(TensorFiles(tmp_path / "model"))
+    fingerprint.weights_sha256(TensorFiles(tmp_path / "model"))
     assert len(counted) == 2
 
 
 @pytest.mark.parametrize("damage", ["garbage", "folder"])
 def test_a_cache_that_is_of_no_use_costs_time_only(tmp_path, counted, damage):
     make_checkpoint(tmp_path / "model")
-    first = fingerprint.of(TensorFiles(tmp_path / "model"))
+    first = fingerprint.weights_sha256(TensorFiles(tmp_path / "model"))
     kept, = fingerprint.cache_dir().iterdir()
     kept.unlink()
     kept.write_text("[1]") if damage == "garbage" else kept.mkdir()
-    assert fingerprint.of(TensorFiles(tmp_path / "model")) == first and len(counted) == 2
+    assert fingerprint.weights_sha256(TensorFiles(tmp_path / "model")) == first and len(counted) == 2
 
 
 def test_a_user_without_a_home_has_no_cache(tmp_path, counted, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_user_without_a_home_has_no_cache(tmp_path, counted, monkeypatch):
     make_checkpoint(tmp_path / "model")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", homeless)
-    assert fingerprint.of(TensorFiles(tmp_path / "model")) == counted[0]
+    assert fingerprint.weights_sha256(TensorFiles(tmp_path / "model")) == counted[0]
 
 
 def test_weights_are_hashed_only_where_heads_say_whose_they_are(tiny, tmp_path, counted):
@@ -186,5 +186,5 @@ def test_weights_are_hashed_only_where_heads_say_whose_they_are(tiny, tmp_path, 
 
 
 def test_the_heads_folder_is_found(tiny):
-    assert heads.find(tiny["mha"]) == tiny["mha"] / "heads" == heads.find(tiny["mha"] / "heads")
-    assert len(heads.load(tiny["mha"], load(tiny["mha"]))) == 3
+    assert heads.find_heads(tiny["mha"]) == tiny["mha"] / "heads" == heads.find_heads(tiny["mha"] / "heads")
+    assert len(heads.load_heads(tiny["mha"], load(tiny["mha"]))) == 3

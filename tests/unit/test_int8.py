@@ -103,7 +103,8 @@ def test_every_drafter_writes_the_plain_text_of_the_quantised_model(quantised, p
     model, another, folder = quantised
     name, options = DRAFTERS[drafter]
     draft = {"another": another, "itself": model}.get(options.get("model"))
-    factory = by_name(name, heads.load(folder / "heads", model), draft, load_glide(folder / "glide", model), **options)
+    parts = heads.load_heads(folder / "heads", model), draft, load_glide(folder / "glide", model)
+    factory = by_name(name, *parts, **options)
     assert generate(model, prompt_of(90), params_of(settings), factory) == plain[settings]
 
 

@@ -206,10 +206,10 @@ chosen = kernels.choose("cpu", sys.argv[2])
 kernels.set_threads(1)
 chosen.linear(torch.ones(1, 64, dtype=chosen.dtype), chosen.pack(torch.ones(64, 64)))
 torch.ones(4, dtype=torch.float16).sum().isfinite()
-files, parsed = checkpoint.TensorFiles(folder), config.read(folder)
+files, parsed = checkpoint.TensorFiles(folder), config.read_config(folder)
 Path("/proc/self/clear_refs").write_text("5")
 before = kilobytes("VmRSS")
-model = checkpoint.load(files, parsed, chosen)
+model = checkpoint.load_transformer(files, parsed, chosen)
 final = sum(linear.nbytes for linear in model.linears)  # the embedding is tied to the last
 print((kilobytes("VmHWM") - before) * 1024 / final)
 """

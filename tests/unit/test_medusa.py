@@ -30,7 +30,7 @@ from longdraft.speculation.drafter import Verified
 def test_public_heads_compute_what_their_paper_says(tiny, tmp_path, own, name):
     tensors = write_medusa(tmp_path, own=own)
     model = load(tiny["mha"], name=name)
-    loaded = heads.load(tmp_path, model)
+    loaded = heads.load_heads(tmp_path, model)
     assert isinstance(loaded, MedusaHeads) and len(loaded) == 2
     hidden = model.forward(chain_rows(prompt_of(9), 0), model.new_cache()).hidden[-1:]
     normed = model.kernels.rms_norm(hidden, model.weights.norm, model.config.rms_norm_eps)
@@ -71,7 +71,7 @@ def damage(folder: Path, what: str) -> None:
 def test_heads_that_do_not_fit_say_why(tiny, tmp_path, what, message):
     damage(tmp_path, what)
     with pytest.raises(ModelError, match=message) as caught:
-        heads.load(tmp_path, load(tiny["mha"]))
+        heads.load_heads(tmp_path, load(tiny["mha"]))
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -115,7 +115,7 @@ def begin(model: Transformer, folder: Path, prompt: list[int], tree: str):
     cache, sampler = model.new_cache(), Sampler(params)
     result = model.forward(chain_rows(prompt[:-1], 0), cache)
     cache.commit(range(len(prompt) - 1))
-    given = drafters.Resources(model, cache, sampler, params, heads.load(folder, model))
+    given = drafters.Resources(model, cache, sampler, params, heads.load_heads(folder, model))
     drafter = drafters.DRAFTERS["medusa"].build(drafters.parse_options("medusa", {"tree": tree}), given)
     context = Context(prompt)
     drafter.begin(context, Verified(result, [-1]))
@@ -125,7 +125,7 @@ def begin(model: Transformer, folder: Path, prompt: list[int], tree: str):
 def test_the_tree_holds_the_heads_best_guesses_at_each_depth(tiny):
     model = load(tiny["mha"])
     drafter, context, hidden = begin(model, tiny["mha"] / "heads", prompt_of(40), "0 1 0.0 0.1 1.1 0.0.0")
-    best = heads.load(tiny["mha"] / "heads", model).logits(hidden).argsort(-1, descending=True)[:, :2].tolist()
+    best = heads.load_heads(tiny["mha"] / "heads", model).logits(hidden).argsort(-1, descending=True)[:, :2].tolist()
     (a, b), (c, d), (e, _) = best
     tree = run_alone(drafter.propose(context, 9))
     paths = {tuple(tree.tokens[n] for n in tree.path(node)[1:]) for node in range(1, len(tree))}

@@ -70,13 +70,13 @@ def test_bfloat16_agrees_within_its_rounding(tmp_path):
 
 def test_the_older_spelling_of_rope_is_understood(tmp_path):
     make_checkpoint(tmp_path, rope_parameters=ROPES["llama3"])
-    before = model_config.read(tmp_path)
+    before = model_config.read_config(tmp_path)
     data = json.loads((tmp_path / "config.json").read_text())
     scaling = data.pop("rope_parameters")
     data["rope_theta"] = scaling.pop("rope_theta")
     data["rope_scaling"] = scaling
     (tmp_path / "config.json").write_text(json.dumps(data))
-    after = model_config.read(tmp_path)
+    after = model_config.read_config(tmp_path)
     assert (after.rope.kind, after.rope.theta) == (before.rope.kind, before.rope.theta)
 
 

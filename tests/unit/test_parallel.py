@@ -25,7 +25,7 @@ from longdraft.core import SamplingParams
 from longdraft.errors import ModelError, UsageError, WorkerError
 from longdraft.journal import FILE
 from longdraft.model import config as model_config
-from longdraft.model.sharding import of_rank
+from longdraft.model.sharding import shard_config
 from longdraft.parallel import Group, RankGroup, Shard
 
 
@@ -188,7 +188,7 @@ def test_memory_that_runs_out_on_a_rank_is_not_another_ranks_fault(monkeypatch, 
 ])
 def test_what_cannot_be_shared_is_refused_with_the_reason(folder, name, size, quantize, complaint):
     with pytest.raises(ModelError, match=complaint):
-        of_rank(model_config.read(folder / name), Shard(0, size), quantize)
+        shard_config(model_config.read_config(folder / name), Shard(0, size), quantize)
 
 
 @given(size=st.integers(1, 5), segments=st.lists(st.integers(1, 4), min_size=1, max_size=3), columns=st.integers(1, 3))

@@ -45,7 +45,7 @@ ROPES: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("rope", ROPES)
 def test_frequencies_are_those_of_transformers(rope, length):
     theirs = LlamaConfig(**SIZES, max_position_embeddings=TRAINED, rope_parameters=ROPES[rope] | {"rope_theta": 5e5})
-    ours = model_config.from_hf(theirs.to_dict())
+    ours = model_config.parse_config(theirs.to_dict())
     expected, factor = ROPE_INIT_FUNCTIONS[ours.rope.kind](theirs, torch.device("cpu"), seq_len=length)
     got, ours_factor = frequencies(ours.rope, ours.trained_positions, length)
     torch.testing.assert_close(got, expected, atol=0, rtol=2e-6)
@@ -131,7 +131,8 @@ def test_the_public_door_asks_for_the_whole_length(tmp_path, make):
     (dict(rope_type="default"), 128), (ROPES["linear"], 512), (ROPES["dynamic"], 512), (ROPES["yarn"], 512),
     (ROPES["yarn"] | {"factor": 1.5}, 128), (ROPES["llama3"], 128), (ROPES["longrope"], 128)])
 def test_a_model_reaches_as_far_as_its_rope_has_a_meaning(rope, reach):
-    config = model_config.from_hf(SIZES | dict(model_type="llama", max_position_embeddings=128, rope_parameters=rope))
+    changes = dict(model_type="llama", max_position_embeddings=128, rope_parameters=rope)
+    config = model_config.parse_config(SIZES | changes)
     assert (config.trained_positions, config.max_positions) == (128, reach)
 
 
@@ -163,7 +164,7 @@ def test_beyond_the_trained_length_there_is_one_warning_and_beyond_the_rope_an_e
 ])
 def test_ropes_that_make_no_sense_are_named(changes, message):
     with pytest.raises(ModelError, match=message):
-        model_config.from_hf(SIZES | dict(model_type="llama", rope_parameters=changes))
+        model_config.parse_config(SIZES | dict(model_type="llama", rope_parameters=changes))
 
 
 @pytest.mark.parametrize("rope", [
@@ -182,13 +183,13 @@ def test_factors_that_give_no_angles_are_one_clear_error(tmp_path, rope):
 
 def test_the_first_names_of_longrope_are_understood():
     for name in ("su", "yarn"):
-        config = model_config.from_hf(SIZES | dict(model_type="phi3", rope_scaling={"type": name, **FACTORS}))
+        config = model_config.parse_config(SIZES | dict(model_type="phi3", rope_scaling={"type": name, **FACTORS}))
         assert config.rope.kind == "longrope" and len(config.rope.long_factors) == 6
 
 
 def test_rotations_depend_on_the_position_alone_and_few_are_kept(tiny):
     """Whatever was asked for before, together or alone; and a table does not grow with the text."""
-    config = model_config.read(tiny["mha"])
+    config = model_config.read_config(tiny["mha"])
     table = RopeTable(config, 1, torch.device("cpu"))
     asked = [[0], [5, _CHUNK - 1, _CHUNK, _CHUNK + 1], [50 * _CHUNK, 3], list(range(_CHUNK - 2, 2 * _CHUNK + 3)),
              *[[number * _CHUNK + 7] for number in range(40)], [7, 20 * _CHUNK + 7]]

@@ -21,7 +21,7 @@ LLAMA_70B = LLAMA_8B | dict(hidden_size=8192, intermediate_size=28672, num_hidde
 
 
 def sizes_of(settings: dict[str, object], dtype: str = "bfloat16") -> sizing.Sizes:
-    return sizing.of(config.from_hf(settings), dtype)
+    return sizing.model_sizes(config.parse_config(settings), dtype)
 
 
 @pytest.mark.parametrize("settings, parameters", [  # as published
