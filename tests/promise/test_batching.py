@@ -108,7 +108,7 @@ def with_rest(model: Transformer, seed: int) -> FullCache:
     rest = torch.randn(config.num_layers, config.num_heads, config.head_dim + 1, config.head_dim + 1)
     if seed % 3:
         append = cache.append
-        cache.append = lambda k, v: append(k, v)._replace(rest=rest)
+        cache.append = lambda k, v: append(k, v)._replace(remainder=rest)
     return cache
 
 
@@ -214,9 +214,9 @@ def plain(tiny) -> longdraft.Engine:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The rows of each text of each forward from now on."""
     seen: list[list[int]] = []
-    together = Transformer.together
-    monkeypatch.setattr(Transformer, "together", lambda self, asks: (
-        seen.append([len(ask.rows.tokens) for ask in asks]), together(self, asks))[1])
+    forward_batch = Transformer.forward_batch
+    monkeypatch.setattr(Transformer, "forward_batch", lambda self, asks: (
+        seen.append([len(ask.rows.tokens) for ask in asks]), forward_batch(self, asks))[1])
     return seen
 
 

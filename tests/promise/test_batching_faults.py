@@ -100,14 +100,14 @@ def test_a_journal_that_cannot_be_closed_is_the_texts_one_end(plain, tmp_path, m
 
 
 def test_too_large_a_forward_is_cut_into_those_of_each_text(plain, monkeypatch):
-    together = Transformer.together
+    forward_batch = Transformer.forward_batch
 
     def tight(self, asks):
         if len(asks) > 1:
             raise MemoryError("no room for all")
-        return together(self, asks)
+        return forward_batch(self, asks)
 
-    monkeypatch.setattr(Transformer, "together", tight)
+    monkeypatch.setattr(Transformer, "forward_batch", tight)
     texts = {}
     for place, event in plain.generate_many([prompt_of(20, seed) for seed in range(3)], batch_params()):
         texts[place] = event
@@ -122,7 +122,7 @@ def test_an_interrupted_forward_ends_the_work_and_the_journal_is_whole(plain, tm
     generation = plain.generate(prompt_of(20), batch_params(), journal=tmp_path / "work")
     next(generation)
     with monkeypatch.context() as patched:
-        patched.setattr(Transformer, "together", interrupt)
+        patched.setattr(Transformer, "forward_batch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(generation)
     assert list(plain.resume(tmp_path / "work"))[-1].stats["sha256_tokens"] == whole

@@ -74,9 +74,9 @@ def test_what_it_has_read_is_what_a_fresh_one_reads(model, monkeypatch, budget, 
 def test_a_window_reads_no_more_of_a_long_prompt_than_it_holds(model, monkeypatch):
     reader = StreamingDraftModel(model, model.config.vocab_size, 40, 4, 10)
     read = []
-    together = Transformer.together
-    monkeypatch.setattr(Transformer, "together", lambda self, asks: (
-        read.extend(len(ask.rows.tokens) for ask in asks), together(self, asks))[1])
+    forward_batch = Transformer.forward_batch
+    monkeypatch.setattr(Transformer, "forward_batch", lambda self, asks: (
+        read.extend(len(ask.rows.tokens) for ask in asks), forward_batch(self, asks))[1])
     reader.begin(Context(prompt_of(3000)))
     assert read == [30]
 

@@ -264,14 +264,14 @@ def test_out_of_memory_in_a_step_leaves_a_journal_that_resumes(engine, tmp_path,
     expected = written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS)))[1]
     generation = engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path)
     next(generation)
-    together = type(engine.model).together
+    forward_batch = type(engine.model).forward_batch
 
     def failing(self, asks):
-        together(self, asks)  # the cache holds provisional rows when it happens
+        forward_batch(self, asks)  # the cache holds provisional rows when it happens
         raise kind(*message) if isinstance(message, tuple) else kind(message)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.model), "together", failing)
+        patch.setattr(type(engine.model), "forward_batch", failing)
         with pytest.raises(MemoryError):
             next(generation)
     generation.close()
