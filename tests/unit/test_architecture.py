@@ -1,4 +1,4 @@
-"""Imports point down the floors, and the linters are content."""
+"""Imports point down the floors, files and functions stay short, and `--help` starts fast."""
 
 from __future__ import annotations
 
@@ -81,12 +81,6 @@ def test_files_are_a_few_hundred_lines_and_say_what_they_are(path):
     text = path.read_text()
     assert text.count("\n") <= 450
     assert not text.strip() or ast.get_docstring(ast.parse(text))
-
-
-@pytest.mark.parametrize("command", [["ruff", "check", "."], ["mypy"]], ids=["ruff", "mypy"])
-def test_linters_are_content(command):
-    run = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)

@@ -189,19 +189,19 @@ def test_weights_are_the_attention_of_the_queries(name):
 
 def test_a_cache_of_8_bits_is_half_as_large_and_near():
     exact, small = kernels("float16"), kernels("float16", "triton-16-fp8")
-    k = rows_of(512, 2, 128, dtype=torch.float16)
+    k = rows_of(150, 2, 128, dtype=torch.float16)
     stores = [kernel.new_store(2, 128) for kernel in (exact, small)]
     for store in stores:
         store.write(0, k, k)
-    near = stores[1].read(torch.arange(512).expand(2, -1))[0].transpose(0, 1)
+    near = stores[1].read(torch.arange(150).expand(2, -1))[0].transpose(0, 1)
     # The interpreter of Triton 3.9 halves a number whose rounding carries into the exponent.
     is_near = (near - k).abs() <= k.abs() / 16 + k.abs().amax(-1, keepdim=True) / 448 / 512
     assert is_near.float().mean() > (1 - 1e-9 if HAS_CUDA else 0.95)
     assert stores[1].nbytes < 0.54 * stores[0].nbytes
 
 
-@every_dtype
-@pytest.mark.parametrize("length", [500, 2])
+@pytest.mark.parametrize("dtype, length", [("float16", 300), ("float32", 2), ("bfloat16", 300)] if HAS_CUDA else [
+    ("float16", 300), ("float32", 2)])  # 300 positions are three splits
 def test_remainders_agree_with_the_reference(dtype, length):
     layers, kv_heads, heads, dim = 2, 2, 6, 24
     k, v = (rows_of(layers, length, kv_heads, dim, seed=s) for s in (1, 2))
@@ -264,7 +264,7 @@ def test_layers_agree_with_the_reference_and_rows_do_not_know_one_another(dtype,
     """The whole decoder over several layers, in buckets of rows; a remainder that is a function of the query."""
     geometry, norms, bias = FAMILIES[family]
     heads, kv_heads, dim = geometry[:3]
-    num, rows, length, results = 2, 5, 70, []
+    num, rows, length, results = 2, 5, 40, []  # the second layer has a window of 30
     parents = parents_of([-1, 0, 0, 2, 3])
     for kernel in (kernels(dtype), reference(dtype)):
         decoder = kernel.new_decoder(layers_of(kernel, geometry, num, norms, bias), geometry)

@@ -97,15 +97,17 @@ def plain(quantised):
             for name in ("greedy, penalty", "paper")}
 
 
-@pytest.mark.parametrize("settings", ["greedy, penalty", "paper"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_drafter_writes_the_plain_text_of_the_quantised_model(quantised, plain, drafter, settings):
+def test_every_drafter_writes_the_plain_text_of_the_quantised_model(quantised, plain, drafter):
+    """With both settings; on the slow reference the drafters take turns."""
     model, another, folder = quantised
     name, options = DRAFTERS[drafter]
     draft = {"another": another, "itself": model}.get(options.get("model"))
     parts = heads.load_heads(folder / "heads", model), draft, load_glide(folder / "glide", model)
     factory = by_name(name, *parts, **options)
-    assert generate(model, prompt_of(90), params_of(settings), factory) == plain[settings]
+    in_turn = list(plain)[list(DRAFTERS).index(drafter) % 2 :][:1]
+    for sampling in in_turn if model.kernels.name == "reference" else plain:
+        assert generate(model, prompt_of(90), params_of(sampling), factory) == plain[sampling], sampling
 
 
 @every_kernel
