@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 
 from helpers.checkpoints import make_checkpoint, make_glide, make_heads
 from longdraft import kernels
-from longdraft.batch.writer import Job
+from longdraft.batch.worker import BatchJob
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def job(chatty: Path, tmp_path: Path) -> Job:
+def job(chatty: Path, tmp_path: Path) -> BatchJob:
     """A batch job of that model, with a work folder of its own."""
     load = {"model": str(chatty), "drafter": "suffix", "threads": 1}
-    return Job(tmp_path / "work", load, {"on_loop": "off"}, 0, "tiny", fsync="never")
+    return BatchJob(tmp_path / "work", load, {"on_loop": "off"}, 0, "tiny", fsync="never")

@@ -1,1 +1,1 @@
-"""Batch jobs: many texts from a file of prompts, on one machine or on many, restarted where they were cut."""
+"""Batch jobs: write many texts from a file of prompts, on one machine or several, and resume after any interruption."""

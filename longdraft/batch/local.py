@@ -1,7 +1,6 @@
-"""Who writes a job's rows on this machine: this process, or worker processes with an engine each.
+"""Executors on this machine: they write a job's rows in this process, or in worker processes with an engine each.
 
-Both take tasks one by one as they can write them, and give reports as texts grow and end; None where there is nothing
-to report, but the work goes on.
+An executor takes requests one by one as it can start them, and yields the progress of rows; None if there is none.
 """
 
 from __future__ import annotations
@@ -16,168 +15,165 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 
-from longdraft.batch.rows import Report, Task
-from longdraft.batch.writer import Job, Writer
+from longdraft.batch.requests import BatchRequest, RowProgress
+from longdraft.batch.worker import BatchJob, BatchWorker
 from longdraft.errors import LongdraftError, WorkerError
 
-_LOOK_S = 0.25  # how often a waiting job looks whether it is to end
-_LOADS = 2  # workers that may die while they load
-_TELL_S = 0.5  # how often a worker tells how far it is
+_POLL_S = 0.25  # how often a waiting job checks for signals
+_MAX_FAILED_LOADS = 2  # workers that may die while they load the model
+_REPORT_S = 0.5  # how often a worker reports the progress of a row
+_READY = "ready"
+
+Check = Callable[[], None]  # raises if the work must end
+Executor = Callable[[BatchJob, Iterator[BatchRequest], Check], Iterator[RowProgress | None]]
 
 
-Check = Callable[[], None]  # raises where the work is to end
-Crew = Callable[[Job, Iterator[Task], Check], Iterator[Report | None]]
-
-
-def in_process(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report | None]:
-    """In this process."""
-    with Writer(job) as writer:
-        for report in writer.write(lambda is_idle: next(tasks, None)):
+def in_process(job: BatchJob, requests: Iterator[BatchRequest], check: Check) -> Iterator[RowProgress | None]:
+    """The executor that writes all rows in this process."""
+    with BatchWorker(job) as worker:
+        for progress in worker.write(lambda is_idle: next(requests, None)):
             check()
-            yield report
+            yield progress
 
 
-def processes(count: int) -> Crew:
-    """`count` worker processes. One that dies is replaced, and its row given to another, which goes on with it."""
+def worker_processes(count: int) -> Executor:
+    """An executor with `count` worker processes. One that dies is replaced, and another one resumes its rows."""
 
-    def crew(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report | None]:
-        lost: list[Task] = []  # rows of workers that died
-        lost_loading = 0  # since the last one that loaded
+    def execute(job: BatchJob, requests: Iterator[BatchRequest], check: Check) -> Iterator[RowProgress | None]:
+        lost: list[BatchRequest] = []  # rows of workers that died
+        failed_loads = 0  # since a worker last loaded its model
 
-        def fill(worker: _Worker) -> None:
-            while worker.is_loaded and len(worker.tasks) < job.batch_size:
-                task = lost.pop() if lost else next(tasks, None)
-                if task is None:
+        def fill(worker: _WorkerProcess) -> None:
+            while worker.is_loaded and len(worker.requests) < job.batch_size:
+                request = lost.pop() if lost else next(requests, None)
+                if request is None:
                     return
-                worker.give(task)
+                worker.send(request)
 
-        workers = [_Worker(job) for _ in range(count)]
+        workers = [_WorkerProcess(job) for _ in range(count)]
         try:
             while True:
                 check()
                 yield None
-                for worker in _talking(workers):
-                    message = worker.hear()
+                for worker in _with_messages(workers):
+                    message = worker.receive()
                     if isinstance(message, Exception):
                         raise message
-                    if message is None:  # it died
-                        lost_loading += not worker.is_loaded
-                        if lost_loading > _LOADS:
-                            raise WorkerError(f"a worker ended while it loaded the model ({worker.how()}); fewer "
-                                              "--workers need less memory")
-                        lost += worker.tasks.values()
-                        workers[workers.index(worker)] = _Worker(job)
+                    if message is None:  # the process died
+                        failed_loads += not worker.is_loaded
+                        if failed_loads > _MAX_FAILED_LOADS:
+                            raise WorkerError(f"a worker ended while it loaded the model ({worker.exit_reason()}); "
+                                              "fewer --workers need less memory")
+                        lost += worker.requests.values()
+                        workers[workers.index(worker)] = _WorkerProcess(job)
                         worker.end()
-                    elif isinstance(message, Report):
+                    elif isinstance(message, RowProgress):
                         yield message
                     else:
-                        lost_loading = 0
+                        failed_loads = 0
                 for worker in workers:
                     fill(worker)
-                if not lost and all(worker.is_loaded and not worker.tasks for worker in workers):
+                if not lost and all(worker.is_loaded and not worker.requests for worker in workers):
                     return
         finally:
             for worker in workers:
                 worker.end()
 
-    return crew
+    return execute
 
 
-_READY = "ready"
+class _WorkerProcess:
+    """A worker process and the rows that it was sent."""
 
-
-class _Worker:
-    """A process, and the rows that it has."""
-
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BatchJob) -> None:
         context = get_context("spawn")  # a fork would share threads and locks with this process
         self._pipe, theirs = context.Pipe()
         self._process: SpawnProcess = context.Process(target=_serve, args=(job, theirs), daemon=True)
         self._process.start()
         theirs.close()
-        self.tasks: dict[str, Task] = {}
+        self.requests: dict[str, BatchRequest] = {}
         self.is_loaded = False
-        self._given: SimpleQueue[Task | None] = SimpleQueue()
-        self._giver = threading.Thread(target=self._give, daemon=True)
-        self._giver.start()
+        self._outbox: SimpleQueue[BatchRequest | None] = SimpleQueue()
+        self._sender = threading.Thread(target=self._send, daemon=True)
+        self._sender.start()
 
     @property
-    def signs(self) -> tuple[Connection, int]:
-        """What can be waited for."""
+    def waitables(self) -> tuple[Connection, int]:
+        """For `multiprocessing.connection.wait`: ready if there is a message, or if the process has ended."""
         return self._pipe, self._process.sentinel
 
-    def give(self, task: Task) -> None:
-        self.tasks[task.key] = task
-        self._given.put(task)
+    def send(self, request: BatchRequest) -> None:
+        self.requests[request.key] = request
+        self._outbox.put(request)
 
-    def _give(self) -> None:
-        """In a thread: both ends would wait for ever where each sends more than the pipe holds."""
-        while task := self._given.get():
-            with contextlib.suppress(OSError):  # it died: `hear` will tell, and the row is given to another
-                self._pipe.send(task)
+    def _send(self) -> None:
+        """Runs in a thread: two processes that both send more than the pipe holds would block forever."""
+        while request := self._outbox.get():
+            with contextlib.suppress(OSError):  # the process died: `receive` returns None, and the row is sent again
+                self._pipe.send(request)
 
-    def hear(self) -> object:
-        """A message, an error that ends the job, or None: the process is no more."""
+    def receive(self) -> object:
+        """A message, an error that ends the job, or None if the process has ended."""
         try:
             message: object = self._pipe.recv()
         except (EOFError, OSError):
             return None
         self.is_loaded = True
-        if isinstance(message, Report) and message.record:
-            self.tasks.pop(message.key)
+        if isinstance(message, RowProgress) and message.record:
+            self.requests.pop(message.key)
         return message
 
-    def how(self) -> str:
-        """... it ended."""
+    def exit_reason(self) -> str:
         self._process.join(1)
         code = self._process.exitcode or 0
         return f"signal {-code}" if code < 0 else f"status {code}"
 
     def end(self) -> None:
-        self._process.kill()  # journals survive anything
+        self._process.kill()  # journals survive a kill
         self._process.join()
-        self._given.put(None)
-        self._giver.join()
+        self._outbox.put(None)
+        self._sender.join()
         self._pipe.close()
         self._process.close()
 
 
-def _talking(workers: list[_Worker]) -> list[_Worker]:
-    signs = {sign: worker for worker in workers for sign in worker.signs}
-    ready = wait(list(signs), _LOOK_S)
-    return list({id(worker): worker for worker in (signs[sign] for sign in ready)}.values())  # type: ignore[index]
+def _with_messages(workers: list[_WorkerProcess]) -> list[_WorkerProcess]:
+    """The workers that have something to receive; waits for one for `_POLL_S` at most."""
+    owners = {waitable: worker for worker in workers for waitable in worker.waitables}
+    ready = wait(list(owners), _POLL_S)
+    return list({id(worker): worker for worker in (owners[each] for each in ready)}.values())  # type: ignore[index]
 
 
-def _serve(job: Job, pipe: Connection) -> None:
-    """A worker process: write what is given, until nobody gives any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; who gives the rows decides
+def _serve(job: BatchJob, pipe: Connection) -> None:
+    """The main function of a worker process: write the rows that arrive until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the job's process handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        writer = Writer(job)
-        told: dict[str, float] = {}
-        with _parting():
+        worker = BatchWorker(job)
+        reported: dict[str, float] = {}  # when a row's progress was last sent
+        with _exit_without_peer():
             pipe.send(_READY)
-        for report in writer.write(lambda is_idle: _asked(pipe, is_idle)):
-            if report and (report.record or time.monotonic() > told.get(report.key, 0.0) + _TELL_S):
-                told[report.key] = time.monotonic()
-                with _parting():
-                    pipe.send(report)
-            if report and report.record:
-                told.pop(report.key, None)
+        for progress in worker.write(lambda is_idle: _receive(pipe, is_idle)):
+            if progress and (progress.record or time.monotonic() > reported.get(progress.key, 0.0) + _REPORT_S):
+                reported[progress.key] = time.monotonic()
+                with _exit_without_peer():
+                    pipe.send(progress)
+            if progress and progress.record:
+                reported.pop(progress.key, None)
     except (LongdraftError, MemoryError) as error:
-        with _parting():
+        with _exit_without_peer():
             pipe.send(error)
 
 
-def _asked(pipe: Connection, is_idle: bool) -> Task | None:
-    with _parting():
-        task: Task | None = pipe.recv() if is_idle or pipe.poll() else None
-        return task
+def _receive(pipe: Connection, is_idle: bool) -> BatchRequest | None:
+    with _exit_without_peer():
+        request: BatchRequest | None = pipe.recv() if is_idle or pipe.poll() else None
+        return request
 
 
 @contextlib.contextmanager
-def _parting() -> Iterator[None]:
-    """Where whom it is for is gone, the worker ends. Only the pipe may say so: files fail with the same errors."""
+def _exit_without_peer() -> Iterator[None]:
+    """End the worker if the job's process is gone. Use it around the pipe only: files raise the same errors."""
     try:
         yield
     except (EOFError, OSError) as error:

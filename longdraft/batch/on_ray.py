@@ -1,12 +1,12 @@
-"""The same job on a Ray cluster: Ray Data with a pool of actors, an engine each.
+"""The executor that writes a batch job on a Ray cluster: Ray Data with a pool of actors, an engine each.
 
-Ray places the actors by GPUs or cores, hands each a row when it is free, starts actors again that were lost, and gives
-their rows to others, which find the journal on shared storage and go on. What was lost with a node is asked for again,
-so a record may come twice; the job takes one.
+Ray places the actors by GPUs or cores and sends each a row when it is free. It restarts lost actors and sends their
+rows to others, which resume the journals on shared storage. Rows whose records were lost with a node are written again,
+so a record may arrive twice; the job keeps one.
 
 Ray puts the driver's current folder first on its workers' `sys.path`, and a clone of this repository there would hide
-the installed package. So an actor first imports `longdraft` from where the driver has it, if that folder exists on its
-node. The driver also sends its identity (version, kernels, weights), and an actor with another one ends the job.
+the installed package. Therefore an actor first imports `longdraft` from the driver's location, if that folder exists on
+its node. The driver also sends its identity (version, kernels, weights), and an actor with another one ends the job.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ import torch
 
 import longdraft
 from longdraft import kernels
-from longdraft.batch.local import Check, Crew
-from longdraft.batch.rows import Report, Task
-from longdraft.batch.writer import Job, Writer, num_written
+from longdraft.batch import work_folder
+from longdraft.batch.local import Check, Executor
+from longdraft.batch.requests import BatchRequest, RowProgress
+from longdraft.batch.worker import BatchJob, BatchWorker, num_written
 from longdraft.errors import JournalError, LongdraftError, ModelError, UsageError, WorkerError
 from longdraft.model import config as model_config
 from longdraft.model import fingerprint, hub
@@ -41,21 +42,21 @@ from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.version import __version__
 
-_LOOK_S = 0.25
-_TELL_S = 5.0  # between two looks at how far texts have come
-_TELL_PART = 0.05  # of the time that looking may take
-_ANSWER_S = 10.0  # for a cluster to answer at all
-_CURRENT = Path("/tmp/ray/ray_current_cluster")  # Ray's note of the cluster that this machine began last
-_WINDOW = 8192  # rows that Ray holds at once, in blocks of those that are written side by side: they come together
+_POLL_S = 0.25  # how often a waiting job checks for signals
+_REPORT_S = 5.0  # least time between two readings of the journals
+_REPORT_SHARE = 0.05  # largest share of the time that reading them may take
+_CONNECT_S = 10.0  # how long to wait for the cluster's address to answer
+_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # where Ray saves the address of this machine's last cluster
+_WINDOW = 8192  # rows that Ray holds at a time, in blocks of `batch_size`
 
 
 @dataclass(frozen=True)
-class Placement:
-    """What an actor takes.
+class WorkerResources:
+    """The number of actors and the resources of each.
 
-    workers  actors at most; None: as many as fit into the cluster
-    threads  cores of each; None: 1
-    device   auto, cpu or cuda; cuda, or auto on a cluster with GPUs, takes a GPU for each
+    workers  largest number of actors; None: as many as fit into the cluster
+    threads  CPU cores of each; None: 1
+    device   auto, cpu or cuda; with cuda, or auto on a cluster with GPUs, each takes one GPU
     """
 
     workers: int | None
@@ -63,22 +64,22 @@ class Placement:
     device: str
 
 
-def on_ray(address: str, placement: Placement) -> Crew:
-    """A crew on the cluster at `address` ("auto": the one this machine belongs to, "local": one of this machine)."""
+def on_ray(address: str, resources: WorkerResources) -> Executor:
+    """An executor on the cluster at `address`; "auto": the one of this machine, "local": a new one on this machine."""
 
-    def crew(job: Job, tasks: Iterator[Task], check: Check) -> Iterator[Report | None]:
+    def execute(job: BatchJob, requests: Iterator[BatchRequest], check: Check) -> Iterator[RowProgress | None]:
         ray = _library()
-        is_ours = not ray.is_initialized()
-        if is_ours:
+        must_connect = not ray.is_initialized()
+        if must_connect:
             _connect(ray, address)
         try:
-            while window := list(islice(tasks, _WINDOW)):
-                yield from _written(ray, job, window, placement, check)
+            while window := list(islice(requests, _WINDOW)):
+                yield from _execute(ray, job, window, resources, check)
         finally:
-            if is_ours:
+            if must_connect:
                 ray.shutdown()
 
-    return crew
+    return execute
 
 
 def _library() -> ModuleType:
@@ -90,10 +91,10 @@ def _library() -> ModuleType:
 
 
 def _connect(ray: ModuleType, address: str) -> None:
-    host, _, port = (_last_begun() if address == "auto" else address).rpartition(":")
+    host, _, port = (_last_cluster() if address == "auto" else address).rpartition(":")
     try:
-        if host and port.isdigit():  # else Ray tries for minutes
-            socket.create_connection((host, int(port)), _ANSWER_S).close()
+        if host and port.isdigit():  # Ray itself would retry for minutes
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
@@ -101,81 +102,80 @@ def _connect(ray: ModuleType, address: str) -> None:
                          "local") from error
 
 
-def _last_begun() -> str:
-    """Where Ray looks for this machine's cluster: it may have ended without a word."""
+def _last_cluster() -> str:
+    """The address where Ray looks for this machine's cluster, which may have ended."""
     try:
-        return os.environ.get("RAY_ADDRESS") or _CURRENT.read_text().strip()
+        return os.environ.get("RAY_ADDRESS") or _CURRENT_CLUSTER.read_text().strip()
     except OSError:
         return ""
 
 
-def _written(ray: ModuleType, job: Job, tasks: list[Task], placement: Placement,
-             check: Check) -> Iterator[Report | None]:
+def _execute(ray: ModuleType, job: BatchJob, requests: list[BatchRequest], wanted: WorkerResources,
+             check: Check) -> Iterator[RowProgress | None]:
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.verbose_progress = False
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    resources = _resources(ray, placement)
+    resources = _per_actor(ray, wanted)
     job = _with_identity(job, "cuda" if resources["num_gpus"] else "cpu")
-    most = min(-(-len(tasks) // job.batch_size), placement.workers or _fitting(ray, resources))
-    rows = [{"task": pickle.dumps(task)} for task in tasks]
+    most = min(-(-len(requests) // job.batch_size), wanted.workers or _fitting(ray, resources))
+    rows = [{"request": pickle.dumps(request)} for request in requests]
     blocks = -(-len(rows) // job.batch_size)
     data = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
         _actor(job), batch_size=job.batch_size, concurrency=(1, most), **resources)
-    progress = Progress(job, tasks)
-    for row in _watched(data.iter_rows(), check):
+    progress = JournalProgress(job, requests)
+    for row in _with_pauses(data.iter_rows(), check):
         if row is None:
             yield from progress.reports()
             yield None
             continue
         if isinstance(row, ray.exceptions.RayError):
-            raise WorkerError(f"Ray gave the job up: {str(row).strip().splitlines()[-1]}; the same command goes "
-                              "on") from row
+            raise WorkerError(f"Ray ended the job: {str(row).strip().splitlines()[-1]}; the same command "
+                              "continues it") from row
         if isinstance(row, BaseException):
             raise row
-        yield progress.ended(_report(row))
+        yield progress.ended(_unpickled(row))
 
 
-def _with_identity(job: Job, device: str) -> Job:
-    """The job for workers on other machines: they take the kernels that this process's environment names."""
+def _with_identity(job: BatchJob, device: str) -> BatchJob:
+    """The job with this process's identity, and with the kernels that LONGDRAFT_KERNELS names here."""
     load = {**job.load, "kernels_name": job.load.get("kernels_name") or os.environ.get(kernels.VARIABLE)}
     return replace(job, load=load, identity=identity_of(load, device))
 
 
-class Progress:
-    """How far texts have come that no record is there of: actors answer with records, the rest stands in the journals
-    on shared storage."""
+class JournalProgress:
+    """The progress of unfinished texts, read from their journals on shared storage: actors return records only."""
 
-    def __init__(self, job: Job, tasks: Iterable[Task]) -> None:
+    def __init__(self, job: BatchJob, requests: Iterable[BatchRequest]) -> None:
         self._job = job
-        self._keys = {job.journal(task.key).name: task.key for task in tasks}
+        self._keys = {job.journal(request.key).name: request.key for request in requests}
         self._resumed = dict(self._written())
-        self._next = time.monotonic() + _TELL_S
+        self._next = time.monotonic() + _REPORT_S
 
-    def reports(self) -> Iterator[Report]:
-        """One for each text with a journal; nothing where the last ones are fresh."""
+    def reports(self) -> Iterator[RowProgress]:
+        """One for each text with a journal; none if the last ones are recent."""
         if (began := time.monotonic()) < self._next:
             return
         for key, tokens in self._written():
-            yield Report(key, tokens, self._resumed.get(key, 0))
-        self._next = began + max(_TELL_S, (time.monotonic() - began) / _TELL_PART)
+            yield RowProgress(key, tokens, self._resumed.get(key, 0))
+        self._next = began + max(_REPORT_S, (time.monotonic() - began) / _REPORT_SHARE)
 
-    def ended(self, report: Report) -> Report:
-        self._keys.pop(self._job.journal(report.key).name, None)
-        return report
+    def ended(self, progress: RowProgress) -> RowProgress:
+        self._keys.pop(self._job.journal(progress.key).name, None)
+        return progress
 
     def _written(self) -> Iterator[tuple[str, int]]:
-        folder = self._job.work_folder / "journals"
+        folder = work_folder.journals(self._job.work_folder)
         for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
             if key := self._keys.get(name):
-                with suppress(JournalError):  # removed meanwhile, or not to be read for a moment
+                with suppress(JournalError):  # removed meanwhile, or not readable for a moment
                     yield key, num_written(folder / name)
 
 
-def _watched(rows: Iterable[dict[str, Any]], check: Check) -> Iterator[dict[str, Any] | BaseException | None]:
-    """The rows as they come, or what ended them, and None where none came for a moment: a text may take hours, and a
-    signal should not wait for it."""
+def _with_pauses(rows: Iterable[dict[str, Any]], check: Check) -> Iterator[dict[str, Any] | BaseException | None]:
+    """The rows as they arrive, or the error that ended them, and None after `_POLL_S` without one: a text may take
+    hours, and a signal must not wait for it."""
     found: SimpleQueue[dict[str, Any] | BaseException | None] = SimpleQueue()
 
     def wait() -> None:
@@ -183,14 +183,14 @@ def _watched(rows: Iterable[dict[str, Any]], check: Check) -> Iterator[dict[str,
             for row in rows:
                 found.put(row)
             found.put(None)
-        except BaseException as error:  # whatever it is, it is raised where the rows are wanted
+        except BaseException as error:  # any error is raised in the thread that reads the rows
             found.put(error)
 
     Thread(target=wait, daemon=True).start()
     while True:
         check()
         try:
-            row = found.get(timeout=_LOOK_S)
+            row = found.get(timeout=_POLL_S)
         except Empty:
             yield None
             continue
@@ -199,27 +199,27 @@ def _watched(rows: Iterable[dict[str, Any]], check: Check) -> Iterator[dict[str,
         yield row
 
 
-def _resources(ray: ModuleType, placement: Placement) -> dict[str, float]:
+def _per_actor(ray: ModuleType, wanted: WorkerResources) -> dict[str, float]:
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    if placement.device == "cuda" and not has_gpus:
+    if wanted.device == "cuda" and not has_gpus:
         raise UsageError("device is 'cuda', but the cluster has no GPU; use --device cpu or auto")
-    is_gpu = has_gpus and placement.device != "cpu"
-    return {"num_cpus": float(placement.threads or 1), "num_gpus": float(is_gpu)}
+    is_gpu = has_gpus and wanted.device != "cpu"
+    return {"num_cpus": float(wanted.threads or 1), "num_gpus": float(is_gpu)}
 
 
 def _fitting(ray: ModuleType, resources: dict[str, float]) -> int:
-    there = ray.cluster_resources()
+    available = ray.cluster_resources()
     names = {"num_cpus": "CPU", "num_gpus": "GPU"}
-    return max(1, int(min(there.get(names[name], 0) // need for name, need in resources.items() if need)))
+    return max(1, int(min(available.get(names[name], 0) // need for name, need in resources.items() if need)))
 
 
 def identity_of(load: Mapping[str, Any], device: str) -> dict[str, str]:
-    """What workers on `device` must be to write the texts that this process would write: the part of `Engine.identity`
-    that is known without loading the weights.
+    """The identity that workers on `device` must have to write this process's texts: the part of `Engine.identity` that
+    is known without loading the weights.
 
     load  arguments of `longdraft.load`
 
-    The model's hashes are missing where its files are not on this machine, the kernels where there is no such device.
+    It lacks the model's hashes if the files are not on this machine, and the kernels if there is no such device here.
     """
     expected = {"longdraft_version": __version__, "torch_version": str(torch.__version__)}
     cache = hub.Hub(load.get("revision"), cache_dir=load.get("cache_dir"), offline=True)
@@ -237,11 +237,11 @@ def identity_of(load: Mapping[str, Any], device: str) -> dict[str, str]:
     return expected
 
 
-def _actor(job: Job) -> type:
+def _actor(job: BatchJob) -> type:
     """The class of the pool's actors.
 
-    Ray pickles it by value. Its methods import `longdraft` themselves, so that none of it is imported before they say
-    from where. The job is part of the class: arguments would lie in one node's memory.
+    Ray pickles it by value, and its methods import `longdraft` themselves: no part of the package may be imported
+    before the path is set. The job is part of the class, because Ray keeps arguments in the memory of one node.
     """
     pickled, home = pickle.dumps(job), str(Path(longdraft.__file__).parents[1])
 
@@ -251,50 +251,50 @@ def _actor(job: Job) -> type:
             import pickle
             import sys
 
-            if is_there := os.path.isdir(os.path.join(home, "longdraft")):
+            if is_on_node := os.path.isdir(os.path.join(home, "longdraft")):
                 sys.path.insert(0, home)
             import longdraft.batch.on_ray
 
-            if is_there:
+            if is_on_node:
                 sys.path.remove(home)
             self._worker = longdraft.batch.on_ray.ActorWorker(pickle.loads(pickled))
 
         def __call__(self, batch: dict[str, Any]) -> dict[str, list[bytes]]:
-            return {"report": self._worker.answers(batch["task"])}
+            return {"progress": self._worker.answers(batch["request"])}
 
     return Actor
 
 
 class ActorWorker:
-    """An engine in a process of the cluster. An error that ends the job is returned as an answer: Ray would call the
-    actor again if it was raised."""
+    """An engine in a process of the cluster. It returns errors that end the job as answers: Ray would retry the call if
+    they were raised."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BatchJob) -> None:
         self._error: LongdraftError | MemoryError | None = None
         try:
-            self._writer = Writer(job)
+            self._batch_worker = BatchWorker(job)
         except (LongdraftError, MemoryError) as error:
             self._error = error
 
-    def answers(self, tasks: Iterable[bytes]) -> list[bytes]:
-        """Pickled reports, each with a record, and at most one error at the end."""
-        return [pickle.dumps(answer) for answer in self._answers(map(pickle.loads, tasks))]
+    def answers(self, requests: Iterable[bytes]) -> list[bytes]:
+        """The pickled progress of finished rows, and at most one error at the end."""
+        return [pickle.dumps(answer) for answer in self._answers(map(pickle.loads, requests))]
 
-    def _answers(self, tasks: Iterator[Task]) -> Iterator[Report | LongdraftError | MemoryError]:
+    def _answers(self, requests: Iterator[BatchRequest]) -> Iterator[RowProgress | LongdraftError | MemoryError]:
         if self._error:
             yield self._error
             return
         try:
-            for report in self._writer.write(lambda is_idle: next(tasks, None)):
-                if report and report.record:
-                    yield report
+            for progress in self._batch_worker.write(lambda is_idle: next(requests, None)):
+                if progress and progress.record:
+                    yield progress
         except (LongdraftError, MemoryError) as error:
             yield error
 
 
-def _report(row: dict[str, Any]) -> Report:
-    found = pickle.loads(row["report"])
+def _unpickled(row: dict[str, Any]) -> RowProgress:
+    found = pickle.loads(row["progress"])
     if isinstance(found, Exception):
         raise found
-    assert isinstance(found, Report)
+    assert isinstance(found, RowProgress)
     return found

@@ -1,7 +1,7 @@
-"""A job from its input to its output: what is done is skipped, what is not is given to a crew, records are collected.
+"""A batch job from its input to its output: skip finished rows, give the others to an executor, collect the records.
 
     OUT          the records, in the order in which texts end
-    OUT.work/    while the job is not done: the journals of texts that are begun, and more (longdraft/batch/work_folder.py)
+    OUT.work/    until the job is done: journals of unfinished texts, and more (longdraft/batch/work_folder.py)
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from longdraft.batch import source, work_folder
-from longdraft.batch.local import Check, Crew
-from longdraft.batch.records import Records
-from longdraft.batch.rows import Report, Task, is_failed, parse
-from longdraft.batch.writer import Job
+from longdraft.batch import job_files, work_folder
+from longdraft.batch.job_files import RecordFile
+from longdraft.batch.local import Check, Executor
+from longdraft.batch.requests import BatchRequest, RowProgress, is_failed, parse
+from longdraft.batch.worker import BatchJob
+from longdraft.console import clock
 from longdraft.errors import UsageError
 
 
 @dataclass
 class Totals:
-    """How far a job has come.
+    """The progress of a job.
 
-    rows     of the input
-    skipped  that were done before this run began; of them `errors` are errors
-    done     in this run; of them `failed` are errors
-    tokens   of the texts that ended in this run
-    resumed  of all tokens, those that were in journals before
+    rows     rows of the input
+    skipped  rows that earlier runs finished; `errors` of them are errors
+    done     rows that this run finished; `failed` of them are errors
+    tokens   tokens of the texts that ended in this run
+    resumed  how many of all tokens were in journals before this run
     running  tokens so far of each text that is being written
     """
 
@@ -54,7 +55,7 @@ class Totals:
 
     @property
     def new_tokens(self) -> int:
-        """Written in this run."""
+        """Tokens that this run wrote."""
         return self.tokens + sum(self.running.values()) - self.resumed
 
     @property
@@ -63,22 +64,22 @@ class Totals:
 
     @property
     def seconds_left(self) -> float | None:
-        """If the texts to come are as long as those that ended; None: nobody knows yet."""
+        """An estimate that takes the remaining texts to be as long as the finished ones; None before the first."""
         texts = self.done - self.failed
         if not texts or not self.new_tokens:
             return None
         to_come = max(0.0, self.left * self.tokens / texts - sum(self.running.values()))
         return to_come / self.tokens_per_second
 
-    def take(self, report: Report) -> None:
-        """A report of a row that is not done."""
-        if report.key not in self.running:  # later, what was written in this run may be in its journal too
-            self.resumed += report.resumed
-        self.running[report.key] = report.tokens
-        if report.record is not None:
-            self.tokens += self.running.pop(report.key)
+    def add(self, progress: RowProgress) -> None:
+        """Count the progress of an unfinished row."""
+        if progress.key not in self.running:  # later, tokens of this run may be in its journal too
+            self.resumed += progress.resumed
+        self.running[progress.key] = progress.tokens
+        if progress.record is not None:
+            self.tokens += self.running.pop(progress.key)
             self.done += 1
-            self.failed += is_failed(report.record)
+            self.failed += is_failed(progress.record)
 
     def summary(self) -> dict[str, Any]:
         """For `--stats`."""
@@ -86,50 +87,69 @@ class Totals:
                 "left": self.left, "new_tokens": self.new_tokens, "resumed_tokens": self.resumed,
                 "seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
 
+    def live_line(self) -> str:
+        """12 of 100 rows, 1 failed · 4 running · 45,000 tokens · 120.3 tokens/s · 31:00 left"""
+        errors = self.errors + self.failed
+        failed = f", {errors:,} failed" if errors else ""
+        left = "" if self.seconds_left is None else f" · {clock(self.seconds_left)} left"
+        return (f"{self.skipped + self.done:,} of {self.rows:,} rows{failed} · {len(self.running):,} running · "
+                f"{self.new_tokens:,} tokens · {self.tokens_per_second:.1f} tokens/s{left}")
 
-def run(rows: Path, output: Path, job: Job, crew: Crew, *, check: Check = lambda: None,
+    def last_line(self, *, may_retry: bool = True) -> str:
+        """What this run did. may_retry: whether the output can be continued."""
+        parts = [f"{self.done:,} of {self.rows:,} rows written"]
+        parts += [f"{self.skipped:,} were done before"] if self.skipped else []
+        errors = self.errors + self.failed
+        parts += [f"{errors:,} are errors" + " (--retry-errors writes them again)" * may_retry] if errors else []
+        parts += [f"{self.new_tokens:,} tokens in {clock(self.seconds)}, {self.tokens_per_second:.1f} tokens/s"]
+        return "; ".join(parts)
+
+
+def run(rows: Path, output: Path, job: BatchJob, executor: Executor, *, check: Check = lambda: None,
         on_progress: Callable[[Totals], None] = lambda totals: None, retry_errors: bool = False) -> Totals:
-    """Write what is missing of `output`. Left early, by `check` or in any other way, it can be run again to go on.
+    """Write the rows that `output` lacks. After any interruption, by `check` or otherwise, run it again to continue.
 
-    Raises UsageError for files that cannot be used, and for a job that was begun otherwise; what ends a writer.
+    Raises UsageError for files that cannot be used and for a job that was begun with other settings, and the errors
+    that end a worker.
     """
     if os.path.exists(output) and os.path.exists(rows) and os.path.samefile(output, rows):
         raise UsageError(f"input and output are both {rows}; give the output another name")
-    num_rows = source.count(rows)
+    num_rows = job_files.count_rows(rows)
     settings = {"seed": job.seed, "sampling": dict(job.defaults), "model": job.model}
-    work_folder.agree(job.work_folder, output, settings, begin=False)  # before another job's records are taken for ours
-    with Records.open(output, job.work_folder, without_errors=retry_errors) as records:
-        work_folder.agree(job.work_folder, output, settings, begin=True)
-        with work_folder.told(job.work_folder):
+    # First, so that another job's records are not mistaken for this one's.
+    work_folder.require_same_job(job.work_folder, output, settings, begin=False)
+    with RecordFile.open(output, job.work_folder, without_errors=retry_errors) as records:
+        work_folder.require_same_job(job.work_folder, output, settings, begin=True)
+        with work_folder.translate_storage_errors(job.work_folder):
             work_folder.forget_attempts(job.work_folder)
         totals = Totals(num_rows, len(records.done), records.failed)
-        tasks = _pending(rows, job.model, frozenset(records.done))
-        if (first := next(tasks, None)) is not None:
-            reports = crew(replace(job, fingerprint=records.fingerprint), chain([first], tasks), check)
-            for report in reports:
-                if report is None:
+        requests = _pending(rows, job.model, frozenset(records.done))
+        if (first := next(requests, None)) is not None:
+            updates = executor(replace(job, fingerprint=records.fingerprint), chain([first], requests), check)
+            for progress in updates:
+                if progress is None:
                     on_progress(totals)
                     continue
-                if report.key in records.done:
-                    continue  # its writer was lost with a record on the way, which came all the same
-                if report.record is not None:
-                    records.add(report.record)
-                    with work_folder.told(job.work_folder):
-                        work_folder.forget(job.work_folder, report.key)
-                totals.take(report)
+                if progress.key in records.done:
+                    continue  # a worker was lost after it sent this record, and the row was written again
+                if progress.record is not None:
+                    records.add(progress.record)
+                    with work_folder.translate_storage_errors(job.work_folder):
+                        work_folder.forget(job.work_folder, progress.key)
+                totals.add(progress)
                 on_progress(totals)
         records.finish()
     work_folder.remove(job.work_folder)
     return totals
 
 
-def _pending(rows: Path, model: str, done: frozenset[str]) -> Iterator[Task]:
-    """Tasks without a record, as they are asked for."""
+def _pending(rows: Path, model: str, done: frozenset[str]) -> Iterator[BatchRequest]:
+    """Requests without a record, one at a time."""
     lines: dict[str, int] = {}
-    for line, row in source.rows(rows):
-        task = parse(row, line, model)
-        if (earlier := lines.setdefault(task.key, line)) != line:
-            task = replace(task, key=f"line {line}", problem=f"the id {task.key!r} stands in line {earlier} already; "
-                                                             "give every row its own")
-        if task.key not in done:
-            yield task
+    for line, row in job_files.read_rows(rows):
+        request = parse(row, line, model)
+        if (earlier := lines.setdefault(request.key, line)) != line:
+            problem = f"the id {request.key!r} is that of line {earlier} too; give every row its own"
+            request = replace(request, key=f"line {line}", problem=problem)
+        if request.key not in done:
+            yield request

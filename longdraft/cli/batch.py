@@ -17,16 +17,16 @@ from longdraft.cli.options import FILES, RUNNING, SAMPLING, option, parse_pairs
 from longdraft.errors import UsageError, check
 
 if TYPE_CHECKING:
-    from longdraft.batch.local import Crew
+    from longdraft.batch.local import Executor
     from longdraft.batch.run import Totals
-    from longdraft.batch.writer import Job
+    from longdraft.batch.worker import BatchJob
     from longdraft.console import Interrupt
 
-JOB = "The job"
+JOB = "Batch job"
 
 
 class Command(TyperCommand):
-    """Lets `--ray` stand without its value, which Typer has no word for."""
+    """Accepts `--ray` without a value, which Typer does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         bare = [place for place, (arg, following) in enumerate(zip(args, [*args[1:], "-"], strict=True))
@@ -38,7 +38,7 @@ class Command(TyperCommand):
 
 def batch(
     rows: Annotated[Path, typer.Argument(metavar="IN", help="Rows: .jsonl or .parquet.", show_default=False)],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="Records: .jsonl or .parquet.", show_default=False)],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="RecordFile: .jsonl or .parquet.", show_default=False)],
     workers: Annotated[int | None, option("Processes with an engine each; default: this one, with --ray as many as "
                                           "fit.", JOB, "--workers")] = None,
     batch_size: Annotated[int, option("Texts that each engine writes at the same time. Larger batches write more "
@@ -119,15 +119,15 @@ def batch(
         return follow(lambda: load_engine(**load))
     defaults = {name: list(value) if isinstance(value, list) else value for name, value in given.items()
                 if value is not None}
-    from longdraft.batch.writer import Job
+    from longdraft.batch.worker import BatchJob
 
-    job = Job(Path(os.path.abspath(work or f"{output}.work")), load, defaults, seed, served_model_name or model, fsync,
-              retries, batch_size=1 if tensor_parallel > 1 else batch_size)
-    return _run(rows, output, job, _crew(workers, ray, threads, device), retry_errors, stats, quiet)
+    job = BatchJob(Path(os.path.abspath(work or f"{output}.work")), load, defaults, seed, served_model_name or model,
+                   fsync, retries, batch_size=1 if tensor_parallel > 1 else batch_size)
+    return _run(rows, output, job, _executor(workers, ray, threads, device), retry_errors, stats, quiet)
 
 
 def _is_on_gpu(device: str) -> bool:
-    """As `longdraft.load` will decide."""
+    """Whether `longdraft.load` will choose a GPU."""
     if device == "auto":
         import torch
 
@@ -135,20 +135,21 @@ def _is_on_gpu(device: str) -> bool:
     return device == "cuda"
 
 
-def _crew(workers: int | None, ray: str | None, threads: int | None, device: str) -> Crew:
-    from longdraft.batch.local import in_process, processes
+def _executor(workers: int | None, ray: str | None, threads: int | None, device: str) -> Executor:
+    from longdraft.batch.local import in_process, worker_processes
 
     if ray is not None:
-        from longdraft.batch.on_ray import Placement, on_ray
+        from longdraft.batch.on_ray import WorkerResources, on_ray
 
-        return on_ray(ray, Placement(workers, threads, device))
-    return processes(workers) if workers and workers > 1 else in_process
+        return on_ray(ray, WorkerResources(workers, threads, device))
+    return worker_processes(workers) if workers and workers > 1 else in_process
 
 
-def _run(rows: Path, output: Path, job: Job, crew: Crew, retry_errors: bool, stats: Path | None, quiet: bool) -> int:
-    from longdraft.batch.display import Display
+def _run(rows: Path, output: Path, job: BatchJob, executor: Executor, retry_errors: bool, stats: Path | None,
+         quiet: bool) -> int:
+    from longdraft.batch.job_files import is_parquet
     from longdraft.batch.run import run
-    from longdraft.batch.source import is_parquet
+    from longdraft.cli.display import BatchDisplay
     from longdraft.console import Interrupt, Interrupted
     from longdraft.files import open_outputs
 
@@ -161,8 +162,8 @@ def _run(rows: Path, output: Path, job: Job, crew: Crew, retry_errors: bool, sta
         display.show(now)
 
     try:
-        with Interrupt() as interrupt, Display(quiet=quiet) as display, contextlib.suppress(Interrupted):
-            totals = run(rows, output, job, crew, check=interrupt.check, on_progress=shown,
+        with Interrupt() as interrupt, BatchDisplay(quiet=quiet) as display, contextlib.suppress(Interrupted):
+            totals = run(rows, output, job, executor, check=interrupt.check, on_progress=shown,
                          retry_errors=retry_errors)
         if totals and files:
             files["--stats"].write((json.dumps(totals.summary(), indent=2) + "\n").encode())
@@ -174,13 +175,11 @@ def _run(rows: Path, output: Path, job: Job, crew: Crew, retry_errors: bool, sta
 
 
 def _end(totals: Totals | None, interrupt: Interrupt, quiet: bool, *, may_retry: bool) -> int:
-    from longdraft.batch.display import outcome
-
-    said: list[Any] = [outcome(totals, may_retry=may_retry)] if totals else []
+    parts = [totals.last_line(may_retry=may_retry)] if totals else []
     if interrupt.number:
-        said = ["interrupted", *said, "the same command goes on"]
+        parts = ["interrupted", *parts, "the same command continues the job"]
     if not quiet or interrupt.number:
-        print(f"longdraft: {'; '.join(said)}", file=sys.stderr)
+        print(f"longdraft: {'; '.join(parts)}", file=sys.stderr)
     if interrupt.number:
         return 128 + interrupt.number
     return 1 if totals and totals.errors + totals.failed else 0

@@ -1,7 +1,6 @@
-"""What a person sees while a text is written: the text on stdout, a live line on stderr.
+"""What a terminal shows during a run: a text on stdout, and a live line on stderr.
 
-A pipe gets the text and nothing else. Where text and live line share one terminal, the live line stays
-below the text.
+A pipe gets the text and nothing else. If text and live line share one terminal, the live line stays below the text.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -18,12 +18,15 @@ from rich.text import Text
 from longdraft.console import any_letter, clock
 from longdraft.core import Event
 
-_REFRESH = 8  # times a second
-_LARGE = 1 << 30  # bytes of weights from which reading them takes long enough to be shown
+if TYPE_CHECKING:
+    from longdraft.batch.run import Totals
+
+_REFRESH_RATE = 8  # per second
+_LARGE_MODEL = 1 << 30  # bytes of weights from which loading gets a progress bar
 
 
 class LoadBar:
-    """How far the reading of a large model's weights has come, on a terminal's stderr. Use as a context manager."""
+    """A progress bar on a terminal's stderr while a large model is loaded. Use it as a context manager."""
 
     def __init__(self, *, quiet: bool) -> None:
         console = Console(file=sys.stderr)
@@ -41,31 +44,31 @@ class LoadBar:
             self._progress.stop()
 
     def show(self, done: int, total: int) -> None:
-        if self._is_shown and total >= _LARGE:
+        if self._is_shown and total >= _LARGE_MODEL:
             self._progress.start()
             self._progress.update(self._task, completed=done, total=total)
 
 
-class Display:
-    """Shows events. Use as a context manager; `text=False` keeps stdout silent (the text goes to a file)."""
+class TextDisplay:
+    """Shows the events of one text. Use it as a context manager. text: whether the text goes to stdout."""
 
     def __init__(self, max_new_tokens: int, *, quiet: bool, text: bool) -> None:
         self._goal = max_new_tokens
-        self._resumed = 0  # tokens of an earlier run, which tell nothing of speed
+        self._resumed = 0  # tokens of earlier runs, which do not count for the speed
         self._distinct: float | None = None
         self._shows_text = text
         self._console = Console(file=sys.stderr, highlight=False)
         is_live = self._console.is_terminal and not quiet
         self._shares_terminal = is_live and text and sys.stdout.isatty()
-        self._line = ""  # the text's unfinished last line, where text and live line share a terminal
+        self._line = ""  # the text's unfinished last line, if text and live line share a terminal
         self._prefill = (0, 0)
         self._start = 0.0
         self._tokens = self._steps = 0
         self._has_output = False
-        self._live = Live(console=self._console, refresh_per_second=_REFRESH, transient=True,
+        self._live = Live(console=self._console, refresh_per_second=_REFRESH_RATE, transient=True,
                           get_renderable=self._render) if is_live else None
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> TextDisplay:
         any_letter()
         if self._live:
             self._live.start()
@@ -85,7 +88,7 @@ class Display:
         self._prefill = (done, total)
 
     def show(self, event: Event, distinct: float | None = None, *, is_resumed: bool = False) -> None:
-        """distinct: of the latest 4-grams, how many are; is_resumed: an earlier run wrote it."""
+        """distinct: the share of distinct 4-grams in the latest tokens; is_resumed: an earlier run wrote the event."""
         self._tokens += len(event.tokens)
         self._distinct = distinct
         if is_resumed:
@@ -103,7 +106,7 @@ class Display:
             sys.stdout.flush()
 
     def _print_above(self, text: str) -> None:
-        """Finished lines scroll up; an unfinished one stays in the live area, broken at the width."""
+        """Print finished lines above the live area; keep the unfinished one in it, wrapped at the terminal's width."""
         *done, self._line = (self._line + text).split("\n")
         width = max(20, self._console.width - 1)
         while len(self._line) > width:
@@ -128,3 +131,30 @@ class Display:
         distinct = "" if self._distinct is None else f" · {self._distinct:.0%} distinct"
         return (f"{self._tokens:,} of {self._goal:,} tokens · {speed:.1f} tokens/s · "
                 f"{written / max(1, self._steps):.2f} per step{distinct} · {left} left")
+
+
+class BatchDisplay:
+    """The live line of a batch job. Use it as a context manager, and call `show` with each change of the totals."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        console = Console(file=sys.stderr, highlight=False)
+        self._totals: Totals | None = None
+        self._live = Live(console=console, refresh_per_second=_REFRESH_RATE, transient=True,
+                          get_renderable=self._render) if console.is_terminal and not quiet else None
+
+    def __enter__(self) -> BatchDisplay:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, totals: Totals) -> None:
+        self._totals = totals
+
+    def _render(self) -> Text:
+        line = "loading" if self._totals is None else self._totals.live_line()
+        return Text(line, style="dim", no_wrap=True, overflow="ellipsis")

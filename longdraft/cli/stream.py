@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longdraft.cli.display import Display
+from longdraft.cli.display import TextDisplay
 from longdraft.console import Interrupt, Interrupted, Terminated, clock, stdout_lost
 from longdraft.core import Event
 from longdraft.engine import Engine
@@ -52,7 +52,7 @@ def write(job: Job) -> int:
     """Run a generation to its end or to the first signal; returns the exit status."""
     status = 0
     with Interrupt() as interrupt:
-        with Display(job.max_new_tokens, quiet=job.quiet, text="--output" not in job.files) as display:
+        with TextDisplay(job.max_new_tokens, quiet=job.quiet, text="--output" not in job.files) as display:
 
             def progress(done: int, total: int) -> None:
                 interrupt.check()
@@ -159,7 +159,7 @@ def _tell_end(generation: Generation, job: Job, interrupt: Interrupt) -> None:
         print(f"longdraft: {how} after {count}; {what[0]}", file=sys.stderr)
 
 
-def _stream(generation: Generation, display: Display, interrupt: Interrupt, output: OutputFile | None) -> None:
+def _stream(generation: Generation, display: TextDisplay, interrupt: Interrupt, output: OutputFile | None) -> None:
     is_resumed = generation.num_resumed > 0  # the first event holds what an earlier run wrote
     try:
         for event in generation:

@@ -22,12 +22,12 @@ import longdraft
 from helpers.jobs import ROWS, put, records, sorted_lines, stop_after, writers
 from longdraft import batching
 from longdraft.__main__ import run as longdraft_command
-from longdraft.batch import source, work_folder
-from longdraft.batch.local import in_process, processes
-from longdraft.batch.records import _line
-from longdraft.batch.rows import Report, Task, key_of, parse, seed_of
+from longdraft.batch import job_files, work_folder
+from longdraft.batch.job_files import _line
+from longdraft.batch.local import in_process, worker_processes
+from longdraft.batch.requests import BatchRequest, RowProgress, key_of, parse, seed_of
 from longdraft.batch.run import Totals, run
-from longdraft.batch.writer import Job, Writer, num_written
+from longdraft.batch.worker import BatchJob, BatchWorker, num_written
 from longdraft.console import Interrupted
 from longdraft.errors import JournalError, UsageError
 from longdraft.journal import FILE
@@ -76,7 +76,7 @@ def test_openai_lines_give_openai_records(job, tmp_path):
     ("[1]", "allowed: an object"),
     ({"prompt": "x"}, "id is 'None'"),
     ({"id": "", "prompt": "x"}, "id is ''"),
-    ({"id": "line 3", "prompt": "x"}, "not 'line N'"),
+    ({"id": "line 3", "prompt": "x"}, "except 'line N'"),
     ({"id": "a"}, "both prompt and messages, or neither"),
     ({"id": "a", "prompt": ""}, "prompt is ''"),
     ({"id": "a", "prompt": ["x", "y"]}, "one text, or token ids"),
@@ -101,8 +101,8 @@ def test_openai_lines_give_openai_records(job, tmp_path):
 ])
 def test_what_is_wrong_with_a_row_is_said(tmp_path, row, complaint):
     rows = put(tmp_path / "in.jsonl", [row])
-    ((line, read),) = source.rows(rows)
-    assert line == 1 == source.count(rows) and complaint in parse(read, line, "tiny").problem
+    ((line, read),) = job_files.read_rows(rows)
+    assert line == 1 == job_files.count_rows(rows) and complaint in parse(read, line, "tiny").problem
 
 
 def test_a_body_says_what_the_servers_requests_say():
@@ -132,11 +132,11 @@ ROW = ANYTHING | st.builds(lambda asked, key: {**asked, "id": key}, ASKED, IDS) 
 
 
 @pytest.fixture(scope="module")
-def writer(chatty, tmp_path_factory) -> Writer:
+def writer(chatty, tmp_path_factory) -> BatchWorker:
     """Whose texts have two tokens."""
-    job = Job(tmp_path_factory.mktemp("one") / "work", {"model": str(chatty), "drafter": "suffix", "threads": 1},
+    job = BatchJob(tmp_path_factory.mktemp("one") / "work", {"model": str(chatty), "drafter": "suffix", "threads": 1},
               {"on_loop": "off", "max_new_tokens": 2}, 0, "tiny", fsync="never")
-    return Writer(job)
+    return BatchWorker(job)
 
 
 @given(row=ROW)
@@ -179,7 +179,7 @@ def test_one_bad_row_is_one_error_and_the_others_are_written(job, tmp_path):
     found = {record["id"]: record for record in records(tmp_path / "out.jsonl")}
     assert set(found) == {"row 0", "row 1", "line 2", "long", "far", "line 6"} and totals.failed == 4
     assert "context limit" in found["long"]["error"]["message"] and found["far"]["error"]["code"] == "invalid_request"
-    assert "stands in line 1 already" in found["line 6"]["error"]["message"]
+    assert "is that of line 1 too" in found["line 6"]["error"]["message"]
     assert not job.work_folder.exists()
 
 
@@ -228,12 +228,12 @@ def test_worker_processes_write_the_same_and_one_that_is_killed_loses_nothing(jo
             for process in killed:
                 os.kill(process, signal.SIGKILL)
 
-    totals = run(rows, tmp_path / "out.jsonl", job, processes(2), on_progress=kill_once)
+    totals = run(rows, tmp_path / "out.jsonl", job, worker_processes(2), on_progress=kill_once)
     assert killed and (totals.done, totals.failed) == (6, 0)
     assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")
 
 
-def write(writer: Writer, task: Task) -> Iterator[Report]:
+def write(writer: BatchWorker, task: BatchRequest) -> Iterator[RowProgress]:
     tasks = iter([task])
     return filter(None, writer.write(lambda is_idle: next(tasks, None)))
 
@@ -241,16 +241,16 @@ def write(writer: Writer, task: Task) -> Iterator[Report]:
 def test_texts_side_by_side_are_what_each_is_alone(job, tmp_path):
     rows = put(tmp_path / "in.jsonl", [*ROWS, "{", {**ROWS[0], "id": "far", "prompt": [10**6]}])
     run(rows, tmp_path / "one.jsonl", job, in_process)
-    for batch_size, crew in ((3, in_process), (8, in_process), (2, processes(2))):
+    for batch_size, execute in ((3, in_process), (8, in_process), (2, worker_processes(2))):
         output = tmp_path / f"{batch_size}.jsonl"
         with suppress(Interrupted):
-            run(rows, output, replace(job, batch_size=batch_size), crew, check=stop_after(25))
-        run(rows, output, replace(job, batch_size=batch_size), crew)
+            run(rows, output, replace(job, batch_size=batch_size), execute, check=stop_after(25))
+        run(rows, output, replace(job, batch_size=batch_size), execute)
         assert sorted_lines(output) == sorted_lines(tmp_path / "one.jsonl"), batch_size
 
 
 def test_a_row_that_ends_its_writer_again_and_again_becomes_an_error(job, tmp_path):
-    writer, task = Writer(job), parse({**ROWS[0]}, 1, "tiny")
+    writer, task = BatchWorker(job), parse({**ROWS[0]}, 1, "tiny")
     for _ in range(3):  # each ends before a token, as a process that is killed does
         next(write(writer, task))
         job.journal(task.key).joinpath(FILE).unlink()
@@ -268,7 +268,7 @@ def test_a_row_that_ends_its_writer_takes_no_other_with_it(job):
         pass
 
     killer, *others = tasks = [parse({**row, "prompt": f"{i} was"}, i, "tiny") for i, row in enumerate(ROWS)]
-    writer, deaths, found = Writer(replace(job, batch_size=4)), 0, {}
+    writer, deaths, found = BatchWorker(replace(job, batch_size=4)), 0, {}
     step, ids = batching.Batch.step, writer._engine.encode(killer.prompt)
 
     def deadly(batch, only=None):
@@ -293,9 +293,9 @@ def test_a_row_that_ends_its_writer_takes_no_other_with_it(job):
 
 def test_a_long_prompt_is_read_with_a_look_at_signals_between(job, tmp_path):
     rows = put(tmp_path / "in.jsonl", [{"id": "long", "prompt": [60] * 1500, "max_new_tokens": 2}])
-    task = parse(next(source.rows(rows))[1], 1, "tiny")
+    task = parse(next(job_files.read_rows(rows))[1], 1, "tiny")
     given = iter([task])
-    with Writer(job) as writer:
+    with BatchWorker(job) as writer:
         told = list(writer.write(lambda is_idle: next(given, None)))
     assert told[:2] == [None, None] and told[-2].record
     seen: list[Totals] = []

@@ -12,7 +12,7 @@ import pytest
 
 from helpers.jobs import ROWS, put, records, sorted_lines
 from longdraft.__main__ import run as longdraft_command
-from longdraft.batch.rows import Report
+from longdraft.batch.requests import RowProgress
 from longdraft.batch.run import Totals
 
 
@@ -35,7 +35,7 @@ def test_the_command_goes_on_after_kill_9_and_counts(chatty, tmp_path, capsys):
         child.send_signal(number)
         _, said = child.communicate()
         assert child.returncode in (-signal.SIGKILL, 130), said
-    assert "interrupted" in said and "the same command goes on" in said
+    assert "interrupted" in said and "the same command continues the job" in said
     assert longdraft_command(["batch", str(rows), str(output), *settings]) == 1
     assert sorted_lines(output) == sorted_lines(uncut)
 
@@ -57,14 +57,12 @@ def test_mistakes_are_one_line_and_status_2(tmp_path, monkeypatch, capsys, argum
 
 
 def test_time_left_goes_by_the_texts_that_ended():
-    from longdraft.batch.display import outcome, status
-
     totals = Totals(rows=4, skipped=1, began=time.monotonic() - 10)
-    totals.take(Report("a", 50))
+    totals.add(RowProgress("a", 50))
     assert totals.seconds_left is None
-    totals.take(Report("a", 100, 0, {"id": "a", "text": ""}))
-    totals.take(Report("b", 520, 500))
+    totals.add(RowProgress("a", 100, 0, {"id": "a", "text": ""}))
+    totals.add(RowProgress("b", 520, 500))
     assert totals.left == 2 and totals.new_tokens == 120
-    totals.take(Report("b", 570, 550))  # another worker went on with what this run wrote
+    totals.add(RowProgress("b", 570, 550))  # another worker went on with what this run wrote
     assert totals.new_tokens == 170 and totals.seconds_left == 0
-    assert "2 of 4 rows" in status(totals) and "1 of 4 rows written; 1 were done before" in outcome(totals)
+    assert "2 of 4 rows" in totals.live_line() and "1 of 4 rows written; 1 were done before" in totals.last_line()

@@ -14,23 +14,23 @@ import pytest
 
 from helpers.jobs import ROWS, put, records, stop_after
 from longdraft.batch import local
-from longdraft.batch.local import in_process, processes
-from longdraft.batch.records import Records
-from longdraft.batch.rows import Report, Task, failed, parse
+from longdraft.batch.job_files import RecordFile
+from longdraft.batch.local import in_process, worker_processes
+from longdraft.batch.requests import BatchRequest, RowProgress, error_record, parse
 from longdraft.batch.run import run
-from longdraft.batch.writer import Job, Writer
+from longdraft.batch.worker import BatchJob, BatchWorker
 from longdraft.console import Interrupted
 from longdraft.errors import OutputError, UsageError
 
 
-def no_crew_but_problems(job: Job, tasks: Iterator[Task], check) -> Iterator[Report]:
-    """A crew without an engine, for rows that are none."""
+def no_crew_but_problems(job: BatchJob, tasks: Iterator[BatchRequest], check) -> Iterator[RowProgress]:
+    """A execute without an engine, for rows that are none."""
     for task in tasks:
-        yield Report(task.key, 0, 0, failed(task, "invalid_request", task.problem))
+        yield RowProgress(task.key, 0, 0, error_record(task, "invalid_request", task.problem))
 
 
-@pytest.mark.parametrize("crew", [in_process, processes(1)], ids=["alone", "processes"])
-def test_a_work_folder_that_takes_nothing_ends_the_job(job, crew):
+@pytest.mark.parametrize("execute", [in_process, worker_processes(1)], ids=["alone", "processes"])
+def test_a_work_folder_that_takes_nothing_ends_the_job(job, execute):
     job.work.mkdir()
     (job.work / "attempts").write_text("")  # where a folder belongs
     started = time.monotonic()
@@ -40,7 +40,7 @@ def test_a_work_folder_that_takes_nothing_ends_the_job(job, crew):
             raise Interrupted
 
     with pytest.raises(OutputError, match=f"the work folder {job.work} cannot be used: Not a directory"):
-        list(crew(job, iter([parse(ROWS[0], 1, "tiny")]), check))
+        list(execute(job, iter([parse(ROWS[0], 1, "tiny")]), check))
 
 
 def test_a_file_system_without_links_is_one_line(job, monkeypatch):
@@ -49,7 +49,7 @@ def test_a_file_system_without_links_is_one_line(job, monkeypatch):
 
     monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(OutputError, match="cannot be used: Operation not supported"):
-        Writer(job)
+        BatchWorker(job)
     assert not list(job.work.iterdir())
 
 
@@ -63,9 +63,9 @@ def test_other_models_settings_and_jobs_are_refused(chatty, job, tmp_path):
     with pytest.raises(UsageError, match="the output's texts are of fp_"):
         run(rows, output, other, in_process)
     put(output, [])
-    with pytest.raises(UsageError, match="begun by another engine: dtype float32, here bfloat16"):
+    with pytest.raises(UsageError, match="begun by another engine: dtype is bfloat16, expected float32"):
         run(rows, output, other, in_process)
-    with Records.open(output, job.work), pytest.raises(UsageError, match="another job writes"):
+    with RecordFile.open(output, job.work), pytest.raises(UsageError, match="another job writes"):
         run(rows, output, job, in_process)
     with pytest.raises(UsageError, match="input and output are both"):
         run(rows, rows, job, in_process)
@@ -118,7 +118,7 @@ def test_half_a_record_that_is_all_there_is_is_taken_back(job, tmp_path):
 def test_a_file_of_somebody_elses_in_the_work_folder_is_one_line(job, tmp_path, content):
     job.work.mkdir()
     (job.work / "job.json").write_text(content)
-    with pytest.raises(UsageError, match="is no note of a job; give another folder with --work"):
+    with pytest.raises(UsageError, match="was not written by a batch job; give another folder with --work"):
         run(put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl", job, in_process)
     assert (job.work / "job.json").read_text() == content and not (tmp_path / "out.jsonl").exists()
 
@@ -139,24 +139,24 @@ def test_a_full_disk_ends_the_job_and_not_a_row(job, tmp_path, monkeypatch):
         raise self._failure(OSError(28, "No space left on device"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Records, "add", full)
+        patch.setattr(RecordFile, "add", full)
         with pytest.raises(OutputError, match="No space left"):
             run(rows, output, job, in_process)
     totals = run(rows, output, job, in_process)
     assert totals.done == 2 and totals.resumed > 0 and len(records(output)) == 2
 
 
-def test_a_worker_that_is_given_much_and_hears_nothing_holds_nobody_up():
-    """Where both send more than a pipe holds, neither may wait for the other."""
-    worker = object.__new__(local._Worker)
+def test_sending_more_than_the_pipe_holds_does_not_block():
+    """If both processes send more than a pipe holds, neither may wait for the other."""
+    worker = object.__new__(local._WorkerProcess)
     worker._pipe, theirs = Pipe()
-    worker.tasks, worker._given = {}, SimpleQueue()
-    giver = threading.Thread(target=worker._give, daemon=True)
-    giver.start()
-    tasks = [Task(str(number), prompt="x" * 10_000) for number in range(100)]  # five times what it holds
+    worker.requests, worker._outbox = {}, SimpleQueue()
+    sender = threading.Thread(target=worker._send, daemon=True)
+    sender.start()
+    tasks = [BatchRequest(str(number), prompt="x" * 10_000) for number in range(100)]  # five times what it holds
     for task in tasks:
-        worker.give(task)
-    assert [theirs.recv().key for _ in tasks] == [task.key for task in tasks] == list(worker.tasks)
-    worker._given.put(None)
-    giver.join(10)
-    assert not giver.is_alive()
+        worker.send(task)
+    assert [theirs.recv().key for _ in tasks] == [task.key for task in tasks] == list(worker.requests)
+    worker._outbox.put(None)
+    sender.join(10)
+    assert not sender.is_alive()

@@ -24,13 +24,13 @@ import longdraft
 from helpers.checkpoints import make_checkpoint
 from helpers.jobs import put, records, sorted_lines, writers
 from longdraft.__main__ import run as longdraft_command
+from longdraft.batch import job_files
 from longdraft.batch import on_ray as on_ray_module
-from longdraft.batch import source
 from longdraft.batch.local import in_process
-from longdraft.batch.on_ray import ActorWorker, Placement, Progress, identity_of, on_ray
-from longdraft.batch.rows import Report, Task, parse
+from longdraft.batch.on_ray import ActorWorker, JournalProgress, WorkerResources, identity_of, on_ray
+from longdraft.batch.requests import BatchRequest, RowProgress, parse
 from longdraft.batch.run import run
-from longdraft.batch.writer import Job, Writer
+from longdraft.batch.worker import BatchJob, BatchWorker
 from longdraft.errors import ModelError, UsageError
 
 ray = pytest.importorskip("ray", reason="needs ray; pip install 'longdraft[ray]'")
@@ -64,7 +64,7 @@ def test_no_cluster_is_one_line(tmp_path, capfd, monkeypatch, address):
 
 def test_a_cluster_that_has_ended_without_a_word_is_one_line(tmp_path, capfd, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(on_ray_module, "_CURRENT", put(tmp_path / "current", ["127.0.0.1:9"]))
+    monkeypatch.setattr(on_ray_module, "_CURRENT_CLUSTER", put(tmp_path / "current", ["127.0.0.1:9"]))
     rows = put(tmp_path / "in.jsonl", [{"id": "a", "prompt": "x"}])
     assert longdraft_command(["batch", str(rows), str(tmp_path / "out.jsonl"), "--ray"]) == 2
     assert capfd.readouterr().err.startswith("longdraft: --ray auto: ")
@@ -74,53 +74,54 @@ def parent_of(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def work_on(folder: Path, num_rows: int, num_tokens: int) -> tuple[Path, Job]:
+def work_on(folder: Path, num_rows: int, num_tokens: int) -> tuple[Path, BatchJob]:
     """Rows and a job; the last row is none."""
     make_checkpoint(folder / "tiny", num_key_value_heads=2)
     rows = [{"id": f"row {i}", "prompt": "It was", "max_new_tokens": num_tokens, "ignore_eos": True}
             for i in range(num_rows - 1)]
     load = {"model": str(folder / "tiny"), "drafter": "plain", "threads": 1}
-    return put(folder / "in.jsonl", [*rows, "{"]), Job(folder / "work", load, {"on_loop": "off"}, 0, "tiny", "never")
+    job = BatchJob(folder / "work", load, {"on_loop": "off"}, 0, "tiny", "never")
+    return put(folder / "in.jsonl", [*rows, "{"]), job
 
 
 def test_how_far_texts_have_come_is_read_from_their_journals(tmp_path, monkeypatch):
     rows, job = work_on(tmp_path, 4, 30)
-    tasks = [parse(row, line, "tiny") for line, row in source.rows(rows)]
+    tasks = [parse(row, line, "tiny") for line, row in job_files.read_rows(rows)]
 
-    def write(task: Task, steps: int) -> None:
+    def write(task: BatchRequest, steps: int) -> None:
         given = iter([task])
-        with Writer(job) as writer:
+        with BatchWorker(job) as writer:
             reports = filter(None, writer.write(lambda is_idle: next(given, None)))
             assert len(list(islice(reports, steps))) == steps
 
     write(tasks[0], 5)
-    progress = Progress(job, tasks)
+    progress = JournalProgress(job, tasks)
     assert not list(progress.reports())  # the last look was a moment ago
     write(tasks[0], 10)
     write(tasks[1], 7)
-    monkeypatch.setattr(on_ray_module, "_TELL_S", 0.0)
-    monkeypatch.setattr(on_ray_module, "_TELL_PART", 1e9)
+    monkeypatch.setattr(on_ray_module, "_REPORT_S", 0.0)
+    monkeypatch.setattr(on_ray_module, "_REPORT_SHARE", 1e9)
     monkeypatch.setattr(progress, "_next", 0.0)
     (first, _, resumed, none), (second, *_) = sorted(progress.reports())
     assert first == "row 0" and resumed == 5 and none is None and second == "row 1"
     # Going on, the first report tells of what was there.
     assert {key: tokens for key, tokens, *_ in progress.reports()} == {"row 0": 14, "row 1": 7}
-    progress.ended(Report("row 0", 30, 5, {"text": ""}))
+    progress.ended(RowProgress("row 0", 30, 5, {"text": ""}))
     assert [key for key, *_ in progress.reports()] == ["row 1"]
 
 
 @pytest.mark.cluster
 def test_a_cluster_writes_what_one_process_does(cluster, tmp_path):
     rows, job = work_on(tmp_path, 4, 40)
-    totals = run(rows, tmp_path / "out.jsonl", job, on_ray("auto", Placement(2, 1, "cpu")))
+    totals = run(rows, tmp_path / "out.jsonl", job, on_ray("auto", WorkerResources(2, 1, "cpu")))
     run(rows, tmp_path / "alone.jsonl", job, in_process)
     assert (totals.done, totals.failed, totals.new_tokens) == (4, 1, 120)
     assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")
     with pytest.raises(UsageError, match="the cluster has no GPU"):
-        run(rows, tmp_path / "gpu.jsonl", job, on_ray("auto", Placement(None, None, "cuda")))
-    nobody = replace(job, work=tmp_path / "other work", load={**job.load, "model": "nobody"})
+        run(rows, tmp_path / "gpu.jsonl", job, on_ray("auto", WorkerResources(None, None, "cuda")))
+    nobody = replace(job, work_folder=tmp_path / "other work", load={**job.load, "model": "nobody"})
     with pytest.raises(ModelError, match="no model 'nobody'"):
-        run(rows, tmp_path / "nobody.jsonl", nobody, on_ray("auto", Placement(1, 1, "cpu")))
+        run(rows, tmp_path / "nobody.jsonl", nobody, on_ray("auto", WorkerResources(1, 1, "cpu")))
 
 
 @pytest.mark.cluster
@@ -132,7 +133,7 @@ def test_a_worker_and_a_node_are_killed_and_every_row_is_written_once(cluster, t
         """A worker in the middle of a text, then a node whose worker is in the middle of one."""
         while len(killed) < 2:
             time.sleep(0.02)
-            for writer in writers(job.work):
+            for writer in writers(job.work_folder):
                 try:
                     raylet = parent_of(writer)
                     node = next((node for node in cluster.worker_nodes
@@ -150,7 +151,7 @@ def test_a_worker_and_a_node_are_killed_and_every_row_is_written_once(cluster, t
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    totals = run(rows, tmp_path / "out.jsonl", job, on_ray("auto", Placement(None, 1, "cpu")))
+    totals = run(rows, tmp_path / "out.jsonl", job, on_ray("auto", WorkerResources(None, 1, "cpu")))
     killer.join(timeout=1)
     assert killed == ["worker", "node"] and totals.done == 7 and totals.failed == 1
     keys = [record["id"] for record in records(tmp_path / "out.jsonl")]
@@ -162,7 +163,7 @@ def test_a_worker_and_a_node_are_killed_and_every_row_is_written_once(cluster, t
 def test_the_identity_that_workers_must_have_is_part_of_an_engines(tmp_path):
     _, job = work_on(tmp_path, 2, 5)
     expected = identity_of(job.load, "cpu")
-    with Writer(replace(job, identity=expected)) as writer:  # the same: no error
+    with BatchWorker(replace(job, identity=expected)) as writer:  # the same: no error
         found = writer._engine.identity
     assert expected.items() <= found.items()
     assert expected.keys() == {"longdraft_version", "torch_version", "weights", "tokenizer", "kernels", "dtype"}
@@ -179,9 +180,9 @@ def test_a_worker_with_another_identity_ends_the_job_with_a_line_that_says_what_
     job = replace(job, load={**job.load, "kernels_name": there})
     found = identity_of(job.load, "cpu")[name]
     worker = ActorWorker(replace(job, identity={**identity_of(job.load, "cpu"), name: here}))
-    error, = map(pickle.loads, worker.answers([pickle.dumps(Task("a", prompt="x"))]))
+    error, = map(pickle.loads, worker.answers([pickle.dumps(BatchRequest("a", prompt="x"))]))
     assert isinstance(error, UsageError)
-    assert f"is not like the process that started the job: {name} is {found}, expected {here}; install" in str(error)
+    assert f"differs from the process that started the job: {name} is {found}, expected {here}; install" in str(error)
 
 
 @pytest.mark.cluster

@@ -1,10 +1,10 @@
-"""The records of a job: a file that only grows, each record on the disk before the next row counts as done.
+"""The files of a batch job: rows of the input, and the records of the output. Both are JSON lines or Parquet.
 
-    with Records.open(Path("out.jsonl"), work) as records:
-        records.add(record)
-        records.finish()          # a Parquet output is made of what was collected
+    with RecordFile.open(Path("out.jsonl"), work) as records:
+        records.add(record)       # on the disk when this returns
+        records.finish()          # makes a Parquet output of the collected records
 
-A line that a power cut left half is taken back when the file is opened again.
+A line that a power cut left incomplete is removed when the file is opened again.
 """
 
 from __future__ import annotations
@@ -14,28 +14,127 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
-from longdraft.batch.rows import Record, fingerprint_of, is_failed, key_of, num_tokens
-from longdraft.batch.source import is_parquet, parquet_library
+from longdraft.batch.requests import Record, Row, fingerprint_of, is_failed, key_of, num_tokens
 from longdraft.errors import OutputError, UsageError
 from longdraft.files import sync_folder
 
-_COLLECTED = "records.jsonl"  # in the work folder, for an output that cannot be appended to
-_AT_ONCE = 1024
-_BEGINNING = b'{"id": "'  # of every record
-_LINE_ENDS = "\x85\u2028\u2029"  # which JSON leaves as they are, and some readers take for the end of a line
+PARQUET = ".parquet"
+_LONGEST_LINE = 1 << 28  # bytes
+_ROWS_PER_READ = 256  # of a Parquet table
+_COLLECTED = "records.jsonl"  # in the work folder, for a Parquet output, which cannot be appended to
+_ROWS_PER_WRITE = 1024
+_RECORD_START = b'{"id": "'
+_LINE_ENDS = "\x85\u2028\u2029"  # JSON does not escape them, but some readers end a line there
 
 
-class Records:
-    """What is done, by the rows' ids, and the file that says so.
+def is_parquet(path: Path) -> bool:
+    return path.suffix.lower() == PARQUET
 
-    done         ids of rows that have a record
+
+def read_rows(path: Path) -> Iterator[tuple[int, Row | str]]:
+    """Each row with its line number (from 1), or a text that says why the line holds none. Empty lines are skipped."""
+    if is_parquet(path):
+        return _table_rows(path)
+    return _json_rows(path)
+
+
+def count_rows(path: Path) -> int:
+    """The number of rows that `read_rows` yields."""
+    if is_parquet(path):
+        return int(_open_table(path).metadata.num_rows)
+    try:
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Row | str]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _parsed(line)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _parsed(line: bytes) -> Row | str:
+    if len(line) > _LONGEST_LINE:
+        return f"the line has {len(line)} bytes; allowed: {_LONGEST_LINE}"
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"the line is not valid JSON: {error}"
+    return row if isinstance(row, dict) else f"the line holds a {type(row).__name__}; allowed: an object"
+
+
+def _table_rows(path: Path) -> Iterator[tuple[int, Row | str]]:
+    number = 0
+    with _readable_table(path):
+        for batch in _open_table(path).iter_batches(_ROWS_PER_READ):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, {name: _from_cell(name, value) for name, value in row.items()}
+
+
+def _from_cell(name: str, value: Any) -> Any:
+    """A cell without the null fields that its column has for other rows. `body` and the like may be JSON text."""
+    if name in ("body", "messages", "chat_options") and isinstance(value, str):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return _without_nulls(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _open_table(path: Path) -> Any:
+    _, parquet = parquet_library()
+    with _readable_table(path):
+        return parquet.ParquetFile(path)
+
+
+@contextmanager
+def _readable_table(path: Path) -> Iterator[None]:
+    pyarrow, _ = parquet_library()
+    try:
+        yield
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UsageError(f"cannot read {path} as Parquet: {str(error).splitlines()[0]}; give a Parquet file or JSON "
+                         "lines") from error
+
+
+def parquet_library() -> tuple[ModuleType, ModuleType]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UsageError("Parquet needs pyarrow; pip install 'longdraft[ray]', or use .jsonl") from error
+    return pyarrow, parquet
+
+
+def _unreadable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot read the input {path}: {error.strerror or error}; give a file of JSON lines or Parquet")
+
+
+class RecordFile:
+    """The records of a job, in a file that only grows.
+
+    done         ids of the rows that have a record
     failed       how many of them are errors
-    tokens       of all their texts
-    fingerprint  of what wrote the texts that are there; None: there are none
+    tokens       tokens of all their texts
+    fingerprint  of the engine that wrote the texts; None if there are none
     """
 
     def __init__(self, output: Path, work: Path) -> None:
@@ -50,7 +149,7 @@ class Records:
             self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise UsageError(f"cannot write the output {output}: {error.strerror or error}; choose another "
-                             "place") from error
+                             "path") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -60,13 +159,15 @@ class Records:
             sync_folder(self._path.parent)
 
     @classmethod
-    def open(cls, output: Path, work: Path, *, without_errors: bool = False) -> Records:
-        """Those that are there, and more to come. `without_errors`: errors are forgotten, their rows done anew.
+    def open(cls, output: Path, work: Path, *, without_errors: bool = False) -> RecordFile:
+        """Open the existing records and prepare to add more.
 
-        UsageError where the file holds something else, or another job writes it.
+        without_errors  remove the error records, so that their rows are written again
+
+        Raises UsageError if the file holds something else, or another job writes it.
         """
-        if is_parquet(output) and os.path.exists(output):  # JSON lines could be gone on with
-            raise UsageError(f"the output {output} is there already, whole; give another name, or remove it")
+        if is_parquet(output) and os.path.exists(output):  # it was complete; JSON lines could be continued
+            raise UsageError(f"the output {output} exists and is complete; give another name, or remove it")
         records = cls(output, work)
         try:
             size = records._read()
@@ -79,7 +180,7 @@ class Records:
         return records
 
     def _read(self) -> int:
-        """Take in what is there; returns where the last whole line ends."""
+        """Count the existing records; returns the offset in bytes where the last whole line ends."""
         size = 0
         for number, line in enumerate(self._lines(), 1):
             if not line.endswith(b"\n") and (size or _is_torn_record(line)):
@@ -106,7 +207,7 @@ class Records:
         self.fingerprint = fingerprint_of(record) or self.fingerprint
 
     def _drop_errors(self) -> None:
-        """In the same file, which is locked: a cut on the way loses records of errors or texts that are done anew."""
+        """Replace the file by one without its error records. The new file is locked before it has the name."""
         kept = b"".join(line for line in self._lines() if not is_failed(json.loads(line)))
         partial = self._path.with_name(self._path.name + ".partial")
         try:
@@ -124,7 +225,7 @@ class Records:
         self._read()
 
     def add(self, record: Record) -> None:
-        """On the disk when this returns. OutputError where it cannot be."""
+        """Append a record; it is on the disk when this returns. Raises OutputError if that fails."""
         line = _line(record)
         size = os.fstat(self._file).st_size
         try:
@@ -139,11 +240,11 @@ class Records:
         self._count(record)
 
     def _failure(self, error: OSError) -> OutputError:
-        return OutputError(f"cannot write {self._path}: {error.strerror or error}; what is there stands, start the job "
-                           "again to go on")
+        return OutputError(f"cannot write {self._path}: {error.strerror or error}; the records so far are kept, start "
+                           "the job again to continue")
 
     def finish(self) -> None:
-        """Every row has its record: a Parquet file is made of them, whole or not at all."""
+        """Make the Parquet output, if that is its format, of all records in one atomic step."""
         if not is_parquet(self._output):
             return
         pyarrow, parquet = parquet_library()
@@ -154,7 +255,7 @@ class Records:
                 batch: list[dict[str, Any]] = []
                 for line in self._lines():
                     batch.append(_cells(json.loads(line)))
-                    if len(batch) == _AT_ONCE:
+                    if len(batch) == _ROWS_PER_WRITE:
                         writer.write_table(pyarrow.Table.from_pylist(batch, schema))
                         batch = []
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema))
@@ -169,7 +270,7 @@ class Records:
     def close(self) -> None:
         os.close(self._file)
 
-    def __enter__(self) -> Records:
+    def __enter__(self) -> RecordFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -178,11 +279,11 @@ class Records:
 
 
 def _is_torn_record(line: bytes) -> bool:
-    """Whether a line without its end may be what was written of a record before a power cut."""
+    """Whether a line without a line end may be the start of a record that a power cut left incomplete."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
-        return line.startswith(_BEGINNING) or _BEGINNING.startswith(line)
+        return line.startswith(_RECORD_START) or _RECORD_START.startswith(line)
     return isinstance(found, dict) and key_of(found) is not None
 
 
@@ -194,11 +295,11 @@ def _line(record: Record) -> bytes:
 
 
 def _utf8(text: str) -> bytes:
-    """Half a surrogate pair, which UTF-8 has no bytes for, as JSON names it."""
+    """UTF-8; a lone surrogate, which it cannot encode, becomes its JSON escape."""
     return text.encode("utf-8", "backslashreplace")
 
 
-# A table has one shape for all rows: what OpenAI's records have of their own stands in `response`, as JSON.
+# A table has the same columns for all rows; `response` holds OpenAI's record as JSON.
 _COLUMNS = {"id": "string", "text": "string", "finish_reason": "string", "prompt_tokens": "int64",
             "new_tokens": "int64", "seed": "uint64", "sha256_tokens": "string", "system_fingerprint": "string",
             "error_code": "string", "error_message": "string", "response": "string", "metadata": "string"}

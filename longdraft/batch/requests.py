@@ -1,12 +1,12 @@
-"""A row of a job's input becomes a task; a task and its text become a record.
+"""A row of a job's input becomes a request; a request and its text become a record.
 
-Two kinds of rows, which may stand in one file:
+There are two kinds of rows, which one file may mix: longdraft's own, and those of OpenAI's batch API:
 
-    {"id": "a", "prompt": "It was", "max_new_tokens": 500, "seed": 3}       ours; or `messages`: a chat
+    {"id": "a", "prompt": "It was", "max_new_tokens": 500, "seed": 3}       or `messages`: a chat
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 500}}
 
-Everything in a record is a function of row, model and settings: it holds no times and no drawn numbers, so that a job
-gives the same bytes whoever writes its rows, and however often it was cut.
+A record is a function of row, model and settings. It holds no times and no random numbers, so a job writes the same
+bytes with any workers and after any number of interruptions.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from longdraft.openai_body import UNSUPPORTED, unsupported
 
 Row = Mapping[str, Any]
 Record = dict[str, Any]
-Kind = Literal["simple", "chat", "completion"]
+RequestKind = Literal["simple", "chat", "completion"]
 
-_URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+_URLS: dict[str, RequestKind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 _RESERVED = re.compile(r"line \d+")
-_MOST_NESTED = 64  # objects and lists within one another: what travels, or is written, goes through all of them
+_MAX_DEPTH = 64  # of nested objects and lists: pickling and writing them recurse
 _SIMPLE = ("id", "prompt", "messages", "chat_options", "metadata")
-# Of OpenAI's body: what names people and things, and what is supported with these values only.
-_NAMES = ("model", "messages", "prompt", "chat_template_kwargs", "user", "longdraft")
-_ONLY: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
+# Of OpenAI's body: fields that are not sampling settings, and fields that are supported with these values only.
+_OTHER_FIELDS = ("model", "messages", "prompt", "chat_template_kwargs", "user", "longdraft")
+_ALLOWED_VALUES: dict[str, tuple[Any, ...]] = UNSUPPORTED | {
     "n": (1,), "stream": (False,), "stream_options": (), "logprobs": (False, 0), "top_logprobs": (0,), "echo": (False,)}
 
 
 @dataclass(frozen=True)
-class Task:
+class BatchRequest:
     """One text to write.
 
-    key       the row's id, one of its kind in the job
-    prompt    a text, token ids, or messages (kind chat, or `is_chat`)
-    settings  sampling, by our names
-    problem   why it cannot be written; everything else is without meaning then
+    key       the row's id, unique in the job
+    prompt    a text, token ids, or messages (if kind is chat, or `is_chat`)
+    settings  sampling settings, by longdraft's names
+    problem   why the text cannot be written; the other fields have no meaning then
     """
 
     key: str
-    kind: Kind = "simple"
+    kind: RequestKind = "simple"
     prompt: Any = ""
     is_chat: bool = False
     chat_options: dict[str, Any] = field(default_factory=dict)
@@ -57,8 +57,8 @@ class Task:
     problem: str = ""
 
 
-class Report(NamedTuple):
-    """How far a row has come: `tokens` so far (of them `resumed` from a journal), and its record once it is done."""
+class RowProgress(NamedTuple):
+    """The progress of a row: `tokens` so far, `resumed` of them from a journal, and its record once it is done."""
 
     key: str
     tokens: int
@@ -66,39 +66,39 @@ class Report(NamedTuple):
     record: Record | None = None
 
 
-def parse(row: Row | str, line: int, model: str) -> Task:
-    """The task of a row, or of what is wrong with it (a text).
+def parse(row: Row | str, line: int, model: str) -> BatchRequest:
+    """The request of a row. A text instead of a row says why the line holds none.
 
-    line   of the input, from 1: names a row that has no id
-    model  the name by which bodies may call the job's model
+    line   line number of the input, from 1; it names a row without an id
+    model  the name that a body may give the job's model
     """
     key = f"line {line}"
-    kind: Kind = "simple"
+    kind: RequestKind = "simple"
     metadata = None
     try:
         if isinstance(row, str):
             raise UsageError(row)
-        is_shallow = _is_shallow(row, _MOST_NESTED)
+        is_shallow = _is_shallow(row, _MAX_DEPTH)
         metadata = _plain(row.get("metadata")) if is_shallow else None
-        row = {name: value for name, value in row.items() if value is not None}  # what a table has no value for
+        row = {name: value for name, value in row.items() if value is not None}  # empty cells of a table
         is_openai = "custom_id" in row
         kind = _kind(row) if is_openai else "simple"
         key = _key(row, "custom_id" if is_openai else "id")
         if not is_shallow:
-            raise UsageError(f"the row has lists or objects more than {_MOST_NESTED} deep within one another")
+            raise UsageError(f"the row nests lists or objects more than {_MAX_DEPTH} deep; allowed: {_MAX_DEPTH}")
         return _openai(key, kind, row, model) if is_openai else _simple(key, row, metadata)
     except UsageError as error:
-        return Task(key, kind, metadata=metadata, problem=str(error))
+        return BatchRequest(key, kind, metadata=metadata, problem=str(error))
 
 
 def _is_shallow(value: Any, levels: int) -> bool:
-    """Whether nothing stands more than so many levels deep in it."""
+    """Whether lists and objects are nested at most `levels` deep."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return levels > 0 and all(_is_shallow(each, levels - 1) for each in inner if isinstance(each, dict | list | tuple))
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can hold it: what else a table has (times, bytes, decimals), and numbers that are none, as texts."""
+    """The value with everything that JSON lacks (times, bytes, decimals, NaN) as text."""
     if isinstance(value, dict):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -113,54 +113,54 @@ def _key(row: Row, name: str) -> str:
     key = row.get(name)
     key = str(key) if isinstance(key, int) and not isinstance(key, bool) else key
     if not isinstance(key, str) or not key or _RESERVED.fullmatch(key):
-        raise UsageError(f"{name} is {str(key)[:80]!r}; allowed: a text, or a whole number, that no other row has "
-                         "(and not 'line N')")
+        raise UsageError(f"{name} is {str(key)[:80]!r}; allowed: a text or an integer that no other row has, "
+                         "except 'line N'")
     require_text(key, name, "write whole characters")
     return key
 
 
-def _simple(key: str, row: Row, metadata: Any) -> Task:
+def _simple(key: str, row: Row, metadata: Any) -> BatchRequest:
     settings = {name: value for name, value in row.items() if name not in _SIMPLE}
     if ("prompt" in row) == ("messages" in row):
         raise UsageError("the row has both prompt and messages, or neither; give one of them")
     is_chat = "messages" in row
-    return Task(key, "simple", _messages(row["messages"]) if is_chat else _prompt(row["prompt"]), is_chat,
+    return BatchRequest(key, "simple", _messages(row["messages"]) if is_chat else _prompt(row["prompt"]), is_chat,
                 _options(row, "chat_options"), _settings(settings), metadata)
 
 
-def _kind(row: Row) -> Kind:
+def _kind(row: Row) -> RequestKind:
     url, method = row.get("url"), row.get("method", "POST")
     if method != "POST" or not isinstance(url, str) or url not in _URLS:
         raise UsageError(f"the request is {method} {url!r}; allowed: POST {' or '.join(_URLS)}")
     return _URLS[url]
 
 
-def _openai(key: str, kind: Kind, row: Row, model: str) -> Task:
+def _openai(key: str, kind: RequestKind, row: Row, model: str) -> BatchRequest:
     body = row.get("body")
     if not isinstance(body, dict):
         raise UsageError(f"body is a {type(body).__name__}; allowed: an object")
     if body.get("model") not in (None, model):
-        raise UsageError(f"the body asks for model {str(body['model'])[:80]!r}, the job has {model!r}; name it so, or "
-                         "give --served-model-name")
-    if refused := unsupported(body, _ONLY):
+        raise UsageError(f"the body asks for model {str(body['model'])[:80]!r}, the job has {model!r}; use that name "
+                         "or give --served-model-name")
+    if refused := unsupported(body, _ALLOWED_VALUES):
         name, allowed = refused
         raise UsageError(f"{name} is {str(body[name])[:80]!r}; supported: {allowed}")
     wanted, other = ("messages", "prompt") if kind == "chat" else ("prompt", "messages")
     if wanted not in body or other in body:
         raise UsageError(f"a body for {row['url']} has {wanted}, and no {other}")
     prompt = _messages(body["messages"]) if kind == "chat" else _prompt(body["prompt"])
-    settings = {name: value for name, value in body.items() if name not in (*_NAMES, *_ONLY)}
-    settings |= _options(body, "longdraft", "settings that OpenAI has no name for")  # as the server takes them
-    return Task(key, kind, prompt, kind == "chat", _options(body, "chat_template_kwargs"), _settings(settings))
+    settings = {name: value for name, value in body.items() if name not in (*_OTHER_FIELDS, *_ALLOWED_VALUES)}
+    settings |= _options(body, "longdraft", "settings that OpenAI has no name for")  # as in the server
+    return BatchRequest(key, kind, prompt, kind == "chat", _options(body, "chat_template_kwargs"), _settings(settings))
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """By our names, checked: `max_tokens` is `max_new_tokens`."""
+    """The settings, checked, by longdraft's names: `max_tokens` becomes `max_new_tokens`."""
     try:
-        if isinstance(bias := given.get("logit_bias"), dict):  # JSON's keys are texts
+        if isinstance(bias := given.get("logit_bias"), dict):  # keys of a JSON object are texts
             given = {**given, "logit_bias": tuple(sorted((int(token), value) for token, value in bias.items()))}
         SamplingParams.from_names(given)
-    except (TypeError, ValueError) as error:  # a number where a list belongs, for one
+    except (TypeError, ValueError) as error:  # such as a number in place of a list
         raise UsageError(f"a sampling setting is of the wrong kind: {error}") from error
     return {ALIASES.get(name, name): value for name, value in given.items() if value is not None}
 
@@ -187,45 +187,45 @@ def _options(row: Row, name: str, of: str = "the chat template's variables") -> 
 
 
 def seed_of(key: str, seed: int) -> int:
-    """The seed of a row that gives none: a function of its id and of the job's seed."""
+    """The seed of a row without one: a hash of its id and the job's seed."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-def written(task: Task, text: str, stats: Mapping[str, Any], model: str, fingerprint: str) -> Record:
-    """The record of a text. fingerprint: of the model's weights and the arithmetic (`Engine.fingerprint`)."""
+def text_record(request: BatchRequest, text: str, stats: Mapping[str, Any], model: str, fingerprint: str) -> Record:
+    """The record of a text. fingerprint: `Engine.fingerprint` of the worker."""
     facts = {name: stats[name] for name in ("finish_reason", "seed", "sha256_tokens")}
-    if task.kind == "simple":
+    if request.kind == "simple":
         counts = {name: stats[name] for name in ("prompt_tokens", "new_tokens")}
-        return _with_metadata(task, {"id": task.key, "text": text, **counts, **facts,
+        return _with_metadata(request, {"id": request.key, "text": text, **counts, **facts,
                                      "system_fingerprint": fingerprint})
-    number = hashlib.blake2b(f"{fingerprint} {task.key}".encode(), digest_size=12).hexdigest()
+    number = hashlib.blake2b(f"{fingerprint} {request.key}".encode(), digest_size=12).hexdigest()
     reason = "length" if stats["finish_reason"] == "length" else "stop"
     choice: Record = {"index": 0, "logprobs": None, "finish_reason": reason}
-    choice |= {"message": {"role": "assistant", "content": text}} if task.kind == "chat" else {"text": text}
-    name, prefix = ("chat.completion", "chatcmpl") if task.kind == "chat" else ("text_completion", "cmpl")
+    choice |= {"message": {"role": "assistant", "content": text}} if request.kind == "chat" else {"text": text}
+    name, prefix = ("chat.completion", "chatcmpl") if request.kind == "chat" else ("text_completion", "cmpl")
     prompt, new = stats["prompt_tokens"], stats["new_tokens"]
     body = {"id": f"{prefix}-{number}", "object": name, "created": 0, "model": model, "choices": [choice],
             "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
             "system_fingerprint": fingerprint, "longdraft": facts}
-    return {"id": f"batch_req_{number}", "custom_id": task.key, "error": None,
+    return {"id": f"batch_req_{number}", "custom_id": request.key, "error": None,
             "response": {"status_code": 200, "request_id": number, "body": body}}
 
 
-def failed(task: Task, code: str, message: str) -> Record:
-    """The record of a row that gave no text. code: invalid_request | model_error | out_of_memory | worker_lost"""
+def error_record(request: BatchRequest, code: str, message: str) -> Record:
+    """The record of a row without a text. code: invalid_request | model_error | out_of_memory | worker_lost"""
     error = {"code": code, "message": message}
-    if task.kind == "simple":
-        return _with_metadata(task, {"id": task.key, "error": error})
-    number = hashlib.blake2b(task.key.encode(), digest_size=12).hexdigest()
-    return {"id": f"batch_req_{number}", "custom_id": task.key, "response": None, "error": error}
+    if request.kind == "simple":
+        return _with_metadata(request, {"id": request.key, "error": error})
+    number = hashlib.blake2b(request.key.encode(), digest_size=12).hexdigest()
+    return {"id": f"batch_req_{number}", "custom_id": request.key, "response": None, "error": error}
 
 
-def _with_metadata(task: Task, record: Record) -> Record:
-    return record if task.metadata is None else {**record, "metadata": task.metadata}
+def _with_metadata(request: BatchRequest, record: Record) -> Record:
+    return record if request.metadata is None else {**record, "metadata": request.metadata}
 
 
 def key_of(record: Mapping[str, Any]) -> str | None:
-    """The row's id, from its record; None where it is none."""
+    """The row's id, from its record; None if this is not a record."""
     key = record.get("custom_id", record.get("id"))
     return key if isinstance(key, str) and ("text" in record or "error" in record) else None
 
@@ -235,13 +235,13 @@ def is_failed(record: Mapping[str, Any]) -> bool:
 
 
 def fingerprint_of(record: Mapping[str, Any]) -> str | None:
-    """Of what wrote the record's text; None where there is no text."""
+    """The fingerprint of the engine that wrote the record's text; None without a text."""
     body = (record.get("response") or {}).get("body") or record
     found = body.get("system_fingerprint")
     return found if isinstance(found, str) else None
 
 
 def num_tokens(record: Mapping[str, Any]) -> int:
-    """New tokens of a record's text."""
+    """The number of new tokens of a record's text."""
     usage = ((record.get("response") or {}).get("body") or {}).get("usage") or {}
     return int(record.get("new_tokens", usage.get("completion_tokens", 0)))
