@@ -363,7 +363,7 @@ def test_tables_in_and_out(job, tmp_path):
     assert found[0]["text"] == plain[0]["text"] and found[0]["seed"] == plain[0]["seed"]
     assert json.loads(found[2]["response"]) == plain[2]["response"] and found[2]["new_tokens"] == 8
     assert found[3]["error_code"] == "invalid_request" and found[3]["text"] is None
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists and is complete"):
         run(tmp_path / "in.parquet", output, job, in_process)
     with pytest.raises(UsageError, match="as Parquet"):
         run(put(tmp_path / "broken.parquet", ["no"]), tmp_path / "other.jsonl", job, in_process)

@@ -31,15 +31,15 @@ def no_crew_but_problems(job: BatchJob, tasks: Iterator[BatchRequest], check) ->
 
 @pytest.mark.parametrize("execute", [in_process, worker_processes(1)], ids=["alone", "processes"])
 def test_a_work_folder_that_takes_nothing_ends_the_job(job, execute):
-    job.work.mkdir()
-    (job.work / "attempts").write_text("")  # where a folder belongs
+    job.work_folder.mkdir()
+    (job.work_folder / "attempts").write_text("")  # where a folder belongs
     started = time.monotonic()
 
     def check() -> None:
         if time.monotonic() > started + 100:
             raise Interrupted
 
-    with pytest.raises(OutputError, match=f"the work folder {job.work} cannot be used: Not a directory"):
+    with pytest.raises(OutputError, match=f"the work folder {job.work_folder} cannot be used: Not a directory"):
         list(execute(job, iter([parse(ROWS[0], 1, "tiny")]), check))
 
 
@@ -50,7 +50,7 @@ def test_a_file_system_without_links_is_one_line(job, monkeypatch):
     monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(OutputError, match="cannot be used: Operation not supported"):
         BatchWorker(job)
-    assert not list(job.work.iterdir())
+    assert not list(job.work_folder.iterdir())
 
 
 def test_other_models_settings_and_jobs_are_refused(chatty, job, tmp_path):
@@ -60,17 +60,18 @@ def test_other_models_settings_and_jobs_are_refused(chatty, job, tmp_path):
     with pytest.raises(UsageError, match="seed was 0, now 1"):
         run(rows, output, replace(job, seed=1), in_process)
     other = replace(job, load={**job.load, "dtype": "bfloat16"})
-    with pytest.raises(UsageError, match="the output's texts are of fp_"):
+    with pytest.raises(UsageError, match="the output's texts have fingerprint fp_"):
         run(rows, output, other, in_process)
     put(output, [])
     with pytest.raises(UsageError, match="begun by another engine: dtype is bfloat16, expected float32"):
         run(rows, output, other, in_process)
-    with RecordFile.open(output, job.work), pytest.raises(UsageError, match="another job writes"):
+    with RecordFile.open(output, job.work_folder), pytest.raises(UsageError, match="another job writes"):
         run(rows, output, job, in_process)
     with pytest.raises(UsageError, match="input and output are both"):
         run(rows, rows, job, in_process)
     with pytest.raises(UsageError, match=r"line 1 of the output .* is no record"):
-        run(rows, put(tmp_path / "novel.jsonl", [{"chapter": 1}]), replace(job, work=tmp_path / "other"), in_process)
+        novel, other = put(tmp_path / "novel.jsonl", [{"chapter": 1}]), replace(job, work_folder=tmp_path / "other")
+        run(rows, novel, other, in_process)
     assert records(tmp_path / "novel.jsonl") == [{"chapter": 1}]
 
 
@@ -81,7 +82,7 @@ def test_a_work_folder_is_one_jobs_and_what_else_is_in_it_stays(job, tmp_path, n
     for path in theirs:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
-    here = replace(job, work=tmp_path)
+    here = replace(job, work_folder=tmp_path)
     with pytest.raises(Interrupted):
         run(rows, output, here, in_process, check=stop_after(10))
     begun = sorted(tmp_path.glob("journals/*/text.journal"))
@@ -116,20 +117,20 @@ def test_half_a_record_that_is_all_there_is_is_taken_back(job, tmp_path):
 
 @pytest.mark.parametrize("content", ["3", "{", '{"name": "a novel"}'])
 def test_a_file_of_somebody_elses_in_the_work_folder_is_one_line(job, tmp_path, content):
-    job.work.mkdir()
-    (job.work / "job.json").write_text(content)
+    job.work_folder.mkdir()
+    (job.work_folder / "job.json").write_text(content)
     with pytest.raises(UsageError, match="was not written by a batch job; give another folder with --work"):
         run(put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl", job, in_process)
-    assert (job.work / "job.json").read_text() == content and not (tmp_path / "out.jsonl").exists()
+    assert (job.work_folder / "job.json").read_text() == content and not (tmp_path / "out.jsonl").exists()
 
 
 def test_a_job_that_was_moved_with_its_work_goes_on(job, tmp_path):
     rows, before, after = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / "before", tmp_path / "after"
     before.mkdir()
     with pytest.raises(Interrupted):
-        run(rows, before / "out.jsonl", replace(job, work=before / "work"), in_process, check=stop_after(10))
+        run(rows, before / "out.jsonl", replace(job, work_folder=before / "work"), in_process, check=stop_after(10))
     before.rename(after)
-    assert run(rows, after / "out.jsonl", replace(job, work=after / "work"), in_process).resumed
+    assert run(rows, after / "out.jsonl", replace(job, work_folder=after / "work"), in_process).resumed
 
 
 def test_a_full_disk_ends_the_job_and_not_a_row(job, tmp_path, monkeypatch):
