@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     @property
     def num_new(self) -> int:
         """Tokens that a text may write: for each repeat a step and two turns, and what a step brings beyond them."""
-        return len(self.texts) * (self.repeats + 1) * (1 + 2 * self.turn + 3 * drafters.auto.DEEPEST)
+        return len(self.texts) * (self.repeats + 1) * (1 + 2 * self.turn + 3 * drafters.cost_model.SETTINGS.max_depth)
 
     def prompt(self, context: int, place: int) -> list[int]:
         apart = max(1, (len(self.ids) - context) // max(self.texts))

@@ -156,7 +156,7 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "ngram": DrafterSpec(NgramOptions, _ngram),
     "suffix": DrafterSpec(SuffixOptions, _suffix, in_auto={}),
     "tokenswift": DrafterSpec(TokenSwiftOptions, _self_draft, needs="heads", in_auto={"chain": 16}),
-    "medusa": DrafterSpec(MedusaOptions, _medusa, needs="heads"),
+    "medusa": DrafterSpec(MedusaOptions, _medusa, needs="heads", in_auto={}),
     "magicdec": DrafterSpec(MagicDecOptions, _self_draft, in_auto={"chain": 16}),
     "draft-model": DrafterSpec(DraftModelOptions, _draft_model, needs="draft", in_auto={}),
     "glide": DrafterSpec(GlideOptions, _glide, needs="glide", in_auto={}),

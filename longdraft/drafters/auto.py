@@ -1,16 +1,17 @@
-"""The drafter that chooses, at every step: who drafts, how deep, and which guesses are worth a row.
+"""The default drafter: it measures all candidates while writing, and drafts with the fastest one.
 
-What each contender's drafts cost and bring, and what a verification of r rows costs at this context, is learned
-while writing (longdraft/drafters/cost_model.py). Each step takes the contender and the depth with the fewest expected
-seconds for each token, plain decoding among them, and leaves out guesses whose expected gain is worth less than
-their row. So drafting begins where the context has grown long enough for it to pay, and grows deeper with it.
+Each step uses the candidate and the depth with the fewest expected seconds for each token, plain decoding among them
+(longdraft/drafters/cost_model.py has the equations). Guesses whose expected gain is below the cost of their row are
+removed before verification. So drafting begins when the text is long enough for it to pay, and becomes deeper as the
+text grows. Measured times may decide, because no choice can change the text.
 
-What is not used is tried again now and then, and pays for it: a contender is probed when the time since its last
-probe, times BUDGET, covers what the probe is expected to lose. Probing everything together costs at most that share
-of the time. First tries, of which nothing is known before, follow one another as long as they gain; where they lose,
-the next one waits until the time has grown (`SharedStatistics.claim`). They are the engine's, not the text's: what one text
-has learned the others begin with, and of texts side by side one tries what none has tried. The clock may decide,
-because no choice can change the text.
+Candidates that are not in use are *probed* for a few steps now and then:
+
+- A candidate with measurements is probed when the time since its last probe, times `probe_budget`, exceeds the time
+  that the probe is expected to lose. All probes together so cost at most that share of the time.
+- A candidate without measurements gets a first probe. First probes follow each other at once while they gain time, and
+  wait while they have lost more than `first_probe_budget` of the time. Requests of one engine share what they measure:
+  one of them makes the first probe, and a new request starts with what the earlier ones have measured.
 """
 
 from __future__ import annotations
@@ -18,27 +19,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import cycle
+from typing import Any, NamedTuple
 
 from longdraft.cache.partial import PartialCache
 from longdraft.core import Context
-from longdraft.drafters.cost_model import Acceptance, SharedStatistics
+from longdraft.drafters.cost_model import SETTINGS, NodeAcceptance, Rating, SharedStatistics
 from longdraft.drafters.draft_model import DraftModelOptions
 from longdraft.drafters.options import DrafterOptions
 from longdraft.model.routine import CostClock, Routine
 from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
 from longdraft.tree import Tree
-
-BUDGET = 0.01  # share of the time that probing may lose, all contenders together
-FIRST_STEPS = 6  # of the first probe; the step that takes over is not counted, it may have to catch up
-PROBE_STEPS = 4
-HOPELESS = 2.0  # times the best's seconds for each token: a first probe ends after two counted steps
-STICKY = 0.97  # another must be this much faster to take over
-DEEPEST = 16
-_OPEN_EVERY = 32  # steps after which one is drafted a little deeper than is thought best, and verified whole
-_DEEPER = 2
-_DECIDE_EVERY = 3  # steps, where nothing is probed
-_BUCKET = 1024  # tokens for which the choices are reported together
 
 
 @dataclass(frozen=True)
@@ -50,37 +41,135 @@ class AutoOptions(DrafterOptions):
         return DraftModelOptions().draft_window
 
 
-class AutoDrafter:
-    """Drafts with one of `contenders` (name -> drafter, plain decoding first) at a time.
+class Selector:
+    """Decides which candidate drafts next, and how deep, from what one request and all requests have measured.
 
-    experience  what the engine's texts have learned, and go on learning
-    meter       what the text takes of the time, and how many texts share its forwards; none: the clock, it is alone
+    names  of the candidates, plain decoding first
+    """
+
+    def __init__(self, names: list[str], shared: SharedStatistics, clock: CostClock) -> None:
+        self._shared, self._clock = shared, clock
+        self._plain = names[0]
+        self._known = {name: shared.candidate(name, SETTINGS.max_depth if name != self._plain else 0) for name in names}
+        self.acceptance = {name: known.acceptance_by_depth.of_a_request() for name, known in self._known.items()}
+        self._ratings: dict[str, Rating] = {}  # of the candidates with measurements
+        self._turns = cycle([*names[1:], self._plain])  # plain decoding was just measured
+        self.active = self._leader = self._plain  # the leader drafts while nothing is probed
+        self.probe_steps_left = SETTINGS.first_probe_steps  # the first steps of all measure plain decoding
+        self.is_early_probe = False  # the probed candidate has few measurements
+
+    def begin(self, context: Context) -> None:
+        """Start with what earlier requests have measured, if there were any."""
+        if self._known[self._plain].steps:
+            for name in self._known:
+                self._rate(name, context)
+            self.active = self._leader = min(self._ratings, key=self._ratings.__getitem__)
+            self.probe_steps_left = 0
+
+    @property
+    def rating(self) -> Rating:
+        """Of the active candidate, which is not being probed for the first time."""
+        return self._ratings[self.active]
+
+    @property
+    def plain_seconds(self) -> float:
+        """Expected seconds for each token of plain decoding."""
+        return self._ratings[self._plain].seconds
+
+    def decide(self, context: Context, has_switched: bool) -> None:
+        """Choose the active candidate. has_switched: the last step was the active candidate's first since a switch."""
+        turn = next(self._turns)  # one other candidate is rated at a time: rating all would cost a part of a short step
+        self._rate(self.active, context)
+        self._rate(turn, context)
+        if not self._ratings:
+            return
+        best = min(self._ratings, key=self._ratings.__getitem__)
+        if best == self._plain or self._leader not in self._ratings or self._is_faster(best):
+            self._leader = best
+        if self.probe_steps_left:
+            self.probe_steps_left -= 1
+            if self.probe_steps_left and not self._is_hopeless(best, has_switched):
+                return
+            self.probe_steps_left, self.is_early_probe = 0, False
+        unknown = next((name for name in self._known
+                        if name not in self._ratings and self._shared.claim_first_probe(name)), None)
+        if unknown:
+            self._probe(unknown, SETTINGS.first_probe_steps)
+        elif turn != self._leader and turn in self._ratings and self._probe_credit(turn, context) > 0:
+            self._probe(turn, SETTINGS.probe_steps)
+        else:
+            self.active = self._leader
+
+    def _rate(self, name: str, context: Context) -> None:
+        known = self._known[name]
+        if known.steps:
+            self._ratings[name] = known.rate(self._shared.forward, len(context), self._clock.texts,
+                                             self.acceptance[name])
+
+    def _is_faster(self, name: str) -> bool:
+        """Than the leader, by enough to pay for the switch. (A switch to plain decoding costs nothing.)"""
+        return self._ratings[name].seconds < SETTINGS.switch_ratio * self._ratings[self._leader].seconds
+
+    def _is_hopeless(self, best: str, has_switched: bool) -> bool:
+        """Whether a first probe has shown in its first two measured steps that the candidate is much too slow."""
+        if has_switched or self._known[self.active].steps != 2:
+            return False
+        return self._ratings[self.active].seconds > SETTINGS.hopeless_ratio * self._ratings[best].seconds
+
+    def _probe(self, name: str, steps: int) -> None:
+        self.active, self.probe_steps_left = name, steps
+        self.is_early_probe = self._known[name].trust < 1
+        self._shared.last_probe[name] = self._shared.seconds
+
+    def _probe_credit(self, name: str, context: Context) -> float:
+        """Seconds that a probe may lose, minus those that it is expected to lose."""
+        known, rating = self._known[name], self._ratings[name]
+        step = known.seconds(self._shared.forward, len(context), rating.depth, self._clock.texts)
+        slower = step * (1 - self._ratings[self._leader].seconds / rating.seconds) * SETTINGS.probe_steps
+        trust = known.trust if self._shared.can_lose else 1.0
+        switch = trust * step + max(0.0, known.switch_seconds - step)  # at least the time of a step
+        elapsed = self._shared.seconds - self._shared.last_probe[name]
+        return elapsed * SETTINGS.probe_budget / max(1, len(self._known) - 1) - (trust * slower + switch)
+
+
+class Proposal(NamedTuple):
+    """A tree that is being verified: the depth that it was allowed, and when drafting began and ended, in seconds."""
+
+    tree: Tree
+    allowed: int
+    began: float
+    ended: float
+
+
+class AutoDrafter:
+    """Drafts with one of `candidates` at a time.
+
+    candidates  name -> drafter, plain decoding first
+    statistics  shared with the engine's other requests; None: this request's own
+    clock       the time that this request takes and how many requests share its forwards; None: the wall clock
+    partial     a partial cache that candidates share, for its memory
     """
 
     def __init__(self, candidates: Mapping[str, Drafter], statistics: SharedStatistics | None = None,
                  clock: CostClock | None = None, partial: PartialCache | None = None) -> None:
-        self._partial = partial
         self._drafters = dict(candidates)
-        self._plain = next(iter(self._drafters))
+        self._partial = partial
         self._clock = clock or CostClock(always=True)
-        self._experience = statistics or SharedStatistics()
-        self._verify = self._experience.verify
-        self._known = {name: self._experience.candidate(name, DEEPEST if name != self._plain else 0)
-                       for name in self._drafters}
-        self._acceptance_by_depth = {name: known.acceptance_by_depth.of_a_text() for name, known in self._known.items()}
-        self._best: dict[str, tuple[float, int]] = {}  # seconds for each token, and the depth that gives them
-        self._acceptance = Acceptance()
-        self._active = self._leader = self._written_by = self._plain
-        self._probing = FIRST_STEPS  # steps left of a probe
-        self._is_early = False  # the probe is of one of which little is known
-        self._is_new = False  # took over just now
-        self._took_over = 0.0  # seconds it took to tell who took over
-        self._steps = self._decisions = 0
-        self._allowed = 0
-        self._times = (0.0, 0.0)  # propose began, ended
-        self._tree: Tree | None = None
-        self.turns: Counter[str] = Counter(dict.fromkeys(self._drafters, 0))  # tokens written with each
-        self.choices: list[Counter[str]] = []  # the same, for each _BUCKET of the text's new tokens
+        self._shared = statistics or SharedStatistics()
+        self._selector = Selector(list(self._drafters), self._shared, self._clock)
+        self._node_acceptance = NodeAcceptance()
+        self._proposal: Proposal | None = None
+        self._num_steps = 0
+        self._has_switched = False  # the next step is the active candidate's first since a switch
+        self._switch_seconds = 0.0  # that it took to bring the active candidate up to date
+        self._last_writer = ""
+        self.turns: Counter[str] = Counter(dict.fromkeys(self._drafters, 0))  # tokens written with each candidate
+        self.choices: list[Counter[str]] = []  # the same for each `tokens_per_report` new tokens
+
+    @property
+    def active(self) -> str:
+        """Name of the candidate that drafts the next step."""
+        return self._selector.active
 
     @property
     def nbytes(self) -> int:
@@ -90,134 +179,82 @@ class AutoDrafter:
     def begin(self, context: Context, verified: Verified | None) -> None:
         for drafter in self._drafters.values():
             drafter.begin(context, verified)
-        if self._known[self._plain].steps:  # others have told
-            for name in self._drafters:
-                self._rate(name, context)
-            self._active = self._leader = min(self._best, key=self._best.__getitem__)
-            self._probing = 0
+        self._selector.begin(context)
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
-        began = self._clock()
-        is_open = bool(self._probing) or self._steps % _OPEN_EVERY == 0
-        if self._probing:  # as deep as it goes, and less, to learn what depth costs
-            depth = DEEPEST if self._probing % 2 else DEEPEST // 4
+        began, probe_steps = self._clock(), self._selector.probe_steps_left
+        is_exploring = probe_steps > 0 or self._num_steps % SETTINGS.steps_per_exploration == 0
+        if probe_steps:  # alternate between two depths, to measure what depth costs
+            depth = SETTINGS.max_depth if probe_steps % 2 else SETTINGS.max_depth // 4
         else:
-            depth = max(1, self._best[self._active][1]) + _DEEPER * is_open
-        self._allowed = min(max_depth, depth)
-        tree = yield from self._drafters[self._active].propose(context, self._allowed)
-        if not is_open and len(tree) > 1:
-            whole, tree = tree, self._worth_verifying(tree, context)
-            if tree is not whole:  # says nothing of the depths that were cut off
-                self._allowed = max(tree.depths)
-        self._tree = tree
-        self._times = began, self._clock()
+            depth = max(1, self._selector.rating.depth) + SETTINGS.exploration_depth * is_exploring
+        allowed = min(max_depth, depth)
+        tree = yield from self._drafters[self.active].propose(context, allowed)
+        if not is_exploring and len(tree) > 1:
+            whole, tree = tree, self._pruned(tree, context)
+            if tree is not whole:  # the step will show nothing about the depths that were cut off
+                allowed = max(tree.depths)
+        self._proposal = Proposal(tree, allowed, began, self._clock())
         return tree
 
-    def _worth_verifying(self, tree: Tree, context: Context) -> Tree:
-        """Without the guesses whose chance to become text is worth less time than their row takes."""
-        pace, row = self._best[self._active][0], self._verify.per_row(len(context))
-        return tree.kept([reach * pace >= row for reach in self._acceptance.reach(tree)])
+    def _pruned(self, tree: Tree, context: Context) -> Tree:
+        """The tree without the guesses whose row costs more than their probability times the time of a token."""
+        seconds, row = self._selector.rating.seconds, self._shared.forward.per_row(len(context))
+        return tree.kept([reach * seconds >= row for reach in self._node_acceptance.reach(tree)])
 
     def observe(self, context: Context, accepted: Accepted) -> None:
-        verified_at = self._clock()
-        self._drafters[self._active].observe(context, accepted)
-        self._learn(context, accepted, verified_at)
+        verified_at, active = self._clock(), self.active
+        self._drafters[active].observe(context, accepted)
+        self._measure(context, accepted, verified_at)
         self._report(context, len(accepted.tokens))
-        before = self._active
-        if self._probing or self._steps % _DECIDE_EVERY == 0:
-            self._decide(context)
-        self._is_new = self._active != before
-        if self._is_new:  # who takes over has missed what was written meanwhile
+        if self._selector.probe_steps_left or self._num_steps % SETTINGS.steps_per_decision == 0:
+            self._selector.decide(context, self._has_switched)
+        self._has_switched = self.active != active
+        if self._has_switched:  # the new candidate has not seen the latest tokens
             began = self._clock()
-            self._drafters[self._active].observe(context, accepted)
-            self._took_over = self._clock() - began
+            self._drafters[self.active].observe(context, accepted)
+            self._switch_seconds = self._clock() - began
 
-    def _learn(self, context: Context, accepted: Accepted, verified_at: float) -> None:
-        began, proposed = self._times
-        now, guesses = self._clock(), len(accepted.tokens) - 1
-        tree, known = self._tree, self._known[self._active]
-        assert tree is not None, "observed without a proposal"
-        self._steps += 1
-        self._experience.seconds += now - began
-        if self._is_early:
-            took = now - began + (self._took_over if self._is_new else 0.0)
-            self._experience.lost += took - len(accepted.tokens) * self._best[self._plain][0]
+    def _measure(self, context: Context, accepted: Accepted, verified_at: float) -> None:
+        """Add the step to the measurements."""
+        assert self._proposal is not None, "observe without propose"
+        tree, allowed, began, drafted_at = self._proposal
+        ended, num_accepted, texts = self._clock(), len(accepted.tokens) - 1, self._clock.texts
+        shared, known = self._shared, self._shared.candidates[self.active]
+        seconds = ended - began
+        self._num_steps += 1
+        shared.seconds += seconds
+        if self._selector.is_early_probe:
+            switch = self._switch_seconds if self._has_switched else 0.0
+            shared.seconds_lost += seconds + switch - len(accepted.tokens) * self._selector.plain_seconds
         if len(tree) > 1:
-            self._acceptance.add(tree, accepted.rows)
-        if self._is_new:  # some catch up here, some when they are told
-            ordinary = known.seconds(self._verify, len(context), self._allowed, self._clock.texts)
-            known.catching_up = max(0.0, self._took_over + (now - began) - ordinary)
-        if self._is_new or self._steps == 1:
-            return  # it had to catch up, or the machine to wake up
-        texts = self._clock.texts
-        self._verify.add_part(len(tree), len(context), texts, verified_at - proposed)
-        drafted = ((proposed - began) + (now - verified_at)) / self._verify.shared(texts)
-        self._acceptance_by_depth[self._active].add(self._allowed, guesses)
-        self._experience.add(self._active, self._allowed, tree, guesses, drafted)
+            self._node_acceptance.add(tree, accepted.rows)
+        if self._has_switched:  # some drafters catch up here, others in `observe`
+            ordinary = known.seconds(shared.forward, len(context), allowed, texts)
+            known.switch_seconds = max(0.0, self._switch_seconds + seconds - ordinary)
+        if self._has_switched or self._num_steps == 1:
+            return  # not typical: the candidate caught up, or the machine woke up
+        shared.forward.add_part(len(tree), len(context), texts, verified_at - drafted_at)
+        draft_seconds = ((drafted_at - began) + (ended - verified_at)) / shared.forward.share(texts)
+        self._selector.acceptance[self.active].add(allowed, num_accepted)
+        known.add(allowed, tree, num_accepted, draft_seconds)
 
     def _report(self, context: Context, written: int) -> None:
-        self._written_by = self._active
-        self.turns[self._active] += written
-        while len(self.choices) <= context.num_new // _BUCKET:
+        self._last_writer = self.active
+        self.turns[self.active] += written
+        while len(self.choices) <= context.num_new // SETTINGS.tokens_per_report:
             self.choices.append(Counter())
-        self.choices[-1][self._active] += written
+        self.choices[-1][self.active] += written
 
     def cut(self, count: int) -> None:
-        """The last `count` tokens of the last step lie behind the text's end: nobody has written them."""
-        self.turns[self._written_by] -= count
-        self.choices[-1][self._written_by] -= count
-
-    def _rate(self, name: str, context: Context) -> None:
-        """What to expect of a contender now, if anything is known of it."""
-        known = self._known[name]
-        if known.steps:
-            self._best[name] = known.best(self._verify, len(context), self._clock.texts, self._acceptance_by_depth[name])
-
-    def _decide(self, context: Context) -> None:
-        """Who drafts the next step."""
-        names = list(self._drafters)
-        self._decisions += 1
-        turn = names[self._decisions % len(names)]  # one at a time: thinking of all would take a part of a short step
-        self._rate(self._active, context)
-        self._rate(turn, context)
-        if not self._best:
-            return
-        paces = {name: pace for name, (pace, _) in self._best.items()}
-        best = min(paces, key=paces.__getitem__)
-        if best == self._plain or self._leader not in paces or paces[best] < STICKY * paces[self._leader]:
-            self._leader = best  # plain decoding has nothing to catch up
-        if self._probing:
-            self._probing -= 1
-            known = self._known[self._active]
-            is_hopeless = not self._is_new and known.steps == 2 and paces[self._active] > HOPELESS * paces[best]
-            if self._probing and not is_hopeless:
-                return
-            self._probing, self._is_early = 0, False
-        unknown = next((name for name in names if name not in paces and self._experience.claim(name)), None)
-        if unknown:
-            self._active, self._probing = unknown, FIRST_STEPS
-        elif turn != self._leader and turn in paces and self._credit(turn, paces, context) > 0:
-            self._active, self._probing = turn, PROBE_STEPS
-        else:
-            self._active = self._leader
-            return
-        self._is_early = self._known[self._active].trust < 1
-        self._experience.probed[self._active] = self._experience.seconds
-
-    def _credit(self, name: str, paces: Mapping[str, float], context: Context) -> float:
-        """Seconds that may be lost on a probe, less those that it will probably lose."""
-        known = self._known[name]
-        step = known.seconds(self._verify, len(context), self._best[name][1], self._clock.texts)
-        slower = step * (1 - paces[self._leader] / paces[name]) * PROBE_STEPS
-        trust = known.trust if self._experience.may_lose() else 1.0
-        lost = trust * (slower + step) + max(0.0, known.catching_up - step)  # a step's time at least, to catch up
-        waited = self._experience.seconds - self._experience.probed[name]
-        return waited * BUDGET / max(1, len(self._known) - 1) - lost
+        """The last `count` tokens of the last step are behind the text's end: do not count them."""
+        self.turns[self._last_writer] -= count
+        self.choices[-1][self._last_writer] -= count
 
     def summary(self) -> dict[str, Any]:
-        """What was chosen and why, for the statistics."""
+        """What was chosen, for the statistics."""
         return {
             "tokens_by_choice": dict(self.turns),
-            "choices_per_tokens": _BUCKET,
+            "choices_per_tokens": SETTINGS.tokens_per_report,
             "choices": [dict(counts) for counts in self.choices],
         }

@@ -1,54 +1,93 @@
-"""What drafting costs and brings, learned while writing: the models that `auto` decides with.
+"""What drafting costs and brings: the model that `auto` decides with, fitted while writing.
 
-    expected tokens of a step that drafts L deep     1 + sum of P(at least d guesses accepted), d = 1 .. L
-    expected seconds                                  draft(L) + verify(rows(L), context)
+For a candidate c that drafts d tokens deep, behind n tokens of text, where m requests share each forward:
 
-All of it is measured on the machine at hand, and what was measured long ago is forgotten exponentially. What drafts
-and verifications cost is the machine's and known to all texts of an engine; how many guesses are right is a text's
-own, and begins as it was with the others (`SharedStatistics`).
+    tokens(c, d)   =  1 + P_c(1) + ... + P_c(d)                        P_c(i): at least i guesses are accepted
+    seconds(c, d)  =  forward(rows_c(d), n, m) + share(m) * draft_c(d)
+
+    rows_c(d), draft_c(d)                                              straight lines in d
+    forward(r, n, m)  =  t  +  a (W / m + n)  +  b r (W + n)           one request's part of a forward with r rows of it
+    share(m)          =  forward(1, 0, m) / forward(1, 0, 1)           a draft's forwards read little but the weights
+
+t is a constant, a the time to read and b the time to multiply. W is the size of the model's weights, in tokens of KV
+cache. `auto` takes the candidate and the depth with the fewest seconds(c, d) / tokens(c, d).
+
+All of it is measured on this machine; earlier measurements decay exponentially. Costs belong to the machine: the
+requests of an engine share them (`SharedStatistics`). Acceptance belongs to the text: a request starts with that of the
+earlier requests (`AcceptanceByDepth`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from longdraft.tree import Tree
 
-_FORGET = 0.97  # weight of what was known, at each new measurement of time: the last 30 or so count
-_FORGET_LUCK = 0.985  # at each new outcome, which varies more
-_DOUBT = 4.0  # outcomes that what is expected of a depth weighs as much as
-_UNUSUAL = 3.0  # a measurement this many times what was expected is a hiccup of the machine, not news
-_SURE_AFTER = 20  # steps from which a contender's figures are believed
-_ASK_S = 1e-4  # what a forward takes for each text in it, however short; on 2 cores 60 to 130 microseconds
-_ASK_LEAST = 0.1  # of a forward's time is reading and multiplying, at least
-_CLAIM = 1000  # steps of all texts for which a first try is one text's alone
-_EARLY = 0.05  # share of the time that may be lost on probes of those of which little is known
+
+@dataclass(frozen=True)
+class AutoSettings:
+    """The constants of `auto`. They set how fast it learns and what it may spend on that; none changes a text."""
+
+    # Measurements.
+    cost_decay: float = 0.97  # weight of earlier costs at each new one: about the last 30 count
+    acceptance_decay: float = 0.985  # the same for acceptance, which varies more
+    prior_outcomes: float = 4.0  # outcomes that the acceptance expected of a depth weighs as much as
+    outlier_factor: float = 3.0  # a cost above this many times the expected one is cut to that: the machine was busy
+    trusted_steps: int = 20  # steps after which a candidate's measurements count in full
+    seconds_per_request: float = 1e-4  # t: on 2 cores, 60 to 130 microseconds
+    variable_share: float = 0.1  # share of a forward's time above t, at least
+
+    # Choice.
+    max_depth: int = 16  # deepest draft
+    switch_ratio: float = 0.97  # another candidate must take at most this share of the leader's time for each token
+    steps_per_decision: int = 3  # while nothing is probed
+    steps_per_exploration: int = 32  # every so many steps a draft is deeper than the best depth and not pruned
+    exploration_depth: int = 2  # tokens that it is deeper
+
+    # Probes.
+    probe_budget: float = 0.01  # share of the time that all probes together may lose
+    first_probe_budget: float = 0.05  # share of the time that probes of candidates with few measurements may lose
+    probe_steps: int = 4
+    first_probe_steps: int = 6  # of a candidate without measurements, the step that takes over included
+    hopeless_ratio: float = 2.0  # times the best candidate's time for each token: ends a first probe after two steps
+    claim_steps: int = 1000  # steps of all requests for which a first probe belongs to one request
+
+    # Report.
+    tokens_per_report: int = 1024  # new tokens over which `choices` of the statistics are counted
+
+
+SETTINGS = AutoSettings()
 
 
 class LinearCost:
-    """y = base + slope x, both >= 0, fitted by least squares to what was seen lately; 0 while nothing is known.
+    """y = base + slope * x, both at least 0, fitted by least squares to the latest measurements; 0 before the first.
 
-    share  how much of y goes with x (slope x / y at the mean x): a guess, until different x have told
+    slope_share  share of y that depends on x, slope * x / y at the mean x: assumed until measurements at different x
+                 are known
     """
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, slope_share: float) -> None:
         self.base = self.slope = 0.0
-        self._share = share
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._slope_share = slope_share
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # decayed sums
 
     def add(self, x: float, y: float) -> None:
         if self._weight > 3 and self._y > 0:
-            y = min(y, _UNUSUAL * self.at(x))
+            y = min(y, SETTINGS.outlier_factor * self.at(x))
         self._weight, self._x, self._y, self._xx, self._xy = (
-            _FORGET * old + new for old, new in
+            SETTINGS.cost_decay * old + new for old, new in
             ((self._weight, 1.0), (self._x, x), (self._y, y), (self._xx, x * x), (self._xy, x * y)))
-        mean, level = self._x / self._weight, self._y / self._weight
-        spread = self._xx / self._weight - mean * mean
-        if self._weight > 3 and spread > 0.05 and level > 0:
-            slope = (self._xy / self._weight - mean * level) / spread
-            self._share += 0.5 * (min(1.0, max(0.0, slope * mean / level)) - self._share)
-        self.base, self.slope = (level * (1 - self._share), level * self._share / mean) if mean else (level, 0.0)
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x * mean_x
+        if self._weight > 3 and variance > 0.05 and mean_y > 0:
+            slope = (self._xy / self._weight - mean_x * mean_y) / variance
+            self._slope_share += 0.5 * (min(1.0, max(0.0, slope * mean_x / mean_y)) - self._slope_share)
+        self.base, self.slope = mean_y, 0.0
+        if mean_x:
+            self.base, self.slope = mean_y * (1 - self._slope_share), mean_y * self._slope_share / mean_x
 
     def at(self, x: float) -> float:
         """The y expected at x."""
@@ -56,103 +95,103 @@ class LinearCost:
 
 
 class ForwardCost:
-    """Seconds of a forward, from what it reads and what it multiplies.
+    """Seconds of a forward. For several requests with (rows r, context n) each:
 
-        _ASK_S for each text  +  a (weights + contexts of all texts)
-                              +  b (rows of each text times (weights + its context), summed)
+        t * requests  +  a (W + sum of n)  +  b * sum of r (W + n)
 
-    One text's part of it is what is its own, and of the weights' reading as much as everybody's. So a row costs what
-    it adds to the forward, however many others are in it: b is learned from forwards with the rows of all.
+    One request's part of it has its own terms, and an equal share of the time to read the weights. So a row costs what
+    it adds to the forward, whatever the number of requests. a and b are fitted; t is a constant.
 
-    weights  tokens of context whose cache is as large as the model's weights
+    weights  W: tokens of context whose KV cache is as large as the model's weights
     """
 
     def __init__(self, weights: float) -> None:
         self._weights = weights
-        self._line = LinearCost(0.1)  # y: seconds by what is read; x: what is multiplied by what is read (alone: the rows)
+        self._line = LinearCost(0.1)  # a + b x, with y = seconds / what is read, x = what is multiplied / what is read
 
     def add(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
-        """A forward of texts with (rows, context) each."""
-        reads = self._weights + sum(context for _, context in parts)
-        self._add(sum(rows * (self._weights + context) for rows, context in parts), reads, seconds, len(parts))
+        """A measured forward of requests with (rows, context) each."""
+        read = self._weights + sum(context for _, context in parts)
+        self._add(sum(rows * (self._weights + context) for rows, context in parts), read, seconds, len(parts))
 
-    def add_part(self, rows: int, context: int, texts: float, seconds: float) -> None:
-        """One text's part of a forward of `texts` of them."""
-        self._add(rows * (self._weights + context), self._weights / texts + context, seconds, 1)
+    def add_part(self, rows: int, context: int, requests: float, seconds: float) -> None:
+        """One request's part of a measured forward of `requests` requests."""
+        self._add(rows * (self._weights + context), self._weights / requests + context, seconds, 1)
 
-    def _add(self, multiplies: float, reads: float, seconds: float, texts: int) -> None:
-        """What a text takes however short is known and does not depend on the rest, so that it is not fitted."""
-        self._line.add(multiplies / reads, max(_ASK_LEAST * seconds, seconds - texts * _ASK_S) / reads)
+    def _add(self, multiplied: float, read: float, seconds: float, requests: int) -> None:
+        variable = max(SETTINGS.variable_share * seconds, seconds - requests * SETTINGS.seconds_per_request)
+        self._line.add(multiplied / read, variable / read)
 
-    def terms(self, context: int, texts: float = 1) -> tuple[float, float]:
-        """Of one text's part of a forward of `texts` of them: what it costs with no row, and what each row adds."""
-        return (_ASK_S + self._line.base * (self._weights / texts + context),
+    def terms(self, context: int, requests: float = 1) -> tuple[float, float]:
+        """Of one request's part of a forward of `requests` requests: seconds without rows, and seconds for each row."""
+        return (SETTINGS.seconds_per_request + self._line.base * (self._weights / requests + context),
                 self._line.slope * (self._weights + context))
 
-    def at(self, rows: float, context: int, texts: float = 1) -> float:
-        """One text's part of a forward of `texts` of them."""
-        fixed, each = self.terms(context, texts)
-        return fixed + each * rows
+    def at(self, rows: float, context: int, requests: float = 1) -> float:
+        """Seconds of one request's part of a forward of `requests` requests."""
+        fixed, per_row = self.terms(context, requests)
+        return fixed + per_row * rows
 
     def per_row(self, context: int) -> float:
-        """What each row adds."""
+        """Seconds that each row adds."""
         return self.terms(context)[1]
 
-    def shared(self, texts: float) -> float:
-        """What a draft costs among `texts` texts, as a part of what it costs alone: a forward of little but weights."""
-        whole = self.at(1, 0) if texts != 1 else 0.0
-        return self.at(1, 0, texts) / whole if whole else 1.0
+    def share(self, requests: float) -> float:
+        """What a draft costs beside other requests, relative to its cost alone."""
+        alone = self.at(1, 0) if requests != 1 else 0.0
+        return self.at(1, 0, requests) / alone if alone else 1.0
 
 
 class AcceptanceByDepth:
-    """P(at least d guesses accepted) in steps that were allowed to draft d deep or deeper.
+    """P(at least i guesses are accepted) in steps that may draft i deep or deeper.
 
-    Counted as the share of guesses d that are right where those before were. A depth of which little is known is
-    expected to do as well as it did `before`, or as the one above it, and the first as all do: else what was never
-    tried would never be.
+    Counted as the share of right guesses at depth i among those whose ancestors were right. A depth with few outcomes
+    is expected to do as well as it did in `earlier` requests, else as well as the depth above it; the first depth, as
+    well as all depths. Without that, a depth that was never tried would never be tried.
 
-    before  of other texts, which goes on growing
+    earlier  the acceptance of all requests, which continues to change
     """
 
-    def __init__(self, deepest: int, before: AcceptanceByDepth | None = None) -> None:
-        self._tries = [0.0] * deepest
-        self._hits = [0.0] * deepest
-        self._before = before
+    def __init__(self, max_depth: int, earlier: AcceptanceByDepth | None = None) -> None:
+        self._tries = [0.0] * max_depth
+        self._hits = [0.0] * max_depth
+        self._earlier = earlier
 
-    def of_a_text(self) -> AcceptanceByDepth:
-        """A text's own, which expects this until it has been lucky or not itself."""
+    def of_a_request(self) -> AcceptanceByDepth:
+        """The acceptance of one request, which starts as this one's."""
         return AcceptanceByDepth(len(self._tries), self)
 
     def add(self, allowed: int, accepted: int) -> None:
+        """A step that could draft `allowed` deep, of which `accepted` guesses became text."""
         for depth in range(min(allowed, accepted + 1, len(self._hits))):
-            self._tries[depth] = _FORGET_LUCK * self._tries[depth] + 1
-            self._hits[depth] = _FORGET_LUCK * self._hits[depth] + (depth < accepted)
+            self._tries[depth] = SETTINGS.acceptance_decay * self._tries[depth] + 1
+            self._hits[depth] = SETTINGS.acceptance_decay * self._hits[depth] + (depth < accepted)
 
     def reached(self) -> list[float]:
-        """For d = 1, 2, ..., falling."""
+        """P(1), P(2), ..., falling."""
         found: list[float] = []
         rate, reach = (sum(self._hits) + 0.5) / (sum(self._tries) + 1), 1.0
-        expected = self._before.rates() if self._before else [0.0] * len(self._tries)
-        for tries, hits, other in zip(self._tries, self._hits, expected, strict=True):
-            rate = (hits + _DOUBT * (other or rate)) / (tries + _DOUBT)
+        expected = self._earlier.rates() if self._earlier else [0.0] * len(self._tries)
+        for tries, hits, earlier in zip(self._tries, self._hits, expected, strict=True):
+            rate = (hits + SETTINGS.prior_outcomes * (earlier or rate)) / (tries + SETTINGS.prior_outcomes)
             reach *= rate
             found.append(reach)
         return found
 
     def rates(self) -> list[float]:
-        """P(guess d is right where those before were); 0 where that was never tried."""
+        """P(guess i is right, if its ancestors are); 0 where that was never tried."""
         return [(hits + 0.5) / (tries + 1) if tries else 0.0
                 for tries, hits in zip(self._tries, self._hits, strict=True)]
 
 
-class Acceptance:
-    """P(a guess is taken where its parent was), by who guessed it, how deep, and as which of its siblings."""
+class NodeAcceptance:
+    """P(a guess is accepted, if its parent is), by its source, its depth and its rank among its siblings."""
 
-    _DEPTHS, _RANKS = 8, 4  # beyond them all are alike
+    _DEPTHS, _RANKS = 8, 4  # deeper depths and later ranks are counted as these
 
     def __init__(self) -> None:
         self._tries: defaultdict[tuple[str, int, int], float] = defaultdict(lambda: 2.0)
-        self._hits: defaultdict[tuple[str, int, int], float] = defaultdict(lambda: 1.0)  # hopeful at first
+        self._hits: defaultdict[tuple[str, int, int], float] = defaultdict(lambda: 1.0)  # 1 of 2 at first: optimistic
 
     def _kinds(self, tree: Tree) -> list[tuple[str, int, int]]:
         siblings: defaultdict[tuple[int, str], int] = defaultdict(int)
@@ -164,109 +203,109 @@ class Acceptance:
         return kinds
 
     def add(self, tree: Tree, path: Sequence[int]) -> None:
-        """Guesses below the nodes of the accepted `path` were tried; those on it were hits."""
-        taken = set(path)
+        """A verified tree: the children of the nodes on the accepted `path` were tried; those on it were right."""
+        accepted = set(path)
         for node, kind in enumerate(self._kinds(tree)):
-            if node and tree.parents[node] in taken:
-                self._tries[kind] = _FORGET_LUCK * self._tries[kind] + 1
-                self._hits[kind] = _FORGET_LUCK * self._hits[kind] + (node in taken)
+            if node and tree.parents[node] in accepted:
+                self._tries[kind] = SETTINGS.acceptance_decay * self._tries[kind] + 1
+                self._hits[kind] = SETTINGS.acceptance_decay * self._hits[kind] + (node in accepted)
 
     def reach(self, tree: Tree) -> list[float]:
-        """P(each node becomes text)."""
+        """P(node becomes text), for each node."""
         found: list[float] = []
         for node, kind in enumerate(self._kinds(tree)):
             found.append(found[tree.parents[node]] * self._hits[kind] / self._tries[kind] if node else 1.0)
         return found
 
 
-class Candidate:
-    """What is known of one drafter, from all texts: what its drafts cost and bring, by how deep they may go."""
+class Rating(NamedTuple):
+    """What to expect of a candidate: seconds for each token at its best depth, and that depth."""
 
-    def __init__(self, deepest: int) -> None:
-        self.acceptance_by_depth = AcceptanceByDepth(deepest)
+    seconds: float
+    depth: int
+
+
+class Candidate:
+    """Measurements of one drafter, from all requests."""
+
+    def __init__(self, max_depth: int) -> None:
+        self.acceptance_by_depth = AcceptanceByDepth(max_depth)
         self.steps = 0
-        self.catching_up = 0.0  # seconds that taking over took lately, beside the step itself
-        self._deepest = 0  # that it ever drafted
-        self._draft = LinearCost(0.5)
-        self._rows = LinearCost(0.5)
+        self.switch_seconds = 0.0  # that the last switch to it took, besides its step
+        self._deepest = 0  # depth of its deepest tree
+        self._draft = LinearCost(0.5)  # seconds by depth
+        self._rows = LinearCost(0.5)  # nodes of the tree by depth
 
     @property
     def trust(self) -> float:
-        """How far its figures are believed, 0 to 1: a few steps may have been unlucky ones."""
-        return min(1.0, self.steps / _SURE_AFTER)
+        """Weight of its measurements, 0 to 1: the first steps may be untypical."""
+        return min(1.0, self.steps / SETTINGS.trusted_steps)
 
     def add(self, allowed: int, tree: Tree, accepted: int, draft_seconds: float) -> None:
-        """A step that might draft `allowed` deep, and verified `tree`. The seconds are those of a text alone."""
+        """A step that could draft `allowed` deep and verified `tree`. draft_seconds: of a request alone."""
         self.steps += 1
         self._deepest = max(self._deepest, *tree.depths)
         depth = min(allowed, self._deepest)
-        if self.trust < 1 and self._draft.at(depth) > _UNUSUAL * draft_seconds:
-            self._draft = LinearCost(0.5)  # no luck makes a draft that much faster: those before were the hiccups
+        if self.trust < 1 and self._draft.at(depth) > SETTINGS.outlier_factor * draft_seconds:
+            self._draft = LinearCost(0.5)  # the earlier measurements were the outliers: no draft is that fast by chance
         self._draft.add(depth, draft_seconds)
         self._rows.add(depth, len(tree))
         self.acceptance_by_depth.add(allowed, accepted)
 
-    def best(self, verify: ForwardCost, context: int, texts: float = 1, acceptance_by_depth: AcceptanceByDepth | None = None,
-             ) -> tuple[float, int]:
-        """(seconds for each token, depth) at the depth that is fastest; luck: the text's own."""
-        fixed, each = self._terms(verify, context, texts)
-        reached = (acceptance_by_depth or self.acceptance_by_depth).reached()[: max(1, self._deepest)]
+    def rate(self, forward: ForwardCost, context: int, requests: float = 1,
+             acceptance: AcceptanceByDepth | None = None) -> Rating:
+        """The best depth behind `context` tokens, beside other requests. acceptance: of the request, if it has any."""
+        fixed, per_depth = self._terms(forward, context, requests)
+        reached = (acceptance or self.acceptance_by_depth).reached()[: max(1, self._deepest)]
         if not reached:
-            return fixed, 0
-        tokens, choices = 1.0, []
+            return Rating(fixed, 0)
+        tokens, ratings = 1.0, []
         for depth, probability in enumerate(reached, 1):
             tokens += probability
-            choices.append(((fixed + each * depth) / tokens, depth))
-        return min(choices)
+            ratings.append(Rating((fixed + per_depth * depth) / tokens, depth))
+        return min(ratings)
 
-    def seconds(self, verify: ForwardCost, context: int, depth: int, texts: float = 1) -> float:
-        """Of a step that drafts `depth` deep, among so many texts."""
-        fixed, each = self._terms(verify, context, texts)
-        return fixed + each * depth
+    def seconds(self, forward: ForwardCost, context: int, depth: int, requests: float = 1) -> float:
+        """Of a step that drafts `depth` deep."""
+        fixed, per_depth = self._terms(forward, context, requests)
+        return fixed + per_depth * depth
 
-    def _terms(self, verify: ForwardCost, context: int, texts: float) -> tuple[float, float]:
-        """Of a step: what it takes without a draft, and what each level of the draft adds."""
-        whole, row = verify.terms(context, texts)
-        shared = verify.shared(texts)
-        return (whole + row * self._rows.base + shared * self._draft.base,
-                row * self._rows.slope + shared * self._draft.slope)
+    def _terms(self, forward: ForwardCost, context: int, requests: float) -> tuple[float, float]:
+        """Of a step: seconds without a draft, and seconds that each level of the draft adds."""
+        fixed, per_row = forward.terms(context, requests)
+        share = forward.share(requests)
+        return (fixed + per_row * self._rows.base + share * self._draft.base,
+                per_row * self._rows.slope + share * self._draft.slope)
 
 
 class SharedStatistics:
-    """What all texts of an engine have learned of its drafters. Texts are written by one thread at a time.
+    """What the requests of an engine have measured. One thread runs the requests of an engine.
 
-    weights  tokens of context whose cache is as large as the model's weights
+    weights  tokens of context whose KV cache is as large as the model's weights
     """
 
     def __init__(self, weights: float = 1.0) -> None:
-        self.verify = ForwardCost(weights)
-        self.seconds = 0.0  # of all texts
-        self.lost = 0.0  # of them, on probes of drafters of which little was known; negative where they gained
-        self.probed: defaultdict[str, float] = defaultdict(float)  # when a drafter was probed last, by these seconds
-        self._candidates: dict[str, Candidate] = {}
-        self._claims: dict[str, int] = {}  # steps of all at which a text began with the first try
-        self._steps = 0
+        self.forward = ForwardCost(weights)
+        self.candidates: dict[str, Candidate] = {}
+        self.seconds = 0.0  # of all steps
+        self.seconds_lost = 0.0  # on probes of candidates with few measurements; negative where they gained
+        self.last_probe: defaultdict[str, float] = defaultdict(float)  # `seconds` at each candidate's last probe
+        self._claims: dict[str, int] = {}  # steps of all candidates when a request claimed a first probe
 
-    def candidate(self, name: str, deepest: int) -> Candidate:
-        """What is known of this drafter, if only that it may draft so deep."""
-        return self._candidates.setdefault(name, Candidate(deepest))
+    def candidate(self, name: str, max_depth: int) -> Candidate:
+        """The measurements of a drafter that may draft `max_depth` deep."""
+        return self.candidates.setdefault(name, Candidate(max_depth))
 
-    def add(self, name: str, allowed: int, tree: Tree, accepted: int, draft_seconds: float) -> None:
-        """See `Candidate.add`."""
-        self._steps += 1
-        self._candidates[name].add(allowed, tree, accepted, draft_seconds)
-
-    def claim(self, name: str) -> bool:
-        """Whether a text may try what nobody has tried: one of them does, and tells the others.
-
-        Where tries gain, drafting pays and the rest is tried at once; where they lose, each waits for its time.
-        """
-        is_new = not self._candidates[name].steps and self._steps >= self._claims.get(name, -_CLAIM) + _CLAIM
-        if not is_new or not self.may_lose():
+    def claim_first_probe(self, name: str) -> bool:
+        """Whether a request may probe a candidate without measurements; True for one request at a time."""
+        steps = sum(candidate.steps for candidate in self.candidates.values())
+        is_claimed = name in self._claims and steps < self._claims[name] + SETTINGS.claim_steps
+        if self.candidates[name].steps or is_claimed or not self.can_lose:
             return False
-        self._claims[name] = self._steps
+        self._claims[name] = steps
         return True
 
-    def may_lose(self) -> bool:
-        """Whether there is time to learn more of those of which little is known."""
-        return self.lost <= _EARLY * self.seconds
+    @property
+    def can_lose(self) -> bool:
+        """Whether further probes of candidates with few measurements are within their budget."""
+        return self.seconds_lost <= SETTINGS.first_probe_budget * self.seconds

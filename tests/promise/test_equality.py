@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -69,12 +70,12 @@ def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafts, drafter
 
 
 @pytest.fixture
-def nobody_waits(monkeypatch):
-    """`auto` tries all drafters at once, whatever that costs."""
-    monkeypatch.setattr(cost_model, "_EARLY", 1e9)
+def unlimited_first_probes(monkeypatch):
+    """`auto` probes all candidates at once, whatever that costs."""
+    monkeypatch.setattr(cost_model, "SETTINGS", replace(cost_model.SETTINGS, first_probe_budget=1e9))
 
 
-@pytest.mark.usefixtures("nobody_waits")
+@pytest.mark.usefixtures("unlimited_first_probes")
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "tokenswift", "auto"])
 def test_drafts_are_accepted_so_the_equality_is_not_that_of_plain_with_plain(model, plain, tiny, drafter):
     folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]

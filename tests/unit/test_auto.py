@@ -1,4 +1,4 @@
-"""`auto`: what it learns of costs and acceptance, and what it makes of it."""
+"""`auto`: what it measures of costs and acceptance, and what it decides."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from helpers.checkpoints import make_checkpoint
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.cost_model import (
-    Acceptance,
     AcceptanceByDepth,
     Candidate,
     ForwardCost,
     LinearCost,
+    NodeAcceptance,
     SharedStatistics,
 )
 from longdraft.model.routine import atomic, run_alone
@@ -23,7 +23,7 @@ from longdraft.speculation.drafter import Accepted
 from longdraft.tree import Tree, chain, from_paths, root_only
 
 
-def test_a_line_is_found_from_scattered_points():
+def test_a_linear_cost_is_fitted_to_scattered_measurements():
     line, numbers = LinearCost(0.5), random.Random(1)
     for _ in range(200):
         x = numbers.randint(1, 12)
@@ -32,7 +32,7 @@ def test_a_line_is_found_from_scattered_points():
     assert line.slope == pytest.approx(3, rel=0.1)
 
 
-def test_a_line_keeps_its_slope_while_all_points_are_alike_and_shrugs_off_a_hiccup():
+def test_a_linear_cost_keeps_its_slope_while_x_does_not_vary_and_cuts_an_outlier():
     line = LinearCost(0.5)
     for _ in range(60):
         line.add(4, 8.0)
@@ -41,7 +41,7 @@ def test_a_line_keeps_its_slope_while_all_points_are_alike_and_shrugs_off_a_hicc
     assert line.at(4) < 9
 
 
-def test_a_verification_grows_with_the_context_that_it_reads():
+def test_the_cost_of_a_verification_grows_with_the_context():
     verify = ForwardCost(weights=1000)
     for rows in (1, 4, 8, 1, 4, 8):
         verify.add([(rows, 1000)], 2.0 * (1 + 0.02 * rows))
@@ -49,8 +49,8 @@ def test_a_verification_grows_with_the_context_that_it_reads():
     assert verify.per_row(1000) == pytest.approx(0.04, rel=0.3)
 
 
-def test_a_forward_has_a_part_that_no_context_makes_longer():
-    """A tenth of a millisecond for each text: much where the cache is short, nothing where it is long."""
+def test_a_forward_has_a_constant_cost_for_each_request():
+    """A tenth of a millisecond for each request: much for a short cache, little for a long one."""
     cost = ForwardCost(weights=1000)
     for _ in range(40):
         cost.add([(1, 1000)] * 4, 1e-6 * 5000 + 4e-4)
@@ -58,7 +58,7 @@ def test_a_forward_has_a_part_that_no_context_makes_longer():
     assert cost.at(1, 100_000, 4) == pytest.approx(0.1, rel=0.2)
 
 
-def test_depths_that_were_not_tried_are_expected_to_do_as_the_last_one():
+def test_depths_that_were_not_tried_are_expected_to_do_as_well_as_the_last_one():
     depths = AcceptanceByDepth(4)
     for accepted in (0, 1, 2, 3) * 30:
         depths.add(2, accepted)
@@ -67,19 +67,19 @@ def test_depths_that_were_not_tried_are_expected_to_do_as_the_last_one():
     assert third == pytest.approx(second * second / first) and fourth == pytest.approx(third * second / first)
 
 
-def test_a_new_text_expects_the_luck_of_the_others_until_it_has_its_own():
+def test_a_new_request_starts_with_the_acceptance_of_the_earlier_ones():
     others = AcceptanceByDepth(4)
     for _ in range(50):
         others.add(4, 3)
-    own = others.of_a_text()
+    own = others.of_a_request()
     assert own.reached() == pytest.approx(others.reached(), abs=0.1)
     for _ in range(80):
         own.add(4, 0)
     assert own.reached()[0] < 0.1 < 0.9 < others.reached()[0]
 
 
-def test_a_guess_is_worth_what_its_kind_was():
-    acceptance = Acceptance()
+def test_acceptance_is_counted_by_source_depth_and_rank():
+    acceptance = NodeAcceptance()
     tree = from_paths(1, [(2, 4), (3,)], "self")
     for step in range(300):
         acceptance.add(tree, [0, 1, 2] if step % 2 else [0, 3] if step % 10 == 0 else [0])
@@ -104,11 +104,11 @@ def test_the_best_depth_follows_from_what_drafts_cost(draft_seconds, expected):
         accepted = next((d for d in range(depth) if numbers.random() > 0.7), depth)
         verify.add([(1 + depth, 99)], 5.0)
         candidate.add(depth, chain(1, range(2, 2 + depth), "self"), accepted, draft_seconds * depth)
-    assert candidate.best(verify, 99)[1] in expected
+    assert candidate.rate(verify, 99).depth in expected
 
 
 class Clock:
-    """What a text alone takes is what `now` says."""
+    """A clock of a request alone that shows `now`."""
 
     texts = 1.0
 
@@ -149,7 +149,7 @@ def test_auto_drafts_with_the_fastest_and_notices_when_that_changes():
             run_alone(drafter.propose(context, 9))
             context.extend([1])
             drafter.observe(context, Accepted((1,), (0,), (), None))
-            assert paces[drafter._active].observed == len(context), "whoever drafts next has seen the whole text"
+            assert paces[drafter.active].observed == len(context), "the next drafter has seen the whole text"
 
     write(10_000)
     assert drafter.turns["fast"] > 0.95 * 10_000
@@ -173,11 +173,11 @@ def test_tokens_behind_the_end_are_not_counted():
     assert drafter.summary()["tokens_by_choice"] == {"plain": 1} == drafter.summary()["choices"][0]
 
 
-def test_what_one_text_has_learned_the_next_one_begins_with():
-    clock, experience = [0.0], SharedStatistics()
+def test_a_request_starts_with_what_the_earlier_ones_have_measured():
+    clock, shared = [0.0], SharedStatistics()
     paces = {name: Paced(clock, seconds) for name, seconds in (("plain", 1.0), ("fast", 0.5), ("slow", 9.0))}
     for number in range(20):
-        drafter, context, began = AutoDrafter(paces, experience, Clock(clock)), Context([1]), clock[0]
+        drafter, context, began = AutoDrafter(paces, shared, Clock(clock)), Context([1]), clock[0]
         drafter.begin(context, None)
         for _ in range(50):
             run_alone(drafter.propose(context, 9))
@@ -186,10 +186,10 @@ def test_what_one_text_has_learned_the_next_one_begins_with():
         assert number == 0 or (drafter.turns["fast"] >= 45 and clock[0] - began < 62 * 0.5)
 
 
-def test_of_texts_side_by_side_one_tries_what_none_has_tried():
-    clock, experience = [0.0], SharedStatistics()
+def test_of_concurrent_requests_one_makes_the_first_probe():
+    clock, shared = [0.0], SharedStatistics()
     paces = {name: Paced(clock, seconds) for name, seconds in (("plain", 1.0), ("slow", 1.9), ("fast", 0.5))}
-    texts = [(AutoDrafter(paces, experience, Clock(clock)), Context([1])) for _ in range(8)]
+    texts = [(AutoDrafter(paces, shared, Clock(clock)), Context([1])) for _ in range(8)]
     for drafter, context in texts:
         drafter.begin(context, None)
     for _ in range(200):
@@ -198,24 +198,23 @@ def test_of_texts_side_by_side_one_tries_what_none_has_tried():
             context.extend([1])
             drafter.observe(context, Accepted((1,), (0,), (), None))
     turns = [drafter.turns for drafter, _ in texts]
-    assert sum(each["slow"] for each in turns) < 24, "a first try, and now and then another one"
+    assert sum(each["slow"] for each in turns) < 24, "a first probe, and now and then another one"
     assert all(each["fast"] > 170 for each in turns)
 
 
-def test_a_first_try_that_was_cut_short_is_made_by_another_text():
-    experience = SharedStatistics()
-    experience.candidate("fast", 0)
-    experience.candidate("plain", 0)
-    assert experience.claim("fast") and not experience.claim("fast"), "one text tries it"
-    for _ in range(1000):  # which was stopped: nothing comes of it
-        experience.add("plain", 0, root_only(1), 0, 1.0)
-    assert experience.claim("fast")
-    experience.add("fast", 0, root_only(1), 0, 1.0)
-    assert not experience.claim("fast"), "now it is known"
+def test_a_first_probe_that_was_cut_short_is_made_by_another_request():
+    shared = SharedStatistics()
+    fast, plain = shared.candidate("fast", 0), shared.candidate("plain", 0)
+    assert shared.claim_first_probe("fast") and not shared.claim_first_probe("fast"), "one request probes it"
+    for _ in range(1000):  # that request was stopped: it measured nothing
+        plain.add(0, root_only(1), 0, 1.0)
+    assert shared.claim_first_probe("fast")
+    fast.add(0, root_only(1), 0, 1.0)
+    assert not shared.claim_first_probe("fast"), "there are measurements now"
 
 
-def test_who_was_slow_at_first_is_not_locked_out():
-    """Two hopeless steps end a first try; what came after them must be learned when it is tried again."""
+def test_a_candidate_that_was_slow_at_first_is_not_locked_out():
+    """Two hopeless steps end a first probe; a later probe must measure what came after them."""
     clock = [0.0]
 
     class Waking(Paced):
@@ -237,7 +236,7 @@ def test_who_was_slow_at_first_is_not_locked_out():
 
 
 @pytest.mark.parametrize("seconds, is_soon", [(9.0, False), (0.9, True)])
-def test_first_tries_follow_one_another_while_they_gain_and_wait_where_they_lose(seconds, is_soon):
+def test_first_probes_follow_each_other_while_they_gain_and_wait_where_they_lose(seconds, is_soon):
     clock = [0.0]
     paces = {name: Paced(clock, pace) for name, pace in (("plain", 1.0), ("one", seconds), ("other", seconds))}
     drafter, context = AutoDrafter(paces, clock=Clock(clock)), Context([1])
@@ -247,10 +246,10 @@ def test_first_tries_follow_one_another_while_they_gain_and_wait_where_they_lose
         context.extend([1])
         drafter.observe(context, Accepted((1,), (0,), (), None))
     assert drafter.turns["one"] > 0 and bool(drafter.turns["other"]) == is_soon
-    assert clock[0] < 60 * 1.0 + 5 * seconds, "a first try at most"
+    assert clock[0] < 60 * 1.0 + 5 * seconds, "a first probe at most"
 
 
-def test_the_texts_of_an_engine_share_what_they_learn(tiny, tmp_path):
+def test_the_requests_of_an_engine_share_their_measurements(tiny, tmp_path):
     engine = longdraft.load(str(tiny["gqa"]), drafter="auto")
     steps = []
     for _ in range(2):
@@ -261,11 +260,11 @@ def test_the_texts_of_an_engine_share_what_they_learn(tiny, tmp_path):
     assert engine.with_drafter("auto").shared_statistics is engine.shared_statistics
     make_checkpoint(tmp_path, num_hidden_layers=1)
     other = engine.with_drafter("draft-model", {"model": str(tmp_path)})
-    assert other.shared_statistics is not engine.shared_statistics, "another small model costs and guesses otherwise"
+    assert other.shared_statistics is not engine.shared_statistics, "another draft model has other costs and acceptance"
 
 
 class Chained(Paced):
-    """Drafts a chain that costs `seconds` for each token; `wanted` says how many of them are right."""
+    """Drafts a chain that costs `seconds` for each token."""
 
     @atomic
     def propose(self, context, max_depth):
@@ -274,7 +273,7 @@ class Chained(Paced):
         return chain(context.last, [2] * self.depth, "self")
 
 
-def test_auto_drafts_as_deep_as_pays_and_leaves_out_what_is_not_worth_its_row():
+def test_auto_drafts_as_deep_as_pays_and_removes_guesses_not_worth_their_row():
     clock, numbers = [0.0], random.Random(5)
     chained = Chained(clock, 1.0)
     drafter = AutoDrafter({"plain": Paced(clock, 0.0), "chain": chained}, SharedStatistics(1e6), Clock(clock))
@@ -294,7 +293,7 @@ def test_auto_drafts_as_deep_as_pays_and_leaves_out_what_is_not_worth_its_row():
     assert isinstance(tree, Tree) and drafter.nbytes == 0
 
 
-# Among other texts.
+# With other requests.
 
 
 def test_the_parts_of_a_forward_add_up_to_it_and_a_row_costs_what_it_adds():
@@ -310,13 +309,13 @@ def test_the_parts_of_a_forward_add_up_to_it_and_a_row_costs_what_it_adds():
     parts = [(1, 200), (8, 4000), (3, 100)]
     shares = [cost.at(rows, context, len(parts)) for rows, context in parts]
     assert sum(shares) == pytest.approx(seconds(parts), rel=0.05)
-    assert cost.per_row(4000) == pytest.approx(0.05, rel=0.1), "whatever it is called with, others or none"
+    assert cost.per_row(4000) == pytest.approx(0.05, rel=0.1), "with other requests or without"
     assert cost.at(8, 4000, 3) - cost.at(7, 4000, 3) == pytest.approx(cost.per_row(4000))
-    assert cost.shared(1) == 1 and cost.shared(16) == pytest.approx(1 / 16 + 0.01, rel=0.2)
+    assert cost.share(1) == 1 and cost.share(16) == pytest.approx(1 / 16 + 0.01, rel=0.2)
 
 
 class Crowd(Clock):
-    """A text among others that do as it does: its part of each forward, drafts over few keys and verifications."""
+    """A request among others that do the same: its part of each forward, for drafts over few keys and verifications."""
 
     def __init__(self, per_row: float) -> None:
         super().__init__([0.0])
@@ -351,7 +350,7 @@ def written_among(texts: list[float], per_row: float) -> tuple[list[float], list
             crowd.forward(len(tree), 1000)
             right = next((d for d in range(max(tree.depths)) if numbers.random() > 0.7), max(tree.depths))
             path = tuple(range(right + 1))
-            turns.append(drafter._active == "chain")
+            turns.append(drafter.active == "chain")
             context.extend([2] * len(path))
             drafter.observe(context, Accepted((2,) * len(path), path, ("self",) * right, None))
         shares.append(sum(turns[100:]) / 500)
@@ -359,8 +358,8 @@ def written_among(texts: list[float], per_row: float) -> tuple[list[float], list
     return shares, sizes
 
 
-def test_what_a_forward_of_many_short_texts_costs_does_not_run_away():
-    """Milliseconds as measured with the bundled model: most of such a forward is what each text takes however short."""
+def test_the_cost_of_a_forward_of_many_short_requests_does_not_diverge():
+    """Milliseconds as measured with the bundled model: most of such a forward is the constant cost of each request."""
     cost, numbers = ForwardCost(weights=1920), random.Random(6)
 
     def seconds(parts: list[tuple[int, int]]) -> float:
@@ -371,16 +370,16 @@ def test_what_a_forward_of_many_short_texts_costs_does_not_run_away():
         cost.add(parts, seconds(parts) * numbers.uniform(0.9, 1.1))
     whole = seconds([(1, 200)] * 8)
     assert 8 * cost.at(1, 200, 8) == pytest.approx(whole, rel=0.1)
-    assert cost.at(8, 200, 8) < 4 * cost.at(1, 200, 8), "rows beside the weights and the text are cheap"
+    assert cost.at(8, 200, 8) < 4 * cost.at(1, 200, 8), "rows are cheap beside the weights and the text"
 
 
-def test_drafting_begins_to_pay_where_others_share_the_weights_and_stops_when_they_leave():
+def test_drafting_begins_to_pay_when_other_requests_share_the_weights_and_stops_when_they_leave():
     """Alone a draft reads 1,100 and a verification 2,000; among sixteen, 160 and 1,060."""
     shares, _ = written_among([1, 16, 1], per_row=1e-4)
     assert shares[0] < 0.3 and shares[1] > 0.9 and shares[2] < 0.3
 
 
-def test_trees_are_smaller_where_the_rows_of_all_keep_the_processor_busy():
+def test_trees_are_smaller_where_the_rows_of_all_requests_keep_the_processor_busy():
     """By arithmetic a chain of three is best (four rows) where rows are free, and one of two where they are not."""
     _, free = written_among([16, 16], per_row=1e-4)
     _, busy = written_among([16, 16], per_row=0.08)
