@@ -4,7 +4,7 @@
 #   make demo    install, then write a long text with the bundled model
 #   make test    install what tests need, then run them all
 #   make test-cuda  the CUDA kernels' tests on a device of this machine (docs/cuda.md)
-#   make lint    ruff and mypy
+#   make lint    ruff and mypy, which `make test` does not run
 #   make sanitize  the kernels' tests with addresses and undefined behaviour watched (GCC or Clang; minutes)
 #   make cluster  a batch job on a local Ray cluster whose workers and nodes are killed (a minute)
 #   make soak    a hundred kills and 200,000 damaged inputs (some twenty minutes; docs/reliability.md)
@@ -27,7 +27,7 @@ demo: $(VENV)/.installed
 	    --min-p 0.1 --repetition-penalty 1.2 --penalty-window 1024
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses auto
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # PyTorch for CUDA must be what the set-up found: see docs/cuda.md.
 test-cuda: $(VENV)/.installed-dev

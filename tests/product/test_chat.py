@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from helpers.checkpoints import make_checkpoint, write_tokenizer
+from helpers.terminal import terminal
 from longdraft.__main__ import run
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.chat_template import ChatTemplate, opened_thinking, parse_option
@@ -165,15 +165,24 @@ def test_a_reader_that_goes_away_ends_the_work_quietly(talker):
     assert work.stderr.read() == b"" and work.wait(timeout=60) == 1
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
-@pytest.mark.parametrize("where", ["stdout", "/save"])
-def test_a_full_disk_ends_a_script_with_one_line(talker, where, tmp_path):
-    lines = {"stdout": b"Hello\n", "/save": b"/save /dev/full\n"}[where]
-    with open("/dev/full" if where == "stdout" else tmp_path / "out", "w") as out:
-        work = subprocess.run(longdraft_chat(talker, "--max-new-tokens", "4"), input=lines, stdout=out,
+needs_dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+
+
+@needs_dev_full
+def test_a_full_disk_behind_stdout_ends_a_script_with_one_line(talker):
+    """In a process of its own: Python writes what is left of stdout when it exits."""
+    with open("/dev/full", "w") as full:
+        work = subprocess.run(longdraft_chat(talker, "--max-new-tokens", "4"), input=b"Hello\n", stdout=full,
                               stderr=subprocess.PIPE, check=False)
     assert work.returncode == 1
     assert b"No space left" in work.stderr and work.stderr.count(b"\n") == 1
+
+
+@needs_dev_full
+def test_a_full_disk_behind_save_ends_a_script_with_one_line(monkeypatch, capfd, talker):
+    assert talk(monkeypatch, talker, ["/save /dev/full"]) == 1
+    captured = capfd.readouterr()
+    assert "No space left" in captured.err and captured.err.count("\n") == 1
 
 
 def test_a_conversation_that_cannot_be_saved_goes_on(monkeypatch, capfd, talker, tmp_path):
@@ -191,10 +200,12 @@ def test_a_conversation_that_cannot_be_saved_goes_on(monkeypatch, capfd, talker,
     assert captured.out and "No space left" in captured.err and "Traceback" not in captured.err
 
 
-def test_a_terminal_that_cannot_show_a_letter_gets_another(talker):
-    work = subprocess.run(longdraft_chat(talker, "--max-new-tokens", "60", "--seed", "2"), input=b"Hello\n",
-                          env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
-    assert (work.returncode, work.stderr) == (0, b"") and b"?" in work.stdout
+def test_a_terminal_that_cannot_show_a_letter_gets_another(monkeypatch, capfd, talker):
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    assert talk(monkeypatch, talker, ["Hello"], "--max-new-tokens", "60", "--temperature", "1", "--seed", "2",
+                "--stop-token-id", "1") == 0
+    assert b"?" in shown.getvalue() and capfd.readouterr().err == ""
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(talker):
@@ -212,12 +223,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(talker):
 
 
 @pytest.mark.parametrize("options, count", [(["--stats"], 2), ([], 0), (["--stats", "--quiet"], 0)])
-def test_with_stats_a_terminal_gets_a_summary_of_each_answer(talker, options, count):
-    leader, follower = pty.openpty()
-    work = subprocess.run(longdraft_chat(talker, "--max-new-tokens", "8", *options), input=b"Hello\nWhy\n",
-                          stdout=subprocess.PIPE, stderr=follower, check=True)
-    os.write(follower, b"end")
-    shown = os.read(leader, 65536).decode()
-    os.close(leader)
-    os.close(follower)
-    assert shown.count("longdraft: 8 tokens · ") == shown.count("tokens/s") == count and b"longdraft" not in work.stdout
+def test_with_stats_a_terminal_gets_a_summary_of_each_answer(monkeypatch, capfd, talker, options, count):
+    with terminal("stderr") as shown:
+        assert talk(monkeypatch, talker, ["Hello", "Why"], "--stop-token-id", "1", *options) == 0
+    assert shown().count("longdraft: 8 tokens · ") == shown().count("tokens/s") == count
+    assert "longdraft" not in capfd.readouterr().out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import pty
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,10 @@ from transformers import LlamaForCausalLM
 
 import longdraft
 from helpers.checkpoints import make_checkpoint, make_heads
+from helpers.terminal import terminal
 from longdraft import kernels
+from longdraft.__main__ import run
+from longdraft.cli import display
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError, UsageError
 from longdraft.kernels import cpu
@@ -165,35 +167,44 @@ def fill_hub_cache(cache: Path, checkpoint: Path) -> None:
         (repository / "snapshots" / COMMIT / path.name).symlink_to(f"../../blobs/{number}")
 
 
-GENERATE = [sys.executable, "-m", "longdraft", "generate", "It was", "--max-new-tokens", "4", "--drafter", "plain",
-            "--ignore-eos", "--temperature", "0", "--model", "owner/model"]
+GENERATE = ["generate", "It was", "--max-new-tokens", "4", "--drafter", "plain", "--ignore-eos", "--temperature", "0",
+            "--model", "owner/model"]
 
 
-@pytest.mark.parametrize("where", ["variables", "options", "name"])
-def test_the_hubs_cache_serves_without_a_network(tmp_path, where):
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    """A cache of the hub that holds owner/model."""
     make_checkpoint(tmp_path / "made")
     fill_hub_cache(tmp_path / "home" / "hub", tmp_path / "made")
-    options, variables = {
-        "variables": ([], {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}),
-        "options": (["--cache-dir", str(tmp_path / "home" / "hub"), "--offline", "--revision", "main"], {}),
-        "name": (["--cache-dir", str(tmp_path / "home" / "hub"), "--offline", "--model", f"owner/model@{COMMIT}"], {}),
-    }[where]
-    work = subprocess.run([*GENERATE, *options], env=ENVIRONMENT | variables, capture_output=True, text=True,
-                          check=False)
+    return tmp_path / "home" / "hub"
+
+
+@pytest.mark.parametrize("options", [["--revision", "main"], ["--model", f"owner/model@{COMMIT}"]], ids=str)
+def test_the_hubs_cache_serves_without_a_network(cache, capfd, options):
+    assert run([*GENERATE, "--cache-dir", str(cache), "--offline", *options]) == 0
+    captured = capfd.readouterr()
+    assert captured.out and captured.err == ""
+
+
+def test_the_hubs_own_variables_say_where_its_cache_is(cache):
+    """In a process of its own: the hub's library reads them when it is imported."""
+    variables = {"HF_HOME": str(cache.parent), "HF_HUB_OFFLINE": "1"}
+    work = subprocess.run([sys.executable, "-m", "longdraft", *GENERATE], env=ENVIRONMENT | variables,
+                          capture_output=True, text=True, check=False)
     assert (work.returncode, work.stderr) == (0, "") and work.stdout
 
 
-def test_what_the_cache_lacks_is_one_line(tmp_path):
-    work = subprocess.run([*GENERATE, "--offline", "--cache-dir", str(tmp_path)], env=ENVIRONMENT,
-                          capture_output=True, text=True, check=False)
-    assert work.returncode == 2 and work.stderr.count("\n") == 1
-    assert f"'owner/model' is not whole in {tmp_path}, and offline nothing is fetched; leave --offline" in work.stderr
+def test_what_the_cache_lacks_is_one_line(tmp_path, capfd):
+    assert run([*GENERATE, "--offline", "--cache-dir", str(tmp_path)]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert f"'owner/model' is not whole in {tmp_path}, and offline nothing is fetched; leave --offline" in said
 
 
 # What reading costs
 
 MEASURE = """
-import sys, torch
+import os, sys, torch
 from pathlib import Path
 from longdraft import kernels
 from longdraft.model import checkpoint, config
@@ -201,30 +212,38 @@ from longdraft.model import checkpoint, config
 def kilobytes(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name + ":"))
 
-folder = Path(sys.argv[1])
-chosen = kernels.choose("cpu", sys.argv[2])
-kernels.set_threads(1)
-chosen.linear(torch.ones(1, 64, dtype=chosen.dtype), chosen.pack(torch.ones(64, 64)))
-torch.ones(4, dtype=torch.float16).sum().isfinite()
-files, parsed = checkpoint.TensorFiles(folder), config.read_config(folder)
-Path("/proc/self/clear_refs").write_text("5")
-before = kilobytes("VmRSS")
-model = checkpoint.load_transformer(files, parsed, chosen)
-final = sum(linear.nbytes for linear in model.linears)  # the embedding is tied to the last
-print((kilobytes("VmHWM") - before) * 1024 / final)
+def measure(folder, dtype):
+    chosen = kernels.choose("cpu", dtype)
+    kernels.set_threads(1)
+    chosen.linear(torch.ones(1, 64, dtype=chosen.dtype), chosen.pack(torch.ones(64, 64)))
+    torch.ones(4, dtype=torch.float16).sum().isfinite()
+    files, parsed = checkpoint.TensorFiles(folder), config.read_config(folder)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = kilobytes("VmRSS")
+    model = checkpoint.load_transformer(files, parsed, chosen)
+    final = sum(linear.nbytes for linear in model.linears)  # the embedding is tied to the last
+    print(folder.name, dtype, (kilobytes("VmHWM") - before) * 1024 / final, flush=True)
+
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    for dtype in ("bfloat16", "float32"):
+        if not os.fork():  # a process for each, without importing all again
+            measure(folder, dtype)
+            os._exit(0)
+        os.wait()
 """
 
 
 @pytest.mark.skipif(not cpu.variants(), reason="the reference holds its weights as they come")
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory cannot be reset here")
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("wanted", ["bfloat16", "float32"])
-def test_loading_takes_little_more_memory_than_the_weights(tmp_path, stored, wanted):
-    make_checkpoint(tmp_path, dtype=stored, hidden_size=512, intermediate_size=2048, num_hidden_layers=10,
-                    num_attention_heads=8, num_key_value_heads=4, vocab_size=4096)
-    work = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path), wanted], capture_output=True, text=True,
-                          check=True)
-    assert 0.9 < float(work.stdout) < 1.15
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
+    for stored in (torch.bfloat16, torch.float16, torch.float32):
+        make_checkpoint(tmp_path / str(stored), dtype=stored, hidden_size=512, intermediate_size=2048,
+                        num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=4, vocab_size=4096)
+    work = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True)
+    found = [line.split() for line in work.stdout.splitlines()]
+    assert len(found) == 6
+    for stored, wanted, times in found:
+        assert 0.9 < float(times) < 1.15, (stored, wanted)
 
 
 def test_progress_ends_where_all_is_read(tmp_path):
@@ -252,27 +271,11 @@ def test_a_loaded_model_needs_its_files_no_more(tmp_path, dtype, name):
     assert texts[0] == texts[1]
 
 
-def on_a_terminal(command: list[str]) -> str:
-    """What a command shows on a terminal's stderr."""
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, env=ENVIRONMENT) as work:
-        os.close(theirs)
-        shown = b""
-        try:
-            while chunk := os.read(ours, 4096):
-                shown += chunk
-        except OSError:  # how a terminal says that nobody writes any more
-            pass
-        assert work.wait() == 0
-    os.close(ours)
-    return shown.decode()
-
-
-def test_a_bar_is_shown_of_large_models_only(tmp_path):
+def test_a_bar_is_shown_of_large_models_only(monkeypatch, tmp_path):
     make_checkpoint(tmp_path)
-    code = ("import sys; from longdraft.cli import display; from longdraft.__main__ import run;"
-            "display._LARGE = int(sys.argv[1]); sys.exit(run(sys.argv[2:]))")
     generate = ["generate", "It", "--max-new-tokens", "2", "--model", str(tmp_path), "--drafter", "plain"]
     for large, options, is_shown in ((1, [], True), (1, ["--quiet"], False), (1 << 30, [], False)):
-        shown = on_a_terminal([sys.executable, "-c", code, str(large), *generate, *options])
-        assert ("kB" in shown) == is_shown, shown
+        monkeypatch.setattr(display, "_LARGE", large)
+        with terminal("stderr") as shown:
+            assert run([*generate, *options]) == 0
+        assert ("kB" in shown()) == is_shown, shown()
