@@ -20,8 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from longdraft.bench import experiment, results
-from longdraft.bench.grid import Table
 from longdraft.errors import UsageError
+from longdraft.report.table import Table
 
 Points = Sequence[tuple[float, float]]  # (context, seconds for a token), contexts rising
 

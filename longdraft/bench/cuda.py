@@ -1,7 +1,9 @@
-"""`longdraft bench cuda`: what a CUDA device reaches, in parts that are written down as they are done.
+"""`longdraft bench cuda`: kernels, equality and speed on a CUDA device, in parts.
 
-Run again with the same --output, it does what is missing. Each part has the time that is left and stops early rather
-than late; what was left out is listed under `left_out`.
+    longdraft bench cuda --output cuda.json
+
+Each part is written to the document as soon as it is measured. Parts for which no time is left are listed under
+`left_out`. Run the command again with the same --output to measure them.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from longdraft import kernels
+from longdraft import kernels, machine
 from longdraft.bench import cuda_models as models
-from longdraft.bench import machine
+from longdraft.bench.decode import random_cache
 from longdraft.bench.shapes import SHAPES
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
@@ -33,61 +36,74 @@ from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.tree import Tree, chain
 
-SAMPLING = SamplingParams(max_new_tokens=200_000, seed=7, min_p=0.1, repetition_penalty=1.2, ignore_eos=True)
+_SAMPLING = SamplingParams(max_new_tokens=200_000, seed=7, min_p=0.1, repetition_penalty=1.2, ignore_eos=True)
 
 
-class Plan(NamedTuple):
-    """What is measured: on a device the real thing, in the interpreter all of it at the smallest size."""
+class CudaPlan(NamedTuple):
+    """What is measured. In Triton's interpreter all parts run at the smallest size.
+
+    kernels_names    kernels, the default first
+    shapes           model name -> its config.json
+    equality         contexts of the equality test, which writes `equality_tokens` tokens
+    drafter, tokens  of the bundled model's long text
+    """
 
     device: str
     dtype: str
-    names: tuple[str, ...]  # kernels, the default first
+    kernels_names: tuple[str, ...]
     shapes: dict[str, dict[str, Any]]
     contexts: tuple[int, ...]
     rows: tuple[int, ...]
-    equality: tuple[int, ...]  # contexts of the signature test
-    tokens: int  # that it writes
-    run: tuple[str, int]  # the bundled model's: with this drafter, so many tokens
+    equality: tuple[int, ...]
+    equality_tokens: int
+    drafter: str
+    tokens: int
     bytes_copied: int
     repeats: int
     has_peer: bool
 
 
-MODELS = ("llama-3.1-8b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "yarn-llama-2-7b-128k")
-ON_DEVICE = Plan("cuda", "bfloat16", ("triton-64", "triton-32", "triton-16", "triton-64-fp8"),
-                 {name: SHAPES[name] for name in MODELS}, (4096, 32768, 61440, 102400), (1, 8, 16, 32, 64),
-                 (4096, 61440), 48, ("auto", 100_000), 1 << 31, 9, True)
+_MODELS = ("llama-3.1-8b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "yarn-llama-2-7b-128k")
+ON_DEVICE = CudaPlan("cuda", "bfloat16", ("triton-64", "triton-32", "triton-16", "triton-64-fp8"),
+                 {name: SHAPES[name] for name in _MODELS}, (4096, 32768, 61440, 102400), (1, 8, 16, 32, 64),
+                 (4096, 61440), 48, "auto", 100_000, 1 << 31, 9, True)
+_ROOM = 1024  # positions that are reserved behind a context
 _TINY = SHAPES["qwen2.5-1.5b"] | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
                                   "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-INTERPRETED = Plan("cpu", "float32", ("triton-16",), {"tiny": _TINY}, (40,), (1, 2), (40,), 4, ("plain", 1),
-                   1 << 12, 1, False)
+INTERPRETED = CudaPlan("cpu", "float32", ("triton-16",), {"tiny": _TINY}, (40,), (1, 2), (40,), 4, "plain", 1,
+                       1 << 12, 1, False)
 
 
 @dataclass
-class Report:
-    """The document, written after every part; `deadline` on the monotonic clock."""
+class CudaDocument:
+    """The JSON document, written after every part. `deadline` is a time of the monotonic clock."""
 
     path: Path
     deadline: float
     filled: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path, plan: Plan, limit: float) -> Report:
-        report = cls(path, time.monotonic() + limit)
+    def open(cls, path: Path, plan: CudaPlan, limit_s: float) -> CudaDocument:
+        """Start a document, or continue the one at `path`. Raises UsageError if that is not of this benchmark."""
+        document = cls(path, time.monotonic() + limit_s)
         if path.exists():
             try:
-                report.filled = json.loads(path.read_text(encoding="utf-8"))
+                document.filled = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise UsageError(f"--output {path} exists and is not JSON ({error}); name another file") from error
-            if report.filled.get("bench") != "cuda" or report.filled.get("device") != plan.device:
+            if document.filled.get("bench") != "cuda" or document.filled.get("device") != plan.device:
                 raise UsageError(f"--output {path} holds something else than this benchmark's figures on "
                                  f"{plan.device}; name another file")
-        report.filled |= {"bench": "cuda", "device": plan.device, "dtype": plan.dtype, "left_out": []}
-        report.save()
-        return report
+        document.filled |= {"bench": "cuda", "device": plan.device, "dtype": plan.dtype, "left_out": []}
+        document.save()
+        return document
 
-    def left(self) -> float:
-        """Seconds."""
+    @property
+    def parts(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.filled.setdefault("parts", {})
+        return found
+
+    def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
 
     def save(self) -> None:
@@ -96,47 +112,46 @@ class Report:
         file.finish()
 
     def part(self, name: str, seconds: float, measure: Callable[[], Any]) -> None:
-        """Measure a part that is not there yet, if `seconds` are left for it."""
-        done = self.filled.setdefault("parts", {})
-        if name in done:
+        """Measure a part that the document lacks, if at least `seconds` are left."""
+        if name in self.parts:
             return
-        if self.left() < seconds:
+        if self.seconds_left() < seconds:
             self.filled["left_out"].append(name)
         else:
             began = time.monotonic()
-            done[name] = {"seconds": 0.0, "figures": measure()}
-            done[name]["seconds"] = time.monotonic() - began
-            print(f"{name}: {done[name]['seconds']:.1f} s", flush=True)
+            figures = measure()
+            self.parts[name] = {"seconds": time.monotonic() - began, "figures": figures}
+            print(f"{name}: {self.parts[name]['seconds']:.1f} s", flush=True)
         self.save()
 
 
-def run(plan: Plan, report: Report) -> None:
-    chosen = kernels.choose(plan.device, plan.dtype, plan.names[0])
-    report.filled["machine"] = machine.describe(chosen) | _device(plan.device)
-    report.part("bandwidth", 5, lambda: bandwidth(plan))
-    report.part("correctness", 40, lambda: correctness(plan))
-    rate = report.filled["parts"].get("bandwidth", {}).get("figures", {}).get("bytes_per_s")
-    for name, shape in plan.shapes.items():
-        needed = 25 if plan.device == "cuda" else 1
-        wanted = [f"steps {name} {context}" for context in plan.contexts]
-        wanted += [f"equality {context}" for context in plan.equality] if name == next(iter(plan.shapes)) else []
-        if all(part in report.filled.get("parts", {}) for part in wanted) or report.left() < needed:
-            report.filled["left_out"] += [part for part in wanted if part not in report.filled.get("parts", {})]
+def run(plan: CudaPlan, document: CudaDocument) -> None:
+    chosen = kernels.choose(plan.device, plan.dtype, plan.kernels_names[0])
+    document.filled["machine"] = machine.description(chosen) | _device(plan.device)
+    document.part("bandwidth", 5, lambda: bandwidth(plan))
+    document.part("correctness", 40, lambda: correctness(plan))
+    rate = document.parts.get("bandwidth", {}).get("figures", {}).get("bytes_per_s")
+    is_cuda = plan.device == "cuda"
+    for place, (name, shape) in enumerate(plan.shapes.items()):
+        parts = {f"steps {name} {context}": partial(steps, plan, rate=rate, context=context)
+                 for context in plan.contexts}
+        if place == 0:
+            parts |= {f"equality {context}": partial(equality, plan, context=context) for context in plan.equality}
+        missing = {part: measure for part, measure in parts.items() if part not in document.parts}
+        if not missing or document.seconds_left() < (25 if is_cuda else 1):  # for the model alone
+            document.filled["left_out"] += missing
             continue
         model = models.random_model(shape, chosen)
-        for part in wanted:
-            kind, context = part.split()[0], int(part.split()[-1])
-            report.part(part, 8 if plan.device == "cuda" else 1,
-                        lambda model=model, context=context, kind=kind:  # type: ignore[misc]
-                        equality(plan, model, context) if kind == "equality" else steps(plan, model, context, rate))
+        for part, measure in missing.items():
+            document.part(part, 8 if is_cuda else 1, partial(measure, model))
         del model
-    for other in plan.names[1:]:
-        report.part(f"kernels {other}", 20, lambda other=other: variant(plan, other, rate))  # type: ignore[misc]
-    report.part("run", 30, lambda: long_run(plan, report))
+    for other in plan.kernels_names[1:]:
+        document.part(f"kernels {other}", 20, partial(variant, plan, other, rate))
+    document.part("run", 30, lambda: long_run(plan, document))
     if plan.has_peer:
-        report.part("transformers", 60, lambda: peer(plan, report))
-    report.save()
-    print(json.dumps(report.filled))
+        document.part("transformers", 60, lambda: peer(plan, document))
+    document.save()
+    print(json.dumps(document.filled))
 
 
 def _device(device: str) -> dict[str, Any]:
@@ -146,19 +161,21 @@ def _device(device: str) -> dict[str, Any]:
     return {"gpu": about.name, "gpu_memory_bytes": about.total_memory, "cuda": torch.version.cuda}
 
 
-def bandwidth(plan: Plan) -> dict[str, Any]:
-    """Bytes a second of a copy on the device, read and written both counted; the best of the repeats."""
+def bandwidth(plan: CudaPlan) -> dict[str, Any]:
+    """Bytes/s of a copy on the device, counting reads and writes; the fastest of the repeats."""
     source = torch.zeros(plan.bytes_copied, dtype=torch.uint8, device=plan.device)
     target = torch.empty_like(source)
     ms = min(models.device_ms(source.device, lambda: target.copy_(source), 1) for _ in range(plan.repeats))
     return {"bytes": 2 * plan.bytes_copied, "ms": ms, "bytes_per_s": 2 * plan.bytes_copied / ms * 1e3}
 
 
-def correctness(plan: Plan) -> list[dict[str, Any]]:
-    """Each kernel beside the reference in float32: the largest difference; and whether a row of many is, to the bit,
-    the row alone."""
+def correctness(plan: CudaPlan) -> list[dict[str, Any]]:
+    """Each kernel: its largest difference from the float32 reference, and whether it is row-invariant.
+
+    It is row-invariant if a row computed among many equals, bit for bit, the row computed alone.
+    """
     found = []
-    for name in plan.names:
+    for name in plan.kernels_names:
         ours, definition = kernels.choose(plan.device, plan.dtype, name), ReferenceKernels(plan.device, "float32")
         sizes = (16, 48, 70) if plan.device == "cpu" else (64, 4096, 6144)
         for dim in (16,) if plan.device == "cpu" else (64, 80, 96, 128, 256):
@@ -198,9 +215,9 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _verifies(model: Transformer, context: int, rows: int) -> Callable[[], object]:
-    """A verification of so many rows behind `context` random ones: forward, logits, choice, walk, nothing kept."""
-    cache, text = models.random_cache(model, context), Context([5] * (context + 1))
-    sampler = Sampler(SAMPLING, kernels=model.kernels)
+    """A verification of `rows` rows behind `context` random ones: forward, logits and sampling. Commits nothing."""
+    cache, text = random_cache(model, context, _ROOM), Context([5] * (context + 1))
+    sampler = Sampler(_SAMPLING, kernels=model.kernels)
     tree = chain(5, [5] * (rows - 1), "guess")
 
     def work() -> object:
@@ -213,8 +230,8 @@ def _verifies(model: Transformer, context: int, rows: int) -> Callable[[], objec
     return work
 
 
-def steps(plan: Plan, model: Transformer, context: int, rate: float | None) -> dict[str, Any]:
-    """A plain step by the wall's clock, and verifications by the device's, beside the floor of memory."""
+def steps(plan: CudaPlan, model: Transformer, context: int, rate: float | None) -> dict[str, Any]:
+    """A plain step by wall clock, and verifications by the device's clock, beside the memory bandwidth's floor."""
     device = model.kernels.device
     size = sum(weight.nbytes for weight in model.linears) + context * model.cache_bytes_per_token
     floor = None if rate is None else size / rate * 1e3
@@ -233,9 +250,9 @@ def steps(plan: Plan, model: Transformer, context: int, rate: float | None) -> d
 
 
 def _wall_ms(model: Transformer, context: int, count: int) -> float:
-    """A step of plain decoding, as a text is written."""
-    cache = models.random_cache(model, context)
-    sampler = Sampler(SAMPLING, kernels=model.kernels)
+    """Milliseconds of a step of plain decoding while a text is written."""
+    cache = random_cache(model, context, _ROOM)
+    sampler = Sampler(_SAMPLING, kernels=model.kernels)
     step = Step(model, cache, PlainDrafter(), sampler, Context([5] * (context + 1)), Timings(), Tally())
     for _ in range(3):
         run_alone(step.run(1))
@@ -247,8 +264,8 @@ def _wall_ms(model: Transformer, context: int, count: int) -> float:
     return (time.perf_counter() - began) / count * 1e3
 
 
-class _Liar:
-    """Guesses the true continuation with some tokens changed, and wrong siblings beside it."""
+class _LyingDrafter:
+    """Drafts the true continuation with some tokens changed, and wrong siblings beside it."""
 
     def __init__(self, truth: Sequence[int], start: int) -> None:
         self._truth, self._start = truth, start
@@ -260,45 +277,45 @@ class _Liar:
     @atomic
     def propose(self, context: Context, max_depth: int) -> Tree:
         place = len(context) - self._start
-        told = [token if (place + i) % 5 else (token + 1) % 7 for i, token in enumerate(self._truth[place : place + 6])]
+        draft = [token if (place + i) % 5 else (token + 1) % 7
+                 for i, token in enumerate(self._truth[place : place + 6])]
         tokens, parents = [context.last, 3, 3], [-1, 0, 1]
-        for depth, token in enumerate(told):
+        for depth, token in enumerate(draft):
             parents.append(len(tokens) - 1 if depth else 0)
             tokens.append(token)
-        return Tree(tuple(tokens), tuple(parents), ("", *["liar"] * (len(tokens) - 1))).pruned(max_depth)
+        return Tree(tuple(tokens), tuple(parents), ("", *["lying"] * (len(tokens) - 1))).pruned(max_depth)
 
 
-def equality(plan: Plan, model: Transformer, context: int) -> dict[str, Any]:
-    """The signature test behind random rows: plain text, and the text with a drafter that lies half of the time."""
+def equality(plan: CudaPlan, model: Transformer, context: int) -> dict[str, Any]:
+    """Compare the text of plain decoding behind random rows with the text of a drafter that is often wrong."""
     texts: list[list[int]] = []
     taken = 0
     for is_plain in (True, False):
-        cache, text, tally = models.random_cache(model, context), Context([5] * (context + 1)), Tally()
-        drafter = PlainDrafter() if is_plain else _Liar(texts[0], len(text))
-        step = Step(model, cache, drafter, Sampler(SAMPLING, kernels=model.kernels), text, Timings(), tally)
-        while len(text) - context - 1 < plan.tokens:
-            run_alone(step.run(plan.tokens - (len(text) - context - 1)))
+        cache, text, tally = random_cache(model, context, _ROOM), Context([5] * (context + 1)), Tally()
+        drafter = PlainDrafter() if is_plain else _LyingDrafter(texts[0], len(text))
+        step = Step(model, cache, drafter, Sampler(_SAMPLING, kernels=model.kernels), text, Timings(), tally)
+        while len(text) - context - 1 < plan.equality_tokens:
+            run_alone(step.run(plan.equality_tokens - (len(text) - context - 1)))
         texts.append(text.slice(context + 1, len(text)).tolist())
         taken = tally.accepted.total()
-    return {"context": context, "tokens": plan.tokens, "accepted": taken, "is_equal": texts[0] == texts[1]}
+    return {"context": context, "tokens": plan.equality_tokens, "accepted": taken, "is_equal": texts[0] == texts[1]}
 
 
-def variant(plan: Plan, name: str, rate: float | None) -> dict[str, Any]:
-    """Other kernels on the first shape and context: what a tile of 64 rows costs one row, what 8-bit caches bring."""
+def variant(plan: CudaPlan, name: str, rate: float | None) -> dict[str, Any]:
+    """Other kernels on the first shape: the cost of larger row tiles for one row, and the gain of 8-bit caches."""
     chosen = kernels.choose(plan.device, plan.dtype, name)
     model = models.random_model(next(iter(plan.shapes.values())), chosen)
     ends = dict.fromkeys((plan.contexts[0], plan.contexts[-1]))
     return {str(context): steps(plan, model, context, rate) for context in ends}
 
 
-def long_run(plan: Plan, report: Report) -> dict[str, Any]:
-    """The bundled model's text, as far as the time goes."""
+def long_run(plan: CudaPlan, document: CudaDocument) -> dict[str, Any]:
+    """Statistics of the bundled model's text, which ends early when the time is over."""
     from longdraft.engine import load
 
-    drafter, tokens = plan.run
-    engine = load(drafter=drafter, device=plan.device, dtype=plan.dtype, kernels_name=plan.names[0])
-    until = report.deadline - (75 if plan.has_peer else 0)
-    limit = min(tokens, engine.model.config.max_positions - 100)
+    engine = load(drafter=plan.drafter, device=plan.device, dtype=plan.dtype, kernels_name=plan.kernels_names[0])
+    until = document.deadline - (75 if plan.has_peer else 0)
+    limit = min(plan.tokens, engine.model.config.max_positions - 100)
     with engine.generate("It was", SamplingParams(
             max_new_tokens=limit, seed=7, min_p=0.1, repetition_penalty=1.2, ignore_eos=True)) as text:
         for _ in text:
@@ -333,15 +350,17 @@ print(json.dumps({"context": context, "step_ms": sorted(times)[10] * 1e3}))
 """
 
 
-def peer(plan: Plan, report: Report) -> dict[str, Any]:
-    """transformers with a static cache and torch.compile, in a process of its own: a step at the shortest context."""
+def peer(plan: CudaPlan, document: CudaDocument) -> dict[str, Any]:
+    """A step of transformers with a static cache and torch.compile, in its own process, at the shortest context."""
     shape = next(iter(plan.shapes.values()))
-    command = [sys.executable, "-c", _PEER, json.dumps(shape), str(plan.contexts[0]), str(report.left())]
+    command = [sys.executable, "-c", _PEER, json.dumps(shape), str(plan.contexts[0]), str(document.seconds_left())]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(10, report.left() - 5), check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False,
+                              timeout=max(10, document.seconds_left() - 5))
     except subprocess.TimeoutExpired:
-        return {"failed": "no figure within the time that was left"}
+        return {"failed": "no result within the remaining time"}
     if done.returncode:
-        return {"failed": done.stderr.strip().splitlines()[-1][:400] if done.stderr.strip() else "no reason given"}
+        printed = done.stderr.strip().splitlines() or ["the process printed no error"]
+        return {"failed": printed[-1][:400]}
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found

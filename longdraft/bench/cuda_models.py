@@ -1,4 +1,7 @@
-"""Models of known shapes with random weights on a device, and caches of random rows: time does not depend on values."""
+"""Models of known shapes with random weights, and timing by a device's own clock.
+
+The time of a step does not depend on the values of the weights.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longdraft.cache.full import FullCache
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.model import config as model_config
-from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import ModelWeights, Transformer
 
-_SPREAD = 0.02  # standard deviation of weights, as models are initialised
-_AT_ONCE = 4096  # rows of a cache that are made at a time
-
-
-def config_of(shape: dict[str, Any]) -> ModelConfig:
-    return model_config.parse_config(shape)
+_WEIGHT_DEVIATION = 0.02  # standard deviation of the weights, as in initialised models
 
 
 def random_model(shape: dict[str, Any], kernels: Kernels, seed: int = 0) -> Transformer:
-    """A Llama of this shape."""
-    config = config_of(shape)
+    """A Llama with the sizes of a config.json."""
+    config = model_config.parse_config(shape)
     generator = torch.Generator(kernels.device).manual_seed(seed)
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
 
     def weight(rows: int, columns: int) -> Linear:
         values = torch.empty(rows, columns, dtype=kernels.dtype, device=kernels.device)
-        return kernels.pack(values.normal_(0, _SPREAD, generator=generator))
+        return kernels.pack(values.normal_(0, _WEIGHT_DEVIATION, generator=generator))
 
     def norm() -> Tensor:
         return torch.ones(hidden, dtype=kernels.dtype, device=kernels.device)
@@ -48,24 +44,8 @@ def random_model(shape: dict[str, Any], kernels: Kernels, seed: int = 0) -> Tran
     return Transformer(config, ModelWeights(embedding, layers, norm(), head), kernels)
 
 
-def random_cache(model: Transformer, context: int, room: int = 1024) -> FullCache:
-    """A cache of `context` random rows, with room for more."""
-    config, kernels = model.config, model.kernels
-    cache = model.new_cache()
-    cache.reserve(context + room)
-    generator = torch.Generator(kernels.device).manual_seed(1)
-    for store in cache.stores:
-        for start in range(0, context, _AT_ONCE):
-            shape = (min(_AT_ONCE, context - start), config.num_kv_heads, config.head_dim)
-            rows = [torch.empty(shape, dtype=kernels.dtype, device=kernels.device).normal_(generator=generator)
-                    for _ in range(2)]
-            store.write(start, *rows)
-    cache.length = context
-    return cache
-
-
 def device_ms(device: torch.device, work: Callable[[], object], repeats: int, warm: int = 2) -> float:
-    """Median milliseconds on the device of one call, by its own clock; on the CPU by the wall's."""
+    """Median milliseconds of a call, by the clock of the CUDA device, or by wall clock on the CPU."""
     for _ in range(warm):
         work()
     samples: list[float] = []
@@ -85,7 +65,7 @@ def device_ms(device: torch.device, work: Callable[[], object], repeats: int, wa
 
 
 def queued_ms(device: torch.device, work: Callable[[], object], calls: int) -> float:
-    """Milliseconds of one of `calls` calls that lie waiting for the device, without the host if it is faster."""
+    """Milliseconds of one of `calls` calls that are queued together, so that a faster host adds no time."""
     work()
     return device_ms(device, lambda: [work() for _ in range(calls)], 3, 1) / calls
 

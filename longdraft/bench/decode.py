@@ -1,52 +1,54 @@
-"""Steps of plain decoding at a length of context, and the floor under them.
-
-A context is reached by random keys and values in the cache's stores, not by a prefill: the time of a step
-does not depend on what they hold.
+"""Steps of plain decoding by context, beside the floor that memory bandwidth sets; `longdraft bench roofline`.
 
     floor = (bytes of the weights + bytes of the cache) / read bandwidth
+
+A context is reached by random keys and values in the cache, without a prefill. The time of a step does not depend on
+their values.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
 
-from longdraft.bench.kernels import fill
-from longdraft.bench.measure import Limits, Timing, Work, copies, interleaved
+from longdraft.bench.kernels import fill_store, num_copies
 from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.errors import UsageError
 from longdraft.kernels import KV, Kernels
+from longdraft.machine import Limits
 from longdraft.model import checkpoint, hub
 from longdraft.model import config as model_config
 from longdraft.model.config import ModelConfig
 from longdraft.model.routine import run_alone
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.report.table import Table
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.timing import Call, Timing, interleaved
 
-SAMPLING = SamplingParams(seed=7, min_p=0.1, repetition_penalty=1.2)  # T = 1, the penalty within 1,024 tokens
+STEP_SAMPLING = SamplingParams(seed=7, min_p=0.1, repetition_penalty=1.2)  # T = 1, penalty within 1,024 tokens
+STEPS_PER_REPEAT = 4  # of `roofline`
+_WARM_UP_STEPS = 2
 
 
-class Text(NamedTuple):
-    """A model and a cache of a text."""
+class CachedText(NamedTuple):
+    """A model and the cache of a text."""
 
     model: Transformer
     cache: FullCache
 
 
-class Models:
-    """A model, loaded again where copies of its weights are wanted."""
+class ModelCopies:
+    """A model, loaded several times if its weights must not stay in the processor's caches."""
 
     def __init__(self, name: str, kernels: Kernels, quantize: str = "none") -> None:
         folder = hub.resolve(name)
-        self.name = name
         self.kernels = kernels
         self.quantize = quantize
         self.config: ModelConfig = model_config.read_config(folder)
@@ -55,53 +57,84 @@ class Models:
         self._loaded = [self.model]
         self.weights_bytes = sum(weight.nbytes for weight in self.model.linears)
 
-    def cache_bytes(self, context: int) -> int:
-        return context * self.model.cache_bytes_per_token
+    def bytes_of_step(self, context: int) -> int:
+        """Weights and cache, each read once."""
+        return self.weights_bytes + context * self.model.cache_bytes_per_token
 
-    def texts(self, context: int, memory: int) -> list[Text]:
-        """Texts of `context` random positions, each with weights of its own, that fill `memory`; at least one."""
-        count = copies(self.weights_bytes + self.cache_bytes(context), memory)
+    def floor_ms(self, context: int, limits: Limits) -> float:
+        return self.bytes_of_step(context) / limits.read_bandwidth * 1e3
+
+    def texts(self, context: int, memory: int) -> list[CachedText]:
+        """Texts of `context` random positions, each with its own copy of the weights, that fill `memory` bytes."""
+        count = num_copies(self.bytes_of_step(context), memory)
         while len(self._loaded) < count:
             self._loaded.append(checkpoint.load_transformer(self._files, self.config, self.kernels, self.quantize))
-        return [Text(model, random_cache(model, context)) for model in self._loaded[:count]]
+        return [CachedText(model, random_cache(model, context)) for model in self._loaded[:count]]
 
     def check(self, contexts: Sequence[int], steps: int) -> None:
-        longest = max(contexts) + steps
-        if longest > self.config.max_positions:
+        """Raise UsageError if the contexts and the steps behind them exceed the model's context limit."""
+        if max(contexts) + steps > self.config.max_positions:
             raise UsageError(f"--contexts is {max(contexts)}, and {steps} steps follow; allowed: "
                              f"{self.config.max_positions} in all (the model's context limit)")
 
 
-def random_cache(model: Transformer, context: int) -> FullCache:
-    cache, config = model.new_cache(), model.config
+def random_cache(model: Transformer, context: int, room: int = 0) -> FullCache:
+    """A cache of `context` random positions, with memory reserved for `room` more."""
+    config, kernels, cache = model.config, model.kernels, model.new_cache()
+    cache.reserve(context + room)
+    generator = torch.Generator(kernels.device).manual_seed(1)
     for store in cache.stores:
-        fill(store, context, (config.num_kv_heads, config.head_dim), model.kernels.dtype)
+        fill_store(store, context, (config.num_kv_heads, config.head_dim), kernels, generator)
     cache.length = context
     return cache
 
 
-def forwards(texts: Sequence[Text], rows: Sequence[int], repeats: int) -> list[Timing]:
-    """Forwards with logits of so many rows, each behind the next of the texts."""
+def roofline(models: ModelCopies, context: int, rows: Sequence[int], memory: int, repeats: int,
+             limits: Limits) -> dict[str, Any]:
+    """The record of one context.
+
+    step_ms            a step of plain decoding (T = 1, min-p, penalty). Successive steps extend one text, so the
+                       processor's caches may hold a part of it
+    forward_cold_ms    a forward of one row with logits. Texts and weights rotate, so everything is read from memory
+    rows               the same forward with several rows
+    """
+    texts = models.texts(context, memory)
+    timings = time_forwards(texts, rows, repeats)
+    step = time_steps(texts[0], STEPS_PER_REPEAT * repeats)
+    floor, size = models.floor_ms(context, limits), models.bytes_of_step(context)
+    cold = timings[0].median_s * 1e3
+    return {
+        "context": context, "cache": "random", "weights_bytes": models.weights_bytes,
+        "cache_bytes": size - models.weights_bytes, "bytes_in_rotation": size * len(texts), "floor_ms": floor,
+        **step, "tokens_per_second": 1e3 / step["step_ms"], "share_of_floor": floor / step["step_ms"],
+        "forward_cold_ms": cold, "share_of_floor_cold": floor / cold,
+        "rows": [{"rows": count, **timing.in_ms(), "to_one_row": timing.median_s / timings[0].median_s}
+                 for count, timing in zip(rows, timings, strict=True)],
+    }
+
+
+def time_forwards(texts: Sequence[CachedText], rows: Sequence[int], repeats: int) -> list[Timing]:
+    """Time forwards with logits for each number of rows. Successive forwards rotate through the texts."""
     turn = cycle(texts)
 
-    def work(count: int) -> Work:
-        def run() -> None:
+    def forward(count: int) -> Call:
+        def call() -> None:
             model, cache = next(turn)
             model.logits(model.forward(chain_rows([5] * count, cache.length), cache).hidden)
             cache.commit([])
 
-        return run
+        return call
 
-    return interleaved([work(count) for count in rows], repeats)
+    return interleaved([forward(count) for count in rows], repeats)
 
 
-def steps(text: Text, count: int) -> dict[str, float]:
-    """Medians of `count` steps of plain decoding, whole and by part, in ms. The same text grows: no rotation."""
+def time_steps(text: CachedText, count: int) -> dict[str, float]:
+    """Medians of `count` steps of plain decoding and of their parts, in ms. The text grows by each step."""
     model, cache = text
     context = Context([5] * (cache.length + 1))
     timings = Timings()
-    step = Step(model, cache, PlainDrafter(), Sampler(SAMPLING), context, timings, Tally())
-    for _ in range(2):
+    step = Step(model, cache, PlainDrafter(), Sampler(STEP_SAMPLING), context, timings, Tally())
+    for _ in range(_WARM_UP_STEPS):
         run_alone(step.run(1))
     parts: dict[str, list[float]] = {name: [] for name in ("forward", "sample", "commit", "other", "step")}
     for _ in range(count):
@@ -115,14 +148,22 @@ def steps(text: Text, count: int) -> dict[str, float]:
     return {f"{name}_ms": Timing.of(samples).median_s * 1e3 for name, samples in parts.items()}
 
 
-def parts(texts: Sequence[Text], context: int, repeats: int) -> dict[str, float]:
-    """A forward of one row, its attention alone and its linears alone, in ms; what neither is, is the rest."""
-    config, kernels = texts[0].model.config, texts[0].model.kernels
+def steps_written(count: int, times: int) -> int:
+    """Tokens by which a text grows if `count` steps are timed `times` times."""
+    return (count + _WARM_UP_STEPS) * times
+
+
+def forward_parts(models: ModelCopies, context: int, memory: int, repeats: int, limits: Limits) -> dict[str, Any]:
+    """A forward of one row beside its attention alone and its linear layers alone, in ms, and the floor."""
+    texts = models.texts(context, memory)
+    config, kernels = models.config, models.kernels
     turn, parents = cycle(texts), torch.tensor([-1], dtype=torch.int32)
+    layer_widths = [config.hidden_size, config.num_heads * config.head_dim, config.hidden_size,
+                    config.intermediate_size]  # inputs of the linear layers qkv, out, gate_up and down
+    widths = [*layer_widths * config.num_layers, config.hidden_size]
     q = torch.randn(1, config.num_heads, config.head_dim).to(kernels.dtype)
     kv = torch.randn(1, config.num_kv_heads, config.head_dim).to(kernels.dtype)
-    inputs = {width: torch.randn(1, width).to(kernels.dtype) for width in _widths(config)}
-    widths = [*_widths(config) * config.num_layers, config.hidden_size]
+    inputs = {width: torch.randn(1, width).to(kernels.dtype) for width in widths}
 
     def forward() -> None:
         model, cache = next(turn)
@@ -137,33 +178,30 @@ def parts(texts: Sequence[Text], context: int, repeats: int) -> dict[str, float]
         for weight, width in zip(next(turn).model.linears, widths, strict=True):
             kernels.linear(inputs[width], weight)
 
-    whole, attending, multiplying = (timing.median_s * 1e3 for timing in
-                                     interleaved([forward, attention, linear], repeats))
-    return {"forward_ms": whole, "attention_ms": attending, "linear_ms": multiplying,
-            "rest_ms": whole - attending - multiplying}
+    whole, attention_ms, linear_ms = (timing.median_s * 1e3 for timing in
+                                      interleaved([forward, attention, linear], repeats))
+    floor, size = models.floor_ms(context, limits), models.bytes_of_step(context)
+    return {"context": context, "forward_ms": whole, "attention_ms": attention_ms, "linear_ms": linear_ms,
+            "rest_ms": whole - attention_ms - linear_ms, "bytes_read": size, "bytes_in_rotation": size * len(texts),
+            "floor_ms": floor, "share_of_floor": floor / whole}
 
 
-def _widths(config: ModelConfig) -> list[int]:
-    """What qkv, out, gate_up and down take."""
-    return [config.hidden_size, config.num_heads * config.head_dim, config.hidden_size, config.intermediate_size]
+def forward_table(records: Sequence[dict[str, Any]]) -> Table:
+    return Table.of_records("A forward of one row with logits, nothing cached", (
+        ("context", "context", ","), ("ms", "forward_ms", ".2f"), ("attention", "attention_ms", ".2f"),
+        ("linear", "linear_ms", ".2f"), ("rest", "rest_ms", ".2f"), ("floor", "floor_ms", ".2f"),
+        ("of floor", "share_of_floor", ".0%")), records)
 
 
-def floor_ms(models: Models, context: int, limits: Limits) -> float:
-    return (models.weights_bytes + models.cache_bytes(context)) / limits.read_bandwidth * 1e3
-
-
-def breakdown(models: Models, contexts: Sequence[int], memory: int, repeats: int,
-              limits: Limits) -> list[dict[str, Any]]:
-    """`parts` by context, with the floor."""
-    records = []
-    for context in contexts:
-        texts = models.texts(context, memory)
-        found, floor = parts(texts, context, repeats), floor_ms(models, context, limits)
-        size = models.weights_bytes + models.cache_bytes(context)
-        records.append({"context": context, **found, "bytes_read": size, "bytes_in_rotation": size * len(texts),
-                        "floor_ms": floor, "share_of_floor": floor / found["forward_ms"]})
-    return records
-
-
-def sampling() -> dict[str, Any]:
-    return asdict(SAMPLING)
+def roofline_tables(records: Sequence[dict[str, Any]]) -> list[Table]:
+    steps = Table.of_records("A step of plain decoding, ms", (
+        ("context", "context", ","), ("step", "step_ms", ".2f"), ("forward", "forward_ms", ".2f"),
+        ("sample", "sample_ms", ".2f"), ("commit", "commit_ms", ".2f"), ("other", "other_ms", ".2f"),
+        ("floor", "floor_ms", ".2f"), ("of floor", "share_of_floor", ".0%"),
+        ("forward, nothing cached", "forward_cold_ms", ".2f"), ("of floor", "share_of_floor_cold", ".0%"),
+        ("tokens/s", "tokens_per_second", ".1f")), records)
+    counts = [str(row["rows"]) for row in records[0]["rows"]]
+    by_rows = [{"context": record["context"], **{str(row["rows"]): row["ms"] for row in record["rows"]}}
+               for record in records]
+    return [steps, Table.of_records("Forwards by rows, nothing cached, ms", (
+        ("context", "context", ","), *((count, count, ".2f") for count in counts)), by_rows)]

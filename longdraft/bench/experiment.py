@@ -1,17 +1,17 @@
 """An experiment as data: which texts are written, by which systems, and which tables are read from them.
 
     name = "paper"
-    reference = "plain"                         # the system that the others are compared with
-    [scales.small]                              # how long the texts are; the command chooses one
+    reference = "plain"                         # the system that all systems are compared with
+    [scales.small]                              # length of the texts; the command selects one
     prefix = 0.5                                # of the prompt lengths below
-    turn = 256                                  # new tokens that a system writes before the next one's turn
+    turn = 256                                  # new tokens of a system's turn
     lengths = [2048, 4096]                      # new tokens at which the tables are read
-    [base]                                      # what a text is, where a case does not say otherwise
+    [base]                                      # defaults of all cases
     prefill = 4096
     sampling = { min_p = 0.1 }
     [systems.medusa]
     drafter = "medusa"
-    options = { tree = "3,3,3" }                # "prefill", "prefill/2": the prompt's length as it is then
+    options = { tree = "3,3,3" }                # "prefill" or "prefill/2": the prompt's length
     [[tables]]
     id = "3"
     measures = ["alpha", "speedup"]
@@ -21,7 +21,7 @@
     prefill = 2048
     paper = { "8B" = { alpha = [0.35] } }       # published values at the table's lengths
 
-Cases whose texts are the same share them: each is written once, by all its systems in turns.
+Cases with equal texts share them: each text is written once, by all its systems in turns.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Published = Mapping[str, Mapping[str, Sequence[float]]]  # paper's model -> meas
 
 @dataclass(frozen=True)
 class System:
-    """Who drafts, with which options, and how guesses are verified (`rule`: longdraft/bench/rules.py)."""
+    """A drafter with its options, and the verification rule (longdraft/bench/rules.py)."""
 
     drafter: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -60,17 +60,17 @@ class System:
 
     @classmethod
     def named(cls, setting: str) -> System:
-        """ "magicdec,chain=6" -> the drafter and its options. UsageError for what is neither."""
+        """ "magicdec,chain=6" -> the drafter and its options. Raises UsageError for anything else."""
         name, *pairs = setting.split(",")
         check(all("=" in pair for pair in pairs), "drafter", setting, "a name with options, such as magicdec,chain=6")
         return cls(name, dict(pair.split("=", 1) for pair in pairs))
 
     def options_for(self, prefill: int) -> dict[str, Any]:
-        """The options, with the prompt's length where they name it."""
-        return {name: _sized(value, prefill) for name, value in self.options.items()}
+        """The options, with "prefill" and "prefill/N" replaced by numbers of tokens."""
+        return {name: _resolved(value, prefill) for name, value in self.options.items()}
 
 
-def _sized(value: Any, prefill: int) -> Any:
+def _resolved(value: Any, prefill: int) -> Any:
     if not isinstance(value, str) or not value.startswith("prefill"):
         return value
     divisor = value.removeprefix("prefill").removeprefix("/") or "1"
@@ -80,6 +80,13 @@ def _sized(value: Any, prefill: int) -> Any:
 
 @dataclass(frozen=True)
 class Scale:
+    """The length of the texts.
+
+    lengths  new tokens at which the tables are read; the last one ends the text
+    turn     new tokens of a turn
+    prefix   factor of the prompt lengths
+    """
+
     lengths: tuple[int, ...]
     turn: int = 1000
     prefix: float = 1.0
@@ -93,10 +100,11 @@ class Scale:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of a table: one system on one kind of text.
+    """A row of a table: one system on one type of text.
 
-    name  {prefill} in it is the prompt's length
-    at    new tokens where it is read; 0: the table's lengths
+    name    {prefill} is replaced by the prompt's length
+    at      new tokens at which it is read; 0: the table's lengths
+    paper   published values
     """
 
     name: str
@@ -109,7 +117,7 @@ class Case:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """layout: `lengths` has a column for each length, `final` one for each measure at the end."""
+    """A table. Layout `lengths` has a column per length; `final` has a column per measure, read at the end."""
 
     id: str
     title: str
@@ -126,7 +134,7 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class TextSpec:
-    """What a text depends on, beside the model."""
+    """The properties that determine a text, apart from the model."""
 
     prefill: int
     sampling: SamplingParams
@@ -138,20 +146,20 @@ class TextSpec:
 
     @property
     def about(self) -> dict[str, Any]:
-        """As it stands in results."""
+        """The entries of its record in the results."""
         found = json.loads(json.dumps(asdict(self)))
         del found["sampling"]["from_model"]
         return dict(found)
 
     def is_of(self, about: Mapping[str, Any]) -> bool:
-        """Whether results are of this text. A setting that is younger than they are had its default."""
-        built_in = {entry.name: entry.default for entry in fields(SamplingParams)}
+        """Whether a record is of this text. Settings that an old record lacks had their default values."""
+        defaults = {entry.name: entry.default for entry in fields(SamplingParams)}
         sampling = self.about["sampling"]
-        old = {name: about["sampling"].get(name, _listed(built_in[name])) for name in sampling}
+        old = {name: about["sampling"].get(name, _as_json(defaults[name])) for name in sampling}
         return (self.prefill, self.stretch, sampling) == (about["prefill"], about["stretch"], old)
 
 
-def _listed(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -166,27 +174,27 @@ class Experiment:
     prefill: int
     sampling: Mapping[str, Any]
     default_scale: str = "default"
-    marks: tuple[int, ...] = ()  # lengths at which cases are read, those of tables that were not chosen too
+    marks: tuple[int, ...] = ()  # `at` of all cases, including those of tables that are not chosen
 
     def scale(self, name: str) -> Scale:
         check(name in self.scales, "--scale", name, ", ".join(self.scales))
         return self.scales[name]
 
     def chosen(self, ids: Sequence[str]) -> Experiment:
-        """Only these tables; all where none is named."""
+        """The experiment with only these tables, or with all if none is named."""
         known = [table.id for table in self.tables]
         for wanted in ids:
             check(wanted in known, "--tables", wanted, ", ".join(known))
         return replace(self, tables=tuple(table for table in self.tables if not ids or table.id in ids))
 
     def with_draft_model(self, name: str) -> Experiment:
-        """With a smaller model for the systems that can use one."""
+        """The experiment with a smaller model for the drafters that use one."""
         systems = {key: replace(system, options={**system.options, "model": name})
                    if system.drafter in ("triforce", "draft-model") else system for key, system in self.systems.items()}
         return replace(self, systems=systems)
 
     def name_of(self, case: Case, scale: Scale) -> str:
-        """With the prompt's length at this scale where the name says {prefill}."""
+        """The case's name with the prompt's length at this scale."""
         return case.name.replace("{prefill}", f"{self.prefill_of(case, scale):,}")
 
     def prefill_of(self, case: Case, scale: Scale) -> int:
@@ -216,7 +224,7 @@ class Experiment:
 
 
 def load(name: str) -> Experiment:
-    """A named experiment of ours, or a .toml file. UsageError where it is none, naming the fault."""
+    """Read an experiment that comes with longdraft, or a .toml file. Raises UsageError that names the fault."""
     path = FOLDER / f"{name}.toml"
     if not path.is_file():
         path = Path(name)
@@ -224,7 +232,7 @@ def load(name: str) -> Experiment:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml")))
-        raise UsageError(f"no experiment {name!r}; give a .toml file, or one of ours: {known}") from error
+        raise UsageError(f"no experiment {name!r}; give a .toml file, or one of: {known}") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
     try:
@@ -247,7 +255,7 @@ def parse(data: Mapping[str, Any]) -> Experiment:
     for name in (found.reference, *(case.system for table in tables for case in table.cases)):
         check(name in systems, "system", name, ", ".join(systems))
     check(systems[found.reference].rule == "keyed", "reference", found.reference, "a system with rule keyed")
-    for table in tables:  # a wrong setting shows now, not hours later
+    for table in tables:  # report a wrong setting now, not after hours
         for case in table.cases:
             text = found.text_of(case, next(iter(scales.values())), 0, 0)
             for name in (found.reference, case.system):
@@ -270,7 +278,7 @@ def _taken(data: dict[str, Any], key: str, kind: type) -> Any:
 
 
 def _make(kind: type[Any], what: str, given: Mapping[str, Any]) -> Any:
-    """An object of a dataclass from a TOML table; unknown and missing keys are named."""
+    """Build a dataclass from a TOML table. Raises UsageError that names unknown and missing keys."""
     known = {entry.name: entry for entry in fields(kind)}
     for key in given:
         check(key in known, f"a key of {what}", key, ", ".join(known))

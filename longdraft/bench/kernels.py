@@ -1,11 +1,12 @@
-"""Each kernel by itself: time by rows, and what that is of the machine's measured limits.
+"""Each kernel by itself: time by rows, as a share of the machine's measured limits; `longdraft bench kernels`.
 
-Attention and linear read stores and weights in rotation, so that none is still in the processor's caches
-from the call before. Times include the call from Python, as the model makes it.
+Calls of attention and linear rotate through several stores and weights, so that none is still in the processor's
+caches. Times include the call from Python, as the model makes it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
@@ -14,41 +15,47 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.bench.machine import dtype_name
-from longdraft.bench.measure import Limits, Timing, Work, copies, figures, interleaved
 from longdraft.core import Context, SamplingParams
 from longdraft.kernels import KV, Kernels, KVStore, Linear
+from longdraft.machine import Limits, dtype_name
 from longdraft.model.config import ModelConfig
+from longdraft.report.table import Table
 from longdraft.sampling.sampler import Sampler
+from longdraft.timing import Call, Timing, interleaved
 from longdraft.tree import chain
 
-_CHUNK = 4096  # positions written at once
+_STORE_BLOCK = 4096  # random positions
 
 
-class Shape(NamedTuple):
-    """Of attention."""
-
+class AttentionShape(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
 
 
-class Sizes(NamedTuple):
-    """How much is measured."""
+class KernelPlan(NamedTuple):
+    """How much is measured.
+
+    rows          numbers of rows
+    prefill_rows  rows of a prompt's chunk, measured too; 0: none
+    positions     keys and values that attention reads
+    memory        bytes to read in rotation
+    is_int8       whether the weights of linear are quantised
+    """
 
     rows: Sequence[int]
-    chunk: int  # rows of a prompt's chunk, measured beside them; 0: none
+    prefill_rows: int
     positions: int
-    memory: int  # bytes in rotation
+    memory: int
     repeats: int
-    is_int8: bool = False  # of linear's weights
+    is_int8: bool = False
 
-    def timings(self, work: Callable[[int], Work]) -> list[tuple[int, Timing]]:
-        """The work with each number of rows. A chunk takes long and gets three repeats at most."""
-        found = interleaved([work(rows) for rows in self.rows], self.repeats)
-        if self.chunk:
-            found += interleaved([work(self.chunk)], min(3, self.repeats))
-        return list(zip([*self.rows, self.chunk], found))
+    def timings(self, call_with: Callable[[int], Call]) -> list[tuple[int, Timing]]:
+        """Time the call for each number of rows. The slow prefill chunk gets at most three repeats."""
+        found = interleaved([call_with(rows) for rows in self.rows], self.repeats)
+        if self.prefill_rows:
+            found += interleaved([call_with(self.prefill_rows)], min(3, self.repeats))
+        return list(zip([*self.rows, self.prefill_rows], found))
 
 
 LINEAR_SHAPES = {  # name -> rows and columns of the weight [N, K]
@@ -57,75 +64,88 @@ LINEAR_SHAPES = {  # name -> rows and columns of the weight [N, K]
 }
 
 
-def model_shapes(name: str, config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The weights of a model."""
+def linear_shapes(name: str, config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Shapes [N, K] of a model's weights."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {f"{name} qkv": (q + 2 * kv, hidden), f"{name} out": (hidden, q), f"{name} gate_up": (2 * inner, hidden),
             f"{name} down": (hidden, inner), f"{name} head": (config.vocab_size, hidden)}
 
 
-def fill(store: KVStore, length: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Random keys and values [length, *shape] (the same ones every 4,096 positions, in memory of their own)."""
-    k, v = (torch.randn(min(length, _CHUNK), *shape).to(dtype) for _ in range(2))
-    store.reserve(length)
-    for start in range(0, length, _CHUNK):
-        count = min(_CHUNK, length - start)
+def num_copies(nbytes: int, memory: int) -> int:
+    """How many objects of `nbytes` fill `memory` bytes; at least one."""
+    return max(1, math.ceil(memory / nbytes))
+
+
+def fill_store(store: KVStore, positions: int, shape: tuple[int, int], kernels: Kernels,
+               generator: torch.Generator) -> None:
+    """Write random keys and values [positions, *shape]. They repeat every 4,096 positions."""
+    store.reserve(positions)
+    k, v = (torch.randn(min(positions, _STORE_BLOCK), *shape, generator=generator, device=kernels.device).to(
+        kernels.dtype) for _ in range(2))
+    for start in range(0, positions, _STORE_BLOCK):
+        count = min(_STORE_BLOCK, positions - start)
         store.write(start, k[:count], v[:count])
 
 
-def attention(kernels: Kernels, shape: Shape, sizes: Sizes, limits: Limits) -> list[dict[str, Any]]:
-    """One layer's attention of a chain of rows behind `positions` random keys and values."""
+def measure_attention(kernels: Kernels, shape: AttentionShape, plan: KernelPlan, limits: Limits
+                      ) -> list[dict[str, Any]]:
+    """One layer's attention: a chain of rows behind `plan.positions` random keys and values."""
     heads, kv_heads, dim = shape
-    nbytes = 2 * sizes.positions * kv_heads * dim * kernels.dtype.itemsize
-    stores = [kernels.new_store(kv_heads, dim) for _ in range(copies(nbytes, sizes.memory))]
+    nbytes = 2 * plan.positions * kv_heads * dim * kernels.dtype.itemsize
+    stores = [kernels.new_store(kv_heads, dim) for _ in range(num_copies(nbytes, plan.memory))]
+    generator = torch.Generator(kernels.device).manual_seed(1)
     for store in stores:
-        fill(store, sizes.positions, (kv_heads, dim), kernels.dtype)
+        fill_store(store, plan.positions, (kv_heads, dim), kernels, generator)
     turn = cycle(stores)
 
-    def work(rows: int) -> Work:
+    def call_with(rows: int) -> Call:
         q, (k, v) = _random(kernels, rows, heads, dim), (_random(kernels, rows, kv_heads, dim) for _ in range(2))
         parents = torch.arange(-1, rows - 1, dtype=torch.int32)
-        return lambda: kernels.attention(q, KV(next(turn), sizes.positions, k, v), parents)
+        return lambda: kernels.attention(q, KV(next(turn), plan.positions, k, v), parents)
 
-    return [
-        {**shape._asdict(), "positions": sizes.positions, "rows": rows, "bytes_in_rotation": nbytes * len(stores),
-         **figures(timing, limits, dtype_name(kernels), bytes_read=nbytes,
-                   flops=4 * rows * heads * dim * sizes.positions)}
-        for rows, timing in sizes.timings(work)
-    ]
+    return [{**shape._asdict(), "positions": plan.positions, "rows": rows, "bytes_in_rotation": nbytes * len(stores),
+             **_rates(timing, limits, dtype_name(kernels), nbytes, 4 * rows * heads * dim * plan.positions)}
+            for rows, timing in plan.timings(call_with)]
 
 
-def linear(kernels: Kernels, name: str, shape: tuple[int, int], sizes: Sizes, limits: Limits) -> list[dict[str, Any]]:
-    """x [rows, K] times a weight [N, K]; `to_one_row` is the time relative to that of the first number of rows."""
+def measure_linear(kernels: Kernels, name: str, shape: tuple[int, int], plan: KernelPlan, limits: Limits
+                   ) -> list[dict[str, Any]]:
+    """x [rows, K] times a weight [N, K]. `to_one_row` is the time relative to the first number of rows."""
     n, k = shape
     weight = torch.randn(n, k).to(kernels.dtype)
-    nbytes = weight.numel() * (1 if sizes.is_int8 else weight.itemsize)
-    weights: list[Linear] = [kernels.pack(weight, is_int8=sizes.is_int8) for _ in range(copies(nbytes, sizes.memory))]
+    nbytes = weight.numel() * (1 if plan.is_int8 else weight.itemsize)
+    weights: list[Linear] = [kernels.pack(weight, is_int8=plan.is_int8)
+                             for _ in range(num_copies(nbytes, plan.memory))]
     turn = cycle(weights)
 
-    def work(rows: int) -> Work:
+    def call_with(rows: int) -> Call:
         x = _random(kernels, rows, k)
         return lambda: kernels.linear(x, next(turn))
 
-    timings = sizes.timings(work)
-    return [
-        {"weight": name, "n": n, "k": k, "rows": rows, "bytes_in_rotation": nbytes * len(weights),
-         "to_one_row": timing.median_s / timings[0][1].median_s,
-         **figures(timing, limits, dtype_name(kernels), bytes_read=nbytes, flops=2 * rows * n * k)}
-        for rows, timing in timings
-    ]
+    timings = plan.timings(call_with)
+    return [{"weight": name, "n": n, "k": k, "rows": rows, "bytes_in_rotation": nbytes * len(weights),
+             "to_one_row": timing.median_s / timings[0][1].median_s,
+             **_rates(timing, limits, dtype_name(kernels), nbytes, 2 * rows * n * k)} for rows, timing in timings]
 
 
-def row_wise(kernels: Kernels, config: ModelConfig, sizes: Sizes) -> list[dict[str, Any]]:
-    """What works on each row by itself, in the model's sizes: norms, rotation, activation, and the choice."""
-    works = {(name, rows): work for rows in sizes.rows for name, work in _row_works(kernels, config, rows)}
-    timings = interleaved(list(works.values()), sizes.repeats)
+def _rates(timing: Timing, limits: Limits, dtype: str, bytes_read: int, flops: int) -> dict[str, float]:
+    """A timing, and its rates as shares of the measured limits."""
+    bytes_per_s, flops_per_s = bytes_read / timing.median_s, flops / timing.median_s
+    return {**timing.in_ms(), "bytes_read": bytes_read, "gb_per_s": bytes_per_s / 1e9,
+            "of_bandwidth": bytes_per_s / limits.read_bandwidth, "gflop_per_s": flops_per_s / 1e9,
+            "of_peak": flops_per_s / limits.peak[dtype]}
+
+
+def measure_row_wise(kernels: Kernels, config: ModelConfig, plan: KernelPlan) -> list[dict[str, Any]]:
+    """Operations on single rows, in the model's sizes: normalisation, rotation, activation and sampling."""
+    calls = {(name, rows): call for rows in plan.rows for name, call in _row_wise_calls(kernels, config, rows)}
+    timings = interleaved(list(calls.values()), plan.repeats)
     return [{"kernel": name, "rows": rows, **timing.in_ms(), "us_per_row": timing.median_s / rows * 1e6}
-            for (name, rows), timing in sorted(zip(works, timings, strict=True))]
+            for (name, rows), timing in sorted(zip(calls, timings, strict=True))]
 
 
-CHOICES = {
+SAMPLINGS = {
     "choose, greedy": SamplingParams(temperature=0),
     "choose, T=1": SamplingParams(seed=7),
     "choose, T=1 min-p 0.1": SamplingParams(seed=7, min_p=0.1),
@@ -133,7 +153,7 @@ CHOICES = {
 }
 
 
-def _row_works(kernels: Kernels, config: ModelConfig, rows: int) -> Iterator[tuple[str, Work]]:
+def _row_wise_calls(kernels: Kernels, config: ModelConfig, rows: int) -> Iterator[tuple[str, Call]]:
     x, norm = _random(kernels, rows, config.hidden_size), torch.ones(config.hidden_size).to(kernels.dtype)
     gate_up = _random(kernels, rows, 2 * config.intermediate_size)
     q = _random(kernels, rows, config.num_heads, config.head_dim)
@@ -144,9 +164,32 @@ def _row_works(kernels: Kernels, config: ModelConfig, rows: int) -> Iterator[tup
     logits = 4 * torch.randn(rows, config.vocab_size)
     text = torch.randint(config.vocab_size, (2048,)).tolist()
     context, tree = Context(text), chain(text[-1], text[: rows - 1], "bench")
-    for name, params in CHOICES.items():
+    for name, params in SAMPLINGS.items():
         yield name, partial(Sampler(params).choose, logits, tree, context)
 
 
 def _random(kernels: Kernels, *shape: int) -> Tensor:
     return torch.randn(*shape).to(kernels.dtype)
+
+
+_RATE_COLUMNS = (
+    ("ms", "ms", ".3f"), ("low", "ms_low", ".3f"), ("high", "ms_high", ".3f"), ("GB/s", "gb_per_s", ".1f"),
+    ("of bandwidth", "of_bandwidth", ".0%"), ("GFLOP/s", "gflop_per_s", ",.0f"), ("of peak", "of_peak", ".1%"))
+
+
+def attention_table(records: Sequence[dict[str, Any]]) -> Table:
+    return Table.of_records("Attention, one layer", (
+        ("heads", "heads", ""), ("KV heads", "kv_heads", ""), ("dim", "head_dim", ""), ("positions", "positions", ","),
+        ("rows", "rows", ""), *_RATE_COLUMNS), records)
+
+
+def linear_table(records: Sequence[dict[str, Any]]) -> Table:
+    return Table.of_records("Linear", (
+        ("weight", "weight", ""), ("N", "n", ""), ("K", "k", ""), ("rows", "rows", ""), *_RATE_COLUMNS,
+        ("to one row", "to_one_row", ".2f")), records)
+
+
+def row_wise_table(records: Sequence[dict[str, Any]]) -> Table:
+    return Table.of_records("Row by row", (
+        ("kernel", "kernel", ""), ("rows", "rows", ""), ("ms", "ms", ".4f"), ("us per row", "us_per_row", ".2f")),
+        records)

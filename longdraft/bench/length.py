@@ -1,43 +1,46 @@
-"""One long text written by several drafters side by side: speed by length, against plain decoding in the same run.
+"""One long text written by several drafters in turns: speed by length; `longdraft bench length`.
 
     longdraft bench length --prompt-file novel.txt --prefill 4096 --max-new-tokens 100000 --drafters "plain auto"
 
-The drafters take turns of some thousand tokens, so that the machine's moods meet all of them alike; what one is
-to the first is the median over the turns of a bucket.
+A drafter's speed relative to the first drafter is the median over the turns of a bucket.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from longdraft.bench.experiment import System
-from longdraft.bench.results import Record, Results
-from longdraft.bench.turns import write_all
+from longdraft.bench.results import Results
+from longdraft.bench.turns import write_in_turns
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
+from longdraft.report.table import Table
+from longdraft.report.turns import Record
 
-Figures = dict[str, Any]
-_KEY = "length"
+_TEXT = "length"
 
 
 def run(engine: Engine, settings: Sequence[str], prompt: Sequence[int], params: SamplingParams, bucket: int, turn: int,
-        done: Callable[[Figures], None]) -> Figures:
-    """All figures: for each setting ("plain", "magicdec,chain=6") its buckets and final statistics.
+        on_round: Callable[[Record], None]) -> Record:
+    """For each setting ("plain", "magicdec,chain=6") its buckets and final statistics.
 
-    Each writes `turn` tokens in turn. `done` gets the figures so far after every round of turns. UsageError at once
-    where prompt and tokens are more than the model's context, and if two drafters wrote different texts.
+    bucket    new tokens that are reported together
+    turn      new tokens of a turn
+    on_round  is called with the results so far after each round of turns
+
+    Raises UsageError if prompt and new tokens exceed the model's context, or if two drafters write different texts.
     """
     systems = {setting: System.named(setting) for setting in settings}
     engine.checked(list(prompt), params)
     results = Results()
-    results.add({"kind": "text", "text": _KEY, "reference": settings[0],
+    results.add({"kind": "text", "text": _TEXT, "reference": settings[0],
                  "systems": {name: {"own_text": False} for name in systems}})
-    text = results.texts[_KEY]
+    text = results.texts[_TEXT]
 
-    def figures() -> Figures:
+    def figures() -> Record:
         first = text.turns[settings[0]]
         return {name: {"buckets": buckets(turns, first, bucket), "stats": text.stats.get(name)}
                 for name, turns in text.turns.items()}
@@ -45,23 +48,22 @@ def run(engine: Engine, settings: Sequence[str], prompt: Sequence[int], params: 
     def emit(record: Record) -> None:
         results.add(record)
         if record["system"] == settings[-1]:
-            done(figures())
+            on_round(figures())
 
     ends = [*range(turn, params.max_new_tokens, turn), params.max_new_tokens]
-    write_all(engine, systems, prompt, params, ends, text, emit)
+    write_in_turns(engine, systems, prompt, params, ends, text, emit)
     return figures()
 
 
-def buckets(turns: Sequence[Record], first: Sequence[Record], size: int) -> list[Figures]:
-    """The turns of one drafter in buckets of `size` new tokens, and how fast they were beside those of the first."""
-    found: dict[int, list[int]] = {}
-    for place, figure in enumerate(turns):
-        found.setdefault((figure["until"] - figure["tokens"] // 2) // size, []).append(place)
-    return [_bucket([turns[place] for place in places], [first[place] for place in places])
-            for places in found.values()]
+def buckets(turns: Sequence[Record], first: Sequence[Record], size: int) -> list[Record]:
+    """The turns of a drafter in buckets of `size` new tokens, compared with the same turns of the first drafter."""
+    places: dict[int, list[int]] = {}
+    for place, turn in enumerate(turns):
+        places.setdefault((turn["until"] - turn["tokens"] // 2) // size, []).append(place)
+    return [_bucket([turns[place] for place in of], [first[place] for place in of]) for of in places.values()]
 
 
-def _bucket(turns: Sequence[Record], first: Sequence[Record]) -> Figures:
+def _bucket(turns: Sequence[Record], first: Sequence[Record]) -> Record:
     tokens, seconds, steps = (sum(turn[key] for turn in turns) for key in ("tokens", "seconds", "steps"))
     ratios = [mine["tokens"] / mine["seconds"] * other["seconds"] / other["tokens"]
               for mine, other in zip(turns, first, strict=True) if mine["tokens"] and other["tokens"]]
@@ -73,3 +75,12 @@ def _bucket(turns: Sequence[Record], first: Sequence[Record]) -> Figures:
         **{key: dict(sum((Counter(turn[key]) for turn in turns), Counter()))
            for key in ("tokens_by_choice", "accepted_by_source")},
     }
+
+
+def table(figures: Mapping[str, Any]) -> Table:
+    rounds = zip(*(found["buckets"] for found in figures.values()), strict=False)
+    records = [bucket | {"drafter": name} for each in rounds for name, bucket in zip(figures, each, strict=True)]
+    return Table.of_records("Speed by length", (
+        ("until", "until", ","), ("drafter", "drafter", ""), ("seconds", "seconds", ".1f"),
+        ("tokens/s", "tokens_per_second", ",.1f"), ("mean accepted length", "mean_accepted_length", ".2f"),
+        ("to the first", "to_first", ".2f")), records)

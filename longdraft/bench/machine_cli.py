@@ -1,4 +1,4 @@
-"""`longdraft bench machine`, `kernels` and `roofline`: what this machine can do, and what of it is reached.
+"""`longdraft bench machine`, `kernels`, `roofline`, `perplexity`, `context` and `cuda`: this machine and a model on it.
 
     longdraft bench kernels --output kernels.json
     longdraft bench roofline --plot roofline.svg
@@ -6,45 +6,49 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from longdraft.bench.options import (
-    Contexts,
-    Dtype,
-    Memory,
-    Model,
-    Output,
-    Plot,
-    Quantize,
-    Repeats,
-    Threads,
+    MAX_TOKENS,
+    ContextsOption,
+    DtypeOption,
+    MemoryOption,
+    ModelOption,
+    OutputOption,
+    PlotOption,
+    QuantizeOption,
+    RepeatsOption,
+    ThreadsOption,
     checked_quantize,
-    choose,
-    machine_limits,
     numbers,
-    prepare,
+    settings,
+    within,
 )
-from longdraft.errors import check
+from longdraft.errors import UsageError, check
+
+_CONTEXTS = "1024,8192,32768,100000"
 
 
-def machine(threads: Threads = None, repeats: Repeats = 9, memory: Memory = 2.0, output: Output = None) -> None:
-    """Measure what this machine can do at most: read bandwidth, and arithmetic of matrix products."""
-    from longdraft.bench import machine, report
+def machine(threads: ThreadsOption = None, repeats: RepeatsOption = 9, memory: MemoryOption = 2.0,
+            output: OutputOption = None) -> None:
+    """Measure the limits of this machine: read bandwidth, and arithmetic of matrix products."""
+    from longdraft.bench.document import document, measure_limits, prepare
 
-    size = prepare(threads, repeats, memory)
-    with report.document(output) as filled:
-        limits = machine_limits(size, repeats)
-        filled |= {"bench": "machine", "machine": machine.describe() | limits.details}
+    nbytes = prepare(threads, repeats, memory)
+    with document("machine", output) as filled:
+        measure_limits(nbytes, repeats, filled)
         for name in ("processor", "threads"):
             print(f"{name}: {filled['machine'][name]}")
 
 
 def kernels(
-    model: Model = "novelist",
-    dtype: Dtype = "bfloat16",
+    model: ModelOption = "novelist",
+    dtype: DtypeOption = "bfloat16",
     positions: Annotated[int, typer.Option(help="Keys and values that attention reads.")] = 100_000,
     heads: Annotated[int | None, typer.Option(
         help="Query heads; this and the next two: default the model's, and 8 over 2 of 64.")] = None,
@@ -54,102 +58,195 @@ def kernels(
     prefill_rows: Annotated[int, typer.Option(help="Rows of a prompt's chunk, measured too; 0: none.")] = 512,
     shapes: Annotated[str | None, typer.Option(
         help="Weights as NxK,NxK; default: the model's and those of a 1.5B and an 8B model.")] = None,
-    contexts: Contexts = "1024,8192,32768,100000",
-    quantize: Quantize = "none",
-    threads: Threads = None, repeats: Repeats = 9, memory: Memory = 2.0, output: Output = None,
+    contexts: ContextsOption = _CONTEXTS,
+    quantize: QuantizeOption = "none",
+    threads: ThreadsOption = None, repeats: RepeatsOption = 9, memory: MemoryOption = 2.0,
+    output: OutputOption = None,
 ) -> None:
-    """Measure each kernel by itself, by rows, as a part of the machine's limits.
+    """Measure each kernel by itself, by rows, as a share of the machine's limits.
 
-    LONGDRAFT_KERNELS chooses the kernels. Attention and linear read stores and weights in rotation.
+    LONGDRAFT_KERNELS selects the kernels. Attention and linear rotate through several stores and weights.
     """
-    from longdraft.bench import decode, kernels, machine, report, tables
-    from longdraft.bench.kernels import Shape, Sizes
+    from longdraft.bench import decode
+    from longdraft.bench import kernels as bench
+    from longdraft.bench.document import choose_kernels, document, measure_limits, prepare, status
     from longdraft.kernels import single_threaded_torch
 
-    counts, lengths = numbers("--rows", rows, 512), numbers("--contexts", contexts, 10**8)
-    check(1 <= positions <= 10**8, "--positions", positions, "1 to 100000000")
-    check(0 <= prefill_rows <= 4096, "--prefill-rows", prefill_rows, "0 to 4096")
-    size = prepare(threads, repeats, memory)
-    chosen = choose(dtype)
-    models = decode.Models(model, chosen, checked_quantize(quantize))
+    counts, lengths = numbers("--rows", rows, 512), numbers("--contexts", contexts)
+    within("--positions", positions, 1, MAX_TOKENS)
+    within("--prefill-rows", prefill_rows, 0, 4096)
+    nbytes = prepare(threads, repeats, memory)
+    chosen = choose_kernels(dtype)
+    models = decode.ModelCopies(model, chosen, checked_quantize(quantize))
     models.check(lengths, 1)
     config = models.config
-    own = Shape(config.num_heads, config.num_kv_heads, config.head_dim)
-    asked = Shape(heads or own.heads, kv_heads or own.kv_heads, head_dim or own.head_dim)
-    _check_shape(asked)
-    attention_output = [asked] if (heads, kv_heads, head_dim) != (None, None, None) else [own, Shape(8, 2, 64)]
-    weights = _shapes(shapes) if shapes else kernels.model_shapes(model, config) | kernels.LINEAR_SHAPES
-    with report.document(output) as filled, ExitStack() as stack:
-        limits = machine_limits(size, repeats)
+    attention_shapes = [bench.AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)]
+    if (heads, kv_heads, head_dim) == (None, None, None):
+        attention_shapes.append(bench.AttentionShape(8, 2, 64))
+    else:
+        given = zip((heads, kv_heads, head_dim), attention_shapes[0], strict=True)
+        attention_shapes = [bench.AttentionShape(*(value or own for value, own in given))]
+        _check_attention_shape(*attention_shapes[0])
+    weights = _linear_shapes(shapes) if shapes else bench.linear_shapes(model, config) | bench.LINEAR_SHAPES
+    plan = bench.KernelPlan(counts, prefill_rows, positions, nbytes, repeats, quantize == "int8")
+    with (document("kernels", output, chosen, model=model, quantize=quantize, repeats=repeats, parents="chain",
+                   attention=[], linear=[]) as filled, ExitStack() as stack):
+        limits = measure_limits(nbytes, repeats, filled)
         stack.enter_context(single_threaded_torch(chosen))
-        filled |= {"bench": "kernels", "machine": machine.describe(chosen) | limits.details, "model": model,
-                   "quantize": quantize, "repeats": repeats, "parents": "chain", "attention": [], "linear": []}
-        sizes = Sizes(counts, prefill_rows, positions, size, repeats, quantize == "int8")
-        for shape in attention_output:
-            with report.doing(f"attention {shape.heads} heads over {shape.kv_heads} of {shape.head_dim}"):
-                filled["attention"] += kernels.attention(chosen, shape, sizes, limits)
-        tables.attention(filled["attention"])
+        for shape in attention_shapes:
+            with status(f"attention {shape.heads} heads over {shape.kv_heads} of {shape.head_dim}"):
+                filled["attention"] += bench.measure_attention(chosen, shape, plan, limits)
+        bench.attention_table(filled["attention"]).show()
         for name, weight in weights.items():
-            with report.doing(f"linear {name}"):
-                filled["linear"] += kernels.linear(chosen, name, weight, sizes, limits)
-        tables.linear(filled["linear"])
-        filled["row_wise"] = kernels.row_wise(chosen, config, sizes)
-        tables.row_wise(filled["row_wise"])
-        with report.doing("forwards"):
-            filled["forward"] = decode.breakdown(models, lengths, size, repeats, limits)
-        tables.forward(filled["forward"])
+            with status(f"linear {name}"):
+                filled["linear"] += bench.measure_linear(chosen, name, weight, plan, limits)
+        bench.linear_table(filled["linear"]).show()
+        filled["row_wise"] = bench.measure_row_wise(chosen, config, plan)
+        bench.row_wise_table(filled["row_wise"]).show()
+        with status("forwards"):
+            filled["forward"] = [decode.forward_parts(models, length, nbytes, repeats, limits) for length in lengths]
+        decode.forward_table(filled["forward"]).show()
 
 
-def roofline(
-    model: Model = "novelist",
-    dtype: Dtype = "bfloat16",
-    contexts: Contexts = "1024,8192,32768,100000",
-    rows: Annotated[str, typer.Option(help="Numbers of rows of a forward; one is measured anyway.")] = "1,2,4,8,16",
-    plot: Plot = None,
-    quantize: Quantize = "none",
-    threads: Threads = None, repeats: Repeats = 9, memory: Memory = 2.0, output: Output = None,
-) -> None:
-    """Measure steps of plain decoding against their floor: the bytes of weights and cache over read bandwidth.
-
-    Contexts are reached by random keys and values in the cache, without a prefill.
-    """
-    from longdraft.bench import decode, machine, report, roofline, tables
-    from longdraft.bench import plot as plots
-    from longdraft.kernels import single_threaded_torch
-
-    counts, lengths = sorted({1, *numbers("--rows", rows, 512)}), numbers("--contexts", contexts, 10**8)
-    if plot:
-        plots.check(plot)
-    size = prepare(threads, repeats, memory)
-    models = decode.Models(model, choose(dtype), checked_quantize(quantize))
-    models.check(lengths, roofline.STEPS_PER_REPEAT * repeats + max(counts))
-    with report.document(output) as filled, ExitStack() as stack:
-        limits = machine_limits(size, repeats)
-        stack.enter_context(single_threaded_torch(models.kernels))
-        filled |= {"bench": "roofline", "machine": machine.describe(models.kernels) | limits.details, "model": model,
-                   "quantize": quantize, "repeats": repeats, "cache": "random", "sampling": decode.sampling(),
-                   "contexts": []}
-        for context in lengths:
-            with report.doing(f"{context:,} tokens of context"):
-                filled["contexts"].append(roofline.measure(models, context, counts, size, repeats, limits))
-        tables.roofline(filled["contexts"])
-        if plot:
-            plots.roofline(filled, plot)
-
-
-def _shapes(text: str) -> dict[str, tuple[int, int]]:
+def _linear_shapes(text: str) -> dict[str, tuple[int, int]]:
     """'64x32,8x8' -> {"64x32": (64, 32), "8x8": (8, 8)}"""
     found = {}
     for part in text.split(","):
         n, _, k = part.strip().partition("x")
-        right = n.isdecimal() and k.isdecimal() and 1 <= int(n) <= 1 << 20 and 1 <= int(k) <= 1 << 20
-        check(right, "--shapes", text, "NxK with commas between them, such as 4096x4096,14336x4096")
+        is_valid = n.isdecimal() and k.isdecimal() and 1 <= int(n) <= 1 << 20 and 1 <= int(k) <= 1 << 20
+        check(is_valid, "--shapes", text, "NxK with commas between them, such as 4096x4096,14336x4096")
         found[part.strip()] = (int(n), int(k))
     return found
 
 
-def _check_shape(shape: tuple[int, int, int]) -> None:
-    heads, kv_heads, dim = shape
-    check(1 <= heads <= 1024, "--heads", heads, "1 to 1024")
+def _check_attention_shape(heads: int, kv_heads: int, head_dim: int) -> None:
+    within("--heads", heads, 1, 1024)
     check(1 <= kv_heads <= heads and heads % kv_heads == 0, "--kv-heads", kv_heads, f"a divisor of {heads} heads")
-    check(2 <= dim <= 1024 and dim % 2 == 0, "--head-dim", dim, "an even number up to 1024")
+    check(2 <= head_dim <= 1024 and head_dim % 2 == 0, "--head-dim", head_dim, "an even number up to 1024")
+
+
+def roofline(
+    model: ModelOption = "novelist",
+    dtype: DtypeOption = "bfloat16",
+    contexts: ContextsOption = _CONTEXTS,
+    rows: Annotated[str, typer.Option(help="Numbers of rows of a forward; 1 is always measured.")] = "1,2,4,8,16",
+    plot: PlotOption = None,
+    quantize: QuantizeOption = "none",
+    threads: ThreadsOption = None, repeats: RepeatsOption = 9, memory: MemoryOption = 2.0,
+    output: OutputOption = None,
+) -> None:
+    """Measure steps of plain decoding beside their floor: bytes of weights and cache over read bandwidth.
+
+    Contexts are reached by random keys and values in the cache, without a prefill.
+    """
+    from dataclasses import asdict
+
+    from longdraft.bench import decode
+    from longdraft.bench.document import choose_kernels, document, measure_limits, prepare, status
+    from longdraft.kernels import single_threaded_torch
+    from longdraft.report import figures
+
+    counts, lengths = sorted({1, *numbers("--rows", rows, 512)}), numbers("--contexts", contexts)
+    if plot:
+        figures.check_plot(plot)
+    nbytes = prepare(threads, repeats, memory)
+    models = decode.ModelCopies(model, choose_kernels(dtype), checked_quantize(quantize))
+    models.check(lengths, decode.STEPS_PER_REPEAT * repeats + max(counts))
+    with (document("roofline", output, models.kernels, model=model, quantize=quantize, repeats=repeats, cache="random",
+                   sampling=asdict(decode.STEP_SAMPLING), contexts=[]) as filled, ExitStack() as stack):
+        limits = measure_limits(nbytes, repeats, filled)
+        stack.enter_context(single_threaded_torch(models.kernels))
+        for context in lengths:
+            with status(f"{context:,} tokens of context"):
+                filled["contexts"].append(decode.roofline(models, context, counts, nbytes, repeats, limits))
+        for table in decode.roofline_tables(filled["contexts"]):
+            table.show()
+        if plot:
+            figures.save(figures.roofline(filled), plot)
+
+
+def perplexity(
+    text: Annotated[Path, typer.Option(help="A text file that the model was not trained on.")],
+    model: ModelOption = "novelist",
+    dtype: DtypeOption = "bfloat16",
+    quantize: Annotated[str, typer.Option(help="Settings to compare, separated by spaces: none, int8.")] = "none int8",
+    context: Annotated[int, typer.Option(help="Tokens of a window; each window is read by itself.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text that are read, at most.")] = 32_768,
+    threads: ThreadsOption = None, repeats: RepeatsOption = 9, output: OutputOption = None,
+) -> None:
+    """Measure the cost and the gain of quantisation: nats per token of a text, memory of the weights, speed.
+
+    The speed is that of plain decoding behind a window of random keys and values, in turns.
+    """
+    from longdraft.bench import decode, perplexity
+    from longdraft.bench.document import choose_kernels, document, prepare, status
+    from longdraft.kernels import single_threaded_torch
+
+    within("--context", context, 2, MAX_TOKENS)
+    check(context <= tokens <= 10**9, "--tokens", tokens, f"{context} (a window) to 1000000000")
+    chosen_settings = [checked_quantize(setting) for setting in settings("--quantize", quantize)]
+    prepare(threads, repeats)
+    chosen = choose_kernels(dtype)
+    ids = perplexity.read_tokens(model, text, tokens, context, f"{context} (a window) or more")
+    models = [decode.ModelCopies(model, chosen, setting) for setting in chosen_settings]
+    models[0].check([context], decode.steps_written(perplexity.STEPS_PER_TURN, repeats))
+    with document("perplexity", output, chosen, model=model, context=context, tokens=len(ids),
+                  repeats=repeats) as filled:
+        with status("perplexity"), single_threaded_torch(chosen):
+            filled["settings"] = perplexity.by_quantization(models, ids, context, repeats)
+        perplexity.quantization_table(filled["settings"]).show()
+
+
+def context(
+    text: Annotated[list[Path], typer.Option(help="A text file that the model was not trained on; repeatable.")],
+    model: ModelOption = "novelist", dtype: DtypeOption = "bfloat16",
+    edges: Annotated[str, typer.Option(help="Ends of the stretches that are averaged, tokens; with commas.")] =
+        "1024,8192,32768,65536,100000",
+    threads: ThreadsOption = None, output: OutputOption = None,
+) -> None:
+    """Measure how well a model uses a long context: nats per token by place in whole texts."""
+    from longdraft.bench import perplexity
+    from longdraft.bench.document import choose_kernels, document, prepare, status
+    from longdraft.kernels import single_threaded_torch
+    from longdraft.model import checkpoint, hub
+    from longdraft.model import config as model_config
+
+    places = numbers("--edges", edges)
+    check(places == sorted(set(places)), "--edges", edges, "numbers that rise")
+    prepare(threads, 1)
+    chosen = choose_kernels(dtype)
+    folder = hub.resolve(model)
+    config = model_config.read_config(folder)
+    last = places[-1]
+    check(last < config.max_positions, "--edges", last, f"less than the model's context ({config.max_positions})")
+    texts = [perplexity.read_tokens(model, path, last + 1, last + 1, f"at least {last + 1}, one beyond the edges")
+             for path in text]
+    loaded = checkpoint.load_transformer(checkpoint.TensorFiles(folder), config, chosen)
+    with document("context", output, chosen, model=model, texts=len(texts)) as filled:
+        with status("context"), single_threaded_torch(chosen):
+            filled["stretches"] = perplexity.by_place(loaded, texts, places)
+        perplexity.place_table(filled["stretches"]).show()
+
+
+def cuda(
+    output: Annotated[Path, typer.Option(help="The JSON document. The parts that an existing one lacks are added.")],
+    limit: Annotated[float, typer.Option(help="Seconds that the whole command may take.")] = 460,
+    interpret: Annotated[bool, typer.Option(
+        "--interpret", help="Test the command: the smallest sizes on the CPU, in Triton's interpreter.")] = False,
+) -> None:
+    """Measure a CUDA device: kernels, equality, steps beside the memory's floor, another engine, a whole run.
+
+    Each part is written as soon as it is measured. Run the command again to measure the missing parts.
+    """
+    import torch
+
+    within("--limit", limit, 10, 86400, "seconds")
+    if interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    elif not torch.cuda.is_available():
+        raise UsageError("PyTorch finds no CUDA device; run this on a machine that has one, or test the command "
+                         "itself with --interpret")
+    from longdraft.bench.cuda import INTERPRETED, ON_DEVICE, CudaDocument, run
+
+    plan = INTERPRETED if interpret else ON_DEVICE
+    run(plan, CudaDocument.open(output, plan, limit))

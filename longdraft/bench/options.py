@@ -1,56 +1,42 @@
-"""Options that several commands of `longdraft bench` have, and the checks that go with them."""
+"""The options that several commands of `longdraft bench` share, and the checks of their values."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from longdraft.errors import check
 
-if TYPE_CHECKING:
-    from longdraft.bench.measure import Limits
-    from longdraft.kernels import Kernels
+ModelOption = Annotated[str, typer.Option(help="Bundled name, model folder or hub id.")]
+OutputOption = Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Draw this .png, .svg or .pdf (needs matplotlib).")]
+DtypeOption = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+QuantizeOption = Annotated[str, typer.Option(help="Weights as they are (none) or as int8.")]
+ThreadsOption = Annotated[int | None, typer.Option(help="Threads; default: PyTorch's choice.")]
+RepeatsOption = Annotated[int, typer.Option(help="Rounds; a figure is the median over them.")]
+MemoryOption = Annotated[float, typer.Option(
+    help="GiB that are read in rotation, more than the processor's caches hold; at most a quarter of the free memory.")]
+ContextsOption = Annotated[str, typer.Option(help="Lengths of context, tokens.")]
+PythonOption = Annotated[Path | None, typer.Option(
+    help="Python interpreter that has the packages of the other engines; default: this one.")]
+LimitOption = Annotated[float, typer.Option(help="Seconds that one answer of another engine may take.")]
 
-Plot = Annotated[Path | None, typer.Option(help="Draw this .png, .svg or .pdf (needs matplotlib).")]
-Output = Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")]
-Model = Annotated[str, typer.Option(help="Bundled name, model folder or hub id.")]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
-Quantize = Annotated[str, typer.Option(help="Weights as they are (none) or as int8.")]
-Threads = Annotated[int | None, typer.Option(help="Threads; default: PyTorch's choice.")]
-Repeats = Annotated[int, typer.Option(help="Rounds; a figure is the median over them.")]
-Memory = Annotated[float, typer.Option(
-    help="GiB that are read in rotation, more than the processor's caches hold; a quarter of the free memory at most.")]
-Contexts = Annotated[str, typer.Option(help="Lengths of context, tokens.")]
+MAX_TOKENS = 10**8
 
 
-def numbers(option: str, text: str, most: int) -> list[int]:
-    """'1,2,4' -> [1, 2, 4]"""
+def numbers(option: str, text: str, most: int = MAX_TOKENS) -> list[int]:
+    """'1,2,4' -> [1, 2, 4]. Raises UsageError for anything but whole numbers from 1 to `most`."""
     parts = [part.strip() for part in text.split(",")]
-    right = all(part.isdecimal() and 1 <= int(part) <= most for part in parts)
-    check(right, option, text, f"whole numbers from 1 to {most} with commas between them")
+    is_valid = all(part.isdecimal() and 1 <= int(part) <= most for part in parts)
+    check(is_valid, option, text, f"whole numbers from 1 to {most} with commas between them")
     return [int(part) for part in parts]
 
 
-def prepare(threads: int | None, repeats: int, memory: float) -> int:
-    """Check what all commands share, set the threads; returns the bytes to rotate through."""
-    check(1 <= repeats <= 1000, "--repeats", repeats, "1 to 1000")
-    check(0 < memory <= 1024, "--memory", memory, "above 0, at most 1024 GiB")
-    check(threads is None or 1 <= threads <= 1024, "--threads", threads, "1 to 1024")
-    from longdraft import kernels
-    from longdraft.bench import machine
-
-    if threads:
-        kernels.set_threads(threads)
-    return machine.affordable(int(memory * (1 << 30)))
-
-
-def choose(dtype: str) -> Kernels:
-    from longdraft import kernels
-
-    check(dtype in ("float32", "bfloat16"), "--dtype", dtype, "float32 or bfloat16")
-    return kernels.choose("cpu", dtype)
+def within(option: str, value: float, least: float, most: float, unit: str = "") -> None:
+    """Raise UsageError unless least <= value <= most."""
+    check(least <= value <= most, option, value, f"{least} to {most}" + (f" {unit}" if unit else ""))
 
 
 def checked_quantize(quantize: str) -> str:
@@ -58,10 +44,7 @@ def checked_quantize(quantize: str) -> str:
     return quantize
 
 
-def machine_limits(memory: int, repeats: int) -> Limits:
-    from longdraft.bench import machine, report
-
-    with report.doing("this machine's limits"):
-        found = machine.limits(memory, repeats)
-    report.limits_line(found.details)
-    return found
+def settings(option: str, text: str) -> list[str]:
+    """'plain magicdec,chain=6' -> the settings, separated by spaces. Raises UsageError if there is none."""
+    check(bool(text.split()), option, text, "at least one name")
+    return text.split()

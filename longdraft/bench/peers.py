@@ -1,6 +1,6 @@
-"""Plain decoding by other engines beside our own: one process each, one at work at a time, rounds interleaved.
+"""Plain decoding by other engines beside longdraft: each in its own process, one at work at a time, in turns.
 
-An engine that is missing, fails or takes too long is a record with a reason; the others go on.
+An engine that is missing, fails or takes too long gets a record with the reason; the measurement continues.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from longdraft.bench import machine
-from longdraft.bench.measure import Timing
 from longdraft.errors import UsageError, check
 from longdraft.model import config as model_config
 from longdraft.model import fingerprint
 from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
+from longdraft.report.table import Table
+from longdraft.report.turns import Record
+from longdraft.timing import Timing
 
 _SERVE = Path(__file__).parent / "workers" / "serve.py"
-_SETTLE_S = 0.3  # before a round, so that the threads of the engine before have gone to sleep
-_PROMPT = "It was a dark and stormy night, and the rain fell upon the roof of the old house"
-_GREEDY = 20
+SETTLE_S = 0.3  # before an engine's turn, until the threads of the engine before sleep
+_SHORT_PROMPT = "It was a dark and stormy night, and the rain fell upon the roof of the old house"
+_NUM_GREEDY = 20  # tokens that are compared
+_MIN_POSITIONS = 256
 
 
-class Kind(NamedTuple):
-    """An engine as it is measured: the program that serves it, the modules it needs and what installs them."""
+class PeerProgram(NamedTuple):
+    """How an engine is run: the module in workers/, the packages it needs, and the command that installs them."""
 
     worker: str
     needs: tuple[str, ...] = ()
@@ -44,23 +46,25 @@ class Kind(NamedTuple):
     options: Mapping[str, Any] = {}
 
 
-_LLAMA = Kind("llama_cpp", ("llama_cpp", "gguf", "safetensors", "torch"),
-              "pip install llama-cpp-python gguf safetensors torch")
-KINDS: dict[str, dict[str, Kind]] = {  # what may be named -> the variants that are measured for it
-    "longdraft": {"longdraft": Kind("longdraft")},
-    "transformers": {"transformers": Kind("transformers", ("torch", "transformers"), "pip install transformers")},
-    "llama.cpp": {"llama.cpp": _LLAMA._replace(options={"flash": False}),
-                  "llama.cpp, flash": _LLAMA._replace(options={"flash": True})},
-    "openvino": {"openvino": Kind("openvino", ("openvino", "optimum.intel"), "pip install openvino optimum-intel")},
+_LLAMA_CPP = PeerProgram("llama_cpp", ("llama_cpp", "gguf", "safetensors", "torch"),
+                         "pip install llama-cpp-python gguf safetensors torch")
+PEERS: dict[str, dict[str, PeerProgram]] = {  # name on the command line -> the variants that are measured
+    "longdraft": {"longdraft": PeerProgram("longdraft")},
+    "transformers": {"transformers": PeerProgram("transformers", ("torch", "transformers"),
+                                                 "pip install transformers")},
+    "llama.cpp": {"llama.cpp": _LLAMA_CPP._replace(options={"flash": False}),
+                  "llama.cpp, flash": _LLAMA_CPP._replace(options={"flash": True})},
+    "openvino": {"openvino": PeerProgram("openvino", ("openvino", "optimum.intel"),
+                                         "pip install openvino optimum-intel")},
 }
 
 
-def named(text: str) -> dict[str, Kind]:
+def named(text: str) -> dict[str, PeerProgram]:
     """'longdraft,llama.cpp' -> the variants to measure."""
-    chosen: dict[str, Kind] = {}
+    chosen: dict[str, PeerProgram] = {}
     for name in text.split(","):
-        check(name.strip() in KINDS, "--peers", text, f"names with commas between them: {', '.join(KINDS)}")
-        chosen |= KINDS[name.strip()]
+        check(name.strip() in PEERS, "--peers", text, f"names with commas between them: {', '.join(PEERS)}")
+        chosen |= PEERS[name.strip()]
     return chosen
 
 
@@ -73,53 +77,54 @@ def interpreter(path: Path | None) -> str:
     return found
 
 
-class Plan(NamedTuple):
-    """What is to be measured."""
+class PeersPlan(NamedTuple):
+    """What is measured. `text_positions`: prompt and new tokens of the whole texts; 0: none are written."""
 
     model: str
     folder: Path
-    kinds: Mapping[str, Kind]
+    programs: Mapping[str, PeerProgram]
     python: str
     contexts: Sequence[int]
     prefill: int
     steps: int
     repeats: int
     limit_s: float
-    text: int = 0  # positions of the texts that are written whole
+    text_positions: int = 0
 
     @property
-    def longest(self) -> int:
-        """Positions that an engine must have room for: a context, and the steps behind it."""
-        return max(max(self.contexts) + self.steps * self.repeats + 8, self.prefill, self.text, 256)
+    def num_positions(self) -> int:
+        """Positions that an engine must have room for."""
+        longest = max(self.contexts) + self.steps * self.repeats + 8
+        return max(longest, self.prefill, self.text_positions, _MIN_POSITIONS)
 
     def check(self) -> None:
         limit = model_config.read_config(self.folder).max_positions
-        if self.longest > limit:
-            raise UsageError(f"--contexts, --steps and --prefill come to {self.longest} positions; allowed: {limit} "
-                             "(the model's context limit)")
+        if self.num_positions > limit:
+            raise UsageError(f"--contexts, --steps and --prefill come to {self.num_positions} positions; allowed: "
+                             f"{limit} (the model's context limit)")
 
 
-class Failed(Exception):
-    """An engine gave no answer; the message says why."""
+class PeerError(Exception):
+    """An engine gave no answer. The message is the reason."""
 
 
-class Worker:
-    """An engine in its own process. Leaving the context ends it."""
+class PeerProcess:
+    """An engine in its own process, which ends with the `with` block."""
 
-    def __init__(self, kind: Kind, python: str, part: str = "engine") -> None:
-        """part: of its program, engine (steps) or writer (whole texts)."""
-        self._kind = kind
-        is_ours = kind.worker == "longdraft"
+    def __init__(self, program: PeerProgram, python: str, role: str = "steps") -> None:
+        """role: "steps" (single steps of plain decoding) or "texts" (the engine's own generation)."""
+        self._program = program
+        is_longdraft = program.worker == "longdraft"
         threads = str(torch.get_num_threads())
         environment = os.environ | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        if is_ours:  # found where this package was found, installed or not
+        if is_longdraft:  # the worker imports this package, whether it is installed or not
             environment["PYTHONPATH"] = str(_SERVE.parents[3])
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed when it ends
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed on exit
         self._process = subprocess.Popen(
-            [sys.executable if is_ours else python, str(_SERVE), kind.worker, part], env=environment,
+            [sys.executable if is_longdraft else python, str(_SERVE), program.worker, role], env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, bufsize=0)
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> PeerProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -128,73 +133,78 @@ class Worker:
         self._process.communicate()
         self._log.close()
 
-    def open(self, folder: Path, longest: int, limit_s: float, **options: Any) -> dict[str, Any]:
-        """Load the model of a folder, with room for `longest` positions; options beside its kind's. What it says of
-        itself. Failed too where what it needs is not installed."""
-        answer = self.ask(limit_s, do="open", folder=str(folder), threads=torch.get_num_threads(), longest=longest,
-                          needs=self._kind.needs, options={**self._kind.options, **options})
+    def open(self, folder: Path, num_positions: int, limit_s: float, **options: Any) -> dict[str, Any]:
+        """Load the model of a folder, with room for `num_positions` positions. Returns the engine's version.
+
+        options  are added to those of the program
+
+        Raises PeerError if loading fails or a package is not installed.
+        """
+        answer = self.ask(limit_s, do="open", folder=str(folder), threads=torch.get_num_threads(),
+                          longest=num_positions, needs=self._program.needs,
+                          options={**self._program.options, **options})
         if "missing" in answer:
-            raise Failed(f"not installed: {self._kind.install} (missing: {', '.join(answer['missing'])})")
+            raise PeerError(f"not installed: {self._program.install} (missing: {', '.join(answer['missing'])})")
         return answer
 
     def ask(self, limit_s: float, **request: Any) -> dict[str, Any]:
-        """Its answer. Failed when it ends instead, or takes longer than the limit (it is then stopped)."""
+        """The answer to a request. Raises PeerError if the process ends, or is killed after `limit_s` seconds."""
         assert self._process.stdin and self._process.stdout
         try:
             self._process.stdin.write((json.dumps(request) + "\n").encode())
         except BrokenPipeError as error:
-            raise Failed(self._last_line()) from error
+            raise PeerError(self._last_line()) from error
         answer, end = b"", time.monotonic() + limit_s
         while not answer.endswith(b"\n"):
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
             if not ready:
                 self._process.kill()
-                raise Failed(f"no answer to {request['do']!r} within {limit_s:g} s")
+                raise PeerError(f"no answer to {request['do']!r} within {limit_s:g} s")
             piece = os.read(self._process.stdout.fileno(), 1 << 16)
             if not piece:
-                raise Failed(self._last_line())
+                raise PeerError(self._last_line())
             answer += piece
         parsed: dict[str, Any] = json.loads(answer)
         return parsed
 
     def _last_line(self) -> str:
-        """What it died of: the last line that it wrote."""
+        """The last line that the process printed before it ended."""
         status = self._process.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else f"the engine ended with status {status}"
 
 
-def measure(plan: Plan, report: dict[str, Any], doing: Callable[[str], Any]) -> None:
-    """Fill the report: `engines`, `steps` and `prefill`. `doing(what)` is a context that shows what is done."""
-    report |= {"bench": "peers", "machine": machine.describe(), "model": plan.model,
-               "weights_sha256": fingerprint.weights_sha256(TensorFiles(plan.folder)), "repeats": plan.repeats,
-               "steps_per_round": plan.steps, "limit_seconds": plan.limit_s, "engines": [], "steps": [], "prefill": []}
+def measure(plan: PeersPlan, filled: Record, status: Callable[[str], Any]) -> None:
+    """Fill the document: `engines`, `steps` and `prefill`. `status(what)` is a context that shows what is measured."""
+    filled |= {"model": plan.model, "weights_sha256": fingerprint.weights_sha256(TensorFiles(plan.folder)),
+               "repeats": plan.repeats, "steps_per_round": plan.steps, "limit_seconds": plan.limit_s,
+               "engines": [], "steps": [], "prefill": []}
     with ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        portable(plan.folder, place)
-        workers: dict[str, Worker] = {}
-        for name, kind in plan.kinds.items():
-            with doing(f"loading {name}"):
-                worker = stack.enter_context(Worker(kind, plan.python))
-                record = opened(worker, plan, place)
-            report["engines"].append({"engine": name, **record})
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_portable_model(plan.folder, folder)
+        processes: dict[str, PeerProcess] = {}
+        for name, program in plan.programs.items():
+            with status(f"loading {name}"):
+                process = stack.enter_context(PeerProcess(program, plan.python))
+                record = open_or_error(process, plan, folder)
+            filled["engines"].append({"engine": name, **record})
             if "version" in record:
-                workers[name] = worker
-        prompt = Tokenizer(plan.folder).encode(_PROMPT)
-        _agree(workers, plan, prompt, report["engines"])
+                processes[name] = process
+        prompt = Tokenizer(plan.folder).encode(_SHORT_PROMPT)
+        _compare_greedy(processes, plan, prompt, filled["engines"])
         for context in plan.contexts:
-            with doing(f"{context:,} tokens of context"):
-                report["steps"] += _steps(workers, plan, context)
+            with status(f"{context:,} tokens of context"):
+                filled["steps"] += _time_steps(processes, plan, context)
         if plan.prefill:
             tokens = (prompt * (plan.prefill // len(prompt) + 1))[: plan.prefill]
-            for name, worker in list(workers.items()):
-                with doing(f"prefill of {plan.prefill:,} tokens: {name}"):
-                    report["prefill"].append(_prefill(name, worker, plan, tokens))
+            for name, process in list(processes.items()):
+                with status(f"prefill of {plan.prefill:,} tokens: {name}"):
+                    filled["prefill"].append(_time_prefill(name, process, plan, tokens))
 
 
-def portable(folder: Path, place: Path) -> None:
-    """The model folder under `place`, with a config.json that older and newer readers understand alike."""
+def write_portable_model(folder: Path, place: Path) -> None:
+    """Link a model folder's files into `place`, with a config.json that old and new versions of all engines read."""
     for path in folder.iterdir():
         if path.is_file() and path.name != "config.json":
             (place / path.name).symlink_to(path.resolve())
@@ -207,67 +217,86 @@ def portable(folder: Path, place: Path) -> None:
     (place / "config.json").write_text(json.dumps(config))
 
 
-def opened(worker: Worker, plan: Plan, folder: Path, **options: Any) -> dict[str, Any]:
-    """What the engine says of itself, or the error."""
+def open_or_error(process: PeerProcess, plan: PeersPlan, folder: Path, **options: Any) -> dict[str, Any]:
+    """What the engine reports about itself, or the `error`."""
     try:
-        return worker.open(folder, plan.longest, plan.limit_s, **options)
-    except Failed as error:
+        return process.open(folder, plan.num_positions, plan.limit_s, **options)
+    except PeerError as error:
         return {"error": str(error)}
 
 
-def _agree(workers: dict[str, Worker], plan: Plan, prompt: list[int], engines: list[dict[str, Any]]) -> None:
-    """Greedy tokens of each engine after a short prompt; how many of them are the first one's, from the start."""
+def _compare_greedy(processes: dict[str, PeerProcess], plan: PeersPlan, prompt: list[int],
+                    engines: list[dict[str, Any]]) -> None:
+    """Count how many greedy tokens behind a short prompt each engine shares with the first, from the start."""
     first: list[int] | None = None
     for record in engines:
-        worker = workers.get(record["engine"])
-        if worker is None:
+        process = processes.get(record["engine"])
+        if process is None:
             continue
         try:
-            tokens = worker.ask(plan.limit_s, do="greedy", prompt=prompt, count=_GREEDY)["tokens"]
-        except Failed as error:
+            tokens = process.ask(plan.limit_s, do="greedy", prompt=prompt, count=_NUM_GREEDY)["tokens"]
+        except PeerError as error:
             record["error"] = str(error)
-            del workers[record["engine"]]
+            del processes[record["engine"]]
             continue
         first = first or tokens
         equal = [a == b for a, b in zip(tokens, first, strict=True)]
-        record |= {"greedy_tokens": tokens, "greedy_agreement": [*equal, False].index(False), "greedy_asked": _GREEDY}
+        record |= {"greedy_tokens": tokens, "greedy_agreement": [*equal, False].index(False),
+                   "greedy_asked": _NUM_GREEDY}
 
 
-def _steps(workers: dict[str, Worker], plan: Plan, context: int) -> list[dict[str, Any]]:
-    """Decoding at one length of context: fill every engine, then rounds of a few steps of each."""
+def _time_steps(processes: dict[str, PeerProcess], plan: PeersPlan, context: int) -> list[dict[str, Any]]:
+    """Fill the cache of every engine to a length of context, then time rounds of a few steps of each."""
     records: dict[str, dict[str, Any]] = {}
-    samples: dict[str, list[float]] = {name: [] for name in workers}
+    samples: dict[str, list[float]] = {name: [] for name in processes}
 
-    def attempt(name: str, **request: Any) -> dict[str, Any] | None:
+    def ask(name: str, **request: Any) -> dict[str, Any] | None:
         try:
-            return workers[name].ask(plan.limit_s * 1.5, **request)
-        except Failed as error:
+            return processes[name].ask(plan.limit_s * 1.5, **request)
+        except PeerError as error:
             records[name] = {"engine": name, "context": context, "error": str(error)}
-            del workers[name]
+            del processes[name]
             return None
 
-    for name in list(workers):
-        answer = attempt(name, do="fill", length=context, within_s=plan.limit_s)
-        if answer:
+    for name in list(processes):
+        if answer := ask(name, do="fill", length=context, within_s=plan.limit_s):
             records[name] = {"engine": name, "context": context, "cache": answer["cache"],
                              "context_reached": answer["length"]}
     for _ in range(plan.repeats):
-        for name in list(workers):
-            time.sleep(_SETTLE_S)
-            answer = attempt(name, do="steps", count=plan.steps)
-            samples[name] += answer["seconds"] if answer else []
-    for name in workers:
+        for name in list(processes):
+            time.sleep(SETTLE_S)
+            if answer := ask(name, do="steps", count=plan.steps):
+                samples[name] += answer["seconds"]
+    for name in processes:
         records[name] |= Timing.of(samples[name]).in_ms()
-    ours = records.get("longdraft", {}).get("ms")
-    for record in records.values():
-        if ours and "ms" in record:
-            record["to_longdraft"] = record["ms"] / ours
+    if ours := records.get("longdraft", {}).get("ms"):
+        for record in records.values():
+            if "ms" in record:
+                record["to_longdraft"] = record["ms"] / ours
     return list(records.values())
 
 
-def _prefill(name: str, worker: Worker, plan: Plan, tokens: list[int]) -> dict[str, Any]:
+def _time_prefill(name: str, process: PeerProcess, plan: PeersPlan, tokens: list[int]) -> dict[str, Any]:
     try:
-        seconds = worker.ask(plan.limit_s, do="prefill", tokens=tokens)["seconds"]
-    except Failed as error:
+        seconds = process.ask(plan.limit_s, do="prefill", tokens=tokens)["seconds"]
+    except PeerError as error:
         return {"engine": name, "tokens": len(tokens), "error": str(error)}
     return {"engine": name, "tokens": len(tokens), "seconds": seconds, "tokens_per_second": len(tokens) / seconds}
+
+
+def tables(document: Record) -> list[Table]:
+    found = [
+        Table.of_records("Engines", (
+            ("engine", "engine", ""), ("version", "version", ""),
+            ("greedy tokens as the first", "greedy_agreement", ""), ("of", "greedy_asked", ""),
+            ("error", "error", "")), document["engines"]),
+        Table.of_records("A step of plain decoding", (
+            ("context", "context", ","), ("engine", "engine", ""), ("cache", "cache", ""),
+            ("reached", "context_reached", ","), ("ms", "ms", ".2f"), ("low", "ms_low", ".2f"),
+            ("high", "ms_high", ".2f"), ("to longdraft", "to_longdraft", ".2f"), ("error", "error", "")),
+            document["steps"])]
+    if document["prefill"]:
+        found.append(Table.of_records("Prefill", (
+            ("engine", "engine", ""), ("tokens", "tokens", ","), ("seconds", "seconds", ".2f"),
+            ("tokens/s", "tokens_per_second", ",.0f"), ("error", "error", "")), document["prefill"]))
+    return found

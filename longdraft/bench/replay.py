@@ -1,11 +1,11 @@
-"""Drafters that need no model, measured on a text that is written already: how much would they have guessed?
+"""Drafters that need no model, measured on a text that is already written; `longdraft bench replay`.
 
     longdraft generate "It was" --max-new-tokens 20000 --tokens-out novel.npy
     longdraft bench replay novel.npy --penalty-window 1024 --output replay.json
-    longdraft bench replay journal/                        # prompt and penalty are the journal's
+    longdraft bench replay journal/                        # prompt and penalty are read from the journal
 
-Where sampling is keyed the text is what it is, whoever drafts: replaying it gives exactly the steps, guesses and
-acceptance of a real run, and the host's time without the model's.
+With keyed sampling the text does not depend on the drafter. A replay therefore gives exactly the steps, draft tokens
+and acceptance of a real run, and the drafter's time on the host without the model's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import statistics
 import time
 import tracemalloc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,25 +29,29 @@ from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.ngram import NgramDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.errors import UsageError, check
+from longdraft.model import config, hub
 from longdraft.model.routine import run_alone
+from longdraft.model.tokenizer import Tokenizer
+from longdraft.report.table import Table
 from longdraft.speculation.drafter import Accepted, Drafter
-from longdraft.tree import Tree
 
-Tokens = NDArray[np.int32]
-DEFAULT = ("ngram", "ngram,seen=1,continuations=20", "suffix", "suffix,min_probability=0.5",
-           "suffix,min_probability=0.1", "suffix,min_probability=0.03,budget=64", "suffix,contexts=1",
-           "suffix,min_match=3")
+TokenArray = NDArray[np.int32]
+REPLAYABLE = ("ngram", "suffix")
+DEFAULT_SETTINGS = (
+    "ngram", "ngram,seen=1,continuations=20", "suffix", "suffix,min_probability=0.5", "suffix,min_probability=0.1",
+    "suffix,min_probability=0.03,budget=64", "suffix,contexts=1", "suffix,min_match=3")
+_UNLIMITED_DEPTH = 1 << 20
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """What a drafter would have done while a text was written.
+class ReplayFigures:
+    """The work of a drafter while a text was written.
 
-    mean_accepted_length  tokens written with each forward of the model
-    drafted_per_step      guesses that each forward would have verified
-    acceptance_rate       of the guesses
-    host_us               microseconds of propose and observe in a step: mean, median, the slowest
-    memory_bytes          that the drafter held at the end
+    mean_accepted_length  tokens written per forward of the model
+    drafted_per_step      draft tokens that a forward verifies
+    acceptance_rate       accepted draft tokens / draft tokens
+    host_us               microseconds of propose and observe per step: mean, median, slowest
+    memory_bytes          of the drafter at the end
     """
 
     drafter: str
@@ -62,26 +67,28 @@ class Replayed:
     memory_bytes: int
 
 
-def replay(text: Sequence[int] | Tokens, drafter: str, options: Mapping[str, Any] | None = None, *, prefill: int = 1024,
-           penalty_window: int = 0, corpora: Corpora | None = None, max_depth: int = 1 << 20) -> Replayed:
-    """Write `text` behind its first `prefill` tokens again, with `drafter` ("ngram" or "suffix") guessing.
+def replay(text: Sequence[int] | TokenArray, drafter: str, options: Mapping[str, Any] | None = None, *,
+           prefill: int = 1024, penalty_window: int = 0, corpora: Corpora | None = None,
+           max_depth: int = _UNLIMITED_DEPTH) -> ReplayFigures:
+    """Write `text` again behind its first `prefill` tokens, drafted by `drafter` ("ngram" or "suffix").
 
-    penalty_window  of the repetition penalty that the text was written with; 0: none
+    penalty_window  tokens of the window of the repetition penalty that the text was written with; 0: no penalty
+
+    Raises UsageError for other drafters, unknown options and a prefill that is not shorter than the text.
     """
     check(1 <= prefill < len(text), "prefill", prefill, f"1 to {len(text) - 1} (the text's tokens but one)")
     ids = np.ascontiguousarray(text, np.int32)
     parsed = drafters.parse_options(drafter, options or {})
     params = SamplingParams(repetition_penalty=1.2 if penalty_window else 1.0, penalty_window=penalty_window or 1)
-    guesser = _build(drafter, parsed, params, corpora)
-    steps = _Steps(ids, prefill, guesser)
-    steps.run(max_depth)
-    memory = guesser.nbytes if isinstance(guesser, SuffixDrafter) else _python_bytes(
-        lambda: _Steps(ids, prefill, _build(drafter, parsed, params, corpora)), max_depth)
-    seconds = steps.seconds
-    return Replayed(
-        drafter, asdict(parsed), len(ids) - prefill, len(seconds), (len(ids) - prefill) / len(seconds),
-        steps.drafted / len(seconds), steps.accepted / max(1, steps.drafted), 1e6 * statistics.fmean(seconds),
-        1e6 * statistics.median(seconds), 1e6 * max(seconds), memory)
+    build = partial(_build, drafter, parsed, params, corpora)
+    used = build()
+    run = _replay_steps(ids, prefill, used, max_depth)
+    memory = used.nbytes if isinstance(used, SuffixDrafter) else _python_bytes(build, ids, prefill, max_depth)
+    steps, tokens = len(run.seconds), len(ids) - prefill
+    return ReplayFigures(
+        drafter, asdict(parsed), tokens, steps, tokens / steps, run.drafted / steps,
+        run.accepted / max(1, run.drafted), 1e6 * statistics.fmean(run.seconds), 1e6 * statistics.median(run.seconds),
+        1e6 * max(run.seconds), memory)
 
 
 def _build(name: str, options: Any, params: SamplingParams, corpora: Corpora | None) -> Drafter:
@@ -90,93 +97,85 @@ def _build(name: str, options: Any, params: SamplingParams, corpora: Corpora | N
     if name != "suffix":
         raise UsageError(f"drafter {name!r} cannot be replayed without a model; allowed: ngram or suffix")
     if options.corpus and corpora is None:
-        raise UsageError("a corpus needs a tokenizer to be read with; give --model")
+        raise UsageError("a corpus needs a tokenizer to read it; give --model")
     return SuffixDrafter(options, params, corpora.index(options.corpus, options.max_match)
                          if corpora and options.corpus else None)
 
 
-class _Steps:
-    """The loop of a generation, with the text itself for the target."""
+class _Run(NamedTuple):
+    seconds: list[float]  # of each step
+    drafted: int
+    accepted: int
 
-    def __init__(self, text: Tokens, prefill: int, drafter: Drafter) -> None:
-        self._text, self._drafter = text, drafter
-        self._context = Context(text[:prefill])
-        self._drafter.begin(self._context, None)
-        self.seconds: list[float] = []
-        self.drafted = self.accepted = 0
 
-    def run(self, max_depth: int) -> None:
-        context, drafter, length = self._context, self._drafter, len(self._text)
-        while len(context) < length:
-            start = time.perf_counter()
-            tree = run_alone(drafter.propose(context, min(max_depth, length - len(context) - 1)))
-            drafting = time.perf_counter() - start
-            rows = self._walk(tree)
-            here = len(context)
-            tokens = tuple(self._text[here : here + len(rows)].tolist())
-            context.extend(tokens)
-            # No replayed drafter looks at what the target computed.
-            accepted = Accepted(tokens, tuple(rows), tuple(tree.sources[node] for node in rows[1:]), None)  # type: ignore[arg-type]
-            start = time.perf_counter()
-            drafter.observe(context, accepted)
-            self.seconds.append(drafting + time.perf_counter() - start)
-            self.drafted += len(tree) - 1
-            self.accepted += len(rows) - 1
-
-    def _walk(self, tree: Tree) -> list[int]:
-        """Nodes from the root down along the text."""
-        rows = [0]
-        for token in self._text[len(self._context) :]:
+def _replay_steps(text: TokenArray, prefill: int, drafter: Drafter, max_depth: int) -> _Run:
+    """The loop of a generation, with the text itself in place of the target model."""
+    context, seconds, drafted, accepted = Context(text[:prefill]), [], 0, 0
+    drafter.begin(context, None)
+    while len(context) < len(text):
+        start = time.perf_counter()
+        tree = run_alone(drafter.propose(context, min(max_depth, len(text) - len(context) - 1)))
+        drafting = time.perf_counter() - start
+        rows = [0]  # nodes of the tree that follow the text, from the root down
+        for token in text[len(context) :]:
             child = tree.children.get((rows[-1], int(token)))
             if child is None:
                 break
             rows.append(child)
-        return rows
+        tokens = tuple(text[len(context) : len(context) + len(rows)].tolist())
+        context.extend(tokens)
+        # These drafters do not use the target's hidden states.
+        step = Accepted(tokens, tuple(rows), tuple(tree.sources[node] for node in rows[1:]), None)  # type: ignore[arg-type]
+        start = time.perf_counter()
+        drafter.observe(context, step)
+        seconds.append(drafting + time.perf_counter() - start)
+        drafted += len(tree) - 1
+        accepted += len(rows) - 1
+    return _Run(seconds, drafted, accepted)
 
 
-def _python_bytes(build: Any, max_depth: int) -> int:
-    """Memory of a drafter that lives in Python's own, from a run that is not timed."""
+def _python_bytes(build: Callable[[], Drafter], text: TokenArray, prefill: int, max_depth: int) -> int:
+    """Python memory of a drafter at the end of a second run, which is not timed."""
     tracemalloc.start()
     try:
-        steps = build()
-        steps.run(max_depth)
-        steps.seconds.clear()
+        drafter = build()
+        _replay_steps(text, prefill, drafter, max_depth)
         return tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
 
 
-def parse(settings: Iterable[str]) -> list[System]:
-    """ "suffix,depth=4", ... -> the drafters; UsageError for one that needs a model."""
+def parse_settings(settings: Iterable[str]) -> list[System]:
+    """ "suffix,depth=4", ... -> the drafters. Raises UsageError for a drafter that needs a model."""
     parsed = [System.named(setting) for setting in settings]
     for system in parsed:
-        check(system.drafter in ("ngram", "suffix"), "drafter", system.drafter,
+        check(system.drafter in REPLAYABLE, "drafter", system.drafter,
               "ngram or suffix with options, such as suffix,depth=4")
     return parsed
 
 
-class Recorded(NamedTuple):
-    """A text that is written already: its tokens, how many of them are the prompt, and the penalty's window."""
+class WrittenText(NamedTuple):
+    """The tokens of a text, how many of them are the prompt, and the window of its repetition penalty (0: none)."""
 
-    tokens: Tokens
+    tokens: TokenArray
     prefill: int
     penalty_window: int
 
 
-def recorded(path: Path, prefill: int, penalty_window: int) -> Recorded:
-    """A text from a journal's folder, which knows its prompt and penalty, or from a .npy file, which does not."""
+def read_text(path: Path, prefill: int, penalty_window: int) -> WrittenText:
+    """Read a text from the folder of a journal, or from a .npy file that holds neither prompt length nor penalty."""
     if not path.is_dir():
-        return Recorded(read(path), prefill, penalty_window)
+        return WrittenText(read_tokens(path), prefill, penalty_window)
     found = journal.read(path)
     params = found.header.params
     window = params.penalty_window if params.repetition_penalty != 1 else 0
     prompt = np.array(found.header.prompt, dtype=np.int32)
     check(len(found.tokens) > 0, str(path), 0, "a journal with new tokens")
-    return Recorded(np.concatenate([prompt, found.tokens]), len(prompt), window)
+    return WrittenText(np.concatenate([prompt, found.tokens]), len(prompt), window)
 
 
-def read(file: Path) -> Tokens:
-    """Token ids from a .npy file. UsageError for anything else."""
+def read_tokens(file: Path) -> TokenArray:
+    """Token ids from a .npy file: int32 [tokens]. Raises UsageError for anything else."""
     try:
         ids = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -186,47 +185,35 @@ def read(file: Path) -> Tokens:
     return np.ascontiguousarray(ids, np.int32)
 
 
-def table(results: Iterable[tuple[str, Replayed]]) -> str:
-    lines = ["| drafter | tokens per forward | guesses per forward | accepted | host us: mean, median, slowest | MB |",
-             "|---|---|---|---|---|---|"]
-    for setting, r in results:
-        lines.append(f"| {setting} | {r.mean_accepted_length:.3f} | {r.drafted_per_step:.2f} | "
-                     f"{100 * r.acceptance_rate:.1f} % | {r.host_us:.0f}, {r.host_us_median:.0f}, "
-                     f"{r.host_us_slowest:.0f} | {r.memory_bytes / 1e6:.1f} |")
-    return "\n".join(lines)
-
-
 def run(files: Sequence[Path], settings: Sequence[str], prefill: int, penalty_window: int,
         model: str) -> dict[str, list[dict[str, Any]]]:
-    """Replay each file with each setting; prints a table for each file, gives all figures by the file's label."""
-    systems = parse(settings)
-    corpora = _corpora(model) if any("corpus=" in setting for setting in settings) else None
+    """Replay each file with each setting. Prints a table per file; returns the figures by the label of the file."""
+    systems = parse_settings(settings)
+    corpora = None
+    if any("corpus=" in setting for setting in settings):
+        folder = hub.resolve(model)
+        corpora = Corpora(partial(Tokenizer(folder).encode, add_special_tokens=False), config.read_config(folder).vocab_size)
     figures: dict[str, list[dict[str, Any]]] = {}
     for file, label in labels(files).items():
-        text, prompt, window = recorded(file, prefill, penalty_window)
-        results = [(setting, replay(text, system.drafter, system.options, prefill=prompt, penalty_window=window,
-                                    corpora=corpora)) for setting, system in zip(settings, systems, strict=True)]
-        figures[label] = [{"setting": setting, **asdict(result)} for setting, result in results]
-        print(f"{label}: {len(text)} tokens, {prompt} of them the prompt, penalty window {window}\n")
-        print(table(results), end="\n\n", flush=True)
+        text, prompt, window = read_text(file, prefill, penalty_window)
+        figures[label] = [
+            {"setting": setting, **asdict(replay(text, system.drafter, system.options, prefill=prompt,
+                                                 penalty_window=window, corpora=corpora))}
+            for setting, system in zip(settings, systems, strict=True)]
+        title = f"{label}: {len(text)} tokens, {prompt} of them the prompt, penalty window {window}"
+        Table.of_records(title, (
+            ("drafter", "setting", ""), ("tokens per forward", "mean_accepted_length", ".3f"),
+            ("draft tokens per forward", "drafted_per_step", ".2f"), ("accepted", "acceptance_rate", ".1%"),
+            ("host us, mean", "host_us", ".0f"), ("median", "host_us_median", ".0f"),
+            ("slowest", "host_us_slowest", ".0f"), ("bytes", "memory_bytes", ",")), figures[label]).show()
     return figures
 
 
 def labels(files: Sequence[Path]) -> dict[Path, str]:
-    """Each file's name, with as much of its path as tells it from the others."""
+    """The shortest endings of the paths that are all different."""
     found: dict[Path, str] = {}
     for count in range(1, 1 + max((len(file.parts) for file in files), default=0)):
         found = {file: str(Path(*file.parts[-count:])) for file in files}
         if len(set(found.values())) == len(found):
             break
     return found
-
-
-def _corpora(model: str) -> Corpora:
-    from functools import partial
-
-    from longdraft.model import config, hub
-    from longdraft.model.tokenizer import Tokenizer
-
-    folder = hub.resolve(model)
-    return Corpora(partial(Tokenizer(folder).encode, add_special_tokens=False), config.read_config(folder).vocab_size)

@@ -1,12 +1,12 @@
-"""Verification as it was published, and as it would be without shared noise. For comparisons only: nothing outside
-the benchmarks can choose it.
+"""Verification as published, and without shared noise. For comparison in the benchmarks only.
 
-    keyed        longdraft's: one choice for each node, by noise that drafters share (longdraft/sampling/sampler.py)
-    independent  the same law and the same text, but drafters do not see the noise: what an honest exact match gives
-    per-path     TokenSwift's code and its Algorithm 1: for each path of the tree tokens are sampled anew, and the path
-                 that matches longest wins, the first or the last of several. Another law than plain decoding's: with
-                 M paths through a token x it is written with 1 - (1 - p(x))^M instead of p(x). The penalty sees the
-                 window that ends at the root, for every node.
+    keyed        longdraft's: one choice per node, with noise that drafters share (longdraft/sampling/sampler.py)
+    independent  the same distribution and the same text, but drafters do not use the noise: the acceptance of an
+                 unbiased exact match
+    per-path     TokenSwift's code and its Algorithm 1: tokens are sampled anew for each path of the tree, and the path
+                 with the longest match wins (of several, the first or the last). It does not sample from the model's
+                 distribution: with M paths through a token x, x is written with probability 1 - (1 - p(x))^M instead
+                 of p(x). The penalty uses the window that ends at the root, for every node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from longdraft.tree import Tree
 
 
 class IndependentSampler(Sampler):
-    """Chooses as ever; ranks a drafter's guesses by their logits alone."""
+    """Ranks draft tokens by their logits alone; chooses tokens as the base class does."""
 
     def __init__(self, params: SamplingParams, banned: Iterable[int] = (), is_fast: bool = True) -> None:
         super().__init__(params, banned, is_fast)
@@ -39,26 +39,26 @@ class IndependentSampler(Sampler):
 
 
 class PathSampler(IndependentSampler):
-    """Chooses such tokens that the walk goes the way of the published rule, and ends with its last sample."""
+    """Chooses tokens so that the walk accepts the path of the published rule and adds its last sample."""
 
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
-        rows = self._penalised(logits, context, [()] * len(tree))  # the root's window, whatever the node
-        laws = [_law(row, self.params) for row in rows]
-        pick = np.random.default_rng([self.params.seed or 0, len(context)])
-        path, last = best_path(tree, laws, pick)
+        rows = self._penalised(logits, context, [()] * len(tree))  # the root's penalty window for all nodes
+        distributions = [_distribution(row, self.params) for row in rows]
+        generator = np.random.default_rng([self.params.seed or 0, len(context)])
+        path, last = best_path(tree, distributions, generator)
         chosen = [0] * len(tree)
         for node, child in pairwise(path):
             chosen[node] = tree.tokens[child]
         chosen[path[-1]] = last
-        # The rule ends here, even where another path goes on with this token: the step's walk must too.
+        # The rule ends here, even if another path continues with this token, so the walk must not follow it.
         tree.children.pop((path[-1], last), None)
         return chosen
 
 
-Law = tuple[NDArray[np.int64], NDArray[np.float64]]  # tokens, and their running sum of probabilities
+Distribution = tuple[NDArray[np.int64], NDArray[np.float64]]  # token ids, and the running sum of their probabilities
 
 
-def _law(row: NDArray[np.float32], params: SamplingParams) -> Law:
+def _distribution(row: NDArray[np.float32], params: SamplingParams) -> Distribution:
     if params.temperature == 0:
         return np.array([process.best_token(row)]), np.ones(1)
     kept = process.support(row, params)
@@ -66,24 +66,26 @@ def _law(row: NDArray[np.float32], params: SamplingParams) -> Law:
     return kept.ids, np.cumsum(masses / masses.sum())
 
 
-def best_path(tree: Tree, laws: Sequence[Law], pick: np.random.Generator) -> tuple[list[int], int]:
-    """The nodes that the published rule accepts, root first, and the token it adds behind them."""
+def best_path(tree: Tree, distributions: Sequence[Distribution],
+              generator: np.random.Generator) -> tuple[list[int], int]:
+    """The nodes that the published rule accepts, root first, and the token that it adds behind them."""
     inner = set(tree.parents)
     ends = []
     for leaf in (node for node in range(len(tree)) if node not in inner):
         path = tree.path(leaf)
-        matched, last = _sampled(tree, path, laws, pick)
+        matched, last = _sampled(tree, path, distributions, generator)
         ends.append((path[: matched + 1], last))
     longest = max(len(path) for path, _ in ends)
     best = [end for end in ends if len(end[0]) == longest]
-    return best[0] if pick.random() < 0.5 else best[-1]
+    return best[0] if generator.random() < 0.5 else best[-1]
 
 
-def _sampled(tree: Tree, path: Sequence[int], laws: Sequence[Law], pick: np.random.Generator) -> tuple[int, int]:
-    """How many guesses of a path its own samples match, and the sample behind them."""
+def _sampled(tree: Tree, path: Sequence[int], distributions: Sequence[Distribution],
+             generator: np.random.Generator) -> tuple[int, int]:
+    """How many draft tokens of a path its own samples match, and the sample behind them."""
     for depth, node in enumerate(path):
-        tokens, sums = laws[node]
-        token = int(tokens[min(int(np.searchsorted(sums, pick.random(), side="right")), len(tokens) - 1)])
+        tokens, sums = distributions[node]
+        token = int(tokens[min(int(np.searchsorted(sums, generator.random(), side="right")), len(tokens) - 1)])
         if depth + 1 == len(path) or tree.tokens[path[depth + 1]] != token:
             return depth, token
     raise AssertionError("a path has a root")

@@ -1,6 +1,6 @@
-"""The sizes of known models, as their config.json gives them: all that memory and time for a token depend on.
+"""The sizes of known models, as entries of their config.json. Memory and time per token depend on nothing else.
 
-Described as Llamas: what other families add (biases, norms of queries and keys) is less than a thousandth.
+All are described as Llamas. The parameters that other families add (biases, query and key norms) are less than 0.1 %.
 """
 
 from __future__ import annotations

@@ -1,159 +1,199 @@
-"""`longdraft bench replay`, `length`, `perplexity` and `context`: what drafters and models make of texts.
+"""`longdraft bench length`, `batch`, `replay` and `peers`: drafters and engines on whole texts.
 
     longdraft bench length --prompt-file novel.txt --drafters "plain auto"
+    longdraft bench peers --prompt-file novel.txt --output peers.json
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from longdraft.bench.options import (
-    Dtype,
-    Model,
-    Output,
-    Plot,
-    Repeats,
-    Threads,
-    checked_quantize,
-    choose,
+    MAX_TOKENS,
+    ContextsOption,
+    LimitOption,
+    MemoryOption,
+    ModelOption,
+    OutputOption,
+    PlotOption,
+    PythonOption,
+    RepeatsOption,
+    ThreadsOption,
     numbers,
-    prepare,
+    settings,
+    within,
 )
 from longdraft.errors import check
 
-
-def replay(
-    files: Annotated[list[Path], typer.Argument(
-        help="Journals' folders, or token ids in .npy files as --tokens-out writes them.")],
-    drafter: Annotated[list[str] | None, typer.Option(
-        help="ngram or suffix with options, such as suffix,depth=4; repeatable. Default: several of each.")] = None,
-    prefill: Annotated[int, typer.Option(help="Tokens of each .npy file that are the prompt.")] = 1024,
-    penalty_window: Annotated[int, typer.Option(help="Of the penalty that .npy files were written with; 0: none.")] = 0,
-    model: Annotated[str, typer.Option(help="Whose tokenizer reads a text given as corpus.")] = "novelist",
-    output: Output = None,
-) -> None:
-    """Replay written texts through the drafters that need no model: what they would have guessed, and its cost."""
-    from longdraft.bench import machine, replay, report
-
-    with report.document(output) as filled:
-        filled |= {"bench": "replay", "machine": machine.describe(), "prefill": prefill,
-                   "penalty_window": penalty_window,
-                   "files": replay.run(files, drafter or replay.DEFAULT, prefill, penalty_window, model)}
+if TYPE_CHECKING:
+    from longdraft.report.turns import Record
 
 
 def length(
     prompt_file: Annotated[Path, typer.Option(help="The prompt, a text file.")],
     drafters: Annotated[str, typer.Option(
         help="Drafters to compare, with options such as magicdec,chain=6; separated by spaces.")] = "plain auto",
-    model: Model = "novelist",
+    model: ModelOption = "novelist",
     prefill: Annotated[int, typer.Option(help="Tokens of the prompt that are used.")] = 4096,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 100_000,
     bucket: Annotated[int, typer.Option(help="New tokens that are reported together.")] = 10_000,
     turn: Annotated[int, typer.Option(help="New tokens that a drafter writes before the next one's turn.")] = 1_000,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    threads: Threads = None,
-    output: Output = None,
-    plot: Plot = None,
+    threads: ThreadsOption = None,
+    output: OutputOption = None,
+    plot: PlotOption = None,
 ) -> None:
-    """Write one long text with several drafters in turns: speed by length, and that it is one text.
+    """Write one long text with several drafters in turns: speed by length. Checks that all texts are equal.
 
     Sampling as in the paper: min-p 0.1, repetition penalty 1.2 within 1,024 tokens; seed 7.
     """
-    from longdraft.bench import length, machine, report, tables
-    from longdraft.bench import plot as plots
+    from longdraft import machine
+    from longdraft.bench import length
+    from longdraft.bench.document import document
     from longdraft.core import SamplingParams
     from longdraft.engine import load
     from longdraft.files import read_prompt
+    from longdraft.report import figures
 
     check(prefill >= 1, "prefill", prefill, "1 or more")
     check(turn >= 1, "turn", turn, "1 or more")
     check(bucket >= turn, "bucket", bucket, f"a turn's tokens ({turn}) or more")
     if plot:
-        plots.check(plot)
+        figures.check_plot(plot)
     text = read_prompt(None, str(prompt_file))
-    settings = drafters.split()
-    check(bool(settings), "drafters", drafters, "at least one name")
+    chosen = settings("drafters", drafters)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, min_p=0.1, seed=7,
                             repetition_penalty=1.2, ignore_eos=True)
     engine = load(model, threads=threads)
     prompt = engine.encode(text)[:prefill]
-    about = {"bench": "length", "machine": machine.describe(engine.model.kernels) | engine.provenance,
-             "prefill": len(prompt)}
+    about: dict[str, Any] = {"machine": machine.description(engine.model.kernels) | engine.provenance, "prefill": len(prompt)}
 
-    def save(figures: length.Figures) -> None:
-        with report.document(output, is_told=False) as filled:
-            filled |= about | {"drafters": figures}
+    def save(found: Record) -> None:
+        with document("length", output, is_printed=False, **about, drafters=found):
+            pass
 
-    save({})  # fails at once where it cannot be written
-    figures = length.run(engine, settings, prompt, params, bucket, turn, save)
-    tables.length(figures)
-    with report.document(output) as filled:
-        filled |= about | {"drafters": figures}
+    save({})  # an output that cannot be written fails before any measurement
+    found = length.run(engine, chosen, prompt, params, bucket, turn, save)
+    length.table(found).show()
+    with document("length", output, **about, drafters=found) as filled:
+        pass
     if plot:
-        plots.length(about | {"drafters": figures}, plot)
+        figures.save(figures.length(filled), plot)
 
 
-def perplexity(
-    text: Annotated[Path, typer.Option(help="A text file that the model has not seen.")],
-    model: Model = "novelist",
-    dtype: Dtype = "bfloat16",
-    quantize: Annotated[str, typer.Option(help="What to compare, separated by spaces: none, int8.")] = "none int8",
-    context: Annotated[int, typer.Option(help="Tokens of a window; each window is read by itself.")] = 1024,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text that are read, at most.")] = 32_768,
-    threads: Threads = None, repeats: Repeats = 9, output: Output = None,
+def batch(
+    prompt_file: Annotated[Path, typer.Option(help="A text whose stretches are the prompts.")],
+    model: ModelOption = "novelist",
+    contexts: ContextsOption = "1024,8192,32768",
+    texts: Annotated[str, typer.Option(help="Numbers of texts that are written side by side.")] = "1,2,4,8,16",
+    drafters: Annotated[str, typer.Option(
+        help="Drafters to measure, with options such as magicdec,chain=6; separated by spaces.")] = "plain auto",
+    turn: Annotated[int, typer.Option(help="Tokens that each text writes in a turn.")] = 24,
+    peers: Annotated[str, typer.Option(
+        help="llama.cpp: its slots beside ours, with flash attention and without; none.")] = "llama.cpp",
+    python: PythonOption = None, limit: LimitOption = 600,
+    threads: ThreadsOption = None, repeats: RepeatsOption = 5, memory: MemoryOption = 2.0,
+    output: OutputOption = None,
 ) -> None:
-    """Measure what quantising costs and brings: nats per token of a text, memory of the weights, speed.
+    """Measure texts written side by side and one after another: total tokens per second by number of texts.
 
-    The speed is that of plain decoding behind a window of random keys and values, in turns.
+    Sampling as in the paper: min-p 0.1, repetition penalty 1.2 within 1,024 tokens.
     """
-    from longdraft.bench import decode, machine, perplexity, report, tables
-    from longdraft.kernels import single_threaded_torch
+    from longdraft import machine
+    from longdraft.bench import batch
+    from longdraft.bench import peers as engines
+    from longdraft.bench.document import document, measure_limits, prepare, status
+    from longdraft.engine import load
+    from longdraft.files import read_prompt
 
-    check(2 <= context <= 10**8, "--context", context, "2 to 100000000")
-    check(context <= tokens <= 10**9, "--tokens", tokens, f"{context} (a window) to 1000000000")
-    settings = [checked_quantize(setting) for setting in quantize.split()]
-    check(bool(settings), "--quantize", quantize, "none, int8 or both")
-    prepare(threads, repeats, 1)
-    chosen = choose(dtype)
-    ids = perplexity.read(model, text, tokens, context)
-    models = [decode.Models(model, chosen, setting) for setting in settings]
-    models[0].check([context], perplexity.steps_of(repeats))
-    with report.document(output) as filled:
-        filled |= {"bench": "perplexity", "machine": machine.describe(chosen), "model": model, "context": context,
-                   "tokens": len(ids), "repeats": repeats}
-        with report.doing("perplexity"), single_threaded_torch(chosen):
-            filled["settings"] = perplexity.measure(models, ids, context, repeats)
-        tables.perplexity(filled["settings"])
+    lengths, counts = numbers("--contexts", contexts), numbers("--texts", texts, 512)
+    within("--turn", turn, 1, 10_000)
+    check(peers in ("llama.cpp", "none"), "--peers", peers, "llama.cpp or none")
+    within("--limit", limit, 1, 86400, "seconds")
+    chosen = settings("--drafters", drafters)
+    nbytes = prepare(threads, repeats, memory)
+    text = read_prompt(None, str(prompt_file))
+    engine = load(model, threads=threads, device="cpu")
+    plan = batch.BatchPlan(engine.encode(text), lengths, counts, chosen, turn, repeats,
+                           engines.PEERS["llama.cpp"] if peers != "none" else {}, engines.interpreter(python), limit)
+    plan.check(engine)
+    with document("batch", output, model=model, sha256_prompt=batch.sha256(plan.ids)) as filled:
+        filled["machine"] = machine.description(engine.model.kernels)
+        limits = measure_limits(nbytes, repeats, filled)
+        batch.measure(engine, plan, limits, filled, status)
+        for table in batch.tables(filled):
+            table.show()
 
 
-def context(
-    text: Annotated[list[Path], typer.Option(help="A text file that the model has not seen; repeatable.")],
-    model: Model = "novelist", dtype: Dtype = "bfloat16",
-    edges: Annotated[str, typer.Option(help="Where stretches of the text end, tokens; with commas.")] =
-        "1024,8192,32768,65536,100000",
-    threads: Threads = None, output: Output = None,
+def replay(
+    files: Annotated[list[Path], typer.Argument(
+        help="Folders of journals, or token ids in .npy files as --tokens-out writes them.")],
+    drafter: Annotated[list[str] | None, typer.Option(
+        help="ngram or suffix with options, such as suffix,depth=4; repeatable. Default: several of each.")] = None,
+    prefill: Annotated[int, typer.Option(help="Tokens of each .npy file that are the prompt.")] = 1024,
+    penalty_window: Annotated[int, typer.Option(
+        help="Tokens of the repetition penalty's window that .npy files were written with; 0: none.")] = 0,
+    model: Annotated[str, typer.Option(help="Model whose tokenizer reads a text given as corpus.")] = "novelist",
+    output: OutputOption = None,
 ) -> None:
-    """Measure what a model makes of a long context: nats per token by place in whole texts."""
-    from longdraft.bench import context, machine, report, tables
-    from longdraft.kernels import single_threaded_torch
-    from longdraft.model import checkpoint, hub
-    from longdraft.model import config as model_config
+    """Replay written texts through the drafters that need no model: their accepted tokens, and their cost."""
+    from longdraft.bench import replay
+    from longdraft.bench.document import document
 
-    places = numbers("--edges", edges, 10**8)
-    check(places == sorted(set(places)), "--edges", edges, "numbers that rise")
-    prepare(threads, 1, 1)
-    chosen = choose(dtype)
-    folder = hub.resolve(model)
-    config = model_config.read_config(folder)
-    check(places[-1] < config.max_positions, "--edges", places[-1], f"less than the model's context "
-                                                                   f"({config.max_positions})")
-    texts = context.read(model, text, places[-1])
-    loaded = checkpoint.load_transformer(checkpoint.TensorFiles(folder), config, chosen)
-    with report.document(output) as filled:
-        filled |= {"bench": "context", "machine": machine.describe(chosen), "model": model, "texts": len(texts)}
-        with report.doing("context"), single_threaded_torch(chosen):
-            filled["stretches"] = context.measure(loaded, texts, places)
-        tables.context(filled["stretches"])
+    with document("replay", output, prefill=prefill, penalty_window=penalty_window) as filled:
+        filled["files"] = replay.run(files, drafter or replay.DEFAULT_SETTINGS, prefill, penalty_window, model)
+
+
+def peers(
+    model: ModelOption = "novelist",
+    peers: Annotated[str, typer.Option(help="Engines to measure.")] = "longdraft,transformers,llama.cpp,openvino",
+    python: PythonOption = None,
+    contexts: ContextsOption = "1024,8192,32768,100000",
+    prefill: Annotated[int, typer.Option(help="Tokens of a prompt to time; 0: none.")] = 30_000,
+    steps: Annotated[int, typer.Option(help="Steps of an engine in one round.")] = 4,
+    repeats: RepeatsOption = 5, limit: LimitOption = 600,
+    prompt_file: Annotated[Path | None, typer.Option(
+        help="A text file; if given, each engine also writes whole texts, plain and drafted.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the file that are the prompt.")] = 1024,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 256,
+    draft_model: Annotated[str | None, typer.Option(help="A smaller model with the same vocabulary.")] = None,
+    threads: ThreadsOption = None, output: OutputOption = None,
+) -> None:
+    """Measure the same weights in other engines, side by side, each in its own process.
+
+    Steps of plain decoding by context; with --prompt-file also whole texts, plain, by prompt lookup and with a smaller
+    model. Engines that are not installed are named and left out. Greedy, 16-bit weights and caches, equal threads.
+    """
+    from longdraft.bench import peers as engines
+    from longdraft.bench import peers_text
+    from longdraft.bench.document import document, prepare, status
+    from longdraft.files import read_prompt
+    from longdraft.model import hub
+    from longdraft.model.tokenizer import Tokenizer
+
+    lengths = numbers("--contexts", contexts)
+    within("--new-tokens", new_tokens, 2, MAX_TOKENS)
+    within("--prompt-tokens", prompt_tokens, 1, MAX_TOKENS)
+    within("--prefill", prefill, 0, MAX_TOKENS)
+    within("--steps", steps, 1, 1000)
+    within("--limit", limit, 1, 86400, "seconds")
+    prepare(threads, repeats)
+    plan = engines.PeersPlan(model, hub.resolve(model), engines.named(peers), engines.interpreter(python), lengths,
+                             prefill, steps, repeats, limit, prompt_tokens + new_tokens + 64 if prompt_file else 0)
+    plan.check()
+    draft = hub.resolve(draft_model) if draft_model else None
+    prompt: list[int] = []
+    if prompt_file:
+        prompt = Tokenizer(plan.folder).encode(read_prompt(None, str(prompt_file)))[:prompt_tokens]
+        check(len(prompt) == prompt_tokens, "tokens in --prompt-file", len(prompt), f"{prompt_tokens} or more")
+    with document("peers", output) as filled:
+        engines.measure(plan, filled, status)
+        for table in engines.tables(filled):
+            table.show()
+        if prompt:
+            peers_text.measure(plan, filled, prompt, new_tokens, draft, status)
+            for table in peers_text.tables(filled):
+                table.show()

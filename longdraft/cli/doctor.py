@@ -67,7 +67,7 @@ def doctor(
 
 def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
     """What a model takes of this machine's memory, and the floor of its time for a token, in bfloat16 on the CPU."""
-    from longdraft.bench import machine
+    from longdraft import machine
     from longdraft.model import config, hub, sizing
     from longdraft.model.heads import require_model
 

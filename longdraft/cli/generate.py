@@ -91,9 +91,9 @@ def generate(
         raise JournalError(f"--journal {journal} holds one already; {resume_hint(journal)}, or give another folder")
     text = read_prompt(prompt, prompt_file)
     if report:
-        from longdraft.bench.figures import require_matplotlib
+        from longdraft.report import require_packages
 
-        require_matplotlib("--report")
+        require_packages("--report")
     files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats, "--report": report})
     try:
         with LoadBar(quiet=quiet) as bar:

@@ -24,7 +24,7 @@ from longdraft.generation import Generation
 from longdraft.journal import resume_hint
 
 if TYPE_CHECKING:
-    from longdraft.bench.single import Watcher
+    from longdraft.report.generation import TurnRecorder
 
 _LATER_S = 2.0
 
@@ -59,7 +59,7 @@ def write(job: Job) -> int:
                 display.prefilled(done, total)
 
             generation = job.start(progress)
-            watcher = _watched(generation, job)
+            recorder = _recorder(generation, job)
             try:
                 _stream(generation, display, interrupt, job.files.get("--output"))
             except OSError as error:
@@ -74,10 +74,10 @@ def write(job: Job) -> int:
             finally:
                 generation.close()
         _finish(generation, job)
-        if watcher and job.engine:
-            from longdraft.bench import single
+        if recorder and job.engine:
+            from longdraft.report.generation import render
 
-            job.files["--report"].write(single.report(generation, job.engine, watcher).encode())
+            job.files["--report"].write(render(generation, job.engine, recorder).encode())
             job.files["--report"].finish()
         show_summary(generation, quiet=job.quiet, places=_places(generation, job))
         _tell_end(generation, job, interrupt)
@@ -99,15 +99,15 @@ def follow(load: Callable[[], Engine]) -> int:
     return 0
 
 
-def _watched(generation: Generation, job: Job) -> Watcher | None:
-    """Who keeps what the steps did, where a report is wanted."""
+def _recorder(generation: Generation, job: Job) -> TurnRecorder | None:
+    """Record the steps of the generation if a report is requested."""
     if "--report" not in job.files:
         return None
-    from longdraft.bench.single import Watcher
+    from longdraft.report.generation import TurnRecorder
 
-    watcher = Watcher(job.max_new_tokens)
-    generation.on_step = watcher.push
-    return watcher
+    recorder = TurnRecorder(job.max_new_tokens)
+    generation.on_step = recorder.add
+    return recorder
 
 
 def _hints(generation: Generation, job: Job) -> list[str]:

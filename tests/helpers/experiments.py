@@ -30,9 +30,9 @@ EXPERIMENT = {
 }
 
 
-def plan_of(data=EXPERIMENT, **changes) -> runner.Plan:
+def plan_of(data=EXPERIMENT, **changes) -> runner.ExperimentPlan:
     chosen = experiments.parse(data)
-    plan = runner.Plan(chosen, chosen.scale("default"), "default", Path("text.txt"), [7], 1)
+    plan = runner.ExperimentPlan(chosen, chosen.scale("default"), "default", Path("text.txt"), [7], 1)
     return plan._replace(**changes)
 
 

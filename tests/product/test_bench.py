@@ -11,8 +11,9 @@ import pytest
 
 import longdraft
 from helpers.checkpoints import load
+from longdraft import timing
 from longdraft.__main__ import run
-from longdraft.bench import batch, measure, peers
+from longdraft.bench import batch, peers
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import chain_rows
 
@@ -115,14 +116,14 @@ def group(tiny):
     """Two texts behind 20 tokens each, under way; the plan's turns have 4 tokens."""
     engine = longdraft.load(str(tiny["gqa"]), drafter="plain")
     ids = engine.encode("It was a dark and stormy night. " * 4)
-    plan = batch.Plan(ids, [20], [1, 2], ["plain"], 4, 3, {}, "", 1)
-    found = batch.Group(engine, plan, 20, "plain")
-    yield lambda slots: batch._record(engine, plan, found, 2, SimpleNamespace(read_bandwidth=1e9), slots)
+    plan = batch.BatchPlan(ids, [20], [1, 2], ["plain"], 4, 3, {}, "", 1)
+    found = batch.TextGroup(engine, plan, 20, "plain")
+    yield lambda slots: batch.measure_texts(engine, plan, found, 2, SimpleNamespace(read_bandwidth=1e9), slots)
     found.batch.close()
 
 
 def test_a_peer_that_fails_between_two_turns_is_compared_as_far_as_it_came(group):
-    answers = [batch.Turn(8, 1.0, 1.0), batch.Turn(8, 2.0, 2.0)]  # the first warms up
+    answers = [batch.TurnTime(8, 1.0, 1.0), batch.TurnTime(8, 2.0, 2.0)]  # the first warms up
     failing = SimpleNamespace(write=lambda count, steps: answers.pop(0) if answers else None)
     record = group({"failing": failing})
     assert [len(turns) for turns in record["turns"].values()] == [3, 3, 1]
@@ -131,7 +132,7 @@ def test_a_peer_that_fails_between_two_turns_is_compared_as_far_as_it_came(group
 
 
 def test_of_a_peers_ways_the_better_one_counts(group):
-    ways = {name: SimpleNamespace(write=lambda count, steps, seconds=seconds: batch.Turn(8, seconds, 1.0))
+    ways = {name: SimpleNamespace(write=lambda count, steps, seconds=seconds: batch.TurnTime(8, seconds, 1.0))
             for name, seconds in (("slow", 2.0), ("fast", 1.0))}
     record = group(ways)
     assert record["peer"] == "fast" and record["peer_tokens_per_second"] == 8
@@ -141,12 +142,12 @@ def test_of_a_peers_ways_the_better_one_counts(group):
 @pytest.mark.parametrize(("room", "turns"), [(10, 0), (28, 2)])
 def test_texts_that_come_to_their_end_are_measured_as_far_as_they_came(monkeypatch, request, room, turns):
     """A step and a turn each side by side and alone are 9 tokens; the first round warms up."""
-    monkeypatch.setattr(batch.Plan, "num_new", room)
+    monkeypatch.setattr(batch.BatchPlan, "num_new", room)
     record = request.getfixturevalue("group")({})
     if turns:
         assert len(record["turns"]["side by side"]) == turns and record["mean_accepted_length"] == 1
     else:
-        assert "came to their end" in record["error"]
+        assert "all texts ended" in record["error"]
 
 
 def test_a_roofline_is_drawn(capfd, tmp_path, tiny):
@@ -208,7 +209,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(capfd,
 
 def test_interleaved_gives_every_work_its_rounds():
     calls = []
-    timings = measure.interleaved([lambda: calls.append("a"), lambda: calls.append("b")], repeats=3)
+    timings = timing.interleaved([lambda: calls.append("a"), lambda: calls.append("b")], repeats=3)
     assert len(timings) == 2 and all(t.low_s <= t.median_s <= t.high_s for t in timings)
     assert calls.count("a") > 3 and calls[2:4] == ["b", "b"]  # two calls each to warm up
 
@@ -236,9 +237,9 @@ def test_peers_side_by_side(capfd, tmp_path, tiny):
 
 
 def test_a_peer_that_is_missing_or_fails_is_reported_and_the_others_go_on(capfd, tmp_path, tiny, monkeypatch):
-    missing = peers.Kind("openvino", ("no_such_package", "no_such.part"), "pip install no-such-package")
-    failing = peers.Kind("transformers", options={"no_such_option": 1})
-    monkeypatch.setitem(peers.KINDS, "openvino", {"openvino": missing, "failing": failing})
+    missing = peers.PeerProgram("openvino", ("no_such_package", "no_such.part"), "pip install no-such-package")
+    failing = peers.PeerProgram("transformers", options={"no_such_option": 1})
+    monkeypatch.setitem(peers.PEERS, "openvino", {"openvino": missing, "failing": failing})
     report, out = bench(capfd, tmp_path, "peers", "--model", str(tiny["mha"]), "--peers", "openvino,longdraft",
                         "--contexts", "20", "--prefill", "0", "--steps", "1", "--repeats", "1")
     assert report["engines"][0]["error"] == ("not installed: pip install no-such-package "
@@ -249,8 +250,8 @@ def test_a_peer_that_is_missing_or_fails_is_reported_and_the_others_go_on(capfd,
 
 
 def test_a_peer_that_takes_too_long_is_stopped(tmp_path, tiny):
-    slow = pytest.raises(peers.Failed, match="no answer to 'open' within 0 s")
-    with peers.Worker(peers.KINDS["longdraft"]["longdraft"], "unused") as worker, slow:
+    slow = pytest.raises(peers.PeerError, match="no answer to 'open' within 0 s")
+    with peers.PeerProcess(peers.PEERS["longdraft"]["longdraft"], "unused") as worker, slow:
         worker.ask(0, do="open", folder=str(tiny["mha"]), threads=1, longest=64, needs=[], options={})
 
 
@@ -261,7 +262,7 @@ def test_the_folder_for_peers_has_both_spellings_of_rope(tmp_path):
     (model / "model.safetensors").write_text("weights")
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
     (model / "config.json").write_text(json.dumps({"model_type": "llama", "rope_parameters": rope}))
-    peers.portable(model, place)
+    peers.write_portable_model(model, place)
     config = json.loads((place / "config.json").read_text())
     assert config["rope_parameters"] == rope and config["rope_theta"] == 5e5
     assert config["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}

@@ -13,7 +13,7 @@ from longdraft.bench import peers, peers_text
 
 
 def texts_of(model, names, draft=None, **changes):
-    plan = peers.Plan(str(model), model, peers.named(names), peers.interpreter(None), [20], 0, 1, 2, 600, 128)
+    plan = peers.PeersPlan(str(model), model, peers.named(names), peers.interpreter(None), [20], 0, 1, 2, 600, 128)
     report = {"repeats": 2}
     peers_text.measure(plan._replace(**changes), report, list(range(5, 65)), 12, draft, contextlib.nullcontext)
     return report
@@ -21,10 +21,10 @@ def texts_of(model, names, draft=None, **changes):
 
 def test_whole_texts_by_other_engines(capfd, tmp_path, tiny, monkeypatch):
     """Of ours and of transformers a way each: every one is a process."""
-    kind, ways = peers_text.WAYS["transformers"]
-    monkeypatch.setitem(peers_text.WAYS, "transformers", (kind, ways[1:2]))
-    kind, ways = peers_text.WAYS["longdraft"]
-    monkeypatch.setitem(peers_text.WAYS, "longdraft", (kind, [ways[0], ways[3]]))
+    kind, ways = peers_text.MODES["transformers"]
+    monkeypatch.setitem(peers_text.MODES, "transformers", (kind, ways[1:2]))
+    kind, ways = peers_text.MODES["longdraft"]
+    monkeypatch.setitem(peers_text.MODES, "longdraft", (kind, [ways[0], ways[3]]))
     report = texts_of(tiny["gqa"], "longdraft,transformers", tiny["gqa"])
     plain, draft, lookup = report["texts"]
     assert [(each["engine"], each["system"]) for each in report["texts"]] == [
@@ -46,8 +46,8 @@ def test_whole_texts_by_other_engines(capfd, tmp_path, tiny, monkeypatch):
 
 
 def test_a_way_that_cannot_be_is_in_the_table_with_its_reason(tiny, monkeypatch):
-    kind = peers.Kind("longdraft", ("no_such_package",), "pip install no-such-package")
-    monkeypatch.setitem(peers_text.WAYS, "longdraft", (kind, (
+    kind = peers.PeerProgram("longdraft", ("no_such_package",), "pip install no-such-package")
+    monkeypatch.setitem(peers_text.MODES, "longdraft", (kind, (
         peers_text.DecodingMode("plain"), peers_text.DecodingMode("draft", needs_draft=True), peers_text.DecodingMode("magic", cannot="never"))))
     report = texts_of(tiny["mha"], "longdraft")
     assert [record["error"] for record in report["texts"]] == [

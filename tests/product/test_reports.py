@@ -13,10 +13,12 @@ import pytest
 from helpers.experiments import TEXT, bench, measured
 from longdraft.__main__ import run
 from longdraft.bench import experiment as experiments
-from longdraft.bench import figures, grid, measures
+from longdraft.bench import measures
 from longdraft.bench import results as stored
 from longdraft.engine import load
 from longdraft.errors import UsageError
+from longdraft.report import figures
+from longdraft.report.table import Table
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +37,8 @@ def test_golden_results_give_golden_tables():
     golden("tables.html", "\n".join(each.html() for each in grids))
 
 
-def test_tables_are_escaped_for_where_they_stand():
-    hostile = grid.Table("a & b", ["", "50 %_x"], [["<script>", "a|b"]], "n#1")
+def test_tables_are_escaped_for_each_format():
+    hostile = Table("a & b", ["", "50 %_x"], [["<script>", "a|b"]], "n#1")
     assert "<script>" not in hostile.html() and "&lt;script&gt;" in hostile.html()
     assert r"a\|b" in hostile.markdown()
     assert r"50 \%\_x" in hostile.latex() and r"a \& b. n\#1" in hostile.latex()
@@ -103,7 +105,7 @@ def test_generate_writes_a_report_with_the_text_coloured_by_drafter(tmp_path, ti
 def test_every_figure_says_what_its_axes_are(tiny):
     pytest.importorskip("matplotlib")
     results = measured(load(str(tiny["mha"]), dtype="float32", threads=1))
-    found = dict(figures.of_text(figures.main_texts(results)[0], results.sessions[0]))
+    found = dict(figures.of_text(figures.main_texts(results.texts.values())[0], results.sessions[0]))
     assert set(found) == {"minutes", "speedup", "step", "sources", "lengths"}
     for figure in found.values():
         for axes in figure.axes:

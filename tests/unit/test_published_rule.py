@@ -49,7 +49,7 @@ def test_the_walk_ends_where_the_rule_does():
         fresh = from_paths(0, [(1, 1), (1, 2)], "test")
         choices = rules.PathSampler(params).choose(logits, fresh, context)
         pick = np.random.default_rng([3, len(context)])
-        laws = [rules._law(row.numpy(), params) for row in logits]
+        laws = [rules._distribution(row.numpy(), params) for row in logits]
         path, last = rules.best_path(tree, laws, pick)
         from longdraft.speculation.verify import walk
 

@@ -68,7 +68,7 @@ def test_absurd_sizes_are_one_line_at_once(name):
 
 @pytest.fixture
 def quick(monkeypatch):
-    from longdraft.bench import machine
+    from longdraft import machine
 
     monkeypatch.setattr(machine, "read_bandwidth", lambda memory: 20e9)
 
@@ -99,7 +99,7 @@ def test_doctor_has_one_line_for_what_is_no_model(capfd, tmp_path):
 
 
 def test_the_bandwidth_is_measured():
-    from longdraft.bench import machine
+    from longdraft import machine
 
     assert 1e8 < machine.read_bandwidth(1 << 24) < 1e13
 

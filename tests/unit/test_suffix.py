@@ -323,20 +323,20 @@ def test_the_replay_command_writes_a_table_and_data(tmp_path, capsys):
     status = run(["bench", "replay", str(tmp_path / "text.npy"), "--drafter", "suffix,depth=4", "--drafter", "ngram",
                   "--prefill", "100", "--penalty-window", "5", "--output", str(tmp_path / "out.json")])
     assert status == 0
-    assert "| suffix,depth=4 | " in capsys.readouterr().out
+    assert "suffix,depth=4 " in capsys.readouterr().out
     assert '"setting": "suffix,depth=4"' in (tmp_path / "out.json").read_text()
 
 
 def test_bad_input_of_the_replay_is_one_line(tmp_path):
     (tmp_path / "bad.npy").write_text("text")
     with pytest.raises(UsageError, match=r"not a \.npy file"):
-        replay.read(tmp_path / "bad.npy")
+        replay.read_tokens(tmp_path / "bad.npy")
     with pytest.raises(UsageError, match="prefill is 9; allowed: 1 to 4"):
         replay.replay([1, 2, 3, 4, 5], "suffix", prefill=9)
     for setting, message in (("tokenswift", "drafter is 'tokenswift'; allowed: ngram or suffix with options"),
                              ("suffix,depth", "drafter is 'suffix,depth'; allowed: a name with options")):
         with pytest.raises(UsageError, match=message):
-            replay.parse([setting])
+            replay.parse_settings([setting])
 
 
 def test_replayed_files_of_one_name_are_told_apart(tmp_path, capsys):

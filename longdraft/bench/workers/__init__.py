@@ -1,4 +1,5 @@
-"""One small program for each engine that `longdraft bench peers` measures; `serve.py` runs them.
+"""One small program per engine that `longdraft bench peers` measures; `serve.py` runs them.
 
-They import nothing of longdraft (but `with_longdraft`), so that another interpreter can run them.
+Except for `with_longdraft` they do not import longdraft, so that the Python interpreter of another environment can run
+them.
 """

@@ -1,6 +1,6 @@
-"""Runs one engine in a process of its own: a JSON request on each line of stdin, its answer on stdout.
+"""Run one engine in its own process: one JSON request per line of stdin, its answer on stdout.
 
-    python serve.py transformers
+    python serve.py transformers steps
     {"do": "open", "folder": "...", "threads": 2, "longest": 4096, "needs": ["torch"], "options": {}}
     {"version": "5.0"}
     {"do": "greedy", "prompt": [5, 6, 7], "count": 3}                                {"tokens": [8, 9, 10]}
@@ -9,12 +9,12 @@
     {"do": "prefill", "tokens": [5, 6, 7]}                                               {"seconds": 0.02}
     {"do": "together", "slots": 4, "count": 1}                     {"seconds": [0.02], "processor_s": 0.04}
 
-    python serve.py transformers writer
+    python serve.py transformers texts
     {"do": "open", ..., "options": {"draft": null}}
     {"do": "write", "prompt": [5, 6, 7], "count": 64, "settings": {"lookup": 5}}
                                            {"tokens": [8, 9, ...], "seconds": 0.2, "peak_memory_bytes": 1000000}
 
-Where a package that it needs is missing, "open" is answered so: {"missing": ["gguf"]}. An error ends the process.
+If a package is missing, the answer to "open" is {"missing": ["gguf"]}. An exception ends the process.
 """
 
 from __future__ import annotations
@@ -30,45 +30,47 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
-class Engine(Protocol):
-    """What `with_NAME.Engine(folder, threads, longest, **options)` gives."""
+class StepEngine(Protocol):
+    """`with_NAME.StepEngine(folder, threads, longest, **options)`: single steps of greedy plain decoding."""
 
     version: str
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Forget what was, read these."""
+        """Clear the cache and read these tokens."""
 
     def fill(self, length: int, limit_s: float) -> tuple[str, int]:
-        """Forget what was, reach `length` positions: how ("random" or "prefill"), and how many of them."""
+        """Clear the cache and reach `length` positions. Returns how ("random" or "prefill") and the length reached."""
 
     def step(self, token: int) -> int:
-        """One step of plain decoding: the likeliest token behind this one."""
+        """One step of plain decoding: the most likely token behind this one."""
 
     def together(self, tokens: Sequence[int]) -> list[int]:
-        """The same for texts in slots of their own, side by side. `fill` fills all slots."""
+        """One step of several texts side by side, each in a slot of its own. `fill` fills all slots."""
 
 
-class Writer(Protocol):
-    """What `with_NAME.Writer(folder, threads, longest, **options)` gives: the engine's own generation, as its users
-    call it. Greedy; texts do not end by themselves."""
+class TextEngine(Protocol):
+    """`with_NAME.TextEngine(folder, threads, longest, **options)`: the engine's own generation. Greedy; end-of-text
+    tokens are ignored."""
 
     version: str
 
     def write(self, prompt: Sequence[int], count: int, **settings: Any) -> Sequence[int]:
-        """Forget what was; `count` new token ids behind the prompt, drafted as the settings say."""
+        """Clear the cache; `count` new token ids behind the prompt, drafted as the settings say."""
 
 
-def main(name: str, kind: str = "Engine") -> None:
+ROLES = {"steps": "StepEngine", "texts": "TextEngine"}
+
+
+def main(name: str, role: str = "steps") -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not stand between answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     engine: Any = None
     for line in sys.stdin:
         request = json.loads(line)
         if engine is None:
             missing = [package for package in request["needs"] if _is_missing(package)]
             if not missing:
-                module = importlib.import_module(f"with_{name}")
-                build = getattr(module, kind.capitalize())
+                build = getattr(importlib.import_module(f"with_{name}"), ROLES[role])
                 engine = build(request["folder"], request["threads"], request["longest"], **request["options"])
             answer = {"missing": missing} if engine is None else {"version": engine.version}
         else:
@@ -79,7 +81,7 @@ def main(name: str, kind: str = "Engine") -> None:
 def _is_missing(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is None
-    except ModuleNotFoundError:  # a part of a package that is missing
+    except ModuleNotFoundError:  # the package of a missing submodule
         return True
 
 
@@ -102,7 +104,7 @@ def _answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
         return {"seconds": _seconds(lambda: engine.prefill(request["tokens"]))}
     if request["do"] == "together":
         slots = [5] * request["slots"]
-        engine.together(slots)  # wakes the threads and fills the processor's caches, after another engine's turn
+        engine.together(slots)  # wakes the threads and refills the processor's caches
         began = time.process_time()
         seconds = [_seconds(lambda: engine.together(slots)) for _ in range(request["count"])]
         return {"seconds": seconds, "processor_s": time.process_time() - began}
@@ -111,7 +113,7 @@ def _answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _peak_memory_bytes() -> int:
-    """Of this program alone: what the system tells of a process begins with its parent's where it can."""
+    """Peak memory of this program. getrusage would include the memory of the parent process before exec."""
     try:
         with open("/proc/self/status") as file:
             return 1024 * int(next(line for line in file if line.startswith("VmHWM")).split()[1])

@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python: the weights as GGUF, keys and values as float16 (its default).
 
-Long contexts are reached by a state of random keys and values in the format that llama.cpp saves; where
-that format is another one than known here, by reading tokens until the time is up.
+Long contexts are reached by loading a state of random keys and values in llama.cpp's format. If the format is not the
+expected one, tokens are read until the time limit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-_CHUNK = 512
-_BLOCK = 1024  # positions of random numbers, repeated
+_PREFILL_ROWS = 512  # rows of a forward while a prompt is read
+_RANDOM_BLOCK = 1024 * 256  # random numbers, repeated
 
 
-class Engine:
+class StepEngine:
     def __init__(self, folder: str, threads: int, longest: int, flash: bool = False, weights: str = "bf16",
                  slots: int = 1) -> None:
         self.version = f"{llama.__version__} ({weights}, flash attention {'on' if flash else 'off'})"
@@ -35,39 +35,39 @@ class Engine:
             path = Path(place) / "model.gguf"
             self._vocabulary = convert(Path(folder), path, weights)
             settings = llama.llama_model_default_params()
-            settings.use_mmap = False  # the file goes away
+            settings.use_mmap = False  # the file is deleted
             self._model = llama.llama_model_load_from_file(str(path).encode(), settings)
         wanted = llama.llama_context_default_params()
         wanted.n_ctx = longest * slots
         wanted.n_seq_max = self._slots = slots
-        wanted.n_batch = wanted.n_ubatch = _CHUNK
+        wanted.n_batch = wanted.n_ubatch = _PREFILL_ROWS
         wanted.n_threads = wanted.n_threads_batch = threads
         wanted.flash_attn_type = (llama.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash
                                   else llama.LLAMA_FLASH_ATTN_TYPE_DISABLED)
         self._context = llama.llama_init_from_model(self._model, wanted)
         if not self._context:
-            raise MemoryError("llama.cpp made no context")
+            raise MemoryError("llama.cpp could not create a context")
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        self._forget()
-        for start in range(0, len(tokens), _CHUNK):
-            self._decode(tokens[start : start + _CHUNK])
+        self._clear()
+        for start in range(0, len(tokens), _PREFILL_ROWS):
+            self._decode(tokens[start : start + _PREFILL_ROWS])
 
     def fill(self, length: int, limit_s: float) -> tuple[str, int]:
         self.prefill([5] * 8)
         state = random_state(self._state(), 8, length, self._slots)
-        self._forget()
+        self._clear()
         if state is not None and all(llama.llama_state_seq_set_data(self._context, state, len(state), slot)
                                      for slot in range(self._slots)):
             self._length = length
             return "random", length
         if self._slots > 1:
             raise RuntimeError("a state of random keys and values was refused")
-        self._forget()
+        self._clear()
         end = time.monotonic() + limit_s
         done = 0
         while done < length and time.monotonic() < end:
-            count = min(_CHUNK, length - done)
+            count = min(_PREFILL_ROWS, length - done)
             self._decode([5] * count)
             done += count
         return "prefill", done
@@ -80,14 +80,14 @@ class Engine:
     def together(self, tokens: Sequence[int]) -> list[int]:
         batch = llama.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
-        for slot, token in enumerate(tokens):  # each time at the same place
+        for slot, token in enumerate(tokens):  # each call overwrites the same position
             llama.llama_memory_seq_rm(llama.llama_get_memory(self._context), slot, self._length, -1)
             batch.token[slot], batch.pos[slot] = token, self._length
             batch.n_seq_id[slot], batch.seq_id[slot][0], batch.logits[slot] = 1, slot, True
         status = llama.llama_decode(self._context, batch)
         llama.llama_batch_free(batch)
         if status:
-            raise RuntimeError(f"llama_decode gave {status}")
+            raise RuntimeError(f"llama_decode failed with status {status}")
         llama.llama_synchronize(self._context)
         logits = [llama.llama_get_logits_ith(self._context, slot) for slot in range(len(tokens))]
         return [int(np.ctypeslib.as_array(row, (self._vocabulary,)).argmax()) for row in logits]
@@ -96,10 +96,10 @@ class Engine:
         given = (llama.llama_token * len(tokens))(*tokens)
         status = llama.llama_decode(self._context, llama.llama_batch_get_one(given, len(tokens)))
         if status:
-            raise RuntimeError(f"llama_decode gave {status}")
+            raise RuntimeError(f"llama_decode failed with status {status}")
         llama.llama_synchronize(self._context)
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
 
     def _state(self) -> bytes:
@@ -110,12 +110,14 @@ class Engine:
 
 
 def random_state(sample: bytes, cells: int, length: int, streams: int) -> Any:
-    """The state of a sequence of `length` random positions, in the format of one that has `cells`; None: unknown.
+    """The state of a sequence of `length` random positions, or None if the format is unknown.
 
-        a few words; u32 streams, u32 cells; for each cell i32 position, u32 1, i32 sequence; u32 transposed, u32 layers
+    The format is taken from `sample`, the state of a sequence of `cells` positions:
+
+        a header; u32 streams, u32 cells; per cell i32 position, u32 1, i32 sequence; u32 transposed, u32 layers
         keys of each layer      i32 type, u64 bytes of a row, rows
-        values of each layer    alike; where transposed i32 type, u32 bytes of an element, u32 rows, rows by dimension
-        u32 cells, which are 0, of the other streams; each slot has one
+        values of each layer    the same; if transposed: i32 type, u32 bytes of an element, u32 rows, rows by dimension
+        u32 cells (0) of each other stream; each slot has one
     """
     try:
         pieces = list(_pieces(sample, cells, length, streams))
@@ -128,7 +130,7 @@ def random_state(sample: bytes, cells: int, length: int, streams: int) -> Any:
 
 
 def _pieces(sample: bytes, cells: int, length: int, streams: int) -> Iterator[bytes | None]:
-    """The state's parts; None where the sample is not of the format."""
+    """The parts of the state. A part is None if the sample does not match the format."""
     start = sample.find(struct.pack("<IIiIi", streams, cells, 0, 1, 0), 0, 64)
     if start < 0:
         yield None
@@ -153,15 +155,13 @@ def _pieces(sample: bytes, cells: int, length: int, streams: int) -> Iterator[by
 
 
 def _random_float16(nbytes: int) -> bytes:
-    block = np.random.default_rng(5).standard_normal(_BLOCK * 256, dtype=np.float32).astype(np.float16).tobytes()
+    block = np.random.default_rng(5).standard_normal(_RANDOM_BLOCK, dtype=np.float32).astype(np.float16).tobytes()
     return (block * (nbytes // len(block) + 1))[:nbytes]
 
 
 def convert(folder: Path, path: Path, weights: str) -> int:
-    """A Llama folder as a GGUF file without a tokenizer; returns the size of the vocabulary."""
+    """Write a Llama folder as a GGUF file without a tokenizer. Returns the size of the vocabulary."""
     config = json.loads((folder / "config.json").read_text())
-    if config.get("rope_scaling"):
-        raise ValueError(f"this conversion knows plain rotary positions only, not {config['rope_scaling']}")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     kv_heads, dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
     writer = gguf.GGUFWriter(path, "llama")
@@ -174,7 +174,7 @@ def convert(folder: Path, path: Path, weights: str) -> int:
     writer.add_key_length(dim)
     writer.add_value_length(dim)
     writer.add_rope_dimension_count(dim)
-    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base(rope_theta(config))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
@@ -192,15 +192,23 @@ def convert(folder: Path, path: Path, weights: str) -> int:
     return int(config["vocab_size"])
 
 
+def rope_theta(config: dict[str, Any]) -> float:
+    """The base of the rotary positions, as old (`rope_theta`) and new (`rope_parameters`) configs spell it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(f"this conversion supports plain rotary positions only, not {rope}")
+    return float(rope.get("rope_theta") or config.get("rope_theta", 10000.0))
+
+
 def _tensors(folder: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            for name in file.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
                 yield name, file.get_tensor(name).float().numpy()
 
 
 def _interleaved(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of each head in the order of llama.cpp's rotation: pairs side by side, not in halves."""
+    """Reorder the rows of each head for llama.cpp's rotation, which pairs neighbours instead of halves."""
     rows, columns = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, columns)
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
@@ -223,8 +231,8 @@ def _name(name: str) -> str:
     return f"blk.{index}.{_NAMES[part]}.{kind}"
 
 
-class Writer:
-    """llama-cpp-python's own `generate`: plain, or with its prompt lookup (`lookup` tokens)."""
+class TextEngine:
+    """llama-cpp-python's own `generate`: plain, or with its prompt lookup (`lookup` draft tokens)."""
 
     def __init__(self, folder: str, threads: int, longest: int, draft: str | None = None, flash: bool = False) -> None:
         self.version = f"{llama.__version__} (flash attention {'on' if flash else 'off'})"
@@ -232,13 +240,13 @@ class Writer:
         self._path = str(Path(self._place.name) / "model.gguf")
         self._vocabulary = convert(Path(folder), Path(self._path), "bf16")
         self._about = {"n_ctx": longest, "n_threads": threads, "n_threads_batch": threads, "verbose": False,
-                       "flash_attn": flash, "n_batch": _CHUNK, "n_ubatch": _CHUNK}
+                       "flash_attn": flash, "n_batch": _PREFILL_ROWS, "n_ubatch": _PREFILL_ROWS}
         self._lookup = -1
 
     def write(self, prompt: Sequence[int], count: int, lookup: int = 0) -> list[int]:
-        if lookup != self._lookup:  # it belongs to the loaded model
+        if lookup != self._lookup:  # prompt lookup is set when the model is loaded
             drafting = LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None
-            # Without `logits_all` its speculation reads logits that were not kept.
+            # Without `logits_all`, prompt lookup reads logits that were not stored.
             self._model = llama.Llama(self._path, draft_model=drafting, logits_all=bool(lookup), **self._about)
             self._lookup = lookup
         self._model.reset()

@@ -1,4 +1,4 @@
-"""longdraft itself, decoding plainly, for `longdraft bench peers`."""
+"""longdraft itself, for `longdraft bench peers`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from longdraft import kernels
-from longdraft.bench.decode import Models, random_cache
+from longdraft.bench.decode import ModelCopies, random_cache
 from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
@@ -18,22 +18,22 @@ from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.version import __version__
 
-_CHUNK = 512
+_PREFILL_ROWS = 512  # rows of a forward while a prompt is read
 
 
-class Engine:
+class StepEngine:
     def __init__(self, folder: str, threads: int, longest: int) -> None:
         kernels.set_threads(threads)
-        torch.set_num_threads(1)  # as generation does: its threads would spin where ours work
-        models = Models(folder, kernels.choose("cpu", "bfloat16"))
+        torch.set_num_threads(1)  # as generation does: PyTorch's threads would compete with those of the kernels
+        models = ModelCopies(folder, kernels.choose("cpu", "bfloat16"))
         self._model = models.model
         self.version = f"{__version__} ({models.kernels.name})"
         self._begin(self._model.new_cache(), [])
 
     def prefill(self, tokens: Sequence[int]) -> None:
         cache = self._model.new_cache()
-        for start in range(0, len(tokens), _CHUNK):
-            chunk = tokens[start : start + _CHUNK]
+        for start in range(0, len(tokens), _PREFILL_ROWS):
+            chunk = tokens[start : start + _PREFILL_ROWS]
             self._model.forward(chain_rows(chunk, start), cache)
             cache.commit(range(len(chunk)))
         self._begin(cache, tokens)
@@ -43,7 +43,7 @@ class Engine:
         return "random", length
 
     def step(self, token: int) -> int:
-        if len(self._context) == self._cache.length:  # the first step behind a prompt brings its own root
+        if len(self._context) == self._cache.length:  # the first step behind a prompt
             self._context.extend([token])
         return run_alone(self._step.run(1)).tokens[0]
 
@@ -53,8 +53,8 @@ class Engine:
         self._step = Step(self._model, cache, PlainDrafter(), sampler, self._context, Timings(), Tally())
 
 
-class Writer:
-    """The engine itself, with any drafter."""
+class TextEngine:
+    """longdraft's own generation with any drafter."""
 
     def __init__(self, folder: str, threads: int, longest: int, draft: str | None = None) -> None:
         self._engine = load(folder, threads=threads, dtype="bfloat16")

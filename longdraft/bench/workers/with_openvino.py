@@ -1,6 +1,6 @@
-"""OpenVINO on the CPU: the stateful model that optimum-intel exports, computing in bfloat16, its cache in bfloat16.
+"""OpenVINO on the CPU: the stateful model that optimum-intel exports, with weights and cache in bfloat16.
 
-(OpenVINO's own default keeps keys and values in 8 bits, which is another text; it is not compared here.)
+OpenVINO's default is an 8-bit cache, which changes the text and is not compared here.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import numpy as np
 import openvino
 from optimum.intel import OVModelForCausalLM
 
-_CHUNK = 1024
+_PREFILL_ROWS = 1024  # rows of a forward while a prompt is read
 
 
-class Engine:
+class StepEngine:
     def __init__(self, folder: str, threads: int, longest: int) -> None:
         self.version = openvino.__version__.split("-")[0] + " (bfloat16 cache)"
         exported = OVModelForCausalLM.from_pretrained(folder, export=True, compile=False, stateful=True,
@@ -29,8 +29,8 @@ class Engine:
     def prefill(self, tokens: Sequence[int]) -> None:
         self._request.reset_state()
         self._length = 0
-        for start in range(0, len(tokens), _CHUNK):
-            self._forward(tokens[start : start + _CHUNK])
+        for start in range(0, len(tokens), _PREFILL_ROWS):
+            self._forward(tokens[start : start + _PREFILL_ROWS])
 
     def fill(self, length: int, limit_s: float) -> tuple[str, int]:
         self.prefill([5])

@@ -1,6 +1,7 @@
 """OpenVINO GenAI on the CPU: its pipeline with plain decoding, prompt lookup or a smaller model, in bfloat16.
 
-The models are exported by optimum-intel on the spot. (The cache's default is 8 bits; here it has 16, as everywhere.)
+optimum-intel exports the models when they are opened. The cache has 16 bits, like that of the other engines, instead
+of OpenVINO's default of 8.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from optimum.intel import OVModelForCausalLM
 from transformers import PreTrainedTokenizerFast
 
 
-class Writer:
+class TextEngine:
     def __init__(self, folder: str, threads: int, longest: int, draft: str | None = None) -> None:
         self.version = genai.__version__.split("-")[0]
         self._place = tempfile.TemporaryDirectory()
@@ -36,8 +37,9 @@ class Writer:
             given: dict[str, Any] = {"prompt_lookup": True} if lookup else {}
             if assisted:
                 given["draft_model"] = genai.draft_model(str(self._draft), "CPU", **self._settings)
-            # It keeps a prompt it has seen, so that its first token comes at once. Without that (SchedulerConfig's
-            # enable_prefix_caching) it takes 0.9 s behind 8,192 tokens, and prompt lookup is slower.
+            # By default the pipeline caches prompts, so that the first token of a known prompt takes no time. Without
+            # that (SchedulerConfig's enable_prefix_caching) it takes 0.9 s behind 8,192 tokens, and prompt lookup is
+            # slower.
             self._pipeline = genai.LLMPipeline(str(self._model), "CPU", **self._settings, **given)
             self._drafting = drafting
         config = genai.GenerationConfig()
@@ -55,7 +57,7 @@ class Writer:
         exported = OVModelForCausalLM.from_pretrained(folder, export=True, compile=False, stateful=True,
                                                       load_in_8bit=False)
         exported.save_pretrained(place)
-        read = PreTrainedTokenizerFast(tokenizer_file=str(Path(folder) / "tokenizer.json"))  # whatever class it names
+        read = PreTrainedTokenizerFast(tokenizer_file=str(Path(folder) / "tokenizer.json"))
         tokenizer, detokenizer = convert_tokenizer(read, with_detokenizer=True)
         openvino.save_model(tokenizer, place / "openvino_tokenizer.xml")
         openvino.save_model(detokenizer, place / "openvino_detokenizer.xml")

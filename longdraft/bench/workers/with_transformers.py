@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
 
-class Engine:
+class StepEngine:
     def __init__(self, folder: str, threads: int, longest: int) -> None:
         torch.set_num_threads(threads)
         self.version = f"{transformers.__version__} (torch {torch.__version__})"
@@ -43,7 +43,7 @@ class Engine:
         return logits[0, -1]
 
 
-class Writer:
+class TextEngine:
     """`generate`: plain, prompt lookup (`lookup` tokens) or assisted by a smaller model (`assisted`)."""
 
     def __init__(self, folder: str, threads: int, longest: int, draft: str | None = None) -> None:
@@ -55,7 +55,7 @@ class Writer:
     def write(self, prompt: Sequence[int], count: int, lookup: int = 0, assisted: bool = False) -> list[int]:
         given = torch.tensor([list(prompt)])
         drafting: dict[str, Any] = {"prompt_lookup_num_tokens": lookup} if lookup else {}
-        if assisted:  # which knows no least length
+        if assisted:  # assisted generation rejects min_new_tokens
             drafting["assistant_model"] = self._draft
         else:
             drafting["min_new_tokens"] = count

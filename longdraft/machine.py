@@ -1,6 +1,6 @@
-"""The limits of this machine, measured: read bandwidth, and the arithmetic of a matrix product.
+"""This machine: a description for reports, and its measured limits (read bandwidth, peak arithmetic).
 
-Each is the best of several methods, so that it is a bound: what a kernel reaches is told as a part of it.
+Each limit is the best of several methods. It is an upper bound, and benchmarks report kernels as a share of it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,32 @@ import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longdraft.bench.measure import Limits, interleaved
 from longdraft.kernels import Kernels
+from longdraft.timing import interleaved
 from longdraft.version import __version__
 
-_SIZES = (256, 512, 1024, 2048, 4096)  # of square matrices
-_ROUNDS = 9  # at least: a limit is the best round, and one may be disturbed
+_MATRIX_SIZES = (256, 512, 1024, 2048, 4096)  # rows and columns of the square matrices that are multiplied
+_MIN_ROUNDS = 9  # a limit is the fastest round, and other processes may disturb some rounds
+
+
+class Limits(NamedTuple):
+    """The most that this machine was measured to do with the threads in use. `details` records the methods."""
+
+    read_bandwidth: float  # bytes/s
+    peak: dict[str, float]  # dtype -> floating-point operations/s of a matrix product
+    details: dict[str, Any]
 
 
 def limits(memory: int, repeats: int) -> Limits:
-    """Measured with the threads in use; `memory` bytes are read for the bandwidth."""
-    repeats = max(repeats, _ROUNDS)
-    reads = _reads(memory, repeats)
-    products = {name: _products(dtype, memory, repeats)
+    """Measure all limits. `memory` is the number of bytes that the bandwidth measurement reads."""
+    repeats = max(repeats, _MIN_ROUNDS)
+    reads = _read_rates(memory, repeats)
+    products = {name: _product_rates(dtype, memory, repeats)
                 for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32))}
     details = {
         "read_bandwidth_gb_per_s": max(reads.values()) / 1e9,
@@ -45,13 +53,13 @@ def limits(memory: int, repeats: int) -> Limits:
 
 
 def read_bandwidth(memory: int) -> float:
-    """Bytes a second: the first part of `limits`, which takes a second or two."""
-    return max(_reads(affordable(memory), _ROUNDS).values())
+    """Measure only the read bandwidth, in bytes/s. This takes one or two seconds."""
+    return max(_read_rates(affordable(memory), _MIN_ROUNDS).values())
 
 
-def _reads(memory: int, repeats: int) -> dict[str, float]:
-    """Bytes a second by method, the best round of each."""
-    data = _large(memory)
+def _read_rates(memory: int, repeats: int) -> dict[str, float]:
+    """Method -> bytes/s of its fastest round."""
+    data = _zeroed_bytes(memory)
     floats = data.view(torch.float32)
     half = len(floats) // 2
     width = min(4096, len(floats))
@@ -62,12 +70,12 @@ def _reads(memory: int, repeats: int) -> dict[str, float]:
         "dot product": (lambda: torch.dot(floats[:half], floats[half : 2 * half]), half * 8),
         "matrix times vector": (lambda: matrix @ vector, matrix.numel() * 4),
     }
-    timings = interleaved([work for work, _ in methods.values()], repeats)
+    timings = interleaved([call for call, _ in methods.values()], repeats)
     return {name: size / timing.low_s for (name, (_, size)), timing in zip(methods.items(), timings, strict=True)}
 
 
-def _large(nbytes: int) -> Tensor:
-    """Zeroed bytes, on huge pages where the system has them."""
+def _zeroed_bytes(nbytes: int) -> Tensor:
+    """Zeroed memory, on huge pages where the system has them: uint8 [nbytes]."""
     memory = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
@@ -75,16 +83,16 @@ def _large(nbytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
-def _products(dtype: torch.dtype, memory: int, repeats: int) -> dict[int, float]:
-    """Operations a second of square products by size, the best round of each."""
-    sizes = [size for size in _SIZES if 3 * size * size * dtype.itemsize <= memory] or [_SIZES[0]]
+def _product_rates(dtype: torch.dtype, memory: int, repeats: int) -> dict[int, float]:
+    """Size of square matrices -> operations/s of the fastest round of their product."""
+    sizes = [size for size in _MATRIX_SIZES if 3 * size * size * dtype.itemsize <= memory] or [_MATRIX_SIZES[0]]
     pairs = [(torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)) for size in sizes]
     timings = interleaved([partial(torch.matmul, a, b) for a, b in pairs], repeats)
     return {size: 2 * size**3 / timing.low_s for size, timing in zip(sizes, timings, strict=True)}
 
 
-def describe(kernels: Kernels | None = None) -> dict[str, Any]:
-    """Where and with what a figure was measured."""
+def description(kernels: Kernels | None = None) -> dict[str, Any]:
+    """The machine and the software versions that a measurement depends on."""
     about = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "processor": _processor(),
@@ -107,19 +115,19 @@ def dtype_name(kernels: Kernels) -> str:
 
 
 def affordable(memory: int) -> int:
-    """`memory`, or a quarter of what is free where that is less: a whole number of pages."""
-    free = _meminfo("MemAvailable")
-    memory = memory if free is None else min(memory, free // 4)
+    """`memory` bytes, or a quarter of the available memory if that is less, as a whole number of pages."""
+    available = _meminfo("MemAvailable")
+    memory = memory if available is None else min(memory, available // 4)
     return max(1, memory // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def free_memory() -> int:
-    """Bytes that are free, or a gibibyte where nobody says."""
+def available_memory() -> int:
+    """Bytes of available memory, or one GiB if the system does not report it."""
     return _meminfo("MemAvailable") or 1 << 30
 
 
 def _processor() -> str:
-    """Its name, and those of its units that matter here."""
+    """The processor's name and its vector units that the kernels can use."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -146,8 +154,8 @@ def _last_level_cache() -> int | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this runs from, if it is one."""
-    root = Path(__file__).resolve().parent.parent.parent
+    """The commit of the checkout that contains this file, or None outside of a checkout."""
+    root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
     with contextlib.suppress(OSError):
