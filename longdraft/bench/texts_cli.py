@@ -69,7 +69,8 @@ def length(
                             repetition_penalty=1.2, ignore_eos=True)
     engine = load(model, threads=threads)
     prompt = engine.encode(text)[:prefill]
-    about: dict[str, Any] = {"machine": machine.description(engine.model.kernels) | engine.provenance, "prefill": len(prompt)}
+    about: dict[str, Any] = {"machine": machine.description(engine.model.kernels) | engine.provenance,
+                             "prefill": len(prompt)}
 
     def save(found: Record) -> None:
         with document("length", output, is_printed=False, **about, drafters=found):

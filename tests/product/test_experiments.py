@@ -79,7 +79,8 @@ def test_a_cut_run_goes_on_and_measures_only_what_is_missing(engine, tmp_path, m
     kept = [place for place, record in enumerate(before) if record["kind"] == "turn"][7]  # in the second round
     cut.write_bytes(b"".join(lines[: kept + 1]) + lines[kept + 1][:40])  # and a line torn in its middle
     written = []
-    monkeypatch.setattr(turns, "write_turn", lambda text, end, _write=turns.write_turn: written.append(end) or _write(text, end))
+    monkeypatch.setattr(turns, "write_turn", lambda text, end, _write=turns.write_turn: (
+        written.append(end) or _write(text, end)))
     results = measured(engine, cut)
     assert written.count(15) == 2  # the first round of the first text is not measured again
     for key, text in stored.read(whole).texts.items():

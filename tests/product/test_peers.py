@@ -48,7 +48,8 @@ def test_whole_texts_by_other_engines(capfd, tmp_path, tiny, monkeypatch):
 def test_a_way_that_cannot_be_is_in_the_table_with_its_reason(tiny, monkeypatch):
     kind = peers.PeerProgram("longdraft", ("no_such_package",), "pip install no-such-package")
     monkeypatch.setitem(peers_text.MODES, "longdraft", (kind, (
-        peers_text.DecodingMode("plain"), peers_text.DecodingMode("draft", needs_draft=True), peers_text.DecodingMode("magic", cannot="never"))))
+        peers_text.DecodingMode("plain"), peers_text.DecodingMode("draft", needs_draft=True),
+        peers_text.DecodingMode("magic", unsupported="never"))))
     report = texts_of(tiny["mha"], "longdraft")
     assert [record["error"] for record in report["texts"]] == [
         "not installed: pip install no-such-package (missing: no_such_package)",

@@ -79,7 +79,7 @@ cases = [{ name = "magicdec", system = "magicdec" }]
     page = (folder / "report.html").read_text()
     assert page.count("<img ") == page.count('src="data:image/svg+xml;base64,') >= 4
     assert not re.search(r'(src|href)="http|<script|@import|url\(', page)  # whole in itself
-    assert "| magicdec, α |" in (folder / "tables.md").read_text()
+    assert "| magicdec, α  |" in (folder / "tables.md").read_text()
     assert r"\toprule" in (folder / "tables.tex").read_text()
     names = {path.name for path in folder.iterdir()}
     assert names >= {f"out-100-{name}.{suffix}" for name in ("minutes", "speedup", "step", "sources", "lengths")

@@ -170,7 +170,7 @@ def test_perplexity_of_both_side_by_side(tiny, tmp_path, capsys):
     assert as_it_is["predicted_tokens"] == 3 * 99
     assert as_it_is["nats_per_token"] != int8["nats_per_token"] == pytest.approx(as_it_is["nats_per_token"], rel=0.05)
     assert int8["weights_bytes"] < 0.6 * as_it_is["weights_bytes"]
-    assert "What quantising costs" in capsys.readouterr().out
+    assert "Quantisation: perplexity, memory and speed" in capsys.readouterr().out
     assert run([*command[:3], str(tmp_path / "missing.txt")]) == 2
     assert "--text cannot read" in capsys.readouterr().err
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
