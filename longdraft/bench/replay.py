@@ -192,7 +192,8 @@ def run(files: Sequence[Path], settings: Sequence[str], prefill: int, penalty_wi
     corpora = None
     if any("corpus=" in setting for setting in settings):
         folder = hub.resolve(model)
-        corpora = Corpora(partial(Tokenizer(folder).encode, add_special_tokens=False), config.read_config(folder).vocab_size)
+        encode = partial(Tokenizer(folder).encode, add_special_tokens=False)
+        corpora = Corpora(encode, config.read_config(folder).vocab_size)
     figures: dict[str, list[dict[str, Any]]] = {}
     for file, label in labels(files).items():
         text, prompt, window = read_text(file, prefill, penalty_window)
