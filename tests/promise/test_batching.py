@@ -1,4 +1,4 @@
-"""Several texts in one forward: what a text does not depend on is what it was batched with."""
+"""Batches: the text of a request does not depend on the other requests of its batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from longdraft.model.transformer import ForwardRequest, Rows, Transformer
 
 
 def filled(model: Transformer, length: int, seed: int) -> FullCache:
-    """A cache of a text of random keys and values."""
+    """A cache that holds random keys and values for `length` positions."""
     cache, config = model.new_cache(), model.config
     torch.manual_seed(seed)
     if length:
@@ -46,7 +46,7 @@ def rows_of(parents: Sequence[int], length: int, seed: int) -> Rows:
 
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[int, list[int], int]:
-    """(length of the text, parents of its rows, seed); lengths near the edges of groups, blocks and splits."""
+    """(cache length, parents of the rows, seed); many lengths lie at the edges of groups, blocks and splits."""
     length = draw(st.sampled_from([0, 1, 31, 32, 33, 255, 256, 300]) | st.integers(0, 600))
     rows = draw(st.sampled_from([1, 1, 1, 4, 17, 40]))
     is_chain = draw(st.booleans())
@@ -58,7 +58,7 @@ def parts(draw: st.DrawFn) -> tuple[int, list[int], int]:
                                           for dtype in ("bfloat16", "float32")], ("reference", "float32")],
                 ids=lambda pair: "-".join(pair))
 def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Transformer:
-    """A model whose first layer sees all and whose second a window, on every kind of kernels."""
+    """A model with one full-attention layer and one sliding-window layer, on each CPU kernel."""
     folder = tmp_path_factory.mktemp("windowed")
     make_checkpoint(folder, num_key_value_heads=2)
     name, dtype = request.param
@@ -71,7 +71,7 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @given(st.lists(parts(), min_size=2, max_size=6))
 @settings(max_examples=12, deadline=None)
-def test_a_forward_of_several_texts_gives_each_the_bits_of_its_own(windowed, texts):
+def test_a_batched_forward_gives_each_request_the_bits_of_its_own_forward(windowed, texts):
     model = windowed
     asks, alone = [], []
     for length, parents, seed in texts:
@@ -91,8 +91,8 @@ def test_a_forward_of_several_texts_gives_each_the_bits_of_its_own(windowed, tex
             assert all(torch.equal(a, b) for a, b in zip(mine.read(places), theirs.read(places), strict=True))
 
 
-def test_drafts_with_remainders_and_verifications_travel_together(tiny):
-    """Each text's rows with its own map of what its cache leaves out, or none."""
+def test_drafts_with_remainders_and_verifications_share_a_forward(tiny):
+    """Each request has its own remainder of the positions that its cache leaves out, or none."""
     for name in kernels.available():
         model = load(tiny["gqa"], "float32", name)
         asks = [ForwardRequest(model, rows_of([-1, 0, 0][: 1 + seed % 3], 50 + seed, seed), with_rest(model, seed), 1)
@@ -103,7 +103,7 @@ def test_drafts_with_remainders_and_verifications_travel_together(tiny):
 
 
 def with_rest(model: Transformer, seed: int) -> FullCache:
-    """A cache whose attention counts what it leaves out, but for every third one."""
+    """A cache with a remainder for the positions it leaves out; every third cache has none."""
     cache, config = filled(model, 50 + seed, seed), model.config
     rest = torch.randn(config.num_layers, config.num_heads, config.head_dim + 1, config.head_dim + 1)
     if seed % 3:
@@ -130,7 +130,7 @@ def drafts(engine, tiny) -> dict[str, Transformer]:
 
 def begin(engine: longdraft.Engine, drafts: dict[str, Transformer], drafter: str, prompt: list[int],
           params: SamplingParams, truth: Sequence[int] = ()) -> Generation:
-    """A text with a drafter of DRAFTERS, or one that lies."""
+    """A generation with a drafter of DRAFTERS or LIARS."""
     name, options = DRAFTERS.get(drafter, ("plain", {}))
     engine.drafter, engine.options = name, drafters.parse_options(name, options)
     engine.draft = drafts.get(options.get("model"))
@@ -141,7 +141,7 @@ def begin(engine: longdraft.Engine, drafts: dict[str, Transformer], drafter: str
 
 
 def cases(engine, drafts, count: int, seed: int) -> Iterator[tuple[list[int], SamplingParams, str, list[int]]]:
-    """(prompt, settings, drafter, plain text) of `count` texts, all drafters and settings in turn."""
+    """`count` tuples of (prompt, settings, drafter, plain text), with all drafters and settings in turn."""
     pick = random.Random(seed)
     mix = [*DRAFTERS, *LIARS]
     pick.shuffle(mix)
@@ -156,8 +156,8 @@ def cases(engine, drafts, count: int, seed: int) -> Iterator[tuple[list[int], Sa
 
 @pytest.mark.parametrize("engine, size, count", [("mha", 2, 8), ("gqa", 8, 30), ("mha", 16, 32)],
                          indirect=["engine"])
-def test_a_text_does_not_depend_on_what_it_was_batched_with(engine, drafts, size, count):
-    """Joining and leaving at random; every drafter and those that lie; cut texts begin anew."""
+def test_a_text_does_not_depend_on_the_other_requests_of_its_batch(engine, drafts, size, count):
+    """Requests join and leave at random, with all drafters and liars; a removed request starts again later."""
     pick = random.Random(size)
     waiting = list(cases(engine, drafts, count, size))
     under_way: dict[int, tuple] = {}
@@ -212,7 +212,7 @@ def plain(tiny) -> longdraft.Engine:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The rows of each text of each forward from now on."""
+    """Record the number of rows per request for each forward from now on."""
     seen: list[list[int]] = []
     forward_batch = Transformer.forward_batch
     monkeypatch.setattr(Transformer, "forward_batch", lambda self, asks: (
@@ -220,7 +220,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
-def test_the_weights_are_read_once_for_all(plain, monkeypatch):
+def test_one_forward_serves_all_requests_of_a_batch(plain, monkeypatch):
     batch = plain.batch()
     for seed in range(8):
         batch.add(prompt_of(9, seed), batch_params(seed))
@@ -230,7 +230,7 @@ def test_the_weights_are_read_once_for_all(plain, monkeypatch):
     assert seen == [[8] * 8] + [[1] * 8] * 10
 
 
-def test_prompts_are_read_in_small_pieces_while_others_write(plain, monkeypatch):
+def test_prompts_are_prefilled_in_small_chunks_while_other_requests_decode(plain, monkeypatch):
     batch = plain.batch()
     batch.add(prompt_of(30), batch_params(max_new_tokens=20))
     batch.step()
@@ -241,7 +241,7 @@ def test_prompts_are_read_in_small_pieces_while_others_write(plain, monkeypatch)
     assert seen == [[1, PREFILL_SHARED]] * 3 + [[1, 1]]
 
 
-def test_drafts_of_one_and_verifications_of_another_share_a_forward(tiny, monkeypatch):
+def test_drafts_of_one_request_and_verifications_of_another_share_a_forward(tiny, monkeypatch):
     engine = longdraft.load(str(tiny["gqa"]), drafter="magicdec", drafter_options={"chain": 3, "suffix": "false"})
     batch = engine.batch()
     batch.add(prompt_of(20), batch_params(max_new_tokens=30))
@@ -255,7 +255,7 @@ def test_drafts_of_one_and_verifications_of_another_share_a_forward(tiny, monkey
     assert all(len(rows) == 2 for rows in seen) and any(1 in rows and max(rows) > 1 for rows in seen)
 
 
-def test_models_that_differ_take_a_forward_each(plain, tiny):
+def test_requests_of_different_models_do_not_share_a_forward(plain, tiny):
     other = longdraft.load(str(tiny["mha"]), drafter="plain")
     expected = [list(engine.generate(prompt_of(20), batch_params()))[-1].stats["sha256_tokens"]
                 for engine in (plain, other)]
@@ -267,7 +267,7 @@ def test_models_that_differ_take_a_forward_each(plain, tiny):
     assert [found[text] for text in texts] == expected
 
 
-def test_texts_whose_rotations_depend_on_their_length_keep_their_own(tmp_path):
+def test_requests_of_different_lengths_keep_their_own_rotations(tmp_path):
     make_checkpoint(tmp_path, max_position_embeddings=64,
                     rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
     engine = longdraft.load(str(tmp_path), drafter="plain")
@@ -282,7 +282,7 @@ def test_texts_whose_rotations_depend_on_their_length_keep_their_own(tmp_path):
 # The Python API.
 
 
-def test_generate_many_takes_prompts_as_there_is_room(plain):
+def test_generate_many_admits_a_prompt_when_a_request_ends(plain):
     taken = []
 
     def prompts() -> Iterator[list[int]]:
@@ -296,14 +296,14 @@ def test_generate_many_takes_prompts_as_there_is_room(plain):
     assert {place for place, event in events if event.finish_reason} == set(range(6)) and taken == list(range(6))
 
 
-def test_generate_many_goes_on_behind_a_prompt_that_cannot_be_served(plain):
+def test_generate_many_continues_after_a_prompt_that_is_refused(plain):
     last = dict(plain.generate_many(["It was", "", [10**9], "Once"], batch_params()))
     assert [last[place].finish_reason for place in range(4)] == ["length", None, None, "length"]
     assert "empty" in str(last[1].error) and "token id" in str(last[2].error)
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room for its cache"), JournalError("it is there already")])
-def test_generate_many_goes_on_behind_a_text_that_cannot_begin(plain, monkeypatch, error):
+def test_generate_many_continues_after_a_request_that_cannot_start(plain, monkeypatch, error):
     generate = longdraft.Engine.generate
 
     def refuses(self, prompt, *settings, **options):
@@ -316,8 +316,8 @@ def test_generate_many_goes_on_behind_a_text_that_cannot_begin(plain, monkeypatc
     assert [last[place].finish_reason for place in range(3)] == ["length", None, "length"] and last[1].error is error
 
 
-def test_generate_many_forgets_texts_that_have_ended(plain, monkeypatch):
-    """... so that an endless iterator of prompts can be written."""
+def test_generate_many_releases_finished_requests(plain, monkeypatch):
+    """An endless iterator of prompts can therefore be served."""
     prompts = (prompt_of(9, seed) for seed in count())
     texts = plain.generate_many(prompts, batch_params(max_new_tokens=2), batch_size=2)
     ended = 0
@@ -327,14 +327,14 @@ def test_generate_many_forgets_texts_that_have_ended(plain, monkeypatch):
     texts.close()
 
 
-def test_generate_many_says_what_is_wrong_with_its_arguments(plain):
+def test_generate_many_rejects_invalid_arguments(plain):
     with pytest.raises(UsageError, match="batch_size is 0; allowed: 1 to 4096 texts"):
         plain.generate_many(["a"], batch_size=0)
     with pytest.raises(UsageError, match="params has 1 settings and there are more prompts; give one for each"):
         list(plain.generate_many(["a", "b"], [batch_params()]))
 
 
-def test_a_batch_that_is_closed_closes_its_texts(plain):
+def test_closing_a_batch_closes_its_requests(plain):
     with plain.batch() as batch:
         text = batch.add("It was", batch_params())
         batch.step()
@@ -344,5 +344,5 @@ def test_a_batch_that_is_closed_closes_its_texts(plain):
         batch.remove(7)
 
 
-def test_an_empty_batch_has_nothing_to_do(plain):
+def test_a_step_of_an_empty_batch_does_nothing(plain):
     assert plain.batch().step() == [] and list(plain.generate_many([])) == []

@@ -1,4 +1,4 @@
-"""What goes wrong with one of several texts is its own affair: the others are what they would be alone."""
+"""Faults in batches: a fault in one request ends that request and changes no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plain(tiny) -> longdraft.Engine:
 
 
 def run_beside(engine: longdraft.Engine, spoil) -> Exception:
-    """Three texts, the second spoiled after its first round: its error, when the others are as they would be alone."""
+    """Run three requests, spoil the second after its first step, check the other two, and return its error."""
     expected = [list(engine.generate(prompt_of(20, seed), batch_params(seed)))[-1].stats for seed in (0, 2)]
     batch = engine.batch()
     texts = [batch.add(prompt_of(20, seed), batch_params(seed)) for seed in range(3)]
@@ -39,7 +39,7 @@ def run_beside(engine: longdraft.Engine, spoil) -> Exception:
     return failed.error
 
 
-def test_no_memory_for_one_cache_ends_that_text(plain):
+def test_a_cache_that_cannot_be_allocated_ends_only_its_request(plain):
     def spoil(generation: Generation) -> None:
         def refuse(k, v):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
@@ -49,7 +49,7 @@ def test_no_memory_for_one_cache_ends_that_text(plain):
     assert isinstance(run_beside(plain, spoil), MemoryError)
 
 
-def test_damaged_logits_end_that_text(plain):
+def test_damaged_logits_end_only_their_request(plain):
     def spoil(generation: Generation) -> None:
         sampler = generation._step.sampler
         generation._step.sampler.choose = lambda logits, tree, context: type(sampler).choose(
@@ -58,7 +58,7 @@ def test_damaged_logits_end_that_text(plain):
     assert isinstance(run_beside(plain, spoil), NumericalError)
 
 
-def test_a_full_disk_ends_the_text_that_has_a_journal(plain, tmp_path, monkeypatch):
+def test_a_full_disk_ends_only_the_request_with_a_journal(plain, tmp_path, monkeypatch):
     batch = plain.batch()
     with_journal = batch.add(prompt_of(20), batch_params(), journal=tmp_path / "work")
     without = batch.add(prompt_of(20, 2), batch_params())
@@ -76,8 +76,8 @@ def test_a_full_disk_ends_the_text_that_has_a_journal(plain, tmp_path, monkeypat
         plain.generate(prompt_of(20), batch_params()))[-1].stats["sha256_tokens"]
 
 
-def test_a_journal_that_cannot_be_closed_is_the_texts_one_end(plain, tmp_path, monkeypatch):
-    """All was written and told; what the disk refuses at the very end is still an error, and no second end."""
+def test_a_journal_that_cannot_be_closed_ends_its_request_once(plain, tmp_path, monkeypatch):
+    """All tokens are written and reported; a disk error while closing is reported as the only end."""
     batch = plain.batch()
     text = batch.add(prompt_of(20), batch_params(), journal=tmp_path / "work")
 
@@ -99,7 +99,7 @@ def test_a_journal_that_cannot_be_closed_is_the_texts_one_end(plain, tmp_path, m
         token for event in plain.generate(prompt_of(20), batch_params()) for token in event.tokens]
 
 
-def test_too_large_a_forward_is_cut_into_those_of_each_text(plain, monkeypatch):
+def test_a_forward_that_runs_out_of_memory_is_split_by_request(plain, monkeypatch):
     forward_batch = Transformer.forward_batch
 
     def tight(self, asks):
@@ -114,7 +114,7 @@ def test_too_large_a_forward_is_cut_into_those_of_each_text(plain, monkeypatch):
     assert all(event.finish_reason == "length" for event in texts.values())
 
 
-def test_an_interrupted_forward_ends_the_work_and_the_journal_is_whole(plain, tmp_path, monkeypatch):
+def test_an_interrupted_forward_leaves_a_complete_journal(plain, tmp_path, monkeypatch):
     def interrupt(self, asks):
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The signature test: speculative text equals plain text, bit for bit, whoever drafts and whatever they say."""
+"""Equality: speculative text equals plain text, bit for bit, with every drafter and with drafters that lie."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def settings_for(model: Transformer, drafter: str) -> list[str]:
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tiny: dict[str, Path]) -> Transformer:
-    """Both kinds of attention and both dtypes on the fastest kernels, and the reference."""
+    """Multi-head and grouped-query attention and both dtypes on the fastest kernels, and the reference kernels."""
     name, dtype, kernels = MODELS[request.param]
     return load(tiny[name], dtype, kernels)
 
 
 @pytest.fixture(scope="module")
 def plain(model: Transformer) -> dict[str, list[int]]:
-    """What plain decoding writes, for every setting."""
+    """The tokens of plain decoding for each of the sampling settings."""
     return {name: generate(model, prompt_of(90), params_of(name), by_name("plain"), banned=[1]) for name in SETTINGS}
 
 
 @pytest.fixture(scope="module")
 def drafts(model: Transformer, tiny: dict[str, Path]) -> dict[str, Transformer]:
-    """Models to draft with, on the target's kernels: another one, which is mostly wrong, and the target itself."""
+    """Draft models on the target's kernels: another model, which is mostly wrong, and the target itself."""
     other = tiny["mha" if model.config.num_kv_heads == 1 else "gqa"]
     another = checkpoint.load_transformer(checkpoint.TensorFiles(other), model_config.read_config(other), model.kernels)
     return {"another": another, "itself": model}
@@ -77,7 +77,7 @@ def unlimited_first_probes(monkeypatch):
 
 @pytest.mark.usefixtures("unlimited_first_probes")
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "tokenswift", "auto"])
-def test_drafts_are_accepted_so_the_equality_is_not_that_of_plain_with_plain(model, plain, tiny, drafter):
+def test_drafts_are_accepted_so_equality_does_not_compare_plain_with_plain(model, plain, tiny, drafter):
     folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
     options = {"ngram": {"seen": 1}, "suffix": {"min_match": 1, "min_probability": 0},
                "tokenswift": {"delay": 0, "seen": 1}}.get(drafter, {})
@@ -93,8 +93,8 @@ def test_drafts_are_accepted_so_the_equality_is_not_that_of_plain_with_plain(mod
 
 
 @pytest.mark.parametrize("name", kernels.available()[:-1])
-def test_threads_change_nothing(tiny, name):
-    """Through our own pool, on a model large enough for it to be used."""
+def test_the_number_of_threads_changes_nothing(tiny, name):
+    """The prompt is long enough for the kernels' thread pool to be used."""
     model = load(tiny["mha"], "bfloat16", name)
     factory = by_name("tokenswift", heads.load_heads(tiny["mha"] / "heads", model), delay=0)
     texts = set()
@@ -107,7 +107,7 @@ def test_threads_change_nothing(tiny, name):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("drafter", ["plain", "tokenswift"])
-def test_the_way_a_prompt_is_cut_changes_nothing(model, plain, tiny, drafter, chunk):
+def test_the_chunk_size_of_prefill_changes_nothing(model, plain, tiny, drafter, chunk):
     folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
     factory = by_name(drafter, heads.load_heads(folder / "heads", model))
     written = generate(model, prompt_of(90), params_of("paper"), factory, chunk=chunk, banned=[1])
@@ -115,7 +115,7 @@ def test_the_way_a_prompt_is_cut_changes_nothing(model, plain, tiny, drafter, ch
 
 
 @pytest.mark.parametrize("written", [1, 13, 47])
-def test_a_text_cut_anywhere_goes_on_as_if_it_had_not_been(model, plain, written):
+def test_a_text_cut_anywhere_continues_as_the_uncut_text(model, plain, written):
     """Resuming is generating from prompt + tokens so far: the noise is keyed by position."""
     so_far = plain["short window"][:written]
     params = SamplingParams(max_new_tokens=NEW - written, seed=11, **SETTINGS["short window"])
@@ -148,8 +148,8 @@ def test_a_lying_drafter_changes_nothing(model, plain, kind):
 
 
 @pytest.mark.parametrize("name", [None, "reference"])
-def test_a_text_across_blocks_of_the_cache_is_the_same_text(tiny, name):
-    """Prefix, path and padding straddle the edge of a block of storage."""
+def test_a_text_that_crosses_a_cache_block_is_the_same_text(tiny, name):
+    """Prefix, draft path and padding lie across the edge of a block of cache storage."""
     model = load(tiny["gqa"], name=name)
     from longdraft.kernels.reference import SPLIT
 

@@ -1,4 +1,4 @@
-"""The journal's file: whatever is cut, flipped or lies, what is read is a true prefix, or nothing."""
+"""The journal's file: a journal that is cut, damaged or forged is read as a true prefix, or refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longdraft.journal import format as form
 from longdraft.journal import writer as writing
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_what_was_written_is_read_back(tmp_path):
     written(tmp_path)
     found = read(tmp_path)
     assert found.header == HEADER and found.runs == [RUN]
@@ -32,7 +32,7 @@ def test_what_is_written_is_read(tmp_path):
     assert found.header.params == SamplingParams(max_new_tokens=10_000, seed=7, stop=("x",))
 
 
-def test_who_goes_on_cuts_what_is_torn_and_appends(tmp_path):
+def test_a_new_run_truncates_a_torn_record_and_appends(tmp_path):
     written(tmp_path, is_finished=False)
     with (tmp_path / FILE).open("ab") as file:
         file.write(b"T\x00\x00")
@@ -46,7 +46,7 @@ def test_who_goes_on_cuts_what_is_torn_and_appends(tmp_path):
     assert found.steps[-1].run == 1
 
 
-def test_opening_changes_nothing_before_it_begins(tmp_path):
+def test_opening_changes_nothing_before_a_run_begins(tmp_path):
     written(tmp_path, is_finished=False)
     (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:-5])
     before = (tmp_path / FILE).read_bytes()
@@ -54,7 +54,7 @@ def test_opening_changes_nothing_before_it_begins(tmp_path):
     assert (tmp_path / FILE).read_bytes() == before
 
 
-def test_cut_at_every_byte_it_is_a_prefix_or_refused(tmp_path):
+def test_a_journal_cut_at_any_byte_is_a_true_prefix_or_refused(tmp_path):
     written(tmp_path / "whole")
     content = (tmp_path / "whole" / FILE).read_bytes()
     begins = content.index(b"R", content.index(b'"heads"'))
@@ -63,7 +63,7 @@ def test_cut_at_every_byte_it_is_a_prefix_or_refused(tmp_path):
         assert is_true_prefix(tmp_path) == (length >= begins)
 
 
-def test_every_byte_flipped_it_is_a_prefix_or_refused(tmp_path):
+def test_a_journal_with_any_byte_flipped_is_a_true_prefix_or_refused(tmp_path):
     written(tmp_path / "whole")
     content = (tmp_path / "whole" / FILE).read_bytes()
     for place in range(len(content)):
@@ -76,8 +76,8 @@ def test_every_byte_flipped_it_is_a_prefix_or_refused(tmp_path):
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 512, b"\xff" * 512, os.urandom(700)], ids=["zeros", "ones", "noise"])
-def test_a_last_sector_of_anything_is_cut(tmp_path, tail):
-    """After a power cut a file may have its new length and none of its new content."""
+def test_a_last_sector_of_any_bytes_is_truncated(tmp_path, tail):
+    """After a power cut, a file may have its new length without its new content."""
     written(tmp_path, is_finished=False)
     size = (tmp_path / FILE).stat().st_size
     for lost in (0, 1, 30, 100):
@@ -88,8 +88,8 @@ def test_a_last_sector_of_anything_is_cut(tmp_path, tail):
         go_on(tmp_path / "x")
 
 
-def test_records_of_another_time_or_place_do_not_count(tmp_path):
-    """A record is bound to all that stands before it: old sectors of the same file are no tokens of this one."""
+def test_records_from_another_run_or_offset_are_ignored(tmp_path):
+    """The checksum of a record covers all records before it, so old sectors of a file are not accepted."""
     written(tmp_path / "a")
     with Journal.create(tmp_path / "b", HEADER, RUN) as journal:
         journal.append((99,), 0, 0.0)
@@ -113,7 +113,7 @@ def test_two_writers_exclude_each_other(tmp_path):
     Journal.open(tmp_path)[0].close()
 
 
-def test_a_beginning_that_was_cut_is_begun_anew(tmp_path):
+def test_a_journal_with_a_torn_header_is_started_again(tmp_path):
     (tmp_path / (FILE + ".partial")).write_bytes(b"LDJR")
     written(tmp_path)
     assert read(tmp_path).tokens.tolist() == TOKENS
@@ -121,7 +121,7 @@ def test_a_beginning_that_was_cut_is_begun_anew(tmp_path):
 
 
 @pytest.mark.parametrize("policy, seconds", [("always", 0), ("never", np.inf), ("2.5", 2.5), (1, 1)])
-def test_fsync_policies(tmp_path, monkeypatch, policy, seconds):
+def test_each_fsync_policy_syncs_when_it_says(tmp_path, monkeypatch, policy, seconds):
     assert parse_fsync(policy) == seconds
     synced, now = [], [0.0]
     monkeypatch.setattr(writing.time, "monotonic", lambda: now[0])
@@ -134,7 +134,7 @@ def test_fsync_policies(tmp_path, monkeypatch, policy, seconds):
 
 
 @pytest.mark.parametrize("policy", ["", "sometimes", "0", "-1", "nan", "inf", None, [], 0])
-def test_other_policies_are_refused(policy):
+def test_unknown_fsync_policies_are_refused(policy):
     with pytest.raises(UsageError, match="always, never, or seconds"):
         parse_fsync(policy)
 
@@ -150,7 +150,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_no_journal_is_refused_with_one_line(tmp_path, what):
+def test_a_file_that_is_no_journal_is_refused_with_one_line(tmp_path, what):
     written(tmp_path)
     damage, message = REFUSED[what]
     damage(tmp_path)
@@ -160,7 +160,7 @@ def test_what_is_no_journal_is_refused_with_one_line(tmp_path, what):
 
 
 def lying(folder: Path, *records: tuple[int, bytes]) -> None:
-    """A journal of these records, whose checksums are right."""
+    """Write a journal of these records with correct checksums."""
     digest = form.Digest()
     (folder / FILE).write_bytes(form.MAGIC + b"".join(form.record(kind, payload, digest) for kind, payload in records))
 
@@ -185,7 +185,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("what", LIES)
-def test_a_header_that_lies_is_refused_with_one_line(tmp_path, what):
+def test_a_header_with_false_values_is_refused_with_one_line(tmp_path, what):
     payload, message = LIES[what]
     lying(tmp_path, (form.HEADER, payload))
     with pytest.raises(JournalError, match=message) as caught:
@@ -202,13 +202,13 @@ def test_a_header_that_lies_is_refused_with_one_line(tmp_path, what):
     ([(ord("Z"), b"")], "of kind 90"),
     ([(form.RUN, form.dump(RUN)), (form.TOKENS, form.dump_step(np.ones(10_001, np.int32), 0, 0.0))], "more than"),
 ])
-def test_records_that_lie_are_refused(tmp_path, records, message):
+def test_records_with_impossible_values_are_refused(tmp_path, records, message):
     lying(tmp_path, (form.HEADER, form.dump(HEADER)), *records)
     with pytest.raises(JournalError, match=message):
         read(tmp_path)
 
 
-def test_a_length_that_lies_takes_no_memory(tmp_path):
+def test_a_false_record_length_allocates_no_memory(tmp_path):
     written(tmp_path)
     with (tmp_path / FILE).open("r+b") as file:
         file.truncate(1 << 40)  # sparse
@@ -222,7 +222,7 @@ def test_a_length_that_lies_takes_no_memory(tmp_path):
 
 
 class Lives(RuleBasedStateMachine):
-    """Appends, kills, power cuts that tear and damage, recoveries: what is read is what was written, or a prefix."""
+    """Random appends, kills, power cuts with torn or damaged sectors, and recoveries: each read is a true prefix."""
 
     @initialize()
     def begin(self) -> None:
@@ -296,8 +296,8 @@ TestLives = Lives.TestCase
 @settings(max_examples=300, deadline=None, derandomize=True,
           suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_journals_of_random_records_never_crash(tmp_path, data):
-    """Right checksums, wrong content."""
+def test_random_records_never_crash_the_reader(tmp_path, data):
+    """The checksums are correct and the content is random."""
     values = st.none() | st.booleans() | st.integers(-2**70, 2**70) | st.floats() | st.text(max_size=5) | st.just([])
     header = json.loads(form.dump(HEADER))
     for name in data.draw(st.lists(st.sampled_from(sorted(header)), max_size=2)):

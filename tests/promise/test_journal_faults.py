@@ -1,4 +1,4 @@
-"""A journal on a system that fails, interrupts, or takes its folder away: nothing that was confirmed is lost."""
+"""The journal's writer: no fault of the operating system loses a confirmed token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longdraft.journal import writer as writing
 
 
 def life(folder: Path, done: list[int]) -> None:
-    """A journal's life in two processes; `done` gains the tokens whose writing was confirmed."""
+    """Write a journal in two runs; append each confirmed step to `done`."""
     with Journal.create(folder, HEADER, RUN, 0.0) as journal:
         for step in STEPS[:3]:
             journal.append(step, 0, 0.0)
@@ -34,7 +34,7 @@ def life(folder: Path, done: list[int]) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EINTR])
-def test_a_fault_at_any_call_loses_nothing_that_was_confirmed(tmp_path, monkeypatch, number):
+def test_a_fault_of_any_system_call_loses_nothing_confirmed(tmp_path, monkeypatch, number):
     faults = 0
     for at in range(1, 1000):
         folder, done, faulty = tmp_path / str(at), [], FaultyOS(at, number)
@@ -58,15 +58,15 @@ def test_a_fault_at_any_call_loses_nothing_that_was_confirmed(tmp_path, monkeypa
     assert at > 30 and faults > 25  # few calls may fail unnoticed: those that close
 
 
-def test_writes_that_take_little_at_a_time_are_continued(tmp_path, monkeypatch):
+def test_short_writes_are_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "os", FaultyOS(0, 0, is_short=True))
     done: list[int] = []
     life(tmp_path, done)
     assert done == TOKENS and is_true_prefix(tmp_path) and read(tmp_path).finish == "length"
 
 
-def test_interrupted_calls_are_repeated(tmp_path):
-    """Signals rain on the writer: the system interrupts its calls, Python repeats them, nothing is lost or doubled."""
+def test_interrupted_system_calls_are_repeated(tmp_path):
+    """Signals interrupt the writer's system calls; Python repeats them, and no record is lost or duplicated."""
     seen = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(1))
     stops = threading.Event()
@@ -91,7 +91,7 @@ def test_interrupted_calls_are_repeated(tmp_path):
     assert seen
 
 
-def test_after_a_failed_write_what_it_left_half_is_gone(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_no_partial_record(tmp_path, monkeypatch):
     with Journal.create(tmp_path, HEADER, RUN) as journal:
         journal.append(STEPS[0], 0, 0.0)
         size = (tmp_path / FILE).stat().st_size
@@ -101,7 +101,7 @@ def test_after_a_failed_write_what_it_left_half_is_gone(tmp_path, monkeypatch):
     assert (tmp_path / FILE).stat().st_size == size and read(tmp_path).torn == 0
 
 
-def test_a_folder_that_vanishes_comes_back(tmp_path, monkeypatch, caplog):
+def test_a_folder_that_vanishes_is_created_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(writing, "_LOOK_S", 0.0)
     with Journal.create(tmp_path / "a" / "b", HEADER, RUN) as journal:
         journal.append(STEPS[0], 0, 0.0)
@@ -114,7 +114,7 @@ def test_a_folder_that_vanishes_comes_back(tmp_path, monkeypatch, caplog):
     assert read(tmp_path / "a" / "b").tokens.tolist() == TOKENS
 
 
-def test_a_file_in_its_place_is_not_overwritten(tmp_path, monkeypatch):
+def test_a_file_in_place_of_the_journal_is_not_overwritten(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_LOOK_S", 0.0)
     with Journal.create(tmp_path, HEADER, RUN) as journal:
         (tmp_path / FILE).rename(tmp_path / "moved")

@@ -1,7 +1,7 @@
-"""The law: over many seeds, what is written follows the processed softmax, token by token.
+"""The law: over many seeds, the written tokens follow the processed softmax.
 
-The same test fails for the verification rule of the published TokenSwift code, which samples once for
-each *path* and keeps the longest match (kept here to show that the test has the power to see it).
+The same test fails for the verification rule of the published TokenSwift code, which samples once for each *path* and
+keeps the longest match. The rule is kept here to show that the test can detect such a bias.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def logits_after(path: tuple[int, ...]) -> list[float]:
 
 
 def adversarial(context: Context) -> Tree:
-    """Many paths through the same first tokens: where per-path sampling gets its extra tries."""
+    """Many paths share their first tokens, which gives per-path sampling several tries for each."""
     return from_paths(context.last, [(1, 2), (1, 0), (1, 1), (1, 3), (1, 4), (0, 0), (0, 1), (2, 2)], "test")
 
 
 def next_law(text: list[int], params: SamplingParams) -> np.ndarray:
-    """The processed softmax behind a text, computed the plain way."""
+    """The processed softmax for the token after a text, computed without the sampler."""
     row = LOGITS[text[-1]].copy()
     if params.repetition_penalty != 1:
         window = sorted(set(text[-params.penalty_window :]))
@@ -61,7 +61,7 @@ def pair_law(params: SamplingParams) -> np.ndarray:
 
 
 def departure(counts: np.ndarray, law: np.ndarray) -> float:
-    """p-value of a chi-square test; 0 if something impossible was written."""
+    """The p-value of a chi-square test; 0 if a token of probability 0 was written."""
     possible = law > 0
     if counts[~possible].any():
         return 0.0
@@ -92,7 +92,7 @@ def test_the_first_two_tokens_follow_the_processed_softmax(settings, propose):
 
 
 def published_rule(pick: random.Random, tree: Tree, laws: list[np.ndarray]) -> list[int]:
-    """`algorithms.md` 1.7: sample every path on its own, keep the longest match, add that path's next sample."""
+    """Sample each path independently, keep the longest match, and add the next sample of that path."""
     leaves = [node for node in range(len(tree)) if node not in tree.parents]
     best: list[int] = []
     for leaf in leaves:
@@ -107,7 +107,7 @@ def published_rule(pick: random.Random, tree: Tree, laws: list[np.ndarray]) -> l
     return best
 
 
-def test_the_published_rule_fails_this_test():
+def test_the_published_verification_rule_fails_this_test():
     params = SamplingParams()
     pick = random.Random(0)
     tree = adversarial(Context(PROMPT))
@@ -119,7 +119,7 @@ def test_the_published_rule_fails_this_test():
     assert counts[1] / SEEDS > 1.5 * next_law(PROMPT, params)[1]  # the much-tried token comes far too often
 
 
-def test_the_counter_example_of_the_design():
+def test_the_published_rule_fails_a_small_counterexample():
     """A fair coin and the leaves (A, A), (A, B): the published rule writes A three times out of four."""
     tree = from_paths(0, [(0, 0), (0, 1)], "test")
     pick = random.Random(1)

@@ -27,7 +27,7 @@ def naive(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("drafter", ["plain", "ngram", "tokenswift"])
-def test_greedy_with_penalty_equals_the_naive_loop(tmp_path, kv_heads, drafter):
+def test_greedy_text_with_a_penalty_equals_the_naive_loop(tmp_path, kv_heads, drafter):
     base = make_checkpoint(tmp_path / "model", num_key_value_heads=kv_heads)
     make_heads(tmp_path / "heads", base)
     model = load(tmp_path / "model")

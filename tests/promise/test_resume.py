@@ -1,4 +1,4 @@
-"""A text that was cut anywhere and went on equals the uncut one; what is not the same is refused with the reason."""
+"""Resume: a text resumed after any step equals the uncut text; a resume that could differ is refused with the reason."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def engine(folder) -> longdraft.Engine:
 
 
 def written(generation: longdraft.Generation) -> tuple[str, list[int], dict]:
-    """Text, tokens and statistics of a generation run to its end."""
+    """Run a generation to its end; return its text, tokens and statistics."""
     text, tokens, event = "", [], None
     for event in generation:
         text += event.text
@@ -48,7 +48,7 @@ def written(generation: longdraft.Generation) -> tuple[str, list[int], dict]:
 
 
 def cut(engine, journal: Path, after: int, **changes) -> list[int]:
-    """A generation that is closed after so many events: the tokens that it gave."""
+    """Close a generation after this many events; return its tokens."""
     generation = engine.generate("It was", longdraft.SamplingParams(**SETTINGS | changes), journal=journal)
     given: list[int] = []
     for _ in range(after):
@@ -67,7 +67,7 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_resumed_equals_uncut_after_every_step(engine, tmp_path, sampling):
+def test_a_text_resumed_after_any_step_equals_the_uncut_text(engine, tmp_path, sampling):
     settings = SETTINGS | SAMPLINGS[sampling]
     text, tokens, stats = written(engine.generate("It was", longdraft.SamplingParams(**settings)))
     for after in (0, 1, 2, 5, 17):
@@ -83,7 +83,7 @@ def test_resumed_equals_uncut_after_every_step(engine, tmp_path, sampling):
         assert rest[2]["resumed_tokens"] == len(given)
 
 
-def test_every_drafter_goes_on_with_every_others_text(tiny, tmp_path):
+def test_every_drafter_resumes_the_text_of_every_other_drafter(tiny, tmp_path):
     engines = {name: longdraft.load(str(tiny["mha"]), drafter=name) for name in ("plain", "ngram", "tokenswift",
                                                                                  "magicdec", "auto")}
     expected = written(engines["plain"].generate("It was", longdraft.SamplingParams(**SETTINGS)))[:2]
@@ -101,7 +101,7 @@ def test_every_drafter_goes_on_with_every_others_text(tiny, tmp_path):
         assert [token for event in events for token in event.tokens] == expected[1]
 
 
-def test_a_finished_journal_resumes_to_nothing(engine, tmp_path, monkeypatch):
+def test_resuming_a_finished_journal_writes_nothing(engine, tmp_path, monkeypatch):
     text, tokens, _ = written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path))
     before = (tmp_path / FILE).read_bytes()
     monkeypatch.setattr(longdraft.Generation, "_prefill", None)  # nothing is computed
@@ -112,8 +112,8 @@ def test_a_finished_journal_resumes_to_nothing(engine, tmp_path, monkeypatch):
     assert (tmp_path / FILE).read_bytes() == before
 
 
-def test_an_end_that_was_not_noted_is_found_in_the_tokens(engine, tmp_path):
-    """Cut between the last tokens and the record that the text is whole."""
+def test_an_end_missing_from_the_journal_is_found_in_its_tokens(engine, tmp_path):
+    """The journal ends between the last tokens and the record that marks the end."""
     written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path))
     content = (tmp_path / FILE).read_bytes()
     (tmp_path / FILE).write_bytes(content[:-1])
@@ -122,7 +122,7 @@ def test_an_end_that_was_not_noted_is_found_in_the_tokens(engine, tmp_path):
     assert event.finish_reason == "length" and read(tmp_path).finish == "length"
 
 
-def test_tokens_are_in_the_journal_before_they_are_given(engine, tmp_path):
+def test_tokens_are_in_the_journal_before_they_are_returned(engine, tmp_path):
     given: list[int] = []
     with engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path, fsync="never") as generation:
         for event in generation:
@@ -130,7 +130,7 @@ def test_tokens_are_in_the_journal_before_they_are_given(engine, tmp_path):
             assert read(tmp_path).tokens.tolist() == given
 
 
-def test_two_writers_exclude_each_other_and_a_dropped_one_does_not(engine, tmp_path):
+def test_two_writers_exclude_each_other_until_one_is_dropped(engine, tmp_path):
     params = longdraft.SamplingParams(**SETTINGS)
     generation = engine.generate("It was", params, journal=tmp_path)
     next(generation)
@@ -146,8 +146,8 @@ def test_two_writers_exclude_each_other_and_a_dropped_one_does_not(engine, tmp_p
     assert written(engine.resume(tmp_path))[2]["finish_reason"] == "length"
 
 
-def test_a_text_that_is_refused_leaves_no_journal_behind(tiny, tmp_path, monkeypatch):
-    """... so that the same command, put right, is taken."""
+def test_a_refused_request_leaves_no_journal_behind(tiny, tmp_path, monkeypatch):
+    """The corrected command can then use the same journal path."""
     engine = longdraft.load(str(tiny["gqa"]), drafter="medusa", drafter_options={"tree": "1,1,1,1"})
     params = longdraft.SamplingParams(**SETTINGS)
     with pytest.raises(UsageError, match="4 deep; allowed: at most 3"):
@@ -175,7 +175,7 @@ def test_a_text_that_is_refused_leaves_no_journal_behind(tiny, tmp_path, monkeyp
 
 
 def test_a_file_is_checked_against_the_model_before_it_is_used(engine, folder, tmp_path):
-    """Each difference is refused with its reason, and the journal stays as it was."""
+    """Each difference is refused with its reason, and the journal is unchanged."""
     cut(engine, tmp_path / "j", 3)
     before = (tmp_path / "j" / FILE).read_bytes()
     make_checkpoint(tmp_path / "weights", num_key_value_heads=2, seed=9)
@@ -196,7 +196,7 @@ def test_a_file_is_checked_against_the_model_before_it_is_used(engine, folder, t
     written(longdraft.resume(tmp_path / "j", model=str(tmp_path / "moved")))
 
 
-def test_other_kernels_are_refused_or_marked(engine, folder, tmp_path, monkeypatch):
+def test_resuming_on_other_kernels_is_refused_or_marked(engine, folder, tmp_path, monkeypatch):
     cut(engine, tmp_path, 3)
     monkeypatch.setenv("LONGDRAFT_KERNELS", "reference")
     with pytest.raises(JournalError, match=r"kernels .*, now reference.*--allow-different-kernels"):
@@ -212,7 +212,7 @@ def test_other_kernels_are_refused_or_marked(engine, folder, tmp_path, monkeypat
     assert run(["inspect", str(tmp_path)]) == 0
 
 
-def test_the_journals_kernels_are_taken_where_they_exist(folder, tmp_path, monkeypatch):
+def test_resume_uses_the_kernels_of_the_journal_if_available(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("LONGDRAFT_KERNELS", "reference")
     engine = longdraft.load(str(folder), drafter="suffix")
     expected = written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS)))[1]
@@ -222,7 +222,7 @@ def test_the_journals_kernels_are_taken_where_they_exist(folder, tmp_path, monke
     assert stats["kernels"] == "reference" and stats["exactness"] == "bit-exact" and tokens == expected
 
 
-def test_a_token_that_the_model_does_not_know_is_refused(engine, tmp_path):
+def test_a_token_outside_the_vocabulary_is_refused(engine, tmp_path):
     cut(engine, tmp_path, 2)
     journal, _ = writing.Journal.open(tmp_path)
     journal.append((70_000,), 0, 0.0)
@@ -231,7 +231,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(engine, tmp_path):
         engine.resume(tmp_path)
 
 
-def test_tokens_behind_the_end_are_refused(engine, tmp_path):
+def test_tokens_after_the_end_are_refused(engine, tmp_path):
     cut(engine, tmp_path, 2)
     journal, _ = writing.Journal.open(tmp_path)
     journal.append((1, 5), 0, 0.0)  # 1 ends a text
@@ -278,8 +278,8 @@ def test_out_of_memory_in_a_step_leaves_a_journal_that_resumes(engine, tmp_path,
     assert written(engine.resume(tmp_path))[1] == expected
 
 
-def test_clocks_that_jump_change_nothing(engine, tmp_path, monkeypatch):
-    """The wall clock is written down for people; what is timed is timed by one that does not jump."""
+def test_a_clock_that_jumps_changes_nothing(engine, tmp_path, monkeypatch):
+    """The wall clock is recorded for display only; durations use a monotonic clock."""
     import datetime
 
     class Jumping(datetime.datetime):
@@ -295,7 +295,7 @@ def test_clocks_that_jump_change_nothing(engine, tmp_path, monkeypatch):
     assert all(step.seconds < 10 for step in read(tmp_path).steps)
 
 
-def test_a_model_that_is_replaced_while_it_writes_changes_nothing(folder, tmp_path):
+def test_replacing_the_model_folder_while_it_writes_changes_nothing(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "m")
     engine = longdraft.load(str(tmp_path / "m"), drafter="plain")
     expected = written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS)))[1]
@@ -309,7 +309,7 @@ def test_a_model_that_is_replaced_while_it_writes_changes_nothing(folder, tmp_pa
     assert not (tmp_path / "k").exists()
 
 
-def test_a_model_in_memory_cannot_be_journalled_and_says_so(folder, tmp_path):
+def test_a_model_without_a_folder_cannot_write_a_journal(folder, tmp_path):
     from transformers import AutoModelForCausalLM
 
     writer = longdraft.from_transformers(AutoModelForCausalLM.from_pretrained(folder))
@@ -320,7 +320,7 @@ def test_a_model_in_memory_cannot_be_journalled_and_says_so(folder, tmp_path):
 # Beside a writer
 
 
-def test_inspect_reads_while_another_writes(engine, tmp_path, capfd):
+def test_inspect_reads_a_journal_while_it_is_written(engine, tmp_path, capfd):
     generation = engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path)
     assert run(["inspect", str(tmp_path), "--json"]) == 0  # not one token yet
     next(generation)
@@ -337,8 +337,8 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not tell resident memory so")
-def test_memory_grows_by_the_cache_and_nothing_else(tmp_path):
-    """The short version of what `benchmarks/soak.py long` does with 100,000 tokens."""
+def test_only_the_kv_cache_grows_with_the_text(tmp_path):
+    """A short version of `benchmarks/soak.py long`, which writes 100,000 tokens."""
     make_checkpoint(tmp_path / "m", hidden_size=128, max_position_embeddings=16384)
     engine = longdraft.load(str(tmp_path / "m"), drafter="plain")
     params = longdraft.SamplingParams(max_new_tokens=9000, seed=1, ignore_eos=True)
