@@ -264,31 +264,39 @@ def test_bad_settings_are_named(text, tokens, tmp_path, changes, message):
         job.train(LmSettings(**{"data": (text,), "tokenizer": str(tokens)} | SMALL | changes), tmp_path / "lm")
 
 
-def in_two_processes(*arguments: str) -> str:
-    """stdout of a command that torchrun starts twice."""
+def in_two_processes(folder: Path, commands: list[list[str]]) -> list[str]:
+    """The lines of stdout of these commands, which torchrun starts once, in two processes."""
+    script = folder / "commands.py"
+    script.write_text("import json, sys\nfrom longdraft.__main__ import run\n"
+                      "sys.exit(max(run(command) for command in json.loads(sys.argv[1])))")
     ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "longdraft",
-         *arguments], capture_output=True, text=True, timeout=240,
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script),
+         json.dumps(commands)], capture_output=True, text=True, timeout=240,
         env=os.environ | {"PYTHONPATH": str(Path(job.__file__).parents[2]), "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    return ran.stdout.splitlines()
 
 
-@pytest.mark.parametrize("kind", ["heads", "lm"])
-def test_two_processes_equal_one_and_one_of_them_tells(text, tokens, tmp_path, kind):
+def test_two_processes_equal_one_and_only_one_of_them_reports(text, tokens, tmp_path):
     shared = dict(data=(text,), sequence_length=32, steps=6, warmup_steps=2, eval_every=0, checkpoint_every=0,
                   probe_tokens=4, device="cpu", threads=1, dtype="float32", learning_rate=1e-2)
-    given = {"heads": dict(shared, model=str(tokens)), "lm": dict(SMALL, **shared, tokenizer=str(tokens))}[kind]
-    name = {"heads": HeadSettings, "lm": LmSettings}[kind]
-    job.train(name(**given | {"batch_size": 4}), tmp_path / "one")
-    options = given | {"batch_size": 2, "data": text, "output": tmp_path / "two"}
-    told = in_two_processes("train", kind, *(part for option, value in options.items()
-                                             for part in (f"--{option.replace('_', '-')}", str(value))))
-    assert told.count("part   loss") == 1 and told.count('{"kind"') == 1
-    assert len(json.loads(told.splitlines()[-1])["probe"]) == (2 if kind == "heads" else 0)
-    assert np.allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-3)
-    one, other = (load_file(tmp_path / where / "model.safetensors") for where in ("one", "two"))
-    assert all(torch.allclose(one[key], other[key], rtol=1e-2, atol=2e-3) for key in one)
+    kinds = {"heads": (HeadSettings, dict(shared, model=str(tokens))),
+             "lm": (LmSettings, dict(SMALL, **shared, tokenizer=str(tokens)))}
+    commands = []
+    for kind, (settings, given) in kinds.items():
+        job.train(settings(**given | {"batch_size": 4}), tmp_path / kind / "one")
+        options = given | {"batch_size": 2, "data": text, "output": tmp_path / kind / "two"}
+        commands.append(["train", kind, *(part for option, value in options.items()
+                                          for part in (f"--{option.replace('_', '-')}", str(value)))])
+    lines = in_two_processes(tmp_path, commands)
+    assert sum(line.startswith("part   loss") for line in lines) == 2
+    reports = {report["kind"]: report for report in map(json.loads, (line for line in lines if line[:1] == "{"))}
+    assert len([line for line in lines if '{"kind"' in line]) == len(reports) == 2
+    assert len(reports.pop("lm")["probe"]) == 0 and len(reports.popitem()[1]["probe"]) == 2
+    for kind in kinds:
+        assert np.allclose(losses(tmp_path / kind / "two"), losses(tmp_path / kind / "one"), rtol=1e-3)
+        one, other = (load_file(tmp_path / kind / where / "model.safetensors") for where in ("one", "two"))
+        assert all(torch.allclose(one[key], other[key], rtol=1e-2, atol=2e-3) for key in one)
 
 
 def test_processes_wait_for_hours(monkeypatch):

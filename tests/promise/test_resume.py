@@ -1,4 +1,4 @@
-"""Resume: a text resumed after any step equals the uncut text; a resume that could differ is refused with the reason."""
+"""Resume: a text resumed after any step equals the uncut text; a resume that could differ is refused, with a reason."""
 
 from __future__ import annotations
 
