@@ -61,7 +61,7 @@ Distribution = tuple[NDArray[np.int64], NDArray[np.float64]]  # token ids, and t
 def _distribution(row: NDArray[np.float32], params: SamplingParams) -> Distribution:
     if params.temperature == 0:
         return np.array([process.best_token(row)]), np.ones(1)
-    kept = process.support(row, params)
+    kept = process.filtered(row, params)
     masses = np.exp(kept.scores - kept.scores.max())
     return kept.ids, np.cumsum(masses / masses.sum())
 

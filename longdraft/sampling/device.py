@@ -1,7 +1,7 @@
-"""The sampler of a CUDA device: the same tokens, to the bit, from the same logits, without bringing those to the host.
+"""The sampler of a CUDA device: it chooses the same tokens from the same logits, without copying those to the host.
 
-For settings that need no sums (temperature, penalty, min-p); others are decided on the host by the Python beside it.
-The walk along the tree is done on the device too, so that the cache can keep its rows before the host knows them.
+It supports settings that need no sums (temperature, penalty, min-p); the host decides the others. The walk along the
+tree runs on the device too, so the cache can commit its rows before the host has read which they are.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from longdraft.tree import Tree
 if TYPE_CHECKING:
     from longdraft.kernels.cuda.choice import Chosen
 
-Place = Callable[[Tensor, Tensor], None]  # keep these rows at these positions, both on the device
-
-
-def serves(params: SamplingParams, kernels: Kernels | None) -> bool:
-    """Whether these settings can be decided on these kernels' device."""
-    if kernels is None or not kernels.is_device or params.logit_bias:
-        return False
-    no_sums = params.top_k == 0 and params.top_p == 1 and params.eta_cutoff == 0
-    return params.temperature == 0 or (no_sums and params.min_tokens_to_keep == 1)
+Place = Callable[[Tensor, Tensor], None]  # KVCache.place: commit rows [N] at positions [N], both on the device
 
 
 class DeviceSampler:
-    """`choose` of :class:`longdraft.sampling.sampler.Sampler`, and `walk`."""
+    """`choose` of :class:`longdraft.sampling.sampler.Sampler`, and `walk`, on a device."""
+
+    @staticmethod
+    def supports(params: SamplingParams, kernels: Kernels) -> bool:
+        """Whether the kernels' device can decide these settings."""
+        no_sums = params.top_k == 0 and params.top_p == 1 and params.eta_cutoff == 0
+        is_known = params.temperature == 0 or (no_sums and params.min_tokens_to_keep == 1)
+        return kernels.is_device and not params.logit_bias and is_known
 
     def __init__(self, params: SamplingParams, banned: Sequence[int], kernels: Kernels) -> None:
         from longdraft.kernels.cuda.choice import Chooser, Law  # needs Triton
@@ -43,14 +42,14 @@ class DeviceSampler:
         self._chooser = Chooser(self._law, kernels.device)
 
     def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:
-        """The token behind each node, -1 where there is nothing to choose from."""
+        """The token behind each node; NO_TOKEN (-1) where a row's logits are not finite."""
         found: list[int] = self.launch(logits.clone(), tree, context).choices.tolist()
         return found
 
     def walk(self, logits: Tensor, tree: Tree, context: Context, place: Place) -> tuple[list[int], list[int]]:
-        """Nodes from the root down along the target's choices, and those choices. `logits` are overwritten.
+        """Nodes from the root down along the target's choices, and those choices. Overwrites `logits`.
 
-        The rows are given to `place` before anybody waits for the device.
+        Calls `place` with the rows before it waits for the device.
         """
         chosen = self.launch(logits, tree, context)
         place(chosen.path, chosen.targets)

@@ -1,7 +1,7 @@
-"""The compiled sampler, for settings that need no sums: temperature, penalty, min-p. The same tokens, to the bit.
+"""The compiled sampler, for settings that need no sums: temperature, penalty, min-p. It chooses the same tokens.
 
-Everything it does is defined by the Python beside it (`sampler`, `process`, `window`), which serves where the
-compiled module is missing, where a filter needs a sum or a sort, and in the tests.
+Its definition is the Python code of this package (`sampler`, `process`, `window`). That code runs where the compiled
+module is missing, where a filter needs a sum or a sort, and in the tests.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from longdraft.core import Context, SamplingParams
 from longdraft.kernels import cpu
 from longdraft.tree import Tree
 
-_LONGEST = 2**31 - 1  # tokens; as good as any longer window, and a number that C++ has
-
-
-def serves(params: SamplingParams) -> bool:
-    """Whether the compiled sampler knows these settings, and is there."""
-    no_sums = params.top_k == 0 and params.top_p == 1 and params.eta_cutoff == 0
-    return not cpu.WHY_MISSING and (params.temperature == 0 or (no_sums and params.min_tokens_to_keep == 1))
+_MAX_WINDOW = 2**31 - 1  # tokens: the largest C++ int; no text is longer
 
 
 class FastSampler:
-    """`choose` and `rank` of :class:`longdraft.sampling.sampler.Sampler`."""
+    """`choose` and `rank` of :class:`longdraft.sampling.sampler.Sampler`, compiled."""
+
+    @staticmethod
+    def supports(params: SamplingParams) -> bool:
+        """Whether the compiled module is installed and supports these settings."""
+        no_sums = params.top_k == 0 and params.top_p == 1 and params.eta_cutoff == 0
+        return not cpu.WHY_MISSING and (params.temperature == 0 or (no_sums and params.min_tokens_to_keep == 1))
 
     def __init__(self, params: SamplingParams, banned: NDArray[np.int64], vocabulary: int) -> None:
         self._params = params
@@ -38,34 +38,34 @@ class FastSampler:
             least = math.log(params.min_p)
             lowest = params.temperature * (least - 1.0)
         inside = [int(token) for token in banned if token < vocabulary]
-        window = min(params.penalty_window, _LONGEST)
+        window = min(params.penalty_window, _MAX_WINDOW)
         self._native = cpu.new_choice(params.temperature, lowest, least, params.repetition_penalty, window,
                                       params.seed or 0, vocabulary, inside)
-        self._seen = 0
+        self._num_seen = 0
 
     def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:
-        self._sync(context)
+        self._update(context)
         rows = self._rows(logits)
-        assert len(rows) == len(tree), "a row of logits for each node"
+        assert len(rows) == len(tree), "one row of logits for each node"
         return self._native.choose(rows.data_ptr(), tree.tokens, tree.parents, len(context), self._left(context))
 
     def rank(self, logits: Tensor, context: Context, path: Sequence[int], num: int, ahead: int,
              within: float) -> list[int]:
-        self._sync(context)
+        self._update(context)
         row, known = self._rows(logits[None]), len(path) + ahead
         return self._native.rank(row.data_ptr(), path, len(context) + known, known < self._left(context), num,
                                  within)
 
     def _left(self, context: Context) -> int:
-        """Tokens still to be written before the text may end."""
+        """Tokens to write before the text may end."""
         return max(0, self._params.min_new_tokens - context.num_new)
 
-    def _sync(self, context: Context) -> None:
-        """Hand in what the text gained, of which the last window counts."""
-        if self._seen < len(context):
-            new = context.slice(max(self._seen, len(context) - self._params.penalty_window), len(context))
+    def _update(self, context: Context) -> None:
+        """Pass the new tokens of the text, or the last window of them."""
+        if self._num_seen < len(context):
+            new = context.slice(max(self._num_seen, len(context) - self._params.penalty_window), len(context))
             self._native.extend(new.ctypes.data, len(new))
-            self._seen = len(context)
+            self._num_seen = len(context)
 
     def _rows(self, logits: Tensor) -> Tensor:
         rows = logits.detach().to("cpu", torch.float32).contiguous()

@@ -1,4 +1,4 @@
-"""From logits to the tokens that may be chosen: pure functions on one row, in one documented order.
+"""The filters: from one row of logits to the tokens that can be chosen, as pure functions in a fixed order.
 
     0. logit_bias added                          (raw logits, float32)
     1. repetition penalty within the window
@@ -6,11 +6,11 @@
     3. temperature                               (from here on float64)
     4. top_k   5. top_p   6. min_p   7. eta_cutoff
 
-as in `transformers` (logits processors, then warpers); each filter sees the distribution that the one
-before left. Equal scores resolve by the smaller token id, everywhere. There is no sort of the
-vocabulary: thresholds where a threshold does, else a few largest first, with an exact fallback.
+The order is that of `transformers` (logits processors, then warpers). Each filter sees the distribution that the
+previous one left. Of equal scores, the smaller token id wins, everywhere. The vocabulary is never sorted: a threshold
+where that suffices, else the largest scores first, with an exact fallback.
 
-A *support* is (ids ascending, their scores): the candidates that are left.
+A *support* is the set of tokens with non-zero probability: ids, ascending, and their scores.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from longdraft.core import SamplingParams
 from longdraft.errors import NumericalError
 from longdraft.kernels import exact
 
-NEGLIGIBLE = 45.0  # nats below the best at which a token's probability counts as 0: e^-45 < 2^-64
-_FIRST_TRY = 256  # tokens looked at before top_p falls back to more
+NEGLIGIBLE = 45.0  # nats below the best score at which a probability counts as 0: e^-45 < 2^-64
+_FIRST_TOP_P = 256  # highest scores that top_p examines first; eight times as many at each further try
 
 
 class Support(NamedTuple):
-    """Candidates of one row: token ids [N] ascending, scores [N] float64 (logit / temperature)."""
+    """Tokens that can be chosen: ids [N], ascending, and scores [N] float64 (logit / temperature)."""
 
     ids: NDArray[np.int64]
     scores: NDArray[np.float64]
@@ -40,21 +40,24 @@ class Support(NamedTuple):
 
 
 def penalise(logits: NDArray[np.float32], penalty: float) -> NDArray[np.float32]:
-    """Logits of tokens that stand in the window: divided where positive, multiplied where negative (CTRL)."""
+    """Logits of tokens in the penalty window: divided where positive, multiplied where negative (CTRL, 2019)."""
     theta = np.float32(penalty)
     return np.where(logits < 0, logits * theta, logits / theta)
 
 
-def support(row: NDArray[np.float32], params: SamplingParams) -> Support:
-    """What temperature (> 0) and the filters leave of one penalised row [V]."""
+def filtered(row: NDArray[np.float32], params: SamplingParams) -> Support:
+    """What temperature (> 0) and the filters leave of one penalised row [V].
+
+    Raises NumericalError if the highest logit is not finite.
+    """
     best = float(row.max())
     if not math.isfinite(best):
         raise NumericalError("the model's logits are not finite; its weights may be damaged")
-    # With min_p alone most tokens fall to a threshold that float32 can see, with a nat to spare.
+    # With min_p alone, a threshold on the float32 row removes most tokens; a nat of margin keeps it exact.
     lowest = -math.inf
     if params.min_p > 0 and params.top_p == 1 and params.top_k == 0 and params.min_tokens_to_keep == 1:
         lowest = best + params.temperature * (math.log(params.min_p) - 1.0)
-    ids = np.flatnonzero(row > np.float64(lowest))  # not in float32: the nat to spare may be less than its step
+    ids = np.flatnonzero(row > np.float64(lowest))  # in float64: the margin may be less than float32's step
     kept = Support(ids, row[ids].astype(np.float64) / params.temperature)
     if 0 < params.top_k < len(kept.ids):
         kept = top_k(kept, params.top_k)
@@ -77,14 +80,14 @@ def top_k(kept: Support, k: int) -> Support:
 
 
 def top_p(kept: Support, p: float) -> Support:
-    """The fewest tokens, likeliest first, whose probability reaches p (nucleus sampling)."""
+    """The smallest set of most likely tokens whose probability reaches p (nucleus sampling)."""
     goal = p * float(np.cumsum(_masses(kept))[-1])
     best = float(kept.scores.max())
-    looked_at = _FIRST_TRY
+    num_examined = _FIRST_TOP_P
     while True:
         head = kept
-        if looked_at < len(kept.ids):
-            head = kept.keep(kept.scores >= -np.partition(-kept.scores, looked_at - 1)[looked_at - 1])
+        if num_examined < len(kept.ids):
+            head = kept.keep(kept.scores >= -np.partition(-kept.scores, num_examined - 1)[num_examined - 1])
         order = np.lexsort((head.ids, -head.scores))
         before = np.cumsum(exact.exp(head.scores[order] - best))
         num_kept = int(np.searchsorted(before, goal, side="left")) + 1
@@ -92,16 +95,16 @@ def top_p(kept: Support, p: float) -> Support:
             chosen = np.zeros(len(order), dtype=bool)
             chosen[order[:num_kept]] = True
             return head.keep(chosen)
-        looked_at *= 8
+        num_examined *= 8
 
 
 def min_p(kept: Support, fraction: float, at_least: int) -> Support:
-    """Tokens at least `fraction` as likely as the likeliest: a threshold, no sum."""
+    """Tokens at least `fraction` as likely as the most likely one: a threshold, no sum."""
     return _above(kept, float(kept.scores.max()) + math.log(fraction), at_least)
 
 
 def eta(kept: Support, epsilon: float, at_least: int) -> Support:
-    """Tokens with probability of at least min(epsilon, sqrt(epsilon) * exp(-entropy)) (Hewitt et al. 2022)."""
+    """Tokens with a probability of at least min(epsilon, sqrt(epsilon) * exp(-entropy)) (Hewitt et al. 2022)."""
     masses = _masses(kept)
     total = float(np.cumsum(masses)[-1])
     best = float(kept.scores.max())
@@ -112,7 +115,7 @@ def eta(kept: Support, epsilon: float, at_least: int) -> Support:
 
 
 def _above(kept: Support, threshold: float, at_least: int) -> Support:
-    """Scores of at least `threshold`, and never fewer than the `at_least` best."""
+    """Tokens with a score of at least `threshold`; the `at_least` best ones if those are fewer."""
     mask = kept.scores >= threshold
     if int(mask.sum()) >= at_least or len(kept.ids) <= at_least:
         return kept.keep(mask) if int(mask.sum()) >= at_least else kept
@@ -120,7 +123,7 @@ def _above(kept: Support, threshold: float, at_least: int) -> Support:
 
 
 def _masses(kept: Support) -> NDArray[np.float64]:
-    """exp(score - best); tokens more than NEGLIGIBLE below the best weigh nothing."""
+    """exp(score - best) [N]; 0 for tokens more than NEGLIGIBLE below the best."""
     gaps = kept.scores - kept.scores.max()
     masses: NDArray[np.float64] = np.zeros_like(gaps)
     near = gaps > -NEGLIGIBLE
@@ -129,7 +132,7 @@ def _masses(kept: Support) -> NDArray[np.float64]:
 
 
 def best_token(row: NDArray[Any]) -> int:
-    """The highest logit; the smallest id among equals."""
+    """The id of the highest logit; the smallest id among equals. NumericalError if that logit is not finite."""
     best = int(row.argmax())  # numpy returns the first
     if not math.isfinite(float(row[best])):
         raise NumericalError("the model's logits are not finite; its weights may be damaged")

@@ -1,9 +1,10 @@
-"""`choose` is the law: the token the target takes at each node. `rank` tells drafters what it would like.
+"""The sampler of one request. `choose` defines the target's tokens; `rank` gives drafters their best guesses.
 
-    token at position p = argmax over v in support of  logit_v / T + noise(seed, p, v)
+    token at position p  =  argmax over the tokens v that the filters leave of  logit_v / T + noise(seed, p, v)
 
-T = 0 is plain argmax. The token is a deterministic function of the target's logits, so verification is
-"choose at every node, follow the tree while it agrees"; see :mod:`longdraft.speculation.verify`.
+The noise is Gumbel noise keyed by (seed, position, token id), so the argmax is a sample of the softmax (Gumbel-max).
+T = 0 is plain argmax. The token is a deterministic function of the target's logits. Verification therefore chooses at
+every node and follows the tree while it agrees (longdraft/speculation/verify.py).
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from numpy.typing import NDArray
 
 from longdraft.core import Context, SamplingParams
 from longdraft.kernels import Kernels, noise
-from longdraft.sampling import device, fast, process
+from longdraft.sampling import process
 from longdraft.sampling.device import DeviceSampler
 from longdraft.sampling.fast import FastSampler
 from longdraft.sampling.process import Support
 from longdraft.sampling.window import PenaltyWindow
 from longdraft.tree import Tree
 
-NO_TOKEN = -1  # what `choose` gives where there is nothing to choose from
-_DIRECT = 512  # up to this many candidates the noise of each is computed
-_CANDIDATES = 128  # beyond the support, a drafter's guesses come from this many best logits
+NO_TOKEN = -1  # the result of `choose` for a row whose logits are not finite
+_MAX_DIRECT = 512  # up to this many tokens, the noise of each is computed
+_GUESS_POOL = 128  # highest logits from which `rank` takes guesses when the filters leave too few
 
 
 class Sampler:
@@ -34,8 +35,8 @@ class Sampler:
 
     params   the request's settings; `params.seed` must be set when temperature > 0
     banned   ids that cannot be chosen before params.min_new_tokens (end of text, stop ids)
-    is_fast  leave to the compiled sampler what it knows (the same tokens, sooner)
-    kernels  leave to their device what it can decide (the same tokens, without moving logits)
+    is_fast  use the compiled sampler for the settings that it supports (the same tokens, faster)
+    kernels  use the sampler of their device for the settings that it supports (the same tokens, logits stay there)
     """
 
     def __init__(self, params: SamplingParams, banned: Iterable[int] = (), is_fast: bool = True,
@@ -47,16 +48,16 @@ class Sampler:
         self._window = PenaltyWindow(params.penalty_window) if params.repetition_penalty != 1 else None
         tokens, values = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
         self._bias = torch.tensor(tokens, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
-        self._is_fast = is_fast and fast.serves(params)
+        self._is_fast = is_fast and FastSampler.supports(params)
         self._fast: FastSampler | None = None
         self.on_device: DeviceSampler | None = None
-        if kernels is not None and device.serves(params, kernels):
+        if kernels is not None and DeviceSampler.supports(params, kernels):
             self.on_device = DeviceSampler(params, self._banned.tolist(), kernels)
 
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
         """The target's token behind each node, from its logits [nodes, V] float32.
 
-        NO_TOKEN where a row's logits are not finite: an error only if the text gets there.
+        NO_TOKEN where a row's logits are not finite. That is an error only if the text reaches the node.
         """
         if self.on_device:
             return self.on_device.choose(logits, tree, context)
@@ -70,7 +71,7 @@ class Sampler:
         if self.params.temperature == 0:
             taken = [process.best_token(rows[node]) for node in sound]
         else:
-            supports = [process.support(rows[node], self.params) for node in sound]
+            supports = [process.filtered(rows[node], self.params) for node in sound]
             taken = gumbel_argmaxes(supports, self._seed, [len(context) + tree.depths[node] for node in sound])
         for node, token in zip(sound, taken, strict=True):
             chosen[node] = token
@@ -80,13 +81,13 @@ class Sampler:
              within: float = math.inf) -> list[int]:
         """A drafter's `num` best guesses, best first, from its logits [V].
 
-        path   drafted tokens behind the text (root excluded); the guesses follow them
-        ahead  unknown tokens between the path and the guesses (a head that looks further)
-        within how far a guess's score (logit / temperature + noise; at T = 0 the logit) may be below the first's
+        path    drafted tokens behind the text, without the root; the guesses follow them
+        ahead   unknown tokens between the path and the guesses (for heads that predict further tokens)
+        within  largest gap between a guess's score and the best one's; score: logit / T + noise, at T = 0 the logit
 
-        They are ranked with the noise the target will use, so a draft that agrees with the target's
-        logits agrees with its samples, at any temperature. Tokens that the filters remove come last:
-        a drafter's logits are only an estimate. Logits that are not finite give no guesses.
+        Guesses are ranked with the noise that the target will use, so a draft that agrees with the target's logits
+        agrees with its samples, at any temperature. Tokens that the filters remove come last, because a drafter's
+        logits are an estimate. Logits that are not finite give no guesses.
         """
         logits = self._biased(logits)
         if self._is_fast:
@@ -100,10 +101,10 @@ class Sampler:
             best = np.argpartition(-row, num - 1)[:num]
             best = best[np.lexsort((best, -row[best]))]
             return [int(token) for token in best if float(row[token]) >= float(row[best[0]]) - within]
-        inside = process.support(row, self.params)
+        inside = process.filtered(row, self.params)
         ranked = _by_noise(inside, self._seed, position)[:num]
         if len(ranked) < num:
-            pool = min(max(_CANDIDATES, num), len(row))
+            pool = min(max(_GUESS_POOL, num), len(row))
             best = np.argpartition(-row, pool - 1)[:pool]
             others = np.setdiff1d(best, inside.ids)
             scores = row[others].astype(np.float64) / self.params.temperature
@@ -112,9 +113,8 @@ class Sampler:
 
     def log_probabilities(self, logits: torch.Tensor, context: Context,
                           paths: Sequence[Sequence[int]]) -> list[Support]:
-        """What the law chooses from behind the text and the tokens of paths[i], by logits [R, V]: the ids that
-        penalty, bans and filters leave, and their log-probabilities. At T = 0, where the choice has none, those of
-        the penalised logits themselves."""
+        """For row i of logits [R, V], behind the text and the tokens of paths[i]: the ids that penalty, bans and
+        filters leave, and their log-probabilities. At T = 0, log-probabilities of the penalised logits at T = 1."""
         rows = self._penalised(self._biased(logits), context, paths)
         return [_normalised(row, self.params) for row in rows]
 
@@ -134,17 +134,17 @@ class Sampler:
 
     def _penalised(self, logits: torch.Tensor, context: Context, paths: Sequence[Sequence[int]],
                    ahead: int = 0) -> NDArray[np.float32]:
-        """Rows [R, V] after penalty and bans; row i stands behind the text and the tokens of paths[i]."""
+        """Rows [R, V] after penalty and bans; row i is behind the text and the tokens of paths[i]."""
         raw: NDArray[np.float32] = logits.detach().float().cpu().numpy()
         rows = raw.copy()
         if self._window is not None:
-            self._window.sync(context)
+            self._window.update(context)
             common = self._window.tokens()
             rows[:, common] = process.penalise(raw[:, common], self.params.repetition_penalty)
             for i, path in enumerate(paths):
                 if path:
-                    added, left = self._window.change(context, path)
-                    _restore(rows[i], raw[i], left)
+                    added, removed = self._window.difference(context, path)
+                    _restore(rows[i], raw[i], removed)
                     _penalise(rows[i], raw[i], added, self.params.repetition_penalty)
         for i, path in enumerate(paths):
             if context.num_new + ahead + len(path) < self.params.min_new_tokens:
@@ -157,7 +157,7 @@ def _normalised(row: NDArray[np.float32], params: SamplingParams) -> Support:
         ids = np.flatnonzero(np.isfinite(row))
         kept = Support(ids, row[ids].astype(np.float64))
     else:
-        kept = process.support(row, params)
+        kept = process.filtered(row, params)
     best = kept.scores.max()
     return Support(kept.ids, kept.scores - best - np.log(np.exp(kept.scores - best).sum()))
 
@@ -173,16 +173,16 @@ def _penalise(row: NDArray[np.float32], raw: NDArray[np.float32], tokens: set[in
 
 
 def _by_noise(kept: Support, seed: int, position: int) -> list[tuple[float, int]]:
-    """(score plus noise, id), best first."""
+    """Pairs of score + noise and id, best first."""
     total = kept.scores + noise.gumbel(seed, position, kept.ids)
     order = np.lexsort((kept.ids, -total))
     return list(zip(total[order].tolist(), kept.ids[order].tolist(), strict=True))
 
 
 def gumbel_argmaxes(supports: Sequence[Support], seed: int, positions: Sequence[int]) -> list[int]:
-    """`gumbel_argmax` of each support at its position; the noise of small ones is computed together."""
+    """`gumbel_argmax` of each support at its position; the noise of small supports is computed together."""
     sizes = [len(kept.ids) for kept in supports]
-    if not supports or sum(sizes) > _DIRECT:
+    if not supports or sum(sizes) > _MAX_DIRECT:
         return [gumbel_argmax(kept, seed, position) for kept, position in zip(supports, positions, strict=True)]
     ids = np.concatenate([kept.ids for kept in supports])
     total = np.concatenate([kept.scores for kept in supports]) + noise.gumbel(seed, np.repeat(positions, sizes), ids)
@@ -196,11 +196,11 @@ def gumbel_argmaxes(supports: Sequence[Support], seed: int, positions: Sequence[
 def gumbel_argmax(kept: Support, seed: int, position: int) -> int:
     """argmax of score + noise over a support; the smallest id among equals.
 
-    With many candidates only those whose random bits could still win get their noise computed: the
-    best of the highest scores sets a mark, and a score s needs noise of at least mark - s.
+    With many tokens, noise is computed only where it could decide. The best sum among the highest scores sets a mark; a
+    lower score s needs noise of at least mark - s, which few of the random bits reach.
     """
-    if len(kept.ids) > _DIRECT:
-        threshold = -np.partition(-kept.scores, _DIRECT - 1)[_DIRECT - 1]
+    if len(kept.ids) > _MAX_DIRECT:
+        threshold = -np.partition(-kept.scores, _MAX_DIRECT - 1)[_MAX_DIRECT - 1]
         high = kept.scores >= threshold
         mark = float((kept.scores[high] + noise.gumbel(seed, position, kept.ids[high])).max())
         could = high | (noise.bits(seed, position, kept.ids) >= noise.bits_reaching(mark - threshold))

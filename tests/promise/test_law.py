@@ -48,7 +48,7 @@ def next_law(text: list[int], params: SamplingParams) -> np.ndarray:
     if params.repetition_penalty != 1:
         window = sorted(set(text[-params.penalty_window :]))
         row[window] = process.penalise(row[window], params.repetition_penalty)
-    kept = process.support(row, params)
+    kept = process.filtered(row, params)
     law = np.zeros(VOCAB)
     law[kept.ids] = np.exp(kept.scores - kept.scores.max())
     return law / law.sum()

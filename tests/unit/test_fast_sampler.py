@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft.core import Context, SamplingParams
-from longdraft.sampling import fast
+from longdraft.sampling.fast import FastSampler
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import Tree
 
@@ -46,7 +46,7 @@ def logits(draw, rows: int) -> torch.Tensor:
     return torch.tensor(made, dtype=torch.float32)
 
 
-@pytest.mark.skipif(not fast.serves(SamplingParams()), reason="the compiled module is missing")
+@pytest.mark.skipif(not FastSampler.supports(SamplingParams()), reason="the compiled module is missing")
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_the_compiled_sampler_is_the_obvious_one(data):
@@ -69,8 +69,8 @@ def test_the_compiled_sampler_is_the_obvious_one(data):
 
 @pytest.mark.parametrize("setting", [dict(top_p=0.9), dict(top_k=5), dict(eta_cutoff=0.1), dict(min_tokens_to_keep=2)])
 def test_what_needs_a_sum_or_a_sort_is_left_to_the_obvious_one(setting):
-    assert not fast.serves(SamplingParams(**setting))
-    assert fast.serves(SamplingParams(temperature=0, **setting)) == fast.serves(SamplingParams())
+    assert not FastSampler.supports(SamplingParams(**setting))
+    assert FastSampler.supports(SamplingParams(temperature=0, **setting)) == FastSampler.supports(SamplingParams())
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(1000, 200_000), st.sampled_from([0.05, 1.0, 12.0]))

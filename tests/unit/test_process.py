@@ -39,7 +39,7 @@ def theirs(row: np.ndarray, *processors: object) -> set[int]:
 
 
 def ours(row: np.ndarray, **settings: object) -> set[int]:
-    return set(process.support(row, SamplingParams(**settings)).ids.tolist())
+    return set(process.filtered(row, SamplingParams(**settings)).ids.tolist())
 
 
 @pytest.mark.parametrize("size", [5, 300, 5000])
@@ -71,7 +71,7 @@ def test_together_they_act_in_the_documented_order(seed):
 def test_a_sampled_distribution_is_the_processed_softmax():
     """Scores of the support are logit / temperature: their softmax is the law that the noise samples."""
     row = logits(1, 50)
-    kept = process.support(row, SamplingParams(temperature=0.5, top_k=7))
+    kept = process.filtered(row, SamplingParams(temperature=0.5, top_k=7))
     scores = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(7)])(
         torch.tensor([[0]]), torch.tensor(row)[None])
     np.testing.assert_allclose(kept.scores, scores[0, kept.ids].numpy(), rtol=1e-6)
@@ -100,7 +100,7 @@ def test_logits_that_are_no_numbers_are_an_error(bad):
     row = logits(0, 10)
     row[4] = bad
     with pytest.raises(NumericalError):
-        process.support(row, SamplingParams())
+        process.filtered(row, SamplingParams())
     with pytest.raises(NumericalError):
         process.best_token(row)
 
