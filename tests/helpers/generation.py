@@ -51,7 +51,7 @@ class TableModel:
         self._logits_of = logits_of
         self._text: list[int] = []
 
-    def together(self, asks: Sequence[ForwardRequest]) -> list[Forward]:
+    def forward_batch(self, asks: Sequence[ForwardRequest]) -> list[Forward]:
         (ask,) = asks
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(ask.rows.tokens, ask.rows.parents, strict=True):
