@@ -67,6 +67,7 @@ _MODELS = ("llama-3.1-8b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "yarn-ll
 ON_DEVICE = CudaPlan("cuda", "bfloat16", ("triton-64", "triton-32", "triton-16", "triton-64-fp8"),
                  {name: SHAPES[name] for name in _MODELS}, (4096, 32768, 61440, 102400), (1, 8, 16, 32, 64),
                  (4096, 61440), 48, "auto", 100_000, 1 << 31, 9, True)
+_TRANSFORMERS = Path(__file__).parent / "workers" / "cuda_transformers.py"
 _ROOM = 1024  # positions that are reserved behind a context
 _TINY = SHAPES["qwen2.5-1.5b"] | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
                                   "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -324,36 +325,10 @@ def long_run(plan: CudaPlan, document: CudaDocument) -> dict[str, Any]:
         return text.stats()
 
 
-_PEER = """
-import json, sys, time, torch
-from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
-shape, context, limit = json.loads(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-torch.set_default_dtype(torch.bfloat16)
-with torch.device("cuda"):
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), attn_implementation="sdpa").eval()
-cache = StaticCache(config=model.config, max_cache_len=context + 256)
-forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=False)
-token = torch.tensor([[5]], device="cuda")
-def step(place):
-    where = torch.tensor([place], device="cuda")
-    with torch.inference_mode():
-        given = dict(past_key_values=cache, cache_position=where, position_ids=where[None])
-        return forward(token, **given).logits[:, -1].argmax(-1)
-for place in range(4):
-    step(context + place)
-times = []
-for place in range(20):
-    torch.cuda.synchronize(); began = time.perf_counter()
-    step(context + 4 + place).item()
-    times.append(time.perf_counter() - began)
-print(json.dumps({"context": context, "step_ms": sorted(times)[10] * 1e3}))
-"""
-
-
 def peer(plan: CudaPlan, document: CudaDocument) -> dict[str, Any]:
     """A step of transformers with a static cache and torch.compile, in its own process, at the shortest context."""
     shape = next(iter(plan.shapes.values()))
-    command = [sys.executable, "-c", _PEER, json.dumps(shape), str(plan.contexts[0]), str(document.seconds_left())]
+    command = [sys.executable, str(_TRANSFORMERS), json.dumps(shape), str(plan.contexts[0])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False,
                               timeout=max(10, document.seconds_left() - 5))

@@ -1,9 +1,10 @@
-"""The benchmarks run on tiny sizes and say what they promise. Nothing here depends on how long anything takes."""
+"""The commands of `longdraft bench` at tiny sizes. No test depends on how long a measurement takes."""
 
 from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ TIMES = {"ms", "ms_low", "ms_high"}
 
 
 def bench(capfd, tmp_path, *arguments: str) -> tuple[dict[str, object], str]:
-    """A command's JSON and what it printed."""
+    """The JSON of a command and its output."""
     output = tmp_path / "report.json"
     assert run(["bench", *arguments, "--output", str(output)]) == 0
     report = json.loads(output.read_text())
@@ -31,7 +32,7 @@ def bench(capfd, tmp_path, *arguments: str) -> tuple[dict[str, object], str]:
 
 
 def assert_sane(value: object, name: str = "") -> None:
-    """No number is negative or infinite; only what is a difference may be below zero."""
+    """No number is negative or infinite, except that differences may be negative."""
     if isinstance(value, dict):
         for key, inner in value.items():
             assert_sane(inner, key)
@@ -43,7 +44,7 @@ def assert_sane(value: object, name: str = "") -> None:
         assert value > 0 or name in ("rest_ms", "other_ms", "load_average", "temperature", "min_p", "eta_cutoff"), name
 
 
-def test_the_machines_limits(capfd, tmp_path):
+def test_limits_of_the_machine(capfd, tmp_path):
     report, out = bench(capfd, tmp_path, "machine", *TINY)
     machine = report["machine"]
     assert machine.keys() >= {"processor", "threads", "date", "torch", "longdraft", "read_bandwidth_gb_per_s"}
@@ -71,7 +72,7 @@ def test_kernels(capfd, tmp_path, tiny, dtype):
     assert "Attention, one layer" in out and "Linear" in out and "of floor" in out
 
 
-def test_one_shape_of_attention_and_the_kernels_asked_for(capfd, tmp_path, tiny, monkeypatch):
+def test_kernels_with_one_attention_shape_and_selected_kernels(capfd, tmp_path, tiny, monkeypatch):
     monkeypatch.setenv("LONGDRAFT_KERNELS", "reference")
     report, _ = bench(capfd, tmp_path, "kernels", *TINY, "--model", str(tiny["mha"]), "--positions", "9", "--rows", "2",
                       "--heads", "6", "--kv-heads", "3", "--head-dim", "8", "--prefill-rows", "0", "--shapes", "8x8",
@@ -81,8 +82,10 @@ def test_one_shape_of_attention_and_the_kernels_asked_for(capfd, tmp_path, tiny,
 
 
 def test_roofline(capfd, tmp_path, tiny):
+    plot = ["--plot", str(tmp_path / "plot.svg")] if find_spec("matplotlib") else []
     report, out = bench(capfd, tmp_path, "roofline", *TINY, "--model", str(tiny["mha"]), "--contexts", "20,50",
-                        "--rows", "1,2")
+                        "--rows", "1,2", *plot)
+    assert not plot or "<svg" in Path(plot[1]).read_text()
     assert report["cache"] == "random" and report["sampling"]["seed"] == 7
     assert [r["context"] for r in report["contexts"]] == [20, 50]
     for record in report["contexts"]:
@@ -113,7 +116,7 @@ def test_texts_side_by_side(capfd, tmp_path, tiny):
 
 @pytest.fixture
 def group(tiny):
-    """Two texts behind 20 tokens each, under way; the plan's turns have 4 tokens."""
+    """Two texts behind 20 tokens each; a turn has 4 tokens."""
     engine = longdraft.load(str(tiny["gqa"]), drafter="plain")
     ids = engine.encode("It was a dark and stormy night. " * 4)
     plan = batch.BatchPlan(ids, [20], [1, 2], ["plain"], 4, 3, {}, "", 1)
@@ -122,7 +125,7 @@ def group(tiny):
     found.batch.close()
 
 
-def test_a_peer_that_fails_between_two_turns_is_compared_as_far_as_it_came(group):
+def test_a_peer_that_fails_between_two_turns_is_compared_up_to_there(group):
     answers = [batch.TurnTime(8, 1.0, 1.0), batch.TurnTime(8, 2.0, 2.0)]  # the first warms up
     failing = SimpleNamespace(write=lambda count, steps: answers.pop(0) if answers else None)
     record = group({"failing": failing})
@@ -131,30 +134,23 @@ def test_a_peer_that_fails_between_two_turns_is_compared_as_far_as_it_came(group
     assert record["peer_tokens_per_second"] == 4 and record["to_peer"] == ours["tokens"] / ours["seconds"] / 4
 
 
-def test_of_a_peers_ways_the_better_one_counts(group):
-    ways = {name: SimpleNamespace(write=lambda count, steps, seconds=seconds: batch.TurnTime(8, seconds, 1.0))
-            for name, seconds in (("slow", 2.0), ("fast", 1.0))}
-    record = group(ways)
+def test_the_faster_variant_of_a_peer_counts(group):
+    variants = {name: SimpleNamespace(write=lambda count, steps, seconds=seconds: batch.TurnTime(8, seconds, 1.0))
+                for name, seconds in (("slow", 2.0), ("fast", 1.0))}
+    record = group(variants)
     assert record["peer"] == "fast" and record["peer_tokens_per_second"] == 8
     assert set(record["turns"]) == {"side by side", "one after another", "slow", "fast"}
 
 
 @pytest.mark.parametrize(("room", "turns"), [(10, 0), (28, 2)])
-def test_texts_that_come_to_their_end_are_measured_as_far_as_they_came(monkeypatch, request, room, turns):
-    """A step and a turn each side by side and alone are 9 tokens; the first round warms up."""
+def test_texts_that_end_early_are_measured_up_to_there(monkeypatch, request, room, turns):
+    """A round writes 9 tokens: a step, a turn side by side and a turn alone. The first round is the warm-up."""
     monkeypatch.setattr(batch.BatchPlan, "num_new", room)
     record = request.getfixturevalue("group")({})
     if turns:
         assert len(record["turns"]["side by side"]) == turns and record["mean_accepted_length"] == 1
     else:
         assert "all texts ended" in record["error"]
-
-
-def test_a_roofline_is_drawn(capfd, tmp_path, tiny):
-    pytest.importorskip("matplotlib")
-    plot = tmp_path / "plot.svg"
-    bench(capfd, tmp_path, "roofline", *TINY, "--model", str(tiny["mha"]), "--contexts", "20", "--plot", str(plot))
-    assert "<svg" in plot.read_text()
 
 
 MISTAKES = {
@@ -207,14 +203,14 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(capfd,
     assert "pip install 'longdraft[bench]'" in capfd.readouterr().err
 
 
-def test_interleaved_gives_every_work_its_rounds():
+def test_interleaved_calls_each_function_in_every_round():
     calls = []
     timings = timing.interleaved([lambda: calls.append("a"), lambda: calls.append("b")], repeats=3)
     assert len(timings) == 2 and all(t.low_s <= t.median_s <= t.high_s for t in timings)
-    assert calls.count("a") > 3 and calls[2:4] == ["b", "b"]  # two calls each to warm up
+    assert calls.count("a") > 3 and calls[2:4] == ["b", "b"]  # two warm-up calls each
 
 
-def test_every_benchmark_has_help(capfd):
+def test_every_command_has_help(capfd):
     for command in ([], ["machine"], ["kernels"], ["roofline"], ["peers"]):
         assert run(["bench", *command, "--help"]) == 0
         assert "Usage" in capfd.readouterr().out
@@ -236,9 +232,9 @@ def test_peers_side_by_side(capfd, tmp_path, tiny):
     assert "A step of plain decoding" in out and "Prefill" in out
 
 
-def test_a_peer_that_is_missing_or_fails_is_reported_and_the_others_go_on(capfd, tmp_path, tiny, monkeypatch):
+def test_a_peer_that_is_missing_or_fails_is_reported_and_the_measurement_continues(capfd, tmp_path, tiny, monkeypatch):
     missing = peers.PeerProgram("openvino", ("no_such_package", "no_such.part"), "pip install no-such-package")
-    failing = peers.PeerProgram("transformers", options={"no_such_option": 1})
+    failing = peers.PeerProgram("longdraft", options={"no_such_option": 1})
     monkeypatch.setitem(peers.PEERS, "openvino", {"openvino": missing, "failing": failing})
     report, out = bench(capfd, tmp_path, "peers", "--model", str(tiny["mha"]), "--peers", "openvino,longdraft",
                         "--contexts", "20", "--prefill", "0", "--steps", "1", "--repeats", "1")
@@ -291,7 +287,7 @@ def test_length_writes_one_text_with_each_drafter_in_turns(tmp_path, capsys):
     assert "is not UTF-8 text (byte 3)" in capsys.readouterr().err
 
 
-def test_nats_by_place_are_those_of_one_forward(tiny, tmp_path, capsys):
+def test_nats_by_place_equal_those_of_one_forward(tiny, tmp_path, capsys):
     text = "It was a dark and stormy night; the rain fell in torrents. " * 12
     for name in ("one.txt", "other.txt"):
         (tmp_path / name).write_text(text if name == "one.txt" else text[::-1])

@@ -1,4 +1,4 @@
-"""`longdraft bench cuda` at the smallest sizes, and that every kernel compiles for a device that is not here."""
+"""`longdraft bench cuda` at the smallest sizes, and the compilation of every kernel for a CUDA device."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from longdraft.__main__ import run
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def bench(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "longdraft", "bench", "cuda", *options], cwd=ROOT, check=False,
-                          capture_output=True, text=True, env={**os.environ, **environment})
-
-
-def test_every_part_is_written_and_what_is_missing_is_done_by_the_next_run(tmp_path):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter must be chosen before Triton is imported")
+def test_every_part_is_written_and_the_next_run_measures_what_is_missing(tmp_path, capfd):
     output = tmp_path / "cuda.json"
-    run = bench("--interpret", "--output", str(output))
-    assert run.returncode == 0, run.stderr
+    command = ["bench", "cuda", "--interpret", "--output", str(output)]
+    assert run(command) == 0
     filled = json.loads(output.read_text())
     parts = filled["parts"]
     assert list(parts) == ["bandwidth", "correctness", "steps tiny 40", "equality 40", "run"]
@@ -36,29 +34,33 @@ def test_every_part_is_written_and_what_is_missing_is_done_by_the_next_run(tmp_p
     del parts["bandwidth"]
     parts["run"] = {"seconds": 1, "figures": "kept"}
     output.write_text(json.dumps(filled))
-    again = bench("--interpret", "--output", str(output))
-    assert again.returncode == 0 and again.stdout.startswith("bandwidth: ") and again.stdout.count("\n") == 2
-    assert json.loads(again.stdout.splitlines()[-1])["bench"] == "cuda"
+    capfd.readouterr()
+    assert run(command) == 0
+    printed = capfd.readouterr().out
+    assert printed.startswith("bandwidth: ") and printed.count("\n") == 2
+    assert json.loads(printed.splitlines()[-1])["bench"] == "cuda"
     assert json.loads(output.read_text())["parts"]["run"]["figures"] == "kept"
     output.write_text('{"bench": "kernels"}')
-    other = bench("--interpret", "--output", str(output))
-    assert other.returncode == 2 and "something else" in other.stderr and "Traceback" not in other.stderr
+    assert run(command) == 2
+    error = capfd.readouterr().err
+    assert "something else" in error and error.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_one_line_says_so(tmp_path):
-    run = bench("--output", str(tmp_path / "cuda.json"))
-    assert run.returncode == 2 and "no CUDA device" in run.stderr and run.stderr.count("\n") == 1
+def test_a_missing_device_gets_one_clear_line(tmp_path, capfd):
+    assert run(["bench", "cuda", "--output", str(tmp_path / "cuda.json")]) == 2
+    error = capfd.readouterr().err
+    assert "no CUDA device" in error and error.count("\n") == 1
 
 
 def test_every_kernel_compiles_for_hopper(tmp_path):
-    """To machine code, without a device: the interpreter takes more than the compiler does."""
+    """To machine code, without a device. The interpreter accepts programs that the compiler rejects."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     script = ROOT / "tests" / "helpers" / "compile_cuda_kernels.py"
-    run = subprocess.run([sys.executable, str(script)], cwd=ROOT, check=False,
+    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, check=False,
                          capture_output=True, text=True, env={**environment, "TRITON_CACHE_DIR": str(tmp_path)})
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = {line.split()[0]: line.split()[1:] for line in run.stdout.splitlines()}
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
     assert {"attend", "merge", "few_rows", "rotate", "add_and_norm", "with_noise", "walk", "place"} <= set(found)
     for kernel, (shared, fused, spilt) in found.items():
         assert int(shared) <= 113 * 1024, f"{kernel} leaves no room for a second program beside it"

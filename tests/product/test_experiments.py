@@ -1,5 +1,5 @@
-"""Experiments as data, their results, and what keeps comparisons honest. Nothing here depends on how long things take
-but the one test of a system that is slowed down on purpose."""
+"""Experiments, their results, and the checks of comparisons. Only the test of a deliberately slow system depends on
+times."""
 
 from __future__ import annotations
 
@@ -25,6 +25,22 @@ from longdraft.sampling.sampler import Sampler
 @pytest.fixture(scope="module")
 def engine(tiny):
     return load(str(tiny["mha"]), dtype="float32", threads=1)
+
+
+@pytest.fixture(scope="module")
+def recorded(engine, tmp_path_factory):
+    """The bytes of a file of results."""
+    output = tmp_path_factory.mktemp("results") / "results.jsonl"
+    measured(engine, output)
+    return output.read_bytes()
+
+
+@pytest.fixture
+def output(recorded, tmp_path):
+    """A copy of the file of results that a test may change."""
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(recorded)
+    return path
 
 
 def test_a_text_beyond_the_models_context_is_refused_before_the_first_is_measured(engine, tmp_path):
@@ -59,21 +75,19 @@ def test_an_experiment_is_measured_and_its_tables_filled(engine):
                               "seeds", "torch", "device", "tokenizer_sha256"}
 
 
-def test_options_can_name_the_prompts_length(engine):
-    text = next(iter(measured(engine).texts.values()))
+def test_options_can_name_the_length_of_the_prompt(output):
+    text = next(iter(stored.read(output).texts.values()))
     assert text.about["systems"]["paper"]["options"]["budget"] == 100
 
 
-def test_systems_of_a_text_write_the_same_but_for_the_published_rule(engine):
-    text = next(iter(measured(engine).texts.values()))
+def test_all_systems_write_one_text_except_with_the_published_rule(output):
+    text = next(iter(stored.read(output).texts.values()))
     hashes = {name: [turn["sha256_tokens"] for turn in written] for name, written in text.turns.items()}
     assert hashes["plain"] == hashes["magicdec"] == hashes["paper"] == hashes["independent"] != hashes["per-path"]
 
 
-def test_a_cut_run_goes_on_and_measures_only_what_is_missing(engine, tmp_path, monkeypatch):
-    whole = tmp_path / "whole.jsonl"
-    measured(engine, whole)
-    lines = whole.read_bytes().splitlines(keepends=True)
+def test_a_cut_run_continues_and_measures_only_what_is_missing(engine, output, tmp_path, monkeypatch):
+    lines = output.read_bytes().splitlines(keepends=True)
     before = [json.loads(line) for line in lines]
     cut = tmp_path / "cut.jsonl"
     kept = [place for place, record in enumerate(before) if record["kind"] == "turn"][7]  # in the second round
@@ -83,7 +97,7 @@ def test_a_cut_run_goes_on_and_measures_only_what_is_missing(engine, tmp_path, m
         written.append(end) or _write(text, end)))
     results = measured(engine, cut)
     assert written.count(15) == 2  # the first round of the first text is not measured again
-    for key, text in stored.read(whole).texts.items():
+    for key, text in stored.read(output).texts.items():
         again = results.texts[key]
         for system in text.turns:
             assert (again.tokens(system) == text.tokens(system)).all()
@@ -93,7 +107,7 @@ def test_a_cut_run_goes_on_and_measures_only_what_is_missing(engine, tmp_path, m
     assert {turn["end"] for turn in resumed} == {20}
     written.clear()
     measured(engine, cut)
-    assert not written  # all is there
+    assert not written  # nothing is missing
 
 
 def test_more_tables_are_added_to_a_file_without_measuring_again(engine, tmp_path, monkeypatch):
@@ -112,18 +126,14 @@ def test_more_tables_are_added_to_a_file_without_measuring_again(engine, tmp_pat
     assert not any("–" in row for row in grids[0].rows)
 
 
-def test_other_settings_are_not_mixed_into_a_file(engine, tmp_path):
-    output = tmp_path / "out.jsonl"
-    measured(engine, output)
+def test_other_settings_are_not_mixed_into_a_file(engine, output):
     with pytest.raises(UsageError, match=r"holds other measurements \(seeds: \[7\], \[8\]\)"):
         measured(engine, output, seeds=[8])
 
 
 @pytest.mark.parametrize("change", [{"kernels": "other"}, {"threads": 99}, {"device": "cuda:0"}, {"dtype": "float64"},
                                     {"weights_sha256": "0"}, {"processor": "another"}, {"commit": "0"}])
-def test_mixed_devices_or_settings_are_refused(engine, tmp_path, change):
-    output = tmp_path / "out.jsonl"
-    measured(engine, output)
+def test_mixed_devices_or_settings_are_refused(output, change):
     session = json.loads(output.read_text().splitlines()[0])
     with output.open("a") as file:
         file.write(json.dumps(session | change) + "\n")
@@ -131,9 +141,7 @@ def test_mixed_devices_or_settings_are_refused(engine, tmp_path, change):
         stored.read(output)
 
 
-def test_a_comparison_whose_texts_differ_fails(engine, tmp_path):
-    output = tmp_path / "out.jsonl"
-    measured(engine, output)
+def test_a_comparison_of_different_texts_fails(output):
     records = [json.loads(line) for line in output.read_text().splitlines()]
     liar = next(record for record in records if record["kind"] == "turn" and record["system"] == "magicdec")
     liar["sha256_tokens"] = "0" * 64
@@ -142,7 +150,7 @@ def test_a_comparison_whose_texts_differ_fails(engine, tmp_path):
         stored.read(output)
 
 
-def test_it_fails_while_measuring_too(engine, monkeypatch):
+def test_different_texts_fail_while_measuring_too(engine, monkeypatch):
     class Forger(Sampler):
         def choose(self, logits, tree, context):
             return [5] * len(tree)
@@ -171,11 +179,11 @@ def test_a_slowed_system_shows_up_as_slower(engine, monkeypatch):
     assert spent[0] > 40 * 0.05 > spent[1]
 
 
-# --- the experiments that come with the package
+# The experiments that come with the package.
 
 
 @pytest.mark.parametrize("name", ["paper", "ablation", "segments"])
-def test_ours_can_be_run_at_every_scale(name):
+def test_bundled_experiments_can_run_at_every_scale(name):
     found = experiments.load(name)
     for scale in found.scales.values():
         plan = found.plan(scale, [7], 1)
@@ -186,7 +194,7 @@ def test_ours_can_be_run_at_every_scale(name):
 
 
 def test_published_values_are_those_of_the_paper():
-    """Some that the design cites: tables 3, 4, 5, 6, 7, 13 and 15, and the identity of figure 3 and table 12."""
+    """A sample: tables 3, 4, 5, 6, 7, 13 and 15, and the identity of figure 3 and table 12."""
     tables = {table.id: {case.name: case for case in table.cases} for table in experiments.load("paper").tables}
     assert set(tables) == {"1", "3", "4", "F1", "F3", "5", "6", "7", "8", "12", "13", "14", "15", "16"}
     llama = {case.prefill: case.paper["LLaMA3.1-8B"] for case in experiments.load("paper").tables[1].cases
@@ -217,7 +225,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_faulty_experiment_is_told_in_one_line(mistake, tmp_path):
+def test_a_faulty_experiment_gets_one_clear_line(mistake, tmp_path):
     given, message = MISTAKES[mistake]
     path = tmp_path / "experiment.toml"
     if isinstance(given, str):
@@ -228,7 +236,7 @@ def test_a_faulty_experiment_is_told_in_one_line(mistake, tmp_path):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_experiments_mistakes_get_one_line(capfd, tmp_path):
+def test_mistakes_on_the_command_line_get_one_line(capfd, tmp_path):
     prompt = tmp_path / "short.txt"
     prompt.write_text("It was. ")
     for arguments, message in (

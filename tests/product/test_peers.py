@@ -1,9 +1,13 @@
-"""Whole texts by other engines, and drafters replayed on recorded journals."""
+"""Whole texts by other engines, the llama.cpp worker's conversion, and drafters replayed on journals."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -20,11 +24,10 @@ def texts_of(model, names, draft=None, **changes):
 
 
 def test_whole_texts_by_other_engines(capfd, tmp_path, tiny, monkeypatch):
-    """Of ours and of transformers a way each: every one is a process."""
-    kind, ways = peers_text.MODES["transformers"]
-    monkeypatch.setitem(peers_text.MODES, "transformers", (kind, ways[1:2]))
-    kind, ways = peers_text.MODES["longdraft"]
-    monkeypatch.setitem(peers_text.MODES, "longdraft", (kind, [ways[0], ways[3]]))
+    """Three modes only, because each starts a process."""
+    for engine, chosen in (("transformers", [1]), ("longdraft", [0, 3])):
+        program, modes = peers_text.MODES[engine]
+        monkeypatch.setitem(peers_text.MODES, engine, (program, [modes[place] for place in chosen]))
     report = texts_of(tiny["gqa"], "longdraft,transformers", tiny["gqa"])
     plain, draft, lookup = report["texts"]
     assert [(each["engine"], each["system"]) for each in report["texts"]] == [
@@ -45,9 +48,9 @@ def test_whole_texts_by_other_engines(capfd, tmp_path, tiny, monkeypatch):
     assert "transformers, prompt lookup" in page and "What cannot be compared" in page
 
 
-def test_a_way_that_cannot_be_is_in_the_table_with_its_reason(tiny, monkeypatch):
-    kind = peers.PeerProgram("longdraft", ("no_such_package",), "pip install no-such-package")
-    monkeypatch.setitem(peers_text.MODES, "longdraft", (kind, (
+def test_an_unsupported_mode_is_in_the_table_with_its_reason(tiny, monkeypatch):
+    program = peers.PeerProgram("longdraft", ("no_such_package",), "pip install no-such-package")
+    monkeypatch.setitem(peers_text.MODES, "longdraft", (program, (
         peers_text.DecodingMode("plain"), peers_text.DecodingMode("draft", needs_draft=True),
         peers_text.DecodingMode("magic", unsupported="never"))))
     report = texts_of(tiny["mha"], "longdraft")
@@ -55,6 +58,54 @@ def test_a_way_that_cannot_be_is_in_the_table_with_its_reason(tiny, monkeypatch)
         "not installed: pip install no-such-package (missing: no_such_package)",
         "needs a smaller model: give --draft-model", "never"]
     assert [row[2] for row in peers_text.tables(report)[0].rows][-1] == "never"
+
+
+@pytest.fixture
+def llama_cpp_worker(monkeypatch):
+    """The worker's module with stand-ins for the packages that it needs. `writer` collects what is written."""
+    writer = SimpleNamespace(settings={}, tensors=[])
+
+    class GGUFWriter:
+        def __init__(self, path, family):
+            pass
+
+        def add_tensor(self, name, data, raw_dtype=None):
+            writer.tensors.append(name)
+
+        def __getattr__(self, name):
+            return lambda *values: writer.settings.update({name: values})
+
+    gguf, llama, lookup = (ModuleType(name) for name in ("gguf", "llama_cpp", "llama_cpp.llama_speculative"))
+    gguf.GGUFWriter, gguf.GGMLQuantizationType = GGUFWriter, {"BF16": 30}
+    gguf.quants = SimpleNamespace(quantize=lambda tensor, kind: tensor)
+    lookup.LlamaPromptLookupDecoding = object
+    for module in (gguf, llama, lookup):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.syspath_prepend(str(Path(peers.__file__).parent / "workers"))
+    yield importlib.import_module("with_llama_cpp"), writer
+    del sys.modules["with_llama_cpp"]
+
+
+@pytest.mark.parametrize("rope, theta", [
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5), ({"rope_theta": 2e4}, 2e4),
+    ({"rope_theta": 3e4, "rope_scaling": None}, 3e4), ({}, 1e4)])
+def test_llama_cpp_reads_both_spellings_of_rope(llama_cpp_worker, tiny, tmp_path, rope, theta):
+    """Newer versions of transformers write only `rope_parameters`, older ones only `rope_theta`."""
+    worker, writer = llama_cpp_worker
+    config = json.loads((tiny["gqa"] / "config.json").read_text())
+    config = {name: value for name, value in config.items() if not name.startswith("rope")}
+    (tmp_path / "config.json").write_text(json.dumps(config | rope))
+    (tmp_path / "model.safetensors").symlink_to(tiny["gqa"] / "model.safetensors")
+    assert worker.convert(tmp_path, tmp_path / "model.gguf", "bf16") == config["vocab_size"]
+    assert writer.settings["add_rope_freq_base"] == (theta,)
+    assert {"token_embd.weight", "blk.1.ffn_down.weight", "output_norm.weight"} <= set(writer.tensors)
+
+
+def test_llama_cpp_refuses_scaled_rope(llama_cpp_worker):
+    worker, _ = llama_cpp_worker
+    for spelling in ("rope_parameters", "rope_scaling"):
+        with pytest.raises(ValueError, match="plain rotary positions only"):
+            worker.rope_theta({spelling: {"rope_type": "llama3", "rope_theta": 5e5}})
 
 
 def test_a_journal_is_replayed_with_its_own_prompt_and_penalty(capfd, tmp_path, tiny):
