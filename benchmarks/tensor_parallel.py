@@ -33,7 +33,7 @@ def main() -> None:
     shared = longdraft.load(given.model, drafter="plain", threads=1, tensor_parallel=size)
     group = parallel.join(size, "cpu")
     sums = {rows: [sum_seconds(group, rows * shared.model.config.hidden_size) for _ in range(200)] for rows in (1, 16)}
-    if shared.team.follows:
+    if shared.is_follower:
         shared.follow()
         return
     alone = longdraft.load(given.model, drafter="plain", threads=1)

@@ -15,14 +15,15 @@ from longdraft.version import __version__
 if TYPE_CHECKING:
     from longdraft.batching import Batch
     from longdraft.core import Event, SamplingParams
-    from longdraft.engine import Engine, load, resume
+    from longdraft.engine import Engine
     from longdraft.errors import JournalError, LongdraftError, ModelError, NumericalError, UsageError
     from longdraft.generation import Generation
     from longdraft.huggingface import from_transformers, hf_generate
+    from longdraft.loading import load, resume
 
 _HOME = {
     "Batch": "batching", "Event": "core", "SamplingParams": "core",
-    "Engine": "engine", "Generation": "generation", "load": "engine", "resume": "engine",
+    "Engine": "engine", "Generation": "generation", "load": "loading", "resume": "loading",
     "JournalError": "errors", "LongdraftError": "errors", "ModelError": "errors", "NumericalError": "errors",
     "UsageError": "errors",
     "from_transformers": "huggingface", "hf_generate": "huggingface",

@@ -1,4 +1,4 @@
-"""Several texts written side by side: each round, one forward for all that they ask for.
+"""Several texts written together: each round runs one forward per model for all of them.
 
     batch = engine.batch()
     first, second = batch.add("It was", params), batch.add("Once upon", params)
@@ -6,146 +6,143 @@
         for text, event in batch.step():
             print(text, event.text)
 
-A round answers what every text asks next: a draft of one, a verification of another, a piece of a third one's prompt
-are rows of one forward, which reads the weights once. Texts come and go between rounds. Nothing a text is made of
-depends on another (no row does), so it is the text that it would be alone, to the bit; what it shares is time.
+A round runs the next forward of every text: a draft of one, a verification of another and a piece of a third one's
+prompt are rows of one forward, which reads the weights once. Texts join and leave between rounds. No row depends on
+another text's rows, so every text is bit for bit the text that `generate` writes; only time is shared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from longdraft import kernels
 from longdraft.core import Event, Prompt, SamplingParams
 from longdraft.drafters.cost_model import ForwardCost
 from longdraft.errors import LongdraftError, UsageError
-from longdraft.generation import PREFILL_SHARED, Generation
+from longdraft.generation import Generation
+from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model.routine import run_batched
-from longdraft.model.transformer import Forward, ForwardRequest, Transformer
-
-
-class Opens(Protocol):
-    """What a batch needs of an engine."""
-
-    @property
-    def model(self) -> Transformer: ...
-
-    @property
-    def generate(self) -> Callable[..., Generation]: ...
-
-    @property
-    def resume(self) -> Callable[..., Generation]: ...
+from longdraft.model.transformer import Forward, ForwardRequest
+from longdraft.speculation.prefill import PREFILL_SHARED
 
 
 class Batch:
-    """Texts under way, by numbers that `add` gives. Close it, or use it in a `with`, to stop all that is left."""
+    """Texts that are being written, by the numbers that `add` returns.
 
-    def __init__(self, engine: Opens) -> None:
-        self._engine = engine
+    Close it, or use it in a `with` statement, to stop all texts that are left.
+    """
+
+    def __init__(self, model: LoadedModel, drafter: DrafterChoice) -> None:
+        self._model = model
+        self._drafter = drafter
         self._texts: dict[int, Generation] = {}
-        self._asks: dict[int, ForwardRequest] = {}  # what each waits for; none: it is between two steps, or has not begun
+        self._requests: dict[int, ForwardRequest] = {}  # the forward that each text needs next; none between two steps
         self._numbers = count()
-        self._cost = ForwardCost(engine.model.weights_in_tokens)
+        self._cost = ForwardCost(model.target.weights_in_tokens)
 
     def __len__(self) -> int:
-        """Texts under way."""
+        """Number of texts in the batch."""
         return len(self._texts)
 
     def __iter__(self) -> Iterator[int]:
         return iter(tuple(self._texts))
 
     def __getitem__(self, text: int) -> Generation:
-        """A text under way, for its tokens and statistics so far. Iterating over it is the batch's business."""
+        """A text in the batch, for its tokens and statistics so far. Do not iterate over it: `step` does."""
         return self._texts[text]
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> int:
-        """Begin a text with the next round; its number. Options and errors are those of `Engine.generate`."""
-        return self.admit(self._engine.generate(prompt, params, **options))
+        """Start a text in the next round; returns its number. Options and errors are those of `Engine.generate`."""
+        return self.admit(Generation.start(self._model, self._drafter, prompt, params, **options))
 
     def resume(self, journal: str | Path, **options: Any) -> int:
-        """Go on with a journal's text; its number. Options and errors are those of `Engine.resume`."""
-        return self.admit(self._engine.resume(journal, **options))
+        """Resume a journal's text; returns its number. Options and errors are those of `Engine.resume`."""
+        return self.admit(Generation.resume(self._model, self._drafter, journal, **options))
 
     def admit(self, generation: Generation) -> int:
-        """Write this text, which nobody has begun to iterate over, with the others; its number.
+        """Add a generation that was not iterated over yet; returns its number.
 
-        It may be of another engine: texts whose models are one share their forwards, the others only the rounds.
+        It may belong to another engine. Texts of one model share forwards; texts of other models share only rounds.
         """
         number = next(self._numbers)
         self._texts[number] = generation
         return number
 
     def remove(self, text: int) -> Generation:
-        """Stop a text. What it gave so far stands, and its journal can be resumed. UsageError for an unknown number."""
+        """Stop a text and return it. Its events remain valid and its journal can be resumed.
+
+        UsageError for an unknown number.
+        """
         if text not in self._texts:
-            there = ", ".join(map(str, self._texts)) or "none"
-            raise UsageError(f"text {text} is not in the batch; there are: {there}")
-        self._asks.pop(text, None)
+            known = ", ".join(map(str, self._texts)) or "none"
+            raise UsageError(f"text {text} is not in the batch; there are: {known}")
+        self._requests.pop(text, None)
         generation = self._texts.pop(text)
         generation.close()
         return generation
 
     def step(self, only: Iterable[int] | None = None) -> list[tuple[int, Event]]:
-        """One round: the events that it brought, each with its text's number; a text may have none yet.
+        """One round: its events, each with the number of its text. A round may give a text no event.
 
-        only  texts that go on; the others stand by (whose reader is slow, say)
+        only  the texts that take part; default: all
 
-        A text's last event has a finish reason, or the error that cut it (no memory for it, a full disk for its
-        journal, logits that are not numbers), and the text leaves the batch. The others go on.
+        A text's last event has a finish reason, or the error that ended it (no memory for it, a full disk for its
+        journal, logits that are not finite). The text then leaves the batch, and the others continue.
         """
         events: list[tuple[int, Event]] = []
-        with kernels.single_threaded_torch(self._engine.model.kernels):
+        with kernels.single_threaded_torch(self._model.target.kernels):
             chosen = list(self._texts) if only is None else [text for text in only if text in self._texts]
             for text in chosen:
-                self._texts[text].clock.texts = len(chosen)
-            for text in chosen:
-                if text not in self._asks:
-                    self._go_on(text, None, events)
-            asking = {text: self._asks[text] for text in chosen if text in self._asks}
-            texts = list(asking)
-            found = run_batched(list(asking.values()), lambda places, seconds: self._charge(
-                {texts[place]: asking[texts[place]] for place in places}, seconds))
-            for text, answer in zip(asking, found, strict=True):
-                self._go_on(text, answer, events)
+                if text not in self._requests:
+                    self._advance(text, None, len(chosen), events)
+            requests = {text: self._requests[text] for text in chosen if text in self._requests}
+            texts = list(requests)
+            results = run_batched(list(requests.values()), lambda indices, seconds: self._charge(
+                {texts[index]: requests[texts[index]] for index in indices}, seconds))
+            for text, result in zip(requests, results, strict=True):
+                self._advance(text, result, len(chosen), events)
         return events
 
-    def _go_on(self, text: int, answer: Forward | Exception | None, events: list[tuple[int, Event]]) -> None:
-        """Up to what it asks for next, or the end of a step: there it can be stopped, on all ranks that write it."""
+    def _advance(self, text: int, result: Forward | Exception | None, batch_size: int,
+                 events: list[tuple[int, Event]]) -> None:
+        """Advance a text to the next forward that it needs, or to the end of a step.
+
+        A text can be stopped at the end of a step, on all ranks that write it.
+        """
         generation = self._texts[text]
-        self._asks.pop(text, None)
+        self._requests.pop(text, None)
         try:
-            done = generation.go_on(answer)
-            while isinstance(done, Event):
-                events.append((text, done))
+            outcome = generation.advance(result, batch_size)
+            while isinstance(outcome, Event):
+                events.append((text, outcome))
                 if not generation.is_finished:
                     return
-                done = generation.go_on()
-            self._asks[text] = done
+                outcome = generation.advance(batch_size=batch_size)
+            self._requests[text] = outcome
         except StopIteration:
             self.remove(text)
-        except Exception as error:  # ends this text only, and is told in its place
+        except Exception as error:  # ends this text only, as the error of its last event
             last = Event((), "", stats=generation.stats())
             if events and events[-1][0] == text and events[-1][1].finish_reason:  # its journal could not be closed
                 last = events.pop()[1]
             events.append((text, last._replace(finish_reason=None, error=error)))
             self.remove(text)
 
-    def _charge(self, asking: dict[int, ForwardRequest], seconds: float) -> None:
-        """A forward's time to those that it served, who ask one model: the weights' part to all alike, the rest to whom
-        the rows are.
+    def _charge(self, requests: dict[int, ForwardRequest], seconds: float) -> None:
+        """Charge a forward's time to the texts it served: reading the weights in equal parts, the rest by rows.
 
-        Smaller models' forwards are shared by the rows, and teach nothing of what this model's cost.
+        Forwards of smaller draft models are charged by rows, and do not update the cost model of the target.
         """
-        parts = [(len(ask.rows.tokens), ask.cache.length) for ask in asking.values()]
-        is_ours = next(iter(asking.values())).model.identity is self._engine.model.identity
-        if is_ours and max(rows for rows, _ in parts) < PREFILL_SHARED:
+        parts = [(len(request.rows.tokens), request.cache.length) for request in requests.values()]
+        is_target = next(iter(requests.values())).model.identity is self._model.target.identity
+        if is_target and max(rows for rows, _ in parts) < PREFILL_SHARED:
             self._cost.add(parts, seconds)
-        shares = [self._cost.at(rows, context, len(parts)) if is_ours else rows for rows, context in parts]
-        for text, share in zip(asking, shares, strict=True):
+        shares = [self._cost.at(rows, context, len(parts)) if is_target else rows for rows, context in parts]
+        for text, share in zip(requests, shares, strict=True):
             self._texts[text].clock.charge(seconds * share / sum(shares) if sum(shares) else seconds / len(shares))
 
     def close(self) -> None:
@@ -161,12 +158,13 @@ class Batch:
         self.close()
 
 
-def generate_many(engine: Opens, prompts: Iterator[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
+def generate_many(model: LoadedModel, drafter: DrafterChoice, prompts: Iterator[Prompt],
+                  params: SamplingParams | Sequence[SamplingParams] | None,
                   batch_size: int) -> Iterator[tuple[int, Event]]:
     """See `Engine.generate_many`."""
-    places: dict[int, int] = {}  # of texts under way: number in the batch -> place among the prompts
+    places: dict[int, int] = {}  # number in the batch -> index of the prompt
     waiting = enumerate(prompts)
-    with Batch(engine) as batch:
+    with Batch(model, drafter) as batch:
         while True:
             while len(batch) < batch_size and (found := next(waiting, None)):
                 place, prompt = found

@@ -223,6 +223,7 @@ class Event(NamedTuple):
     drafted        guesses that were verified in this step
     depth          how far ahead they went
     logprobs       of each token, where they were asked for
+    seconds        wall-clock time of the step; in a batch it includes other texts' work
     """
 
     tokens: tuple[int, ...]
@@ -235,6 +236,7 @@ class Event(NamedTuple):
     drafted: int = 0
     depth: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    seconds: float = 0.0
 
     @property
     def num_accepted(self) -> int:

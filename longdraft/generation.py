@@ -1,83 +1,67 @@
-"""One text being written, as an iterator of events: prefill, then the one loop, until the text ends or is stopped.
+"""One request: prefill, then one step after the other (speculation/step.py), until the text ends or is stopped.
 
-All of it is work that asks for forwards (longdraft/model/routine.py). Iterating does it alone; a batch
-(longdraft/batching.py) does that of several texts side by side.
+    a token is drafted   by the drafter's `propose`              longdraft/drafters/
+    a token is chosen    by the target's sampler, in the step    longdraft/sampling/sampler.py
+    a token is written   in `Generation._advance`: to the text, to the journal, to the event that the caller gets
+
+A generation yields the forwards that it needs (longdraft/model/routine.py). Iterating over it runs each of them alone;
+a batch (longdraft/batching.py) runs the forwards of several generations together.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from longdraft import drafters, kernels, run_statistics
-from longdraft.cache.full import FullCache
-from longdraft.core import Context, Event, Finish, SamplingParams
-from longdraft.drafters.corpus import Corpora
-from longdraft.drafters.cost_model import SharedStatistics
-from longdraft.errors import JournalError, translate_memory_errors
-from longdraft.journal import Journal
-from longdraft.loops import Foresight
+from longdraft.core import Context, Event, Finish, Prompt, SamplingParams
+from longdraft.errors import JournalError, check, translate_memory_errors
+from longdraft.journal import Journal, parse_fsync
+from longdraft.journal.provenance import new_header, new_run
+from longdraft.journal.resume import open_for_resume
+from longdraft.loaded_model import DrafterChoice, LoadedModel
+from longdraft.loops import FullAcceptance
 from longdraft.model import sizing
-from longdraft.model.glide import Glide
-from longdraft.model.heads import Heads
 from longdraft.model.routine import CostClock, Routine, run_batched
-from longdraft.model.tokenizer import Tokenizer
-from longdraft.model.transformer import Forward, ForwardRequest, Transformer, chain_rows, tree_rows
-from longdraft.parallel import Request, SingleProcess
+from longdraft.model.transformer import Forward, ForwardRequest, tree_rows
+from longdraft.parallel import Request
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Accepted, Counts, Drafter, Verified, memory_of
-from longdraft.speculation.recorder import Recorder
+from longdraft.speculation.drafter import HasSummary, memory_of
+from longdraft.speculation.prefill import prefill
 from longdraft.speculation.step import Step, Tally, Timings
-from longdraft.text_stream import TextStream, Written
+from longdraft.text_stream import DecodedTokens, TextStream, stop_ids
 from longdraft.tree import root_only
 from longdraft.version import __version__
 
 log = logging.getLogger(__name__)
-PREFILL_CHUNK = 512  # prompt tokens in one forward; on the CPU any number gives the same text
-PREFILL_SHARED = 64  # ... while others write in the same forwards: they wait for each
-WRITTEN_CHUNK = 128  # on a device, of tokens that were written before, when a text is resumed
-LARGEST_TREE = 1024  # rows behind the text for which a reserved cache has room
-_QUERY_ROWS = 128  # last prompt rows that drafters are told of
-
-
-class Means(Protocol):
-    """What a generation needs of an engine."""
-
-    name: str
-    model: Transformer
-    tokenizer: Tokenizer
-    drafter: str
-    options: Any
-    heads: Heads | None
-    glide: Glide | None
-    corpora: Corpora
-    shared_statistics: SharedStatistics
-    draft: Transformer | None
-    team: SingleProcess
 
 
 class Generation(Iterator[Event]):
-    """One text being written: an iterator of events that can be closed and asked for its statistics.
+    """One text being written: an iterator of events that can be closed and asked for its statistics."""
 
-    on_step  told of each step and of the seconds it took; set it to watch
-    """
-
-    def __init__(self, engine: Means, prompt: list[int], params: SamplingParams,
+    def __init__(self, model: LoadedModel, drafter: DrafterChoice, prompt: list[int], params: SamplingParams, *,
                  on_prefill: Callable[[int, int], None] | None = None,
                  written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True,
-                 logprobs: int | None = None, sampler_of: Callable[..., Sampler] = Sampler) -> None:
-        """written: tokens that are there already; is_pure: they and the rest are of one arithmetic; logprobs: tell
-        each token's log-probability, and those of so many of the likeliest; sampler_of: who makes the sampler, as
-        `Sampler` does."""
-        self.on_step: Callable[[Accepted, float], None] | None = None
-        self._engine = engine
+                 logprobs: int | None = None, sampler: Sampler | None = None) -> None:
+        """A request whose prompt and settings are checked already; see `start` and `resume`.
+
+        written   new tokens of earlier runs
+        is_pure   whether those runs had this one's arithmetic
+        logprobs  likeliest tokens to report beside each token; None: no log-probabilities
+        sampler   chooses the target's tokens; default: the sampler of `params`
+        """
+        self._model = model
+        self._drafter = drafter
         self._params = params
         self._on_prefill = on_prefill
         self._journal: Journal | None = None
@@ -85,73 +69,114 @@ class Generation(Iterator[Event]):
         self.num_resumed = len(written)
         self.is_closed = False
         length = len(prompt) + params.max_new_tokens
-        model = engine.model.for_length(length)
-        window = engine.options.draft_window or length
-        draft = engine.draft and engine.draft.for_length(min(length, window, engine.draft.config.max_positions))
-        self._text_stream = TextStream(engine.tokenizer, params, model.config.eos_token_ids)
-        self._cache = cache = model.new_cache()
-        if model.kernels.is_device:
-            _reserve(model, cache, length)
-        stop_ids, is_fast = self._text_stream.stop_ids, model.kernels.name != kernels.REFERENCE
-        # Another law than ours is decided on the host.
-        sampler = (Sampler(params, stop_ids, is_fast, model.kernels) if sampler_of is Sampler
-                   else sampler_of(params, stop_ids, is_fast))
-        self._recorder = None if logprobs is None else Recorder(params, stop_ids, is_fast, logprobs)
-        clock = CostClock(agree=engine.team.agree)
-        resources = drafters.Resources(model, cache, sampler, params, engine.heads, engine.glide, engine.corpora,
-                                       draft, clock=clock, shared_statistics=engine.shared_statistics)
-        drafter: Drafter = drafters.new_drafter(engine.drafter, engine.options, resources)
+        target = model.target.for_length(length)
+        draft_length = drafter.options.draft_window or length
+        draft = model.draft and model.draft.for_length(min(length, draft_length, model.draft.config.max_positions))
+        self._text_stream = TextStream(model.tokenizer, params, target.config.eos_token_ids)
+        self._cache = cache = target.new_cache()
+        if target.kernels.is_device:
+            sizing.reserve_cache(target, cache, length)
+        if sampler is None:  # log-probabilities are computed on the host
+            sampler = Sampler(params, stop_ids(params, target.config.eos_token_ids),
+                              target.kernels.name != kernels.REFERENCE, target.kernels if logprobs is None else None)
+        self.clock = CostClock(agree=model.ranks.agree)
+        resources = drafters.Resources(target, cache, sampler, params, model.heads, model.glide, model.corpora, draft,
+                                       clock=self.clock, shared_statistics=model.shared_statistics)
         context = Context(prompt)
         context.extend(int(token) for token in written)
-        self._step = Step(model, cache, drafter, self._recorder or sampler, context, Timings(), Tally())
-        self.clock = clock
-        self._accepted = 0
-        self._foresight = Foresight()
-        self._plain_speed = run_statistics.PlainSpeed(model.weights_in_tokens)
+        self._step = Step(target, cache, drafters.new_drafter(drafter.name, drafter.options, resources), sampler,
+                          context, Timings(), Tally(), logprobs)
+        self._accepted: Counter[str] = Counter()  # accepted tokens in the text, by drafter
+        self._full_acceptance = FullAcceptance()
+        self._plain_speed = run_statistics.PlainSpeed(target.weights_in_tokens)
         self._prefill_seconds = 0.0
         self._decode_seconds = 0.0
         self._work = self._run()
 
-    def write_to(self, journal: Journal) -> None:
-        """Every token goes there before it is given; for a text that nobody has begun to iterate over. Closes it."""
-        self._journal = journal
+    @classmethod
+    def start(cls, model: LoadedModel, drafter: DrafterChoice, prompt: Prompt, params: SamplingParams | None = None, *,
+              journal: str | Path | None = None, fsync: str | float = 1.0,
+              on_prefill: Callable[[int, int], None] | None = None, logprobs: int | None = None) -> Generation:
+        """A new text. See `Engine.generate`."""
+        params = params or model.defaults.params({})
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        ids, params = model.check_request(prompt, params), params.with_seed(seed)
+        interval, vocabulary = parse_fsync(fsync), model.target.config.vocab_size
+        check(logprobs is None or 0 <= logprobs <= vocabulary, "logprobs", logprobs, f"0 to {vocabulary}")
+        generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs)
+        if journal is not None:  # created last, so that a request that is refused leaves none
+            generation._journal = generation._new_journal(Path(journal), interval)
+        return generation
+
+    @classmethod
+    def resume(cls, model: LoadedModel, drafter: DrafterChoice, journal: str | Path, *, fsync: str | float = 1.0,
+               allow_different_kernels: bool = False,
+               on_prefill: Callable[[int, int], None] | None = None) -> Generation:
+        """The text of a journal. See `Engine.resume`."""
+        found = open_for_resume(Path(journal), model, drafter, parse_fsync(fsync), allow_different_kernels)
+        try:
+            generation = cls(model, drafter, found.content.header.prompt, found.params, on_prefill=on_prefill,
+                             written=found.content.tokens, is_pure=found.is_pure)
+            found.begin()
+        except BaseException:
+            found.close()
+            raise
+        generation._journal = found.writer
+        return generation
+
+    def _new_journal(self, folder: Path, fsync: float) -> Journal:
+        header = new_header(self._model, self._drafter, self.prompt, self._params)
+        return Journal.create(folder, header, new_run(self._model, self._drafter, 0), fsync)
+
+    def save_journal(self, folder: Path) -> None:
+        """Create a journal of what was written so far, for `resume`. JournalError if `folder` holds one already."""
+        with self._new_journal(folder, 1.0) as journal:
+            if len(self.tokens):
+                journal.append(self.tokens.tolist(), 0, self._decode_seconds)
 
     def __next__(self) -> Event:
-        """Go on, alone, up to the next event."""
-        with kernels.single_threaded_torch(self._engine.model.kernels):
-            done = self.go_on()
-            while isinstance(done, ForwardRequest):
+        """The next event. Its forwards serve this text alone."""
+        with kernels.single_threaded_torch(self._model.target.kernels):
+            outcome = self.advance()
+            while isinstance(outcome, ForwardRequest):
                 try:
-                    answer, = run_batched([done], lambda places, seconds: self.clock.charge(seconds))
+                    forward, = run_batched([outcome], lambda places, seconds: self.clock.charge(seconds))
                 except BaseException:  # interrupted
                     self._work.close()
                     raise
-                done = self.go_on(answer)
-        return done
+                outcome = self.advance(forward)
+        return outcome
 
-    def go_on(self, answer: Forward | Exception | None = None) -> ForwardRequest | Event:
-        """Go on up to the next event, or the next forward that it takes: to be called again with the answer to that.
+    def advance(self, forward: Forward | Exception | None = None, batch_size: int = 1) -> ForwardRequest | Event:
+        """Work up to the next event or the next forward that is needed. Pass that forward to the next call.
 
-        answer  the forward that was asked for, or why there is none, which ends the text
+        forward     the requested forward, or the error that it failed with, which ends the text
+        batch_size  number of texts that share forwards now
 
-        Raises StopIteration behind the last event, and whatever ends the text on the way.
+        Raises StopIteration after the last event, and every error that ends the text.
         """
-        self.clock.start()
+        self.clock.start(batch_size)
         try:
-            return self._work.throw(answer) if isinstance(answer, Exception) else self._work.send(answer)
+            return self._work.throw(forward) if isinstance(forward, Exception) else self._work.send(forward)
         finally:
             self.clock.stop()
 
     def close(self) -> None:
-        """Stop the work. What was given so far stands, and a journal can be resumed."""
+        """Stop writing. The events so far remain valid, and a journal can be resumed."""
         self._work.close()
         self.is_closed = True
         if self._journal:
             self._journal.close()
 
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     @property
     def params(self) -> SamplingParams:
-        """The settings in use, the seed among them."""
+        """The settings in use, with the seed."""
         return self._params
 
     @property
@@ -160,22 +185,10 @@ class Generation(Iterator[Event]):
         return [int(token) for token in self._step.context.slice(0, self._step.context.prompt_length)]
 
     @property
-    def decode_seconds(self) -> float:
-        """Time of this text's own steps so far."""
-        return self._decode_seconds
-
-    def time_plain(self) -> float:
-        """Seconds that plain decoding would take for the next token: a forward of the root alone, tried now, and what
-        else a step of this text takes besides drafting and verifying. Changes nothing: the row is dropped."""
-        model, cache, context = self._step.model, self._step.cache, self._step.context
-        start = time.perf_counter()
-        with kernels.single_threaded_torch(self._engine.model.kernels):
-            model.forward(tree_rows(root_only(context.last), len(context) - 1), cache, 1)
-        seconds = time.perf_counter() - start
-        cache.commit(())
-        timings, steps = self._step.timings, self._step.tally.steps
-        besides = self._decode_seconds - timings.draft - timings.verify
-        return seconds + (max(0.0, besides) / steps if steps else 0.0)
+    def tokens(self) -> NDArray[np.int32]:
+        """The new token ids so far."""
+        start = self._step.context.prompt_length
+        return self._step.context.slice(start, start + self._text_stream.num_tokens)
 
     @property
     def finish_reason(self) -> Finish | None:
@@ -184,17 +197,17 @@ class Generation(Iterator[Event]):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the text came to its own end."""
+        """Whether the text reached its own end."""
         return self._text_stream.finish_reason is not None
 
     @property
     def held_text(self) -> str:
         """Text of the last tokens that was held back: the possible beginning of a stop text, or of a character."""
-        return self._text_stream.rest()
+        return self._text_stream.flush()
 
     @property
     def distinct(self) -> float | None:
-        """Distinct 4-grams over 4-grams of the latest tokens; None with on_loop off."""
+        """Distinct 4-grams divided by 4-grams of the latest tokens; None with on_loop "off"."""
         return self._text_stream.distinct
 
     @property
@@ -207,38 +220,43 @@ class Generation(Iterator[Event]):
         """Bytes of the drafter's own caches."""
         return memory_of(self._step.drafter)
 
-    def __enter__(self) -> Generation:
-        return self
+    def measure_plain_step(self) -> float:
+        """Seconds that plain decoding takes for the next token: a forward of the root alone, and the steps' overhead.
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    @property
-    def tokens(self) -> NDArray[np.int32]:
-        """The new token ids so far."""
-        start = self._step.context.prompt_length
-        return self._step.context.slice(start, start + self._text_stream.num_tokens)
+        The forward is computed now and its row dropped, so the text does not change.
+        """
+        target, cache, context = self._step.model, self._step.cache, self._step.context
+        start = time.perf_counter()
+        with kernels.single_threaded_torch(target.kernels):
+            target.forward(tree_rows(root_only(context.last), len(context) - 1), cache, 1)
+        seconds = time.perf_counter() - start
+        cache.commit(())
+        timings, steps = self._step.timings, self._step.tally.steps
+        overhead = self._decode_seconds - timings.draft - timings.verify
+        return seconds + (max(0.0, overhead) / steps if steps else 0.0)
 
     def _run(self) -> Generator[ForwardRequest | Event, Forward | None, None]:
-        team, context = self._engine.team, self._step.context
+        ranks, context = self._model.ranks, self._step.context
         try:
             written = context.slice(context.prompt_length, len(context))
-            team.begin(Request(context.slice(0, context.prompt_length), self._params, written))
-            try:  # a text that may not begin must not end the one that others are at
+            ranks.begin(Request(context.slice(0, context.prompt_length), self._params, written))
+            try:  # inside, because a request that the ranks refuse must not end the one they work on
                 with translate_memory_errors():
                     yield from self._replay()
                     if not self.is_finished:
-                        yield from self._prefill()
+                        began = time.perf_counter()
+                        yield from prefill(self._step, ranks, lambda: self.clock.batch_size > 1, self._on_prefill)
+                        self._prefill_seconds = time.perf_counter() - began
                     while not self.is_finished:
                         yield (yield from self._advance())
             finally:
-                team.end(is_finished=self.is_finished)
+                ranks.end(is_finished=self.is_finished)
         finally:
             if self._journal:
                 self._journal.close()
 
     def _replay(self) -> Iterator[Event]:
-        """What was written before, as one event."""
+        """What earlier runs wrote, as one event."""
         if self.num_resumed:
             start = self._step.context.prompt_length
             written = self._step.context.slice(start, start + self.num_resumed).tolist()
@@ -248,120 +266,69 @@ class Generation(Iterator[Event]):
             yield self._event(new)._replace(sources=("",) * len(new.tokens))
 
     def _advance(self) -> Routine[Event]:
-        """One step, in the journal before anybody sees it."""
-        start, writing, drafting = time.perf_counter(), self._text_stream, self._step.timings.draft
-        with self._engine.team.unit(self._step.context):
-            accepted = yield from self._step.run(self._params.max_new_tokens - writing.num_tokens)
-        had_loop = writing.loop is not None
-        new = writing.push(accepted.tokens)
-        if behind := len(accepted.tokens) - len(new.tokens):
-            self._step.uncount(accepted, behind)
-        self._accepted += min(len(new.tokens), len(accepted.sources))
-        self._foresight.push(len(accepted.sources), accepted.depth)
+        """One step. Its tokens are in the journal before the caller sees them."""
+        start, stream, drafting = time.perf_counter(), self._text_stream, self._step.timings.draft
+        with self._model.ranks.unit(self._step.context):
+            accepted = yield from self._step.run(self._params.max_new_tokens - stream.num_tokens)
+        had_loop = stream.loop is not None
+        new = stream.push(accepted.tokens)
+        count = len(new.tokens)  # tokens behind the end of the text are dropped
+        self._accepted.update(accepted.sources[:count])
+        self._full_acceptance.push(len(accepted.sources), accepted.depth)
         seconds = time.perf_counter() - start
         self._decode_seconds += seconds
-        if self.clock.texts == 1:  # the seconds of a step that other texts share are not this text's
-            self._plain_speed.add(accepted.drafted + 1, len(self._step.context), len(new.tokens),
+        if self.clock.batch_size == 1:  # in a batch, a step's seconds include other texts' work
+            self._plain_speed.add(accepted.drafted + 1, len(self._step.context), count,
                                   seconds - (self._step.timings.draft - drafting))
         if self._journal:
             self._journal.append(new.tokens, accepted.drafted, seconds)
-        if self.on_step:
-            self.on_step(accepted, seconds)
-        if writing.loop and not had_loop:
-            sure = ", and nearly every draft is right to its end" if self._foresight.is_stuck else ""
+        if stream.loop and not had_loop:
+            drafts = ", and nearly every draft is accepted whole" if self._full_acceptance.is_high else ""
             log.warning("%s%s; a repetition penalty or a higher temperature helps, on_loop=stop ends such a text",
-                        writing.loop, sure)
-        count = len(new.tokens)
-        told = tuple(self._recorder.last[:count]) if self._recorder else ()
-        return self._event(new)._replace(sources=(*accepted.sources, "")[:count], drafted=accepted.drafted,
-                                         depth=accepted.depth, logprobs=told)
+                        stream.loop, drafts)
+        return self._event(new)._replace(
+            sources=(*accepted.sources, "")[:count], drafted=accepted.drafted, depth=accepted.depth,
+            logprobs=accepted.logprobs[:count], seconds=seconds)
 
-    def _event(self, new: Written) -> Event:
+    def _event(self, new: DecodedTokens) -> Event:
         reason = self._text_stream.finish_reason
         if reason and self._journal:
             self._journal.finish(reason)
         return Event(new.tokens, new.text, reason, self.stats() if reason else None, pieces=new.pieces)
 
-    def _prefill(self) -> Routine[None]:
-        """All of the text but its last token, which is the first root."""
-        began = time.perf_counter()
-        step = self._step
-        last = len(step.context) - 1
-        verified: Verified | None = None
-        while step.cache.length < last:
-            start = step.cache.length
-            end, is_prompt = self._chunk(start, last)
-            chunk = step.context.slice(start, end).tolist()
-            with self._engine.team.unit(step.context):
-                result = yield ForwardRequest(step.model, chain_rows(chunk, start), step.cache, is_prompt=is_prompt)
-            step.cache.commit(range(len(chunk)))
-            verified = Verified(result, range(max(0, len(chunk) - _QUERY_ROWS), len(chunk)))
-            if self._on_prefill:
-                self._on_prefill(start + len(chunk), last)
-        step.drafter.begin(step.context, verified)
-        self._prefill_seconds = time.perf_counter() - began
-
-    def _chunk(self, start: int, last: int) -> tuple[int, bool]:
-        """Where the chunk that begins at `start` ends, and whether it is the prompt's.
-
-        On a device a prompt's chunks are of one size. Its last token and what was written were computed by steps in
-        the uncut run, and are so again: as rows of verification, which do not depend on one another.
-        """
-        if not self._step.model.kernels.is_device:
-            return min(start + (PREFILL_CHUNK if self.clock.texts == 1 else PREFILL_SHARED), last), True
-        prompt = min(self._step.context.prompt_length - 1, last)
-        if start < prompt:
-            return min(start + PREFILL_CHUNK, prompt), True
-        return min(start + WRITTEN_CHUNK, last), False
-
     def stats(self) -> dict[str, Any]:
         """The statistics so far, under the names of the `--stats` file."""
-        engine, step, model = self._engine, self._step, self._engine.model
-        writing, loop = self._text_stream, self._text_stream.loop
-        is_exact = model.kernels.is_row_invariant and self._is_pure
+        step, target = self._step, self._model.target
+        stream, loop = self._text_stream, self._text_stream.loop
+        num_written = stream.num_tokens - self.num_resumed
+        is_exact = target.kernels.is_row_invariant and self._is_pure
         return {
             "prompt_tokens": step.context.prompt_length,
             "sha256_prompt": run_statistics.sha256_tokens(step.context.slice(0, step.context.prompt_length)),
-            "new_tokens": writing.num_tokens,
+            "new_tokens": stream.num_tokens,
             "resumed_tokens": self.num_resumed,
             "finish_reason": self.finish_reason,
             "seed": self._params.seed,
             "prefill_seconds": self._prefill_seconds,
-            **run_statistics.of_steps(writing.num_tokens - self.num_resumed, self._accepted, self._decode_seconds,
-                                  step.tally, step.timings),
+            **run_statistics.of_steps(num_written, self._accepted, self._decode_seconds, step.tally, step.timings),
             **self._plain_speed.figures(),
             **run_statistics.of_tokens(self.tokens),
-            "recent_distinct_4": writing.distinct,
+            "recent_distinct_4": stream.distinct,
             "loop": loop and loop._asdict(),
             "exactness": "bit-exact" if is_exact else "distribution",
-            "kernels": model.kernels.name,
-            "device": str(model.kernels.device),
-            "dtype": str(model.kernels.dtype).removeprefix("torch."),
-            "quantize": model.weights.quantize,
-            "threads": kernels.threads(model.kernels),
+            "kernels": target.kernels.name,
+            "device": str(target.kernels.device),
+            "dtype": str(target.kernels.dtype).removeprefix("torch."),
+            "quantize": target.weights.quantize,
+            "threads": kernels.threads(target.kernels),
             "peak_memory_bytes": run_statistics.peak_memory_bytes(),
             "cache_bytes": self.cache_bytes,
             "drafter_memory_bytes": self.drafter_bytes,
-            "model": engine.name,
-            "drafter": engine.drafter,
-            "drafter_options": asdict(engine.options),
-            **(step.drafter.summary() if isinstance(step.drafter, Counts) else {}),
+            "model": self._model.name,
+            "drafter": self._drafter.name,
+            "drafter_options": asdict(self._drafter.options),
+            **(step.drafter.summary(num_written) if isinstance(step.drafter, HasSummary) else {}),
             "sampling": asdict(self._params),
             "longdraft_version": __version__,
             "torch_version": str(torch.__version__),
         }
-
-
-def _reserve(model: Transformer, cache: FullCache, length: int) -> None:
-    """The whole cache of a text of `length` tokens, or a MemoryError that says what would fit."""
-    per_token, free = model.cache_bytes_per_token, model.kernels.free_bytes()
-    wanted = length + LARGEST_TREE  # rows behind the text
-    fits = wanted if free is None else int(free * sizing.USABLE) // per_token
-    if fits < wanted:
-        small = "" if model.kernels.name.endswith("-fp8") else f", {kernels.VARIABLE}={model.kernels.name}-fp8"
-        raise MemoryError(f"the cache of {length} tokens takes {wanted * per_token / 2**30:.1f} GiB, and "
-                          f"{(free or 0) / 2**30:.1f} GiB of {model.kernels.device} are free; "
-                          f"{max(0, fits - LARGEST_TREE)} tokens would fit, prompt and new ones together; write "
-                          f"fewer, or take --quantize int8{small}")
-    with translate_memory_errors():
-        cache.reserve(wanted)

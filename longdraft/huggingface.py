@@ -28,6 +28,7 @@ from longdraft.core import MAX_SEED, SamplingParams
 from longdraft.engine import Engine
 from longdraft.errors import UsageError, check
 from longdraft.generation import Generation
+from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model import checkpoint, defaults, hub
 from longdraft.model import config as model_config
 from longdraft.model.chat_template import ChatTemplate
@@ -153,7 +154,7 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     Raises ModelError for an architecture that is not supported, UsageError for settings.
     """
     _require_version()
-    options = drafters.parse_options(drafter, drafter_options or {})
+    choice = DrafterChoice.parse(drafter, drafter_options)
     drafters.check_heads(drafter, heads)
     check(quantize in checkpoint.QUANTIZE, "quantize", quantize, " or ".join(checkpoint.QUANTIZE))
     own = model.generation_config
@@ -165,12 +166,12 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     if config.is_tied:
         tensors.pop("lm_head.weight", None)  # the embedding, by a name that checkpoints leave out
     files = StateDict(tensors, folder)
-    transformer = checkpoint.load_transformer(files, config, chosen, quantize)
+    target = checkpoint.load_transformer(files, config, chosen, quantize)
     words = _NoTokenizer() if tokenizer is None else _SavedTokenizer(tokenizer)
-    engine = Engine(str(folder), files, transformer, words, drafter, options, heads, hub.Hub(),
-                    defaults.Defaults())
+    loaded = LoadedModel.load_parts(str(folder), files, target, words, choice, heads_name=heads,
+                                    hub_options=hub.Hub(), defaults=defaults.Defaults())
     files.let_go()
-    return Writer(engine, own)
+    return Writer(Engine(loaded, choice), own)
 
 
 def _require_version() -> None:

@@ -8,7 +8,7 @@ Two signs, in constant time and memory for each token:
 
 Tables, refrains and code repeat too, but not verbatim for so long (tests/unit/test_loops.py); what they lack in variety they
 lack from their beginning, or make up for within the window. A third sign, drafts that are always right, costs nothing
-and depends on the drafter: it only goes into a warning (`Foresight`).
+and depends on the drafter: it only goes into a warning (`FullAcceptance`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ LEAST = 512  # tokens
 WINDOW = 2048  # 4-grams
 GRAM = 4
 POOR, RICH = 0.1, 0.5  # distinct 4-grams over 4-grams
-_STUCK, _MEMORY = 0.95, 1 / 64  # share of steps whose whole draft was right; weight of the last step in it
+_HIGH_SHARE = 0.95  # of steps whose whole draft was accepted
+_LAST_STEP_WEIGHT = 1 / 64  # in the moving average of that share
 
 
 class Loop(NamedTuple):
@@ -111,17 +112,17 @@ class LoopGuard:
         return is_full and self._was_rich and self.distinct < POOR
 
 
-class Foresight:
-    """Whether drafts are right again and again, to their last guess. Depends on the drafter: fit for words only."""
+class FullAcceptance:
+    """The share of recent drafts that were accepted whole. It depends on the drafter, so it may only be printed."""
 
     def __init__(self) -> None:
         self._share = 0.0
 
     def push(self, accepted: int, depth: int) -> None:
-        """A step whose draft went `depth` tokens ahead, of which `accepted` were right."""
+        """A step whose draft was `depth` tokens deep, of which `accepted` were accepted."""
         if depth:
-            self._share += _MEMORY * ((accepted == depth) - self._share)
+            self._share += _LAST_STEP_WEIGHT * ((accepted == depth) - self._share)
 
     @property
-    def is_stuck(self) -> bool:
-        return self._share >= _STUCK
+    def is_high(self) -> bool:
+        return self._share >= _HIGH_SHARE

@@ -6,6 +6,7 @@ import hashlib
 import math
 import resource
 import sys
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -44,17 +45,22 @@ def of_tokens(tokens: NDArray[np.int32]) -> dict[str, Any]:
     return {"sha256_tokens": sha256_tokens(tokens)} | {f"distinct_{n}": distinct(tokens, n) for n in range(1, 5)}
 
 
-def of_steps(num_tokens: int, accepted: int, decode_seconds: float, tally: Tally, timings: Timings) -> dict[str, Any]:
-    """Counts and times of decoding. `accepted` excludes the tokens that the target itself added."""
+def of_steps(num_tokens: int, accepted: Counter[str], decode_seconds: float, tally: Tally,
+             timings: Timings) -> dict[str, Any]:
+    """Counts and times of decoding.
+
+    num_tokens  new tokens, those that the target itself added included
+    accepted    drafted tokens that are part of the text, by drafter
+    """
     parts = asdict(timings)
     return {
         "decode_seconds": decode_seconds,
         "tokens_per_second": num_tokens / decode_seconds if decode_seconds else 0.0,
         "steps": tally.steps,
         "draft_tokens": tally.drafted.total(),
-        "accepted_tokens": accepted,
+        "accepted_tokens": accepted.total(),
         "mean_accepted_length": num_tokens / tally.steps if tally.steps else 0.0,
-        "by_source": {source: {"drafted": tally.drafted[source], "accepted": tally.accepted[source]}
+        "by_source": {source: {"drafted": tally.drafted[source], "accepted": accepted[source]}
                       for source in sorted(tally.drafted)},
         "timings": parts | {"other": max(0.0, decode_seconds - sum(parts.values()))},
     }

@@ -1,6 +1,6 @@
-"""What a text's tokens show, and where it ends: a function of the tokens and the settings, of nothing else.
+"""The text of the new tokens, and where it ends. Both depend on the tokens and the settings alone.
 
-Whoever pushes the same tokens, at once or step by step, now or after a restart, gets the same text and the same end.
+The same tokens give the same text and the same end, whether they are pushed at once, step by step, or after a restart.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from longdraft.loops import Loop, LoopGuard
 from longdraft.model.tokenizer import StopText, Tokenizer
 
 
-class Written(NamedTuple):
-    """Tokens, and what each added to the text."""
+class DecodedTokens(NamedTuple):
+    """Tokens, and the piece of text that each of them adds."""
 
     tokens: tuple[int, ...]
     pieces: tuple[str, ...]
@@ -24,10 +24,15 @@ class Written(NamedTuple):
         return "".join(self.pieces)
 
 
+def stop_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> set[int]:
+    """Token ids that end the text: the request's stop ids, and the model's end-of-text ids unless it ignores them."""
+    return set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+
+
 class TextStream:
     """The text so far.
 
-    eos_token_ids  the model's own ends of text
+    eos_token_ids  the model's end-of-text ids
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
@@ -35,60 +40,60 @@ class TextStream:
         self.num_tokens = 0
         self._params = params
         self._eos = set() if params.ignore_eos else set(eos_token_ids)
-        self.stop_ids = self._eos | set(params.stop_token_ids)
+        self._stop_ids = stop_ids(params, self._eos)
         self._text = tokenizer.stream()
         self._stops = StopText(params.stop)
         self._guard = LoopGuard() if params.on_loop != "off" else None
 
     @property
     def loop(self) -> Loop | None:
-        """The first loop the text fell into, if any."""
+        """The first loop in the text, if any."""
         return self._guard.loop if self._guard else None
 
     @property
     def distinct(self) -> float | None:
-        """Distinct 4-grams over 4-grams of the latest tokens; None where nobody looks for loops."""
+        """Distinct 4-grams divided by 4-grams of the latest tokens; None with on_loop "off"."""
         return self._guard.distinct if self._guard else None
 
-    def push(self, tokens: Sequence[int]) -> Written:
-        """Tokens and text of a step up to where the text ends; sets `finish_reason` there."""
-        shown: list[str] = []
+    def push(self, tokens: Sequence[int]) -> DecodedTokens:
+        """The tokens of a step, up to the end of the text if it is among them; sets `finish_reason` there."""
+        pieces: list[str] = []
         for count, token in enumerate(tokens, 1):
             self.num_tokens += 1
             is_long_enough = self.num_tokens >= self._params.min_new_tokens
             if self._guard:
                 self._guard.push(token)
-            if token in self.stop_ids:
-                shown.append("")
+            if token in self._stop_ids:
+                pieces.append("")
                 self.finish_reason = "eos" if token in self._eos else "stop"
             else:
-                text, stopped = self._text.push(token), False
+                text, is_stopped = self._text.push(token), False
                 if is_long_enough:
-                    text, stopped = self._stops.push(text)
-                shown.append(text)
-                if stopped:
+                    text, is_stopped = self._stops.push(text)
+                pieces.append(text)
+                if is_stopped:
                     self.finish_reason = "stop"
-                    return Written(tuple(tokens[:count]), tuple(shown))
+                    return DecodedTokens(tuple(tokens[:count]), tuple(pieces))
             if self.finish_reason is None and self.num_tokens == self._params.max_new_tokens:
                 self.finish_reason = "length"
             stops = self._params.on_loop == "stop" and is_long_enough and self._guard and self._guard.is_looping
             if self.finish_reason is None and stops:
                 self.finish_reason = "loop"
             if self.finish_reason:
-                rest, stopped = self._rest()
-                shown[-1] += rest
-                if stopped:
+                text, is_stopped = self._flush()
+                pieces[-1] += text
+                if is_stopped:
                     self.finish_reason = "stop"
-                return Written(tuple(tokens[:count]), tuple(shown))
-        return Written(tuple(tokens), tuple(shown))
+                return DecodedTokens(tuple(tokens[:count]), tuple(pieces))
+        return DecodedTokens(tuple(tokens), tuple(pieces))
 
-    def rest(self) -> str:
-        """The text that was held back, up to a stop text in it. Nothing can be pushed after that."""
-        return self._rest()[0]
+    def flush(self) -> str:
+        """The text that was held back, up to a stop text in it. Call it last: no token can be pushed after it."""
+        return self._flush()[0]
 
-    def _rest(self) -> tuple[str, bool]:
-        """... and whether a stop text was reached."""
-        text, stopped = self._text.flush(), False
+    def _flush(self) -> tuple[str, bool]:
+        """The held text, and whether it reached a stop text."""
+        text, is_stopped = self._text.flush(), False
         if self.num_tokens >= self._params.min_new_tokens:
-            text, stopped = self._stops.push(text)
-        return text + self._stops.flush(), stopped
+            text, is_stopped = self._stops.push(text)
+        return text + self._stops.flush(), is_stopped

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longdraft import engine as engines
+from longdraft import loading
 from longdraft.batch import work_folder
 from longdraft.batch.requests import BatchRequest, RowProgress, error_record, seed_of, text_record
 from longdraft.core import Event, SamplingParams
@@ -74,7 +74,7 @@ class BatchWorker:
 
     def __init__(self, job: BatchJob) -> None:
         self._job = job
-        self._engine = engines.load(**job.load)
+        self._engine = loading.load(**job.load)
         if unlike := differences(job.identity, self._engine.identity):
             raise UsageError(f"the worker on {socket.gethostname()} differs from the process that started the job: "
                              f"{'; '.join(unlike)}; install the same longdraft and give the same model there")
@@ -179,7 +179,7 @@ class BatchWorker:
         params = engine.params(**{**self._job.defaults, **request.settings})
         if params.seed is None:
             params = params.with_seed(seed_of(request.key, self._job.seed))
-        return engine.checked(prompt, params), params
+        return engine.check_request(prompt, params), params
 
     def _generation(self, key: str, ids: list[int], params: SamplingParams) -> Generation:
         """Start the text or resume its journal. The row's previous worker may still be exiting."""

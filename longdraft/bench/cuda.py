@@ -312,7 +312,7 @@ def variant(plan: CudaPlan, name: str, rate: float | None) -> dict[str, Any]:
 
 def long_run(plan: CudaPlan, document: CudaDocument) -> dict[str, Any]:
     """Statistics of the bundled model's text, which ends early when the time is over."""
-    from longdraft.engine import load
+    from longdraft.loading import load
 
     engine = load(drafter=plan.drafter, device=plan.device, dtype=plan.dtype, kernels_name=plan.kernels_names[0])
     until = document.deadline - (75 if plan.has_peer else 0)

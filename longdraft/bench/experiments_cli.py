@@ -66,8 +66,8 @@ def _run_experiment(experiment: str, *, prompt_file: Path, model: str, scale: st
     from longdraft.bench import experiment as experiments
     from longdraft.bench import measures, runner
     from longdraft.bench.document import measure_limits
-    from longdraft.engine import load
     from longdraft.files import read_prompt
+    from longdraft.loading import load
 
     parts = [part.strip() for part in seeds.split(",")]
     check(all(part.isdecimal() for part in parts), "--seeds", seeds, "whole numbers with commas between them")

@@ -34,7 +34,7 @@ def run(engine: Engine, settings: Sequence[str], prompt: Sequence[int], params: 
     Raises UsageError if prompt and new tokens exceed the model's context, or if two drafters write different texts.
     """
     systems = {setting: System.named(setting) for setting in settings}
-    engine.checked(list(prompt), params)
+    engine.check_request(list(prompt), params)
     results = Results()
     results.add({"kind": "text", "text": _TEXT, "reference": settings[0],
                  "systems": {name: {"own_text": False} for name in systems}})

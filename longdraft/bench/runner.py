@@ -71,7 +71,7 @@ def run(plan: ExperimentPlan, engine: Engine, ids: Sequence[int], output: Path |
     texts = plan.experiment.plan(plan.scale, plan.seeds, plan.stretches)
     prompts = {spec: _prompt(ids, spec, plan.stretches) for spec in texts}
     for spec, prompt in prompts.items():  # before the first text is measured for hours
-        engine.checked(prompt, spec.sampling)
+        engine.check_request(prompt, spec.sampling)
     ends = plan.experiment.ends(plan.scale)
     with closing(ResultsWriter(output, session)) as writer:
         units = list(_units(engine, texts, writer.results))

@@ -54,8 +54,8 @@ def length(
     from longdraft.bench import length
     from longdraft.bench.document import document
     from longdraft.core import SamplingParams
-    from longdraft.engine import load
     from longdraft.files import read_prompt
+    from longdraft.loading import load
     from longdraft.report import figures
 
     check(prefill >= 1, "prefill", prefill, "1 or more")
@@ -107,8 +107,8 @@ def batch(
     from longdraft.bench import batch
     from longdraft.bench import peers as engines
     from longdraft.bench.document import document, measure_limits, prepare, status
-    from longdraft.engine import load
     from longdraft.files import read_prompt
+    from longdraft.loading import load
 
     lengths, counts = numbers("--contexts", contexts), numbers("--texts", texts, 512)
     within("--turn", turn, 1, 10_000)

@@ -11,19 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft import run_statistics
+from longdraft import kernels, run_statistics
 from longdraft.bench import rules
 from longdraft.bench.experiment import System
 from longdraft.bench.results import require_one_text
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
 from longdraft.generation import Generation
+from longdraft.model.transformer import Transformer
 from longdraft.report.turns import MeasuredText, Record, StepCounts, pack_tokens
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Accepted
+from longdraft.text_stream import stop_ids
 
-SAMPLERS: dict[str, type[Sampler]] = {"keyed": Sampler, "independent": rules.IndependentSampler,
-                                      "per-path": rules.PathSampler}
+SAMPLERS = {"independent": rules.IndependentSampler, "per-path": rules.PathSampler}  # "keyed" is the engine's own
 OWN_TEXT = ("per-path",)  # verification rules whose text differs from plain decoding
 
 
@@ -31,25 +31,28 @@ def start(engine: Engine, system: System, prompt: Sequence[int], params: Samplin
           written: Sequence[int] | NDArray[np.int32] = ()) -> Generation:
     """A generation by a system that continues behind the new tokens `written`."""
     with_drafter = engine.with_drafter(system.drafter, system.options_for(len(prompt)))
-    generation = Generation(with_drafter, list(prompt), params, written=written, sampler_of=SAMPLERS[system.rule])
+    generation = Generation(with_drafter.loaded, with_drafter.choice, list(prompt), params, written=written,
+                            sampler=_sampler(engine.model, system.rule, params))
     if len(written):
         next(generation)  # the first event returns `written` without any work
     return generation
+
+
+def _sampler(model: Transformer, rule: str, params: SamplingParams) -> Sampler | None:
+    """The sampler of a verification rule, which chooses on the host; None for the engine's own."""
+    if rule == "keyed":
+        return None
+    return SAMPLERS[rule](params, stop_ids(params, model.config.eos_token_ids), model.kernels.name != kernels.REFERENCE)
 
 
 def write_turn(generation: Generation, end: int) -> Record:
     """Write until the text has `end` new tokens; the last step may write a few more. The prompt is not timed."""
     counts, before, began = StepCounts(), generation.stats(), time.perf_counter()
     ended = began
-
-    def on_step(accepted: Accepted, seconds: float) -> None:
-        nonlocal ended
-        counts.add(accepted)
-        ended = time.perf_counter()  # excludes the statistics that the last event computes
-
-    generation.on_step = on_step
-    while len(generation.tokens) < end and next(generation, None) is not None:
-        pass
+    while len(generation.tokens) < end and (event := next(generation, None)) is not None:
+        counts.add(event)
+        # Computing the statistics of the last event is not decoding.
+        ended = ended + event.seconds if event.finish_reason else time.perf_counter()
     after = generation.stats()
     seconds = ended - began - (after["prefill_seconds"] - before["prefill_seconds"])
     old = before.get("tokens_by_choice", {})  # of drafter `auto`: tokens by the drafter it chose

@@ -114,7 +114,7 @@ def batch(
         raise UsageError("--tensor-parallel writes one text at a time, on all ranks; leave --workers and --ray out")
     if options.is_follower():
         from longdraft.cli.stream import follow
-        from longdraft.engine import load as load_engine
+        from longdraft.loading import load as load_engine
 
         return follow(lambda: load_engine(**load))
     defaults = {name: list(value) if isinstance(value, list) else value for name, value in given.items()

@@ -71,7 +71,7 @@ def chat(
     drafting = parse_pairs("--drafter-option", drafter_option or ())
     chat_options = options.chat_options(chat_option or ())
     from longdraft.cli.display import LoadBar
-    from longdraft.engine import load
+    from longdraft.loading import load
 
     with LoadBar(quiet=quiet) as bar:
         engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,

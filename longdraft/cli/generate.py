@@ -63,9 +63,9 @@ def generate(
     """
     from longdraft.cli.display import LoadBar
     from longdraft.cli.stream import Job, follow, write
-    from longdraft.engine import load
     from longdraft.files import open_outputs, read_prompt
     from longdraft.journal import is_there, parse_fsync, resume_hint
+    from longdraft.loading import load
 
     given = {
         "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "seed": seed, "temperature": temperature,

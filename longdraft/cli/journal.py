@@ -44,9 +44,9 @@ def resume(
     """
     from longdraft.cli.display import LoadBar
     from longdraft.cli.stream import Job, follow, write
-    from longdraft.engine import load_for
     from longdraft.files import open_outputs
     from longdraft.journal import parse_fsync, read
+    from longdraft.loading import load_for
 
     parse_fsync(fsync)
     drafting = parse_pairs("--drafter-option", drafter_option) if drafter_option else None
@@ -125,7 +125,7 @@ def _text(found: Found, model: str | None, cache_dir: Path | None, offline: bool
         raise JournalError(f"the tokenizer of {name} is not the journal's; give --model what it was begun with")
     writing = TextStream(tokenizer, found.header.params, found.header.eos_token_ids)
     text = writing.push(found.tokens.tolist()).text
-    return text if writing.finish_reason else text + writing.rest()
+    return text if writing.finish_reason else text + writing.flush()
 
 
 def describe(folder: Path, found: Found) -> dict[str, Any]:

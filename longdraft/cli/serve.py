@@ -89,7 +89,7 @@ def serve(
     ServerSettings(**given)  # a mistake shows before the model is read
     logs.configure_logging(log_format, log_level)
     from longdraft.cli.display import LoadBar
-    from longdraft.engine import load
+    from longdraft.loading import load
 
     with LoadBar(quiet=quiet) as bar:
         engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,

@@ -59,9 +59,9 @@ def write(job: Job) -> int:
                 display.prefilled(done, total)
 
             generation = job.start(progress)
-            recorder = _recorder(generation, job)
+            recorder = _new_recorder(job)
             try:
-                _stream(generation, display, interrupt, job.files.get("--output"))
+                _stream(generation, display, interrupt, job.files.get("--output"), recorder)
             except OSError as error:
                 status = stdout_lost(error)
             except KeyboardInterrupt:  # Typer makes it status 130, and says nothing
@@ -99,15 +99,13 @@ def follow(load: Callable[[], Engine]) -> int:
     return 0
 
 
-def _recorder(generation: Generation, job: Job) -> TurnRecorder | None:
-    """Record the steps of the generation if a report is requested."""
+def _new_recorder(job: Job) -> TurnRecorder | None:
+    """Records the events if a report is requested."""
     if "--report" not in job.files:
         return None
     from longdraft.report.generation import TurnRecorder
 
-    recorder = TurnRecorder(job.max_new_tokens)
-    generation.on_step = recorder.add
-    return recorder
+    return TurnRecorder(job.max_new_tokens)
 
 
 def _hints(generation: Generation, job: Job) -> list[str]:
@@ -159,10 +157,13 @@ def _tell_end(generation: Generation, job: Job, interrupt: Interrupt) -> None:
         print(f"longdraft: {how} after {count}; {what[0]}", file=sys.stderr)
 
 
-def _stream(generation: Generation, display: TextDisplay, interrupt: Interrupt, output: OutputFile | None) -> None:
+def _stream(generation: Generation, display: TextDisplay, interrupt: Interrupt, output: OutputFile | None,
+            recorder: TurnRecorder | None) -> None:
     is_resumed = generation.num_resumed > 0  # the first event holds what an earlier run wrote
     try:
         for event in generation:
+            if recorder:
+                recorder.add(event)
             if output:
                 output.write(event.text.encode())
             display.show(event, generation.distinct, is_resumed=is_resumed)

@@ -103,7 +103,7 @@ class Selector:
     def _rate(self, name: str, context: Context) -> None:
         known = self._known[name]
         if known.steps:
-            self._ratings[name] = known.rate(self._shared.forward, len(context), self._clock.texts,
+            self._ratings[name] = known.rate(self._shared.forward, len(context), self._clock.batch_size,
                                              self.acceptance[name])
 
     def _is_faster(self, name: str) -> bool:
@@ -124,7 +124,7 @@ class Selector:
     def _probe_credit(self, name: str, context: Context) -> float:
         """Seconds that a probe may lose, minus those that it is expected to lose."""
         known, rating = self._known[name], self._ratings[name]
-        step = known.seconds(self._shared.forward, len(context), rating.depth, self._clock.texts)
+        step = known.seconds(self._shared.forward, len(context), rating.depth, self._clock.batch_size)
         slower = step * (1 - self._ratings[self._leader].seconds / rating.seconds) * SETTINGS.probe_steps
         trust = known.trust if self._shared.can_lose else 1.0
         switch = trust * step + max(0.0, known.switch_seconds - step)  # at least the time of a step
@@ -219,7 +219,7 @@ class AutoDrafter:
         """Add the step to the measurements."""
         assert self._proposal is not None, "observe without propose"
         tree, allowed, began, drafted_at = self._proposal
-        ended, num_accepted, texts = self._clock(), len(accepted.tokens) - 1, self._clock.texts
+        ended, num_accepted, texts = self._clock(), len(accepted.tokens) - 1, self._clock.batch_size
         shared, known = self._shared, self._shared.candidates[self.active]
         seconds = ended - began
         self._num_steps += 1
@@ -246,15 +246,14 @@ class AutoDrafter:
             self.choices.append(Counter())
         self.choices[-1][self.active] += written
 
-    def cut(self, count: int) -> None:
-        """The last `count` tokens of the last step are behind the text's end: do not count them."""
-        self.turns[self._last_writer] -= count
-        self.choices[-1][self._last_writer] -= count
-
-    def summary(self) -> dict[str, Any]:
-        """What was chosen, for the statistics."""
+    def summary(self, num_tokens: int) -> dict[str, Any]:
+        """The tokens written with each candidate, in all and for each part of the text, for the statistics."""
+        turns, choices = self.turns.copy(), [counts.copy() for counts in self.choices]
+        if behind := turns.total() - num_tokens:  # tokens of the last step behind the end of the text
+            turns[self._last_writer] -= behind
+            choices[-1][self._last_writer] -= behind
         return {
-            "tokens_by_choice": dict(self.turns),
+            "tokens_by_choice": dict(turns),
             "choices_per_tokens": SETTINGS.tokens_per_report,
-            "choices": [dict(counts) for counts in self.choices],
+            "choices": [dict(counts) for counts in choices],
         }

@@ -38,7 +38,7 @@ from longdraft.model.routine import Routine, atomic
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.speculation.verify import walk
+from longdraft.speculation.verify import accepted_path
 from longdraft.tree import Tree, Trie
 
 RETRIEVAL = "retrieval"  # the source of the tokens that level 2 adds, in the statistics
@@ -189,7 +189,7 @@ class TriForceDrafter:
             rows = tree_rows(tree, len(context) - 2 + len(path))
             result = yield ForwardRequest(self._model, rows, self.partial, len(tree))
             choices = self._choose(result.logits, tree, context, path)
-            walked = walk(tree, choices)
+            walked = accepted_path(tree, choices)
             self.partial.commit(walked)
             if choices[walked[-1]] == NO_TOKEN:
                 break

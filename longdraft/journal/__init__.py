@@ -6,8 +6,8 @@
     found = read(folder)                                     # whatever happened to the file: a valid prefix, or refusal
 """
 
-from longdraft.journal.format import FILE, Found, Header, Run, StepRecord, differences, is_there, read
+from longdraft.journal.format import FILE, Found, Header, Run, StepRecord, is_there, read
 from longdraft.journal.writer import Journal, is_being_written, parse_fsync, resume_hint
 
-__all__ = ["FILE", "Found", "Header", "Journal", "Run", "StepRecord", "differences", "is_being_written", "is_there",
+__all__ = ["FILE", "Found", "Header", "Journal", "Run", "StepRecord", "is_being_written", "is_there",
            "parse_fsync", "read", "resume_hint"]

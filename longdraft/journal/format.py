@@ -291,21 +291,3 @@ def _typed(kind: type[_Record], content: dict[str, Any], path: Path) -> _Record:
         if not _CHECKS[hint](content[name]):
             raise UnusableJournalError(f"{path}: {name} is {str(content[name])[:80]!r}, which is no {hint}")
     return kind(**content)
-
-
-def differences(began: Header, now: Header) -> tuple[list[str], list[str]]:
-    """What is not as it was: of what the text is made, and of the arithmetic alone. Each in words."""
-    text = [f"the {words} other than the journal's ({getattr(began, name)[:12]}, now {getattr(now, name)[:12]})"
-            for name, words in (("weights", "model's weights are"), ("tokenizer", "tokenizer is"),
-                                ("config", "model's configuration is"), ("prompt_sha256", "prompt is"))
-            if getattr(began, name) != getattr(now, name)]
-    if began.quantize != now.quantize:
-        text.append(f"quantize was {began.quantize}, now {now.quantize}")
-    if began.eos_token_ids != now.eos_token_ids:
-        text.append(f"the model's end-of-text ids were {began.eos_token_ids}, now {now.eos_token_ids}")
-    return text, arithmetic_differences(began.arithmetic, now.arithmetic)
-
-
-def arithmetic_differences(began: dict[str, str], now: dict[str, str]) -> list[str]:
-    return [f"{name.replace('_', ' ')} {began.get(name, 'unknown')}, now {now.get(name, 'unknown')}"
-            for name in sorted(began.keys() | now.keys()) if began.get(name) != now.get(name)]

@@ -1,43 +1,105 @@
-"""What was trained to draft for a model, named or found beside it: heads, and a glide layer."""
+"""Parts that draft for a target model: trained heads, a trained glide layer, a smaller draft model.
+
+Each part is either named by the user or found in the folder of the target model (`heads/`, `glide/`, `draft/`).
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from longdraft.model import glide, heads
+from longdraft.errors import ModelError, UsageError
+from longdraft.model import checkpoint, glide, heads
+from longdraft.model import config as model_config
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
+from longdraft.model.tokenizer import Tokenizer, require_same_vocabulary
 from longdraft.model.transformer import Transformer
+from longdraft.parallel import local
+
+log = logging.getLogger(__name__)
+DRAFT_FOLDER = "draft"  # subfolder of a model's folder that holds a smaller draft model
+T = TypeVar("T")
 
 
-class Trained(NamedTuple):
+class TrainedParts(NamedTuple):
+    """Parts trained for one target model. None: the part does not exist, or the drafter does not use it."""
+
     heads: Heads | None = None
     glide: Glide | None = None
 
 
 class Target(NamedTuple):
-    """The model to draft for. Hashes are asked for only where they decide."""
+    """The model that parts are loaded for. The hashes are functions, because computing them reads all weights.
+
+    fingerprint  SHA-256 of the target's weights
+    vocabulary   SHA-256 of its tokenizer's vocabulary; "" if it has no tokenizer
+    """
 
     model: Transformer
-    fingerprint: Callable[[], str]  # of its weights
-    vocabulary: Callable[[], str]  # of its tokenizer
+    fingerprint: Callable[[], str]
+    vocabulary: Callable[[], str]
 
-    def load(self, folder: Path) -> Trained:
-        """What a folder holds; ModelError where that is neither, or was made for another model."""
+    def load(self, folder: Path) -> TrainedParts:
+        """The part in a folder that the user named. ModelError if it is neither, or belongs to another model."""
         if glide.is_glide(folder):
-            return Trained(glide=self._glide(folder))
-        return Trained(heads=heads.load_heads(folder, *self))
+            return TrainedParts(glide=self._glide(folder))
+        return TrainedParts(heads=heads.load_heads(folder, *self))
 
-    def beside(self, folder: Path) -> Trained:
-        """What lies in or beside the model's own files, as far as there is something."""
-        found, layer = heads.find_heads(folder), folder / "glide"
-        return Trained(heads.load_heads(found, *self) if found else None,
-                       self._glide(layer) if glide.is_glide(layer) else None)
+    def find(self, folder: Path, required: str) -> TrainedParts:
+        """The parts in the model's own folder. An unusable part is left out, unless it is the `required` one.
+
+        required  "heads", "glide" or "": the part that the drafter cannot work without
+        """
+        def found_heads() -> Heads | None:
+            found = heads.find_heads(folder)
+            return heads.load_heads(found, *self) if found else None
+
+        def found_glide() -> Glide | None:
+            return self._glide(folder / "glide") if glide.is_glide(folder / "glide") else None
+
+        return TrainedParts(optional_part("heads", found_heads, required),
+                            optional_part("glide", found_glide, required))
 
     def _glide(self, folder: Path) -> Glide:
         def check(where: Path, config: dict[str, Any]) -> None:
             heads.check_target(where, config, *self)
 
         return glide.load_glide(folder, self.model, check)
+
+
+def optional_part(name: str, load: Callable[[], T], required: str) -> T | None:
+    """The loaded part, or None and one warning if it cannot be used. Errors pass if the part is the required one."""
+    try:
+        return load()
+    except (ModelError, UsageError) as error:
+        if name == required:
+            raise
+        log.warning("drafting without %s: %s", name, error)
+        return None
+
+
+def load_draft_model(folder: Path, name: str, target: Transformer, tokenizer: Tokenizer) -> Transformer:
+    """The smaller model in `folder`, on the kernels of the target.
+
+    name       what the user calls it, for error messages
+    tokenizer  the target's; the draft model must have the same vocabulary
+
+    ModelError if the files are missing, corrupt or unsupported; UsageError if the vocabularies differ.
+    """
+    if not tokenizer.vocabulary():
+        raise UsageError(f"draft model {name!r} must have the target's vocabulary, and the target has no tokenizer to "
+                         "compare; use longdraft.from_transformers(model, tokenizer)")
+    config = model_config.read_config(folder)
+    require_same_vocabulary(tokenizer, Tokenizer(folder), name)
+    require_ids_in_vocabulary(tokenizer, config.vocab_size, folder)
+    return checkpoint.load_transformer(checkpoint.TensorFiles(folder), config, local(target.kernels), target.weights.quantize)
+
+
+def require_ids_in_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:
+    """ModelError if the tokenizer has ids that the model in `folder` has no row for."""
+    if tokenizer.size > vocab_size:
+        raise ModelError(f"the tokenizer in {folder} has ids up to {tokenizer.size - 1}, and the model has a "
+                         f"vocabulary of {vocab_size}; give a folder whose tokenizer and model belong together")

@@ -1,9 +1,12 @@
-"""Work that asks for forwards: whoever drives it decides which texts travel together.
+"""Routines: generators that yield the forwards they need and are sent the results.
 
-Whatever a text does (reading its prompt, drafting, verifying) is a generator that yields an `ForwardRequest` and is sent the
-`Forward`. Driven alone, each ask is a forward of its own. Several texts driven side by side have their asks answered
-together: drafts of one, verifications of another and the prompt of a third are rows of one forward, wherever they ask
-the same model.
+Reading a prompt, drafting and verifying are routines. A routine that runs alone gets a forward of its own for each
+request. A batch runs several routines and answers their requests with one forward per model, so that the weights are
+read once for drafts, verifications and prompts of all texts:
+
+    def propose(self, context, max_depth):                      # a routine
+        result = yield ForwardRequest(model, rows, cache, 1)    # suspended until the forward is done
+        return tree_of(result.logits)
 """
 
 from __future__ import annotations
@@ -21,68 +24,70 @@ P = ParamSpec("P")
 Routine = Generator[ForwardRequest, Forward, T]
 
 
-def atomic(result: Callable[P, T]) -> Callable[P, Routine[T]]:
-    """Work that asks for nothing, made of a function."""
+def atomic(function: Callable[P, T]) -> Callable[P, Routine[T]]:
+    """Decorator: a plain function as a routine that needs no forward."""
 
-    @wraps(result)
-    def work(*args: P.args, **kwargs: P.kwargs) -> Routine[T]:
-        yield from ()  # what makes it a generator
-        return result(*args, **kwargs)
+    @wraps(function)
+    def routine(*args: P.args, **kwargs: P.kwargs) -> Routine[T]:
+        yield from ()  # makes this a generator
+        return function(*args, **kwargs)
 
-    return work
+    return routine
 
 
-def run_alone(work: Routine[T]) -> T:
-    """Do the work by itself: every ask is a forward of its own."""
+def run_alone(routine: Routine[T]) -> T:
+    """The routine's result. Each request is a forward of its own."""
     try:
-        ask = next(work)
+        request = next(routine)
         while True:
-            ask = work.send(ask.model.forward_batch([ask])[0])
+            request = routine.send(request.model.forward_batch([request])[0])
     except StopIteration as end:
         result: T = end.value
         return result
 
 
-def run_batched(asks: Sequence[ForwardRequest], spent: Callable[[Sequence[int], float], None]) -> list[Forward | Exception]:
-    """What is asked for, in few forwards: one for each model. Who cannot be answered gets the reason, alone.
+def run_batched(requests: Sequence[ForwardRequest],
+                spent: Callable[[Sequence[int], float], None]) -> list[Forward | Exception]:
+    """The result of each request, from one forward for each model. A request that fails gets its error instead.
 
-    spent  is told of each forward the places of those that it served, and its seconds
+    spent  called after each forward with the indices of its requests, and its seconds
 
-    Where a forward of several texts fails (no memory for one's cache, say) each is asked for by itself: a forward that
-    was cut short has changed nothing that counts.
+    If a forward of several requests fails (for example because one cache has no memory left), each request is run
+    by itself. The failed forward has changed nothing: its cache rows are provisional.
     """
-    found: dict[int, Forward | Exception] = {}
+    results: dict[int, Forward | Exception] = {}
     groups: dict[object, list[int]] = {}
-    for place, ask in enumerate(asks):
-        groups.setdefault(ask.model.identity, []).append(place)
-    for places in groups.values():
+    for index, request in enumerate(requests):
+        groups.setdefault(request.model.identity, []).append(index)
+    for indices in groups.values():
         began = time.perf_counter()
-        found |= zip(places, _together([asks[place] for place in places]), strict=True)
-        spent(places, time.perf_counter() - began)
-    return [found[place] for place in range(len(asks))]
+        results |= zip(indices, _run_together([requests[index] for index in indices]), strict=True)
+        spent(indices, time.perf_counter() - began)
+    return [results[index] for index in range(len(requests))]
 
 
-def _together(asks: Sequence[ForwardRequest]) -> Sequence[Forward | Exception]:
+def _run_together(requests: Sequence[ForwardRequest]) -> Sequence[Forward | Exception]:
     try:
         with translate_memory_errors():
-            return asks[0].model.forward_batch(asks)
-    except Exception as error:  # whatever it is, it is given to who asked
-        return [error] if len(asks) == 1 else [answer for ask in asks for answer in _together([ask])]
+            return requests[0].model.forward_batch(requests)
+    except Exception as error:  # any error becomes the result of the request that caused it
+        if len(requests) == 1:
+            return [error]
+        return [result for request in requests for result in _run_together([request])]
 
 
 class CostClock:
-    """A clock of what one text costs: the time of its own work, and its share of the forwards that it is served in.
+    """Measures what one text costs: the time of its own work, and its share of the forwards that it takes part in.
 
-    texts  how many texts share its forwards now (1: it is alone)
+    batch_size  number of texts that share forwards now
     """
 
     def __init__(self, always: bool = False, agree: Callable[[float], float] = lambda seconds: seconds) -> None:
-        """always: it runs from now on, for a text whose work nobody else's comes between; agree: makes of the seconds
-        here those that all ranks go by."""
-        self.texts = 1.0
+        """always: run from now on, for a text that is written alone; agree: returns the time that all ranks use."""
+        self.batch_size = 1
         self._charged = 0.0
         self._agree = agree
-        self._since = time.perf_counter() if always else None  # that its own work began
+        self._since = time.perf_counter() if always else None  # start of the text's own work; None: stopped
 
     def __call__(self) -> float:
         """Seconds so far."""
@@ -92,13 +97,14 @@ class CostClock:
         return self._charged + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def charge(self, seconds: float) -> None:
-        """Its share of a forward."""
+        """Add the text's share of a forward."""
         self._charged += seconds
 
-    def start(self) -> None:
-        """Its own work begins."""
+    def start(self, batch_size: int = 1) -> None:
+        """The text's own work begins."""
+        self.batch_size = batch_size
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Its own work stands by."""
+        """The text's own work is suspended."""
         self._charged, self._since = self._so_far(), None

@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from longdraft.errors import ModelError
-from longdraft.kernels import Kernels
+from longdraft.cache.full import FullCache
+from longdraft.errors import ModelError, translate_memory_errors
+from longdraft.kernels import VARIABLE, Kernels
 from longdraft.model.checkpoint import expected_shapes
 from longdraft.model.config import ModelConfig
+from longdraft.model.transformer import Transformer
 
 USABLE = 0.9  # share of a machine's memory that weights and cache may take; the rest is the system's and ours
+LARGEST_TREE = 1024  # rows behind the text for which a reserved cache has room
 _MAX_PARAMETERS = 10**14  # a hundred times the largest public model
 _BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -65,6 +68,21 @@ def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int
                    if share * width <= free * USABLE]
         raise MemoryError(f"the weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of {chosen.device} "
                           f"are free; what would fit: {' or '.join(smaller) or 'a smaller model'}")
+
+
+def reserve_cache(model: Transformer, cache: FullCache, length: int) -> None:
+    """Reserve the whole cache of a text of `length` tokens. MemoryError, naming what would fit, if there is no room."""
+    per_token, free = model.cache_bytes_per_token, model.kernels.free_bytes()
+    wanted = length + LARGEST_TREE
+    fits = wanted if free is None else int(free * USABLE) // per_token
+    if fits < wanted:
+        small = "" if model.kernels.name.endswith("-fp8") else f", {VARIABLE}={model.kernels.name}-fp8"
+        raise MemoryError(f"the cache of {length} tokens takes {wanted * per_token / 2**30:.1f} GiB, and "
+                          f"{(free or 0) / 2**30:.1f} GiB of {model.kernels.device} are free; "
+                          f"{max(0, fits - LARGEST_TREE)} tokens would fit, prompt and new ones together; write "
+                          f"fewer, or take --quantize int8{small}")
+    with translate_memory_errors():
+        cache.reserve(wanted)
 
 
 def _count(config: ModelConfig) -> int:

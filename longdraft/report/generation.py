@@ -1,8 +1,8 @@
 """The report of one generation: `longdraft generate ... --report FILE.html`.
 
     recorder = TurnRecorder(max_new_tokens=1000)
-    generation.on_step = recorder.add
-    for event in generation: ...
+    for event in generation:
+        recorder.add(event)
     Path("report.html").write_text(render(generation, engine, recorder))
 """
 
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from longdraft import machine
+from longdraft.core import Event
 from longdraft.engine import Engine
 from longdraft.generation import Generation
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.report import figures, page
 from longdraft.report.table import Table
 from longdraft.report.turns import MeasuredText, Record, StepCounts
-from longdraft.speculation.drafter import Accepted
 
 _MAX_TURNS = 100  # points of a figure
 _MIN_TURN_TOKENS = 64
@@ -29,7 +29,7 @@ _SHOWN_STATISTICS = (
 
 
 class TurnRecorder:
-    """Records the steps of a generation, in turns of equal length."""
+    """Records the events of a generation, in turns of equal length."""
 
     def __init__(self, max_new_tokens: int) -> None:
         self.turns: list[Record] = []
@@ -38,11 +38,11 @@ class TurnRecorder:
         self._counts, self._seconds = StepCounts(), 0.0
         self._written = self._turn_start = 0
 
-    def add(self, accepted: Accepted, seconds: float) -> None:
-        self._counts.add(accepted)
-        self._seconds += seconds
-        self._written += len(accepted.tokens)
-        self.sources += [*accepted.sources, figures.TARGET]
+    def add(self, event: Event) -> None:
+        self._counts.add(event)
+        self._seconds += event.seconds
+        self._written += len(event.tokens)
+        self.sources += [source or figures.TARGET for source in event.sources]
         if self._written - self._turn_start >= self._turn_tokens:
             self.end_turn()
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.speculation.drafter import Accepted
+from longdraft.core import Event
 
 Record = dict[str, Any]
 
@@ -29,12 +29,12 @@ class StepCounts:
         self._lengths: Counter[int] = Counter()
         self._by_source: Counter[str] = Counter()
 
-    def add(self, accepted: Accepted) -> None:
-        self._depth += accepted.depth
-        self._drafted += accepted.drafted
-        self._accepted += len(accepted.sources)
-        self._lengths[len(accepted.tokens)] += 1
-        self._by_source.update(accepted.sources)
+    def add(self, event: Event) -> None:
+        self._depth += event.depth
+        self._drafted += event.drafted
+        self._accepted += event.num_accepted
+        self._lengths[len(event.tokens)] += 1
+        self._by_source.update(source for source in event.sources if source)
 
     def record(self) -> Record:
         """The counts by name.

@@ -129,7 +129,7 @@ class GenerationJob:
         if event.drafted == 0 and last is not None:  # the first step's time includes the prefill
             self.plain_cost.add_step(now, seconds)
         elif self.times_plain and not event.finish_reason and self.plain_cost.is_probe_due(now, own):
-            self.plain_cost.add_probe(now, self.generation.time_plain())
+            self.plain_cost.add_probe(now, self.generation.measure_plain_step())
         return None if last is None else now - last
 
     @property

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from longdraft.core import ALIASES, MAX_SEED, SamplingParams
 from longdraft.engine import Engine
 from longdraft.errors import JournalError, UsageError
-from longdraft.generation import LARGEST_TREE
 from longdraft.journal import is_there, read
+from longdraft.loaded_model import DrafterChoice
+from longdraft.model.sizing import LARGEST_TREE
 from longdraft.server.errors import ApiError
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import prompt_excerpt
@@ -179,7 +180,7 @@ class Preparer:
             if forbidden:
                 raise UsageError(f"drafter option {forbidden!r} names files of the server; set it when you start the "
                                  "server")
-            return self.engine.with_drafter(drafter or self.engine.drafter, options, may_load=False)
+            return Engine(self.engine.loaded, DrafterChoice.parse(drafter or self.engine.drafter, options))
         except UsageError as error:
             param = "longdraft.drafter_options" if options else "longdraft.drafter"
             raise ApiError(400, str(error), param=param, code="invalid_value") from error

@@ -237,7 +237,7 @@ class Scheduler:
         if isinstance(reason, ApiError):
             if generation is not None and job.journal is None and self._settings.journals:
                 try:
-                    self._engine.keep(generation, self._settings.journals / job.id)
+                    generation.save_journal(self._settings.journals / job.id)
                     job.journal = self._settings.journals / job.id
                 except LongdraftError as error:
                     log_event("journal_failed", id=job.id, error=str(error))

@@ -1,1 +1,8 @@
-"""The one step: draft, verify, accept."""
+"""One decoding step (step.py): draft a tree, verify it in one forward, accept the tokens that the target chooses.
+
+    drafter.py   the interface of drafters; the drafters themselves are in longdraft/drafters/
+    step.py      one step of one request
+    verify.py    the path of the tree that the target's own choices follow
+    logprobs.py  log-probabilities of the accepted tokens
+    prefill.py   the prompt's forwards before the first step
+"""

@@ -1,4 +1,8 @@
-"""What a drafter is: something that guesses a tree. A bad one is slow, never wrong."""
+"""The interface of drafters: a drafter proposes a tree of tokens. A wrong proposal costs time, never a wrong token.
+
+To add a drafter, write a class with the methods of `Drafter` in a module of longdraft/drafters/ and register it by
+name in longdraft/drafters/__init__.py.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from longdraft.core import Context
+from longdraft.core import Context, TokenLogprob
 from longdraft.kernels import AttentionOutput
 from longdraft.model.routine import Routine
 from longdraft.model.transformer import Forward
@@ -15,31 +19,32 @@ from longdraft.tree import Tree
 
 
 class Verified(NamedTuple):
-    """What the target computed for the rows that have just become text: some rows of a forward."""
+    """What the target computed for rows that are now part of the text: some rows of a forward."""
 
     result: Forward
     rows: Sequence[int]
 
     @property
     def hidden(self) -> Tensor:
-        """[rows, hidden], the last layer's output before the final norm."""
+        """The last layer's output before the final norm, [rows, hidden]."""
         return self.result.hidden[list(self.rows)]
 
     @property
     def attention_output(self) -> AttentionOutput:
-        """What all layers' attention did for these rows."""
+        """The attention output of all layers for these rows."""
         return self.result.attention_output.rows(self.rows)
 
 
 class Accepted(NamedTuple):
     """The outcome of a step.
 
-    tokens    what was written: the accepted guesses, then the one the target adds
+    tokens    the new tokens: the accepted drafted ones, then the one that the target adds
     rows      nodes of the tree that became text, root first; len(rows) == len(tokens)
-    sources   who guessed tokens[:-1]
+    sources   the drafter of each of tokens[:-1]
     verified  the target's rows along `rows`
-    drafted   guesses of the tree
-    depth     how far ahead they went
+    drafted   number of drafted tokens in the tree
+    depth     depth of the tree
+    logprobs  of each token, if the request asked for them
     """
 
     tokens: tuple[int, ...]
@@ -48,44 +53,46 @@ class Accepted(NamedTuple):
     verified: Verified
     drafted: int = 0
     depth: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Drafter(Protocol):
     """Proposes continuations of the text. Holds the state of one request."""
 
     def begin(self, context: Context, verified: Verified | None) -> None:
-        """The prompt is in the cache but for its last token; `verified` are its last rows (None: no rows)."""
+        """The prefill is done: the cache holds all of the context but its last token.
+
+        verified  the last rows of the prefill; None if there are none
+        """
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
-        """A tree on the last token, at most `max_depth` deep; the root alone is plain decoding.
+        """A tree below the last token of the context, at most `max_depth` deep. The root alone is plain decoding.
 
-        What forwards it takes are asked for (longdraft/model/routine.py), so that several texts draft together; a drafter
-        that takes none is a function with `atomic`.
+        The drafter yields the forwards that it needs (longdraft/model/routine.py), so that a batch can run the
+        forwards of several requests together. A drafter without forwards is a plain function with `@atomic`.
         """
 
     def observe(self, context: Context, accepted: Accepted) -> None:
-        """A step is done: `accepted.tokens` end the context, their rows but the last's are committed."""
+        """A step is done: `context` ends with `accepted.tokens`, and the cache holds all but the last of them."""
 
 
 @runtime_checkable
 class HoldsMemory(Protocol):
-    """A drafter with caches of its own may say how large they are."""
+    """A drafter with caches of its own."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches of this request; weights, which requests share, are not counted."""
+        """Bytes of the caches of this request. Weights, which requests share, are not counted."""
 
 
 @runtime_checkable
-class Counts(Protocol):
-    """A drafter that counts what was written."""
+class HasSummary(Protocol):
+    """A drafter with figures of its own for the statistics."""
 
-    def summary(self) -> dict[str, Any]:
-        """What it counted, for the statistics."""
-
-    def cut(self, count: int) -> None:
-        """The last `count` tokens of the last step lie behind the text's end."""
+    def summary(self, num_tokens: int) -> dict[str, Any]:
+        """Figures over the first `num_tokens` observed tokens. Later ones are behind the end of the text."""
 
 
 def memory_of(drafter: Drafter) -> int:
+    """Bytes of the drafter's own caches; 0 if it has none."""
     return drafter.nbytes if isinstance(drafter, HoldsMemory) else 0

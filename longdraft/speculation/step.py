@@ -1,4 +1,12 @@
-"""The one loop's body: propose, forward, choose, walk, commit, observe."""
+"""One decoding step of one request. All drafters, and plain decoding, go through `Step.run`.
+
+    propose   the drafter proposes a tree of tokens                   longdraft/drafters/
+    forward   the target computes logits for every node of the tree   longdraft/model/transformer.py
+    choose    the sampler chooses the target's token at each node     longdraft/sampling/sampler.py
+    verify    the path of the tree along those choices is accepted    longdraft/speculation/verify.py
+    commit    the cache keeps the rows of the path                    longdraft/cache/full.py
+    observe   the drafter is given the accepted tokens
+"""
 
 from __future__ import annotations
 
@@ -15,13 +23,14 @@ from longdraft.errors import NumericalError
 from longdraft.model.routine import Routine
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
-from longdraft.speculation.drafter import Accepted, Counts, Drafter, Verified
-from longdraft.speculation.verify import decide
+from longdraft.speculation.drafter import Accepted, Drafter, Verified
+from longdraft.speculation.logprobs import path_logprobs
+from longdraft.speculation.verify import verify
 
 
 @dataclass
 class Timings:
-    """Seconds spent in each part of the steps so far (monotonic wall clock; among other texts, with theirs)."""
+    """Seconds (wall clock) spent in each part of the steps so far. In a batch they include other requests' work."""
 
     draft: float = 0.0
     verify: float = 0.0
@@ -30,6 +39,7 @@ class Timings:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
+        """Add the time of the `with` block to `part`."""
         start = time.perf_counter()
         try:
             yield
@@ -39,7 +49,7 @@ class Timings:
 
 @dataclass
 class Tally:
-    """Counts of the steps so far, by the drafter that made each guess."""
+    """Numbers of steps, and of drafted and accepted tokens by the drafter that proposed them."""
 
     steps: int = 0
     drafted: Counter[str] = field(default_factory=Counter)
@@ -47,7 +57,10 @@ class Tally:
 
 
 class Step(NamedTuple):
-    """The moving parts of one request."""
+    """What the steps of one request work with.
+
+    num_logprobs  likeliest tokens to report beside each accepted one; None: no log-probabilities
+    """
 
     model: Transformer
     cache: KVCache
@@ -56,31 +69,30 @@ class Step(NamedTuple):
     context: Context
     timings: Timings
     tally: Tally
-
-    def uncount(self, accepted: Accepted, count: int) -> None:
-        """The last `count` tokens of the last step lie behind the text's end."""
-        self.tally.accepted.subtract(accepted.sources[len(accepted.tokens) - count :])
-        if isinstance(self.drafter, Counts):
-            self.drafter.cut(count)
+    num_logprobs: int | None = None
 
     def run(self, max_tokens: int) -> Routine[Accepted]:
-        """One step: at least one token, at most `max_tokens`, appended to the context."""
-        model, cache, drafter, sampler, context, timings, tally = self
+        """One step: appends at least one and at most `max_tokens` tokens to the context.
+
+        NumericalError if the target's logits are not finite.
+        """
+        model, cache, drafter, sampler, context, timings, tally, num_logprobs = self
         with timings.measure("draft"):
             tree = (yield from drafter.propose(context, max_tokens - 1)).pruned(max_tokens - 1)
             assert tree.tokens[0] == context.last, "a tree grows on the last token of the text"
         with timings.measure("verify"):
             result = yield ForwardRequest(model, tree_rows(tree, len(context) - 1), cache, len(tree))
         with timings.measure("sample"):
-            path, choices = decide(sampler, result.logits, tree, context, cache)
-            if NO_TOKEN in choices:
+            path, tokens = verify(sampler, result.logits, tree, context, cache)
+            if NO_TOKEN in tokens:
                 raise NumericalError("the model's logits are not finite; its weights may be damaged")
+            logprobs = () if num_logprobs is None else path_logprobs(
+                sampler, result.logits, tree, path, tokens, context, num_logprobs)
         with timings.measure("commit"):
             cache.commit(path)
-            context.extend(choices)
-        accepted = Accepted(tuple(choices), tuple(path),
-                            tuple(tree.sources[node] for node in path[1:]), Verified(result, path),
-                            len(tree) - 1, max(tree.depths))
+            context.extend(tokens)
+        accepted = Accepted(tuple(tokens), tuple(path), tuple(tree.sources[node] for node in path[1:]),
+                            Verified(result, path), len(tree) - 1, max(tree.depths), logprobs)
         with timings.measure("draft"):
             drafter.observe(context, accepted)
         tally.steps += 1

@@ -7,9 +7,9 @@ import time
 from typing import Any, NamedTuple
 
 from longdraft.core import SamplingParams
-from longdraft.drafters import parse_options
-from longdraft.engine import Engine, load
+from longdraft.engine import Engine
 from longdraft.errors import LongdraftError
+from longdraft.loading import load
 from longdraft.train.data import Tokens
 
 _PROMPTS = 3
@@ -32,7 +32,7 @@ def probe(drafting: Drafting, prompts: Tokens, tokens: int) -> list[dict[str, fl
     prompts [N, L]: the first few sequences are used. Empty where they leave no room to write.
     """
     engine = load(drafting.model, drafter=drafting.drafter, drafter_options=drafting.options, heads=drafting.heads)
-    options = engine.options
+    plain_engine = engine.with_drafter("plain")
     length = min(prompts.shape[1], _LONGEST, engine.model.config.max_positions - tokens)
     if length < 1:
         return []
@@ -41,8 +41,8 @@ def probe(drafting: Drafting, prompts: Tokens, tokens: int) -> list[dict[str, fl
         written, steps, ratios = 0, 0, []
         for prompt in prompts[:_PROMPTS, :length].tolist():
             params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=1, **sampling)
-            plain, _ = _write(engine, "plain", parse_options("plain", {}), prompt, params)
-            drafted, stats = _write(engine, drafting.drafter, options, prompt, params)
+            plain, _ = _write(plain_engine, prompt, params)
+            drafted, stats = _write(engine, prompt, params)
             if plain[1] != drafted[1]:
                 raise LongdraftError(f"{drafting.drafter} and plain decoding wrote different texts; that is a bug of "
                                      "longdraft, please report it")
@@ -53,10 +53,8 @@ def probe(drafting: Drafting, prompts: Tokens, tokens: int) -> list[dict[str, fl
     return found
 
 
-def _write(engine: Engine, drafter: str, options: Any, prompt: list[int],
-           params: SamplingParams) -> tuple[tuple[float, str], dict[str, Any]]:
+def _write(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[tuple[float, str], dict[str, Any]]:
     """Seconds of writing and hash of the text; its statistics."""
-    engine.drafter, engine.options = drafter, options
     began = time.perf_counter()
     text = engine.generate(prompt, params)
     for _ in text:

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from longdraft.core import SamplingParams
-from longdraft.engine import load
 from longdraft.errors import ModelError
+from longdraft.loading import load
 from longdraft.model.config import read_config
 from longdraft.model.hub import resolve
 from longdraft.train.checkpoint import write_tensors

@@ -46,7 +46,7 @@ def main(folder: Path) -> None:
     os.chdir(folder)
     for model, name, options, samplings in PLAN[size]:
         engine = longdraft.load(model, drafter=name, drafter_options=options, threads=1, tensor_parallel=size)
-        if engine.team.follows:
+        if engine.is_follower:
             engine.follow()
             continue
         for sampling in samplings:

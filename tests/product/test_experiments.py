@@ -17,8 +17,8 @@ from longdraft.bench import experiment as experiments
 from longdraft.bench import measures, turns
 from longdraft.bench import results as stored
 from longdraft.drafters.plain import PlainDrafter
-from longdraft.engine import load
 from longdraft.errors import UsageError
+from longdraft.loading import load
 from longdraft.sampling.sampler import Sampler
 
 

@@ -92,6 +92,23 @@ def test_heads_that_name_their_weights_are_found_while_the_weights_are_those(tmp
         longdraft.from_transformers(other, drafter="tokenswift")
 
 
+def test_a_draft_model_that_cannot_be_checked_is_left_out_unless_it_is_asked_for(tmp_path, caplog):
+    """`hf_generate` is given no tokenizer, so it cannot compare the vocabularies of the model and its draft model."""
+    make_checkpoint(tmp_path)
+    make_checkpoint(tmp_path / "draft", seed=8, hidden_size=24, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = theirs(model, **options)
+    assert theirs(model, custom_generate=longdraft.hf_generate, **options) == expected
+    assert [record.message for record in caplog.records if "drafting without draft" in record.message]
+    with pytest.raises(UsageError, match="the target has no tokenizer to compare"):
+        theirs(model, custom_generate=longdraft.hf_generate, drafter="draft-model", **options)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    writer = longdraft.from_transformers(model, tokenizer, drafter="draft-model")
+    assert writer.engine.draft is not None
+    assert writer.generate(PROMPT, **options)[0].tolist() == expected
+
+
 def test_a_quantised_model_writes_what_it_writes_from_its_folder(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny["gqa"], dtype=torch.float32)
     texts = [longdraft.from_transformers(model, drafter=drafter, quantize="int8").generate(

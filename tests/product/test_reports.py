@@ -15,8 +15,8 @@ from longdraft.__main__ import run
 from longdraft.bench import experiment as experiments
 from longdraft.bench import measures
 from longdraft.bench import results as stored
-from longdraft.engine import load
 from longdraft.errors import UsageError
+from longdraft.loading import load
 from longdraft.report import figures
 from longdraft.report.table import Table
 

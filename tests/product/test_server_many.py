@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers import serving
-from longdraft.generation import LARGEST_TREE
+from longdraft.model.sizing import LARGEST_TREE
 from longdraft.server import settings as server_settings
 from longdraft.server.jobs import EventQueue
 from longdraft.server.prepare import Preparer
@@ -155,14 +155,14 @@ def test_a_text_may_take_only_so_long(server):
 def test_a_text_that_runs_out_of_memory_is_the_only_one_that_fails(server, engine, monkeypatch):
     from longdraft.generation import Generation
 
-    go_on = Generation.go_on
+    advance = Generation.advance
 
-    def poisoned(self, answer=None):
+    def poisoned(self, *given):
         if self.params.seed == 666 and len(self.tokens) > 3:
             raise MemoryError
-        return go_on(self, answer)
+        return advance(self, *given)
 
-    monkeypatch.setattr(Generation, "go_on", poisoned)
+    monkeypatch.setattr(Generation, "advance", poisoned)
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(httpx.post, server.url + "/v1/completions", timeout=60,
                              json={"prompt": "The ship", "max_tokens": 30, "seed": seed, "longdraft": {"min_p": 0.1}})
@@ -177,9 +177,9 @@ def test_a_text_that_runs_out_of_memory_is_the_only_one_that_fails(server, engin
 def test_a_failure_in_a_stream_is_an_error_in_the_stream(server, monkeypatch):
     from longdraft.generation import Generation
 
-    def fail(self, answer=None):
+    def fail(self, *given):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Generation, "go_on", fail)
+    monkeypatch.setattr(Generation, "advance", fail)
     with pytest.raises(openai.APIError, match="internal error"):
         list(serving.client(server).completions.create(model="novelist", prompt="a", stream=True))

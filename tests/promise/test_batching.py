@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count, cycle, islice
 
 import pytest
@@ -14,14 +15,17 @@ from hypothesis import strategies as st
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import DRAFTERS, LIARS, SETTINGS, batch_params, liar, prompt_of
-from longdraft import drafters, kernels
+from longdraft import kernels
 from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
+from longdraft.engine import Engine
 from longdraft.errors import JournalError, UsageError
-from longdraft.generation import PREFILL_SHARED, Generation
+from longdraft.generation import Generation
+from longdraft.loaded_model import DrafterChoice
 from longdraft.model import checkpoint
 from longdraft.model import config as model_config
 from longdraft.model.transformer import ForwardRequest, Rows, Transformer
+from longdraft.speculation.prefill import PREFILL_SHARED
 
 # A forward of several texts.
 
@@ -132,9 +136,8 @@ def begin(engine: longdraft.Engine, drafts: dict[str, Transformer], drafter: str
           params: SamplingParams, truth: Sequence[int] = ()) -> Generation:
     """A generation with a drafter of DRAFTERS or LIARS."""
     name, options = DRAFTERS.get(drafter, ("plain", {}))
-    engine.drafter, engine.options = name, drafters.parse_options(name, options)
-    engine.draft = drafts.get(options.get("model"))
-    generation = engine.generate(prompt, params)
+    loaded = replace(engine.loaded, draft=drafts.get(options.get("model")), draft_name=options.get("model", ""))
+    generation = Engine(loaded, DrafterChoice.parse(name, options)).generate(prompt, params)
     if drafter in LIARS:
         generation._step = generation._step._replace(drafter=liar(drafter, list(truth), len(prompt)))
     return generation
@@ -304,14 +307,14 @@ def test_generate_many_continues_after_a_prompt_that_is_refused(plain):
 
 @pytest.mark.parametrize("error", [MemoryError("no room for its cache"), JournalError("it is there already")])
 def test_generate_many_continues_after_a_request_that_cannot_start(plain, monkeypatch, error):
-    generate = longdraft.Engine.generate
+    start = Generation.start
 
-    def refuses(self, prompt, *settings, **options):
+    def refuses(model, drafter, prompt, *settings, **options):
         if prompt == "no":
             raise error
-        return generate(self, prompt, *settings, **options)
+        return start(model, drafter, prompt, *settings, **options)
 
-    monkeypatch.setattr(longdraft.Engine, "generate", refuses)
+    monkeypatch.setattr(Generation, "start", refuses)
     last = dict(plain.generate_many(["It was", "no", "Once"], batch_params(), batch_size=2))
     assert [last[place].finish_reason for place in range(3)] == ["length", None, "length"] and last[1].error is error
 

@@ -104,7 +104,7 @@ def test_every_drafter_resumes_the_text_of_every_other_drafter(tiny, tmp_path):
 def test_resuming_a_finished_journal_writes_nothing(engine, tmp_path, monkeypatch):
     text, tokens, _ = written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path))
     before = (tmp_path / FILE).read_bytes()
-    monkeypatch.setattr(longdraft.Generation, "_prefill", None)  # nothing is computed
+    monkeypatch.setattr(generating, "prefill", None)  # nothing is computed
     generation = engine.resume(tmp_path)
     (event,) = generation
     assert event.text == text and list(event.tokens) == tokens and event.finish_reason == "length"

@@ -110,7 +110,7 @@ def test_the_best_depth_follows_from_what_drafts_cost(draft_seconds, expected):
 class Clock:
     """A clock of a request alone that shows `now`."""
 
-    texts = 1.0
+    batch_size = 1.0
 
     def __init__(self, now: list[float]) -> None:
         self.now = now
@@ -169,8 +169,9 @@ def test_tokens_behind_the_end_are_not_counted():
     run_alone(drafter.propose(context, 9))
     context.extend([1, 1, 1])
     drafter.observe(context, Accepted((1, 1, 1), (0,), (), None))
-    drafter.cut(2)
-    assert drafter.summary()["tokens_by_choice"] == {"plain": 1} == drafter.summary()["choices"][0]
+    summary = drafter.summary(1)
+    assert summary["tokens_by_choice"] == {"plain": 1} == summary["choices"][0]
+    assert drafter.summary(3)["tokens_by_choice"] == {"plain": 3}
 
 
 def test_a_request_starts_with_what_the_earlier_ones_have_measured():
@@ -255,12 +256,13 @@ def test_the_requests_of_an_engine_share_their_measurements(tiny, tmp_path):
     for _ in range(2):
         for _ in engine.generate("abcabc" * 9, SamplingParams(max_new_tokens=40, seed=1)):
             pass
-        steps.append(engine.shared_statistics.candidate("plain", 0).steps)
+        steps.append(engine.loaded.shared_statistics.candidate("plain", 0).steps)
     assert 0 < steps[0] <= steps[1]
-    assert engine.with_drafter("auto").shared_statistics is engine.shared_statistics
+    shared = engine.loaded.shared_statistics
+    assert engine.with_drafter("auto").loaded.shared_statistics is shared
     make_checkpoint(tmp_path, num_hidden_layers=1)
     other = engine.with_drafter("draft-model", {"model": str(tmp_path)})
-    assert other.shared_statistics is not engine.shared_statistics, "another draft model has other costs and acceptance"
+    assert other.loaded.shared_statistics is not shared, "another draft model has other costs and acceptance"
 
 
 class Chained(Paced):
@@ -322,7 +324,7 @@ class Crowd(Clock):
         self.per_row = per_row
 
     def forward(self, rows: int, context: int) -> None:
-        self.now[0] += 1000 / self.texts + context + self.per_row * rows * (1000 + context)
+        self.now[0] += 1000 / self.batch_size + context + self.per_row * rows * (1000 + context)
 
 
 def written_among(texts: list[float], per_row: float) -> tuple[list[float], list[float]]:
@@ -342,7 +344,7 @@ def written_among(texts: list[float], per_row: float) -> tuple[list[float], list
     drafter.begin(context, None)
     shares, sizes = [], []
     for number in texts:
-        crowd.texts = number
+        crowd.batch_size = number
         rows, turns = 0, []
         for _ in range(600):
             tree = run_alone(drafter.propose(context, 99))

@@ -31,7 +31,7 @@ from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.drafter import Verified
 from longdraft.speculation.step import Step, Tally, Timings
-from longdraft.speculation.verify import walk
+from longdraft.speculation.verify import accepted_path
 from longdraft.tree import Tree
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -84,7 +84,7 @@ def test_the_device_chooses_what_the_host_would_to_the_bit(law, length):
         with np.errstate(all="ignore"):
             nodes, chosen = device.on_device.walk(on_it[[0, 1, 6, 2, 2]].contiguous(), truth, context,
                                                   lambda rows, at, placed=placed: placed.extend((rows, at)))
-        assert nodes == walk(truth, again) and chosen == [again[node] for node in nodes]
+        assert nodes == accepted_path(truth, again) and chosen == [again[node] for node in nodes]
         count, at = len(nodes), len(context) - 1
         assert placed[0].tolist()[:count] == nodes
         assert placed[1].tolist() == [*range(at, at + count), *[-1] * (5 - count)]

@@ -21,7 +21,7 @@ from longdraft.errors import ModelError, UsageError
 from longdraft.model import heads
 from longdraft.model.routine import run_alone
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.verify import walk
+from longdraft.speculation.verify import accepted_path
 from longdraft.tree import Trie, chain, from_paths, root_only
 
 token = st.integers(0, 3)
@@ -49,7 +49,7 @@ def test_the_walk_follows_the_targets_choices(paths, text):
     choices = [text[depth] for depth in tree.depths]
     longest = max([0, *(len(p) for p in ([*path[:end]] for path in paths for end in range(len(path) + 1))
                        if p == text[: len(p)])])
-    assert [choices[node] for node in walk(tree, choices)] == text[: longest + 1]
+    assert [choices[node] for node in accepted_path(tree, choices)] == text[: longest + 1]
 
 
 def test_the_first_to_guess_gets_the_credit():

@@ -279,7 +279,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     from helpers.checkpoints import make_checkpoint
 
     make_checkpoint(tmp_path, vocab_size=200)
-    with pytest.raises(ModelError, match="they do not belong together"):
+    with pytest.raises(ModelError, match="whose tokenizer and model belong together"):
         longdraft.load(str(tmp_path))
 
 

@@ -10,12 +10,13 @@ import torch
 
 import longdraft
 from helpers.checkpoints import make_checkpoint
-from longdraft import engine as engines
 from longdraft.core import Context, SamplingParams
+from longdraft.engine import Engine
 from longdraft.errors import UsageError
 from longdraft.journal import read
+from longdraft.loaded_model import DrafterChoice
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.recorder import likeliest
+from longdraft.speculation.logprobs import likeliest
 from longdraft.tree import root_only
 
 DRAFTERS = ("plain", "ngram", "suffix", "tokenswift", "medusa", "magicdec", "auto")
@@ -30,7 +31,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def engine(tiny):
-    return engines.load(str(tiny["gqa"]), dtype="float32", threads=1)
+    return longdraft.load(str(tiny["gqa"]), dtype="float32", threads=1)
 
 
 def logits_of(seed: int, rows: int = 1, vocabulary: int = 320) -> torch.Tensor:
@@ -163,7 +164,7 @@ def test_trying_plain_decoding_changes_nothing(engine):
         for event in generation:
             found += event.tokens
             if not event.finish_reason:
-                assert generation.time_plain() > 0
+                assert generation.measure_plain_step() > 0
         assert found == expected, drafter
 
 
@@ -175,10 +176,15 @@ def test_a_text_that_was_begun_without_a_journal_can_be_kept(engine, tmp_path):
         for _ in range(count):
             next(generation)
         generation.close()
-        engine.keep(generation, tmp_path / str(count))
+        generation.save_journal(tmp_path / str(count))
         resumed = list(engine.resume(tmp_path / str(count)))
         assert [token for event in resumed for token in event.tokens] == expected
         assert len(read(tmp_path / str(count)).tokens) == 50
+
+
+def on_loaded(engine, name, options=None):
+    """The engine with another drafter, as the server switches it: nothing is read from files."""
+    return Engine(engine.loaded, DrafterChoice.parse(name, options))
 
 
 def test_another_drafter_on_the_same_weights(engine):
@@ -186,16 +192,16 @@ def test_another_drafter_on_the_same_weights(engine):
     assert other.model is engine.model and engine.drafter == "auto" and other.drafter == "suffix"
     for name, options in (("oracle", {}), ("suffix", {"what": 1}), ("draft-model", {"model": "novelist"})):
         with pytest.raises(UsageError):
-            engine.with_drafter(name, options, may_load=False)
+            on_loaded(engine, name, options)
     with pytest.raises(UsageError, match="needs draft, which this engine was loaded without"):
-        engine.with_drafter("draft-model", {"chain": 2}, may_load=False)
+        on_loaded(engine, "draft-model", {"chain": 2})
     bare = longdraft.load(engine.name, drafter="plain", dtype="float32")
     with pytest.raises(UsageError, match="heads"):
-        bare.with_drafter("medusa", may_load=False)
+        on_loaded(bare, "medusa")
 
 
-@pytest.mark.parametrize("may_load", [True, False])
-def test_every_drafter_can_take_over_from_one_with_a_model_of_its_own(engine, tmp_path, may_load):
+@pytest.mark.parametrize("switch", [Engine.with_drafter, on_loaded])
+def test_every_drafter_can_take_over_from_one_with_a_model_of_its_own(engine, tmp_path, switch):
     """... and what it does not name stays as it was: a journal must tell which model drafts."""
     make_checkpoint(tmp_path / "small", seed=8, hidden_size=24, num_hidden_layers=1)
     small = str(tmp_path / "small")
@@ -204,11 +210,11 @@ def test_every_drafter_can_take_over_from_one_with_a_model_of_its_own(engine, tm
     expected = [token for event in engine.generate("abcabcab", params) for token in event.tokens]
     for name, options in (("plain", {}), ("suffix", {"depth": 4}), ("magicdec", {}), ("auto", {}), ("triforce", {}),
                           ("draft-model", {}), ("draft-model", {"chain": 2}), ("draft-model", {"model": small})):
-        other = drafting.with_drafter(name, options, may_load=may_load)
+        other = switch(drafting, name, options)
         assert [token for event in other.generate("abcabcab", params) for token in event.tokens] == expected, name
         assert other.draft is drafting.draft, name
         if name in ("draft-model", "triforce"):
             assert other.options.model == small
     assert drafting.with_drafter("plain").with_drafter("draft-model").options.model == small
     with pytest.raises(UsageError, match="needs draft, which this engine was loaded without"):
-        drafting.with_drafter("draft-model", {"model": "novelist"}, may_load=False)
+        on_loaded(drafting, "draft-model", {"model": "novelist"})

@@ -15,7 +15,7 @@ import longdraft
 from helpers.checkpoints import load, make_checkpoint, make_heads, write_medusa
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
-from longdraft.model import fingerprint, heads
+from longdraft.model import fingerprint, glide, heads
 from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.heads import ChainedHeads
 from longdraft.model.medusa import MedusaHeads
@@ -104,9 +104,26 @@ def test_damaged_heads_beside_a_model_cost_speed_only(tiny, tmp_path, caplog):
     tensors["model.medusa_layers.0.linear.weight"][0, 0] = torch.nan
     save_file(tensors, folder / "model.safetensors")
     assert longdraft.load(str(folder)).heads is None
-    assert "going on without heads" in caplog.text and "NaN" in caplog.text
+    assert "drafting without heads" in caplog.text and "NaN" in caplog.text
     with pytest.raises(ModelError, match="NaN"):
         longdraft.load(str(folder), drafter="tokenswift")
+
+
+@pytest.mark.parametrize("drafter", ["glide", "draft-model"])
+def test_a_part_that_cannot_be_used_is_left_out_unless_the_drafter_needs_it(tmp_path, caplog, drafter):
+    """... nor does it keep another drafter from its own part."""
+    base = make_checkpoint(tmp_path / "model")
+    make_heads(tmp_path / "model" / "heads", base)
+    part = {"glide": "glide", "draft-model": "draft"}[drafter]
+    (tmp_path / "model" / part).mkdir()
+    kind = {"kind": glide.KIND} if part == "glide" else {}
+    (tmp_path / "model" / part / "config.json").write_text(json.dumps(kind))
+    engine = longdraft.load(str(tmp_path / "model"))
+    assert engine.heads is not None and getattr(engine, part) is None
+    assert f"drafting without {part}: " in caplog.text
+    assert longdraft.load(str(tmp_path / "model"), drafter="tokenswift").heads is not None
+    with pytest.raises(ModelError):
+        longdraft.load(str(tmp_path / "model"), drafter=drafter)
 
 
 # The hash of the weights

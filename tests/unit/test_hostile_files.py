@@ -224,7 +224,7 @@ DAMAGES = {
     "a config of 33 MB": (with_config_text(" " * (33 << 20)), "config.json has 34603008 bytes; allowed"),
     "a config of other bytes": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "not valid JSON"),
     # The tokenizer
-    "another vocabulary": (with_config(vocab_size=VOCAB - 100), "they do not belong together"),
+    "another vocabulary": (with_config(vocab_size=VOCAB - 100), "whose tokenizer and model belong together"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "is not a readable tokenizer"),
     "a nested tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a":' * 100_000),
                            "is not a readable tokenizer"),

@@ -10,7 +10,7 @@ import pytest
 
 import longdraft
 from longdraft import loops
-from longdraft.loops import LEAST, PERIODS, REPEATS, WINDOW, Foresight, LoopGuard
+from longdraft.loops import LEAST, PERIODS, REPEATS, WINDOW, FullAcceptance, LoopGuard
 from longdraft.model import hub
 from longdraft.model.tokenizer import Tokenizer
 
@@ -123,14 +123,14 @@ def test_distinct_is_that_of_the_window():
 
 
 def test_drafts_that_are_always_right_are_noticed():
-    foresight = Foresight()
+    drafts = FullAcceptance()
     for _ in range(400):
-        foresight.push(4, 4)
-        foresight.push(0, 0)  # plain steps tell nothing
-    assert foresight.is_stuck
+        drafts.push(4, 4)
+        drafts.push(0, 0)  # steps without a draft do not count
+    assert drafts.is_high
     for _ in range(10):
-        foresight.push(2, 4)
-    assert not foresight.is_stuck
+        drafts.push(2, 4)
+    assert not drafts.is_high
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from helpers.checkpoints import make_checkpoint, make_glide, make_heads
 from helpers.families import make_family
 from longdraft.__main__ import run
 from longdraft.core import SamplingParams
+from longdraft.engine import Engine
 from longdraft.errors import ModelError, UsageError, WorkerError
 from longdraft.journal import FILE
 from longdraft.model import config as model_config
@@ -132,7 +134,7 @@ def leading(folder, drafter: str, num_tokens: int):
     params = SamplingParams(max_new_tokens=num_tokens, seed=5, ignore_eos=True)
     expected = [token for event in engine.generate("It was", params) for token in event.tokens]
     group = Recorded()
-    engine.team = RankGroup(group)
+    engine = Engine(replace(engine.loaded, ranks=RankGroup(group)), engine.choice)
     return engine, group, params, expected
 
 

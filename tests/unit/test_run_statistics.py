@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longdraft import engine as engines
+import longdraft
 from longdraft.core import SamplingParams
 from longdraft.run_statistics import PlainSpeed
 
@@ -59,7 +59,7 @@ def test_a_slow_first_step_does_not_count():
 
 
 def test_the_statistics_of_a_plain_run_give_about_its_own_speed(tiny):
-    generation = engines.load(str(tiny["gqa"]), dtype="float32", threads=1, drafter="plain").generate(
+    generation = longdraft.load(str(tiny["gqa"]), dtype="float32", threads=1, drafter="plain").generate(
         "abcabcab", SamplingParams(max_new_tokens=200, seed=1))
     stats = list(generation)[-1].stats
     assert stats["plain_is"] == "measured"

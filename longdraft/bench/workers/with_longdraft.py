@@ -11,7 +11,7 @@ from longdraft.bench.decode import ModelCopies, random_cache
 from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
-from longdraft.engine import load
+from longdraft.loading import load
 from longdraft.model.routine import run_alone
 from longdraft.model.transformer import chain_rows
 from longdraft.sampling.sampler import Sampler

@@ -1,0 +1,193 @@
+"""What a request is written with: a loaded model and the choice of a drafter. Both are frozen.
+
+    loading.py     reads a model and its drafting parts from files  ->  LoadedModel
+    engine.py      LoadedModel + DrafterChoice                      ->  Engine, the public API
+    generation.py  LoadedModel + DrafterChoice + prompt + settings  ->  Generation, one request
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from longdraft import drafters, parallel
+from longdraft.core import Prompt, SamplingParams
+from longdraft.drafters.corpus import Corpora
+from longdraft.drafters.cost_model import SharedStatistics
+from longdraft.drafters.options import DrafterOptions
+from longdraft.errors import ModelError, UsageError, check
+from longdraft.model import fingerprint, hub
+from longdraft.model.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_draft_model, optional_part
+from longdraft.model.checkpoint import TensorFiles
+from longdraft.model.defaults import Defaults
+from longdraft.model.glide import Glide
+from longdraft.model.heads import Heads
+from longdraft.model.tokenizer import Tokenizer
+from longdraft.model.transformer import Transformer
+from longdraft.version import __version__
+
+
+@dataclass(frozen=True)
+class DrafterChoice:
+    """A drafter by name, with its parsed options."""
+
+    name: str
+    options: DrafterOptions
+
+    @classmethod
+    def parse(cls, name: str, options: Mapping[str, Any] | None) -> DrafterChoice:
+        """UsageError for an unknown drafter or option, and for a value that is out of range."""
+        return cls(name, drafters.parse_options(name, options or {}))
+
+    @property
+    def needs(self) -> str:
+        """The part that this drafter cannot work without: "heads", "glide", "draft" or ""."""
+        return drafters.DRAFTERS[self.name].needs
+
+    @property
+    def draft_name(self) -> str:
+        """The smaller model that the options name; "" if they name none."""
+        return self.options.draft_model
+
+    def with_draft_name(self, name: str) -> DrafterChoice:
+        """This choice, with `name` as its draft model if it has that option and does not set it."""
+        options: Any = self.options
+        if hasattr(options, "model") and not options.model:
+            return DrafterChoice(self.name, replace(options, model=name))
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A target model with everything that drafts for it. Holds no state of any request.
+
+    name               as the user gave it: a bundled name, a folder or a hub id
+    files              the weights on disk, for their fingerprint
+    target             the model that chooses every token
+    defaults           the model's own sampling defaults
+    hub_options        how names of further models are resolved
+    corpora            texts of the drafter `suffix`, indexed when a request needs them
+    shared_statistics  what the drafter `auto` has measured, shared by all requests
+    heads_name         the folder or hub id that the user named for heads or glide
+    heads, glide       trained parts, if found
+    draft, draft_name  a smaller draft model, and the name it was loaded by; "" for the one in the model's folder
+    ranks              the processes that share the model
+    """
+
+    name: str
+    files: TensorFiles
+    target: Transformer
+    tokenizer: Tokenizer
+    defaults: Defaults
+    hub_options: hub.Hub
+    corpora: Corpora
+    shared_statistics: SharedStatistics
+    heads_name: str | None = None
+    heads: Heads | None = None
+    glide: Glide | None = None
+    draft: Transformer | None = None
+    draft_name: str = ""
+    ranks: parallel.SingleProcess = field(default_factory=parallel.SingleProcess)
+
+    @classmethod
+    def load_parts(cls, name: str, files: TensorFiles, target: Transformer, tokenizer: Tokenizer,
+                   choice: DrafterChoice, *, heads_name: str | None, hub_options: hub.Hub, defaults: Defaults,
+                   ranks: parallel.SingleProcess | None = None) -> LoadedModel:
+        """A target that is loaded already, with the parts that `choice` drafts with.
+
+        ModelError or UsageError if a part that was asked for by name cannot be used; other parts are left out then.
+        """
+        parts = TrainedParts()
+        if choice.name in drafters.WITH_HEADS:
+            owner = Target(target, partial(fingerprint.weights_sha256, files), tokenizer.vocabulary_sha256)
+            parts = (owner.find(files.folder, choice.needs) if heads_name is None
+                     else owner.load(hub.resolve(heads_name, hub_options)))
+        corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), target.config.vocab_size)
+        loaded = cls(name, files, target, tokenizer, defaults, hub_options, corpora,
+                     SharedStatistics(target.weights_in_tokens), heads_name, parts.heads, parts.glide,
+                     ranks=ranks or parallel.SingleProcess())
+        return loaded.with_draft_for(choice)
+
+    def with_draft_for(self, choice: DrafterChoice) -> LoadedModel:
+        """This model with the draft model of `choice`, loaded now if it is not loaded yet.
+
+        ModelError if a part that the drafter needs does not exist.
+        """
+        loaded, name = self, choice.draft_name or self.draft_name
+        is_other = name != self.draft_name
+        if choice.name in drafters.WITH_DRAFT and (self.draft is None or is_other):
+            loaded = replace(self, draft=self._load_draft(name, choice.needs), draft_name=name)
+        if is_other:  # its costs and its acceptance differ
+            loaded = replace(loaded, shared_statistics=SharedStatistics(self.target.weights_in_tokens))
+        if choice.needs and getattr(loaded, choice.needs) is None:
+            what, cure = (("a smaller model", "--drafter-option model=NAME") if choice.needs == "draft" else
+                          (f"trained {choice.needs}", "--heads"))
+            raise ModelError(f"drafter {choice.name!r} needs {what} and {self.files.folder} has none; give {cure}, "
+                             f"train with `longdraft train {choice.needs}`, or use --drafter magicdec")
+        return loaded
+
+    def _load_draft(self, name: str, required: str) -> Transformer | None:
+        """The draft model that `name` names, else the one in the model's own folder; None if there is none."""
+        if name:
+            return load_draft_model(hub.resolve(name, self.hub_options), name, self.target, self.tokenizer)
+        folder = self.files.folder / DRAFT_FOLDER
+        if not (folder / "config.json").is_file():
+            return None
+        return optional_part(
+            "draft", lambda: load_draft_model(folder, str(folder), self.target, self.tokenizer), required)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; ids are checked and returned. UsageError if the prompt is empty."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        if not ids:
+            raise UsageError("the prompt is empty; give at least one token of text")
+        vocabulary = self.target.config.vocab_size
+        bad = next((i for i in ids if not 0 <= i < vocabulary), None)
+        check(bad is None, "a prompt token id", bad, f"0 to {vocabulary - 1}")
+        return ids
+
+    def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The prompt's token ids. UsageError if the model cannot serve a request with these settings."""
+        ids = self.encode(prompt)
+        limit, vocabulary = self.target.config.max_positions, self.target.config.vocab_size
+        total = len(ids) + params.max_new_tokens
+        if total > limit:
+            raise UsageError(f"prompt ({len(ids)} tokens) + max_new_tokens ({params.max_new_tokens}) is {total}; "
+                             f"allowed: {limit} (the model's context limit); shorten the prompt or write fewer tokens")
+        bad = next((i for i in params.stop_token_ids if i >= vocabulary), None)
+        check(bad is None, "stop_token_ids", bad, f"0 to {vocabulary - 1}")
+        bad = next((i for i, _ in params.logit_bias if i >= vocabulary), None)
+        check(bad is None, "logit_bias", bad, f"token ids, 0 to {vocabulary - 1}")
+        return ids
+
+    @property
+    def arithmetic(self) -> dict[str, str]:
+        """What the last bits of logits depend on: kernels, device, dtype, versions and the number of ranks."""
+        kernels = self.target.kernels
+        size = parallel.part_of(kernels).size
+        degree = {"tensor_parallel": str(size)} if size > 1 else {}  # ranks add up in an order of their own
+        return {"kernels": kernels.name, "device": str(kernels.device),
+                "dtype": str(kernels.dtype).removeprefix("torch."), "longdraft_version": __version__,
+                "torch_version": str(torch.__version__), **degree}
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a text depends on beside its prompt and settings: hashes of all inputs, and the arithmetic.
+
+        ModelError if the weights on disk have changed since they were loaded.
+        """
+        config = json.dumps(asdict(self.target.whole), sort_keys=True)
+        return {"weights": fingerprint.weights_sha256(self.files), "tokenizer": self.tokenizer.sha256,
+                "config": hashlib.sha256(config.encode()).hexdigest(), "quantize": self.target.weights.quantize,
+                **self.arithmetic}
+
+    @property
+    def fingerprint(self) -> str:
+        """`identity` as a short hash. Models with equal fingerprints write equal texts."""
+        return "fp_" + hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]

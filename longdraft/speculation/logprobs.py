@@ -1,0 +1,42 @@
+"""Log-probabilities of the tokens that a step accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from longdraft.core import Context, TokenLogprob
+from longdraft.sampling.process import Support
+from longdraft.sampling.sampler import Sampler
+from longdraft.tree import Tree
+
+
+def path_logprobs(sampler: Sampler, logits: Tensor, tree: Tree, path: Sequence[int], tokens: Sequence[int],
+                  context: Context, num: int) -> tuple[TokenLogprob, ...]:
+    """The log-probability of each token, and the `num` likeliest tokens beside it.
+
+    logits   [nodes, V] of the whole tree
+    path     accepted nodes, root first; tokens[i] is the target's choice behind path[i]
+    context  the text before the step
+    """
+    prefixes = [[tree.tokens[node] for node in path[1 : depth + 1]] for depth in range(len(path))]
+    supports = sampler.log_probabilities(logits[list(path)], context, prefixes)
+    return tuple(_entry(token, support, num) for token, support in zip(tokens, supports, strict=True))
+
+
+def _entry(token: int, support: Support, num: int) -> TokenLogprob:
+    place = int(np.searchsorted(support.ids, token))
+    assert support.ids[place] == token, "the sampler chose a token outside its own support"
+    return TokenLogprob(token, float(support.scores[place]), likeliest(support, num))
+
+
+def likeliest(support: Support, num: int) -> tuple[tuple[int, float], ...]:
+    """The `num` likeliest (token id, log-probability) pairs, best first; the smaller id among equals."""
+    pool: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]] = np.arange(len(support.ids))
+    if num < len(support.ids):
+        threshold = -np.partition(-support.scores, max(0, num - 1))[max(0, num - 1)]
+        pool = np.flatnonzero(support.scores >= threshold)
+    best = sorted((-float(support.scores[i]), int(support.ids[i])) for i in pool)[:num]
+    return tuple((token, -score) for score, token in best)
