@@ -116,7 +116,7 @@ def test_a_part_that_cannot_be_used_is_left_out_unless_the_drafter_needs_it(tmp_
     make_heads(tmp_path / "model" / "heads", base)
     part = {"glide": "glide", "draft-model": "draft"}[drafter]
     (tmp_path / "model" / part).mkdir()
-    kind = {"kind": glide.KIND} if part == "glide" else {}
+    kind = {"kind": glide.GLIDE_KIND} if part == "glide" else {}
     (tmp_path / "model" / part / "config.json").write_text(json.dumps(kind))
     engine = longdraft.load(str(tmp_path / "model"))
     assert engine.heads is not None and getattr(engine, part) is None
