@@ -28,7 +28,7 @@ uint64_t key_of(uint64_t seed, long position) {
 
 uint64_t bits_of(uint64_t key, int64_t token) { return mix(key + static_cast<uint64_t>(token) * 0xAF251AF3B0F025B5u) >> 12; }
 
-// kernels/exact.py, to the bit: only basic operations, never fused.
+// kernels/reproducible.py, to the bit: only basic operations, never fused.
 double exact_log(double x) {
     int exponent;
     double mantissa = std::frexp(x, &exponent);

@@ -243,8 +243,8 @@ class CpuKernels:
         _require(window >= 0, "a window of 0 or more positions", window)
         out, lse = torch.empty_like(q), torch.empty(rows, heads)
         self.native.attention(store.native, length, rows, heads, q.data_ptr(), *_strided(k), *_strided(v),
-                              parents.data_ptr(), 1 / math.sqrt(dim), window, _remainder(kv.remainder, (rows, heads, dim + 1)),
-                              out.data_ptr(), lse.data_ptr())
+                              parents.data_ptr(), 1 / math.sqrt(dim), window,
+                              _remainder(kv.remainder, (rows, heads, dim + 1)), out.data_ptr(), lse.data_ptr())
         return AttentionOutput(q, out, lse, q)
 
     def _input(self, x: Tensor, width: int) -> Tensor:

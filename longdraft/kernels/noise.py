@@ -16,7 +16,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.kernels import exact
+from longdraft.kernels import reproducible
 
 UInt64s = NDArray[np.uint64]
 
@@ -32,7 +32,7 @@ def _mix(x: UInt64s) -> UInt64s:
     return x ^ (x >> np.uint64(31))
 
 
-def mixed(seed: int) -> UInt64s:
+def mix_seed(seed: int) -> UInt64s:
     """A seed as `bits` uses it: [1]."""
     return _mix(np.array([seed], dtype=np.uint64))
 
@@ -42,14 +42,14 @@ Positions = int | NDArray[np.integer]  # one for all tokens, or one for each
 
 def bits(seed: int, positions: Positions, tokens: NDArray[np.integer]) -> UInt64s:
     """The 52 random bits of each token id at its position, as integers below 2**52."""
-    key = _mix(mixed(seed) + np.atleast_1d(np.asarray(positions, dtype=np.uint64)) * _POSITION)
+    key = _mix(mix_seed(seed) + np.atleast_1d(np.asarray(positions, dtype=np.uint64)) * _POSITION)
     return _mix(key + tokens.astype(np.uint64) * _TOKEN) >> np.uint64(12)
 
 
 def from_bits(random_bits: UInt64s) -> NDArray[np.float64]:
     """Gumbel noise of random bits; increasing in them."""
     u = (random_bits.astype(np.float64) + 0.5) * 2.0**-52
-    return -exact.log(-exact.log(u))
+    return -reproducible.log(-reproducible.log(u))
 
 
 def gumbel(seed: int, positions: Positions, tokens: NDArray[np.integer]) -> NDArray[np.float64]:

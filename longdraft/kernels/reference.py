@@ -19,7 +19,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.kernels.int8 import quantise
-from longdraft.kernels.interface import KV, AttentionOutput, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
+from longdraft.kernels.interface import (
+    FLOAT_DTYPES,
+    KV,
+    AttentionOutput,
+    Decoder,
+    Geometry,
+    KVStore,
+    LayersKV,
+    LayerWeights,
+    Linear,
+)
 from longdraft.kernels.layer import layer_forward
 
 SPLIT = 4096  # positions in a block of storage; each is reduced by one call, splits merge in order
@@ -117,7 +127,7 @@ class ReferenceKernels:
     def __init__(self, device: str, dtype: str) -> None:
         self.device = torch.device(device)
         self.is_row_invariant = self.device.type == "cpu"  # elsewhere it is not yet tested, so not claimed
-        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+        self.dtype = FLOAT_DTYPES[dtype]
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> ReferenceLinear:
         bias = None if bias is None else self._rounded(bias)

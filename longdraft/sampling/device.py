@@ -17,7 +17,7 @@ from longdraft.kernels import Kernels
 from longdraft.tree import Tree
 
 if TYPE_CHECKING:
-    from longdraft.kernels.cuda.choice import Chosen
+    from longdraft.kernels.cuda.choice import ChosenTokens
 
 Place = Callable[[Tensor, Tensor], None]  # KVCache.place: commit rows [N] at positions [N], both on the device
 
@@ -33,13 +33,13 @@ class DeviceSampler:
         return kernels.is_device and not params.logit_bias and is_known
 
     def __init__(self, params: SamplingParams, banned: Sequence[int], kernels: Kernels) -> None:
-        from longdraft.kernels.cuda.choice import Chooser, Law  # needs Triton
+        from longdraft.kernels.cuda.choice import ChoiceRules, TokenChooser  # needs Triton
 
         least = math.log(params.min_p) if params.min_p > 0 else None
-        self._law = Law(params.temperature, least, params.repetition_penalty, params.penalty_window, params.seed or 0,
-                        tuple(banned))
+        rules = ChoiceRules(params.temperature, least, params.repetition_penalty, params.penalty_window,
+                            params.seed or 0, tuple(banned))
         self._params = params
-        self._chooser = Chooser(self._law, kernels.device)
+        self._chooser = TokenChooser(rules, kernels.device)
 
     def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:
         """The token behind each node; NO_TOKEN (-1) where a row's logits are not finite."""
@@ -55,9 +55,9 @@ class DeviceSampler:
         place(chosen.path, chosen.targets)
         return chosen.read()
 
-    def launch(self, logits: Tensor, tree: Tree, context: Context) -> Chosen:
+    def launch(self, logits: Tensor, tree: Tree, context: Context) -> ChosenTokens:
         start = self._chooser.length
         if start < len(context):
-            self._chooser.follow(context.slice(start, len(context)), start)
+            self._chooser.extend(context.slice(start, len(context)), start)
         left = max(0, self._params.min_new_tokens - context.num_new)
         return self._chooser.choose(logits, tree.tokens, tree.parents, len(context) - 1, left)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from longdraft.core import SamplingParams
 from longdraft.errors import NumericalError
-from longdraft.kernels import exact
+from longdraft.kernels import reproducible
 
 NEGLIGIBLE = 45.0  # nats below the best score at which a probability counts as 0: e^-45 < 2^-64
 _FIRST_TOP_P = 256  # highest scores that top_p examines first; eight times as many at each further try
@@ -89,7 +89,7 @@ def top_p(kept: Support, p: float) -> Support:
         if num_examined < len(kept.ids):
             head = kept.keep(kept.scores >= -np.partition(-kept.scores, num_examined - 1)[num_examined - 1])
         order = np.lexsort((head.ids, -head.scores))
-        before = np.cumsum(exact.exp(head.scores[order] - best))
+        before = np.cumsum(reproducible.exp(head.scores[order] - best))
         num_kept = int(np.searchsorted(before, goal, side="left")) + 1
         if num_kept <= len(order) or len(head.ids) == len(kept.ids):
             chosen = np.zeros(len(order), dtype=bool)
@@ -127,7 +127,7 @@ def _masses(kept: Support) -> NDArray[np.float64]:
     gaps = kept.scores - kept.scores.max()
     masses: NDArray[np.float64] = np.zeros_like(gaps)
     near = gaps > -NEGLIGIBLE
-    masses[near] = exact.exp(gaps[near])
+    masses[near] = reproducible.exp(gaps[near])
     return masses
 
 

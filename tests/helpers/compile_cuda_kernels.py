@@ -1,10 +1,10 @@
-"""Compile every CUDA kernel for compute capability 9.0, as the launches do; no device is needed.
+"""Compile every Triton kernel for compute capability 9.0 with the options of its launch. Needs no device.
 
     python tests/helpers/compile_cuda_kernels.py
 
 It prints for each kernel: its name, bytes of shared memory, fused multiply-adds, spilled bytes.
 
-The sizes are those of Llama-3.1-8B (4 heads to a KV head) with 64 rows to a tile.
+The sizes are those of Llama-3.1-8B (4 query heads per KV head), with 64 rows per tile.
 """
 
 from __future__ import annotations
@@ -14,79 +14,83 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from longdraft.kernels.cuda import jit_attention, jit_choice, jit_linear, jit_rows, jit_store
+from longdraft.kernels.cuda import jit_attention, jit_choice, jit_kv_store, jit_linear, jit_rows
 
 BF16, F32, F64, I32, I64, FP8 = "*bf16", "*fp32", "*fp64", "*i32", "*i64", "*fp8e4nv"
 SPLITS = dict(SHORT=512, NUM_SHORT=16, LONG=2048)
 PARTS = dict(PARTS=4, HAS_SCALE=True, HAS_BIAS=True)
 SUMS = dict(parts=F32, scale=F32, bias=F32, num_rows="i32")
-EXACT = dict(enable_fp_fusion=False)
+UNFUSED = dict(enable_fp_fusion=False)
 VOCABULARY = dict(vocabulary="i32")
 
 
 def kernels():
-    """(kernel, types of its arguments, constants, options); the more exotic forms of a kernel come last."""
-    attend = dict(q=BF16, k=BF16, v=BF16, k_scale=F32, v_scale=F32, where=I64, path=I32, depths=I32, peaks=F32,
-                  masses=F32, mixed=F32, is_end="i32", num_rows="i32", capacity="i32", num_splits="i32",
+    """(kernel, types of its arguments, constants, options). The usual form of a kernel comes first."""
+    attend = dict(q=BF16, k=BF16, v=BF16, k_scale=F32, v_scale=F32, where=I64, path=I32, depths=I32, max_scores=F32,
+                  weight_sums=F32, value_sums=F32, is_end="i32", num_rows="i32", capacity="i32", num_splits="i32",
                   path_stride="i32", window="i32", factor="fp32")
     shape = dict(KV_HEADS=8, GROUP=4, DIM=128, PADDED=128, LANES=64, BLOCK=64, IS_SCALED=False, **SPLITS)
-    pipelined = dict(num_warps=4, num_stages=3, **EXACT)
-    yield jit_attention.attend, attend, shape, pipelined
-    yield jit_attention.attend, attend | dict(k=FP8, v=FP8), shape | dict(IS_SCALED=True), pipelined
-    yield jit_attention.attend, attend, shape | dict(DIM=80, LANES=16), pipelined
-    yield jit_attention.attend, attend, shape | dict(DIM=256, PADDED=256, BLOCK=32), pipelined
-    yield (jit_attention.merge, dict(peaks=F32, masses=F32, mixed=F32, where=I64, depths=I32, remainder=F32, out=BF16,
-                                     lse=F32, num_splits="i32"),
-           dict(HEADS=32, DIM=128, PADDED=128, AT_ONCE=32, HAS_REST=True, **SPLITS), EXACT)
-    yield jit_attention.paths, dict(parents=I32, path=I32, depths=I32, stride="i32"), {}, dict(num_warps=1)
+    pipelined = dict(num_warps=4, num_stages=3, **UNFUSED)
+    yield jit_attention.attend_split_kernel, attend, shape, pipelined
+    yield jit_attention.attend_split_kernel, attend | dict(k=FP8, v=FP8), shape | dict(IS_SCALED=True), pipelined
+    yield jit_attention.attend_split_kernel, attend, shape | dict(DIM=80, LANES=16), pipelined
+    yield jit_attention.attend_split_kernel, attend, shape | dict(DIM=256, PADDED=256, BLOCK=32), pipelined
+    yield (jit_attention.merge_splits_kernel,
+           dict(max_scores=F32, weight_sums=F32, value_sums=F32, where=I64, depths=I32, remainder=F32, out=BF16,
+                lse=F32, num_splits="i32"),
+           dict(HEADS=32, DIM=128, PADDED=128, SPLITS_PER_STEP=32, HAS_REMAINDER=True, **SPLITS), UNFUSED)
+    yield jit_attention.tree_paths_kernel, dict(parents=I32, path=I32, depths=I32, stride="i32"), {}, dict(num_warps=1)
     linear = dict(x=BF16, weight=BF16, parts=F32, num_rows="i32")
     tile = dict(OUT=4096, INNER=4096, ROWS=64, COLUMNS=64, BLOCK=128, SPLITS=4)
-    yield jit_linear.few_rows, linear, tile, dict(num_warps=4, num_stages=3)
-    yield jit_linear.few_rows, linear | dict(weight="*i8"), tile, dict(num_warps=4, num_stages=3)
-    yield (jit_linear.few_rows, linear, tile | dict(OUT=128256, COLUMNS=128, BLOCK=64, SPLITS=1),
+    yield jit_linear.few_rows_kernel, linear, tile, dict(num_warps=4, num_stages=3)
+    yield jit_linear.few_rows_kernel, linear | dict(weight="*i8"), tile, dict(num_warps=4, num_stages=3)
+    yield (jit_linear.few_rows_kernel, linear, tile | dict(OUT=128256, COLUMNS=128, BLOCK=64, SPLITS=1),
            dict(num_warps=4, num_stages=4))
-    yield jit_rows.sum_parts, SUMS | dict(out=F32), dict(WIDTH=4096, BLOCK=1024, **PARTS), {}
-    yield (jit_rows.rms_norm, dict(x=BF16, weight=BF16, out=BF16, eps="fp32"),
+    yield jit_rows.sum_parts_kernel, SUMS | dict(out=F32), dict(WIDTH=4096, BLOCK=1024, **PARTS), {}
+    yield (jit_rows.rms_norm_kernel, dict(x=BF16, weight=BF16, out=BF16, eps="fp32"),
            dict(WIDTH=4096, PADDED=4096, ROUNDS_ONCE=False), dict(num_warps=8))
-    yield (jit_rows.add_and_norm, SUMS | dict(x=BF16, own_norm=BF16, next_norm=BF16, x_out=BF16, out=BF16,
+    yield (jit_rows.add_and_norm_kernel, SUMS | dict(x=BF16, own_norm=BF16, next_norm=BF16, x_out=BF16, out=BF16,
                                               factor="fp32", eps="fp32"),
            dict(WIDTH=4096, PADDED=4096, HAS_FACTOR=True, NORMS_OWN=True, NORMS_NEXT=True, ROUNDS_ONCE=False, **PARTS),
-           dict(num_warps=8, **EXACT))
-    yield jit_rows.swiglu, SUMS | dict(out=BF16), dict(WIDTH=14336, BLOCK=1024, **PARTS), {}
-    yield jit_rows.swiglu_rows, dict(gate_up=BF16, out=BF16), dict(WIDTH=14336, BLOCK=1024), {}
-    yield (jit_rows.rope, dict(x=BF16, cos=F32, sin=F32, out=BF16), dict(HEADS=32, HALF=64, PADDED=64),
+           dict(num_warps=8, **UNFUSED))
+    yield jit_rows.swiglu_parts_kernel, SUMS | dict(out=BF16), dict(WIDTH=14336, BLOCK=1024, **PARTS), {}
+    yield jit_rows.swiglu_kernel, dict(gate_up=BF16, out=BF16), dict(WIDTH=14336, BLOCK=1024), {}
+    yield (jit_rows.rope_kernel, dict(x=BF16, cos=F32, sin=F32, out=BF16), dict(HEADS=32, HALF=64, PADDED=64),
            dict(num_warps=1))
     rotate = SUMS | dict(q_norm=BF16, k_norm=BF16, cos=F32, sin=F32, where=I64, content=BF16, q=BF16, k=BF16, v=BF16,
                          k_store=BF16, v_store=BF16, k_scale=F32, v_scale=F32, capacity="i32", eps="fp32",
                          factor="fp32")
     form = dict(HEADS=32, KV_HEADS=8, HALF=64, PADDED=64, ALL_PADDED=4096, NORMS=0, ROTATES=True, ROUNDS_ONCE=False,
                 IS_SCALED=False, **PARTS)
-    yield jit_rows.rotate, rotate, form, dict(num_warps=1)
-    yield (jit_rows.rotate, rotate | dict(k_store=FP8, v_store=FP8), form | dict(NORMS=1, IS_SCALED=True),
+    yield jit_rows.finish_qkv_kernel, rotate, form, dict(num_warps=1)
+    yield (jit_rows.finish_qkv_kernel, rotate | dict(k_store=FP8, v_store=FP8), form | dict(NORMS=1, IS_SCALED=True),
            dict(num_warps=1))
-    yield (jit_rows.map_remainder, dict(content=BF16, function=F32, remainder=F32), dict(HEADS=32, DIM=128, PADDED=256),
-           dict(num_warps=1))
+    yield (jit_rows.map_remainder_kernel, dict(content=BF16, function=F32, remainder=F32),
+           dict(HEADS=32, DIM=128, PADDED=256), dict(num_warps=1))
     strides = dict.fromkeys(("k_stride", "v_stride", "k_row_stride", "v_row_stride", "k_head_stride", "v_head_stride"),
                             "i32")
     for element in (tl.bfloat16, tl.float8e4nv):
         scaled = dict(ELEMENT=element, IS_SCALED=element == tl.float8e4nv)
-        yield (jit_store.place, dict(k=BF16, v=BF16, table=I64, rows=I64, targets=I64) | strides,
+        yield (jit_kv_store.scatter_rows_kernel, dict(k=BF16, v=BF16, table=I64, rows=I64, targets=I64) | strides,
                dict(HALF=64, PADDED=64, **scaled), dict(num_warps=1))
-        yield (jit_store.copy, dict(sources=I64, targets=I64, positions=I64, count="i32", start="i32"),
+        yield (jit_kv_store.copy_rows_kernel, dict(sources=I64, targets=I64, positions=I64, count="i32", start="i32"),
                dict(KV_HEADS=8, DIM=128, PADDED=128, BLOCK=32, **scaled), {})
     window = dict(found=I32, values=F32, window="i32", logits=F32) | VOCABULARY
-    yield (jit_choice.read_window, window | dict(text=I32, tokens=I32, path=I32, depths=I32, about=I64,
+    yield (jit_choice.read_window_kernel, window | dict(text=I32, tokens=I32, path=I32, depths=I32, scalars=I64,
                                                  path_stride="i32"), dict(BLOCK=1024), {})
-    yield jit_choice.penalise, window | dict(penalty="fp32"), dict(BLOCK=1024), EXACT
-    yield (jit_choice.ban, dict(logits=F32, banned=I32, depths=I32, about=I64, num_banned="i32") | VOCABULARY,
+    yield jit_choice.penalise_kernel, window | dict(penalty="fp32"), dict(BLOCK=1024), UNFUSED
+    yield (jit_choice.ban_kernel, dict(logits=F32, banned=I32, depths=I32, scalars=I64, num_banned="i32") | VOCABULARY,
            dict(BLOCK=16), {})
     blocks = dict(logits=F32, bests=F32, ids=I32, num_blocks="i32")
-    yield jit_choice.largest, blocks | VOCABULARY, dict(BLOCK=1024), {}
-    yield (jit_choice.with_noise, blocks | dict(depths=I32, about=I64, settings=F64, scores=F64) | VOCABULARY,
-           dict(BLOCK=1024, BLOCKS=128, HAS_LEAST=True), EXACT)
-    yield jit_choice.choose, dict(bests=F32, scores=F64, ids=I32, choices=I32, num_blocks="i32"), dict(BLOCKS=128), {}
-    yield (jit_choice.walk, dict(choices=I32, tokens=I32, parents=I32, where=I64, path=I32, targets=I64, outcome=I32,
-                                 num_rows="i32", num_nodes="i32"), dict(BLOCK=64), dict(num_warps=1))
+    yield jit_choice.block_maxima_kernel, blocks | VOCABULARY, dict(BLOCK=1024), {}
+    yield (jit_choice.noisy_block_maxima_kernel,
+           blocks | dict(depths=I32, scalars=I64, settings=F64, scores=F64) | VOCABULARY,
+           dict(BLOCK=1024, BLOCKS=128, HAS_MIN_P=True), UNFUSED)
+    yield (jit_choice.choose_tokens_kernel, dict(bests=F32, scores=F64, ids=I32, choices=I32, num_blocks="i32"),
+           dict(BLOCKS=128), {})
+    yield (jit_choice.walk_tree_kernel, dict(choices=I32, tokens=I32, parents=I32, where=I64, path=I32, targets=I64,
+                                             outcome=I32, num_rows="i32", num_nodes="i32"),
+           dict(BLOCK=64), dict(num_warps=1))
 
 
 def main() -> None:

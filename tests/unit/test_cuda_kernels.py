@@ -21,10 +21,10 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 # ruff: noqa: E402
 from helpers.attention import obvious_attention, parents_of, path_of, random_parents
 from longdraft.kernels import KV, AttentionOutput, Geometry, LayersKV, LayerWeights
-from longdraft.kernels.cuda import selfcheck
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.kernels import NAMES, CudaKernels
 from longdraft.kernels.cuda.linear import CudaLinear
+from longdraft.kernels.cuda.row_invariance import is_row_invariant
 from longdraft.kernels.reference import ReferenceKernels
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -67,13 +67,13 @@ def test_linears_agree_with_the_reference_and_rows_do_not_know_one_another(dtype
         alone = torch.cat([ours.linear(x[i : i + 1], packed, keep_float=keep_float) for i in (0, 17)])
         assert torch.equal(together[[0, 17]], alone)
     assert torch.equal(ours.embed(packed, [3, 0, 3]), definition.embed(wanted, [3, 0, 3]))
-    close(packed.library(x), definition.linear(x, wanted), dtype, times=4)
+    close(packed.matmul(x), definition.linear(x, wanted), dtype, times=4)
 
 
 def test_a_large_weight_is_read_in_parts_that_its_shape_alone_decides():
     packed = kernels().pack(rows_of(64, 1024, seed=1))
     assert packed.splits > 1
-    small, large = (packed.parts(rows_of(n, 1024), 16).sums.shape for n in (1, 17))
+    small, large = (packed.partial_sums(rows_of(n, 1024), 16).sums.shape for n in (1, 17))
     assert small == (packed.splits, 1, 64) and large == (packed.splits, 17, 64)
 
 
@@ -219,7 +219,8 @@ def test_remainders_agree_with_the_reference(dtype, length):
         asked = q.to(kernel.dtype)
         kv = [KV(full[i], length - 2, rows.k[i, -2:], rows.v[i, -2:]) for i in range(layers)]
         whole = [kernel.attention(asked[i], kv[i], parents_of([-1, 0])) for i in range(layers)]
-        results.append(kernel.remainder(part, few, AttentionOutput(*(torch.stack(x) for x in zip(*whole, strict=True)))))
+        outputs = AttentionOutput(*(torch.stack(x) for x in zip(*whole, strict=True)))
+        results.append(kernel.remainder(part, few, outputs))
     close(results[0], results[1], dtype, times=10)
 
 
@@ -256,7 +257,8 @@ FAMILIES = {
 MIXED = [("float32", "llama", True), ("float16", "llama", False), ("float16", "qwen2", False),
          ("float16", "qwen3", True), ("float16", "olmo2", True), ("float16", "granite", False)]
 if HAS_CUDA:
-    MIXED = [(dtype, family, has_remainder) for dtype in DTYPES for family in FAMILIES for has_remainder in (False, True)]
+    MIXED = [(dtype, family, has_remainder)
+             for dtype in DTYPES for family in FAMILIES for has_remainder in (False, True)]
 
 
 @pytest.mark.parametrize("dtype, family, has_remainder", MIXED)
@@ -309,9 +311,9 @@ def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family):
             store.write(0, held, held)
         k, v = (torch.empty(num, rows, kv_heads, dim, dtype=kernel.dtype, device=DEVICE) for _ in range(2))
         angles = rows_of(rows, dim // 2, seed=7)
-        out, attention_output = decoder.forward(rows_of(rows, 48, seed=8, dtype=kernel.dtype), angles.cos(), angles.sin(),
-                                        [LayersKV(stores, length, k, v, is_prompt=True)],
-                                        torch.arange(-1, rows - 1, dtype=torch.int32))
+        out, attention_output = decoder.forward(
+            rows_of(rows, 48, seed=8, dtype=kernel.dtype), angles.cos(), angles.sin(),
+            [LayersKV(stores, length, k, v, is_prompt=True)], torch.arange(-1, rows - 1, dtype=torch.int32))
         results.append((out, k, v, *(part[:, -120:] for part in attention_output)))
     for got, expected in zip(*results, strict=True):
         close(got, expected, dtype, times=20)
@@ -329,11 +331,11 @@ def test_a_cache_that_is_gone_is_held_by_nothing():
         angles = rows_of(rows, 8, seed=7)
         decoder.forward(rows_of(rows, 48, seed=8, dtype=kernel.dtype), angles.cos(), angles.sin(),
                         [LayersKV([store], 0, k, v, None)], parents_of(list(range(-1, rows - 1))))
-        assert len(decoder._stages) == 1
+        assert len(decoder._buffers) == 1
         gone = weakref.ref(store)
         del store
         gc.collect()
-        assert gone() is None and not decoder._stages
+        assert gone() is None and not decoder._buffers
 
 
 def test_what_the_device_does_is_checked_and_not_believed(monkeypatch):
@@ -342,16 +344,16 @@ def test_what_the_device_does_is_checked_and_not_believed(monkeypatch):
     geometry = Geometry(2, 1, 16, 1e-5)
     kernel = kernels("float16", "triton-64")
     decoder = kernel.new_decoder(layers_of(kernel, geometry, 1, "none", False), geometry)
-    assert selfcheck.is_row_invariant(decoder, 120, 9, 7)
-    honest = CudaLinear.parts
+    assert is_row_invariant(kernel, decoder, geometry, 48, 120, 9, 7)
+    honest = CudaLinear.partial_sums
 
-    def wrong(self, x, tile, sums=None):
-        parts = honest(self, x, tile, sums)
+    def wrong(self, x, tile, buffer=None):
+        parts = honest(self, x, tile, buffer)
         parts.sums.mul_(1 + len(x) / 1000)
         return parts
 
-    monkeypatch.setattr(CudaLinear, "parts", wrong)
-    assert not selfcheck.is_row_invariant(decoder, 120, 9, 7)
+    monkeypatch.setattr(CudaLinear, "partial_sums", wrong)
+    assert not is_row_invariant(kernel, decoder, geometry, 48, 120, 9, 7)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

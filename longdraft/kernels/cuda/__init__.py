@@ -1,5 +1,15 @@
-"""Kernels for CUDA devices, written in Triton; its interpreter runs them on the CPU, for tests.
+"""Triton kernels for CUDA devices. For tests, Triton's interpreter runs the same kernels on the CPU.
 
-`jit_*` hold what runs on the device, the other modules what launches it. Import only where they are wanted: Triton is
-there where PyTorch was installed for CUDA.
+The `jit_*` modules hold the Triton kernels, the other modules launch them. Each module imports only modules above it:
+
+    launch                        sizes, launch options, argument checks
+    linear  kv_store  choice      weights; keys and values; the choice of tokens
+    attention  graph_cache        attention of a tree's rows; captured CUDA graphs
+    operations                    the operations of one decoder layer
+    prefill                       all layers, for a chunk of the prompt
+    decoder                       all layers, for a few rows at a time
+    row_invariance                tests a decoder on the device at hand
+    kernels                       `CudaKernels`, the implementation of `longdraft.kernels.interface.Kernels`
+
+Import these modules only where a CUDA device is used: PyTorch installs Triton only in its CUDA builds.
 """

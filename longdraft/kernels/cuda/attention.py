@@ -1,4 +1,4 @@
-"""A tree's rows over a store: the launches of `jit_attention`."""
+"""Attention of a tree's rows over a KV store: launches the kernels of `jit_attention`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_attention
-from longdraft.kernels.cuda.launch import EXACT, ceil_div, on, padded, require
-from longdraft.kernels.cuda.store import CudaStore
+from longdraft.kernels.cuda.kv_store import CudaStore
+from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, padded_size, require
 
-_MERGED_AT_ONCE = 32
+_SPLITS_PER_MERGE_STEP = 32
 
 
 class Splits(NamedTuple):
-    """How positions are cut: `num_short` splits of `short` positions, then `long` ones each. Part of a text's
-    arithmetic: with others its last bits are others."""
+    """How positions are cut into splits: `num_short` splits of `short` positions, then splits of `long` positions.
+
+    The cut is part of the arithmetic: another cut changes the last bits of a text.
+    """
 
     short: int = 512
     num_short: int = 16
     long: int = 2048
 
     def of(self, position: int) -> int:
+        """The split that contains `position`."""
         inside = self.short * self.num_short
         return position // self.short if position < inside else self.num_short + (position - inside) // self.long
 
 
-class Plan(NamedTuple):
-    """The shape of a model's attention, and the tiles it is computed in.
+class AttentionPlan(NamedTuple):
+    """The shape of a model's attention, and the tiles in which it is computed.
 
-    lanes  query heads of rows that a program computes at once
+    A *lane* is one query head of one row; a program computes `lanes` of them.
     """
 
     heads: int
@@ -39,68 +42,78 @@ class Plan(NamedTuple):
     dim: int
     lanes: int
     splits: Splits
-    is_float: bool
+    is_float: bool  # float32
 
     @property
     def block(self) -> int:
-        """Positions that are read at once."""
+        """Positions that one step of a program reads."""
         return 32 if self.dim > 128 or self.is_float else 64
 
     @property
     def group(self) -> int:
+        """Query heads per KV head."""
         return self.heads // self.kv_heads
 
     def num_splits(self, length: int) -> int:
-        """Of so many positions."""
+        """Number of splits of `length` positions."""
         return self.splits.of(max(0, length - 1)) + 1
 
     def end_splits(self, rows: int) -> int:
-        """Splits that the ends of a tree of so many rows can lie in."""
+        """Upper bound of the splits that the last prefix block and a tree of `rows` rows can touch."""
         blocks = ceil_div(self.block - 1 + rows, self.block)
         return 1 if blocks == 1 else (blocks - 1) * self.block // self.splits.short + 2
 
 
-class Workspace:
-    """Memory for the attention of up to `rows` rows over up to `length` positions; layers use it in turns."""
+class AttentionWorkspace:
+    """Buffers for the attention of up to `rows` rows over up to `length` positions. All layers share them.
 
-    def __init__(self, plan: Plan, rows: int, length: int, device: torch.device) -> None:
+    For each row, head and split: the maximum of its scores and the sum of its weights [R, H, S], and the weighted sum
+    of its values [R, H, S, D]; all float32. `path` [R, R] and `depths` [R] describe the tree, both int32.
+    """
+
+    def __init__(self, plan: AttentionPlan, rows: int, length: int, device: torch.device) -> None:
         self.rows, self.num_splits = rows, plan.num_splits(length + rows)
-        state = (rows, plan.heads, self.num_splits)
-        self.peaks, self.masses = (torch.empty(state, device=device) for _ in range(2))
-        self.mixed = torch.empty(*state, plan.dim, device=device)
+        shape = (rows, plan.heads, self.num_splits)
+        self.max_scores, self.weight_sums = (torch.empty(shape, device=device) for _ in range(2))
+        self.value_sums = torch.empty(*shape, plan.dim, device=device)
         self.path = torch.zeros(rows, rows, dtype=torch.int32, device=device)
         self.depths = torch.zeros(rows, dtype=torch.int32, device=device)
 
-    def follow(self, parents: Tensor) -> None:
-        """Paths and depths of a tree, from parents [R] int32 on the device."""
+    def set_tree(self, parents: Tensor) -> None:
+        """Compute `path` and `depths` from parents [R], int32 on the device."""
         require(len(parents) == self.rows, f"{self.rows} parents", len(parents))
-        with on(parents.device):
-            jit_attention.paths[(self.rows,)](parents, self.path, self.depths, self.rows, num_warps=1)
+        with on_device(parents.device):
+            jit_attention.tree_paths_kernel[(self.rows,)](parents, self.path, self.depths, self.rows, num_warps=1)
 
 
-def attend(plan: Plan, work: Workspace, q: Tensor, store: CudaStore, where: Tensor, length: int, window: int,
-           remainder: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """q [R, H, D] over the store: out [R, H, D], lse [R, H]. Drafted rows are in their slots already.
+def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, store: CudaStore, where: Tensor,
+                   length: int, window: int, remainder: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    """Attention of q [R, H, D]: writes out [R, H, D] in q's dtype and lse [R, H] float32.
 
-    where   int64 [2] on the device: committed positions, and the slot of drafted row 0
-    length  at least as many positions as where[0]: how many splits are launched
+    The keys and values of the drafted rows must already be in their slots of the store.
+
+    where      int64 [2] on the device: the number of committed positions, and the slot of drafted row 0
+    length     an upper bound of where[0] on the host: sets how many splits are launched
+    window     positions that a row sees, itself included; 0: all
+    remainder  [R, H, D + 1] float32: see `longdraft.kernels.interface.KV`
     """
     rows, heads, dim = q.shape
     require((heads, dim) == (plan.heads, plan.dim) and rows == work.rows, f"[{work.rows}, {plan.heads}, {plan.dim}]",
             q.shape)
     short, num_short, long = plan.splits
-    sizes = {"DIM": dim, "PADDED": padded(dim), "SHORT": short, "NUM_SHORT": num_short, "LONG": long}
+    sizes = {"DIM": dim, "PADDED": padded_size(dim), "SHORT": short, "NUM_SHORT": num_short, "LONG": long}
     factor = math.log2(math.e) / math.sqrt(dim)
     tiles = ceil_div(rows * plan.group, plan.lanes)
     end_tiles = rows * ceil_div(plan.group, plan.lanes)
-    with on(q.device):
+    with on_device(q.device):
         for is_end, grid in ((0, (plan.num_splits(length), plan.kv_heads, tiles)),
                              (1, (plan.end_splits(rows), plan.kv_heads, end_tiles))):
-            jit_attention.attend[grid](
-                q, store.k, store.v, store.k_scale, store.v_scale, where, work.path, work.depths, work.peaks,
-                work.masses, work.mixed, is_end, rows, store.capacity, work.num_splits, work.rows, window, factor,
-                KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes, BLOCK=plan.block,
-                IS_SCALED=store.is_scaled, **sizes, num_warps=4, num_stages=2 if plan.is_float else 3, **EXACT)
-        jit_attention.merge[(rows, heads)](
-            work.peaks, work.masses, work.mixed, where, work.depths, work.peaks if remainder is None else remainder, out, lse,
-            work.num_splits, HEADS=heads, AT_ONCE=_MERGED_AT_ONCE, HAS_REST=remainder is not None, **sizes, **EXACT)
+            jit_attention.attend_split_kernel[grid](
+                q, store.k, store.v, store.k_scale, store.v_scale, where, work.path, work.depths, work.max_scores,
+                work.weight_sums, work.value_sums, is_end, rows, store.capacity, work.num_splits, work.rows, window,
+                factor, KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes, BLOCK=plan.block,
+                IS_SCALED=store.is_scaled, **sizes, num_warps=4, num_stages=2 if plan.is_float else 3, **UNFUSED)
+        jit_attention.merge_splits_kernel[(rows, heads)](
+            work.max_scores, work.weight_sums, work.value_sums, where, work.depths,
+            work.max_scores if remainder is None else remainder, out, lse, work.num_splits, HEADS=heads,
+            SPLITS_PER_STEP=_SPLITS_PER_MERGE_STEP, HAS_REMAINDER=remainder is not None, **sizes, **UNFUSED)

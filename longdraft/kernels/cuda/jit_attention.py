@@ -1,18 +1,20 @@
-"""Attention of a tree's rows over a long prefix, in splits: what runs on the device.
+"""Triton kernels for the attention of a tree's rows over a long prefix, computed in splits.
 
-Positions are cut into splits that depend on the position alone (512 positions each up to 8,192, then 2,048), and
-splits into blocks. A split is one online softmax over its blocks in order; `merge` joins splits in order.
+The cut into splits depends on the position alone: 512 positions each up to 8,192, then 2,048. Splits are cut into
+blocks. A split is one online softmax (Milakov and Gimelshein 2018) over its blocks in order; `merge_splits_kernel`
+merges the splits in order.
 
-    prefix, shared by all rows       [ block | block | ... | block ]              one program: a split, many lanes
-    a row's own end                                        [ rest of the prefix, its path, itself ]
-                                                                                  one program: a split, one row
+    stage 0, the prefix that all rows share   [ block | block | ... | block ]
+                                              a program computes one split, for many lanes
+    stage 1, the end of each row                                      [ last part of the prefix | path | the row ]
+                                              a program computes one split, for the lanes of one row
 
-A *lane* is a query head of a row. Both stages are one compiled program: the second goes on with the state of the split
-that the first left unfinished, and finds drafted keys through the row's path. So a node of a tree gets, to the bit,
-what plain decoding gives it, whatever the compiler makes of the source. Numbers that change between launches are read
-from memory, both for CUDA graphs and because they must not choose another compiled program.
+A *lane* is one query head of one row. Both stages are the same compiled program: stage 1 continues with the state of
+the split that stage 0 left unfinished, and finds drafted keys through the row's path. A node of a tree therefore gets
+the bits of plain decoding, whatever code the compiler generates. Numbers that change between launches are read from
+memory: CUDA graphs require it, and such a number must not select another compiled program.
 
-    where  int64 [2]: committed positions; the slot of drafted row 0
+    where  int64 [2]: the number of committed positions; the slot of drafted row 0
 """
 
 import triton
@@ -24,7 +26,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def split_of(position, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr, LONG: tl.constexpr):
-    """The split that holds a position."""
+    """The split that contains a position."""
     return tl.where(position < NUM_SHORT * SHORT, position // SHORT,
                     NUM_SHORT + (position - NUM_SHORT * SHORT) // LONG)
 
@@ -35,17 +37,24 @@ def split_start(split, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr, LONG: tl.co
 
 
 @triton.jit(do_not_specialize=["is_end", "num_rows", "capacity", "num_splits", "path_stride", "window"])
-def attend(q, k, v, k_scale, v_scale, where, path, depths, peaks, masses, mixed,
-           is_end, num_rows, capacity, num_splits, path_stride, window, factor,
-           KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-           LANES: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr,
-           LONG: tl.constexpr, IS_SCALED: tl.constexpr):
-    """One split for some lanes of a KV head: peaks, masses [R, H, S] and mixed [R, H, S, D] float32, in base 2.
+def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scores, weight_sums, value_sums,
+                        is_end, num_rows, capacity, num_splits, path_stride, window, factor,
+                        KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+                        LANES: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr,
+                        LONG: tl.constexpr, IS_SCALED: tl.constexpr):
+    """One split for some lanes of a KV head.
 
-    q [R, H, D]; k, v [Hkv, capacity, D] with scales [Hkv, capacity]; path [R, path_stride] int32: the drafted row at
-    each depth of a row's path; depths [R] int32. factor: log2(e) / sqrt(D).
-    Grid (splits, Hkv, tiles): of lanes where is_end is 0, of one row's lanes and the splits from the prefix's end on
-    where it is 1.
+    q                        [R, H, D]
+    k, v                     [Hkv, capacity, D], with scales [Hkv, capacity] float32 where IS_SCALED
+    path                     [R, path_stride] int32: the drafted row at each depth of a row's path
+    depths                   [R] int32
+    max_scores, weight_sums  [R, H, S] float32: the maximum of the scores in base 2, the sum of the weights
+    value_sums               [R, H, S, D] float32: the weighted sum of the values
+    is_end                   the stage: 0 or 1
+    factor                   log2(e) / sqrt(D)
+
+    Grid (splits, Hkv, tiles of lanes). In stage 1, splits are counted from the one where the prefix ends, and a tile
+    holds lanes of one row only.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     TILES: tl.constexpr = (GROUP + LANES - 1) // LANES  # of one row
@@ -53,7 +62,7 @@ def attend(q, k, v, k_scale, v_scale, where, path, depths, peaks, masses, mixed,
     tile = tl.program_id(2)
     length = tl.load(where)
     drafts_at = tl.load(where + 1)
-    whole = length // BLOCK * BLOCK  # blocks of the prefix that are full, and so shared
+    shared_end = length // BLOCK * BLOCK  # the full blocks of the prefix, which stage 0 computes for all rows
 
     row = tile // TILES
     first_lane = tl.where(is_end != 0, row * GROUP + tile % TILES * LANES, tile * LANES)
@@ -63,11 +72,11 @@ def attend(q, k, v, k_scale, v_scale, where, path, depths, peaks, masses, mixed,
     lane_row = lane // GROUP
     head = kv_head * GROUP + lane % GROUP
 
-    split = tl.program_id(0) + tl.where(is_end != 0, split_of(whole, SHORT, NUM_SHORT, LONG), 0)
+    split = tl.program_id(0) + tl.where(is_end != 0, split_of(shared_end, SHORT, NUM_SHORT, LONG), 0)
     begin = split_start(split, SHORT, NUM_SHORT, LONG)
-    own = length + tl.load(depths + row, mask=is_end != 0, other=0)  # of a row's end: the row's own position
-    start = tl.maximum(begin, tl.where(is_end != 0, whole, 0))
-    stop = tl.minimum(split_start(split + 1, SHORT, NUM_SHORT, LONG), tl.where(is_end != 0, own + 1, whole))
+    own = length + tl.load(depths + row, mask=is_end != 0, other=0)  # in stage 1: the row's own position
+    start = tl.maximum(begin, tl.where(is_end != 0, shared_end, 0))
+    stop = tl.minimum(split_start(split + 1, SHORT, NUM_SHORT, LONG), tl.where(is_end != 0, own + 1, shared_end))
 
     if start < stop:
         dim = tl.arange(0, PADDED)
@@ -75,14 +84,14 @@ def attend(q, k, v, k_scale, v_scale, where, path, depths, peaks, masses, mixed,
         at = (lane_row * HEADS + head).to(tl.int64)
         queries = tl.load(q + at[:, None] * DIM + dim[None, :], mask=is_lane[:, None] & is_dim[None, :], other=0.0)
         depth = tl.load(depths + lane_row, mask=is_lane, other=0)
-        oldest = tl.where(window > 0, length + depth + 1 - window, 0)  # that a lane sees
+        oldest = tl.where(window > 0, length + depth + 1 - window, 0)  # position that a lane sees
 
         state = at * num_splits + split
-        goes_on = lane < tl.where(start > begin, end_lane, 0)
-        peak = tl.load(peaks + state, mask=goes_on, other=float("-inf"))
-        mass = tl.load(masses + state, mask=goes_on, other=0.0)
-        mix_at = mixed + state[:, None] * DIM + dim[None, :]
-        mix = tl.load(mix_at, mask=goes_on[:, None] & is_dim[None, :], other=0.0)
+        continues = lane < tl.where(start > begin, end_lane, 0)
+        max_score = tl.load(max_scores + state, mask=continues, other=float("-inf"))
+        weight_sum = tl.load(weight_sums + state, mask=continues, other=0.0)
+        value_sum_at = value_sums + state[:, None] * DIM + dim[None, :]
+        value_sum = tl.load(value_sum_at, mask=continues[:, None] & is_dim[None, :], other=0.0)
 
         base = kv_head.to(tl.int64) * capacity
         unseen = tl.where(window > 0, tl.maximum(length + 1 - window, 0) // BLOCK * BLOCK, 0)
@@ -98,67 +107,72 @@ def attend(q, k, v, k_scale, v_scale, where, path, depths, peaks, masses, mixed,
                 scores = scores * tl.load(k_scale + slot, mask=is_inside, other=0.0)[None, :]
             is_seen = is_inside[None, :] & (position[None, :] >= oldest[:, None])
             scores = tl.where(is_seen, scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weights = tl.exp2(scores - safe[:, None])
-            fade = tl.exp2(peak - safe)
-            mass = mass * fade + tl.sum(weights, 1)
+            new_max = tl.maximum(max_score, tl.max(scores, 1))
+            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = tl.exp2(scores - safe_max[:, None])
+            rescale = tl.exp2(max_score - safe_max)
+            weight_sum = weight_sum * rescale + tl.sum(weights, 1)
             if IS_SCALED:
                 weights = weights * tl.load(v_scale + slot, mask=is_inside, other=0.0)[None, :]
             values = tl.load(v + slot[:, None] * DIM + dim[None, :], mask=is_inside[:, None] & is_dim[None, :],
                              other=0.0)
-            mix = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), mix * fade[:, None],
+            value_sum = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), value_sum * rescale[:, None],
                          input_precision="ieee")
-            peak = new_peak
-        tl.store(peaks + state, peak, mask=is_lane)
-        tl.store(masses + state, mass, mask=is_lane)
-        tl.store(mix_at, mix, mask=is_lane[:, None] & is_dim[None, :])
+            max_score = new_max
+        tl.store(max_scores + state, max_score, mask=is_lane)
+        tl.store(weight_sums + state, weight_sum, mask=is_lane)
+        tl.store(value_sum_at, value_sum, mask=is_lane[:, None] & is_dim[None, :])
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def merge(peaks, masses, mixed, where, depths, remainder, out, lse, num_splits,
-          HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, SHORT: tl.constexpr,
-          NUM_SHORT: tl.constexpr, LONG: tl.constexpr, HAS_REST: tl.constexpr):
-    """The splits of one row and head, in order, then `rest` [R, H, D + 1] as one more key: out [R, H, D], lse [R, H]
-    (natural). Grid (R, H)."""
+def merge_splits_kernel(max_scores, weight_sums, value_sums, where, depths, remainder, out, lse, num_splits,
+                        HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
+                        SHORT: tl.constexpr, NUM_SHORT: tl.constexpr, LONG: tl.constexpr,
+                        HAS_REMAINDER: tl.constexpr):
+    """Merge the splits of one row and head in order, then the remainder as one more key. Grid (R, H).
+
+    remainder  [R, H, D + 1] float32: an output and its log-sum-exp
+    out, lse   [R, H, D] and [R, H] float32, the log-sum-exp in base e
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     at = row.to(tl.int64) * HEADS + head
     last = tl.load(where) + tl.load(depths + row)
     count = split_of(last, SHORT, NUM_SHORT, LONG) + 1
     dim = tl.arange(0, PADDED)
     is_dim = dim < DIM
-    top = float("-inf")
-    total = 0.0
-    mix = tl.zeros([PADDED], tl.float32)
-    for first in range(0, count, AT_ONCE):
-        split = first + tl.arange(0, AT_ONCE)
+    max_score = float("-inf")
+    weight_sum = 0.0
+    value_sum = tl.zeros([PADDED], tl.float32)
+    for first in range(0, count, SPLITS_PER_STEP):
+        split = first + tl.arange(0, SPLITS_PER_STEP)
         is_split = split < count
         state = at * num_splits + split
-        peak = tl.load(peaks + state, mask=is_split, other=float("-inf"))
-        mass = tl.load(masses + state, mask=is_split, other=0.0)
-        part = tl.load(mixed + state[:, None] * DIM + dim[None, :], mask=is_split[:, None] & is_dim[None, :], other=0.0)
-        new_top = tl.maximum(top, tl.max(peak, 0))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(peak - safe)
-        fade = tl.exp2(top - safe)
-        total = total * fade + tl.sum(weight * mass, 0)
-        mix = mix * fade + tl.sum(weight[:, None] * part, 0)
-        top = new_top
-    if HAS_REST:
-        theirs = tl.load(remainder + at * (DIM + 1) + dim, mask=is_dim, other=0.0)
-        their_top = tl.load(remainder + at * (DIM + 1) + DIM) * _LOG2E
-        new_top = tl.maximum(top, their_top)
-        fade, share = tl.exp2(top - new_top), tl.exp2(their_top - new_top)
-        total = total * fade + share
-        mix = mix * fade + theirs * share
-        top = new_top
-    tl.store(out + at * DIM + dim, (mix / total).to(out.dtype.element_ty), mask=is_dim)
-    tl.store(lse + at, (top + tl.log2(total)) * _LN2)
+        split_max = tl.load(max_scores + state, mask=is_split, other=float("-inf"))
+        split_weights = tl.load(weight_sums + state, mask=is_split, other=0.0)
+        split_values = tl.load(value_sums + state[:, None] * DIM + dim[None, :],
+                               mask=is_split[:, None] & is_dim[None, :], other=0.0)
+        new_max = tl.maximum(max_score, tl.max(split_max, 0))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        share = tl.exp2(split_max - safe_max)
+        rescale = tl.exp2(max_score - safe_max)
+        weight_sum = weight_sum * rescale + tl.sum(share * split_weights, 0)
+        value_sum = value_sum * rescale + tl.sum(share[:, None] * split_values, 0)
+        max_score = new_max
+    if HAS_REMAINDER:
+        remainder_output = tl.load(remainder + at * (DIM + 1) + dim, mask=is_dim, other=0.0)
+        remainder_lse = tl.load(remainder + at * (DIM + 1) + DIM) * _LOG2E
+        new_max = tl.maximum(max_score, remainder_lse)
+        rescale, share = tl.exp2(max_score - new_max), tl.exp2(remainder_lse - new_max)
+        weight_sum = weight_sum * rescale + share
+        value_sum = value_sum * rescale + remainder_output * share
+        max_score = new_max
+    tl.store(out + at * DIM + dim, (value_sum / weight_sum).to(out.dtype.element_ty), mask=is_dim)
+    tl.store(lse + at, (max_score + tl.log2(weight_sum)) * _LN2)
 
 
 @triton.jit(do_not_specialize=["stride"])
-def paths(parents, path, depths, stride):
-    """From parents [R] int32 each row's depth [R] and its path [R, stride] from depth 0 to itself. Grid (R,)."""
+def tree_paths_kernel(parents, path, depths, stride):
+    """Compute each row's depth [R], and its path [R, stride] from depth 0 to itself, from parents [R]. Grid (R,)."""
     row = tl.program_id(0)
     depth = 0
     node = tl.load(parents + row)

@@ -1,21 +1,22 @@
-"""The token that the target takes behind each node of a tree, and the walk along the tree: what runs on the device.
+"""Triton kernels that choose the target's token at each node of a tree, and walk along the accepted path.
 
-The definition is longdraft/sampling (process, window, sampler) and longdraft/kernels/noise.py; the same bits come out
-of the same logits: float64 arithmetic in the same order, without fused multiply-adds (launched with
-enable_fp_fusion=False), the logarithm of longdraft/kernels/exact.py.
+longdraft/sampling (process, window, sampler) and longdraft/kernels/noise.py define the result. These kernels compute
+the same bits from the same logits: float64 arithmetic in the same order, without fused multiply-adds (they are launched
+with enable_fp_fusion=False), and the logarithm of longdraft/kernels/reproducible.py.
 
-    about  int64 [4]: tokens of the text; mix(seed), its bits; tokens still to be written before it may end; not used
+    scalars  int64 [4]: tokens of the request; the bits of splitmix64(seed); tokens that must still be written before
+             the text may end; committed rows of the cache (`walk_tree_kernel` gets a pointer to this one)
 """
 
 import triton
 import triton.language as tl
 
-_NONE = tl.constexpr(2147483647)  # an id larger than any
+_NONE = tl.constexpr(2147483647)  # larger than every token id and node
 
 
 @triton.jit
-def mix(x):
-    """The finaliser of splitmix64, as in noise.py; uint64."""
+def splitmix64(x):
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), as in noise.py; x is uint64."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -24,14 +25,14 @@ def mix(x):
 
 @triton.jit
 def noise_bits(mixed_seed, position, token):
-    """The 52 random bits of tokens at a position (both int64), as int64; mixed_seed: uint64."""
-    key = mix(mixed_seed + position.to(tl.uint64) * 0xD1342543DE82EF95)
-    return (mix(key + token.to(tl.uint64) * 0xAF251AF3B0F025B5) >> 12).to(tl.int64)
+    """The 52 random bits of each token at a position: int64. mixed_seed is uint64, position and token are int64."""
+    key = splitmix64(mixed_seed + position.to(tl.uint64) * 0xD1342543DE82EF95)
+    return (splitmix64(key + token.to(tl.uint64) * 0xAF251AF3B0F025B5) >> 12).to(tl.int64)
 
 
 @triton.jit
 def exact_log(x):
-    """exact.log: natural logarithm of normal positive doubles."""
+    """Natural logarithm of normal positive doubles, with the bits of `reproducible.log`."""
     bits = x.to(tl.int64, bitcast=True)
     exponent = ((bits >> 52) & 0x7FF) - 1022
     mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FE0000000000000).to(tl.float64, bitcast=True)
@@ -56,31 +57,34 @@ def exact_log(x):
 
 
 @triton.jit
-def gumbel(bits):
-    """noise.from_bits."""
+def gumbel_from_bits(bits):
+    """As `noise.from_bits`: float64 Gumbel noise."""
     u = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2**-52
     return -exact_log(-exact_log(u))
 
 
 @triton.jit
-def first_best(score, token):
-    """The best score and the smallest token that has it."""
+def best_and_first_id(score, token):
+    """The highest score, and the smallest token id that has it."""
     best = tl.max(score, 0)
     return best, tl.min(tl.where(score == best, token, _NONE), 0)
 
 
 @triton.jit(do_not_specialize=["window", "path_stride", "vocabulary"])
-def read_window(logits, text, tokens, path, depths, about, found, values, window, path_stride, vocabulary,
-                BLOCK: tl.constexpr):
-    """Which tokens the penalty of each node sees, and their logits: found int32 and values float32, [R, window].
+def read_window_kernel(logits, text, tokens, path, depths, scalars, found, values, window, path_stride, vocabulary,
+                       BLOCK: tl.constexpr):
+    """The tokens in each node's penalty window, and their logits. Grid (R, window / BLOCK).
 
-    text       ... a b c d e f g          a window of 4 ends with the root g
-    at node y of g-x-y:  [f g x y]
-    -1 where the text is shorter. Grid (R, window / BLOCK).
+    text     [length] int32: the request's tokens, the root last
+    tokens   [R] int32: the tree's tokens
+    found    [R, window] int32: token ids, -1 where the text is shorter than the window
+    values   [R, window] float32: their logits
+
+        text ... a b c d e f g, drafted path g - x - y, window of 4     at node y: [f g x y]
     """
     row = tl.program_id(0)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    length = tl.load(about)
+    length = tl.load(scalars)
     end = length + tl.load(depths + row)
     position = end - 1 - place
     is_there = (place < window) & (position >= 0)
@@ -96,9 +100,11 @@ def read_window(logits, text, tokens, path, depths, about, found, values, window
 
 
 @triton.jit(do_not_specialize=["window", "vocabulary"])
-def penalise(logits, found, values, window, penalty, vocabulary, BLOCK: tl.constexpr):
-    """Write the penalised logits of found tokens. One that stands there twice is written twice, alike: all were read
-    before. Grid (R, window / BLOCK)."""
+def penalise_kernel(logits, found, values, window, penalty, vocabulary, BLOCK: tl.constexpr):
+    """Write the penalised logits of the found tokens. Grid (R, window / BLOCK).
+
+    A token that occurs twice is written twice with the same value, because all logits were read before.
+    """
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row * window + place
@@ -110,33 +116,33 @@ def penalise(logits, found, values, window, penalty, vocabulary, BLOCK: tl.const
 
 
 @triton.jit(do_not_specialize=["num_banned", "vocabulary"])
-def ban(logits, banned, depths, about, num_banned, vocabulary, BLOCK: tl.constexpr):
-    """-inf where a token would end the text too early. Grid (R,)."""
+def ban_kernel(logits, banned, depths, scalars, num_banned, vocabulary, BLOCK: tl.constexpr):
+    """Set the logits of tokens that would end the text too early to -inf. Grid (R,)."""
     row = tl.program_id(0)
     index = tl.arange(0, BLOCK)
-    count = tl.where(tl.load(depths + row) < tl.load(about + 2), num_banned, 0)  # of tokens that would end it early
+    count = tl.where(tl.load(depths + row) < tl.load(scalars + 2), num_banned, 0)
     token = tl.load(banned + index, mask=index < count, other=0)
     at = logits + row.to(tl.int64) * vocabulary + token
     tl.store(at, tl.zeros([BLOCK], tl.float32) + float("-inf"), mask=index < count)
 
 
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
-def largest(logits, bests, ids, vocabulary, num_blocks, BLOCK: tl.constexpr):
-    """The largest logit of each block, NaN if there is one, and its smallest id. Grid (R, num_blocks)."""
+def block_maxima_kernel(logits, bests, ids, vocabulary, num_blocks, BLOCK: tl.constexpr):
+    """The largest logit of each block (NaN if the block has one) and its smallest id. Grid (R, num_blocks)."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
     is_nan = tl.max((logit != logit).to(tl.int32), 0) > 0
-    best, where = first_best(logit, token)
+    best, best_id = best_and_first_id(logit, token)
     at = row * num_blocks + tl.program_id(1)
     tl.store(bests + at, tl.where(is_nan, float("nan"), best))
-    tl.store(ids + at, where)
+    tl.store(ids + at, best_id)
 
 
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
-def with_noise(logits, bests, depths, about, settings, scores, ids, vocabulary, num_blocks, BLOCK: tl.constexpr,
-               BLOCKS: tl.constexpr, HAS_LEAST: tl.constexpr):
-    """The best of score + noise of each block over the support: scores float64, ids. Grid (R, num_blocks).
+def noisy_block_maxima_kernel(logits, bests, depths, scalars, settings, scores, ids, vocabulary, num_blocks,
+                              BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HAS_MIN_P: tl.constexpr):
+    """The maximum of score + noise in each block, over the support: scores float64, ids. Grid (R, num_blocks).
 
     settings  float64 [2]: temperature; log(min_p)
     """
@@ -146,23 +152,23 @@ def with_noise(logits, bests, depths, about, settings, scores, ids, vocabulary, 
     temperature = tl.load(settings)
     score = logit.to(tl.float64) / temperature
     is_inside = logit > float("-inf")
-    if HAS_LEAST:
+    if HAS_MIN_P:
         block = tl.arange(0, BLOCKS)
         best = tl.max(tl.load(bests + row * num_blocks + block, mask=block < num_blocks, other=float("-inf")), 0)
         is_inside = is_inside & (score >= best.to(tl.float64) / temperature + tl.load(settings + 1))
-    position = tl.load(about) + tl.load(depths + row)
-    seed = tl.load(about + 1).to(tl.uint64, bitcast=True)
-    total = score + gumbel(noise_bits(seed, position.to(tl.int64), token.to(tl.int64)))
+    position = tl.load(scalars) + tl.load(depths + row)
+    seed = tl.load(scalars + 1).to(tl.uint64, bitcast=True)
+    total = score + gumbel_from_bits(noise_bits(seed, position.to(tl.int64), token.to(tl.int64)))
     total = tl.where(is_inside, total, float("-inf"))
-    best, where = first_best(total, token)
+    best, best_id = best_and_first_id(total, token)
     at = row * num_blocks + tl.program_id(1)
     tl.store(scores + at, best)
-    tl.store(ids + at, where)
+    tl.store(ids + at, best_id)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def choose(bests, scores, ids, choices, num_blocks, BLOCKS: tl.constexpr):
-    """The best of all blocks; -1 where the largest logit is not finite. Grid (R,)."""
+def choose_tokens_kernel(bests, scores, ids, choices, num_blocks, BLOCKS: tl.constexpr):
+    """The id with the highest score of all blocks; -1 where the largest logit is not finite. Grid (R,)."""
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     at = row * num_blocks + block
@@ -173,17 +179,20 @@ def choose(bests, scores, ids, choices, num_blocks, BLOCKS: tl.constexpr):
     is_sound = is_sound & (top > float("-inf")) & (top < float("inf"))
     score = tl.load(scores + at, mask=is_block, other=float("-inf"))
     token = tl.load(ids + at, mask=is_block, other=_NONE)
-    _, where = first_best(score, token)
-    tl.store(choices + row, tl.where(is_sound, where, -1))
+    _, best_id = best_and_first_id(score, token)
+    tl.store(choices + row, tl.where(is_sound, best_id, -1))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_nodes"])
-def walk(choices, tokens, parents, where, path, targets, outcome, num_rows, num_nodes, BLOCK: tl.constexpr):
-    """From the root down while the choice is one of the children (the first of them). Grid (1,).
+def walk_tree_kernel(choices, tokens, parents, where, path, targets, outcome, num_rows, num_nodes, BLOCK: tl.constexpr):
+    """Walk from the root to the child that holds the chosen token, as long as there is one. Grid (1,).
 
-    path     int32 [num_rows]: the nodes, in order
-    targets  int64 [num_rows]: where the cache keeps the rows of the path, from where[0] on; -1: it does not
-    outcome  int32 [1 + 2 num_rows]: how many nodes; the nodes; the choices behind them
+    Of several children with that token, the first is taken.
+
+    where    int64 [1]: committed rows of the cache
+    path     int32 [num_rows]: the nodes of the walk, in order
+    targets  int64 [num_rows]: the cache positions of the path's rows, from where[0] on; -1 for the rest
+    outcome  int32 [1 + 2 num_rows]: number of nodes; the nodes; the choices at them
     """
     index = tl.arange(0, BLOCK)
     is_node = (index > 0) & (index < num_nodes)

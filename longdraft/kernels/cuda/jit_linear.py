@@ -1,8 +1,8 @@
-"""Few rows by a weight: what runs on the device.
+"""The Triton kernel that multiplies a few rows with a weight.
 
-The inner dimension is cut into SPLITS parts, by the weight's shape alone, so that enough programs read at once; each
-output's part is one running float32 sum in order. Whoever reads the result (`jit_rows`) adds the parts in order. A
-program always multiplies ROWS rows, wanted or not: how many there are changes the grid and nothing else.
+The inner dimension is cut into SPLITS parts, so that enough programs read the weight at the same time. The cut depends
+on the weight's shape alone. Each part is one running float32 sum in order; the kernels of `jit_rows` add the parts, in
+order too. A program always multiplies ROWS rows: the number of rows of the forward changes the grid and nothing else.
 """
 
 import triton
@@ -10,9 +10,9 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def few_rows(x, weight, parts, num_rows, OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
-             COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """x [R, INNER] by weight [OUT, INNER] (or int8): parts [SPLITS, R, OUT] float32.
+def few_rows_kernel(x, weight, parts, num_rows, OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
+                    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """Multiply x [R, INNER] with weight [OUT, INNER], in x's dtype or int8: parts [SPLITS, R, OUT] float32.
 
     Grid (OUT / COLUMNS, R / ROWS, SPLITS), rounded up.
     """

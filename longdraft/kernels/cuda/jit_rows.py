@@ -1,7 +1,7 @@
-"""What is done to rows between the matrix products, each row by itself: what runs on the device.
+"""Triton kernels for the operations between the matrix products, each on one row.
 
-The products come as parts [P, R, N] float32 (`jit_linear`); who reads them adds the parts in order, scales (int8
-weights), adds the bias and rounds to the model's dtype, which is the linear's result.
+A matrix product arrives as partial sums [P, R, N] float32 (`jit_linear`). The kernel that reads it adds the parts in
+order, multiplies by the scale (int8 weights), adds the bias, and rounds to the model's dtype.
 """
 
 import triton
@@ -9,9 +9,9 @@ import triton.language as tl
 
 
 @triton.jit
-def joined(parts, at, column, mask, scale, bias, num, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr,
-           HAS_BIAS: tl.constexpr):
-    """Sums at offsets `at` of each part, which is `num` long: float32, not rounded yet."""
+def sum_of_parts(parts, at, column, mask, scale, bias, num, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr,
+                 HAS_BIAS: tl.constexpr):
+    """A product's elements at offsets `at`, float32, before rounding. A part has `num` elements."""
     total = tl.load(parts + at, mask=mask, other=0.0)
     for part in tl.static_range(1, PARTS):
         total += tl.load(parts + num * part + at, mask=mask, other=0.0)
@@ -24,13 +24,16 @@ def joined(parts, at, column, mask, scale, bias, num, PARTS: tl.constexpr, HAS_S
 
 @triton.jit
 def rounded(x, like):
-    """Rounded to the dtype of what the pointer `like` points to; float32 again."""
+    """x rounded to the element type of the pointer `like`, as float32."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def normed(x, weight, width: tl.constexpr, squares, eps, like, ROUNDS_ONCE: tl.constexpr):
-    """x / sqrt(squares / width + eps) * weight; `squares` is the sum over the row. float32, rounded to dtype."""
+    """RMS norm: x / sqrt(squares / width + eps) * weight, rounded as `rounded` does.
+
+    `squares` is the sum of the row's squares. Unless ROUNDS_ONCE, the normalised row is also rounded before `weight`.
+    """
     scaled = x * tl.rsqrt(tl.div_rn(squares, width * 1.0) + eps)
     if not ROUNDS_ONCE:
         scaled = rounded(scaled, like)
@@ -38,20 +41,20 @@ def normed(x, weight, width: tl.constexpr, squares, eps, like, ROUNDS_ONCE: tl.c
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def sum_parts(parts, scale, bias, out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-              HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The linear's result [R, WIDTH] in the dtype of out. Grid (R, WIDTH / BLOCK)."""
+def sum_parts_kernel(parts, scale, bias, out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+                     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The product [R, WIDTH], rounded to the dtype of out. Grid (R, WIDTH / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
-    total = joined(parts, row * WIDTH + column, column, mask, scale, bias, num_rows.to(tl.int64) * WIDTH, PARTS,
-                   HAS_SCALE, HAS_BIAS)
+    total = sum_of_parts(parts, row * WIDTH + column, column, mask, scale, bias, num_rows.to(tl.int64) * WIDTH, PARTS,
+                         HAS_SCALE, HAS_BIAS)
     tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def rms_norm(x, weight, out, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROUNDS_ONCE: tl.constexpr):
-    """Grid (R,)."""
+def rms_norm_kernel(x, weight, out, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROUNDS_ONCE: tl.constexpr):
+    """RMS norm of rows x [R, WIDTH]. Grid (R,)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     mask = column < WIDTH
@@ -62,18 +65,21 @@ def rms_norm(x, weight, out, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROU
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def add_and_norm(x, parts, scale, bias, own_norm, next_norm, x_out, out, num_rows, factor, eps,
-                 WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr,
-                 HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, NORMS_OWN: tl.constexpr,
-                 NORMS_NEXT: tl.constexpr, ROUNDS_ONCE: tl.constexpr):
-    """x + what a linear gave (normalised by own_norm; times factor): x_out; that by next_norm, or as it is: out.
-    Grid (R,)."""
+def add_and_norm_kernel(x, parts, scale, bias, own_norm, next_norm, x_out, out, num_rows, factor, eps,
+                        WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr,
+                        HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, NORMS_OWN: tl.constexpr,
+                        NORMS_NEXT: tl.constexpr, ROUNDS_ONCE: tl.constexpr):
+    """The residual sum, and the norm of the next operation. Grid (R,).
+
+    x_out = x + product, where the product is first normalised by own_norm (NORMS_OWN) and multiplied by factor
+    (HAS_FACTOR); out = x_out normalised by next_norm (NORMS_NEXT), otherwise untouched.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     mask = column < WIDTH
     at = row * WIDTH + column
-    given = rounded(joined(parts, at, column, mask, scale, bias, num_rows.to(tl.int64) * WIDTH, PARTS, HAS_SCALE,
-                           HAS_BIAS), x)
+    given = rounded(sum_of_parts(parts, at, column, mask, scale, bias, num_rows.to(tl.int64) * WIDTH, PARTS, HAS_SCALE,
+                                 HAS_BIAS), x)
     if NORMS_OWN:
         weight = tl.load(own_norm + column, mask=mask, other=0.0).to(tl.float32)
         given = normed(given, weight, WIDTH, tl.sum(given * given, 0), eps, x, ROUNDS_ONCE)
@@ -89,27 +95,28 @@ def add_and_norm(x, parts, scale, bias, own_norm, next_norm, x_out, out, num_row
 
 @triton.jit
 def silu(gate):
-    """gate / (1 + exp(-gate)); exp of a large number is infinity, and the result 0 as it should be."""
+    """gate / (1 + exp(-gate)). Where exp overflows to infinity, the result is 0, which is correct."""
     return tl.div_rn(gate, 1.0 + tl.exp(-gate))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def swiglu(parts, scale, bias, out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-           HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """silu(gate) * up from the parts of a linear of 2 WIDTH: out [R, WIDTH]. Grid (R, WIDTH / BLOCK)."""
+def swiglu_parts_kernel(parts, scale, bias, out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                        PARTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """silu(gate) * up, from the partial sums of a product [R, 2 WIDTH]: out [R, WIDTH]. Grid (R, WIDTH / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     num = num_rows.to(tl.int64) * (2 * WIDTH)
     at = row * (2 * WIDTH) + column
-    gate = rounded(joined(parts, at, column, mask, scale, bias, num, PARTS, HAS_SCALE, HAS_BIAS), out)
-    up = rounded(joined(parts, at + WIDTH, column + WIDTH, mask, scale, bias, num, PARTS, HAS_SCALE, HAS_BIAS), out)
+    gate = rounded(sum_of_parts(parts, at, column, mask, scale, bias, num, PARTS, HAS_SCALE, HAS_BIAS), out)
+    up = rounded(sum_of_parts(parts, at + WIDTH, column + WIDTH, mask, scale, bias, num, PARTS, HAS_SCALE, HAS_BIAS),
+                 out)
     tl.store(out + row * WIDTH + column, (rounded(silu(gate), out) * up).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def swiglu_rows(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The same of rows [R, 2 WIDTH] in the model's dtype."""
+def swiglu_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """silu(gate) * up, from rows [R, 2 WIDTH] in the model's dtype: out [R, WIDTH]. Grid (R, WIDTH / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -120,8 +127,8 @@ def swiglu_rows(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rope(x, cos, sin, out, HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr):
-    """Grid (R, HEADS)."""
+def rope_kernel(x, cos, sin, out, HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr):
+    """Rotary position embedding of x [R, HEADS, 2 HALF], halves paired. Grid (R, HEADS)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, PADDED)
     mask = dim < HALF
@@ -134,11 +141,11 @@ def rope(x, cos, sin, out, HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.c
 
 
 @triton.jit
-def put(first, second, mask, at, scale_at, store, scales, HALF: tl.constexpr, half, IS_SCALED: tl.constexpr):
-    """A row in two halves into a store, with a scale of its own where the store is of 8 bits.
+def store_row(first, second, mask, at, scale_at, store, scales, HALF: tl.constexpr, half, IS_SCALED: tl.constexpr):
+    """Write one row, given as two halves, to a store. In an 8-bit store (IS_SCALED) the row gets a scale.
 
-    The largest magnitude becomes 448, the largest number of float8 e4m3. Every step rounds once, so the bits are the
-    same wherever this is done.
+    The scale maps the row's largest magnitude to 448, the largest number of float8 e4m3. Every step rounds once, so all
+    kernels that call this write the same bits.
     """
     if IS_SCALED:
         largest = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
@@ -151,15 +158,18 @@ def put(first, second, mask, at, scale_at, store, scales, HALF: tl.constexpr, ha
 
 
 @triton.jit(do_not_specialize=["num_rows", "capacity"])
-def rotate(parts, scale, bias, q_norm, k_norm, cos, sin, where, content, q, k, v, k_store, v_store, k_scale, v_scale,
-           num_rows, capacity, eps, factor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-           PADDED: tl.constexpr, ALL_PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr,
-           HAS_BIAS: tl.constexpr, NORMS: tl.constexpr, ROTATES: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
-           IS_SCALED: tl.constexpr):
-    """Behind the linear of queries, keys and values: norms, rotation, and drafted keys and values into the store.
+def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, content, q, k, v, k_store, v_store, k_scale,
+                      v_scale, num_rows, capacity, eps, factor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+                      HALF: tl.constexpr, PADDED: tl.constexpr, ALL_PADDED: tl.constexpr, PARTS: tl.constexpr,
+                      HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, NORMS: tl.constexpr, ROTATES: tl.constexpr,
+                      ROUNDS_ONCE: tl.constexpr, IS_SCALED: tl.constexpr):
+    """Turn the QKV product into queries, keys and values: norms, rotation, and writes to the store.
 
-    content, q [R, H, D]: queries before and after the rotation (and times factor); k, v [R, Hkv, D], and the store's
-    slots where[1] + row. NORMS: 0 none, 1 each head by itself, 2 all heads of a row as one. Grid (R, H + 2 Hkv).
+    content, q  [R, H, D]: the queries before the rotation, and after it and times factor
+    k, v        [R, Hkv, D]; also written to the slots where[1] + row of the store
+    NORMS       0: none, 1: each head is normalised by itself, 2: all heads of a row as one vector
+
+    Grid (R, H + 2 Hkv): a program computes one head of one row.
     """
     row, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     DIM: tl.constexpr = 2 * HALF
@@ -168,9 +178,10 @@ def rotate(parts, scale, bias, q_norm, k_norm, cos, sin, where, content, q, k, v
     half = tl.arange(0, PADDED)
     mask = half < HALF
     column = unit * DIM + half
-    first = rounded(joined(parts, row * WIDTH + column, column, mask, scale, bias, num, PARTS, HAS_SCALE, HAS_BIAS), q)
-    second = rounded(joined(parts, row * WIDTH + column + HALF, column + HALF, mask, scale, bias, num, PARTS,
-                            HAS_SCALE, HAS_BIAS), q)
+    first = rounded(sum_of_parts(parts, row * WIDTH + column, column, mask, scale, bias, num, PARTS, HAS_SCALE,
+                                 HAS_BIAS), q)
+    second = rounded(sum_of_parts(parts, row * WIDTH + column + HALF, column + HALF, mask, scale, bias, num, PARTS,
+                                  HAS_SCALE, HAS_BIAS), q)
     is_query, is_key = unit < HEADS, (unit >= HEADS) & (unit < HEADS + KV_HEADS)
     if NORMS > 0:
         if unit < HEADS + KV_HEADS:
@@ -181,11 +192,11 @@ def rotate(parts, scale, bias, q_norm, k_norm, cos, sin, where, content, q, k, v
                 begin = tl.where(is_query, 0, HEADS * DIM)
                 every = tl.arange(0, ALL_PADDED)
                 inside = every < tl.where(is_query, HEADS * DIM, KV_HEADS * DIM)
-                whole = rounded(joined(parts, row * WIDTH + begin + every, begin + every, inside, scale, bias, num,
-                                       PARTS, HAS_SCALE, HAS_BIAS), q)
+                whole = rounded(sum_of_parts(parts, row * WIDTH + begin + every, begin + every, inside, scale, bias,
+                                             num, PARTS, HAS_SCALE, HAS_BIAS), q)
                 squares = tl.sum(whole * whole, 0)
                 norm_at = unit * DIM - begin
-            # A pointer cannot be chosen, what it points to can.
+            # Triton cannot select between two pointers, so both norms are loaded under masks and added.
             of_query, of_key = half < tl.where(is_query, HALF, 0), half < tl.where(is_key, HALF, 0)
             low = tl.load(q_norm + norm_at + half, mask=of_query, other=0.0).to(tl.float32) \
                 + tl.load(k_norm + norm_at + half, mask=of_key, other=0.0).to(tl.float32)
@@ -227,17 +238,20 @@ def rotate(parts, scale, bias, q_norm, k_norm, cos, sin, where, content, q, k, v
         if is_key:
             tl.store(k + at, first.to(k.dtype.element_ty), mask=mask)
             tl.store(k + at + HALF, second.to(k.dtype.element_ty), mask=mask)
-            put(first, second, mask, slot * DIM, slot, k_store, k_scale, HALF, half, IS_SCALED)
+            store_row(first, second, mask, slot * DIM, slot, k_store, k_scale, HALF, half, IS_SCALED)
         else:
             tl.store(v + at, first.to(v.dtype.element_ty), mask=mask)
             tl.store(v + at + HALF, second.to(v.dtype.element_ty), mask=mask)
-            put(first, second, mask, slot * DIM, slot, v_store, v_scale, HALF, half, IS_SCALED)
+            store_row(first, second, mask, slot * DIM, slot, v_store, v_scale, HALF, half, IS_SCALED)
 
 
 @triton.jit
-def map_remainder(content, function, remainder, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """rest [R, H, D + 1] of queries [R, H, D] by their function [H, D + 1, D + 1]: its first D rows times the query,
-    plus its last. Grid (R, H)."""
+def map_remainder_kernel(content, function, remainder, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """The remainder [R, H, D + 1] of each query, by an affine map of its content. Grid (R, H).
+
+    content   [R, H, D]: the queries before the rotation
+    function  [H, D + 1, D + 1] float32: the first D rows are multiplied by the content, the last row is added
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, PADDED)
     mask = column < DIM + 1

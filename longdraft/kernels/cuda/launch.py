@@ -1,4 +1,4 @@
-"""What every launch needs: sizes as powers of two, checks."""
+"""Helpers that every kernel launch needs: sizes, launch options, Triton dtypes, argument checks."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 import triton
 from torch import Tensor
 
-EXACT = {"enable_fp_fusion": False}  # a*b+c stays two roundings, whatever the code around it
-_TYPES = {torch.float32: triton.language.float32, torch.float16: triton.language.float16,
-          torch.bfloat16: triton.language.bfloat16, torch.float8_e4m3fn: triton.language.float8e4nv}
+UNFUSED = {"enable_fp_fusion": False}  # a * b + c is rounded twice, whatever code surrounds it
+_TRITON_DTYPES = {torch.float32: triton.language.float32, torch.float16: triton.language.float16,
+                  torch.bfloat16: triton.language.bfloat16, torch.float8_e4m3fn: triton.language.float8e4nv}
 
 
-def padded(size: int, least: int = 16) -> int:
-    """The next power of two, at least what a product of tiles takes."""
-    return max(least, 1 << (size - 1).bit_length())
+def padded_size(size: int, minimum: int = 16) -> int:
+    """The next power of two, and at least `minimum`: Triton's block sizes, and the smallest operand of `tl.dot`."""
+    return max(minimum, 1 << (size - 1).bit_length())
 
 
-def ceil_div(size: int, by: int) -> int:
-    return -(-size // by)
+def ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
 
 
-def element_of(tensor: Tensor) -> Any:
-    """Triton's name of a tensor's dtype."""
-    return _TYPES[tensor.dtype]
+def triton_dtype(tensor: Tensor) -> Any:
+    """Triton's name for the tensor's dtype."""
+    return _TRITON_DTYPES[tensor.dtype]
 
 
 @contextlib.contextmanager
-def on(device: torch.device) -> Iterator[None]:
-    """Launches go to this device."""
+def on_device(device: torch.device) -> Iterator[None]:
+    """Make `device` current, so that kernels are launched on it. Does nothing for the CPU."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             yield
@@ -40,5 +40,6 @@ def on(device: torch.device) -> Iterator[None]:
 
 
 def require(condition: bool, wanted: str, got: object) -> None:
+    """Raise ValueError unless `condition` holds."""
     if not condition:
         raise ValueError(f"CUDA kernels want {wanted}, got {got}")

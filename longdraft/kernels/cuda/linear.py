@@ -1,4 +1,4 @@
-"""Weights on the device, and few rows times them."""
+"""Weights on the device, and the product of a few rows with a weight."""
 
 from __future__ import annotations
 
@@ -9,33 +9,37 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.kernels.cuda import jit_linear, jit_rows
-from longdraft.kernels.cuda.launch import ceil_div, on, require
+from longdraft.kernels.cuda.launch import ceil_div, on_device, require
 from longdraft.kernels.int8 import quantise
 
-_PROGRAMS = 256  # at least as many read a weight at once, where it is large enough
-_LEAST = 512  # numbers of a row that a part of a sum has at least
-_WIDE = 16384  # outputs from which a program takes 128 of them: it reads the rows anew for each
-SUM_BLOCK = 1024
+_MIN_PROGRAMS = 256  # fewer programs than this do not use the full memory bandwidth
+_MIN_SPLIT_WIDTH = 512  # elements of the inner dimension in one split
+_WIDE_WEIGHT = 16384  # output features from which a program computes 128 columns: each program reads all rows of x
+SUM_BLOCK = 1024  # columns of one program that adds partial sums
 
 
-class Parts(NamedTuple):
-    """What few rows times a weight gave, not summed yet: float32 [P, R, N], and how a sum ends."""
+class PartialSums(NamedTuple):
+    """The product of a few rows with a weight, before its splits are added.
 
-    sums: Tensor
-    scale: Tensor | None
-    bias: Tensor | None
+    The result is the sum of `sums` over P, in order, times `scale`, plus `bias`, rounded to the model's dtype.
+    """
+
+    sums: Tensor  # [P, R, N] float32
+    scale: Tensor | None  # [N] float32, of int8 weights
+    bias: Tensor | None  # [N] float32
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The parts, scale and bias; the parts again where there is none."""
+        """The first arguments of the kernels that add the splits. A missing tensor is replaced by `sums`, unread."""
         return (self.sums, self.sums if self.scale is None else self.scale,
                 self.sums if self.bias is None else self.bias)
 
     def options(self) -> dict[str, int | bool]:
+        """The compile-time arguments of those kernels."""
         return {"PARTS": self.sums.shape[0], "HAS_SCALE": self.scale is not None, "HAS_BIAS": self.bias is not None}
 
 
 class CudaLinear:
-    """A weight [N, K] in the model's dtype, or int8 with a scale for each output; bias [N] float32."""
+    """A weight [N, K] in the model's dtype, or int8 with a float32 scale [N]; bias [N] float32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype,
                  is_int8: bool) -> None:
@@ -47,55 +51,56 @@ class CudaLinear:
         self.bias = None if bias is None else bias.to(device, dtype).float().contiguous()
         self.out_features, self.in_features = self.weight.shape
         self.dtype = dtype
-        self.columns = 128 if self.out_features >= _WIDE else 64
-        self.splits = self._splits()
+        self.columns = 128 if self.out_features >= _WIDE_WEIGHT else 64
+        self.splits = self._num_splits()
 
-    def _splits(self) -> int:
-        """By shape alone: the number of rows must not change the order of a sum."""
+    def _num_splits(self) -> int:
+        """Depends on the weight's shape alone: the number of rows must not change the order of a sum."""
         splits, programs = 1, ceil_div(self.out_features, self.columns)
-        while splits * programs < _PROGRAMS and self.in_features >= 2 * splits * _LEAST:
+        while splits * programs < _MIN_PROGRAMS and self.in_features >= 2 * splits * _MIN_SPLIT_WIDTH:
             splits *= 2
         return splits
 
-    def parts(self, x: Tensor, tile: int, sums: Tensor | None = None) -> Parts:
-        """Rows x [R, K]; `tile` rows of them are multiplied at a time. `sums`: memory to use."""
+    def partial_sums(self, x: Tensor, tile: int, buffer: Tensor | None = None) -> PartialSums:
+        """Multiply rows x [R, K], `tile` rows per program. The sums are written to `buffer` where one is given.
+
+        Raises ValueError unless x is contiguous, [R, K], and of the weight's dtype.
+        """
         rows = len(x)
         require(x.shape == (rows, self.in_features) and x.dtype == self.dtype and x.is_contiguous(),
                 f"{self.dtype} [R, {self.in_features}]", (x.shape, x.dtype))
-        size = self.splits * rows * self.out_features
-        sums = torch.empty(size, device=x.device) if sums is None else sums[:size]
+        size = self.num_sums(rows)
+        sums = torch.empty(size, device=x.device) if buffer is None else buffer[:size]
         sums = sums.view(self.splits, rows, self.out_features)
         grid = (ceil_div(self.out_features, self.columns), ceil_div(rows, tile), self.splits)
         is_float = self.dtype == torch.float32
-        with on(x.device):
-            jit_linear.few_rows[grid](
+        with on_device(x.device):
+            jit_linear.few_rows_kernel[grid](
                 x, self.weight, sums, rows, OUT=self.out_features, INNER=self.in_features, ROWS=tile,
                 COLUMNS=self.columns, BLOCK=32 if is_float else 8192 // self.columns, SPLITS=self.splits, num_warps=4,
                 num_stages=2 if is_float else 3 if self.columns == 64 else 4)
-        return Parts(sums, self.scale, self.bias)
+        return PartialSums(sums, self.scale, self.bias)
 
-    def sum_size(self, rows: int) -> int:
-        """Numbers that the parts of so many rows take."""
+    def num_sums(self, rows: int) -> int:
+        """Number of float32 elements of the partial sums of `rows` rows."""
         return self.splits * rows * self.out_features
 
-    def library(self, x: Tensor, keep_float: bool = False) -> Tensor:
-        """Many rows by the library's product: faster, and its results depend on how many there are."""
-        if self.scale is None and not keep_float:
+    def matmul(self, x: Tensor) -> Tensor:
+        """PyTorch's product for many rows x [R, K]: [R, N]. Faster, but its bits depend on the number of rows."""
+        if self.scale is None:
             return functional.linear(x, self.weight, None if self.bias is None else self.bias.to(self.dtype))
-        sums = functional.linear(x, self.weight.to(self.dtype)).float()
-        sums = sums if self.scale is None else sums * self.scale
-        sums = sums if self.bias is None else sums + self.bias
-        return sums if keep_float else sums.to(self.dtype)
+        sums = functional.linear(x, self.weight.to(self.dtype)).float() * self.scale
+        return (sums if self.bias is None else sums + self.bias).to(self.dtype)
 
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes + sum(x.nbytes for x in (self.scale, self.bias) if x is not None)
 
 
-def summed(parts: Parts, out: Tensor) -> Tensor:
-    """The linear's result [R, N] in the dtype of `out`."""
+def add_partial_sums(parts: PartialSums, out: Tensor) -> Tensor:
+    """Write the product [R, N] to `out`, rounded to its dtype; returns `out`."""
     _, rows, width = parts.sums.shape
-    with on(out.device):
-        jit_rows.sum_parts[(rows, ceil_div(width, SUM_BLOCK))](*parts.arguments(), out, rows, WIDTH=width,
-                                                              BLOCK=SUM_BLOCK, **parts.options())
+    with on_device(out.device):
+        jit_rows.sum_parts_kernel[(rows, ceil_div(width, SUM_BLOCK))](
+            *parts.arguments(), out, rows, WIDTH=width, BLOCK=SUM_BLOCK, **parts.options())
     return out

@@ -1,19 +1,22 @@
-"""Rows of keys and values between stores, for all layers in one launch: what runs on the device.
+"""Triton kernels that write rows of keys and values to stores and copy them between stores, all layers in one launch.
 
-Stores come as tables of addresses, int64 [L, 5]: keys, values, their scales, positions that there is room for.
+Stores are passed as tables int64 [L, 5]: the addresses of keys, values and their scales, and the number of slots.
 """
 
 import triton
 import triton.language as tl
 
-from longdraft.kernels.cuda.jit_rows import put
+from longdraft.kernels.cuda.jit_rows import store_row
 
 
 @triton.jit
-def place(k, v, table, rows, targets, k_stride, v_stride, k_row_stride, v_row_stride, k_head_stride, v_head_stride,
-          HALF: tl.constexpr, PADDED: tl.constexpr, ELEMENT: tl.constexpr, IS_SCALED: tl.constexpr):
-    """Rows `rows[i]` of k, v (layer, row and head strides in elements) to positions targets[i]; no row where that is
-    negative. Grid (N, Hkv, L)."""
+def scatter_rows_kernel(k, v, table, rows, targets, k_stride, v_stride, k_row_stride, v_row_stride, k_head_stride,
+                        v_head_stride, HALF: tl.constexpr, PADDED: tl.constexpr, ELEMENT: tl.constexpr,
+                        IS_SCALED: tl.constexpr):
+    """Write row rows[i] of k, v [L, T, Hkv, D] to slot targets[i] of each store. Grid (N, Hkv, L).
+
+    A row with a negative target is skipped. The strides of layers, rows and heads are in elements.
+    """
     index, head, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = tl.load(rows + index).to(tl.int64)
     target = tl.load(targets + index).to(tl.int64)
@@ -29,18 +32,20 @@ def place(k, v, table, rows, targets, k_stride, v_stride, k_row_stride, v_row_st
         source = k + layer * k_stride + row * k_row_stride + head * k_head_stride + half
         first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-        put(first, second, mask, slot * 2 * HALF, slot, k_store, k_scale, HALF, half, IS_SCALED)
+        store_row(first, second, mask, slot * 2 * HALF, slot, k_store, k_scale, HALF, half, IS_SCALED)
         source = v + layer * v_stride + row * v_row_stride + head * v_head_stride + half
         first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-        put(first, second, mask, slot * 2 * HALF, slot, v_store, v_scale, HALF, half, IS_SCALED)
+        store_row(first, second, mask, slot * 2 * HALF, slot, v_store, v_scale, HALF, half, IS_SCALED)
 
 
 @triton.jit(do_not_specialize=["count", "start"])
-def copy(sources, targets, positions, count, start, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-         BLOCK: tl.constexpr, ELEMENT: tl.constexpr, IS_SCALED: tl.constexpr):
-    """Rows at positions [L, Hkv, count] of each source to positions start, start + 1, ... of its target, bit for bit.
-    Grid (count / BLOCK, Hkv, L)."""
+def copy_rows_kernel(sources, targets, positions, count, start, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+                     PADDED: tl.constexpr, BLOCK: tl.constexpr, ELEMENT: tl.constexpr, IS_SCALED: tl.constexpr):
+    """Copy the rows at positions [L, Hkv, count] of each source to start, start + 1, ... of its target, bit for bit.
+
+    Grid (count / BLOCK, Hkv, L).
+    """
     head, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = index < count

@@ -1,4 +1,4 @@
-"""Work on fixed memory, captured once as a CUDA graph and then replayed; on the CPU it is simply done."""
+"""A cache of captured CUDA graphs. A replay launches all kernels of a forward with one call."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
-_KEPT = 128  # graphs: buckets of rows by stages of drafting, for some texts
+_MAX_GRAPHS = 128  # buckets of rows times the caches of a drafter, for several requests
 
 
-class Graphs:
-    """Graphs by key. The work behind a key must read and write the same memory each time, allocate none, leave its
-    inputs as they are, and not depend on anything that the host decides."""
+class GraphCache:
+    """CUDA graphs by key, of which the most recently used are kept. On the CPU the work runs directly.
+
+    The work behind a key must be replayable: it reads and writes the same memory each time, allocates none, leaves its
+    inputs unchanged, and does not depend on values that the host computes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.is_on = device.type == "cuda"
@@ -20,18 +23,19 @@ class Graphs:
         self._graphs: dict[Hashable, Any] = {}
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Replay the graph of `key`. The first call captures it from `work`."""
         if not self.is_on:
             work()
             return
         graph = self._graphs.pop(key, None) or self._capture(work)
         self._graphs[key] = graph
-        while len(self._graphs) > _KEPT:
+        while len(self._graphs) > _MAX_GRAPHS:
             self.drop(next(iter(self._graphs)))
         graph.replay()
 
     def _capture(self, work: Callable[[], None]) -> Any:
         with torch.cuda.device(self._device):
-            work()  # compiles what is not compiled yet, which a capture must not
+            work()  # compiles kernels that are not compiled yet, which is not allowed during a capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -39,4 +43,5 @@ class Graphs:
         return graph
 
     def drop(self, key: Hashable) -> None:
+        """Free the graph of `key`, if there is one."""
         self._graphs.pop(key, None)

@@ -1,9 +1,9 @@
-"""Keys and values of one layer on the device: [Hkv, positions | drafts, D], one position after the other.
+"""Keys and values of one layer on the device: two tensors [Hkv, slots, D].
 
-    [ positions 0 .. room ) [ drafted rows ]
+    slots   [ 0 .. room ): one per position of the text | [ room .. capacity ): drafted rows ]
 
-Drafted rows have slots of their own behind the room: whoever reads a store with another length than the text's (glide's
-layer does) overwrites nothing. With 8 bits every row of a head has a float32 scale of its own.
+Drafted rows have slots of their own. A forward with a length shorter than the text (glide's layer runs one over the
+target's store) therefore overwrites no committed row. In an 8-bit store, each row of a head has its own float32 scale.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cuda import jit_store
-from longdraft.kernels.cuda.launch import ceil_div, element_of, on, padded, require
+from longdraft.kernels.cuda import jit_kv_store
+from longdraft.kernels.cuda.launch import ceil_div, on_device, padded_size, require, triton_dtype
+from longdraft.kernels.interface import KVStore
 
 FP8 = torch.float8_e4m3fn
-_LEAST_ROOM, _LEAST_DRAFTS = 256, 128
-_LONG, _MOST_DRAFTS = 8192, 1024
-_COPIED_AT_ONCE = 32
+_MIN_ROOM, _MIN_DRAFT_SLOTS = 256, 128
+_LONG_ROOM, _LONG_DRAFT_SLOTS = 8192, 1024  # a long store must not be moved for a large tree
+_ROWS_PER_COPY_PROGRAM = 32
+_MAX_ADDRESS_TABLES = 64
 _serials = itertools.count()
 
 
 class CudaStore:
-    """See :class:`longdraft.kernels.interface.KVStore`. `reserve` beforehand what a text will need: growing moves it.
+    """See :class:`longdraft.kernels.interface.KVStore`. Growing moves the store: `reserve` the full length beforehand.
 
-    serial  another number for each allocation: what was captured or tabled with one is good for that one
+    dtype    of the rows that are written and read
+    element  dtype in memory: `dtype`, or float8_e4m3fn
+    serial   changes with each allocation. CUDA graphs and address tables are valid for one serial only
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, element: torch.dtype, num_kv_heads: int,
@@ -49,7 +53,7 @@ class CudaStore:
         self.room, self.num_drafts, self.serial = room, num_drafts, next(_serials)
 
     def _empty(self, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys, values and their scales (one number that nobody reads, where there are none)."""
+        """Keys and values [Hkv, slots, D] and their scales [Hkv, slots]; unread [1, 1] without 8 bits."""
         shape = (self.heads, slots, self.dim)
         k, v = (torch.zeros(shape, dtype=self.element, device=self._device) for _ in range(2))
         scales = shape[:2] if self.is_scaled else (1, 1)
@@ -58,20 +62,19 @@ class CudaStore:
     def reserve(self, length: int) -> None:
         if length > self.room:
             grown = length if not self.room else max(length, self.room + self.room // 2)
-            room = ceil_div(max(grown, _LEAST_ROOM), 64) * 64
-            # A long store should never have to move for a large tree.
-            drafts = _LEAST_DRAFTS if room < _LONG else _MOST_DRAFTS
+            room = ceil_div(max(grown, _MIN_ROOM), 64) * 64
+            drafts = _MIN_DRAFT_SLOTS if room < _LONG_ROOM else _LONG_DRAFT_SLOTS
             self._allocate(room, max(self.num_drafts, drafts))
 
     def reserve_drafts(self, rows: int) -> None:
-        """Slots for so many drafted rows."""
+        """Make room for `rows` drafted rows."""
         self.reserve(1)
         if rows > self.num_drafts:
-            self._allocate(self.room, padded(rows))
+            self._allocate(self.room, padded_size(rows))
 
     @property
     def capacity(self) -> int:
-        """Slots in all."""
+        """Number of slots, those of drafted rows included."""
         return self.room + self.num_drafts
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
@@ -85,12 +88,12 @@ class CudaStore:
         if len(k):
             self.reserve(start + len(k))
             index = torch.arange(len(k), device=self._device)
-            place(k[None], v[None], [self], table([self]), index, index + start)
+            scatter_rows(k[None], v[None], [self], index, index + start)
 
     def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         positions = positions.to(self._device)
         heads = torch.arange(self.heads, device=self._device)[:, None]
-        # As bytes: not every dtype can be indexed.
+        # As bytes, because PyTorch cannot index float8 tensors.
         k, v = (part.view(torch.uint8)[heads, positions].view(self.element) for part in (self.k, self.v))
         if not self.is_scaled:
             return k, v
@@ -98,7 +101,7 @@ class CudaStore:
         return (k.float() * scales[0]).to(self.dtype), (v.float() * scales[1]).to(self.dtype)
 
     def weights(self, queries: Tensor, length: int) -> Tensor:
-        """One query at a time, so that no more than its scores are in memory."""
+        # One query at a time, so that memory holds the scores of one query only.
         grouped = queries.to(self._device, self.dtype).view(len(queries), self.heads, -1, self.dim)
         keys = self.k[:, :length].to(self.dtype).transpose(1, 2)
         total = torch.zeros(self.heads, length, device=self._device)
@@ -115,49 +118,59 @@ class CudaStore:
         return self.k.nbytes + self.v.nbytes + scales
 
 
-_tables: dict[tuple[int, ...], Tensor] = {}
-_TABLES_KEPT = 64
+def cuda_stores(stores: Sequence[KVStore]) -> list[CudaStore]:
+    """The same stores, of which each must be a `CudaStore`; otherwise ValueError."""
+    checked = [store for store in stores if isinstance(store, CudaStore)]
+    require(len(checked) == len(stores), "stores of these kernels", [type(store).__name__ for store in stores])
+    return checked
 
 
-def table(stores: Sequence[CudaStore]) -> Tensor:
-    """The stores' addresses and sizes, int64 [L, 5], as `jit_store` reads them."""
+_address_tables: dict[tuple[int, ...], Tensor] = {}  # by the stores' serials
+
+
+def _address_table(stores: Sequence[CudaStore]) -> Tensor:
+    """The stores' addresses and capacities, int64 [L, 5], as the kernels of `jit_kv_store` read them."""
     key = tuple(store.serial for store in stores)
-    found = _tables.get(key)
-    if found is None:
+    table = _address_tables.get(key)
+    if table is None:
         rows = [[*(part.data_ptr() for part in (s.k, s.v, s.k_scale, s.v_scale)), s.capacity] for s in stores]
-        while len(_tables) >= _TABLES_KEPT:
-            del _tables[next(iter(_tables))]
-        found = _tables[key] = torch.tensor(rows, dtype=torch.int64, device=stores[0].k.device)
-    return found
+        while len(_address_tables) >= _MAX_ADDRESS_TABLES:
+            del _address_tables[next(iter(_address_tables))]
+        table = _address_tables[key] = torch.tensor(rows, dtype=torch.int64, device=stores[0].k.device)
+    return table
 
 
-def place(k: Tensor, v: Tensor, stores: Sequence[CudaStore], addresses: Tensor, rows: Tensor, targets: Tensor) -> None:
-    """Rows [N] of k, v [L, T, Hkv, D] to positions targets [N] of every layer; none where a target is negative."""
+def scatter_rows(k: Tensor, v: Tensor, stores: Sequence[CudaStore], rows: Tensor, targets: Tensor) -> None:
+    """Write rows [N] of k, v [L, T, Hkv, D] to slots targets [N] of the L stores.
+
+    `rows` and `targets` are on the device. A row with a negative target is skipped.
+    """
     first = stores[0]
     require(k.shape == v.shape and k.shape[2:] == (first.heads, first.dim), f"[L, T, {first.heads}, {first.dim}]",
             k.shape)
     k, v = (x.to(first.k.device, first.dtype) for x in (k, v))
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     half = first.dim // 2
-    with on(first.k.device):
-        jit_store.place[(len(rows), first.heads, len(stores))](
-            k, v, addresses, rows, targets, k.stride(0), v.stride(0), k.stride(1), v.stride(1), k.stride(2),
-            v.stride(2), HALF=half, PADDED=padded(half), ELEMENT=element_of(first.k), IS_SCALED=first.is_scaled,
-            num_warps=1)
+    with on_device(first.k.device):
+        jit_kv_store.scatter_rows_kernel[(len(rows), first.heads, len(stores))](
+            k, v, _address_table(stores), rows, targets, k.stride(0), v.stride(0), k.stride(1), v.stride(1),
+            k.stride(2), v.stride(2), HALF=half, PADDED=padded_size(half), ELEMENT=triton_dtype(first.k),
+            IS_SCALED=first.is_scaled, num_warps=1)
 
 
-def copy(sources: Sequence[CudaStore], targets: Sequence[CudaStore], positions: Tensor, start: int) -> None:
-    """Rows at positions [L, Hkv, N] to positions start, start + 1, ... of the targets, bit for bit."""
+def copy_rows(sources: Sequence[CudaStore], targets: Sequence[CudaStore], positions: Tensor, start: int) -> None:
+    """Copy the rows at positions [L, Hkv, N] of each source to start, start + 1, ... of its target, bit for bit."""
     first, count = sources[0], positions.shape[-1]
     require(all(s.element == first.element and s.dim == first.dim for s in (*sources, *targets)), "stores of one shape",
-            first.dim)
+            [(s.dim, s.element) for s in (*sources, *targets)])
     for store in targets:
         store.reserve(start + count)
     if not count:
         return
     positions = positions.to(first.k.device, torch.int64).contiguous()
-    grid = (ceil_div(count, _COPIED_AT_ONCE), first.heads, len(sources))
-    with on(first.k.device):
-        jit_store.copy[grid](table(sources), table(targets), positions, count, start, KV_HEADS=first.heads,
-                             DIM=first.dim, PADDED=padded(first.dim), BLOCK=_COPIED_AT_ONCE,
-                             ELEMENT=element_of(first.k), IS_SCALED=first.is_scaled)
+    grid = (ceil_div(count, _ROWS_PER_COPY_PROGRAM), first.heads, len(sources))
+    with on_device(first.k.device):
+        jit_kv_store.copy_rows_kernel[grid](
+            _address_table(sources), _address_table(targets), positions, count, start, KV_HEADS=first.heads,
+            DIM=first.dim, PADDED=padded_size(first.dim), BLOCK=_ROWS_PER_COPY_PROGRAM, ELEMENT=triton_dtype(first.k),
+            IS_SCALED=first.is_scaled)
