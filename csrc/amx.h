@@ -1,11 +1,11 @@
-// The processor's matrix unit (AMX): sixteen rows at a time, whether they are all wanted or not.
+// The processor's matrix unit (AMX), which always multiplies sixteen rows at a time.
 //
-// One instruction multiplies 16 rows of 32 bfloat16 with 32 x 16 bfloat16 and adds to 16 x 16 sums. A row's sums
-// depend on that row alone, and there is one instruction for every number of rows, so row invariance holds by
-// construction: a lone row travels with fifteen of zeros, which costs nothing where memory is what is waited for.
+// One instruction multiplies 16 rows of 32 bfloat16 with 32 x 16 bfloat16 and adds the products to 16 x 16 sums. A row's
+// sums depend on that row alone, and the same instruction serves every number of rows: row invariance by construction.
+// A single row is padded with fifteen rows of zeros. That costs little, because reading memory takes most of the time.
 //
-// The words of the other variants (two bfloat16 side by side) are just what the unit wants, so the layouts of
-// weights, keys and values are the same. The unit's own sums differ from the vector instructions' in rounding.
+// The unit expects words of two adjacent bfloat16, as the other variants do, so weights, keys and values have the same
+// layouts. Its sums are rounded differently from those of the vector instructions.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@
 
 namespace longdraft::LONGDRAFT_VARIANT::amx {
 
-constexpr int ROWS = 16;   // of a tile
-constexpr int INNER = 32;  // bfloat16 that one instruction sums over
+constexpr int ROWS = 16;   // rows of a tile
+constexpr int INNER = 32;  // bfloat16 of a row that one instruction sums over
 
-// Tile registers: four sums, two left operands and a right one.
+// The tile registers: four sums, two left operands and one right operand.
 enum Tile { SUM = 0, LEFT = 4, RIGHT = 6 };
 
-// The unit set up for this thread, and put to rest again: a thread with live tiles is dear to switch away from.
+// Configures the unit for this thread, and releases it: switching away from a thread with live tiles is expensive.
 class Unit {
   public:
     Unit() {
@@ -37,7 +37,7 @@ class Unit {
     Unit(const Unit&) = delete;
 };
 
-// Strides are in bytes; with a stride of 0 all rows of the tile are the same row.
+// Strides are in bytes. A stride of 0 makes all rows of the tile the same row.
 template <int TILE> void load(const void* from, long stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");
 }
@@ -53,7 +53,7 @@ inline void prefetch(const uint32_t* from, int lines, long stride) {
     for (int i = 0; i < lines; i++) __builtin_prefetch(from + i * stride);
 }
 
-// The four sums, or some of them, one after the other: f(std::integral_constant) for each.
+// Call f(std::integral_constant) for 0 .. WIDE - 1, unrolled at compile time.
 template <int WIDE, class F> void each(F f) {
     if constexpr (WIDE > 1) each<WIDE - 1>(f);
     f(std::integral_constant<int, WIDE - 1>{});

@@ -10,12 +10,12 @@
 namespace longdraft {
 namespace {
 
-constexpr double FIRST = -4.0, STEP = 0.25, MOST = 37.0;  // noise lies between
-constexpr long POOL = 128;  // beyond the support, guesses come from this many best logits
+constexpr double NOISE_MIN = -4.0, NOISE_STEP = 0.25, NOISE_MAX = 37.0;  // the range of Gumbel noise from 52 bits
+constexpr long POOL = 128;  // number of best logits from which tokens outside the support are ranked
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
-// kernels/noise.py, to the bit.
-uint64_t mix(uint64_t x) {
+// Bit-identical to longdraft/kernels/noise.py.
+uint64_t splitmix64(uint64_t x) {
     x += 0x9E3779B97F4A7C15u;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
@@ -23,12 +23,14 @@ uint64_t mix(uint64_t x) {
 }
 
 uint64_t key_of(uint64_t seed, long position) {
-    return mix(mix(seed) + static_cast<uint64_t>(position) * 0xD1342543DE82EF95u);
+    return splitmix64(splitmix64(seed) + static_cast<uint64_t>(position) * 0xD1342543DE82EF95u);
 }
 
-uint64_t bits_of(uint64_t key, int64_t token) { return mix(key + static_cast<uint64_t>(token) * 0xAF251AF3B0F025B5u) >> 12; }
+uint64_t bits_of(uint64_t key, int64_t token) {
+    return splitmix64(key + static_cast<uint64_t>(token) * 0xAF251AF3B0F025B5u) >> 12;
+}
 
-// kernels/reproducible.py, to the bit: only basic operations, never fused.
+// Bit-identical to longdraft/kernels/reproducible.py: only basic operations, never fused.
 double exact_log(double x) {
     int exponent;
     double mantissa = std::frexp(x, &exponent);
@@ -49,7 +51,7 @@ float penalised(float logit, float by) { return logit < 0 ? logit * by : logit /
 struct Guess {
     double score;
     int64_t token;
-    bool operator<(const Guess& other) const {  // the better one first
+    bool operator<(const Guess& other) const {  // sorts the better token first
         return score > other.score || (score == other.score && token < other.token);
     }
 };
@@ -62,9 +64,9 @@ Choice::Choice(const ChoiceRules& rules, long vocabulary, std::vector<int64_t> b
         counts_.resize(static_cast<size_t>(vocabulary));
         place_.resize(static_cast<size_t>(vocabulary));
     }
-    for (double wanted = FIRST; wanted <= MOST; wanted += STEP) {
+    for (double wanted = NOISE_MIN; wanted <= NOISE_MAX; wanted += NOISE_STEP) {
         double u = std::exp(-std::exp(-wanted)) * (1 - 1e-9) * 0x1p52;  // with a margin for rounding
-        reaching_.push_back(u > 2 ? static_cast<uint64_t>(u) - 2 : 0);
+        min_bits_.push_back(u > 2 ? static_cast<uint64_t>(u) - 2 : 0);
     }
 }
 
@@ -72,7 +74,7 @@ void Choice::extend(const int32_t* tokens, long count) {
     if (!penalises()) return;
     for (long i = 0; i < count; i++, written_++) {
         const int32_t token = tokens[i];
-        if (written_ < rules_.window) {  // it grows with the text: a window may be longer than any
+        if (written_ < rules_.window) {  // grows with the text: a window may be longer than any text
             recent_.push_back(token);
         } else {
             int32_t& oldest = recent_[static_cast<size_t>(written_ % rules_.window)];
@@ -91,9 +93,9 @@ void Choice::extend(const int32_t* tokens, long count) {
     }
 }
 
-// Tokens that come into the window and that leave it when a path (root excluded) is written behind the text.
-Choice::Change Choice::change(const int32_t* path, long length) const {
-    Change change;
+// The tokens that enter and leave the window when a path (root excluded) is appended to the text.
+Choice::WindowChange Choice::window_change(const int32_t* path, long length) const {
+    WindowChange change;
     if (!penalises()) return change;
     const long inside = std::min(length, rules_.window), held = std::min(written_, rules_.window);
     const int32_t* first = path + length - inside;
@@ -107,53 +109,53 @@ Choice::Change Choice::change(const int32_t* path, long length) const {
         for (next = i; next < gone.size() && gone[next] == gone[i];) next++;
         bool stays = counts_[static_cast<size_t>(gone[i])] > static_cast<int32_t>(next - i) ||
                      std::find(first, first + inside, gone[i]) != first + inside;
-        if (!stays) change.left.push_back(gone[i]);
+        if (!stays) change.removed.push_back(gone[i]);
     }
     return change;
 }
 
-// A row after penalty and bans, and where its first highest logit stands; false where it is not finite.
-bool Choice::prepare(const float* logits, const Change& change, bool is_banned, float* row, long& best) const {
+// Apply penalty and bans to a row, and find its first highest logit. False where the logits are not finite.
+bool Choice::prepare(const float* logits, const WindowChange& change, bool is_banned, float* row, long& best) const {
     std::copy_n(logits, vocabulary_, row);
     if (penalises()) {
         for (int32_t token : distinct_) row[token] = penalised(logits[token], rules_.penalty);
-        for (int64_t token : change.left) row[token] = logits[token];
+        for (int64_t token : change.removed) row[token] = logits[token];
         for (int64_t token : change.added) row[token] = penalised(logits[token], rules_.penalty);
     }
     if (is_banned)
         for (int64_t token : banned_) row[token] = LOWEST;
-    // Without branches, so that the compiler takes many at a time.
-    float highest = LOWEST, nothing = 0;
+    // Without branches, so that the compiler vectorises the loop.
+    float highest = LOWEST, num_nan = 0;
     for (long i = 0; i < vocabulary_; i++) {
         highest = row[i] > highest ? row[i] : highest;
-        nothing += row[i] != row[i] ? 1.0f : 0.0f;
+        num_nan += row[i] != row[i] ? 1.0f : 0.0f;
     }
-    if (nothing != 0 || !std::isfinite(highest)) return false;
+    if (num_nan != 0 || !std::isfinite(highest)) return false;
     best = std::find(row, row + vocabulary_, highest) - row;
     return true;
 }
 
-bool Choice::is_inside(float value, float best) const {
+bool Choice::is_in_support(float value, float best) const {
     if (!(static_cast<double>(value) > static_cast<double>(best) + rules_.lowest)) return false;
     return value / rules_.temperature >= best / rules_.temperature + rules_.least;
 }
 
 double Choice::noise(uint64_t key, int64_t token) const { return gumbel(bits_of(key, token)); }
 
-// Whether noise of these bits may be `wanted` or more; never wrong when it says no.
+// Whether noise of these bits may be `wanted` or more. A false result is always right.
 bool Choice::could_reach(uint64_t bits, double wanted) const {
-    if (wanted <= FIRST) return true;
-    size_t step = static_cast<size_t>((std::min(wanted, MOST) - FIRST) / STEP);
-    return bits >= reaching_[std::min(step, reaching_.size() - 1)];
+    if (wanted <= NOISE_MIN) return true;
+    size_t step = static_cast<size_t>((std::min(wanted, NOISE_MAX) - NOISE_MIN) / NOISE_STEP);
+    return bits >= min_bits_[std::min(step, min_bits_.size() - 1)];
 }
 
 int64_t Choice::best_of(const float* row, long best, uint64_t key) const {
     if (rules_.temperature == 0) return best;
-    // The likeliest sets a mark; others need as much noise as they are behind it.
+    // The most likely token sets a mark. Another token needs noise that makes up for its lower score.
     Guess first{row[best] / rules_.temperature + noise(key, best), best};
     const float above = std::nextafter(static_cast<float>(row[best] + rules_.lowest), LOWEST);
     for (long i = 0; i < vocabulary_; i++) {
-        if (row[i] < above || i == best || !is_inside(row[i], row[best])) continue;
+        if (row[i] < above || i == best || !is_in_support(row[i], row[best])) continue;
         const double score = row[i] / rules_.temperature;
         const uint64_t bits = bits_of(key, i);
         if (!could_reach(bits, first.score - score)) continue;
@@ -166,21 +168,22 @@ int64_t Choice::best_of(const float* row, long best, uint64_t key) const {
 void Choice::choose(const float* logits, const int32_t* tokens, const int32_t* parents, long nodes, long position,
                     long banned_depth, int64_t* chosen) const {
     std::vector<std::vector<int32_t>> paths(static_cast<size_t>(nodes));
-    std::vector<Change> changes;
+    std::vector<WindowChange> changes;
     for (long n = 0; n < nodes; n++) {
         auto& path = paths[static_cast<size_t>(n)];
         if (parents[n] >= 0) {
             path = paths[static_cast<size_t>(parents[n])];
             path.push_back(tokens[n]);
         }
-        changes.push_back(change(path.data(), static_cast<long>(path.size())));
+        changes.push_back(window_change(path.data(), static_cast<long>(path.size())));
     }
     parallel(nodes, [&](long n) {
         float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(vocabulary_) * sizeof(float)));
         const long depth = static_cast<long>(paths[static_cast<size_t>(n)].size());
         long best;
-        bool is_sound = prepare(logits + n * vocabulary_, changes[static_cast<size_t>(n)], depth < banned_depth, row, best);
-        chosen[n] = is_sound ? best_of(row, best, key_of(rules_.seed, position + depth)) : -1;
+        const bool is_finite = prepare(logits + n * vocabulary_, changes[static_cast<size_t>(n)], depth < banned_depth,
+                                       row, best);
+        chosen[n] = is_finite ? best_of(row, best, key_of(rules_.seed, position + depth)) : -1;
     });
 }
 
@@ -189,17 +192,17 @@ std::vector<int64_t> Choice::rank(const float* logits, const int32_t* path, long
     float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(vocabulary_) * sizeof(float)));
     long best;
     count = std::min(count, vocabulary_);
-    if (!prepare(logits, change(path, length), is_banned, row, best)) return {};
+    if (!prepare(logits, window_change(path, length), is_banned, row, best)) return {};
     const uint64_t key = key_of(rules_.seed, position);
     if (count == 1) return {best_of(row, best, key)};
 
     std::vector<Guess> guesses;
     if (rules_.temperature > 0)
         for (long i = 0; i < vocabulary_; i++)
-            if (is_inside(row[i], row[best])) guesses.push_back({row[i] / rules_.temperature + noise(key, i), i});
+            if (is_in_support(row[i], row[best])) guesses.push_back({row[i] / rules_.temperature + noise(key, i), i});
     const long inside = static_cast<long>(guesses.size());
     std::partial_sort(guesses.begin(), guesses.begin() + std::min(inside, count), guesses.end());
-    if (inside < count) {  // a drafter's logits are only an estimate: tokens that the filters remove come last
+    if (inside < count) {  // a drafter's logits are an estimate: tokens that min-p removes are ranked last
         std::vector<Guess> others;
         for (long i = 0; i < vocabulary_; i++) others.push_back({row[i], i});
         const long pool = std::min(vocabulary_, rules_.temperature == 0 ? count : std::max(POOL, count));
@@ -207,7 +210,7 @@ std::vector<int64_t> Choice::rank(const float* logits, const int32_t* path, long
         others.resize(static_cast<size_t>(pool));
         if (rules_.temperature > 0) {
             others.erase(std::remove_if(others.begin(), others.end(), [&](const Guess& g) {
-                return is_inside(row[g.token], row[best]); }), others.end());
+                return is_in_support(row[g.token], row[best]); }), others.end());
             for (Guess& g : others) g.score = row[g.token] / rules_.temperature + noise(key, g.token);
             std::sort(others.begin(), others.end());
         }

@@ -7,12 +7,12 @@
 namespace longdraft {
 namespace {
 
-// Rotations times a factor: those given, or none (cos 1, sin 0).
-struct Turn {
+// The rotation of a layer: cos and sin times a factor, or no rotation (cos 1, sin 0) times that factor.
+struct Rotation {
     std::vector<float> held;
     const float *cos, *sin;
 
-    Turn(const DecoderRows& r, long half, bool rotates, float by) : cos(r.cos), sin(r.sin) {
+    Rotation(const DecoderRows& r, long half, bool rotates, float by) : cos(r.cos), sin(r.sin) {
         if (rotates && by == 1.0f) return;
         const long count = r.rows * half;
         held.assign(static_cast<size_t>(2 * count), 0.0f);
@@ -25,16 +25,16 @@ struct Turn {
     }
 };
 
-// Columns [first, first + width) of rows `wide` apart, one row behind the other.
+// Copy columns [first, first + width) of rows that are `wide` elements apart to contiguous rows.
 void gather(const char* from, long rows, long wide, long first, long width, long size, void* to) {
     for (long i = 0; i < rows; i++)
         std::memcpy(static_cast<char*>(to) + i * width * size, from + (i * wide + first) * size,
                     static_cast<size_t>(width * size));
 }
 
-// Queries, keys and values of qkv [rows, wide]: r.content, r.q, r.k, r.v. `room` holds the keys of all rows.
-void split(const Kernels& kernels, const Decoder& d, const Layer& l, const DecoderRows& r, bool bf16, const char* qkv,
-           char* room) {
+// Split qkv [rows, wide] into r.content, r.q, r.k and r.v. `buffer` has room for the keys of all rows.
+void split_qkv(const Kernels& kernels, const Decoder& d, const Layer& l, const DecoderRows& r, bool bf16,
+               const char* qkv, char* buffer) {
     const long q_width = d.heads * d.dim, kv_width = d.kv_heads * d.dim, wide = q_width + 2 * kv_width;
     const long size = bf16 ? 2 : 4, rows = r.rows;
     gather(qkv, rows, wide, 0, q_width, size, r.content);
@@ -46,47 +46,49 @@ void split(const Kernels& kernels, const Decoder& d, const Layer& l, const Decod
     };
     if (l.q_norm) norm(r.content, l.q_norm, q_width);
     if (l.k_norm) {
-        gather(qkv, rows, wide, q_width, kv_width, size, room);
-        norm(room, l.k_norm, kv_width);
-        keys = {room, kv_width, d.dim};
+        gather(qkv, rows, wide, q_width, kv_width, size, buffer);
+        norm(buffer, l.k_norm, kv_width);
+        keys = {buffer, kv_width, d.dim};
     }
-    const Turn of_queries(r, d.dim / 2, l.rotates, d.query_factor), of_keys(r, d.dim / 2, l.rotates, 1.0f);
+    const Rotation of_queries(r, d.dim / 2, l.rotates, d.query_factor), of_keys(r, d.dim / 2, l.rotates, 1.0f);
     kernels.rope(bf16, {r.content, q_width, d.dim}, of_queries.cos, of_queries.sin, rows, d.heads, d.dim, r.q);
     kernels.rope(bf16, keys, of_keys.cos, of_keys.sin, rows, d.kv_heads, d.dim, r.k);
 }
 
-// Each text's rows over its own store of this layer.
-void attend(const Kernels& kernels, const Decoder& d, size_t layer, const DecoderRows& r, const std::vector<Part>& parts) {
-    const bool bf16 = parts[0].stores[layer]->is_bf16;
+// Attention of each text's rows over the text's own store of this layer.
+void attend_texts(const Kernels& kernels, const Decoder& d, size_t layer, const DecoderRows& r,
+                  const std::vector<TextKV>& texts) {
+    const bool bf16 = texts[0].stores[layer]->is_bf16;
     const long size = bf16 ? 2 : 4, q_width = d.heads * d.dim, kv_width = d.kv_heads * d.dim;
     const long map = d.heads * (d.dim + 1) * (d.dim + 1);
     auto at = [size](void* rows, long row, long width) { return static_cast<char*>(rows) + row * width * size; };
-    float* rests = nullptr;
-    if (std::any_of(parts.begin(), parts.end(), [](const Part& part) { return part.rest != nullptr; }))
-        rests = static_cast<float*>(workspace<4>(static_cast<size_t>(r.rows * d.heads * (d.dim + 1)) * sizeof(float)));
-    std::vector<Attention> texts;
+    float* remainders = nullptr;
+    if (std::any_of(texts.begin(), texts.end(), [](const TextKV& text) { return text.remainder != nullptr; }))
+        remainders =
+            static_cast<float*>(workspace<4>(static_cast<size_t>(r.rows * d.heads * (d.dim + 1)) * sizeof(float)));
+    std::vector<Attention> attentions;
     long row = 0;
-    for (const Part& part : parts) {
-        Store& store = *part.stores[layer];
-        store.reserve(part.length + part.rows);
-        float* rest = part.rest ? rests + row * d.heads * (d.dim + 1) : nullptr;
-        if (rest)
-            kernels.rests(bf16, at(r.content, row, q_width), part.rest + static_cast<long>(layer) * map, part.rows, d.heads,
-                          d.dim, rest);
-        texts.push_back({&store, part.length, part.rows, d.heads, at(r.q, row, q_width),
+    for (const TextKV& text : texts) {
+        Store& store = *text.stores[layer];
+        store.reserve(text.length + text.rows);
+        float* remainder = text.remainder ? remainders + row * d.heads * (d.dim + 1) : nullptr;
+        if (remainder)
+            kernels.map_remainder(bf16, at(r.content, row, q_width), text.remainder + static_cast<long>(layer) * map,
+                                  text.rows, d.heads, d.dim, remainder);
+        attentions.push_back({&store, text.length, text.rows, d.heads, at(r.q, row, q_width),
                          {at(r.k, row, kv_width), kv_width, d.dim}, {at(r.v, row, kv_width), kv_width, d.dim},
-                         r.parent + row, 1.0f / std::sqrt(static_cast<float>(d.dim)), d.layers[layer].window, rest,
+                         r.parent + row, 1.0f / std::sqrt(static_cast<float>(d.dim)), d.layers[layer].window, remainder,
                          at(r.attended, row, q_width), r.lse + row * d.heads});
-        row += part.rows;
+        row += text.rows;
     }
-    kernels.attention(texts.data(), static_cast<long>(texts.size()));
+    kernels.attention(attentions.data(), static_cast<long>(attentions.size()));
 }
 
-// One layer: x in place; the pointers of `r` are this layer's own.
+// One layer, x in place. The pointers of `r` point to the results of this layer.
 void layer_forward(const Kernels& kernels, const Decoder& d, size_t layer, const DecoderRows& r,
-                   const std::vector<Part>& parts) {
+                   const std::vector<TextKV>& texts) {
     const Layer& l = d.layers[layer];
-    const bool bf16 = parts[0].stores[layer]->is_bf16;
+    const bool bf16 = texts[0].stores[layer]->is_bf16;
     const long size = bf16 ? 2 : 4, rows = r.rows, hidden = l.out->n, inner = l.down->k;
     const long wide = (d.heads + 2 * d.kv_heads) * d.dim;
     const long step = round_up(rows * std::max({hidden, wide, 2 * inner}) * size, 64);
@@ -96,36 +98,36 @@ void layer_forward(const Kernels& kernels, const Decoder& d, size_t layer, const
     auto norm = [&](const void* x, const void* weight, void* to) {
         kernels.rms_norm(bf16, x, weight, rows, hidden, d.eps, d.rounds_once, to);
     };
-    auto input = [&](const void* weight) -> const void* {  // of attention and of the MLP
+    auto input = [&](const void* weight) -> const void* {  // the input of attention or of the MLP
         if (d.post_norm) return r.x;
         norm(r.x, weight, first);
         return first;
     };
-    auto join = [&](const void* weight) {  // `second` to x
+    auto add_residual = [&](const void* weight) {  // add `second` to x
         if (d.post_norm) norm(second, weight, second);
         if (d.residual_factor != 1.0f) kernels.scale(bf16, second, rows * hidden, d.residual_factor);
         kernels.add(bf16, r.x, second, rows * hidden, r.x);
     };
 
     kernels.linear(*l.qkv, input(l.attention_norm), rows, second, false);
-    split(kernels, d, l, r, bf16, second, first);
-    attend(kernels, d, layer, r, parts);
+    split_qkv(kernels, d, l, r, bf16, second, first);
+    attend_texts(kernels, d, layer, r, texts);
     kernels.linear(*l.out, r.attended, rows, second, false);
-    join(l.attention_norm);
+    add_residual(l.attention_norm);
     kernels.linear(*l.gate_up, input(l.mlp_norm), rows, second, false);
     kernels.swiglu(bf16, second, rows, inner, third);
     kernels.linear(*l.down, third, rows, second, false);
-    join(l.mlp_norm);
+    add_residual(l.mlp_norm);
 }
 
 }  // namespace
 
-void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, const std::vector<Part>& parts) {
+void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, const std::vector<TextKV>& texts) {
     DecoderRows r = rows;
     auto skip = [](void*& at, long bytes) { at = static_cast<char*>(at) + bytes; };
     for (size_t i = 0; i < d.layers.size(); i++) {
-        layer_forward(kernels, d, i, r, parts);
-        const long size = parts[0].stores[i]->is_bf16 ? 2 : 4, q_bytes = r.rows * d.heads * d.dim * size;
+        layer_forward(kernels, d, i, r, texts);
+        const long size = texts[0].stores[i]->is_bf16 ? 2 : 4, q_bytes = r.rows * d.heads * d.dim * size;
         skip(r.q, q_bytes);
         skip(r.content, q_bytes);
         skip(r.attended, q_bytes);

@@ -1,5 +1,5 @@
-// All decoder layers in one call, made of one variant's operations: what Python would do step by step, without the
-// steps through Python.
+// All decoder layers in one call, with the operations of one variant. It computes what longdraft/kernels/layer.py does,
+// without a call from Python for each operation.
 #pragma once
 
 #include "layout.h"
@@ -13,41 +13,40 @@ struct Layer {
     const void* mlp_norm;
     const Linear* gate_up;  // gate, up stacked
     const Linear* down;
-    long window;  // positions a row sees; 0: all
-    const void *q_norm, *k_norm;  // of queries and keys before their rotation, or null
-    bool norms_heads;             // each head by itself, not all of them as one vector
-    bool rotates;
+    long window;  // positions that a row sees; 0: all
+    const void *q_norm, *k_norm;  // applied to queries and keys before their rotation, or null
+    bool norms_heads;             // whether each head is normalised by itself, or all heads as one vector
+    bool rotates;                 // whether queries and keys are rotated
 };
 
 struct Decoder {
     long heads, kv_heads, dim;
     float eps;
-    bool post_norm;  // attention and MLP read x as it is; what they give is normalised
-    bool rounds_once;   // a norm rounds after its weight only
-    float query_factor, residual_factor;  // on queries (with their rotation); on what a layer adds to x
+    bool post_norm;    // norms are applied to the outputs of attention and MLP, not to their inputs
+    bool rounds_once;  // a norm rounds only after its weight, not before it too
+    float query_factor, residual_factor;  // multiply queries (with their rotation); the outputs of attention and MLP
     std::vector<Layer> layers;
 };
 
-// One text's part of a forward: rows that stand behind `length` positions of its own stores.
-struct Part {
-    std::vector<Store*> stores;  // of each layer
-    long length, rows;
-    const float* rest;  // [layers, heads, dim + 1, dim + 1] or null: maps to what is left out (rests_as)
+// What the rows of one text read in a forward.
+struct TextKV {
+    std::vector<Store*> stores;  // one for each layer
+    long length, rows;           // committed positions, rows of the text
+    const float* remainder;      // [layers, heads, dim + 1, dim + 1] or null: maps for map_remainder_as
 };
 
-// Rows on their way through the layers, those of one text after those of another; what is made for each layer has the
-// layers as its first axis.
+// The rows of a forward, text after text. The results of each layer have the layers as their first axis.
 struct DecoderRows {
     long rows;
     const float *cos, *sin;  // [rows, dim / 2]
-    const int32_t* parent;   // [rows], counted from the first row of the row's text
-    void* x;                 // [rows, hidden], replaced by the result
-    void *q, *k, *v;         // made here: [layers, rows, heads, dim], [layers, rows, kv_heads, dim] twice
-    void* content;           // made here: queries before rotation [layers, rows, heads, dim]
-    void* attended;          // made here: [layers, rows, heads, dim]
-    float* lse;              // made here: [layers, rows, heads]
+    const int32_t* parent;   // [rows], relative to the first row of the text
+    void* x;                 // [rows, hidden], overwritten by the result
+    void *q, *k, *v;         // results [layers, rows, heads, dim], and twice [layers, rows, kv_heads, dim]
+    void* content;           // result: queries before their rotation [layers, rows, heads, dim]
+    void* attended;          // result [layers, rows, heads, dim]
+    float* lse;              // result [layers, rows, heads]
 };
 
-void forward(const Kernels& kernels, const Decoder& decoder, const DecoderRows& rows, const std::vector<Part>& parts);
+void forward(const Kernels& kernels, const Decoder& decoder, const DecoderRows& rows, const std::vector<TextKV>& texts);
 
 }  // namespace longdraft

@@ -1,4 +1,4 @@
-// What the kernels of every variant share: the data they work on and the table of operations they offer.
+// Data structures that all variants share, and the table of a variant's operations.
 #pragma once
 
 #include <algorithm>
@@ -17,15 +17,15 @@
 
 namespace longdraft {
 
-constexpr long SPLIT = 4096;  // positions in a block of storage and in one online softmax; splits merge in order
-constexpr long BLOCK = 256;   // positions of one softmax step, counted from position 0
-constexpr long GROUP = 32;     // positions that are read where they lie together or not at all
-constexpr int COLUMNS = 64;   // output columns of a packed tile
+constexpr long SPLIT = 4096;         // positions of a block of storage, and of one online softmax
+constexpr long BLOCK = 256;          // positions of one step of the online softmax, counted from position 0
+constexpr long POSITION_GROUP = 32;  // the rows of a tree read such a group in the store together, or not at all
+constexpr int COLUMNS = 64;          // output columns of a packed tile
 
 inline long round_up(long x, long to) { return (x + to - 1) / to * to; }
 
-// Zeroed memory. Large pieces lie on huge pages where the system has them: a pass over a long cache touches
-// so much memory that looking up small pages would take half of its time.
+// Zeroed memory, aligned to 64 bytes. Large allocations use huge pages where the system has them: with small pages,
+// address translation would take half of the time of reading a long cache.
 class Memory {
   public:
     explicit Memory(size_t bytes) {
@@ -48,7 +48,7 @@ class Memory {
     void* data_;
 };
 
-// Room for intermediate values, kept by each thread and grown as needed; each SLOT is one user's.
+// Memory for intermediate values, kept by each thread and grown as needed. Uses of one SLOT must not overlap.
 template <int SLOT> void* workspace(size_t bytes) {
     thread_local std::unique_ptr<Memory> memory;
     thread_local size_t held = 0;
@@ -61,12 +61,12 @@ template <int SLOT> void* workspace(size_t bytes) {
     return memory->words();
 }
 
-// A weight [n, k]: tiles of 64 rows of it, [n / 64][k / STEP][64] words, k padded with zeros to a multiple of 32
-// where it is bfloat16 (what the matrix unit sums at once). `bias` is [n] or empty.
+// A weight [n, k] in tiles of 64 of its rows: [n / 64][k / PER_WORD][64] words. For bfloat16, k is padded with zeros to a
+// multiple of 32, which the matrix unit sums in one instruction. `bias` is [n] or empty.
 //
-// With int8 a byte stands for each element of a word, and the weight is byte * scale[n]. Bytes are multiplied as
-// elements, which hold them exactly, and the sums are scaled. For 16 words lie together: their first elements, then
-// their second ones.
+// An int8 weight is byte * scale[n], and a word holds one byte per element. Float and bfloat16 represent all int8 values
+// exactly, so the bytes are multiplied as elements and the sums are scaled. The bytes of 16 words are stored together:
+// their first elements, then their second elements.
 struct Linear {
     bool is_bf16, is_int8;
     long n, k, steps;
@@ -85,11 +85,23 @@ struct Linear {
     size_t bytes() const { return static_cast<size_t>(tiles()) * tile_bytes() + (bias.size() + scale.size()) * 4; }
 };
 
-// Keys and values of one layer in blocks of SPLIT positions (a short text's only block is smaller, and grows), for
-// each KV head
-//   keys    [SPLIT / 16][dim / STEP][16] words     one load: a word of the same dimension for 16 positions
-//   values  [SPLIT / STEP][dim] words              one load: 16 dimensions of the same position(s)
-// with `dim` padded to a multiple of 16, of 32 in bfloat16 (what the matrix unit sums at once). What lies beyond the written positions is finite: zeros, or older rows.
+// Keys and values of one layer, in blocks of SPLIT positions. The only block of a short text is smaller, and grows.
+// Each block holds for every KV head, one head after another:
+//
+//   keys    [SPLIT / 16][padded / PER_WORD][16] words
+//           one 64-byte load: the same dimension(s) d of 16 positions, for 16 scores
+//
+//               group of 16 positions:   p+0 d0  p+1 d0  p+2 d0 .. p+15 d0
+//                                        p+0 d1  p+1 d1  p+2 d1 .. p+15 d1
+//
+//   values  [SPLIT / PER_WORD][padded] words
+//           one 64-byte load: 16 dimensions of the same position(s), for 16 weighted sums
+//
+//               position:   p d0  p d1  p d2 .. p d(padded-1)
+//
+// With bfloat16 a word holds two elements: two dimensions (d, d + 1) of a key, two positions (p, p + 1) of a value.
+// `padded` is dim rounded up to a multiple of 16, or of 32 for bfloat16 (what one instruction of the matrix unit sums).
+// Positions that were never written are zeros, and positions behind the text may hold older rows: all are finite.
 struct Store {
     bool is_bf16;
     long heads, dim, padded;
@@ -137,33 +149,34 @@ struct Store {
     }
 };
 
-// Rows given or wanted by a caller: element (row, head, i) lies at row * row_stride + head * head_stride + i.
+// Rows in the caller's memory: element (row, head, i) is at row * row_stride + head * head_stride + i.
 struct Rows {
     void* data;
     long row_stride, head_stride;
 };
 
+// The attention of one text: inputs, and where the results are written.
 struct Attention {
     Store* store;
-    long length;           // committed positions
-    long rows, heads;      // provisional rows, query heads
-    const void* q;         // [rows, heads, dim]
-    Rows k, v;             // provisional keys and values
-    const int32_t* parent; // [rows], -1: follows the committed part
-    float scale;
-    long window;           // positions a row sees, itself included; 0: all
-    const float* rest;     // [rows, heads, dim + 1] or null: what keys that are not here give, output then log-sum-exp
-    void* out;             // [rows, heads, dim]
-    float* lse;            // [rows, heads]: log of the sum of exp(score)
+    long length;             // committed positions
+    long rows, heads;        // uncommitted rows, query heads
+    const void* q;           // [rows, heads, dim]
+    Rows k, v;               // keys and values of the uncommitted rows
+    const int32_t* parent;   // [rows]; -1: the row follows the committed positions
+    float scale;             // of the scores: 1 / sqrt(dim)
+    long window;             // positions that a row sees, itself included; 0: all
+    const float* remainder;  // [rows, heads, dim + 1] or null: attention to keys outside the store, output and log-sum-exp
+    void* out;               // [rows, heads, dim]
+    float* lse;              // [rows, heads]: log of the sum of exp(score)
 };
 
-// One variant's operations. `bf16` chooses the element type where the data does not say.
+// One variant's operations. `bf16` selects the element type where the data does not determine it.
 struct Kernels {
     const char* name;
     void (*pack)(Linear&, const void* weight);
     void (*linear)(const Linear&, const void* x, long rows, void* out, bool keep_float);
     void (*embed)(const Linear&, const int64_t* tokens, long rows, void* out);
-    void (*rms_norm)(bool bf16, const void* x, const void* weight, long rows, long width, float eps, bool once,
+    void (*rms_norm)(bool bf16, const void* x, const void* weight, long rows, long width, float eps, bool rounds_once,
                      void* out);
     void (*add)(bool bf16, const void* a, const void* b, long count, void* out);
     void (*swiglu)(bool bf16, const void* gate_up, long rows, long width, void* out);
@@ -171,8 +184,8 @@ struct Kernels {
     void (*write)(Store&, long start, Rows k, Rows v, const int64_t* which, long rows);
     void (*read)(const Store&, const int64_t* positions, long count, void* k, void* v);
     void (*weights)(const Store&, long length, const void* q, long rows, long heads, float scale, float* out);
-    void (*attention)(const Attention*, long count);  // of several texts, each with its own store
-    void (*rests)(bool bf16, const void* content, const float* map, long rows, long heads, long dim, float* out);
+    void (*attention)(const Attention*, long count);  // of `count` texts, each with its own store
+    void (*map_remainder)(bool bf16, const void* content, const float* map, long rows, long heads, long dim, float* out);
     void (*scale)(bool bf16, void* x, long count, float by);
 };
 

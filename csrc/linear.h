@@ -1,4 +1,4 @@
-// Few rows times a packed weight. Each output is one running sum over the inner dimension, in order.
+// The product of a few rows with a packed weight. Each output is one running sum over the inner dimension, in order.
 #pragma once
 
 #include "amx.h"
@@ -17,12 +17,12 @@ constexpr int TILE_ROWS = 6;  // 6 x 4 sums, 4 weights and a broadcast fill the 
 #else
 constexpr int TILE_ROWS = 2;
 #endif
-constexpr long SMALL = 1 << 16;  // multiply-adds below which waking another thread costs more than it saves
+constexpr long MIN_PARALLEL_WORK = 1 << 16;  // multiply-adds: for fewer, waking another thread costs more than it saves
 
-// Where element (n, k) of a weight lies in its layout, among elements or among bytes.
+// The offset of element (n, k) in a packed weight, in elements, or in bytes for int8 (drawn in layout.h).
 template <class T> long place(const Linear& w, long n, long k) {
-    const long word = ((n / COLUMNS) * w.steps + k / T::STEP) * COLUMNS + n % COLUMNS, part = k % T::STEP;
-    return w.is_int8 ? (word / LANES * T::STEP + part) * LANES + word % LANES : word * T::STEP + part;
+    const long word = ((n / COLUMNS) * w.steps + k / T::PER_WORD) * COLUMNS + n % COLUMNS, part = k % T::PER_WORD;
+    return w.is_int8 ? (word / LANES * T::PER_WORD + part) * LANES + word % LANES : word * T::PER_WORD + part;
 }
 
 template <class T, class Element> void pack_as(Linear& w, const Element* weight) {
@@ -42,48 +42,49 @@ template <class T> void embed_as(const Linear& table, const int64_t* tokens, lon
     }
 }
 
-// int8 to that many steps of a tile's words.
+// Convert the int8 of `steps` steps of a tile to words.
 template <class T> void unpack(const int8_t* bytes, long steps, uint32_t* words) {
     for (long i = 0; i < steps * COLUMNS; i += LANES) {
-        const Words made = T::unpack(bytes + i * T::STEP);
+        const Words made = T::unpack(bytes + i * T::PER_WORD);
         std::memcpy(words + i, &made, sizeof made);
     }
 }
 
-constexpr long FETCHED = 4096;  // bytes from those being multiplied to those being fetched
+constexpr long PREFETCH_DISTANCE = 4096;  // bytes from the data that is multiplied to the data that is prefetched
 
-template <long AHEAD = FETCHED> void fetch(const void* from, long bytes) {
-    for (long line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + AHEAD + line);
+template <long DISTANCE = PREFETCH_DISTANCE> void prefetch(const void* from, long bytes) {
+    for (long line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + DISTANCE + line);
 }
 
-// Where the words of a tile of 64 columns come from: `at` gives those of a step, and of all steps that are multiplied
-// at once. `ahead` does one of VECTORS parts of what later steps need: a little between other work, which all at once
-// would hold up.
-//
-// As they lie in memory:
-struct Stored {
+// Sources of the words of a tile of 64 columns. `at` returns the words of a step, or of all steps that are multiplied in
+// one instruction. `ahead` does one of VECTORS parts of the preparation of a later step. The parts are spread between
+// other instructions, which the whole preparation at once would delay.
+
+// The words as they are in memory.
+struct StoredWords {
     const uint32_t* words;
     const uint32_t* at(long step) const { return words + step * COLUMNS; }
     template <int STEPS> void ahead(long step, int part) const {
-        for (int i = 0; i < STEPS; i++) fetch(words + (step + i) * COLUMNS + part * LANES, 64);
+        for (int i = 0; i < STEPS; i++) prefetch(words + (step + i) * COLUMNS + part * LANES, 64);
     }
 };
 
-// Made of int8, so that memory is asked for half of the bytes (a quarter of float32's); a step, which stays in registers:
-template <class T> struct Unpacked {
+// Words converted from int8, one step at a time, which stays in registers. Only half of the bytes of bfloat16 are read
+// from memory, or a quarter of those of float32.
+template <class T> struct UnpackedWords {
     const int8_t* bytes;
     alignas(64) uint32_t words[COLUMNS];
-    Unpacked(const int8_t* tile, long) : bytes(tile) {}
+    UnpackedWords(const int8_t* tile, long) : bytes(tile) {}
     const uint32_t* at(long step) {
-        unpack<T>(bytes + step * COLUMNS * T::STEP, 1, words);
+        unpack<T>(bytes + step * COLUMNS * T::PER_WORD, 1, words);
         return words;
     }
     template <int STEPS> void ahead(long step, int part) const {
-        if (part < T::STEP) fetch(bytes + (step * T::STEP + part) * COLUMNS, COLUMNS);
+        if (part < T::PER_WORD) prefetch(bytes + (step * T::PER_WORD + part) * COLUMNS, COLUMNS);
     }
 };
 
-// ROWS rows of x times one tile of 64 columns. The same instructions for each row, whatever ROWS is.
+// ROWS rows of x by one tile of 64 columns. The instructions for a row are the same for every ROWS.
 template <class T, int ROWS, class Weights>
 void linear_tile(const uint32_t* x, long stride, Weights& weights, long steps, float (*out)[COLUMNS]) {
     Floats sums[ROWS][VECTORS] = {};
@@ -106,12 +107,12 @@ void linear_rows(int rows, const uint32_t* x, long stride, Weights& weights, lon
     linear_tile<T, ROWS>(x, stride, weights, steps, out);
 }
 
-// How a variant multiplies: rows that share one reading of the weights, where int8 become words, and what surrounds
-// the work of a thread.
+// How a variant multiplies: the number of rows that share one reading of the weights, how int8 weights become words, and
+// (as constructor and destructor) the set-up of a thread.
 template <class T> struct Multiply {
     static constexpr int ROWS = TILE_ROWS;
-    static constexpr bool WHOLE = false;  // all ROWS rows must be there to be read
-    using Bytes = Unpacked<T>;
+    static constexpr bool READS_ALL_ROWS = false;  // whether memory for ROWS rows must exist, even if fewer are wanted
+    using Int8Words = UnpackedWords<T>;
     template <class Weights>
     static void tile(int rows, const uint32_t* x, Weights& weights, long steps, float (*out)[COLUMNS]) {
         linear_rows<T>(rows, x, steps, weights, steps, out);
@@ -119,17 +120,18 @@ template <class T> struct Multiply {
 };
 
 #if defined(__AMX_BF16__)
-// Made of int8 a step of the unit before their use: a tile cannot be loaded from stores that are still on their way.
-class UnpackedAhead {
+// Words converted from int8, one instruction of the unit before their use: loading a tile from memory that was just
+// written would wait for the stores.
+class UnpackedWordsAhead {
   public:
-    UnpackedAhead(const int8_t* tile, long steps) : bytes_(tile), steps_(steps) { unpack<BF16>(tile, STEPS, words_[0]); }
+    UnpackedWordsAhead(const int8_t* tile, long steps) : bytes_(tile), steps_(steps) { unpack<BF16>(tile, STEPS, words_[0]); }
     const uint32_t* at(long step) { return words_[step / STEPS % 2]; }
     template <int> void ahead(long step, int part) {
         constexpr int SOME = STEPS / VECTORS;
         const long next = step + STEPS;
         if (next == steps_) return;
         const int8_t* from = bytes_ + (next + part * SOME) * COLUMNS * 2;
-        fetch<FETCHED / 2>(from, SOME * COLUMNS * 2);  // measured: with more, a third slower
+        prefetch<PREFETCH_DISTANCE / 2>(from, SOME * COLUMNS * 2);  // measured: the full distance is a third slower
         unpack<BF16>(from, SOME, words_[next / STEPS % 2] + part * SOME * COLUMNS);
     }
 
@@ -142,8 +144,8 @@ class UnpackedAhead {
 
 template <> struct Multiply<BF16> : amx::Unit {
     static constexpr int ROWS = amx::ROWS;
-    static constexpr bool WHOLE = true;
-    using Bytes = UnpackedAhead;
+    static constexpr bool READS_ALL_ROWS = true;
+    using Int8Words = UnpackedWordsAhead;
     template <class Weights>
     static void tile(int, const uint32_t* x, Weights& weights, long steps, float (*out)[COLUMNS]) {
         constexpr int WORDS = amx::INNER / 2;
@@ -167,7 +169,7 @@ template <class T> void narrow_some(typename T::Element* out, const float* x, lo
     for (long i = 0; i < count; i++) out[i] = T::round(x[i]);
 }
 
-// Sums of `rows` rows in one tile, from row `row` on, to where they belong: scaled, biased, rounded.
+// Scale, bias and round the sums of `rows` rows (from row `row` on) of one tile, and write them to `out`.
 template <class T>
 void finish(const Linear& w, long tile, long row, int rows, float (*sums)[COLUMNS], void* out, bool keep_float) {
     long first = tile * COLUMNS, columns = std::min<long>(COLUMNS, w.n - first);
@@ -185,16 +187,16 @@ void finish(const Linear& w, long tile, long row, int rows, float (*sums)[COLUMN
 template <class T> void linear_as(const Linear& w, const void* x, long rows, void* out, bool keep_float) {
     using Element = typename T::Element;
     using Unit = Multiply<T>;
-    // Rows are read as words, some variants read several rows at once: zeros where there are none.
+    // Rows are read as whole words, and some variants read several rows together: pad with zeros.
     std::vector<Element> padded;
     const Element* in = static_cast<const Element*>(x);
-    long width = w.steps * T::STEP, held = Unit::WHOLE ? round_up(rows, Unit::ROWS) : rows;
+    long width = w.steps * T::PER_WORD, held = Unit::READS_ALL_ROWS ? round_up(rows, Unit::ROWS) : rows;
     if (width != w.k || held != rows) {
         padded.assign(static_cast<size_t>(held * width), Element{});
         for (long r = 0; r < rows; r++) std::copy_n(in + r * w.k, w.k, padded.data() + r * width);
         in = padded.data();
     }
-    long tiles = w.tiles(), in_one = rows * w.k * w.n < SMALL ? tiles : std::max<long>(1, tiles / (4 * threads()));
+    long tiles = w.tiles(), in_one = rows * w.k * w.n < MIN_PARALLEL_WORK ? tiles : std::max<long>(1, tiles / (4 * threads()));
     parallel((tiles + in_one - 1) / in_one, [&](long job) {
         alignas(64) float sums[Unit::ROWS][COLUMNS];
         [[maybe_unused]] Unit unit;
@@ -206,12 +208,12 @@ template <class T> void linear_as(const Linear& w, const void* x, long rows, voi
                     finish<T>(w, tile, r, some, sums, out, keep_float);
                 }
             };
-            if (!w.is_int8) multiply(Stored{w.tile<uint32_t>(tile)});
-            else if (rows <= Unit::ROWS) multiply(typename Unit::Bytes(w.tile<int8_t>(tile), w.steps));
-            else {  // read several times: unpacked once
+            if (!w.is_int8) multiply(StoredWords{w.tile<uint32_t>(tile)});
+            else if (rows <= Unit::ROWS) multiply(typename Unit::Int8Words(w.tile<int8_t>(tile), w.steps));
+            else {  // the tile is read several times, so it is converted once
                 auto* words = static_cast<uint32_t*>(workspace<4>(static_cast<size_t>(w.steps * COLUMNS) * 4));
                 unpack<T>(w.tile<int8_t>(tile), w.steps, words);
-                multiply(Stored{words});
+                multiply(StoredWords{words});
             }
         }
     });

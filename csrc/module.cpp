@@ -1,5 +1,5 @@
-// The Python face of the CPU kernels. Addresses and sizes come from longdraft/kernels/cpu.py, which checks
-// them; nothing here is meant to be called by anybody else.
+// The Python bindings of the CPU kernels. Only longdraft/kernels/cpu.py and longdraft/sampling/fast.py call them, with
+// addresses and sizes that they have checked. What Python cannot check cheaply is checked here.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -7,7 +7,7 @@
 #include "choice.h"
 #include "layer.h"
 #include "layout.h"
-#include "partial.h"
+#include "partial_cache.h"
 #include "pool.h"
 
 #include <string>
@@ -38,15 +38,16 @@ VARIANT(portable)
 namespace {
 
 #if defined(LONGDRAFT_AMX)
-// The matrix unit's registers must be asked for, once in a process.
+// Linux grants the use of the matrix unit's registers to a process that asks for it, once.
 bool may_use_tiles() {
     constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    static const bool may = __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-    return may;
+    static const bool is_granted = __builtin_cpu_supports("amx-bf16") &&
+                                   syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return is_granted;
 }
 #endif
 
-// The variants that this processor can run, the fastest first.
+// The variants that this processor can run, fastest first.
 std::vector<const Kernels*> runnable() {
     std::vector<const Kernels*> found;
 #if defined(LONGDRAFT_X86)
@@ -81,7 +82,7 @@ void require_order(const int32_t* parent, long rows) {
 template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
 Rows rows_at(Address address, long row_stride, long head_stride) { return {at<void>(address), row_stride, head_stride}; }
 
-// With a scale the weight is int8.
+// `weight` is int8 where a scale is given, otherwise float32 or bfloat16.
 Linear* pack(const Kernels& kernels, bool bf16, long n, long k, Address weight, Address scale, Address bias) {
     auto* packed = new Linear(bf16, scale != 0, n, k);
     kernels.pack(*packed, at<void>(weight));
@@ -104,7 +105,12 @@ NB_MODULE(_cpu, m) {
     m.def("set_threads", &set_threads);
     bind_suffix(m);
 
-    nb::class_<Linear>(m, "Linear").def_ro("is_bf16", &Linear::is_bf16).def_ro("is_int8", &Linear::is_int8).def_ro("n", &Linear::n).def_ro("k", &Linear::k).def_prop_ro("nbytes", &Linear::bytes);
+    nb::class_<Linear>(m, "Linear")
+        .def_ro("is_bf16", &Linear::is_bf16)
+        .def_ro("is_int8", &Linear::is_int8)
+        .def_ro("n", &Linear::n)
+        .def_ro("k", &Linear::k)
+        .def_prop_ro("nbytes", &Linear::bytes);
 
     nb::class_<Store>(m, "Store")
         .def(nb::init<bool, long, long>())
@@ -131,12 +137,12 @@ NB_MODULE(_cpu, m) {
             return chosen; })
         .def("rank", [](const Choice& choice, Address logits, const std::vector<int32_t>& path, long position,
                         bool is_banned, long count, double within) {
-            return choice.rank(at<float>(logits), path.data(), static_cast<long>(path.size()), position, is_banned, count,
-                               within); });
+            return choice.rank(at<float>(logits), path.data(), static_cast<long>(path.size()), position, is_banned,
+                               count, within); });
 
     nb::class_<Decoder>(m, "Decoder")
-        .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool post_norm, bool rounds_once,
-                            float query_factor, float residual_factor) {
+        .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool post_norm,
+                            bool rounds_once, float query_factor, float residual_factor) {
             new (d) Decoder{heads, kv_heads, dim, eps, post_norm, rounds_once, query_factor, residual_factor, {}}; })
         .def("add", [](Decoder& d, Address attention_norm, const Linear& qkv, const Linear& out, Address mlp_norm,
                        const Linear& gate_up, const Linear& down, long window, Address q_norm, Address k_norm,
@@ -155,70 +161,75 @@ NB_MODULE(_cpu, m) {
             for (int64_t token : tokens) require(0 <= token && token < table.n, "token ids of the table");
             k.embed(table, tokens.data(), static_cast<long>(tokens.size()), at<void>(out)); })
         .def("rms_norm", [](const Kernels& k, bool bf16, Address x, Address weight, long rows, long width, float eps,
-                            bool once, Address out) {
-            k.rms_norm(bf16, at<void>(x), at<void>(weight), rows, width, eps, once, at<void>(out)); })
+                            bool rounds_once, Address out) {
+            k.rms_norm(bf16, at<void>(x), at<void>(weight), rows, width, eps, rounds_once, at<void>(out)); })
         .def("swiglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, Address out) {
             k.swiglu(bf16, at<void>(x), rows, width, at<void>(out)); })
-        .def("rope", [](const Kernels& k, bool bf16, Address x, long row_stride, long head_stride, Address cos, Address sin,
-                        long rows, long heads, long dim, Address out) {
-            k.rope(bf16, rows_at(x, row_stride, head_stride), at<float>(cos), at<float>(sin), rows, heads, dim, at<void>(out)); })
+        .def("rope", [](const Kernels& k, bool bf16, Address x, long row_stride, long head_stride, Address cos,
+                        Address sin, long rows, long heads, long dim, Address out) {
+            k.rope(bf16, rows_at(x, row_stride, head_stride), at<float>(cos), at<float>(sin), rows, heads, dim,
+                   at<void>(out)); })
         .def("write", [](const Kernels& k, Store& s, long start, Address which, long rows, Address key, long key_row,
-                         long key_head, Address value, long value_row, long value_head, long held) {
+                         long key_head, Address value, long value_row, long value_head, long num_rows) {
             for (long i = 0; which && i < rows; i++)
-                require(0 <= at<int64_t>(which)[i] && at<int64_t>(which)[i] < held, "rows that are there");
+                require(0 <= at<int64_t>(which)[i] && at<int64_t>(which)[i] < num_rows,
+                        "row numbers below the number of rows");
             s.reserve(start + rows);
             k.write(s, start, rows_at(key, key_row, key_head), rows_at(value, value_row, value_head),
                     at<int64_t>(which), rows); })
         .def("forward", [](const Kernels& k, const Decoder& decoder, const std::vector<std::vector<Store*>>& stores,
                            const std::vector<long>& lengths, const std::vector<long>& counts,
-                           const std::vector<Address>& rests, Address x, Address cos, Address sin, Address parent,
+                           const std::vector<Address>& remainders, Address x, Address cos, Address sin, Address parent,
                            Address q, Address content, Address key, Address value, Address attended, Address lse) {
-            std::vector<Part> parts;
+            std::vector<TextKV> texts;
             long rows = 0;
             for (size_t i = 0; i < stores.size(); i++) {
                 require_order(at<int32_t>(parent) + rows, counts[i]);
-                parts.push_back({stores[i], lengths[i], counts[i], at<float>(rests[i])});
+                texts.push_back({stores[i], lengths[i], counts[i], at<float>(remainders[i])});
                 rows += counts[i];
             }
             forward(k, decoder, {rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<void>(x), at<void>(q),
                                  at<void>(key), at<void>(value), at<void>(content), at<void>(attended), at<float>(lse)},
-                    parts); }, free_gil)
-        .def("keep", [](const Kernels& k, const std::vector<Store*>& stores, long start, const std::vector<int64_t>& rows,
-                        long held, long layer_stride, Address key, Address value) {
-            for (int64_t row : rows) require(0 <= row && row < held, "rows that are there");
+                    texts); }, free_gil)
+        .def("keep", [](const Kernels& k, const std::vector<Store*>& stores, long start,
+                        const std::vector<int64_t>& rows, long num_rows, long layer_stride, Address key, Address value) {
+            for (int64_t row : rows) require(0 <= row && row < num_rows, "row numbers below the number of rows");
             for (size_t i = 0; i < stores.size(); i++) {
                 Store& s = *stores[i];
-                const long width = s.heads * s.dim, skipped = static_cast<long>(i) * layer_stride * (s.is_bf16 ? 2 : 4);
-                s.reserve(start + static_cast<long>(rows.size()));
-                k.write(s, start, rows_at(key + skipped, width, s.dim), rows_at(value + skipped, width, s.dim), rows.data(),
-                        static_cast<long>(rows.size()));
+                const long width = s.heads * s.dim, count = static_cast<long>(rows.size());
+                const long offset = static_cast<long>(i) * layer_stride * (s.is_bf16 ? 2 : 4);
+                s.reserve(start + count);
+                k.write(s, start, rows_at(key + offset, width, s.dim), rows_at(value + offset, width, s.dim), rows.data(),
+                        count);
             } })
         .def("copy", [](const Kernels& k, const std::vector<Store*>& sources, const std::vector<Store*>& targets,
                         Address positions, long count, long start) {
             const int64_t* from = at<int64_t>(positions);
             for (size_t i = 0; i < sources.size(); i++, from += sources[0]->heads * count) {
                 for (long p = 0; p < sources[i]->heads * count; p++)
-                    require(0 <= from[p] && from[p] < sources[i]->capacity(), "positions that are held");
+                    require(0 <= from[p] && from[p] < sources[i]->capacity(), "positions below the store's capacity");
                 copy(k, *sources[i], *targets[i], from, count, start);
             } })
-        .def("remainder", [](const Kernels& k, const std::vector<Store*>& parts, long length, long rows, long heads, Address q,
-                             Address whole, Address lse, Address rest) {
+        .def("remainder", [](const Kernels& k, const std::vector<Store*>& parts, long length, long rows, long heads,
+                             Address q, Address whole, Address lse, Address out) {
             for (size_t i = 0; i < parts.size(); i++) {
-                const long before = static_cast<long>(i) * rows * heads, skipped = before * parts[i]->dim * (parts[i]->is_bf16 ? 2 : 4);
-                remainder(k, *parts[i], length, rows, heads, at<void>(q + skipped), at<void>(whole + skipped),
-                          at<float>(lse) + before, at<float>(rest) + before * (parts[i]->dim + 1));
+                const long before = static_cast<long>(i) * rows * heads;
+                const long offset = before * parts[i]->dim * (parts[i]->is_bf16 ? 2 : 4);
+                remainder(k, *parts[i], length, rows, heads, at<void>(q + offset), at<void>(whole + offset),
+                          at<float>(lse) + before, at<float>(out) + before * (parts[i]->dim + 1));
             } }, free_gil)
         .def("read", [](const Kernels& k, const Store& s, Address positions, long count, Address key, Address value) {
             k.read(s, at<int64_t>(positions), count, at<void>(key), at<void>(value)); })
         .def("weights", [](const Kernels& k, const Store& s, long length, Address q, long rows, long heads, float scale,
-                           Address out) { k.weights(s, length, at<void>(q), rows, heads, scale, at<float>(out)); }, free_gil)
+                           Address out) {
+            k.weights(s, length, at<void>(q), rows, heads, scale, at<float>(out)); }, free_gil)
         .def("attention", [](const Kernels& k, Store& s, long length, long rows, long heads, Address q, Address key,
-                             long key_row, long key_head, Address value, long value_row, long value_head, Address parent,
-                             float scale, long window, Address rest, Address out, Address lse) {
+                             long key_row, long key_head, Address value, long value_row, long value_head,
+                             Address parent, float scale, long window, Address remainder, Address out, Address lse) {
             require_order(at<int32_t>(parent), rows);
             s.reserve(length + rows);
-            const Attention asked = {&s, length, rows, heads, at<void>(q), rows_at(key, key_row, key_head),
-                                     rows_at(value, value_row, value_head), at<int32_t>(parent), scale,
-                                     window, at<float>(rest), at<void>(out), at<float>(lse)};
-            k.attention(&asked, 1); }, free_gil);
+            const Attention text = {&s, length, rows, heads, at<void>(q), rows_at(key, key_row, key_head),
+                                    rows_at(value, value_row, value_head), at<int32_t>(parent), scale,
+                                    window, at<float>(remainder), at<void>(out), at<float>(lse)};
+            k.attention(&text, 1); }, free_gil);
 }

@@ -34,7 +34,7 @@ class Pool {
 
     int size() const { return size_; }
 
-    // Threads are started by the first piece of work that wants them.
+    // The threads start with the first work that needs them.
     void resize(int count) {
         std::lock_guard<std::mutex> one_caller(callers_);
         stop();
@@ -48,21 +48,19 @@ class Pool {
             return;
         }
         if (workers_.empty()) start();
-        for (long first = 0; first < count; first += MOST) {
-            const long some = std::min(MOST, count - first);
-            round([&](long i) { work(first + i); }, some);
-        }
+        for (long first = 0; first < count; first += MAX_JOBS)
+            run_round([&](long i) { work(first + i); }, std::min(MAX_JOBS, count - first));
     }
 
   private:
-    // Jobs of the current round: how many there are and which is next, in one word, so that a job is claimed or there is
-    // none. Nobody is waited for but those who claimed one: on a busy machine a worker may be away for milliseconds.
+    // The number of jobs of the current round, and the next job, in one word: claiming a job is one atomic operation. The
+    // round waits only for threads that claimed a job. On a busy machine, a thread may not run for milliseconds.
     using Jobs = uint64_t;
-    static constexpr long MOST = (1L << 32) - 1;
+    static constexpr long MAX_JOBS = (1L << 32) - 1;
     static Jobs jobs(long count) { return static_cast<Jobs>(count) << 32; }
-    static bool any(Jobs jobs) { return (jobs & MOST) < jobs >> 32; }
+    static bool any_left(Jobs jobs) { return (jobs & MAX_JOBS) < jobs >> 32; }
 
-    void round(const std::function<void(long)>& work, long count) {
+    void run_round(const std::function<void(long)>& work, long count) {
         work_ = &work;
         failure_ = nullptr;
         has_failed_.store(false);
@@ -72,10 +70,10 @@ class Pool {
             jobs_.store(jobs(count), std::memory_order_release);
         }
         if (sleeping_.load()) wake_.notify_all();
-        take();
+        take_jobs();
         for (int i = 1; done_.load(std::memory_order_acquire) < count; i++)
             if (i % 4096) relax();
-            else std::this_thread::yield();  // fewer cores than threads: let the others run
+            else std::this_thread::yield();  // there are fewer cores than threads: let other threads run
         if (failure_) std::rethrow_exception(failure_);
     }
 
@@ -94,18 +92,18 @@ class Pool {
         stopping_ = false;
     }
 
-    // Who claims a job may rely on `work_` until it is counted as done: the round does not end before.
-    void take() {
+    // `work_` is valid until every claimed job is counted in `done_`: the round does not end before.
+    void take_jobs() {
         Jobs now = jobs_.load(std::memory_order_acquire);
-        while (any(now)) {
+        while (any_left(now)) {
             if (!jobs_.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-            one(static_cast<long>(now & MOST));
+            run_job(static_cast<long>(now & MAX_JOBS));
             now = jobs_.load(std::memory_order_acquire);
         }
     }
 
-    // The first exception of any thread is thrown where the work was asked for; what comes after it is left undone.
-    void one(long job) {
+    // The caller of `run` rethrows the first exception of any thread. Jobs that start after it are skipped.
+    void run_job(long job) {
         try {
             if (!has_failed_.load()) (*work_)(job);
         } catch (...) {
@@ -117,13 +115,14 @@ class Pool {
     }
 
     void serve() {
-        while (await()) take();
+        while (wait_for_work()) take_jobs();
     }
 
-    // Until there is work; false: no more. Within a generation it comes at once: worth waiting for. Longer, and nobody asks.
-    bool await() {
+    // Wait for work; false: the pool stops. During a generation the next work comes within microseconds, so poll before
+    // sleeping.
+    bool wait_for_work() {
         auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(300);
-        auto is_called = [this] { return stopping_.load() || any(jobs_.load(std::memory_order_acquire)); };
+        auto is_called = [this] { return stopping_.load() || any_left(jobs_.load(std::memory_order_acquire)); };
         for (int i = 0; !is_called(); i++) {
             relax();
             if (i % 64 == 63 && std::chrono::steady_clock::now() > until) break;
@@ -149,7 +148,7 @@ class Pool {
     const std::function<void(long)>* work_ = nullptr;
 };
 
-// Never destroyed, and replaced in a forked child, which inherits the pool's data but none of its threads.
+// Never destroyed. A forked child replaces it, because it inherits the pool's data but none of its threads.
 Pool* the_pool = nullptr;
 
 Pool& pool() {

@@ -1,4 +1,4 @@
-// Operations on rows one by one: norm, activation, rotation, and moving rows in and out of a store.
+// Operations on single rows: norm, activation, rotation, and copies to and from a store.
 #pragma once
 
 #include "layout.h"
@@ -10,7 +10,12 @@
 
 namespace longdraft::LONGDRAFT_VARIANT {
 
-// Up to 16 elements as lanes, zeros behind them.
+// Row `row` of one head.
+template <class T> const typename T::Element* element_row(const Rows& x, long row, long head) {
+    return static_cast<const typename T::Element*>(x.data) + row * x.row_stride + head * x.head_stride;
+}
+
+// Up to 16 elements as lanes, followed by zeros.
 template <class T> Floats widen_some(const typename T::Element* p, long count) {
     if (count >= LANES) return T::widen(p);
     float lanes[LANES] = {};
@@ -18,10 +23,10 @@ template <class T> Floats widen_some(const typename T::Element* p, long count) {
     return load(lanes);
 }
 
-// x / sqrt(mean(x^2) + eps), rounded (but for `once`), times weight, rounded. Odd ends go through the same lanes, padded
-// with zeros. `out` may be x.
+// RMS norm: x / sqrt(mean(x^2) + eps), rounded (unless `rounds_once`), times weight, rounded. The end of a row that does
+// not fill 16 lanes is padded with zeros. `out` may be x.
 template <class T>
-void rms_norm_as(const void* x, const void* weight, long rows, long width, float eps, bool once, void* out) {
+void rms_norm_as(const void* x, const void* weight, long rows, long width, float eps, bool rounds_once, void* out) {
     using Element = typename T::Element;
     const auto* gain = static_cast<const Element*>(weight);
     for (long r = 0; r < rows; r++) {
@@ -35,7 +40,7 @@ void rms_norm_as(const void* x, const void* weight, long rows, long width, float
         float by = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
         long i = 0;
         for (; i + LANES <= width; i += LANES) {
-            if (once) {
+            if (rounds_once) {
                 T::narrow(to + i, T::widen(gain + i) * (T::widen(in + i) * by));
                 continue;
             }
@@ -45,12 +50,12 @@ void rms_norm_as(const void* x, const void* weight, long rows, long width, float
         }
         for (; i < width; i++) {
             float scaled = T::widen(in[i]) * by;
-            to[i] = T::round(T::widen(gain[i]) * (once ? scaled : T::widen(T::round(scaled))));
+            to[i] = T::round(T::widen(gain[i]) * (rounds_once ? scaled : T::widen(T::round(scaled))));
         }
     }
 }
 
-// a + b, rounded; `out` may be either of them.
+// a + b, rounded. `out` may be a or b.
 template <class T> void add_as(const void* a, const void* b, long count, void* out) {
     using Element = typename T::Element;
     const auto *x = static_cast<const Element*>(a), *y = static_cast<const Element*>(b);
@@ -66,7 +71,7 @@ template <class T> void scale_as(void* x, long count, float by) {
     for (long i = 0; i < count; i++) at[i] = T::round(T::widen(at[i]) * by);
 }
 
-// silu(gate) * up with gate_up [rows, 2 width], gate first.
+// silu(gate) * up, for gate_up [rows, 2 width] with the gate first: out [rows, width].
 template <class T> void swiglu_as(const void* gate_up, long rows, long width, void* out) {
     using Element = typename T::Element;
     for (long r = 0; r < rows; r++) {
@@ -77,7 +82,7 @@ template <class T> void swiglu_as(const void* gate_up, long rows, long width, vo
             long some = std::min<long>(LANES, width - i);
             Floats g = widen_some<T>(gate + i, some);
             Floats power = g * -1.44269504f;  // exp(-g) as a power of two, within the range of exp2
-            power = power > 126.0f ? all(126.0f) : max(power, all(-126.0f));
+            power = power > 126.0f ? broadcast(126.0f) : max(power, broadcast(-126.0f));
             float lanes[LANES];
             store(lanes, g / (1.0f + exp2(power)));
             if (some == LANES) {
@@ -91,14 +96,14 @@ template <class T> void swiglu_as(const void* gate_up, long rows, long width, vo
     }
 }
 
-// Rotate halves: (a, b) -> (a cos - b sin, b cos + a sin). out [rows, heads, dim].
+// Rotary position embedding with paired halves: (a, b) -> (a cos - b sin, b cos + a sin). out [rows, heads, dim].
 template <class T>
 void rope_as(Rows x, const float* cos, const float* sin, long rows, long heads, long dim, void* out) {
     using Element = typename T::Element;
     long half = dim / 2;
     for (long r = 0; r < rows; r++)
         for (long h = 0; h < heads; h++) {
-            const Element* in = static_cast<const Element*>(x.data) + r * x.row_stride + h * x.head_stride;
+            const Element* in = element_row<T>(x, r, h);
             Element* to = static_cast<Element*>(out) + (r * heads + h) * dim;
             const float *c = cos + r * half, *s = sin + r * half;
             for (long i = 0; i < half; i++) {
@@ -109,10 +114,11 @@ void rope_as(Rows x, const float* cos, const float* sin, long rows, long heads, 
         }
 }
 
-// The remainder (partial.h) of each row and head: a map [dim + 1, dim + 1] for each head, whose last row is what is
-// given to the zero query. content [rows, heads, dim] -> out [rows, heads, dim + 1]
+// The remainder (partial_cache.h) of each row and head, by an affine map of the row's content: content times the first
+// dim rows of `map`, plus its last row.
+//   content [rows, heads, dim], map [heads, dim + 1, dim + 1] -> out [rows, heads, dim + 1]
 template <class T>
-void rests_as(const void* content, const float* map, long rows, long heads, long dim, float* out) {
+void map_remainder_as(const void* content, const float* map, long rows, long heads, long dim, float* out) {
     const long wide = dim + 1;
     parallel(heads, [&](long h) {
         const float* mine = map + h * wide * wide;
@@ -124,41 +130,40 @@ void rests_as(const void* content, const float* map, long rows, long heads, long
                 const float by = T::widen(u[d]);
                 const float* row = mine + d * wide;
                 long i = 0;
-                for (; i + LANES <= wide; i += LANES) store(to + i, fma(load(row + i), all(by), load(to + i)));
+                for (; i + LANES <= wide; i += LANES) store(to + i, fma(load(row + i), broadcast(by), load(to + i)));
                 for (; i < wide; i++) to[i] += by * row[i];
             }
         }
     });
 }
 
-// Where element d of a position lies in a head's keys and values (offsets in elements).
+// The offset, in elements, of element d of a position in a head's keys and values (drawn in layout.h).
 template <class T> long key_at(const Store& s, long place, long d) {
-    return (((place / LANES) * (s.padded / T::STEP) + d / T::STEP) * LANES + place % LANES) * T::STEP + d % T::STEP;
+    return (((place / LANES) * (s.padded / T::PER_WORD) + d / T::PER_WORD) * LANES + place % LANES) * T::PER_WORD + d % T::PER_WORD;
 }
 template <class T> long value_at(const Store& s, long place, long d) {
-    return ((place / T::STEP) * s.padded + d) * T::STEP + place % T::STEP;
+    return ((place / T::PER_WORD) * s.padded + d) * T::PER_WORD + place % T::PER_WORD;
 }
 
-// Whether all numbers of some rows are finite.
+// Whether all elements of the rows are finite.
 template <class T> bool finite_rows(Rows x, long rows, long heads, long dim) {
     using Element = typename T::Element;
-    float nothing = 0;  // 0 * x is NaN where x is not finite
+    float zero = 0;  // 0 * x is NaN where x is not finite
     for (long r = 0; r < rows; r++)
         for (long h = 0; h < heads; h++) {
-            const Element* in = static_cast<const Element*>(x.data) + r * x.row_stride + h * x.head_stride;
-            for (long d = 0; d < dim; d++) nothing += 0.0f * T::widen(in[d]);
+            const Element* in = element_row<T>(x, r, h);
+            for (long d = 0; d < dim; d++) zero += 0.0f * T::widen(in[d]);
         }
-    return nothing == nothing;
+    return zero == zero;
 }
 
-// Rows which[0], which[1], ... (null: all in order) of k and v to positions start, start + 1, ...
+// Write rows which[0], which[1], ... (null: all, in order) of k and v to positions start, start + 1, ...
 template <class T> void write_as(Store& s, long start, Rows k, Rows v, const int64_t* which, long rows) {
     using Element = typename T::Element;
     for (long i = 0; i < rows; i++) {
         long block = (start + i) / SPLIT, place = (start + i) % SPLIT, r = which ? which[i] : i;
         for (long h = 0; h < s.heads; h++) {
-            const Element* from_k = static_cast<const Element*>(k.data) + r * k.row_stride + h * k.head_stride;
-            const Element* from_v = static_cast<const Element*>(v.data) + r * v.row_stride + h * v.head_stride;
+            const Element *from_k = element_row<T>(k, r, h), *from_v = element_row<T>(v, r, h);
             auto* to_k = reinterpret_cast<Element*>(s.key(block, h));
             auto* to_v = reinterpret_cast<Element*>(s.value(block, h));
             for (long d = 0; d < s.dim; d++) {
@@ -169,7 +174,7 @@ template <class T> void write_as(Store& s, long start, Rows k, Rows v, const int
     }
 }
 
-// positions [heads, count] -> k, v [heads, count, dim]
+// Read the rows at positions [heads, count]: k, v [heads, count, dim].
 template <class T> void read_as(const Store& s, const int64_t* positions, long count, void* k, void* v) {
     using Element = typename T::Element;
     for (long h = 0; h < s.heads; h++)

@@ -1,12 +1,11 @@
-// Sixteen float lanes and the one multiply-accumulate that differs between processors.
+// Vectors of sixteen floats, and the multiply-accumulate that differs between processors.
 //
-// Everything is built of 32-bit *words*: a word is one float, or two bfloat16 that are multiplied and added
-// in order. Weights, keys and values are laid out so that one 64-byte load holds a word for each of 16 lanes,
-// and `mac` adds lane * word to 16 running sums. Each lane's sum is therefore formed in one fixed order,
-// whatever else is computed beside it: that is row invariance.
+// All data consists of 32-bit *words*: a word is one float, or two bfloat16 that are multiplied and added in order.
+// In weights, keys and values, one 64-byte load reads a word for each of 16 lanes, and `mac` adds lane * word to 16
+// running sums. The order of each lane's sum is fixed, whatever is computed in other lanes: this is row invariance.
 //
-// Compiled once for each variant, with that variant's flags and LONGDRAFT_VARIANT naming its namespace. Never
-// with fast-math, always with -ffp-contract=off: the only fused operations are the explicit ones.
+// Each variant compiles this file with its own compiler flags, in the namespace LONGDRAFT_VARIANT. Fast-math is never
+// used and -ffp-contract=off always is, so the only fused operations are the explicit ones.
 #pragma once
 
 #include <cstdint>
@@ -28,10 +27,10 @@ typedef int8_t Bytes __attribute__((vector_size(16)));
 
 inline Floats load(const float* p) { Floats x; std::memcpy(&x, p, sizeof x); return x; }
 inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
-inline Floats all(float x) { return x - Floats{}; }
+inline Floats broadcast(float x) { return x - Floats{}; }
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }  // b where either is NaN
 
-// 16 lanes to one, always in the same tree: each step adds (or compares) the upper half of what is left to the lower.
+// Reduce 16 lanes to one, always in the same order: each step combines the upper half of the lanes with the lower half.
 template <class F> float reduce(Floats x, F f) {
     x = f(x, (Floats)__builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15));
     x = f(x, (Floats)__builtin_shufflevector(x, x, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7));
@@ -42,7 +41,7 @@ template <class F> float reduce(Floats x, F f) {
 inline float sum(Floats x) { return reduce(x, [](Floats a, Floats b) { return a + b; }); }
 inline float max(Floats x) { return reduce(x, [](Floats a, Floats b) { return max(a, b); }); }
 
-// a * b + c, fused where the processor has it.
+// a * b + c, fused where the processor has such an instruction.
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -60,36 +59,37 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// 2^x for x <= 126; far below 0 exactly 0 (so that masked lanes weigh nothing), NaN for NaN (damaged weights must
-// not become plausible text). About 2 ulp: Taylor of 2^f for f in [-1/2, 1/2], coefficients ln(2)^k / k!.
+// 2^x for x <= 126, with an error of about 2 ulp: the Taylor series of 2^f for f in [-1/2, 1/2], whose coefficients are
+// ln(2)^k / k!. Far below 0 the result is exactly 0, so that masked lanes have no weight. NaN stays NaN: damaged model
+// weights must not turn into plausible text.
 inline Floats exp2(Floats x) {
-    const Floats lowest = all(-160.0f);
-    x = lowest > x ? lowest : x;  // in this order, which leaves a NaN as it is
+    const Floats lowest = broadcast(-160.0f);
+    x = lowest > x ? lowest : x;  // with the operands in this order, NaN stays NaN
 #if defined(__AVX512F__)
     Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    const Floats shifter = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const Floats shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
     Floats shifted = x + shifter, whole = shifted - shifter;
 #endif
     Floats f = x - whole;
-    Floats p = fma(all(1.54035304e-4f), f, all(1.33335581e-3f));
-    p = fma(p, f, all(9.61812911e-3f));
-    p = fma(p, f, all(5.55041087e-2f));
-    p = fma(p, f, all(2.40226507e-1f));
-    p = fma(p, f, all(6.93147181e-1f));
-    p = fma(p, f, all(1.0f));
+    Floats p = fma(broadcast(1.54035304e-4f), f, broadcast(1.33335581e-3f));
+    p = fma(p, f, broadcast(9.61812911e-3f));
+    p = fma(p, f, broadcast(5.55041087e-2f));
+    p = fma(p, f, broadcast(2.40226507e-1f));
+    p = fma(p, f, broadcast(6.93147181e-1f));
+    p = fma(p, f, broadcast(1.0f));
 #if defined(__AVX512F__)
     return (Floats)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #else
-    Floats power = (Floats)((Ints)p + (((Ints)shifted) << 23));  // its low bits are the whole number
-    power = whole < all(-126.0f) ? Floats{} : power;
+    Floats power = (Floats)((Ints)p + (((Ints)shifted) << 23));  // the low bits of `shifted` are the whole number
+    power = whole < broadcast(-126.0f) ? Floats{} : power;
     return x == x ? power : x;
 #endif
 }
 
-inline float exp2(float x) { return exp2(all(x))[0]; }
+inline float exp2(float x) { return exp2(broadcast(x))[0]; }
 
-// Round to nearest even, as every library does (the processor's own instruction flushes denormals).
+// Round to nearest even, as PyTorch does. (The processor's instruction also flushes denormals to 0.)
 inline Halves to_bf16(Floats x) {
 #if defined(__AVX512BF16__)
     __m256bh rounded_by_hardware = _mm512_cvtneps_pbh((__m512)x);
@@ -104,7 +104,7 @@ inline Halves to_bf16(Floats x) {
 #endif
 }
 
-inline uint16_t to_bf16(float x) { return to_bf16(all(x))[0]; }
+inline uint16_t to_bf16(float x) { return to_bf16(broadcast(x))[0]; }
 
 inline float from_bf16(uint16_t x) {
     uint32_t w = static_cast<uint32_t>(x) << 16;
@@ -134,12 +134,12 @@ inline Floats from_int8(const int8_t* p) {
 
 inline float as_float(uint32_t word) { float f; std::memcpy(&f, &word, 4); return f; }
 
-// Element types: how many of them make a word, and the multiply-accumulate of 16 words with one.
+// Element types: how many elements a word holds, and the multiply-accumulate of 16 words with one word.
 struct F32 {
     using Element = float;
-    static constexpr int STEP = 1;
+    static constexpr int PER_WORD = 1;
     static Floats mac(Floats acc, const uint32_t* lanes, uint32_t word) {
-        return fma(load(reinterpret_cast<const float*>(lanes)), all(as_float(word)), acc);
+        return fma(load(reinterpret_cast<const float*>(lanes)), broadcast(as_float(word)), acc);
     }
     static float widen(float x) { return x; }
     static Floats widen(const float* p) { return load(p); }
@@ -150,7 +150,7 @@ struct F32 {
 
 struct BF16 {
     using Element = uint16_t;
-    static constexpr int STEP = 2;
+    static constexpr int PER_WORD = 2;
     static Floats mac(Floats acc, const uint32_t* lanes, uint32_t word) {
 #if defined(__AVX512BF16__)
         return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(lanes),
@@ -158,15 +158,15 @@ struct BF16 {
 #else
         Words w;
         std::memcpy(&w, lanes, sizeof w);
-        acc = fma((Floats)(w << 16), all(as_float(word << 16)), acc);
-        return fma((Floats)(w & 0xffff0000u), all(as_float(word & 0xffff0000u)), acc);
+        acc = fma((Floats)(w << 16), broadcast(as_float(word << 16)), acc);
+        return fma((Floats)(w & 0xffff0000u), broadcast(as_float(word & 0xffff0000u)), acc);
 #endif
     }
     static float widen(uint16_t x) { return from_bf16(x); }
     static Floats widen(const uint16_t* p) { Halves h; std::memcpy(&h, p, sizeof h); return from_bf16(h); }
     static void narrow(uint16_t* p, Floats x) { Halves h = to_bf16(x); std::memcpy(p, &h, sizeof h); }
     static uint16_t round(float x) { return to_bf16(x); }
-    // The low halves of 16 words, then the high ones. The halves of a float that are lost hold nothing.
+    // The low halves of 16 words, then the high halves. A float of an int8 has zeros in its lower 16 bits.
     static Words unpack(const int8_t* lanes) {
         return ((Words)from_int8(lanes) >> 16) | (Words)from_int8(lanes + LANES);
     }

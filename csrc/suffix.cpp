@@ -25,7 +25,7 @@ size_t SuffixAutomaton::bytes() const {
     return states_.capacity() * sizeof(State) + edges_.capacity() * sizeof(Edge) + slots_.capacity() * sizeof(int32_t);
 }
 
-// The text grows by one token (Blumer et al. 1985); then what the token followed is counted.
+// Append a token to the automaton (Blumer et al. 1985), then count it as a successor.
 void SuffixAutomaton::push(int32_t token) {
     int32_t whole = add_state(states_[last_].length + 1), state = last_, edge = NONE;
     for (; state != NONE && (edge = find(state, token)) == NONE; state = states_[state].link)
@@ -46,7 +46,7 @@ void SuffixAutomaton::push(int32_t token) {
     count(token);
 }
 
-// The pieces of `state` up to `length` become a state of their own: until now they ended at the same places.
+// Move the substrings of `state` up to `length` to a new state. Until now they had the same end positions.
 int32_t SuffixAutomaton::clone(int32_t state, int32_t length) {
     int32_t made = add_state(length);
     states_[made].link = states_[state].link;
@@ -62,7 +62,7 @@ int32_t SuffixAutomaton::clone(int32_t state, int32_t length) {
     return made;
 }
 
-// `token` followed every suffix of the last `longest` tokens (the empty one is no context and is not counted).
+// Count `token` as a successor of every suffix of the last `longest` tokens, except the empty suffix.
 void SuffixAutomaton::count(int32_t token) {
     settle(recent_);
     for (int32_t state = recent_.state; state != ROOT; state = states_[state].link) {
@@ -76,7 +76,7 @@ void SuffixAutomaton::count(int32_t token) {
     settle(recent_);
 }
 
-// The state that holds the last `place.length` tokens of the piece.
+// Move to the state that contains the last `place.length` tokens of the substring.
 void SuffixAutomaton::settle(Place& place) const {
     for (int32_t link; (link = states_[place.state].link) != NONE && states_[link].length >= place.length;)
         place.state = link;
@@ -125,7 +125,7 @@ int32_t SuffixAutomaton::find(int32_t source, int32_t token) const {
     return NONE;
 }
 
-// Half of the slots stay free. Doubling them is paid for by the edges that made it necessary.
+// Half of the slots stay free. The cost of doubling them is amortised over the edges.
 void SuffixAutomaton::insert(int32_t edge) {
     auto put = [this](int32_t which) {
         size_t mask = slots_.size() - 1, slot = hash(edges_[which].source, edges_[which].token) & mask;
@@ -139,7 +139,7 @@ void SuffixAutomaton::insert(int32_t edge) {
     put(edge);
 }
 
-// The longest suffix of `tail` that stands in the text.
+// The longest suffix of `tail` that occurs in the text.
 SuffixAutomaton::Place SuffixAutomaton::match(const int32_t* tail, long length) const {
     Place place{ROOT, 0};
     for (long i = std::max(0L, length - longest_); i < length; i++) {
@@ -156,7 +156,7 @@ SuffixAutomaton::Place SuffixAutomaton::match(const int32_t* tail, long length) 
 Guesses SuffixAutomaton::guess(const int32_t* tail, long length, const Limits& limits) const {
     Guesses out;
     std::vector<Candidate> candidates;
-    std::priority_queue<std::pair<double, long>> open;  // the likeliest, of equals the first found
+    std::priority_queue<std::pair<double, long>> open;  // the most likely first; of equals, the first found
     auto grow = [&](Place place, int32_t parent, int32_t depth, double probability) {
         size_t known = candidates.size();
         if (depth < limits.depth) expand(place, parent, depth + 1, probability, limits, candidates);
@@ -176,7 +176,7 @@ Guesses SuffixAutomaton::guess(const int32_t* tail, long length, const Limits& l
     return out;
 }
 
-// What may follow the piece at `place`: guesses `depth` tokens ahead, below the node `parent`.
+// Append the guesses that may follow the substring at `place`, at `depth` in the tree, as children of `parent`.
 void SuffixAutomaton::expand(Place place, int32_t parent, int32_t depth, double probability, const Limits& limits,
                              std::vector<Candidate>& out) const {
     auto shorter = [this](Place of) {
@@ -195,10 +195,10 @@ void SuffixAutomaton::expand(Place place, int32_t parent, int32_t depth, double 
         const State& context = states_[contexts[i].state];
         escapes[i] = ESCAPE * context.degree / (static_cast<double>(context.followed) * contexts[i].length);
     }
-    double left = probability;  // what the longer contexts leave to this one
+    double left = probability;  // upper bound of the probability that remains for tokens that only this context has
     for (long level = 0; level < num; level++) {
         const State& state = states_[contexts[level].state];
-        // Nothing that is new here can reach the least probability (with room for rounding).
+        // No further token can reach the minimum probability (0.999 allows for rounding).
         if (left < 0.999 * limits.min_probability) break;
         int32_t edge = state.first;
         for (int look = 0; look < RECENT && edge != NONE; look++, edge = edges_[edge].next) {

@@ -1,16 +1,17 @@
-// What followed every piece of a text, and how often: an online suffix automaton with counts.
+// An index of which tokens followed each substring of a text, and how often: an online suffix automaton with counts.
 //
-// The definition, which the Python twin (longdraft/drafters/suffix_index.py) computes in the obvious way:
+// Definition (longdraft/drafters/suffix_index.py computes it in the straightforward way):
 //
-//   N(s)     how often the tokens s stood in the indexed text with a token behind them,   1 <= |s| <= longest
-//   N(s, t)  how often that token was t;    T(s)  how many different tokens that were
-//   contexts of a text x: its suffixes s with min_match <= |s| <= longest and N(s) >= seen, longest first; suffixes that
-//            end at the same places are one context, known by the longest; at most `contexts` of them: s0, s1, ...
-//   P(t | x) = P0, where Pj = (N(sj, t) + E(sj) * Pj+1) / (N(sj) + E(sj)), and 0 behind the last context, and
-//            E(s) = ESCAPE * T(s) / (N(s) * |s|): what a context leaves to the next shorter one. It is the more the
-//            oftener something new followed it (as with Witten and Bell) and the less the longer it is
-//   guesses  the tokens seen behind a context of x, the RECENT latest of each; a guess's probability is the product of
-//            P along its path; the tree is grown from the likeliest guess on
+//   N(s)      number of times that the tokens s occurred in the indexed text and were followed by a token,
+//             1 <= |s| <= longest
+//   N(s, t)   number of times that this token was t;   T(s): number of different such tokens
+//   contexts  of a text x: its suffixes s with min_match <= |s| <= longest and N(s) >= seen, longest first. Suffixes with
+//             the same end positions are one context, of the longest one's length. At most `contexts` are used: s0, s1, ...
+//   P(t | x)  = P0, where Pj = (N(sj, t) + E(sj) * Pj+1) / (N(sj) + E(sj)), and 0 after the last context
+//   E(s)      = ESCAPE * T(s) / (N(s) * |s|): the weight of the next shorter context. As in Witten and Bell (1991), it
+//             grows with the number of different tokens that followed s; it shrinks with the length of s
+//   guesses   the tokens that followed a context of x, of each context the RECENT latest. The probability of a guess is
+//             the product of P along its path. The tree grows from the most likely guess on
 #pragma once
 
 #include <cstddef>
@@ -19,26 +20,26 @@
 
 namespace longdraft {
 
-constexpr int RECENT = 16;       // successors of a context that are looked at, the latest first
-constexpr int MAX_CONTEXTS = 8;  // that Limits::contexts may ask for
+constexpr int RECENT = 16;       // successors of a context that are considered, the latest first
+constexpr int MAX_CONTEXTS = 8;  // largest allowed Limits::contexts
 constexpr double ESCAPE = 8;
 
 struct Limits {
-    long budget, depth;      // nodes of the tree, tokens ahead
-    long min_match, seen;    // shortest context, how often one must have been followed
-    long contexts;           // contexts blended
-    double min_probability;  // below which nothing is guessed
+    long budget, depth;      // maximum number of nodes and depth of the tree
+    long min_match, seen;    // minimum length of a context, minimum N of a context
+    long contexts;           // maximum number of contexts
+    double min_probability;  // of a guess
 };
 
-// Nodes in the order in which they were chosen; a parent of -1 is the end of the text.
+// The nodes of a draft tree in the order of their choice. A parent of -1 is the end of the text.
 struct Guesses {
     std::vector<int32_t> tokens, parents;
     std::vector<double> probabilities;
 };
 
-// A state stands for the pieces of the text that end at the same places: all suffixes of its longest piece down to one
-// token more than its link's. Only the states of the last `longest` tokens are counted, so that a token costs the
-// amortised constant of the automaton and at most `longest` counts, however repetitive the text is.
+// A state represents the substrings with the same set of end positions: the suffixes of its longest substring that are
+// longer than the longest substring of its link. Only the states of the last `longest` tokens are counted, so a token
+// costs the amortised constant of the automaton and at most `longest` counts, however repetitive the text is.
 class SuffixAutomaton {
 public:
     explicit SuffixAutomaton(int32_t longest);
@@ -47,9 +48,9 @@ public:
     size_t bytes() const;
 
 private:
-    struct State { int32_t length, link, followed, degree, first; };  // followed is N, degree is T, first an edge
-    struct Edge { int32_t source, token, target, count, previous, next; };  // of one state: the latest seen first
-    struct Place { int32_t state, length; };  // a piece of the text, `length` tokens long, in `state`
+    struct State { int32_t length, link, followed, degree, first; };  // followed: N; degree: T; first: an edge
+    struct Edge { int32_t source, token, target, count, previous, next; };  // a list per state, the latest seen first
+    struct Place { int32_t state, length; };  // a substring of `length` tokens, in `state`
     struct Candidate { int32_t token, parent, depth; Place place; double probability; };
 
     int32_t add_state(int32_t length);
@@ -73,11 +74,11 @@ private:
     std::vector<int32_t> slots_;  // hash of (source, token) -> edge + 1; 0 is free
 };
 
-// The automaton of the last tokens of a text: of at least capacity / 2 of them, of less than `capacity`. A second one
-// is begun in the middle and takes over when the first is full, so that no token pays for forgetting.
+// The automaton of the last tokens of a text: at least capacity / 2, fewer than `capacity`. A second automaton starts at
+// half of the capacity and replaces the first when that is full, so that no single token pays for the removal of others.
 class SuffixIndex {
 public:
-    SuffixIndex(int64_t capacity, int32_t longest);  // capacity 0: everything
+    SuffixIndex(int64_t capacity, int32_t longest);  // capacity 0: unlimited
     void extend(const int32_t* tokens, long count);
     Guesses guess(const int32_t* tail, long length, const Limits& limits) const;
     int64_t size() const { return size_; }  // tokens indexed

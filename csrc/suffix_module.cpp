@@ -1,4 +1,4 @@
-// The Python face of the suffix index (suffix.h): checks what comes in.
+// The Python bindings of the suffix index (suffix.h), which check the arguments.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/tuple.h>

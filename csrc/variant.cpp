@@ -1,5 +1,7 @@
-// One variant of every operation: compiled several times, each with another processor's instructions.
+// One variant of every operation. CMake compiles this file several times, each time with the instructions of other
+// processors and LONGDRAFT_VARIANT set to the variant's name.
 #include "attention.h"
+#include "attention_weights.h"
 #include "layout.h"
 #include "linear.h"
 #include "rows.h"
@@ -60,8 +62,8 @@ void weights(const Store& s, long length, const void* q, long rows, long heads, 
               : weights_as<F32>(s, length, q, rows, heads, scale, out);
 }
 
-void rests(bool bf16, const void* content, const float* map, long rows, long heads, long dim, float* out) {
-    bf16 ? rests_as<BF16>(content, map, rows, heads, dim, out) : rests_as<F32>(content, map, rows, heads, dim, out);
+void map_remainder(bool bf16, const void* content, const float* map, long rows, long heads, long dim, float* out) {
+    bf16 ? map_remainder_as<BF16>(content, map, rows, heads, dim, out) : map_remainder_as<F32>(content, map, rows, heads, dim, out);
 }
 
 void attention(const Attention* texts, long count) {
@@ -72,7 +74,7 @@ void attention(const Attention* texts, long count) {
 
 extern const Kernels table;
 const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, linear, embed, rms_norm, add, swiglu, rope,
-                       write, read, weights, attention, rests, scale};
+                       write, read, weights, attention, map_remainder, scale};
 
 }  // namespace LONGDRAFT_VARIANT
 }  // namespace longdraft

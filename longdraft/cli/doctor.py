@@ -120,7 +120,7 @@ def _report() -> dict[str, Any]:
     import torch
 
     from longdraft import drafters, kernels
-    from longdraft.kernels import cpu
+    from longdraft.kernels import native
     from longdraft.model import hub
     from longdraft.version import __version__
 
@@ -137,7 +137,7 @@ def _report() -> dict[str, Any]:
         "memory_bytes": _memory_bytes(),
         "kernels": chosen.name,
         "kernels_available": ", ".join(kernels.available()),
-        "kernels_missing": cpu.WHY_MISSING or "none",
+        "kernels_missing": native.IMPORT_ERROR or "none",
         "exactness": "bit-exact" if chosen.is_row_invariant else "distribution",
         "drafters": ", ".join(drafters.DRAFTERS),
         "bundled_models": ", ".join(hub.bundled_models()),

@@ -1,4 +1,12 @@
-"""Arithmetic behind one interface. `choose` picks an implementation once; the engine reports which."""
+"""The arithmetic of a model, in several implementations of one interface.
+
+    interface.py   the interface: what every implementation computes, and the property of row invariance
+    reference.py   the reference in plain PyTorch, which defines the results; slow
+    cpu.py         compiled C++ kernels (csrc/), in variants for different processors
+    cuda/          Triton kernels for CUDA devices
+
+`choose` selects one when a model is loaded; the engine reports its name.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +19,8 @@ from contextlib import contextmanager
 import torch
 
 from longdraft.errors import UsageError
-from longdraft.kernels import cpu
+from longdraft.kernels import native
+from longdraft.kernels.cpu import CpuKernels
 from longdraft.kernels.interface import (
     KV,
     AttentionOutput,
@@ -29,17 +38,17 @@ __all__ = ["KV", "AttentionOutput", "Decoder", "Geometry", "KVStore", "Kernels",
            "available", "choose", "set_threads", "single_threaded_torch", "threads"]
 
 log = logging.getLogger(__name__)
-VARIABLE = "LONGDRAFT_KERNELS"
+VARIABLE = "LONGDRAFT_KERNELS"  # the environment variable that selects the kernels
 REFERENCE = "reference"
 
 
 def available(device: str = "cpu") -> list[str]:
-    """What LONGDRAFT_KERNELS may name on this device, the fastest first."""
-    return [*(cpu.variants() if device == "cpu" else _cuda_names()), REFERENCE]
+    """The allowed values of LONGDRAFT_KERNELS on this device, fastest first."""
+    return [*(native.variants() if device == "cpu" else _cuda_names()), REFERENCE]
 
 
 def _cuda_names() -> list[str]:
-    """Those of Triton, where it is installed."""
+    """The names of the Triton kernels; empty where Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return []
     from longdraft.kernels.cuda.kernels import NAMES
@@ -48,14 +57,15 @@ def _cuda_names() -> list[str]:
 
 
 def choose(device: str, dtype: str, name: str | None = None) -> Kernels:
-    """The fastest kernels that serve this device and dtype ("float32" or "bfloat16").
+    """The fastest kernels for this device and dtype ("float32", "bfloat16" or, on CUDA devices, "float16").
 
-    `name`, else the environment variable LONGDRAFT_KERNELS, asks for certain ones (see `available`). Where
-    the compiled kernels are missing the reference serves, and a warning says so.
+    `name`, or else the environment variable LONGDRAFT_KERNELS, selects others: "auto" or one of `available`. Logs a
+    warning and returns the reference where the compiled kernels are missing. Raises UsageError for a name that is not
+    allowed, or that the device cannot run.
     """
     asked = name or os.environ.get(VARIABLE, "auto")
     if device == "cpu" and asked.startswith("triton-") and os.environ.get("TRITON_INTERPRET") == "1":
-        return _on_cuda(device, dtype, asked)  # interpreted, for tests
+        return _on_cuda(device, dtype, asked)  # Triton's interpreter, for tests
     if asked not in ("auto", *available(device)):
         where = "here" if device == "cpu" else f"on {device}"
         raise UsageError(f"{VARIABLE} is {asked!r}; allowed {where}: auto, {', '.join(available(device))}")
@@ -63,55 +73,56 @@ def choose(device: str, dtype: str, name: str | None = None) -> Kernels:
         return ReferenceKernels(device, dtype)
     if device != "cpu":
         return _on_cuda(device, dtype, available(device)[0] if asked == "auto" else asked)
-    if not cpu.variants():
-        log.warning("the compiled CPU kernels are missing (%s), the slow reference serves; "
-                    "reinstall longdraft with a C++ compiler at hand", cpu.WHY_MISSING)
+    if not native.variants():
+        log.warning("the compiled CPU kernels are missing (%s), using the slow reference kernels; "
+                    "to get the compiled ones, reinstall longdraft with a C++ compiler installed", native.IMPORT_ERROR)
         return ReferenceKernels(device, dtype)
-    return cpu.CpuKernels(cpu.variants()[0] if asked == "auto" else asked, dtype)
+    return CpuKernels(native.variants()[0] if asked == "auto" else asked, dtype)
 
 
 def _on_cuda(device: str, dtype: str, name: str) -> Kernels:
-    """Triton's kernels of this name; the reference where Triton is missing, which a warning says."""
+    """The Triton kernels of this name. Without Triton, logs a warning and returns the reference."""
     if name == REFERENCE:
-        log.warning("Triton is missing, the slow reference serves; install it (PyTorch for CUDA brings it)")
+        log.warning("Triton is missing, using the slow reference kernels; "
+                    "to get it, install PyTorch for CUDA, which includes it")
         return ReferenceKernels(device, dtype)
     from longdraft.kernels.cuda.kernels import CudaKernels
 
     if device != "cpu":
         capability = torch.cuda.get_device_capability(device)
-        wanted = (8, 9) if name.endswith("-fp8") else (8, 0)
-        if capability < wanted:
-            raise UsageError(f"{VARIABLE} {name!r} needs a device of compute capability {wanted[0]}.{wanted[1]} or "
-                             f"more, this one has {capability[0]}.{capability[1]}; "
-                             f"{'leave -fp8 out' if wanted == (8, 9) else 'use --device cpu'}")
+        required = (8, 9) if name.endswith("-fp8") else (8, 0)
+        if capability < required:
+            cure = "leave -fp8 out" if required == (8, 9) else "use --device cpu"
+            raise UsageError(f"{VARIABLE} {name!r} needs a device of compute capability {required[0]}.{required[1]} or "
+                             f"more, this one has {capability[0]}.{capability[1]}; {cure}")
     return CudaKernels(device, dtype, name)
 
 
 def set_threads(count: int) -> None:
-    """Threads for arithmetic on the CPU, PyTorch's and ours. Results do not depend on it."""
+    """Set the number of CPU threads of PyTorch and of the compiled kernels. Results do not depend on it."""
     torch.set_num_threads(count)
-    cpu.set_threads(count)
+    native.set_threads(count)
 
 
 def threads(kernels: Kernels) -> int:
-    """How many threads these kernels use on the CPU."""
-    return cpu.threads() if _has_threads(kernels) else torch.get_num_threads()
+    """The number of CPU threads that these kernels use."""
+    return native.threads() if _is_compiled(kernels) else torch.get_num_threads()
 
 
-def _has_threads(kernels: Kernels) -> bool:
-    """Whether they are the compiled ones, be it each rank's own (longdraft/parallel)."""
-    return isinstance(getattr(kernels, "local", kernels), cpu.CpuKernels)
+def _is_compiled(kernels: Kernels) -> bool:
+    """Whether these are the compiled CPU kernels, directly or as the local kernels of a rank (longdraft/parallel)."""
+    return isinstance(getattr(kernels, "local", kernels), CpuKernels)
 
 
 @contextmanager
 def single_threaded_torch(kernels: Kernels) -> Iterator[None]:
-    """Within this, PyTorch works in one thread where the compiled kernels have threads of their own.
+    """A context in which PyTorch uses one thread, if `kernels` are the compiled ones, which have their own threads.
 
-    Its other threads go on spinning for a while after each of its operations, on the very cores that ours need:
-    two to three times slower drafts (docs/notebook.md).
+    After each operation, PyTorch's threads spin for a while on the cores that the compiled kernels need. That makes
+    drafting two to three times slower (docs/notebook.md).
     """
     before = torch.get_num_threads()
-    if not _has_threads(kernels) or before == 1:
+    if not _is_compiled(kernels) or before == 1:
         yield
         return
     torch.set_num_threads(1)
@@ -121,4 +132,4 @@ def single_threaded_torch(kernels: Kernels) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-cpu.set_threads(torch.get_num_threads())
+native.set_threads(torch.get_num_threads())

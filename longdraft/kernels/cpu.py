@@ -1,14 +1,15 @@
-"""The fast CPU kernels: `csrc/`, compiled into `_cpu`, behind the interface.
+"""The compiled CPU kernels: `csrc/`, built as the module `_cpu`.
 
-Everything that crosses over is checked here (dtype, shape, bounds, alignment); the C++ below trusts it.
-The variants (AMX, AVX-512 with BF16, AVX2 with FMA, portable) are each row-invariant to the bit; between them,
-and to the reference, results agree within float rounding.
+The classes here check the dtype, shape, bounds and alignment of every argument. The C++ code relies on these checks.
+Each variant (AMX, AVX-512 with BF16, AVX2 with FMA, portable) is row-invariant to the bit. Between variants, and
+compared with the reference, results agree within the rounding error of floating-point arithmetic.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -16,39 +17,15 @@ from torch import Tensor
 from longdraft.kernels.int8 import quantise
 from longdraft.kernels.interface import KV, AttentionOutput, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
 
-try:
+with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels import _cpu
-except ImportError as error:  # built without a compiler, or for another Python
-    WHY_MISSING = str(error)
-else:
-    WHY_MISSING = ""
-
-
-def variants() -> list[str]:
-    """What this processor can run, the fastest first; empty where the extension is missing."""
-    return [] if WHY_MISSING else _cpu.variants()
-
-
-def set_threads(count: int) -> None:
-    if not WHY_MISSING:
-        _cpu.set_threads(count)
-
-
-def new_choice(temperature: float, lowest: float, least: float, penalty: float, window: int, seed: int,
-               vocabulary: int, banned: Sequence[int]) -> _cpu.Choice:
-    """The compiled sampler of one request; see `csrc/choice.h`."""
-    return _cpu.Choice(temperature, lowest, least, penalty, window, seed, vocabulary, banned)
-
-
-def threads() -> int:
-    return 1 if WHY_MISSING else _cpu.threads()
 
 
 class CpuStore:
-    """Keys and values of one layer in the kernels' layout."""
+    """See :class:`longdraft.kernels.interface.KVStore`. `csrc/layout.h` draws the layout."""
 
-    def __init__(self, native: _cpu.Kernels, dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> None:
-        self._native = native
+    def __init__(self, kernels: _cpu.Kernels, dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> None:
+        self._kernels = kernels
         self._dtype = dtype
         self._heads, self._dim = num_kv_heads, head_dim
         self.native = _cpu.Store(dtype == torch.bfloat16, num_kv_heads, head_dim)
@@ -57,41 +34,38 @@ class CpuStore:
         self.native.reserve(length)
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        self._write(start, len(k), self.rows(k, 0), self.rows(v, 0))
+        k, v = self.as_rows(k), self.as_rows(v)
+        _require(start >= 0 and len(k) == len(v), "a start of 0 or more and as many values as keys",
+                 (start, k.shape, v.shape))
+        self._kernels.write(self.native, start, 0, len(k), *_strided(k), *_strided(v), len(k))
 
     def write_heads(self, start: int, k: Tensor, v: Tensor) -> None:
-        self._write(start, k.shape[1], self.rows(k, 1), self.rows(v, 1))
+        self.write(start, k.transpose(0, 1), v.transpose(0, 1))
 
-    def _write(self, start: int, count: int, k: Tensor, v: Tensor) -> None:
-        _require(start >= 0 and len(k) == len(v) == count, "as many values as keys", (start, k.shape, v.shape))
-        self._native.write(self.native, start, 0, count, *_strided(k), *_strided(v), count)
-
-    def rows(self, x: Tensor, row_axis: int) -> Tensor:
-        """x as [T, Hkv, D] (a view where that is possible) in the store's dtype."""
-        x = (x.transpose(0, 1) if row_axis else x).to(self._dtype)
+    def as_rows(self, x: Tensor) -> Tensor:
+        """Check x [T, Hkv, D] and convert it to the store's dtype, with contiguous heads; a view where possible."""
+        x = x.to(self._dtype)
         _require(x.shape[1:] == (self._heads, self._dim), f"[T, {self._heads}, {self._dim}]", x.shape)
         return x if x.stride(-1) == 1 else x.contiguous()
 
     def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         positions = positions.to(torch.int64).contiguous()
-        fits = positions.ndim == 2 and len(positions) == self._heads
-        _require(fits, f"[{self._heads}, N] positions", positions.shape)
+        _require(positions.ndim == 2 and len(positions) == self._heads, f"[{self._heads}, N]", positions.shape)
         if positions.numel():
-            low, high = positions.aminmax()
-            _require(low >= 0 and high < self.native.capacity, "positions that are held", (low, high))
+            low, high = (int(bound) for bound in positions.aminmax())
+            _require(low >= 0 and high < self.native.capacity, f"positions below {self.native.capacity}", (low, high))
         k = torch.empty(*positions.shape, self._dim, dtype=self._dtype)
         v = torch.empty_like(k)
-        self._native.read(self.native, positions.data_ptr(), positions.shape[1], k.data_ptr(), v.data_ptr())
+        self._kernels.read(self.native, positions.data_ptr(), positions.shape[1], k.data_ptr(), v.data_ptr())
         return k, v
 
     def weights(self, queries: Tensor, length: int) -> Tensor:
         queries = queries.to(self._dtype).contiguous()
         num, heads, dim = queries.shape
         _require(dim == self._dim and heads % self._heads == 0, "queries [Q, H, D] of the store's heads", queries.shape)
-        _require(0 < length <= self.native.capacity, "positions that are held", length)
+        _require(0 < length <= self.native.capacity, f"1 to {self.native.capacity} positions", length)
         out = torch.empty(self._heads, length)
-        scale = 1 / math.sqrt(dim)
-        self._native.weights(self.native, length, queries.data_ptr(), num, heads, scale, out.data_ptr())
+        self._kernels.weights(self.native, length, queries.data_ptr(), num, heads, 1 / math.sqrt(dim), out.data_ptr())
         return out
 
     @property
@@ -100,7 +74,7 @@ class CpuStore:
 
 
 class CpuLinear:
-    """A weight in tiles of 64 rows."""
+    """A weight packed in tiles of 64 rows. `csrc/layout.h` describes the layout."""
 
     def __init__(self, native: _cpu.Linear) -> None:
         self.native = native
@@ -130,28 +104,28 @@ class CpuKernels:
         if bias is not None:
             bias = bias.to(self.dtype).float().contiguous()
             _require(bias.shape == (rows,), f"a bias [{rows}]", bias.shape)
-        scale_at, bias_at = (0 if x is None else x.data_ptr() for x in (scale, bias))
-        return CpuLinear(self.native.pack(self._is_bf16, rows, columns, values.data_ptr(), scale_at, bias_at))
+        return CpuLinear(self.native.pack(self._is_bf16, rows, columns, _address(values), _address(scale),
+                                          _address(bias)))
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, CpuLinear)
-        _require(table.native.is_bf16 == self._is_bf16 and len(tokens) > 0, "a table of our dtype, and tokens", tokens)
+        _require(table.native.is_bf16 == self._is_bf16, f"a table packed as {self.dtype}", table.native)
+        _require(len(tokens) > 0, "one or more tokens", tokens)
         out = torch.empty(len(tokens), table.native.k, dtype=self.dtype)
-        self.native.embed(table.native, tokens, out.data_ptr())  # checks that the table has them
+        self.native.embed(table.native, tokens, out.data_ptr())  # raises ValueError for ids that the table lacks
         return out
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, CpuLinear)
-        _require(weight.native.is_bf16 == self._is_bf16, f"a weight packed as {self.dtype}", weight.native.is_bf16)
+        _require(weight.native.is_bf16 == self._is_bf16, f"a weight packed as {self.dtype}", weight.native)
         x = self._input(x, weight.native.k)
-        rows = x.shape[0]
-        out = torch.empty(rows, weight.out_features, dtype=torch.float32 if keep_float else self.dtype)
-        self.native.linear(weight.native, x.data_ptr(), rows, out.data_ptr(), keep_float)
+        out = torch.empty(len(x), weight.out_features, dtype=torch.float32 if keep_float else self.dtype)
+        self.native.linear(weight.native, x.data_ptr(), len(x), out.data_ptr(), keep_float)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor:
         rows, width = x.shape
-        x, weight = self._input(x, width), self._words(weight)
+        x, weight = self._input(x, width), self._aligned(weight)
         _require(weight.shape == (width,), f"a norm [{width}]", weight.shape)
         out = torch.empty_like(x)
         self.native.rms_norm(self._is_bf16, x.data_ptr(), weight.data_ptr(), rows, width, eps, rounds_once,
@@ -183,18 +157,17 @@ class CpuKernels:
         return CpuDecoder(self, layers, geometry)
 
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
-        num_layers, held, heads, dim = kv.k.shape
+        num_layers, num_rows, heads, dim = kv.k.shape
         for x in (kv.k, kv.v):
             fits = x.shape == kv.k.shape and x.dtype == self.dtype and _are_layers(x, kv.k.stride(0))
             _require(fits, f"{self.dtype} [L, T, Hkv, D]", (x.shape, x.dtype))
-        stores = self.stores(kv.stores, num_layers, heads, dim)
+        stores = self.native_stores(kv.stores, num_layers, heads, dim)
         _require(kv.length >= 0, "positions of 0 or more", kv.length)
         if len(rows):
-            self.native.keep(stores, kv.length, rows, held, kv.k.stride(0), kv.k.data_ptr(), kv.v.data_ptr())
+            self.native.keep(stores, kv.length, rows, num_rows, kv.k.stride(0), kv.k.data_ptr(), kv.v.data_ptr())
 
     def scatter_rows(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
-        there = targets >= 0
-        self.keep(kv, rows[there].tolist())
+        self.keep(kv, rows[targets >= 0].tolist())
 
     def cache_bytes(self, head_dim: int) -> int:
         return head_dim * self.dtype.itemsize
@@ -205,7 +178,7 @@ class CpuKernels:
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
         num_layers, heads, count = positions.shape
         positions = positions.to(torch.int64).contiguous()
-        source, target = (self.stores(stores, num_layers, heads) for stores in (sources, targets))
+        source, target = (self.native_stores(stores, num_layers, heads) for stores in (sources, targets))
         _require(start >= 0 and len({store.dim for store in (*source, *target)}) == 1, "stores of one shape", start)
         self.native.copy(source, target, positions.data_ptr(), count, start)
 
@@ -213,17 +186,17 @@ class CpuKernels:
         num_layers, rows, heads, dim = whole.queries.shape
         q, output, lse = (part.contiguous() for part in (whole.queries, whole.output, whole.lse))
         _require(q.dtype == output.dtype == self.dtype and lse.dtype == torch.float32, f"rows of {self.dtype}", q.dtype)
-        native = self.stores(stores, num_layers, None, dim)
+        native = self.native_stores(stores, num_layers, None, dim)
         fits = all(heads % store.heads == 0 and 0 < rows <= length <= store.capacity for store in native)
-        _require(fits, "positions and heads that are held", (heads, length))
+        _require(fits, "query heads in groups of KV heads, and rows within the stores' positions", (heads, length))
         remainder = torch.empty(num_layers, rows, heads, dim + 1)
         self.native.remainder(native, length, rows, heads, q.data_ptr(), output.data_ptr(), lse.data_ptr(),
                               remainder.data_ptr())
         return remainder
 
-    def stores(self, stores: Sequence[KVStore], num_layers: int, heads: int | None,
-               dim: int | None = None) -> list[_cpu.Store]:
-        """The native stores of all layers, checked."""
+    def native_stores(self, stores: Sequence[KVStore], num_layers: int, heads: int | None,
+                      dim: int | None = None) -> list[_cpu.Store]:
+        """The compiled module's stores of all layers, checked. None stands for any number of heads, or any dim."""
         native = [store.native for store in stores if isinstance(store, CpuStore)]
         fits = len(native) == num_layers and all(
             store.is_bf16 == self._is_bf16 and heads in (None, store.heads) and dim in (None, store.dim)
@@ -236,63 +209,62 @@ class CpuKernels:
         assert isinstance(store, CpuStore)
         rows, heads, dim = q.shape
         q = q.to(self.dtype).contiguous()
-        k, v = store.rows(kv.k, 0), store.rows(kv.v, 0)
-        _require(len(k) == len(v) == rows, f"{rows} keys and values", (k.shape, v.shape))
+        k, v = store.as_rows(kv.k), store.as_rows(kv.v)
+        _require(len(k) == len(v) == rows > 0, f"{rows} (one or more) keys and values", (k.shape, v.shape))
         _require(heads % k.shape[1] == 0 and dim == k.shape[2], "query heads in groups of KV heads", q.shape)
-        check_tail([store.native], length, rows, parents)
+        _require_tensor("parents", parents, (rows,), torch.int32)
+        _require_length(length, [store.native])
         _require(window >= 0, "a window of 0 or more positions", window)
         out, lse = torch.empty_like(q), torch.empty(rows, heads)
         self.native.attention(store.native, length, rows, heads, q.data_ptr(), *_strided(k), *_strided(v),
                               parents.data_ptr(), 1 / math.sqrt(dim), window,
-                              _remainder(kv.remainder, (rows, heads, dim + 1)), out.data_ptr(), lse.data_ptr())
+                              _remainder_address(kv.remainder, (rows, heads, dim + 1)), out.data_ptr(), lse.data_ptr())
         return AttentionOutput(q, out, lse, q)
 
     def _input(self, x: Tensor, width: int) -> Tensor:
-        """x [R, width] as `_words`."""
+        """Check x [R, width], and convert it as `_aligned` does."""
         _require(x.ndim == 2 and x.shape[1] == width, f"[R, {width}]", x.shape)
-        return self._words(x)
+        return self._aligned(x)
 
-    def _words(self, x: Tensor) -> Tensor:
-        """x in our dtype, contiguous and aligned to words."""
+    def _aligned(self, x: Tensor) -> Tensor:
+        """x in `dtype`, contiguous, and aligned to words of 4 bytes."""
         x = x.to(self.dtype).contiguous()
         return x if x.data_ptr() % 4 == 0 else x.clone()
 
 
 class CpuDecoder:
-    """All layers in one call. What never changes is checked here, once."""
+    """See :class:`longdraft.kernels.interface.Decoder`. One call runs all layers. Weights are checked once, here."""
 
     def __init__(self, kernels: CpuKernels, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
         self._kernels = kernels
-        self._layers = tuple(layers)  # keeps alive what the native decoder points to
+        self._layers = tuple(layers)  # keeps the tensors alive that the compiled decoder points to
         self._geometry = geometry
         heads, kv_heads, dim = geometry[:3]
         self._hidden = len(layers[0].attention_norm)
         _require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
         self._native = _cpu.Decoder(*geometry)
         for layer in self._layers:
-            qkv, out, gate_up, down = self._check(layer)
-            q_norm, k_norm = (0 if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm))
+            qkv, out, gate_up, down = self._checked_weights(layer)
             norms_heads = layer.q_norm is not None and layer.q_norm.shape == (dim,)
             self._native.add(layer.attention_norm.data_ptr(), qkv, out, layer.mlp_norm.data_ptr(), gate_up, down,
-                             layer.window, q_norm, k_norm, norms_heads, layer.rotates)
+                             layer.window, _address(layer.q_norm), _address(layer.k_norm), norms_heads, layer.rotates)
 
-    def _check(self, layer: LayerWeights) -> list[_cpu.Linear]:
-        """Weights that fit one another."""
+    def _checked_weights(self, layer: LayerWeights) -> list[_cpu.Linear]:
+        """qkv, out, gate_up and down. ValueError where they, or the norms, do not fit together."""
         heads, kv_heads, dim = self._geometry[:3]
         hidden, inner, dtype = self._hidden, layer.gate_up.out_features // 2, self._kernels.dtype
         weights = [w.native for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CpuLinear)]
         shapes = [(w.n, w.k) for w in weights]
         wanted = [((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)]
         _require(shapes == wanted, f"weights {wanted}", shapes)
-        _require(all(w.is_bf16 == (dtype == torch.bfloat16) for w in weights), f"weights of {dtype}", "others")
-        norms = [(layer.attention_norm, (hidden,)), (layer.mlp_norm, (hidden,))]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            units = (1, 1) if layer.q_norm.shape == (dim,) else (heads, kv_heads)
-            norms += [(layer.q_norm, (units[0] * dim,)), (layer.k_norm, (units[1] * dim,))]
+        _require(all(w.is_bf16 == (dtype == torch.bfloat16) for w in weights), f"weights of {dtype}", "another dtype")
+        _require_tensor("attention_norm", layer.attention_norm, (hidden,), dtype)
+        _require_tensor("mlp_norm", layer.mlp_norm, (hidden,), dtype)
         _require((layer.q_norm is None) == (layer.k_norm is None), "both a q_norm and a k_norm, or neither", "one")
-        for norm, shape in norms:
-            fits = norm.shape == shape and norm.dtype == dtype and norm.is_contiguous()
-            _require(fits, f"norms {shape} of {dtype}", (norm.shape, norm.dtype))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q_units, k_units = (1, 1) if layer.q_norm.shape == (dim,) else (heads, kv_heads)
+            _require_tensor("q_norm", layer.q_norm, (q_units * dim,), dtype)
+            _require_tensor("k_norm", layer.k_norm, (k_units * dim,), dtype)
         _require(layer.window >= 0, "a window of 0 or more positions", layer.window)
         return weights
 
@@ -301,47 +273,34 @@ class CpuDecoder:
         heads, kv_heads, dim = self._geometry[:3]
         num_layers, rows, dtype = len(self._layers), x.shape[0], self._kernels.dtype
         _require(x.shape == (rows, self._hidden), f"rows [R, {self._hidden}]", x.shape)
-        for name, tensor, shape in (("cos", cos, (rows, dim // 2)), ("sin", sin, (rows, dim // 2))):
-            fits = tensor.shape == shape and tensor.dtype == torch.float32 and tensor.is_contiguous()
-            _require(fits, f"{name} {shape}", (tensor.shape, tensor.dtype))
-        k, v = (_slices_of_one(parts, (num_layers, rows, kv_heads, dim), dtype)
-                for parts in ([kv.k for kv in texts], [kv.v for kv in texts]))
-        fits = parents.shape == (rows,) and parents.dtype == torch.int32 and parents.is_contiguous()
-        _require(fits, f"{rows} parents as int32", parents.shape)
-        stores = [self._kernels.stores(kv.stores, num_layers, kv_heads, dim) for kv in texts]
-        for kv, held in zip(texts, stores, strict=True):
-            _require_held(held, kv.length)
+        _require_tensor("cos", cos, (rows, dim // 2), torch.float32)
+        _require_tensor("sin", sin, (rows, dim // 2), torch.float32)
+        _require_tensor("parents", parents, (rows,), torch.int32)
+        shape = (num_layers, rows, kv_heads, dim)
+        k, v = (_whole_address(parts, shape, dtype) for parts in ([kv.k for kv in texts], [kv.v for kv in texts]))
+        stores = [self._kernels.native_stores(kv.stores, num_layers, kv_heads, dim) for kv in texts]
+        for kv, native in zip(texts, stores, strict=True):
+            _require_length(kv.length, native)
         result = x.to(dtype, copy=True).contiguous()
-        q, content, attention_output = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(3))
+        q, content, output = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(3))
         lse = torch.empty(num_layers, rows, heads)
         self._kernels.native.forward(
             self._native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
-            [_remainder(kv.remainder, (num_layers, heads, dim + 1, dim + 1)) for kv in texts],
+            [_remainder_address(kv.remainder, (num_layers, heads, dim + 1, dim + 1)) for kv in texts],
             result.data_ptr(), cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), q.data_ptr(), content.data_ptr(),
-            k, v, attention_output.data_ptr(), lse.data_ptr())
-        return result, AttentionOutput(q, attention_output, lse, content)
-
-
-def check_tail(stores: Sequence[_cpu.Store], length: int, rows: int, parents: Tensor) -> None:
-    """Provisional rows behind positions that are held."""
-    fits = parents.shape == (rows,) and parents.dtype == torch.int32 and parents.is_contiguous() and rows > 0
-    _require(fits, f"{rows} parents (one or more) as int32", parents.shape)
-    _require_held(stores, length)
-
-
-def _require_held(stores: Sequence[_cpu.Store], length: int) -> None:
-    _require(0 <= length <= min(store.capacity for store in stores), "positions that are held", length)
+            k, v, output.data_ptr(), lse.data_ptr())
+        return result, AttentionOutput(q, output, lse, content)
 
 
 def _are_layers(x: Tensor, layer_stride: int) -> bool:
-    """Whether [L, T, Hkv, D] is contiguous within each layer, and the layers lie so far apart."""
+    """Whether x [L, T, Hkv, D] is contiguous within each layer, with this stride between layers."""
     strides, wanted = x.stride(), (layer_stride, x.shape[2] * x.shape[3], x.shape[3], 1)
     return strides == wanted or all(
-        size == 1 or at == to for size, at, to in zip(x.shape, strides, wanted, strict=True))
+        size == 1 or stride == to for size, stride, to in zip(x.shape, strides, wanted, strict=True))
 
 
-def _slices_of_one(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The address of a tensor [L, R, Hkv, D] of which these are slices, [L, T, Hkv, D] each, one behind the other."""
+def _whole_address(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """The address of the tensor [L, R, Hkv, D] of which `parts` are consecutive slices [L, T, Hkv, D]."""
     num_layers, rows, heads, dim = shape
     width, start = heads * dim, parts[0].data_ptr()
     row, size = 0, width * dtype.itemsize
@@ -350,25 +309,37 @@ def _slices_of_one(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch
         fits = (part.dtype == dtype and count > 0 and part.shape == (num_layers, count, heads, dim)
                 and part.data_ptr() == start + row * size and _are_layers(part, rows * width))
         if not fits:
-            raise ValueError(f"CPU kernels want keys and values {shape} of {dtype}, a slice for each text, got "
-                             f"{tuple(part.shape)} of {part.dtype}")
+            _require(False, f"keys and values {shape} of {dtype}, a slice for each text", (part.shape, part.dtype))
         row += count
-    _require(row == rows, "keys and values of all rows", row)
+    _require(row == rows, f"keys and values of {rows} rows", row)
     return start
 
 
-def _remainder(remainder: Tensor | None, shape: tuple[int, ...]) -> int:
-    if remainder is None:
-        return 0
-    fits = remainder.shape == shape and remainder.dtype == torch.float32 and remainder.is_contiguous()
-    _require(fits, f"a rest {shape} of float32", remainder.shape)
-    return remainder.data_ptr()
+def _remainder_address(remainder: Tensor | None, shape: tuple[int, ...]) -> int:
+    if remainder is not None:
+        _require_tensor("a remainder", remainder, shape, torch.float32)
+    return _address(remainder)
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _strided(x: Tensor) -> tuple[int, int, int]:
+    """Address, row stride and head stride, as the compiled module takes them."""
     return x.data_ptr(), x.stride(0), x.stride(1)
 
 
-def _require(condition: bool | Tensor, wanted: str, got: object) -> None:
+def _require_length(length: int, stores: Sequence[_cpu.Store]) -> None:
+    capacity = min(store.capacity for store in stores)
+    _require(0 <= length <= capacity, f"a length of 0 to {capacity} positions", length)
+
+
+def _require_tensor(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if not (x.shape == shape and x.dtype == dtype and x.is_contiguous()):
+        _require(False, f"{name} {shape} of {dtype}, contiguous", (x.shape, x.dtype, x.stride()))
+
+
+def _require(condition: bool, wanted: str, got: object) -> None:
     if not condition:
         raise ValueError(f"CPU kernels want {wanted}, got {got}")

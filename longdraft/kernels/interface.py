@@ -1,9 +1,10 @@
-"""What a set of kernels owes the model: a handful of operations, each *row-invariant*.
+"""The interface of a set of kernels: the operations of a transformer, each *row-invariant*.
 
-Row i of every result depends on row i's inputs (and, in attention, on the rows of its own path) and on
-nothing else: not on the number of rows, their order, the shape of the tree, how a prompt was cut into
-chunks, or where in a cache a row lies. That is the whole of the promise that speculative text equals
-plain text.
+Row i of every result depends on row i's inputs only and, in attention, on the rows of its own path. It does not depend
+on the number of rows, their order, the shape of the tree, how a prompt is cut into chunks, or where in a cache a row is
+stored. The promise that speculative text equals plain text rests on this property.
+
+Axes in shapes: R rows, T rows of one text, H query heads, Hkv KV heads, D head dimension, L layers, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class Linear(Protocol):
-    """A weight in the layout its kernels want."""
+    """A weight [out_features, K] in the layout of its kernels."""
 
     out_features: int
 
@@ -27,11 +28,13 @@ class Linear(Protocol):
 
 
 class LayerWeights(NamedTuple):
-    """A decoder layer: q, k, v stacked to one weight, gate and up likewise; norms [hidden] in the model's dtype.
+    """The weights of a decoder layer. Norms are [hidden] in the model's dtype.
 
-    window   positions a row's attention sees, itself included (sliding window attention); 0: all
-    q_norm   of queries before their rotation, and k_norm of keys: [D] for each head by itself, [H D] and [Hkv D] for
-             all of a row as one vector; None: there is none
+    qkv      the weights of queries, keys and values, stacked: [(H + 2 Hkv) D, hidden]
+    gate_up  the weights of gate and up, stacked
+    window   positions that a row's attention sees, itself included (sliding window attention); 0: all
+    q_norm   norm of the queries before their rotation; k_norm that of the keys. [D]: each head is normalised by itself;
+             [H D] and [Hkv D]: all heads of a row as one vector; None: no norm
     rotates  whether queries and keys are rotated by their position
     """
 
@@ -48,12 +51,13 @@ class LayerWeights(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """What a decoder's layers must know beside their weights.
+    """The properties of a decoder's layers that are not in their weights.
 
-    post_norm     attention and MLP read the rows as they are; what they give is normalised, then added
-    rounds_once      norms round after their weight only, not before it too
-    query_factor     on queries, with their rotation
-    residual_factor  on what attention and MLP give, before it is added
+    eps              of the RMS norms
+    post_norm        norms are applied to the outputs of attention and MLP, not to their inputs
+    rounds_once      norms round only after their weight, not before it too
+    query_factor     multiplies the queries, with their rotation
+    residual_factor  multiplies the outputs of attention and MLP before they are added to the rows
     """
 
     num_heads: int
@@ -67,25 +71,29 @@ class Geometry(NamedTuple):
 
 
 class KVStore(Protocol):
-    """Keys and values of one layer, position by position, in the layout its kernels want."""
+    """Keys and values of one layer, by position, in the layout of its kernels."""
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` positions. Grows by blocks; what is held is not copied, save for a first block that
-        begins small."""
+        """Make room for `length` positions.
+
+        The CPU kernels and the reference add blocks and copy nothing, except when a small first block grows. The CUDA
+        kernels move the whole store.
+        """
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Put rows k, v [T, Hkv, D] at positions start, start + 1, ..."""
+        """Write rows k, v [T, Hkv, D] to positions start, start + 1, ..."""
 
     def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows at positions [Hkv, N] (each KV head its own): k, v [Hkv, N, D]."""
+        """Read the rows at positions [Hkv, N], which may differ between KV heads: k, v [Hkv, N, D]."""
 
     def write_heads(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Put rows k, v [Hkv, N, D], as `read` gives them, at positions start, start + 1, ..."""
+        """Write rows k, v [Hkv, N, D], the shape that `read` returns, to positions start, start + 1, ..."""
 
     def weights(self, queries: Tensor, length: int) -> Tensor:
-        """How much each KV head's keys in [0, length) weigh for queries [Q, H, D]: float32 [Hkv, length].
+        """The attention weights of the positions [0, length) for queries [Q, H, D]: float32 [Hkv, length].
 
-        Softmax of q.k / sqrt(D) over the positions for each query and query head, summed over both.
+        For each query and query head, softmax of q.k / sqrt(D) over the positions; summed over queries and query heads
+        of the KV head.
         """
 
     @property
@@ -93,10 +101,10 @@ class KVStore(Protocol):
 
 
 class KV(NamedTuple):
-    """What attention reads: `length` committed positions of a store, then T provisional rows.
+    """The keys and values that attention reads: `length` committed positions of a store, then T uncommitted rows.
 
-    rest  [T, H, D + 1] float32: what keys that are not in the store would give each row, as an output and its
-          log-sum-exp, merged into its attention as one more key; None where nothing is left out
+    remainder  [T, H, D + 1] float32: each row's attention to keys that are not in the store, as an output and its
+               log-sum-exp. It is merged into the row's attention like one more key. None: no keys are left out
     """
 
     store: KVStore
@@ -107,12 +115,12 @@ class KV(NamedTuple):
 
 
 class LayersKV(NamedTuple):
-    """The same for all L layers of a model: k, v [L, T, Hkv, D], each layer's rows contiguous.
+    """`KV` for all L layers of a model: k, v [L, T, Hkv, D], contiguous within each layer.
 
-    rest  [L, H, D + 1, D + 1] float32: `KV.rest` as a function of each row's query before its rotation,
-          rest[:D] times the query plus rest[D] (longdraft/cache/remainder.py)
-    is_prompt  the rows are a chunk of a prompt, a chain that is cut in the same chunks in every run: kernels may use
-          what is faster for many rows and not row-invariant, and tell only of the last rows' attention
+    remainder  [L, H, D + 1, D + 1] float32: an affine map M for each layer and head, whose value M[:D] . query + M[D]
+               is the row of `KV.remainder`, for the row's query before its rotation (longdraft/cache/remainder.py)
+    is_prompt  the rows are a chunk of a prompt. Every run cuts a prompt into the same chunks, so kernels may use faster
+               operations that are not row-invariant, and may report the attention of the last rows only
     """
 
     stores: Sequence[KVStore]
@@ -123,33 +131,35 @@ class LayersKV(NamedTuple):
     is_prompt: bool = False
 
     def layer(self, index: int) -> KV:
-        """One layer's. Its `rest` is still the function of the query."""
+        """The KV of one layer. Its `remainder` is still the map [H, D + 1, D + 1]."""
         return KV(self.stores[index], self.length, self.k[index], self.v[index],
                   None if self.remainder is None else self.remainder[index])
 
 
 class AttentionOutput(NamedTuple):
-    """What attention did for some rows: queries and outputs [T, H, D], log-sum-exp of the scores [T, H].
+    """The attention of some rows in one layer, or in several layers with a first axis L.
 
-    Of several layers: [L, T, H, D] and [L, T, H]. `content` are the queries (normalised, where the model does that) as
-    they were before their rotation (`Kernels.attention`, which rotates nothing, gives them as they are).
+    queries, output  [T, H, D] in the model's dtype
+    lse              [T, H] float32: log-sum-exp of the scores
+    content          [T, H, D]: the queries after their norm and before their rotation. `Kernels.attention` does not
+                     rotate, and returns its queries here too
     """
 
     queries: Tensor
     output: Tensor
-    lse: Tensor  # float32
+    lse: Tensor
     content: Tensor
 
     def rows(self, rows: Sequence[int]) -> AttentionOutput:
-        """Some rows of several layers."""
+        """These rows, of several layers."""
         return self._each(list(rows))
 
     def cut(self, rows: slice) -> AttentionOutput:
-        """Rows of several layers that follow one another, as views."""
+        """A slice of the rows, of several layers, as views."""
         return self._each(rows)
 
     def last(self, count: int) -> AttentionOutput:
-        """The last rows of several layers."""
+        """The last `count` rows, of several layers."""
         return self._each(slice(-count, None))
 
     def _each(self, rows: list[int] | slice) -> AttentionOutput:
@@ -161,78 +171,91 @@ class Decoder(Protocol):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        """Rows x [R, hidden] through all layers: the new rows, and what each layer's attention did for them.
+        """Run rows x [R, hidden] through all layers. Returns the new rows, and the attention of each layer.
 
-        The rows of one text stand behind those of another, and each text's attention reads its own stores; everything
-        else reads the weights once for all rows.
+        x contains the rows of one text after another. Each text's attention reads the text's own stores; the other
+        operations read the weights once for all rows.
 
-        texts       what each text's rows read, in the order of the rows. Their k and v are slices [L, T, Hkv, D] of one
-                    tensor [L, R, Hkv, D] each, one slice behind the other: filled here
         cos, sin    [R, D / 2] float32
-        parents     [R] as for `attention`, counted from the first row of the row's text
+        texts       the KV of each text, in the order of the rows. Their k and v are consecutive slices [L, T, Hkv, D]
+                    of one tensor [L, R, Hkv, D] each, and are filled by this call
+        parents     [R] as for `Kernels.attention`, relative to the first row of the text
         """
 
 
 class Kernels(Protocol):
-    """The operations of a transformer. Activations are [R, ...] in `dtype`; sums are float32."""
+    """The operations of a transformer. Activations are [R, ...] in `dtype`; sums are float32.
+
+    Operations raise ValueError for arguments whose shape, dtype or range does not fit.
+    """
 
     name: str
-    is_row_invariant: bool  # whether the promise above holds to the bit on this device and dtype
+    is_row_invariant: bool  # whether results are row-invariant to the bit on this device and dtype
     device: torch.device
     dtype: torch.dtype
-    is_device: bool  # of their own memory: caches are reserved whole, tokens chosen there, prompts read in fixed chunks
+    is_device: bool  # has memory of its own: caches are reserved in full, tokens chosen there, prompt chunks are fixed
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> Linear:
-        """Take a weight [N, K] (and bias [N]) into the kernels' layout; with `is_int8` quantised (kernels/int8.py)."""
+        """Convert a weight [N, K] and bias [N] to the kernels' layout; with `is_int8`, quantised (kernels/int8.py)."""
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
-        """Rows [R, hidden] of an embedding table packed as a weight [V, hidden]; of int8: scaled, then rounded."""
+        """Rows [R, hidden] of an embedding table that was packed as a weight [V, hidden].
+
+        int8 rows are scaled, then rounded.
+        """
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
-        """x [R, K] times weight [N, K]: [R, N], rounded to dtype, or float32 with `keep_float`.
+        """x [R, K] times the transposed weight [N, K]: [R, N], rounded to `dtype`, or float32 with `keep_float`.
 
-        An int8 weight is multiplied as the whole numbers it holds, and the float32 sums by its scales.
+        The integers of an int8 weight are multiplied with x, and the float32 sums with the weight's scales.
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight, for each row [R, K]; rounded before the weight (but for `rounds_once`)
-        and after it."""
+        """x / sqrt(mean(x^2) + eps) * weight for each row of x [R, K] (Zhang and Sennrich 2019).
+
+        The result is rounded to `dtype`, and unless `rounds_once` the normalised row is rounded before `weight` too.
+        """
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, for rows [R, 2 I] with the gate in the first half: [R, I]."""
+        """silu(gate) * up for rows [R, 2 I] with the gate in the first half: [R, I] (Shazeer 2020)."""
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate x [R, H, D] by cos, sin [R, D / 2] (float32), halves paired (the Hugging Face layout)."""
+        """Rotate x [R, H, D] by cos, sin [R, D / 2] float32 (Su et al. 2021). Element i is paired with i + D / 2."""
 
-    def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore: ...
+    def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
+        """An empty store for one layer."""
 
-    def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder: ...
+    def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
+        """A decoder of these layers. ValueError where weights, norms and geometry do not fit together."""
 
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
-        """Put these provisional rows, in this order, at positions kv.length, kv.length + 1, ... of every layer."""
+        """Commit these rows of `kv`, in this order, to positions kv.length, kv.length + 1, ... of every layer."""
 
     def scatter_rows(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
-        """The same of rows [N] and positions [N] that only the device knows; of a negative position: nothing."""
+        """Commit rows [N] to positions targets [N], both tensors on the device. A negative position skips the row."""
 
     def cache_bytes(self, head_dim: int) -> int:
-        """Bytes of a head's key, or its value, in a store."""
+        """Bytes that a store needs for one head's key, or value, at one position."""
 
     def free_bytes(self) -> int | None:
-        """Memory of the device that is not in use; None where the system's memory is used."""
+        """Free memory of the device; None for the CPU, which uses the system's memory."""
 
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
-        """Rows at positions [L, Hkv, N] (int64) of each source to positions start, start + 1, ... of its target."""
+        """Copy the rows at positions [L, Hkv, N] (int64) of each source to start, start + 1, ... of its target."""
 
     def remainder(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
-        """What keys that are not among these stores' positions gave the T rows of `whole`, of several layers.
+        """Full attention minus the attention to the positions of these stores: [L, T, H, D + 1] float32.
 
-        The rows are the last T of the stores' `length` positions, in order. "Full minus part", each beyond the
-        positions up to its own: an output and its log-sum-exp (-inf where there is nothing), [L, T, H, D + 1] float32.
+        stores  the partial KV cache of L layers. The T rows are the last of its `length` positions, in order, and a row
+                sees the positions up to its own
+        whole   the attention of the T rows to the full cache, of L layers
+
+        The result is an output and its log-sum-exp, which is -inf where nothing remains.
         """
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
-        """Each row of q [T, H, D] over the committed positions and its own path, of these the last `window`
-        where that is not 0.
+        """Attention of each row of q [T, H, D] to the committed positions and the row's own path.
 
-        parents [T] int32 on the CPU: the provisional row before each row, -1 where that is the committed part.
+        parents  [T] int32 on the CPU: the row before each row on its path; -1: the last committed position
+        window   a row sees only the last `window` of these positions; 0: all
         """

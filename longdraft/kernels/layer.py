@@ -1,4 +1,4 @@
-"""One decoder layer, said in the operations of a set of kernels: the definition of what fused kernels compute."""
+"""One decoder layer in terms of single operations. It defines what the fused kernels compute."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from longdraft.kernels.interface import KV, AttentionOutput, Geometry, LayerWeights, Linear
 
 
-class Operations(Protocol):
-    """What a layer is made of; see :class:`longdraft.kernels.interface.Kernels`."""
+class LayerOperations(Protocol):
+    """The operations of a layer. See :class:`longdraft.kernels.interface.Kernels`."""
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor: ...
 
@@ -25,33 +25,36 @@ class Operations(Protocol):
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput: ...
 
 
-def layer_forward(ops: Operations, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor,
+def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor,
                   texts: Sequence[KV], parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-    """Rows x [R, hidden] of texts through one layer; fills their k and v. `rest` is a map [H, D + 1, D + 1] here,
-    as in LayersKV."""
+    """Run rows x [R, hidden] of one or more texts through one layer. Fills the k and v of `texts`.
+
+    The remainder of a text is the map [H, D + 1, D + 1] of `LayersKV` here. Other arguments and the result are those of
+    `longdraft.kernels.interface.Decoder.forward`, for a single layer.
+    """
     heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
 
     def norm(x: Tensor, weight: Tensor | None) -> Tensor:
-        """Of the last axes, as many as the weight has numbers for."""
+        """Normalise vectors of the weight's length, which may span the last two axes."""
         if weight is None:
             return x
         return ops.rms_norm(x.reshape(-1, len(weight)), weight, geometry.eps,
                             rounds_once=geometry.rounds_once).view(x.shape)
 
-    def read(x: Tensor, weight: Tensor) -> Tensor:
+    def pre_norm(x: Tensor, weight: Tensor) -> Tensor:
         return x if geometry.post_norm else norm(x, weight)
 
-    def join(x: Tensor, given: Tensor, weight: Tensor) -> Tensor:
-        given = norm(given, weight) if geometry.post_norm else given
-        return x + (given if geometry.residual_factor == 1 else given * geometry.residual_factor)
+    def add_residual(x: Tensor, output: Tensor, weight: Tensor) -> Tensor:
+        output = norm(output, weight) if geometry.post_norm else output
+        return x + (output if geometry.residual_factor == 1 else output * geometry.residual_factor)
 
-    qkv = ops.linear(read(x, layer.attention_norm), layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
+    qkv = ops.linear(pre_norm(x, layer.attention_norm), layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
     content = norm(qkv[:, :heads], layer.q_norm)
     if not layer.rotates:
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     q = ops.rope(content, cos * geometry.query_factor, sin * geometry.query_factor)
     k, v = ops.rope(norm(qkv[:, heads : heads + kv_heads], layer.k_norm), cos, sin), qkv[:, heads + kv_heads :]
-    seen, start = [], 0
+    outputs, start = [], 0
     for kv in texts:
         own = slice(start, start + len(kv.k))
         kv.k.copy_(k[own])
@@ -59,9 +62,9 @@ def layer_forward(ops: Operations, x: Tensor, layer: LayerWeights, geometry: Geo
         if kv.remainder is not None:
             remainder = torch.einsum("thd,hde->the", content[own].float(), kv.remainder[:, :-1]) + kv.remainder[:, -1]
             kv = kv._replace(remainder=remainder)
-        seen.append(ops.attention(q[own], kv, parents[own], layer.window))
+        outputs.append(ops.attention(q[own], kv, parents[own], layer.window))
         start = own.stop
-    attention_output = AttentionOutput(*(torch.cat(part) for part in zip(*seen, strict=True)))._replace(content=content)
-    x = join(x, ops.linear(attention_output.output.flatten(1), layer.out), layer.attention_norm)
-    gate_up = ops.linear(read(x, layer.mlp_norm), layer.gate_up)
-    return join(x, ops.linear(ops.swiglu(gate_up), layer.down), layer.mlp_norm), attention_output
+    attended = AttentionOutput(*(torch.cat(part) for part in zip(*outputs, strict=True)))._replace(content=content)
+    x = add_residual(x, ops.linear(attended.output.flatten(1), layer.out), layer.attention_norm)
+    gate_up = ops.linear(pre_norm(x, layer.mlp_norm), layer.gate_up)
+    return add_residual(x, ops.linear(ops.swiglu(gate_up), layer.down), layer.mlp_norm), attended

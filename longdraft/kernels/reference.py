@@ -1,11 +1,10 @@
-"""The definition: plain PyTorch, one row at a time, so that row invariance holds by construction.
+"""The reference kernels: plain PyTorch, one row at a time, so that row invariance holds by construction.
 
-Every library call sees one row, with a shape that depends on the model and on the row's *logical*
-position only, and operands whose values do too. Whatever else travels in the same forward, the call
-that computes a row is the same call with the same bits.
+Every library call computes one row. The shapes and values of its operands depend on the model and on the row's
+*logical* position only, so other rows in the same forward cannot change its bits.
 
-bfloat16 here means: weights, activations between operations and cache rows are rounded to bfloat16;
-the arithmetic between roundings is float32. They are therefore held as float32 (twice the memory).
+With bfloat16, weights, activations between operations and cache rows are rounded to bfloat16, and the arithmetic
+between roundings is float32. Weights and cache rows are stored as float32, which takes twice the memory.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,14 +32,14 @@ from longdraft.kernels.interface import (
 )
 from longdraft.kernels.layer import layer_forward
 
-SPLIT = 4096  # positions in a block of storage; each is reduced by one call, splits merge in order
-NOTHING = 1e-3  # a share of attention too small to be told from rounding
-STEP = 256  # the last split is computed up to the next multiple of this, the rest masked
+SPLIT = 4096  # positions of a block of storage; one call reduces each, and the results are merged in order
+STEP = 256  # the last split is computed up to the next multiple of this many positions, with the excess masked
+NEGLIGIBLE_SHARE = 1e-3  # a share of attention that rounding errors may produce
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """With more, the library cuts one row's sums into as many pieces as there are threads."""
+    """With more threads, PyTorch would cut the sums of a row into as many parts as there are threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -49,7 +49,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class ReferenceLinear:
-    """A weight [N, K] as float32; with a scale [N], its row n is scale[n] times that."""
+    """A weight [N, K] as float32. With a scale [N] float32, row n of the weight is scale[n] * weight[n]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> None:
         self.weight = weight
@@ -57,8 +57,8 @@ class ReferenceLinear:
         self.scale = scale
         self.out_features = weight.shape[0]
 
-    def times(self, row: Tensor) -> Tensor:
-        """A row [1, K] by the weight: sums, then the scale, then the bias."""
+    def product(self, row: Tensor) -> Tensor:
+        """The product of a row [1, K] with the weight: sums, then scale, then bias: [1, N] float32."""
         if self.scale is None:
             return functional.linear(row, self.weight, self.bias)
         sums = functional.linear(row, self.weight) * self.scale
@@ -70,7 +70,7 @@ class ReferenceLinear:
 
 
 class ReferenceStore:
-    """Blocks of SPLIT positions, [Hkv, SPLIT, D] float32, zero where nothing was written."""
+    """Blocks of SPLIT positions [Hkv, SPLIT, D] float32. Positions that were never written are zeros."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
         self.num_kv_heads = num_kv_heads
@@ -126,7 +126,7 @@ class ReferenceKernels:
 
     def __init__(self, device: str, dtype: str) -> None:
         self.device = torch.device(device)
-        self.is_row_invariant = self.device.type == "cpu"  # elsewhere it is not yet tested, so not claimed
+        self.is_row_invariant = self.device.type == "cpu"  # not tested on other devices, so not claimed
         self.dtype = FLOAT_DTYPES[dtype]
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> ReferenceLinear:
@@ -137,7 +137,7 @@ class ReferenceKernels:
         return ReferenceLinear(values.float(), bias, scale)
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """In memory of its own: a weight may be a view of a file, which changes when the file does."""
+        """A copy in `dtype`'s precision: a weight may be a view of a mapped file, and would change with the file."""
         return x.to(self.device, self.dtype, copy=True).float().contiguous()
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
@@ -150,7 +150,7 @@ class ReferenceKernels:
         assert isinstance(weight, ReferenceLinear)
         x = x.float()
         with _one_thread():
-            rows = [weight.times(x[i : i + 1].clone()) for i in range(len(x))]
+            rows = [weight.product(x[i : i + 1].clone()) for i in range(len(x))]
         out = torch.cat(rows)
         return out if keep_float else out.to(self.dtype)
 
@@ -163,7 +163,7 @@ class ReferenceKernels:
         normed = torch.stack(rows)
         if rounds_once:
             return (weight * normed).to(self.dtype)
-        # Transformers rounds before it multiplies by the weight, in most models; so do we.
+        # Transformers rounds before it multiplies by the weight in most models, and so do we.
         return weight * normed.to(self.dtype)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class ReferenceKernels:
         self.keep(kv, rows[there].tolist())
 
     def cache_bytes(self, head_dim: int) -> int:
-        return head_dim * torch.float32.itemsize  # stores keep no other
+        return head_dim * torch.float32.itemsize  # stores hold float32 for every dtype
 
     def free_bytes(self) -> int | None:
         return None
@@ -214,28 +214,28 @@ class ReferenceKernels:
         return remainder_of(whole, output, lse)
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
-        """One row after the other; a row's path is laid behind the committed part, where plain decoding
-        would have put it, and then the row reads one run of positions:
+        """Row after row. A row's path is written after the committed positions, where plain decoding would write it, so
+        that the row reads one range of positions:
 
-            [ committed 0 .. length ) [ path 0 .. depth ] [ masked up to a multiple of STEP )
+            [ committed: 0 .. length ) [ path: 0 .. depth ] [ masked, up to a multiple of STEP )
         """
         store, length, k, v, remainder = kv
         assert isinstance(store, ReferenceStore)
         depths: list[int] = []
-        laid: list[int] = []  # rows now lying at positions length, length + 1, ...
+        written: list[int] = []  # the rows that are at positions length, length + 1, ... now
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
         before: list[int] = parents.tolist()
         for row, parent in enumerate(before):
             depths.append(0 if parent < 0 else depths[parent] + 1)
             path, node = [row], parent
-            # Rows below the deepest one that is laid already need not be written again.
-            while node >= 0 and not (depths[node] < len(laid) and laid[depths[node]] == node):
+            # Ancestors of a row that is already at its place are at their places too.
+            while node >= 0 and not (depths[node] < len(written) and written[depths[node]] == node):
                 path.append(node)
                 node = before[node]
             first = 0 if node < 0 else depths[node] + 1
             path.reverse()
             store.write(length + first, k[path], v[path])
-            laid[first:] = path
+            written[first:] = path
             with _one_thread():
                 out[row], lse[row] = _attend(q[row].float(), store, length + depths[row] + 1,
                                               None if remainder is None else remainder[row], window)
@@ -243,17 +243,17 @@ class ReferenceKernels:
 
 
 def remainder_of(whole: AttentionOutput, output: Tensor, lse: Tensor) -> Tensor:
-    """`Kernels.remainder` from what the part gave: output [L, T, H, D] and lse [L, T, H]."""
-    share = (lse - whole.lse).exp()[..., None]  # of the attention that the part holds
+    """`Kernels.remainder`, from the attention to the partial cache: output [L, T, H, D] and lse [L, T, H]."""
+    share = (lse - whole.lse).exp()[..., None]  # of the full attention, for the partial cache
     left = 1 - share
-    is_nothing = left < NOTHING
-    output = ((whole.output.float() - share * output.float()) / left).masked_fill(is_nothing, 0.0)
-    lse = (whole.lse[..., None] + left.clamp_min(NOTHING).log()).masked_fill(is_nothing, -math.inf)
+    is_negligible = left < NEGLIGIBLE_SHARE
+    output = ((whole.output.float() - share * output.float()) / left).masked_fill(is_negligible, 0.0)
+    lse = (whole.lse[..., None] + left.clamp_min(NEGLIGIBLE_SHARE).log()).masked_fill(is_negligible, -math.inf)
     return torch.cat([output, lse], -1)
 
 
 class ReferenceDecoder:
-    """One layer after the other."""
+    """See :class:`longdraft.kernels.interface.Decoder`. Runs layer after layer, each by single operations."""
 
     def __init__(self, kernels: ReferenceKernels, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
         self._kernels = kernels
@@ -262,22 +262,40 @@ class ReferenceDecoder:
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        attention_output = []
+        outputs = []
         for index, layer in enumerate(self._layers):
-            seen = [kv.layer(index) for kv in texts]
-            x, mixed = layer_forward(self._kernels, x, layer, self._geometry, cos, sin, seen, parents)
-            attention_output.append(mixed)
-        return x, AttentionOutput(*(torch.stack(part) for part in zip(*attention_output, strict=True)))
+            kvs = [kv.layer(index) for kv in texts]
+            x, output = layer_forward(self._kernels, x, layer, self._geometry, cos, sin, kvs, parents)
+            outputs.append(output)
+        return x, AttentionOutput(*(torch.stack(part) for part in zip(*outputs, strict=True)))
+
+
+class _Softmax(NamedTuple):
+    """An unnormalised softmax over some positions, for g query heads of each KV head."""
+
+    max_score: Tensor  # [Hkv, g, 1]
+    weight_sum: Tensor  # [Hkv, g, 1]
+    value_sum: Tensor  # [Hkv, g, D]: the weighted sum of the values
+
+    def merge(self, other: _Softmax) -> _Softmax:
+        """The softmax over the positions of both (Milakov and Gimelshein 2018)."""
+        top = torch.maximum(self.max_score, other.max_score)
+        old, new = (self.max_score - top).exp(), (other.max_score - top).exp()
+        return _Softmax(top, self.weight_sum * old + other.weight_sum * new,
+                        self.value_sum * old + other.value_sum * new)
 
 
 def _attend(q: Tensor, store: ReferenceStore, length: int, remainder: Tensor | None,
             window: int) -> tuple[Tensor, Tensor]:
-    """One query [H, D] over positions [0, length) or the last `window` of them: softmax over each split, splits
-    merged in order, then `rest`."""
+    """Attention of one query [H, D] to positions [0, length), or the last `window` of them.
+
+    A softmax over each split; the splits are merged in order, then the remainder [H, D + 1]. Returns the output [H, D]
+    and its log-sum-exp [H].
+    """
     num_kv_heads, _, head_dim = store.k[0].shape
     num_heads = len(q)
     q = q.view(num_kv_heads, -1, head_dim) / math.sqrt(head_dim)
-    top = total = acc = None
+    merged: _Softmax | None = None
     first = max(0, length - window) if window else 0
     for start in range(first // SPLIT * SPLIT, length, SPLIT):
         inside = min(length - start, SPLIT)
@@ -286,20 +304,13 @@ def _attend(q: Tensor, store: ReferenceStore, length: int, remainder: Tensor | N
         scores = q @ store.k[block][:, :padded].transpose(1, 2)  # [Hkv, g, padded]
         scores[..., inside:] = -math.inf
         scores[..., : max(0, first - start)] = -math.inf
-        peak = scores.amax(-1, keepdim=True)
-        weights = (scores - peak).exp()
-        mass = weights.sum(-1, keepdim=True)
-        mixed = weights @ store.v[block][:, :padded]  # [Hkv, g, D]
-        if top is None or total is None or acc is None:
-            top, total, acc = peak, mass, mixed
-            continue
-        new_top = torch.maximum(top, peak)
-        old, new = (top - new_top).exp(), (peak - new_top).exp()
-        top, total, acc = new_top, total * old + mass * new, acc * old + mixed * new
-    assert acc is not None and total is not None and top is not None
-    if remainder is not None:
-        theirs, peak = remainder[:, :-1].view_as(acc), remainder[:, -1].view_as(top)
-        new_top = torch.maximum(top, peak)
-        old, new = (top - new_top).exp(), (peak - new_top).exp()
-        top, total, acc = new_top, total * old + new, acc * old + theirs * new
-    return (acc / total).reshape(num_heads, head_dim), (top + total.log()).reshape(num_heads)
+        max_score = scores.amax(-1, keepdim=True)
+        weights = (scores - max_score).exp()
+        split = _Softmax(max_score, weights.sum(-1, keepdim=True), weights @ store.v[block][:, :padded])
+        merged = split if merged is None else merged.merge(split)
+    assert merged is not None, "a query sees at least its own position"
+    if remainder is not None:  # an output and its log-sum-exp: a softmax with a weight sum of 1
+        lse = remainder[:, -1].view_as(merged.max_score)
+        merged = merged.merge(_Softmax(lse, torch.ones_like(lse), remainder[:, :-1].view_as(merged.value_sum)))
+    output, lse = merged.value_sum / merged.weight_sum, merged.max_score + merged.weight_sum.log()
+    return output.reshape(num_heads, head_dim), lse.reshape(num_heads)

@@ -1,9 +1,9 @@
-"""exp and log that give the same bits on every machine.
+"""exp and log that return the same bits on every machine.
 
-A library's vectorised exp or log may use other code for the tail of a buffer, or on another processor.
-These use only IEEE-754 basic operations in a fixed order (no fused multiply-add), so each element is a
-function of its value alone: not of its place, the length, the library or the hardware. Accurate to a
-few units in the last place, which is all that sampling needs.
+The vectorised exp and log of a library may run other code for the tail of a buffer, or on another processor. These use
+only IEEE-754 basic operations in a fixed order, without fused multiply-adds. A result depends on its argument alone,
+not on its position in the array, the array's length, the library or the hardware. The error is a few units in the last
+place, which is accurate enough for sampling.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def log(x: Float64s) -> Float64s:
 
 
 def exp(x: Float64s) -> Float64s:
-    """Exponential of doubles at most 0; below -700 it is 0."""
+    """Exponential of doubles that are at most 0. Below -700 the result is 0."""
     n = np.rint(np.maximum(x, -750.0) * _LOG2_E)
     r = (np.maximum(x, -750.0) - n * _LN2_HI) - n * _LN2_LO
     series = np.full_like(r, _EXP_TERMS[0])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longdraft.core import Context, SamplingParams
-from longdraft.kernels import cpu
+from longdraft.kernels import native
 from longdraft.tree import Tree
 
 _MAX_WINDOW = 2**31 - 1  # tokens: the largest C++ int; no text is longer
@@ -28,7 +28,7 @@ class FastSampler:
     def supports(params: SamplingParams) -> bool:
         """Whether the compiled module is installed and supports these settings."""
         no_sums = params.top_k == 0 and params.top_p == 1 and params.eta_cutoff == 0
-        return not cpu.WHY_MISSING and (params.temperature == 0 or (no_sums and params.min_tokens_to_keep == 1))
+        return not native.IMPORT_ERROR and (params.temperature == 0 or (no_sums and params.min_tokens_to_keep == 1))
 
     def __init__(self, params: SamplingParams, banned: NDArray[np.int64], vocabulary: int) -> None:
         self._params = params
@@ -39,7 +39,7 @@ class FastSampler:
             lowest = params.temperature * (least - 1.0)
         inside = [int(token) for token in banned if token < vocabulary]
         window = min(params.penalty_window, _MAX_WINDOW)
-        self._native = cpu.new_choice(params.temperature, lowest, least, params.repetition_penalty, window,
+        self._native = native.new_choice(params.temperature, lowest, least, params.repetition_penalty, window,
                                       params.seed or 0, vocabulary, inside)
         self._num_seen = 0
 

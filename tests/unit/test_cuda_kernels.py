@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 # ruff: noqa: E402
 from helpers.attention import obvious_attention, parents_of, path_of, random_parents
 from longdraft.kernels import KV, AttentionOutput, Geometry, LayersKV, LayerWeights
+from longdraft.kernels.cuda import prefill
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.kernels import NAMES, CudaKernels
 from longdraft.kernels.cuda.linear import CudaLinear
@@ -298,10 +299,14 @@ def test_layers_agree_with_the_reference_and_rows_do_not_know_one_another(dtype,
 
 
 @pytest.mark.parametrize("dtype, family", [("float16", "llama"), ("float32", "olmo2")])
-def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family):
+def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family, monkeypatch):
     geometry, norms, bias = FAMILIES[family]
     _, kv_heads, dim = geometry[:3]
-    num, length, rows, results = 2, 40, 140, []
+    reported = prefill._REPORTED_ROWS
+    if not HAS_CUDA:  # the interpreter takes minutes for a chunk of more than 128 rows
+        reported = 6
+        monkeypatch.setattr(prefill, "_REPORTED_ROWS", reported)
+    num, length, rows, results = 2, 40, reported + 12, []
     for kernel in (kernels(dtype), reference(dtype)):
         decoder = kernel.new_decoder(layers_of(kernel, geometry, num, norms, bias, is_int8=True), geometry)
         stores = [kernel.new_store(kv_heads, dim) for _ in range(num)]
@@ -314,7 +319,7 @@ def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family):
         out, attention_output = decoder.forward(
             rows_of(rows, 48, seed=8, dtype=kernel.dtype), angles.cos(), angles.sin(),
             [LayersKV(stores, length, k, v, is_prompt=True)], torch.arange(-1, rows - 1, dtype=torch.int32))
-        results.append((out, k, v, *(part[:, -120:] for part in attention_output)))
+        results.append((out, k, v, *(part[:, -reported:] for part in attention_output)))
     for got, expected in zip(*results, strict=True):
         close(got, expected, dtype, times=20)
 

@@ -39,7 +39,7 @@ def test_no_weight_is_off_by_more_than_half_a_scale(rows, width, magnitude, dtyp
 def test_large_weights_are_quantised_as_small_ones_are(monkeypatch):
     weight = torch.randn(50, 30)
     whole = quantise(weight)
-    monkeypatch.setattr("longdraft.kernels.int8._AT_ONCE", 100)
+    monkeypatch.setattr("longdraft.kernels.int8._CHUNK_ELEMENTS", 100)
     assert all(torch.equal(*both) for both in zip(whole, quantise(weight), strict=True))
 
 

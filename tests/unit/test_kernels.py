@@ -220,8 +220,8 @@ def test_what_a_partial_cache_needs_agrees_with_the_reference(name, dtype):
         asked = q.to(kernel.dtype)
         kv = [KV(full[i], length - 3, rows.k[i, -3:], rows.v[i, -3:]) for i in range(layers)]
         whole = [kernel.attention(asked[i], kv[i], parents_of([-1, 0, 1])) for i in range(layers)]
-        remainder = kernel.remainder(part, 40, AttentionOutput(*(torch.stack(part) for part in zip(*whole, strict=True))))
-        results.append((torch.stack(held), remainder))
+        outputs = AttentionOutput(*(torch.stack(each) for each in zip(*whole, strict=True)))
+        results.append((torch.stack(held), kernel.remainder(part, 40, outputs)))
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4 if dtype == "float32" else 2e-2, rtol=1e-2)
 
@@ -246,8 +246,9 @@ def test_layers_whose_cache_leaves_something_out_agree_with_the_reference(name, 
         k, v = (torch.empty(1, rows, kv_heads, dim, dtype=kernel.dtype) for _ in range(2))
         angles = random_rows(rows, dim // 2, seed=7)
         decoder = kernel.new_decoder([layer], Geometry(heads, kv_heads, dim, 1e-5))
-        x, attention_output = decoder.forward(random_rows(rows, hidden, seed=8, dtype=kernel.dtype), angles.cos(), angles.sin(),
-                                      [LayersKV([store], 40, k, v, remainder)], parents_of([-1, 0, 0]))
+        x, attention_output = decoder.forward(
+            random_rows(rows, hidden, seed=8, dtype=kernel.dtype), angles.cos(), angles.sin(),
+            [LayersKV([store], 40, k, v, remainder)], parents_of([-1, 0, 0]))
         rotated = kernel.rope(attention_output.content[0], angles.cos(), angles.sin())
         torch.testing.assert_close(rotated, attention_output.queries[0])
         results.append([part.float() for part in (x, *attention_output)])
@@ -262,9 +263,9 @@ def test_an_unknown_variant_is_refused_and_the_known_ones_are_listed(monkeypatch
 
 
 def test_without_the_extension_the_reference_serves_and_says_so(monkeypatch, caplog):
-    from longdraft.kernels import cpu
+    from longdraft.kernels import native
 
-    monkeypatch.setattr(cpu, "WHY_MISSING", "no module named _cpu")
+    monkeypatch.setattr(native, "IMPORT_ERROR", "no module named _cpu")
     assert kernels.choose("cpu", "float32").name == "reference"
     assert "reinstall longdraft with a C++ compiler" in caplog.text
 

@@ -24,7 +24,7 @@ from longdraft.__main__ import run
 from longdraft.cli import display
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError, UsageError
-from longdraft.kernels import cpu
+from longdraft.kernels import native
 from longdraft.model import hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -233,7 +233,7 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 """
 
 
-@pytest.mark.skipif(not cpu.variants(), reason="the reference holds its weights as they come")
+@pytest.mark.skipif(not native.variants(), reason="the reference holds its weights as they come")
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory cannot be reset here")
 def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
     for stored in (torch.bfloat16, torch.float16, torch.float32):

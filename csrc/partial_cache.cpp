@@ -1,4 +1,4 @@
-#include "partial.h"
+#include "partial_cache.h"
 
 #include <cmath>
 #include <limits>
@@ -6,7 +6,7 @@
 namespace longdraft {
 namespace {
 
-constexpr float NOTHING = 1e-3f;  // a share of attention too small to be told from rounding
+constexpr float NEGLIGIBLE_SHARE = 1e-3f;  // a share of attention that rounding errors may produce
 
 float as_float(bool bf16, const void* data, long i) {
     if (!bf16) return static_cast<const float*>(data)[i];
@@ -28,28 +28,28 @@ void copy(const Kernels& kernels, const Store& source, Store& target, const int6
 }
 
 void remainder(const Kernels& kernels, Store& part, long length, long rows, long heads, const void* q, const void* whole,
-               const float* whole_lse, float* rest) {
-    // The rows' own keys and values are the last ones: read, and handed in again as a chain behind the others.
+               const float* whole_lse, float* out) {
+    // The rows' own keys and values are the last ones: read them, and pass them as a chain that follows the others.
     const long dim = part.dim, size = part.is_bf16 ? 2 : 4, held = part.heads * rows;
     std::vector<int64_t> last(static_cast<size_t>(held));
     for (long i = 0; i < held; i++) last[static_cast<size_t>(i)] = length - rows + i % rows;
     std::vector<char> k(static_cast<size_t>(held * dim * size)), v(k.size());
-    std::vector<char> out(static_cast<size_t>(rows * heads * dim * size));
+    std::vector<char> part_out(static_cast<size_t>(rows * heads * dim * size));
     std::vector<float> lse(static_cast<size_t>(rows * heads));
     std::vector<int32_t> parent(static_cast<size_t>(rows));
     for (long i = 0; i < rows; i++) parent[static_cast<size_t>(i)] = static_cast<int32_t>(i - 1);
     kernels.read(part, last.data(), rows, k.data(), v.data());
-    const Attention asked = {&part, length - rows, rows, heads, q, {k.data(), dim, rows * dim}, {v.data(), dim, rows * dim},
-                             parent.data(), 1.0f / std::sqrt(static_cast<float>(dim)), 0, nullptr, out.data(), lse.data()};
-    kernels.attention(&asked, 1);
-    for (long h = 0; h < rows * heads; h++, rest += dim + 1) {
+    const Attention attention = {&part, length - rows, rows, heads, q, {k.data(), dim, rows * dim}, {v.data(), dim, rows * dim},
+                             parent.data(), 1.0f / std::sqrt(static_cast<float>(dim)), 0, nullptr, part_out.data(), lse.data()};
+    kernels.attention(&attention, 1);
+    for (long h = 0; h < rows * heads; h++, out += dim + 1) {
         const float share = std::exp(lse[static_cast<size_t>(h)] - whole_lse[h]), left = 1.0f - share;
-        const bool is_nothing = !(left >= NOTHING);
+        const bool is_negligible = !(left >= NEGLIGIBLE_SHARE);
         for (long i = 0; i < dim; i++)
-            rest[i] = is_nothing ? 0.0f
+            out[i] = is_negligible ? 0.0f
                                  : (as_float(part.is_bf16, whole, h * dim + i) -
-                                    share * as_float(part.is_bf16, out.data(), h * dim + i)) / left;
-        rest[dim] = is_nothing ? -std::numeric_limits<float>::infinity() : whole_lse[h] + std::log(left);
+                                    share * as_float(part.is_bf16, part_out.data(), h * dim + i)) / left;
+        out[dim] = is_negligible ? -std::numeric_limits<float>::infinity() : whole_lse[h] + std::log(left);
     }
 }
 

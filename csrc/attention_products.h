@@ -1,6 +1,7 @@
-// The two products of attention, for a few rows at once: scores of queries with keys, and weighted values.
+// The two matrix products of attention for a few rows: scores (queries by keys) and weighted sums of values.
 //
-// `Attend<T>` says how many rows share one reading of the cache (BATCH) and does both. Rows lie `stride` apart.
+// `Products<T>` has both, and the number of rows that share one reading of the cache (BATCH). `stride` is the distance
+// between rows; `steps` counts multiply-accumulates of one word: words of a key, or words of positions.
 #pragma once
 
 #include "amx.h"
@@ -11,10 +12,10 @@
 
 namespace longdraft::LONGDRAFT_VARIANT {
 
-constexpr long AHEAD = 512;  // words between a load and the prefetch beside it (measured: 2 KiB)
+constexpr long AHEAD = 512;  // words between a load and the prefetch next to it; 2 KiB was fastest when measured
 
-// Scores of ROWS queries with groups of 16 keys: out[row * BLOCK + 16 * group + lane]. Each lane's sum is a chain of
-// dependent operations, so with few rows several groups are under way at once.
+// Scores of ROWS queries with GROUPS groups of 16 keys: out[row * BLOCK + 16 * group + lane]. Each lane's sum is a chain
+// of dependent operations, so with few rows several groups are computed at the same time.
 template <class T, int ROWS, int GROUPS>
 void score_groups(const uint32_t* q, long q_stride, const uint32_t* keys, long steps, float* out) {
     Floats sums[GROUPS][ROWS] = {};
@@ -37,9 +38,10 @@ void score_rows(const uint32_t* q, long q_stride, const uint32_t* keys, long cou
     for (; p < count; p += LANES) score_groups<T, ROWS, 1>(q, q_stride, keys + p * steps, steps, out + p);
 }
 
-// sums[row] += weights[row] . values, WIDE * 16 dimensions at a time, positions in order.
+// sums[row] += weights[row] . values, for WIDE * 16 dimensions, positions in order.
 template <class T, int ROWS, int WIDE>
-void mix_wide(const typename T::Element* weights, const uint32_t* values, long steps, long padded, float* sums, long stride) {
+void accumulate_wide(const typename T::Element* weights, const uint32_t* values, long steps, long padded, float* sums,
+                     long stride) {
     Floats acc[ROWS][WIDE];
     const uint32_t* words[ROWS];
     for (int r = 0; r < ROWS; r++) {
@@ -55,45 +57,46 @@ void mix_wide(const typename T::Element* weights, const uint32_t* values, long s
         for (int v = 0; v < WIDE; v++) store(sums + r * stride + v * LANES, acc[r][v]);
 }
 
-// The vector units: rows in registers, as many as there are.
-template <class T> struct Attend {
+// With vector instructions: the sums of all rows are in registers.
+template <class T> struct Products {
     using Element = typename T::Element;
     static constexpr int BATCH = 8;
 
     // out[row][position] = q[row] . keys[position], for `count` positions (a multiple of 16)
     static void score(int rows, const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps,
                       float (*out)[BLOCK]) {
-        some<BATCH>(rows, [&](auto n) { score_rows<T, n>(q, q_stride, keys, count, steps, out[0]); });
+        with_count<BATCH>(rows, [&](auto n) { score_rows<T, n>(q, q_stride, keys, count, steps, out[0]); });
     }
 
     // sums[row] += weights[row] . values, for `count` positions. Four rows at a time: more would not fit registers.
-    static void mix(int rows, const Element* weights, const uint32_t* values, long count, long padded, float* sums,
+    static void accumulate(int rows, const Element* weights, const uint32_t* values, long count, long padded, float* sums,
                     long stride) {
         for (int r = 0; r < rows; r += 4)
-            some<4>(std::min(4, rows - r), [&](auto n) {
+            with_count<4>(std::min(4, rows - r), [&](auto n) {
                 constexpr int ROWS = n;
                 const Element* mine = weights + r * BLOCK;
                 float* to = sums + r * stride;
-                long steps = count / T::STEP, d = 0;
+                long steps = count / T::PER_WORD, d = 0;
                 for (; d + 4 * LANES <= padded; d += 4 * LANES)
-                    mix_wide<T, ROWS, 4>(mine, values + d, steps, padded, to + d, stride);
-                for (; d < padded; d += LANES) mix_wide<T, ROWS, 1>(mine, values + d, steps, padded, to + d, stride);
+                    accumulate_wide<T, ROWS, 4>(mine, values + d, steps, padded, to + d, stride);
+                for (; d < padded; d += LANES)
+                    accumulate_wide<T, ROWS, 1>(mine, values + d, steps, padded, to + d, stride);
             });
     }
 
   private:
-    // f(rows), with the number known to the compiler.
-    template <int MOST, class F> static void some(int rows, F f) {
+    // Call f(rows), with the number of rows as a compile-time constant.
+    template <int MOST, class F> static void with_count(int rows, F f) {
         if constexpr (MOST > 1)
-            if (rows < MOST) return some<MOST - 1>(rows, f);
+            if (rows < MOST) return with_count<MOST - 1>(rows, f);
         f(std::integral_constant<int, MOST>{});
     }
 };
 
 #if defined(__AMX_BF16__)
-// The matrix unit: sixteen rows to a tile, and two tiles share one reading where there are more. A lone row stands for
-// all sixteen (stride 0), so none need be made up.
-template <> struct Attend<BF16> : amx::Unit {
+// With the matrix unit: sixteen rows to a tile; two tiles share one reading where there are more rows. A single row is
+// used for all sixteen rows of its tile (stride 0), so that no padding rows are needed.
+template <> struct Products<BF16> : amx::Unit {
     using Element = BF16::Element;
     static constexpr int BATCH = 2 * amx::ROWS;
     static constexpr int WORDS = amx::INNER / 2;
@@ -107,18 +110,18 @@ template <> struct Attend<BF16> : amx::Unit {
         for (; p < count; p += LANES) score_wide<1, 1>(q, from, keys + p * steps, steps, out[0] + p, to);
     }
 
-    static void mix(int rows, const Element* weights, const uint32_t* values, long count, long padded, float* sums,
+    static void accumulate(int rows, const Element* weights, const uint32_t* values, long count, long padded, float* sums,
                     long stride) {
         long from = rows == 1 ? 0 : BLOCK * 2, to = rows == 1 ? 0 : stride * 4, d = 0;
         if (rows > amx::ROWS)
-            for (; d < padded; d += 2 * LANES) mix_wide<2, 2>(weights, from, values + d, count, padded, sums + d, to);
+            for (; d < padded; d += 2 * LANES) accumulate_wide<2, 2>(weights, from, values + d, count, padded, sums + d, to);
         for (; d + 4 * LANES <= padded; d += 4 * LANES)
-            mix_wide<1, 4>(weights, from, values + d, count, padded, sums + d, to);
-        for (; d < padded; d += LANES) mix_wide<1, 1>(weights, from, values + d, count, padded, sums + d, to);
+            accumulate_wide<1, 4>(weights, from, values + d, count, padded, sums + d, to);
+        for (; d < padded; d += LANES) accumulate_wide<1, 1>(weights, from, values + d, count, padded, sums + d, to);
     }
 
   private:
-    // TILES * 16 rows with WIDE groups of 16 keys; `from` and `to` are the rows' distances in bytes.
+    // TILES * 16 rows by WIDE groups of 16 keys; `from` and `to` are the distances between rows in bytes.
     template <int TILES, int WIDE>
     static void score_wide(const uint32_t* q, long from, const uint32_t* keys, long steps, float* out, long to) {
         amx::each<TILES * WIDE>([](auto i) { amx::zero<amx::SUM + i>(); });
@@ -136,9 +139,9 @@ template <> struct Attend<BF16> : amx::Unit {
         });
     }
 
-    // The same with WIDE * 16 dimensions of the values.
+    // TILES * 16 rows by WIDE * 16 dimensions of the values.
     template <int TILES, int WIDE>
-    static void mix_wide(const Element* weights, long from, const uint32_t* values, long count, long padded, float* sums,
+    static void accumulate_wide(const Element* weights, long from, const uint32_t* values, long count, long padded, float* sums,
                          long to) {
         auto at = [&](auto i) { return sums + i / WIDE * amx::ROWS * to / 4 + i % WIDE * LANES; };
         amx::each<TILES * WIDE>([&](auto i) { amx::load<amx::SUM + i>(at(i), to); });
