@@ -40,7 +40,7 @@ class FastSampler:
         inside = [int(token) for token in banned if token < vocabulary]
         window = min(params.penalty_window, _MAX_WINDOW)
         self._native = native.new_choice(params.temperature, lowest, least, params.repetition_penalty, window,
-                                      params.seed or 0, vocabulary, inside)
+                                         params.seed or 0, vocabulary, inside)
         self._num_seen = 0
 
     def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:
