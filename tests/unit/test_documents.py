@@ -15,7 +15,8 @@ import longdraft
 from longdraft.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md",
+                                      "tests/promise/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "longdraft" / "bundled").glob("*/README.md"))
 LOG = ROOT / "docs" / "notebook.md"  # names files as they were
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
