@@ -1,11 +1,11 @@
-"""What a long text would take by each system, from segments of it that were measured.
+"""Estimate the decoding time of a long text by each system, from measured segments of it.
 
     longdraft bench run segments --prompt-file novel.txt --output segments.jsonl
     python benchmarks/extrapolate.py segments.jsonl --prefill 4096 --tokens 100000
 
-Seconds for a token are known in the middle of each segment; between two they are taken to go in a straight line (what
-attention reads grows like that), and beyond the outermost ones to stay on the nearest line. Acceptance behind a novel
-may not be that behind a model's own text: the figures say what systems cost, and are no measurement of a whole run.
+Seconds per token are known at the middle of each segment. Between two segments they are interpolated linearly (the
+bytes that attention reads grow linearly), and beyond the outermost ones extrapolated on the nearest line. Acceptance
+behind a novel may differ from that behind a model's own text, so these are estimates of cost, not measurements.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from longdraft.bench import experiment, results
 from longdraft.errors import UsageError
 from longdraft.report.table import Table
 
-Points = Sequence[tuple[float, float]]  # (context, seconds for a token), contexts rising
+Points = Sequence[tuple[float, float]]  # (context, seconds per token), by rising context
 
 
 def pace(points: Points, context: float) -> float:
-    """Seconds for a token at a context, on the lines through neighbouring points. Needs two of them."""
+    """Seconds per token at a context, on the lines through neighbouring points. Needs at least two points."""
     place = min(max(bisect_right([each for each, _ in points], context), 1), len(points) - 1)
     (before, low), (behind, high) = points[place - 1 : place + 1]
     return low + (high - low) * (context - before) / (behind - before)
 
 
 def seconds(points: Points, prefill: int, tokens: int) -> float:
-    """Of `tokens` behind `prefill`: lines are added up exactly by their middles, stretch by stretch."""
+    """Seconds of `tokens` tokens behind `prefill`: the exact sum over the lines, by the middle of each stretch."""
     marks = [each for each, _ in points if prefill < each < prefill + tokens]
     edges = [float(prefill), *marks, float(prefill + tokens)]
     return sum((end - start) * pace(points, (start + end) / 2) for start, end in pairwise(edges))
 
 
 def measured(found: results.Results) -> dict[str, list[tuple[float, float]]]:
-    """The points of each system; the median where a context was measured with several seeds or stretches."""
+    """System -> points; the median if a context was measured with several seeds or stretches."""
     all_paces: defaultdict[tuple[str, float], list[float]] = defaultdict(list)
     for text in found.texts.values():
         for system, turns in text.turns.items():
@@ -55,10 +55,10 @@ def measured(found: results.Results) -> dict[str, list[tuple[float, float]]]:
 
 
 def table(found: results.Results, prefill: int, tokens: int) -> Table:
-    """Minutes and times of the reference, the fastest first. UsageError where no system was measured twice."""
+    """Minutes, and speed relative to the reference, fastest first. Raises UsageError if no system has two contexts."""
     systems = measured(found)
     if not systems:
-        raise UsageError(f"{found.name} has no system at two contexts; give what `bench run segments` measured")
+        raise UsageError(f"{found.name} has no system at two contexts; give the file that `bench run segments` wrote")
     reference = next(iter(found.texts.values())).about["reference"]
     whole = {system: seconds(points, prefill, tokens) for system, points in systems.items()}
     names = {case.system: case.name.removesuffix(", behind {prefill}")
@@ -70,9 +70,9 @@ def table(found: results.Results, prefill: int, tokens: int) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("results", type=Path, help="what `longdraft bench run segments --output` wrote")
-    parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt")
-    parser.add_argument("--tokens", type=int, default=100_000, help="tokens of the text")
+    parser.add_argument("results", type=Path, help="the file that `longdraft bench run segments --output` wrote")
+    parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt; default: 4096")
+    parser.add_argument("--tokens", type=int, default=100_000, help="tokens of the text; default: 100000")
     given = parser.parse_args()
     try:
         print(table(results.read(given.results), given.prefill, given.tokens).markdown())

@@ -1,16 +1,16 @@
-"""A fleet that writes long texts on machines that may be taken away, simulated: what journals save, and the cost.
+"""Simulate a fleet that writes long texts on spot machines: the work that journals save, and the cost.
 
     python benchmarks/fleet.py --machines 16 --texts 2000 --spot-hours 2 --price 20
 
-A machine holds a model shared by its GPUs and writes as many texts at once as fit. Spot machines are lost at random
-(exponential, --spot-hours on average) and replaced after --replace minutes. A text that was cut goes back to the head
-of the queue: with journals on shared storage it goes on after its prefill is read again; without, it begins anew.
+A machine holds a model on several GPUs and writes as many texts together as fit. Spot machines are lost at random
+(exponential, --spot-hours on average) and replaced after --replace minutes. A cut text returns to the head of the
+queue. With journals on shared storage it continues after its tokens are read again; without journals it starts over.
 
-Taken from measurements of this repository: the share of the memory's bandwidth that a step reaches (results/
-roofline.json), and what a journal's step record takes (a record of 25 bytes and 4 for each token, 4 microseconds;
-docs/notebook.md). From paper: the step times of benchmarks/scaling.py. Assumed: tokens for each forward (--accepted;
-on the bundled model `auto` measured 6.4 over 100,000 tokens, for a large one nothing is measured yet), the cost of a
-verified row (scaling.py's arithmetic), prefill at half of the arithmetic's peak, losses, prices.
+Measured in this repository: the share of the memory's bandwidth that a step reaches (results/roofline.json), and the
+size of a journal's step record (25 bytes and 4 per token, 4 microseconds; docs/notebook.md). Computed: the step times
+of benchmarks/scaling.py. Assumed: tokens per forward (--accepted; on the bundled model `auto` reached 6.4 over 100,000
+tokens, large models are not measured yet), the cost of a verified row (scaling.py), prefill at half of the peak
+arithmetic, losses, prices.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from scaling import ROWS, Machine, step, texts_that_fit
 
 from longdraft.bench.shapes import SHAPES
 from longdraft.model import config, sizing
+from longdraft.report.table import Table
 
-_POINTS = 8  # of a text's length, at which a step's time is computed
-_RECORD, _TOKEN = 25, 4  # bytes
+_STRETCHES = 8  # of a text; a step's time is computed once per stretch
+_RECORD_BYTES, _TOKEN_BYTES = 25, 4  # of a journal
 
 
 @dataclass
-class Text:
-    """What is written of a text, and kept if its machine is lost."""
+class FleetText:
+    """The tokens of a text that are written, and those that are kept if its machine is lost."""
 
     number: int
     written: float = 0.0
@@ -41,7 +42,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What is fixed of a run. Times in seconds, prices in dollars for an hour of a machine."""
+    """The settings of a run. Times are in seconds, the price is in dollars per machine hour."""
 
     model: str
     gpus: int
@@ -63,36 +64,36 @@ class Fleet:
         return min(texts_that_fit(self.model, self.gpus, self.prompt + self.tokens, self.machine), self.texts)
 
     def tokens_per_s(self, written: float) -> float:
-        """Of one text among those that its machine writes, at this length."""
+        """Of one text, while its machine writes the whole batch, at this length."""
         rows = ROWS if self.accepted > 1 else 1
         whole = step(self.model, self.gpus, int(self.prompt + written), self.machine, rows, self.batch_size)
         return self.accepted / whole.seconds
 
     def prefill_s(self, tokens: float) -> float:
-        """To read a prompt, or a text that goes on, while the others of the machine wait."""
+        """To read a prompt or a continued text, while the batch waits."""
         parameters = sizing.model_sizes(config.parse_config(SHAPES[self.model])).parameters
         return 2 * parameters * tokens / (self.gpus * self.machine.operations / 2)
 
 
 def simulate(fleet: Fleet, seed: int) -> dict[str, float]:
     """Machines take texts from a queue until all are written."""
-    chance = random.Random(seed)
-    speeds = [fleet.tokens_per_s(fleet.tokens * (point + 0.5) / _POINTS) for point in range(_POINTS)]
-    queue = [Text(number) for number in reversed(range(fleet.texts))]
-    ready = [(0.0, number) for number in range(fleet.machines)]  # when each machine may begin a batch
+    rng = random.Random(seed)
+    speeds = [fleet.tokens_per_s(fleet.tokens * (point + 0.5) / _STRETCHES) for point in range(_STRETCHES)]
+    queue = [FleetText(number) for number in reversed(range(fleet.texts))]
+    ready = [(0.0, number) for number in range(fleet.machines)]  # when each machine can start a batch
     end = busy = computed = lost = 0.0
     losses = 0
     while queue:
         begin, number = heapq.heappop(ready)
         taken = [queue.pop() for _ in range(min(fleet.batch_size, len(queue)))]
-        until = begin + chance.expovariate(1 / fleet.spot_s)
+        until = begin + rng.expovariate(1 / fleet.spot_s)
         now = begin + fleet.load_s + sum(fleet.prefill_s(fleet.prompt + text.kept) for text in taken)
         for text in taken:
             text.written = text.kept
         while now < until and (open_texts := [text for text in taken if text.written < fleet.tokens]):
             longest = max(open_texts, key=lambda text: text.written)
-            part = min(_POINTS - 1, int(longest.written * _POINTS / fleet.tokens))
-            goal = min(fleet.tokens, (part + 1) * fleet.tokens / _POINTS)
+            part = min(_STRETCHES - 1, int(longest.written * _STRETCHES / fleet.tokens))
+            goal = min(fleet.tokens, (part + 1) * fleet.tokens / _STRETCHES)
             seconds = min((goal - longest.written) / speeds[part], until - now)
             for text in open_texts:
                 new = min(seconds * speeds[part], fleet.tokens - text.written)
@@ -113,22 +114,22 @@ def simulate(fleet: Fleet, seed: int) -> dict[str, float]:
     return {"hours": end / 3600, "machine_hours": busy / 3600, "losses": losses,
             "tokens_written_twice": lost / useful, "tokens_per_second": useful / end,
             "dollars_per_million_tokens": busy / 3600 * fleet.price / useful * 1e6,
-            "journal_bytes_per_token": (_RECORD / fleet.accepted + _TOKEN)}
+            "journal_bytes_per_token": _RECORD_BYTES / fleet.accepted + _TOKEN_BYTES}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-70b", choices=sorted(SHAPES))
-    parser.add_argument("--gpus", type=int, default=8, help="of a machine; default: 8")
-    parser.add_argument("--machines", type=int, default=16)
-    parser.add_argument("--texts", type=int, default=2000)
-    parser.add_argument("--tokens", type=int, default=100_000, help="of each text")
-    parser.add_argument("--prompt", type=int, default=2000, help="tokens of each prompt")
-    parser.add_argument("--accepted", type=float, default=1.0, help="tokens for each forward; 1: plain decoding")
-    parser.add_argument("--spot-hours", type=float, default=2.0, help="until a machine is lost, on average")
-    parser.add_argument("--replace", type=float, default=5.0, help="minutes until another takes its place")
-    parser.add_argument("--load", type=float, default=2.0, help="minutes to load the model")
-    parser.add_argument("--price", type=float, default=20.0, help="dollars for an hour of a machine")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of a machine; default: 8")
+    parser.add_argument("--machines", type=int, default=16, help="default: 16")
+    parser.add_argument("--texts", type=int, default=2000, help="default: 2000")
+    parser.add_argument("--tokens", type=int, default=100_000, help="tokens of each text; default: 100000")
+    parser.add_argument("--prompt", type=int, default=2000, help="tokens of each prompt; default: 2000")
+    parser.add_argument("--accepted", type=float, default=1.0, help="tokens per forward; default: 1 (plain decoding)")
+    parser.add_argument("--spot-hours", type=float, default=2.0, help="mean hours until a machine is lost; default: 2")
+    parser.add_argument("--replace", type=float, default=5.0, help="minutes until it is replaced; default: 5")
+    parser.add_argument("--load", type=float, default=2.0, help="minutes to load the model; default: 2")
+    parser.add_argument("--price", type=float, default=20.0, help="dollars per machine hour; default: 20")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     h100 = Machine(80e9, 3.35e12, 989e12, 450e9, 15e-6)
@@ -140,10 +141,11 @@ def main() -> None:
         if not fleet.batch_size:
             parser.error(f"{given.gpus} GPUs do not hold {given.model} and a text of {given.tokens} tokens")
         if not has_journals and fleet.tokens / fleet.tokens_per_s(fleet.tokens / 2) > 8 * fleet.spot_s:
-            continue  # no text would ever end
+            continue  # no text would ever finish
         found[name] = simulate(fleet, given.seed)
-        figures = ", ".join(f"{key.replace('_', ' ')} {value:,.2f}" for key, value in found[name].items())
-        print(f"{name}: {fleet.batch_size} texts on each machine, {figures}")
+    columns = ["", *(key.replace("_", " ") for key in next(iter(found.values())))]
+    rows = [[name, *(f"{value:,.2f}" for value in figures.values())] for name, figures in found.items()]
+    Table(f"{fleet.batch_size} texts on each machine", columns, rows).show()
     print(json.dumps({"settings": vars(given), **found}))
 
 

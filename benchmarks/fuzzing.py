@@ -1,7 +1,7 @@
-"""Inputs for `soak.py fuzz`: what a user can hand in, damaged or hostile. Each depends on its number alone.
+"""Inputs for `soak.py fuzz`: damaged and hostile user input. Each input depends on its number only.
 
-A process of its own tries some thousands at a time. An input is good if it is accepted or gets one of our own errors,
-in one line, within seconds and without a gigabyte.
+Each process tries some thousands. An input passes if it is accepted or raises a LongdraftError with one line, within
+seconds and less than a GiB of memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VALUES: list[Any] = [None, True, False, 0, 1, 2, -1, 2**31, 2**63, -(2**70), 1e3
 
 
 def run(first: int, count: int, chunk: int) -> tuple[dict[str, Any], list[str]]:
-    """Figures, and a line for each failure."""
+    """The figures, and a line for each failure."""
     kernels.set_threads(1)
     began, failures = time.monotonic(), []
     with tempfile.TemporaryDirectory() as name:
@@ -66,13 +66,13 @@ _grown, _slowest = [0], [0.0]
 
 def _make_model(folder: Path) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-    from conftest import make_checkpoint
+    from helpers.checkpoints import make_checkpoint
 
     make_checkpoint(folder, num_hidden_layers=1)
 
 
 def _child(folder: Path, start: int, count: int) -> tuple[Counter[str], list[str]]:
-    """A process that tries inputs; what it found, or how it died."""
+    """Try inputs in a child process. Returns its counts and failures, or its exit status as a failure."""
     shared = mmap.mmap(-1, 8)
     reader, writer = os.pipe()
     child = os.fork()
@@ -111,7 +111,7 @@ class Tries:
         self.sound = folder / "model"
         self.here = folder / f"try-{os.getpid()}"
         shutil.copytree(self.sound, self.here / "model")
-        os.chdir(self.here)  # where files of random names may lie
+        os.chdir(self.here)  # files with random names are written here
         self.model = self.here / "model"
         self.engine = longdraft.load(str(self.sound), drafter="suffix")
         self.params = longdraft.SamplingParams(max_new_tokens=60, seed=1)
@@ -131,18 +131,18 @@ class Tries:
         names = [name for name, kind in KINDS.items() for _ in range(kind[0])]
         for number in range(start, start + count):
             self._number[:] = number.to_bytes(8, "little")
-            chance = random.Random(number)
+            rng = random.Random(number)
             kind = names[number % len(names)]
             began = time.monotonic()
             signal.alarm(SECONDS)
             try:
-                KINDS[kind][1](self, chance)
+                KINDS[kind][1](self, rng)
                 counts[f"{kind} accepted"] += 1
             except LongdraftError as error:
                 counts[f"{kind} refused"] += 1
                 if "\n" in str(error).strip() or len(str(error)) > 5000:
                     failures.append(f"input {number} ({kind}): not one line: {str(error)[:200]!r}")
-            except BaseException as error:  # a failure is a failure, whatever it is
+            except BaseException as error:  # every other exception is a failure
                 failures.append(f"input {number} ({kind}): {type(error).__name__}: {str(error)[:200]}")
                 counts[f"{kind} failed"] += 1
             signal.alarm(0)
@@ -155,60 +155,60 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def mutated(chance: random.Random, data: bytes, least: int = 0, most: int = 1 << 14) -> bytes:
-    """Bytes changed, put in, cut out, repeated; in the file's bytes from `least` to `most`."""
+def mutated(rng: random.Random, data: bytes, least: int = 0, most: int = 1 << 14) -> bytes:
+    """Change, insert, cut and repeat bytes in the range from `least` to `most`."""
     found = bytearray(data)
-    for _ in range(chance.choice([1, 1, 1, 2, 6])):
-        at = chance.randrange(least, max(least + 1, min(len(found), most)))
-        length = chance.choice([0, 1, 1, 2, 4, 8, 100, 1000])
-        piece = chance.choice([chance.randbytes(length), bytes(length), b"\xff" * length, b"99999999999999999999",
+    for _ in range(rng.choice([1, 1, 1, 2, 6])):
+        at = rng.randrange(least, max(least + 1, min(len(found), most)))
+        length = rng.choice([0, 1, 1, 2, 4, 8, 100, 1000])
+        piece = rng.choice([rng.randbytes(length), bytes(length), b"\xff" * length, b"99999999999999999999",
                                bytes(found[at : at + length]), b"-1", b"[[[[", b'"', b"{}"])
-        found[at : at + chance.choice([0, 0, 1, len(piece), length])] = piece
-    return bytes(found[: chance.randrange(len(found) + 1)] if chance.random() < 0.1 else found)
+        found[at : at + rng.choice([0, 0, 1, len(piece), length])] = piece
+    return bytes(found[: rng.randrange(len(found) + 1)] if rng.random() < 0.1 else found)
 
 
-def changed(chance: random.Random, content: dict[str, Any]) -> bytes:
-    """A JSON object with other values at some places, at any depth."""
-    for _ in range(chance.choice([1, 1, 2, 3])):
+def changed(rng: random.Random, content: dict[str, Any]) -> bytes:
+    """A JSON object with other values at some places of any depth."""
+    for _ in range(rng.choice([1, 1, 2, 3])):
         place: Any = content
         while True:
             keys = list(place) if isinstance(place, dict) else list(range(len(place)))
             if not keys:
                 break
-            key = chance.choice(keys)
-            if isinstance(place[key], dict | list) and place[key] and chance.random() < 0.5:
+            key = rng.choice(keys)
+            if isinstance(place[key], dict | list) and place[key] and rng.random() < 0.5:
                 place = place[key]
                 continue
-            place[key] = copy.deepcopy(chance.choice(VALUES))
+            place[key] = copy.deepcopy(rng.choice(VALUES))
             break
     return json.dumps(content).encode()
 
 
-def _journal(tries: Tries, chance: random.Random) -> None:
-    """Any bytes behind the name of a journal."""
+def _journal(tries: Tries, rng: random.Random) -> None:
+    """A journal file with damaged or random bytes."""
     path = tries.here / "journal" / FILE
-    least = chance.choice([0, tries.begins, tries.begins])  # of the header one flip is as good as another
-    path.write_bytes(mutated(chance, tries.journal, least) if chance.random() < 0.95 else chance.randbytes(200))
+    least = rng.choice([0, tries.begins, tries.begins])  # mostly behind the header
+    path.write_bytes(mutated(rng, tries.journal, least) if rng.random() < 0.95 else rng.randbytes(200))
     found = read(path.parent)
     assert found.tokens.tolist() == tries.tokens[: len(found.tokens)], "wrong tokens"
     assert found.header == tries.header, "another header"
 
 
-def _records(tries: Tries, chance: random.Random) -> None:
-    """Right checksums over wrong records; then resumed."""
+def _records(tries: Tries, rng: random.Random) -> None:
+    """Wrong records with correct checksums, which are then resumed."""
     path = tries.here / "journal" / FILE
     path.write_bytes(tries.journal)
     found, digest = read(path.parent), form.Digest()
     header = json.loads(form.dump(found.header))
     run = json.loads(form.dump(found.runs[0]))
-    records = [(form.HEADER, changed(chance, header) if chance.random() < 0.5 else json.dumps(header).encode()),
-               (form.RUN, changed(chance, run) if chance.random() < 0.3 else json.dumps(run).encode())]
-    for _ in range(chance.randint(0, 3)):
-        tokens = np.array([chance.choice([0, 1, 5, 300, 319, 320, 2**31 - 1, -1])
-                           for _ in range(chance.randint(0, 5))], np.int32)
-        records.append(chance.choice([(form.TOKENS, form.dump_step(tokens, chance.randrange(2**32), chance.random())),
-                                      (form.TOKENS, chance.randbytes(chance.randrange(40))),
-                                      (form.FINISH, b'{"finish_reason": "length"}'), (chance.randrange(256), b"x")]))
+    records = [(form.HEADER, changed(rng, header) if rng.random() < 0.5 else json.dumps(header).encode()),
+               (form.RUN, changed(rng, run) if rng.random() < 0.3 else json.dumps(run).encode())]
+    for _ in range(rng.randint(0, 3)):
+        tokens = np.array([rng.choice([0, 1, 5, 300, 319, 320, 2**31 - 1, -1])
+                           for _ in range(rng.randint(0, 5))], np.int32)
+        records.append(rng.choice([(form.TOKENS, form.dump_step(tokens, rng.randrange(2**32), rng.random())),
+                                      (form.TOKENS, rng.randbytes(rng.randrange(40))),
+                                      (form.FINISH, b'{"finish_reason": "length"}'), (rng.randrange(256), b"x")]))
     content = form.MAGIC + b"".join(form.record(kind, payload, digest) for kind, payload in records)
     path.write_bytes(content)
     with tries.engine.resume(path.parent, fsync="never") as generation:
@@ -217,31 +217,31 @@ def _records(tries: Tries, chance: random.Random) -> None:
                 pass
 
 
-def _config(tries: Tries, chance: random.Random) -> None:
+def _config(tries: Tries, rng: random.Random) -> None:
     for name in ("config.json", "generation_config.json"):
         data = tries.files[name]
-        data = changed(chance, json.loads(data)) if chance.random() < 0.7 else mutated(chance, data)
+        data = changed(rng, json.loads(data)) if rng.random() < 0.7 else mutated(rng, data)
         (tries.model / name).write_bytes(data)
     longdraft.model.defaults.read_defaults(tries.model)
     model_config.read_config(tries.model)
 
 
-def _weights(tries: Tries, chance: random.Random) -> None:
+def _weights(tries: Tries, rng: random.Random) -> None:
     data = tries.files[checkpoint.WEIGHTS]
     length = 8 + int.from_bytes(data[:8], "little")
-    if chance.random() < 0.5:
-        header = changed(chance, json.loads(data[8:length]))
+    if rng.random() < 0.5:
+        header = changed(rng, json.loads(data[8:length]))
         data = len(header).to_bytes(8, "little") + header + data[length:]
     else:
-        data = mutated(chance, data, 0, length)
+        data = mutated(rng, data, 0, length)
     (tries.model / checkpoint.WEIGHTS).write_bytes(data)
     config = model_config.read_config(tries.sound)
     checkpoint.load_transformer(checkpoint.TensorFiles(tries.model), config, tries.engine.model.kernels)
 
 
-def _tokenizer(tries: Tries, chance: random.Random) -> None:
+def _tokenizer(tries: Tries, rng: random.Random) -> None:
     data = tries.files["tokenizer.json"]
-    data = changed(chance, json.loads(data)) if chance.random() < 0.5 else mutated(chance, data)
+    data = changed(rng, json.loads(data)) if rng.random() < 0.5 else mutated(rng, data)
     (tries.model / "tokenizer.json").write_bytes(data)
     tokenizer = Tokenizer(tries.model)
     stream = tokenizer.stream()
@@ -250,10 +250,10 @@ def _tokenizer(tries: Tries, chance: random.Random) -> None:
     stream.flush()
 
 
-def _prompt(tries: Tries, chance: random.Random) -> None:
-    pieces = [chance.randbytes(chance.randrange(50)), "é€😀".encode(), b"\xef\xbb\xbf", b"\0", b"<s></s>",
-              b"a" * chance.randrange(3000), b"\r\n\x1b[2J", "\u202e\u0301".encode() * 20]
-    (tries.here / "prompt").write_bytes(b"".join(chance.choices(pieces[chance.random() < 0.7 :], k=3)))
+def _prompt(tries: Tries, rng: random.Random) -> None:
+    pieces = [rng.randbytes(rng.randrange(50)), "é€😀".encode(), b"\xef\xbb\xbf", b"\0", b"<s></s>",
+              b"a" * rng.randrange(3000), b"\r\n\x1b[2J", "\u202e\u0301".encode() * 20]
+    (tries.here / "prompt").write_bytes(b"".join(rng.choices(pieces[rng.random() < 0.7 :], k=3)))
     ids = tries.engine.encode(read_prompt(None, str(tries.here / "prompt")))
     assert all(0 <= token < 320 for token in ids)
     stream = tries.engine.tokenizer.stream()
@@ -273,23 +273,23 @@ _WORDS = [*_NUMBERS, "", "1e-300", "1e400", "nan", "inf", "-inf", "9999999999999
           "--", "-", "1_0", "0x10", " 1", "1,2", "chain=9999999", "budget=1", "True", "None"]
 
 
-def _options(tries: Tries, chance: random.Random) -> None:
-    """A command line of random options and words, run to its end; nothing may be asked of the network."""
+def _options(tries: Tries, rng: random.Random) -> None:
+    """A command line of random options and words. `--offline` keeps it from the network."""
     arguments = ["generate", "It was", "--model", str(tries.sound), "--drafter", "plain", "--max-new-tokens", "2",
                  "--offline"]
-    if chance.random() < 0.3:
-        arguments = [chance.choice(["resume", "inspect"]), str(tries.here / "journal"), "--offline"]
-        content = tries.journal if chance.random() < 0.5 else mutated(chance, tries.journal, tries.begins)
+    if rng.random() < 0.3:
+        arguments = [rng.choice(["resume", "inspect"]), str(tries.here / "journal"), "--offline"]
+        content = tries.journal if rng.random() < 0.5 else mutated(rng, tries.journal, tries.begins)
         (tries.here / "journal" / FILE).write_bytes(content)
-    for _ in range(chance.randint(1, 3)):
-        option = chance.choice(_OPTIONS if arguments[0] == "generate" else _OPTIONS_OF_JOURNALS)
-        if chance.random() < 0.9:
-            word = chance.choice(_NUMBERS if chance.random() < 0.6 else _WORDS)
-            if option == "--prompt-file" and word == "-":  # waits for what is typed
+    for _ in range(rng.randint(1, 3)):
+        option = rng.choice(_OPTIONS if arguments[0] == "generate" else _OPTIONS_OF_JOURNALS)
+        if rng.random() < 0.9:
+            word = rng.choice(_NUMBERS if rng.random() < 0.6 else _WORDS)
+            if option == "--prompt-file" and word == "-":  # would read the terminal
                 continue
-            arguments += [option, word] if chance.random() < 0.5 else [f"{option}={word}"]
+            arguments += [option, word] if rng.random() < 0.5 else [f"{option}={word}"]
         else:
-            arguments.insert(chance.randrange(1, len(arguments)), option)
+            arguments.insert(rng.randrange(1, len(arguments)), option)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
         status = command_line(arguments)
     kernels.set_threads(1)
@@ -301,7 +301,7 @@ def _options(tries: Tries, chance: random.Random) -> None:
         raise LongdraftError(said.strip().splitlines()[-1])
 
 
-# How many of a hundred inputs are of each kind, and what tries one.
+# Kind -> how many of a hundred inputs, and the function that tries one.
 KINDS: dict[str, tuple[int, Callable[[Tries, random.Random], None]]] = {
     "journal": (34, _journal),
     "records": (10, _records),

@@ -1,12 +1,12 @@
-"""The table of docs/training.md: what trained drafters have learnt, and tokens for each forward that they bring.
+"""The table of docs/training.md: losses of trained drafters, and their mean accepted length.
 
     python benchmarks/heads.py paper=DIR ours=DIR glide=DIR small=DIR --text a.txt --text b.txt --output heads.json
 
-Losses are those that training measured at its end, of each head. The drafters then write `--new-tokens` behind the
-first N tokens of each text, N one of `--contexts`, at T = 0 and at T = 1 with min-p 0.1. Chained heads draft as in the
-paper: one guess of the model itself on its partial cache, one of each head, no n-grams (tree 1,1,...); independent ones
-the same without the model's guess; glide and small models as they do by default. The mean accepted length follows
-from weights and prompt alone, so it needs no quiet machine.
+Losses are those of each head at the end of its training. The drafters then write `--new-tokens` tokens behind the first
+N tokens of each text, for each N of `--contexts`, at T = 0 and at T = 1 with min-p 0.1. Chained heads draft as in the
+paper: one token of the model itself on its partial cache, one of each head, no n-grams (tree 1,1,...). Independent
+heads draft the same without the model's token; glide and small models draft with their defaults. The mean accepted
+length depends on weights and prompt only, not on the load of the machine.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import Any
 import longdraft
 from longdraft.engine import Engine
 from longdraft.model.medusa import is_medusa
+from longdraft.report.table import Table
 
 SAMPLING: tuple[dict[str, float], ...] = ({"temperature": 0.0}, {"temperature": 1.0, "min_p": 0.1})
 
 
 def drafting(folder: Path) -> tuple[str, dict[str, Any], str | None, list[dict[str, float]]]:
-    """Drafter, options, heads and the losses at the end of training."""
+    """Drafter, options, heads, and the losses at the end of the training."""
     config = json.loads((folder / "config.json").read_text())
-    if "architectures" in config:  # a model of its own
+    if "architectures" in config:  # a whole model
         training = json.loads((folder / "training.json").read_text())["training"]
         return "draft-model", {"model": str(folder)}, None, training["validation_metrics"]
     losses = config["training"]["validation_metrics"]
@@ -39,7 +40,7 @@ def drafting(folder: Path) -> tuple[str, dict[str, Any], str | None, list[dict[s
 
 
 def accepted(engine: Engine, prompts: list[list[int]], sampling: dict[str, float], new_tokens: int) -> float:
-    """New tokens over forwards, of all prompts."""
+    """New tokens / forwards, over all prompts."""
     written = steps = 0
     for prompt in prompts:
         params = engine.params(max_new_tokens=new_tokens, seed=7, ignore_eos=True, on_loop="off", **sampling)
@@ -53,12 +54,12 @@ def accepted(engine: Engine, prompts: list[list[int]], sampling: dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trained", nargs="+", help="NAME=FOLDER")
-    parser.add_argument("--model", default="novelist")
-    parser.add_argument("--text", type=Path, action="append", required=True)
-    parser.add_argument("--contexts", default="1024,8192,32768")
-    parser.add_argument("--new-tokens", type=int, default=300)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("trained", nargs="+", help="NAME=FOLDER of each trained drafter")
+    parser.add_argument("--model", default="novelist", help="the target model; default: novelist")
+    parser.add_argument("--text", type=Path, action="append", required=True, help="a text file; repeatable")
+    parser.add_argument("--contexts", default="1024,8192,32768", help="tokens of the prompts; default: 1024,8192,32768")
+    parser.add_argument("--new-tokens", type=int, default=300, help="tokens to write; default: 300")
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file, written after each drafter")
     given = parser.parse_args()
     contexts = [int(part) for part in given.contexts.split(",")]
     found: dict[str, Any] = {}
@@ -69,24 +70,25 @@ def main() -> None:
         lengths = {f"T={sampling['temperature']:g}": [
             accepted(engine, [text[:context] for text in texts], sampling, given.new_tokens) for context in contexts]
             for sampling in SAMPLING}
-        asked = {key: value for key, value in options.items() if key != "model"}  # a folder of this machine
+        asked = {key: value for key, value in options.items() if key != "model"}  # a path of this machine
         found[name] = {"drafter": drafter, "options": asked, "losses": losses, "contexts": contexts,
                        "mean_accepted_length": lengths}
         given.output.write_text(json.dumps({
             "model": given.model, "texts": [text.name for text in given.text], "new_tokens": given.new_tokens,
             "trained": found}, indent=1) + "\n")
-        print(row(name, found[name]), flush=True)
+    columns = ["drafter", "loss", "top-1, %", "top-3, %",
+               *(f"accepted, T={sampling['temperature']:g}" for sampling in SAMPLING)]
+    print(Table("Trained drafters", columns, [row(name, each) for name, each in found.items()]).markdown())
 
 
-def row(name: str, each: dict[str, Any]) -> str:
+def row(name: str, each: dict[str, Any]) -> list[str]:
     def joined(values: list[float], form: str) -> str:
         return " / ".join(format(value, form) for value in values)
 
-    cells = [name, joined([part["loss"] for part in each["losses"]], ".2f"),
+    return [name, joined([part["loss"] for part in each["losses"]], ".2f"),
              joined([100 * part["top1"] for part in each["losses"]], ".1f"),
              joined([100 * part["top3"] for part in each["losses"]], ".1f"),
              *(joined(values, ".2f") for values in each["mean_accepted_length"].values())]
-    return "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

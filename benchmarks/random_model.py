@@ -1,12 +1,12 @@
-"""A model of a known one's shape with random weights, to measure time and memory without its weights.
+"""Write a model with the shape of a known one and random weights, to measure time and memory.
 
     python benchmarks/random_model.py --like qwen2.5-1.5b OUT
     python benchmarks/random_model.py --like qwen2.5-1.5b --layers 2 DRAFT      # its first layers: a draft model
     longdraft generate "It was" --model OUT
 
-Written shard by shard, so that no more than a shard is in memory. The tokenizer is the bundled model's, with made-up
-words for the rest of the vocabulary; `heads` holds TokenSwift's heads as they are before training. What it writes
-means nothing, and how many drafts are accepted neither.
+It is written shard by shard, so that memory holds one shard only. The tokenizer is the bundled model's, with invented
+words for the rest of the vocabulary. `heads` holds untrained TokenSwift heads. Its texts and the acceptance of drafts
+are meaningless.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def write(shape: dict[str, Any], folder: Path, seed: int) -> None:
 
 
 def split(shapes: dict[str, tuple[int, ...]]) -> list[dict[str, tuple[int, ...]]]:
-    """Tensors in shards of SHARD_BYTES, but for those that are larger alone."""
+    """Split tensors into shards of at most SHARD_BYTES. A larger tensor gets a shard of its own."""
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     room = SHARD_BYTES
     for name, shape in shapes.items():
@@ -66,7 +66,7 @@ def weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def write_heads(folder: Path, shape: dict[str, Any]) -> None:
-    """Heads that add nothing to the row they read."""
+    """Heads whose output equals their input."""
     folder.mkdir()
     hidden = shape["hidden_size"]
     tensors = {}
@@ -87,9 +87,9 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--like", required=True, choices=SHAPES, help="whose shape")
-    parser.add_argument("--layers", type=int, help="only the first so many")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--like", required=True, choices=SHAPES, help="the model whose shape is used")
+    parser.add_argument("--layers", type=int, help="number of layers; default: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights; default: 0")
     parser.add_argument("folder", type=Path, help="a new folder")
     given = parser.parse_args()
     if given.folder.exists():

@@ -1,11 +1,11 @@
-"""The tables of docs/scale.md: what a step of a model shared by GPUs takes, from bytes, operations and links.
+"""The tables of docs/scale.md: the time of a step of a model on several GPUs, from bytes, operations and links.
 
     python benchmarks/scaling.py                                  # H100s with NVLink
     python benchmarks/scaling.py --memory 48 --bandwidth 0.864 --tflops 181 --link 25 --latency 30
 
-What the GPUs are said to do (--bandwidth, --tflops, --link, --latency) are their makers' figures and an assumption;
-the share of the bandwidth that a step reaches is what our CPU kernels were measured to reach with nothing in a cache
-(results/roofline.json, its longest context): on GPUs it is not measured yet.
+The limits of the GPUs (--bandwidth, --tflops, --link) are their makers' figures; the latency is assumed. The share of
+the bandwidth that a step reaches is the one measured for the CPU kernels with nothing cached (results/roofline.json,
+its longest context). It is not measured on GPUs yet.
 """
 
 from __future__ import annotations
@@ -17,17 +17,25 @@ from pathlib import Path
 
 from longdraft.bench.shapes import SHAPES
 from longdraft.model import config, sizing
+from longdraft.report.table import Table
 
 ROOFLINE = Path(__file__).parent / "results" / "roofline.json"
 MODELS = ("qwen2.5-32b", "llama-3.1-70b")
 CONTEXTS = (4096, 100_000)
-MANY = 1 << 18  # numbers from which a sum goes in two messages (longdraft/parallel/group.py)
-ROWS = 10  # of a verified tree
+TWO_STEP_SUM = 1 << 18  # numbers from which a sum takes two messages (longdraft/parallel/group.py)
+ROWS = 10  # of a draft tree
 
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs and their links: bytes, bytes/s, operations/s, bytes/s in each direction, seconds for a message."""
+    """GPUs and their links.
+
+    memory      bytes
+    bandwidth   bytes/s of the memory
+    operations  bfloat16 operations/s
+    link        bytes/s in each direction
+    latency     seconds of a message
+    """
 
     memory: float
     bandwidth: float
@@ -38,7 +46,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one forward: what memory, arithmetic and links take. Memory and arithmetic overlap."""
+    """Seconds of one forward by memory, arithmetic and links. Memory and arithmetic overlap."""
 
     memory: float
     arithmetic: float
@@ -50,13 +58,13 @@ class Step:
 
 
 def measured_share() -> float:
-    """Of the memory's bandwidth, what a plain step over a long context reached."""
+    """The share of the memory's bandwidth that a plain step reached at the longest context."""
     contexts = json.loads(ROOFLINE.read_text())["contexts"]
     return float(max(contexts, key=lambda record: record["context"])["share_of_floor_cold"])
 
 
 def step(name: str, gpus: int, context: int, machine: Machine, rows: int = 1, texts: int = 1) -> Step:
-    """A forward of `rows` rows for each of some texts, each with a context of its own."""
+    """A forward of `rows` rows for each of `texts` texts, each with its own context."""
     shape = config.parse_config(SHAPES[name])
     size = sizing.model_sizes(shape)
     read = size.read_bytes + texts * context * size.cache_bytes_per_token
@@ -68,11 +76,11 @@ def step(name: str, gpus: int, context: int, machine: Machine, rows: int = 1, te
 
 
 def links(shape: config.ModelConfig, gpus: int, rows: int, machine: Machine) -> float:
-    """Two sums in a layer and one for the embedding, float32; the head's logits; the leader's word."""
+    """Seconds for two float32 sums per layer and one for the embedding, the logits, and one message of rank 0."""
     if gpus == 1:
         return 0.0
     numbers = rows * shape.hidden_size
-    if numbers < MANY:
+    if numbers < TWO_STEP_SUM:
         a_sum = machine.latency + (gpus - 1) * numbers * 4 / machine.link
     else:
         a_sum = 2 * machine.latency + 2 * (gpus - 1) / gpus * numbers * 4 / machine.link
@@ -81,7 +89,7 @@ def links(shape: config.ModelConfig, gpus: int, rows: int, machine: Machine) -> 
 
 
 def texts_that_fit(name: str, gpus: int, context: int, machine: Machine) -> int:
-    """Texts of this length beside the weights, with a tenth of the memory for all else."""
+    """How many texts of this length fit beside the weights. A tenth of the memory is left for everything else."""
     size = sizing.model_sizes(config.parse_config(SHAPES[name]))
     room = 0.9 * gpus * machine.memory - size.weights_bytes
     return max(0, int(room // (context * size.cache_bytes_per_token)))
@@ -97,24 +105,20 @@ def main() -> None:
     given = parser.parse_args()
     machine = Machine(given.memory * 1e9, given.bandwidth * 1e12, given.tflops * 1e12, given.link * 1e9,
                       given.latency * 1e-6)
-    print("| model | GPUs | context | texts that fit | memory, ms | arithmetic | links | tokens/s, plain | to one GPU "
-          f"| {ROWS} rows cost | all texts, tokens/s |")
-    print("|---" * 11 + "|")
-    for name in MODELS:
-        for gpus in (1, 2, 4, 8):
-            for context in CONTEXTS:
-                print(row(name, gpus, context, machine))
+    columns = ["model", "GPUs", "context", "texts that fit", "memory, ms", "arithmetic", "links", "tokens/s, plain",
+               "to one GPU", f"{ROWS} rows cost", "all texts, tokens/s"]
+    rows = [row(name, gpus, context, machine) for name in MODELS for gpus in (1, 2, 4, 8) for context in CONTEXTS]
+    print(Table("A step of a model on several GPUs, computed", columns, rows).markdown())
 
 
-def row(name: str, gpus: int, context: int, machine: Machine) -> str:
+def row(name: str, gpus: int, context: int, machine: Machine) -> list[str]:
     plain, alone = step(name, gpus, context, machine), step(name, 1, context, machine)
     fit = texts_that_fit(name, gpus, context, machine)
-    cells = [name, str(gpus), f"{context:,}", str(fit) if fit else "-", f"{plain.memory * 1e3:.1f}",
+    return [name, str(gpus), f"{context:,}", str(fit) if fit else "-", f"{plain.memory * 1e3:.1f}",
              f"{plain.arithmetic * 1e3:.2f}", f"{plain.links * 1e3:.1f}", f"{1 / plain.seconds:.0f}",
              f"{alone.seconds / plain.seconds:.2f}",
              f"{step(name, gpus, context, machine, ROWS).seconds / plain.seconds:.2f}",
              f"{fit / step(name, gpus, context, machine, texts=fit).seconds:,.0f}" if fit else "-"]
-    return "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

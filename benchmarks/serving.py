@@ -1,12 +1,12 @@
-"""A server under load and under bad clients: what docs/server.md tells. Needs longdraft[dev].
+"""Measure a server under load and with faulty clients, for docs/server.md. Needs longdraft[dev].
 
     python benchmarks/serving.py latency                     # time to first token, tokens/s beside the command line
     python benchmarks/serving.py load --clients 128 --seconds 180
     python benchmarks/serving.py malformed --count 10000
-    python benchmarks/serving.py recovery --kills 5          # kill -9, restart, go on
-    python benchmarks/serving.py slow --readers 64           # readers that take a few bytes a second
+    python benchmarks/serving.py recovery --kills 5          # kill -9, restart, resume
+    python benchmarks/serving.py slow --readers 64           # readers that take a few bytes per second
 
-Each starts a server of its own, prints a table and ends with one line of JSON; --json FILE keeps it.
+Each command starts its own server, prints a table and one line of JSON; --json FILE writes it to a file.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import httpx
 import psutil
 
 import longdraft
+from longdraft.report.table import Table
 from longdraft.run_statistics import sha256_tokens
 
 COMPLETIONS = "/v1/completions"
@@ -40,7 +41,7 @@ PROMPTS = ("It was", "The ship", "She had not", "In the year 1843", "\"No,\" sai
 
 @contextmanager
 def server(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process of its own, as a user starts it."""
+    """The process and URL of a server that is started like a user starts it."""
     command = [sys.executable, "-m", "longdraft", "serve", "--port", "0", "--log-level", "info", *options]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
@@ -65,7 +66,7 @@ def library_text(engine: longdraft.Engine, asked: dict) -> str:
 
 
 async def ask(client: httpx.AsyncClient, url: str, asked: dict, patience: float | None) -> dict:
-    """One request. patience: seconds after which the client hangs up."""
+    """One request. The client disconnects after `patience` seconds."""
     began, first, text, status = time.monotonic(), None, "", 0
     try:
         async with asyncio.timeout(patience):
@@ -90,8 +91,8 @@ async def ask(client: httpx.AsyncClient, url: str, asked: dict, patience: float 
         return {"status": -1, "error": repr(error)}
 
 
-async def client_life(number: int, url: str, until: float, tokens: int, found: list) -> None:
-    """Ask again and again; a third of the time hang up in the middle."""
+async def run_client(number: int, url: str, until: float, tokens: int, found: list) -> None:
+    """Send requests until a time; a third of them is cut by disconnecting."""
     rng = random.Random(number)
     async with httpx.AsyncClient(timeout=None) as client:
         while time.monotonic() < until:
@@ -110,7 +111,7 @@ def load(args: argparse.Namespace) -> dict:
 
         async def run() -> None:
             until = time.monotonic() + args.seconds
-            clients = [asyncio.create_task(client_life(i, url, until, args.tokens, found)) for i in range(args.clients)]
+            clients = [asyncio.create_task(run_client(i, url, until, args.tokens, found)) for i in range(args.clients)]
             while time.monotonic() < until:
                 resident.append(process.memory_info().rss / 2**20)
                 await asyncio.sleep(args.seconds / 40)
@@ -144,7 +145,7 @@ def load(args: argparse.Namespace) -> dict:
 
 
 def latency(args: argparse.Namespace) -> dict:
-    """One client; the command line and the server in turns, the same text."""
+    """One client: the command line and the server write the same text in turns."""
     options = ["--max-new-tokens", str(args.tokens), "--seed", "7", "--min-p", "0.1"]
     asked = {"prompt": "It was", "max_tokens": args.tokens, "seed": 7, "stream": True, "longdraft": {"min_p": 0.1}}
     firsts, rates, wholes, lines = [], [], [], []
@@ -172,7 +173,7 @@ def latency(args: argparse.Namespace) -> dict:
 
 
 def malformed(args: argparse.Namespace) -> dict:
-    """Good bodies with bytes changed, cut, doubled; then one good request."""
+    """Valid bodies with bytes changed, cut and repeated; then one valid request."""
     rng = random.Random(args.seed)
     good = [json.dumps(each).encode() for each in (
         {"prompt": "a", "max_tokens": 1, "temperature": 0.5, "stop": ["x"], "logit_bias": {"5": 1.5}},
@@ -215,7 +216,7 @@ def malformed(args: argparse.Namespace) -> dict:
 
 
 def recovery(args: argparse.Namespace) -> dict:
-    """kill -9 at random moments, restart on the same journals, go on; the end is the uncut text."""
+    """kill -9 at random moments, restart on the same journals, resume; the result must equal the uncut text."""
     rng, seconds, kills, lost = random.Random(args.seed), [], 0, 0
     with tempfile.TemporaryDirectory() as folder:
         options, name, shown = ("--journals", folder), "one", ""
@@ -257,7 +258,7 @@ def recovery(args: argparse.Namespace) -> dict:
 
 
 async def read_slowly(url: str, asked: dict, until: asyncio.Event) -> str:
-    """A stream over a socket with the smallest buffer, 100 bytes a second until the others may go on; then the rest."""
+    """Read a stream with the smallest socket buffer: 100 bytes per second until `until` is set, then the rest."""
     host, port = url.removeprefix("http://").split(":")
     pipe = socket.socket()
     pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
@@ -280,7 +281,7 @@ async def read_slowly(url: str, asked: dict, until: asyncio.Event) -> str:
 
 
 def slow(args: argparse.Namespace) -> dict:
-    """Readers that take a few bytes a second: what they cost the server and a quick one, and whether they get all."""
+    """Readers that take a few bytes per second: their cost for the server and for a fast client, and their texts."""
     found: list[tuple[dict, str]] = []
     quick: dict[str, list[float]] = {"before": [], "beside": []}
     options = ("--journals", "none", "--max-running", "8", "--max-queued", "256", "--timeout", "3600")
@@ -306,7 +307,7 @@ def slow(args: argparse.Namespace) -> dict:
             await asyncio.sleep(3)
             async with httpx.AsyncClient() as client:
                 while (ready := (await client.get(url + "/ready")).json())["running"] + ready["waiting"]:
-                    await asyncio.sleep(1)  # all texts are being written, though hardly anybody reads
+                    await asyncio.sleep(1)  # the server finishes all texts, although the readers are slow
             await asyncio.sleep(args.seconds)
             resident["beside"] = process.memory_info().rss / 2**20
             await time_quick("beside")
@@ -333,7 +334,7 @@ def main() -> None:
                                ("malformed", malformed, (("count", 10_000), ("seed", 1))),
                                ("recovery", recovery, (("kills", 5), ("tokens", 3000), ("seed", 1))),
                                ("slow", slow, (("readers", 64), ("tokens", 1000), ("seconds", 60)))):
-        command = commands.add_parser(name, help=(run.__doc__ or "128 clients for minutes").splitlines()[0])
+        command = commands.add_parser(name, help=(run.__doc__ or "many clients for minutes").splitlines()[0])
         for option, default in options:
             command.add_argument(f"--{option}", type=int, default=default)
         command.add_argument("--json", type=Path)
@@ -341,8 +342,7 @@ def main() -> None:
     args = parser.parse_args()
     result = {"benchmark": f"serving {args.name}", "date": datetime.date.today().isoformat(),
               "longdraft_version": longdraft.__version__, **args.run(args)}
-    for key, value in result.items():
-        print(f"{key:42} {value}")
+    Table(result["benchmark"], ["", "value"], [[key, str(value)] for key, value in result.items()]).show()
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))

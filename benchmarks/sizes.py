@@ -1,8 +1,8 @@
-"""The table of docs/models.md: what known models need, and the floor of their time for a token.
+"""The table of docs/models.md: memory that known models need, and the floor of their time per token.
 
     python benchmarks/sizes.py --bandwidth 25 --memory 32
 
-`longdraft doctor --model ID` says the same of any model, with this machine's own bandwidth and memory.
+`longdraft doctor --model ID` prints the same for any model, with this machine's measured bandwidth and memory.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ import argparse
 
 from longdraft.bench.shapes import SHAPES
 from longdraft.model import config, sizing
+from longdraft.report.table import Table
 
 CONTEXTS = (4096, 100_000)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bandwidth", type=float, default=25.0, help="GB/s that memory is read with; default: 25")
-    parser.add_argument("--memory", type=float, default=32.0, help="GB of memory; default: 32")
+    parser.add_argument("--bandwidth", type=float, default=25.0, help="read bandwidth in GB/s; default: 25")
+    parser.add_argument("--memory", type=float, default=32.0, help="memory in GB; default: 32")
     given = parser.parse_args()
-    times = " | ".join(f"ms at {context:,}" for context in CONTEXTS)
-    print(f"| model | parameters | weights | cache for 1,024 tokens | context in {given.memory:g} GB | {times} |")
-    print("|---" * 7 + "|")
+    rows = []
     for name, shape in SHAPES.items():
         sizes = sizing.model_sizes(config.parse_config(shape))
         fits = sizes.max_context(int(given.memory * 1e9))
-        cells = [name, f"{sizes.parameters / 1e9:.2f} B", f"{sizes.weights_bytes / 1e9:.1f} GB",
-                 f"{1024 * sizes.cache_bytes_per_token / 1e6:.0f} MB", f"{fits:,}" if fits else "-",
-                 *(f"{sizes.ms_per_token(context, given.bandwidth * 1e9):,.0f}" if context <= sizes.context_limit
-                   else "-" for context in CONTEXTS)]
-        print("| " + " | ".join(cells) + " |")
+        rows.append([
+            name, f"{sizes.parameters / 1e9:.2f} B", f"{sizes.weights_bytes / 1e9:.1f} GB",
+            f"{1024 * sizes.cache_bytes_per_token / 1e6:.0f} MB", f"{fits:,}" if fits else "-",
+            *(f"{sizes.ms_per_token(context, given.bandwidth * 1e9):,.0f}" if context <= sizes.context_limit
+              else "-" for context in CONTEXTS)])
+    columns = ["model", "parameters", "weights", "cache for 1,024 tokens", f"context in {given.memory:g} GB",
+               *(f"ms at {context:,}" for context in CONTEXTS)]
+    print(Table("Known models", columns, rows).markdown())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What a text survives, at length: kill -9 at random moments, damaged inputs by the hundred thousand, 100,000 tokens.
+"""Long reliability tests: kill -9 at random moments, hundreds of thousands of damaged inputs, 100,000 tokens.
 
     python benchmarks/soak.py kills --count 100                  # processes that share one loaded model
     python benchmarks/soak.py kills --count 20 --command-line    # `longdraft generate` and `resume` themselves
     python benchmarks/soak.py fuzz --count 200000
     python benchmarks/soak.py long --tokens 100000
 
-Each ends with one JSON line, and with status 1 if anything was not as it must be. Figures: docs/reliability.md.
+Each ends with one JSON line, and with exit status 1 after any failure. Figures: docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ def end(figures: dict[str, Any], is_good: bool) -> None:
 
 
 class Killer:
-    """Processes that write one text after the other and are killed; the model is loaded once, before they part."""
+    """Processes that write texts and are killed. They are forked after the models are loaded."""
 
-    def __init__(self, tokens: int, chance: random.Random) -> None:
-        kernels.set_threads(1)  # threads do not outlive a fork
+    def __init__(self, tokens: int, rng: random.Random) -> None:
+        kernels.set_threads(1)  # threads do not survive a fork
         self._engines = {name: longdraft.load("novelist", drafter=name) for name in DRAFTERS}
-        self._tokens, self._chance = tokens, chance
-        self._shown = mmap.mmap(-1, 8)  # shared with the child: how many tokens it has shown
+        self._tokens, self._chance = tokens, rng
+        self._shown = mmap.mmap(-1, 8)  # shared with the child: the number of tokens it has shown
 
     def uncut(self, seed: int) -> tuple[str, float]:
-        """Hash of the text, and the seconds it takes."""
+        """The hash of the text, and the seconds to write it."""
         began = time.monotonic()
         *_, last = self._engines["suffix"].generate(PROMPT, params(self._tokens, seed))
         return last.stats["sha256_tokens"], time.monotonic() - began
 
     def start(self, journal: Path, seed: int) -> int:
-        """A child that begins the text or goes on with it. Returns its process id."""
+        """Start a child that begins or resumes the text. Returns its process id."""
         self._shown[:] = bytes(8)
         engine = self._engines[self._chance.choice(DRAFTERS)]
         if child := os.fork():
@@ -78,13 +78,13 @@ class Killer:
             os._exit(99)
 
     def is_lost(self, journal: Path) -> bool:
-        """Whether the child had shown more than the journal has."""
+        """Whether the child had shown more tokens than the journal holds."""
         shown = int.from_bytes(self._shown[:], "little")
         return shown > (len(read(journal).tokens) if (journal / FILE).exists() else 0)
 
 
 class CommandLine(Killer):
-    """The same, with a process of its own for each: loading can be killed too."""
+    """The same with `longdraft generate` and `resume`, so that loading can be killed too."""
 
     def start(self, journal: Path, seed: int) -> int:
         self._shown[:] = bytes(8)
@@ -103,9 +103,9 @@ def kills(count: Annotated[int, typer.Option(help="Processes to kill.")] = 100,
           tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 1500,
           seed: int = 1,
           command_line: Annotated[bool, typer.Option("--command-line")] = False) -> None:
-    """Kill -9 at random moments of generations and of resumes of resumes; each text must end as the uncut one."""
-    chance = random.Random(seed)
-    killer = (CommandLine if command_line else Killer)(tokens, chance)
+    """Kill -9 at random moments of generations and repeated resumes; each text must equal the uncut one."""
+    rng = random.Random(seed)
+    killer = (CommandLine if command_line else Killer)(tokens, rng)
     done = texts = equal = lost = failed = finished = 0
     most = 0
     while done < count:
@@ -118,7 +118,7 @@ def kills(count: Annotated[int, typer.Option(help="Processes to kill.")] = 100,
             while True:
                 child = killer.start(journal, texts)
                 is_last = done >= count
-                status = wait(child, None if is_last else chance.uniform(0, 0.7 * seconds))
+                status = wait(child, None if is_last else rng.uniform(0, 0.7 * seconds))
                 lost += killer.is_lost(journal)
                 if status is None:
                     done, here = done + 1, here + 1
@@ -136,7 +136,7 @@ def kills(count: Annotated[int, typer.Option(help="Processes to kill.")] = 100,
 
 
 def wait(child: int, seconds: float | None) -> int | None:
-    """The exit status of a child; None: it was killed after so many seconds."""
+    """The exit status of a child, or None if it was killed after `seconds` seconds."""
     deadline = time.monotonic() + (3600 if seconds is None else seconds)
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -150,9 +150,9 @@ def wait(child: int, seconds: float | None) -> int | None:
 
 @app.command()
 def fuzz(count: Annotated[int, typer.Option(help="Inputs.")] = 200_000,
-         first: Annotated[int, typer.Option(help="Number of the first; an input depends on its number alone.")] = 0,
-         chunk: Annotated[int, typer.Option(help="Inputs of one process.")] = 2000) -> None:
-    """Damaged and hostile inputs of every kind that can be handed in: our error or success, soon, in little room."""
+         first: Annotated[int, typer.Option(help="Number of the first input; each depends on its number only.")] = 0,
+         chunk: Annotated[int, typer.Option(help="Inputs per process.")] = 2000) -> None:
+    """Damaged and hostile inputs of every type: each succeeds or raises a LongdraftError, in little time and memory."""
     import fuzzing
 
     figures, failures = fuzzing.run(first, count, chunk)
@@ -163,10 +163,10 @@ def fuzz(count: Annotated[int, typer.Option(help="Inputs.")] = 200_000,
 
 @app.command("long")
 def long_run(tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 100_000,
-             drafter: str = "auto", every: Annotated[int, typer.Option(help="Tokens between two looks.")] = 2000,
+             drafter: str = "auto", every: Annotated[int, typer.Option(help="Tokens between two samples.")] = 2000,
              threads: int | None = None, output: Annotated[Path | None, typer.Option(help="Figures as JSON.")] = None,
              ) -> None:
-    """One text of the bundled model, journalled: resident memory against the cache, time per step against its model."""
+    """One journalled text of the bundled model: resident memory beside the caches, time per step beside a line."""
     engine = longdraft.load("novelist", drafter=drafter, threads=threads)
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -191,7 +191,7 @@ def long_run(tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 
 
 
 def growth(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Bytes for each token of the second half; and how far step times (medians) are from a line over the length."""
+    """Bytes per token of the second half, and the distance of median step times from a line over the length."""
     import numpy as np
 
     half = rows[len(rows) // 2 :]
@@ -199,7 +199,7 @@ def growth(rows: list[dict[str, float]]) -> dict[str, float]:
     resident = half[-1]["resident_bytes"] - half[0]["resident_bytes"]
     caches = sum(half[-1][name] - half[0][name] for name in ("cache_bytes", "drafter_bytes"))
     x, seconds = np.array([row["tokens"] for row in rows[1:]]), np.array([row["seconds_per_step"] for row in rows[1:]])
-    each, at_zero = np.polyfit(x, seconds, 1, w=1 / seconds)  # what counts is how far a step is off in its own terms
+    each, at_zero = np.polyfit(x, seconds, 1, w=1 / seconds)  # minimises relative errors
     apart = np.abs(seconds - (at_zero + each * x)) / (at_zero + each * x)
     return {"resident_bytes_per_token": resident / tokens,
             "bytes_per_token_beyond_the_caches": (resident - caches) / tokens,

@@ -138,8 +138,8 @@ def _require_fit(small: ModelConfig, large: ModelConfig) -> None:
             and small.hidden_size < large.hidden_size and small.intermediate_size <= large.intermediate_size
             and large.head_dim % small.head_dim == 0 and small.vocab_size <= large.vocab_size)
     if not fits:
-        raise ValueError("the large shape must have at least the small model's layers, KV heads, query heads for each KV "
-                         "head, inner size and vocabulary, a larger width, and a head size that is a multiple of its own")
+        raise ValueError("the large shape must have at least the small model's layers, KV heads, query heads per KV "
+                         "head, inner size and vocabulary, a larger width, and a multiple of its head size")
 
 
 def stretch(source: Path, shape: dict[str, int], target: Path) -> None:

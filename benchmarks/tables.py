@@ -1,11 +1,11 @@
-"""Writes the tables of docs/benchmarks.md from the results that are kept, between its markers.
+"""Write the tables of docs/benchmarks.md from the results in benchmarks/results/, between the document's markers.
 
     python benchmarks/tables.py            # rewrites the document
-    python benchmarks/tables.py --check    # says whether it is what the results say
+    python benchmarks/tables.py --check    # exit status 1 if the document differs from the results
 
     <!-- paper-smoke.jsonl 3 5 : alpha -->     α in the tables 3 and 5 of benchmarks/results/paper-smoke.jsonl
     <!-- end -->
-    <!-- segments.jsonl extrapolated : minutes -->     what segments say of a whole text (extrapolate.py)
+    <!-- segments.jsonl extrapolated : minutes -->     estimates for a whole text (extrapolate.py)
     <!-- end -->
 """
 
@@ -26,7 +26,7 @@ _MARKED = re.compile(r"(<!-- (\S+\.jsonl) ([\w ]+): ([\w ]+) -->\n).*?(<!-- end 
 
 
 def written(text: str) -> str:
-    """The document with its tables anew."""
+    """The document with new tables."""
     return _MARKED.sub(lambda found: f"{found[1]}\n{_tables(found[2], found[3].split(), found[4].split())}\n"
                        f"{found[5]}", text)
 
@@ -35,17 +35,17 @@ def _tables(file: str, ids: list[str], chosen: list[str]) -> str:
     found = results.read(ROOT / "benchmarks" / "results" / file)
     session = found.sessions[0]
     if ids == ["extrapolated"]:
-        grids = [extrapolate.table(found, 4096, 100_000)]
+        found_tables = [extrapolate.table(found, 4096, 100_000)]
     else:
         plan = experiment.load(session["experiment"]).chosen(ids)
         plan = replace(plan, tables=tuple(
             replace(table, measures=tuple(name for name in table.measures if name in chosen))
             for table in plan.tables))
-        grids = measures.tables(found, plan, plan.scale(session["scale"]))
-    told = (f"Model `{session['model']}`, weights sha256 {session['weights_sha256'][:12]}, commit {session['commit']}, "
-            f"{session['processor']}, {session['threads']} threads, seeds {session['seeds']}, prompt "
-            f"{session['prompt_sha256'][:12]}; measured {session['began'][:10]}.")
-    return "\n".join([told, "", *(grid.markdown() for grid in grids)])
+        found_tables = measures.tables(found, plan, plan.scale(session["scale"]))
+    origin = (f"Model `{session['model']}`, weights sha256 {session['weights_sha256'][:12]}, "
+              f"commit {session['commit']}, {session['processor']}, {session['threads']} threads, "
+              f"seeds {session['seeds']}, prompt {session['prompt_sha256'][:12]}; measured {session['began'][:10]}.")
+    return "\n".join([origin, "", *(table.markdown() for table in found_tables)])
 
 
 def main() -> int:

@@ -1,10 +1,10 @@
-"""What sharing a model costs and brings on this machine's cores: the only links there are to measure without GPUs.
+"""Measure tensor parallelism on this machine's cores, which needs no GPUs.
 
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py MODEL --tokens 40
 
-A text by all ranks with one thread each, and by rank 0 alone with one thread and with as many as there are ranks, in
-turns; medians of the ratios of neighbouring turns, and the time of a sum. One JSON line at the end. Both write one
-text if the hashes are equal; they need not be (docs/scale.md).
+A text is written in turns by all ranks with one thread each, by rank 0 alone with one thread, and by rank 0 alone
+with as many threads as ranks. The last line is JSON: medians of the ratios of neighbouring turns, and the time of a
+sum. The texts of one process and of several may differ (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PROMPT = "It was the best of times, it was the worst of times, " * 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--tokens", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("model", help="bundled name, model folder or hub id")
+    parser.add_argument("--tokens", type=int, default=40, help="tokens of a text; default: 40")
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     given = parser.parse_args()
     _, size = parallel.in_torchrun()
     shared = longdraft.load(given.model, drafter="plain", threads=1, tensor_parallel=size)
