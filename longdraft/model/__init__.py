@@ -1,1 +1,1 @@
-"""The Llama-family decoder: configuration, weights, tokenizer, heads."""
+"""The model: configuration, weights, the transformer, tokenizer, chat templates, heads and glide layers."""

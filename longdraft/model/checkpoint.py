@@ -1,4 +1,7 @@
-"""ModelWeights from a Hugging Face folder: one safetensors file or shards, strict both ways."""
+"""Weights from a Hugging Face folder, in one safetensors file or in shards, packed for the kernels.
+
+A tensor that is missing, unexpected or misshapen is an error. `load_transformer` is the entry point.
+"""
 
 from __future__ import annotations
 
@@ -28,47 +31,49 @@ INDEX = "model.safetensors.index.json"
 QUANTIZE = ("none", "int8")
 HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
 
-ReadCallback = Callable[[int, int], None]  # bytes done, bytes in all
+ReadCallback = Callable[[int, int], None]  # called with (bytes read, bytes in all)
 
 
 class TensorFiles:
-    """The tensors of a folder by name, read when asked for.
+    """The tensors of a folder by name. They are memory-mapped and read on use.
 
-    single   the file where there are no shards
+    single   name of the file, where the folder has no shards
     on_read  called with (bytes read, bytes in all) after each tensor
     """
 
     def __init__(self, folder: Path, single: str = WEIGHTS, on_read: ReadCallback | None = None) -> None:
         self.folder = folder
-        self.files = [TensorFile(path) for path in _files(folder, single)]
-        self._where: dict[str, TensorFile] = {}
+        self.files = [TensorFile(path) for path in _weight_files(folder, single)]
+        self._file_of: dict[str, TensorFile] = {}
         for file in self.files:
             for name in file.entries:
-                if name in self._where:
-                    raise ModelError(f"{name} stands in {self._where[name].path} and in {file.path}")
-                self._where[name] = file
+                if name in self._file_of:
+                    raise ModelError(f"{name} is in {self._file_of[name].path} and in {file.path}; remove one of them")
+                self._file_of[name] = file
         self._on_read = on_read
         self._read: set[str] = set()
-        self._last = ""  # of which pages may be in memory
+        self._mapped = ""  # the tensor whose pages may be in memory
 
     def names(self) -> set[str]:
-        return set(self._where)
+        return set(self._file_of)
 
     @property
     def nbytes(self) -> int:
-        return sum(self._size(name) for name in self._where)
+        return sum(self._size(name) for name in self._file_of)
 
     def read(self, name: str, pick: Pick | None = None) -> Tensor:
-        """A floating-point tensor, or a part of it, without NaN or infinity: a view of the file, not to be kept or
-        written into. Of what is not picked nothing is read."""
-        file = self._where[name]
+        """A floating-point tensor, or the part that `pick` selects: a read-only view of the file, for immediate use.
+
+        Raises ModelError for other types, and for values that are NaN or infinite. The rest of a tensor is not read.
+        """
+        file = self._file_of[name]
         if problem := self._wrong_type(name):
             raise ModelError(f"{file.path}: {problem}")
         tensor = self._view(name) if pick is None else pick(self._view(name))
-        # A sum with a NaN or an infinity in it is none, and takes a fraction of the time that reading does.
-        # One that overflows by itself is looked into.
+        # A sum with a NaN or an infinity is not finite, and costs a fraction of reading the tensor. A finite tensor
+        # whose sum overflows is counted as well, and passes.
         if not tensor.sum().isfinite() and (bad := int((~tensor.isfinite()).sum())):
-            raise ModelError(f"{file.path}: {name} has {bad} values that are NaN or infinite; the file is damaged, or "
+            raise ModelError(f"{file.path}: {name} has {bad} values that are NaN or infinite: the file is damaged, or "
                              "its training failed; get it again")
         if self._on_read:
             self._read.add(name)
@@ -76,9 +81,11 @@ class TensorFiles:
         return tensor
 
     def stack(self, names: Sequence[str], dtype: torch.dtype | None, picks: Sequence[Pick | None] = ()) -> Tensor:
-        """Tensors (or what `picks` take of each) as one of this dtype (None: the first one's own), one below the other:
-        no more in memory than that and the part being read."""
-        own = FLOATS[self._where[names[0]].entries[names[0]].dtype]
+        """Tensors, or the parts that `picks` select, concatenated along their rows in one dtype.
+
+        Needs memory for the result and the part being read only. dtype None: that of the first tensor.
+        """
+        own = FLOATS[self._file_of[names[0]].entries[names[0]].dtype]
         dtype = dtype or own
         if len(names) == 1 and own == dtype:
             return self.read(names[0], *picks)
@@ -89,36 +96,39 @@ class TensorFiles:
         for name, pick, shape in zip(names, picks, shapes, strict=True):
             stacked[row : row + shape[0]] = self.read(name, pick)
             row += shape[0]
-        self._forget()
+        self._release()
         return stacked
 
     def _view(self, name: str) -> Tensor:
-        """A tensor as it is stored; lets go of the one before."""
-        self._forget()
-        self._last = name
-        return self._where[name].view(name)
+        """A tensor as it is stored. Releases the pages of the previous one."""
+        self._release()
+        self._mapped = name
+        return self._file_of[name].view(name)
 
-    def _forget(self) -> None:
-        if self._last:
-            self._where[self._last].forget(self._last)
+    def _release(self) -> None:
+        if self._mapped:
+            self._file_of[self._mapped].forget(self._mapped)
 
     def _size(self, name: str) -> int:
-        entry = self._where[name].entries[name]
+        entry = self._file_of[name].entries[name]
         return entry.stop - entry.start
 
     def _wrong_type(self, name: str) -> str:
-        dtype = self._where[name].entries[name].dtype
-        return "" if dtype in FLOATS else f"{name} holds {dtype}, allowed: {', '.join(FLOATS)}"
+        dtype = self._file_of[name].entries[name].dtype
+        return "" if dtype in FLOATS else f"{name} has dtype {dtype}; allowed: {', '.join(FLOATS)}"
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._where[name].entries[name].shape
+        return self._file_of[name].entries[name].shape
 
     def check(self, expected: Mapping[str, tuple[int, ...]], present: Set[str], what: str) -> None:
-        """ModelError naming every tensor of `present` that is missing, surplus or misshapen beside `expected`."""
+        """Raise ModelError unless the tensors `present` are those of `expected`, in name and shape.
+
+        what  the source of `expected`, for the message, which lists up to eight differences
+        """
         both = sorted(expected.keys() & present)
         problems = [f"missing {name}" for name in sorted(expected.keys() - present)]
-        problems += [f"surplus {name}" for name in sorted(present - expected.keys())]
-        problems += [f"{name} is {list(self.shape(name))}, not {list(expected[name])}"
+        problems += [f"unexpected {name}" for name in sorted(present - expected.keys())]
+        problems += [f"{name} has shape {list(self.shape(name))}, not {list(expected[name])}"
                      for name in both if self.shape(name) != expected[name]]
         problems += [problem for name in both if (problem := self._wrong_type(name))]
         if problems:
@@ -126,14 +136,14 @@ class TensorFiles:
             raise ModelError(f"{self.folder} does not match {what}: {shown}")
 
     def fingerprint(self) -> str:
-        """sha256 over names, shapes, dtypes and the bytes of every tensor but heads'."""
+        """SHA-256 over name, shape, dtype and bytes of every tensor, except those of heads."""
         digest = hashlib.sha256()
         for name in sorted(self.names()):
             if not name.startswith(HEADS_PREFIX):
                 tensor = self._view(name)
                 digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
                 digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        self._forget()
+        self._release()
         return digest.hexdigest()
 
 
@@ -142,50 +152,51 @@ def _picked(shape: tuple[int, ...], pick: Pick | None) -> tuple[int, ...]:
 
 
 def _temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory of its own, which the system has back as soon as nobody needs it.
+    """An uninitialised tensor in its own memory mapping, which the system gets back as soon as the tensor is unused.
 
-    The allocator's would lie between the weights, and what is packed next would not fit where it lay: 1.25 times
-    the memory for a model of 80 MB.
+    The allocator would place temporaries between the packed weights. The holes they leave are too small for later
+    weights, which costs 1.25 times the memory for a model of 80 MB.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=dtype, count=math.prod(shape)).view(shape)
 
 
-def _files(folder: Path, single: str) -> list[Path]:
+def _weight_files(folder: Path, single: str) -> list[Path]:
     index = folder / INDEX
     names = shard_names(index) if single == WEIGHTS and index.exists() else [single]
     return [folder / name for name in names]
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index names: plain names, so that no index leads out of its folder."""
+    """The files that an index lists. Raises ModelError for paths, which could lead out of the folder."""
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(s, str) for s in shards.values()):
-        raise ModelError(f"{index} has no weight_map of names to files")
+        raise ModelError(f"{index} must have a weight_map from tensor names to file names")
     names = sorted(set(shards.values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{index} names {name[:200]!r}, which is not a safetensors file of the folder")
+            raise ModelError(f"{index} lists {name[:200]!r}; allowed: names of .safetensors files in its folder")
     return names
 
 
-class _Stacked(NamedTuple):
-    """A weight of ours: the tensors of a file, by name and segments of rows, that lie in it one below the other.
+class _StackedLinear(NamedTuple):
+    """One of our matrices: tensors of the file, concatenated along their rows.
 
-    is_summed  ranks have some of its columns each, not of its rows
+    parts            name of each tensor, and the lengths of the segments that its rows consist of
+    is_row_parallel  ranks split the columns, and add up their results; otherwise they split the rows
     """
 
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     columns: int
     has_bias: bool
-    is_summed: bool = False
+    is_row_parallel: bool = False
 
-    def picks(self, part: Shard) -> list[Pick | None]:
-        return [part.columns() if self.is_summed else part.rows(segments) for _, segments in self.parts]
+    def picks(self, shard: Shard) -> list[Pick | None]:
+        return [shard.columns() if self.is_row_parallel else shard.rows(segments) for _, segments in self.parts]
 
 
-def _linears(config: ModelConfig) -> dict[str, _Stacked]:
-    """The weights of a layer by their names in LayerWeights."""
+def _linears(config: ModelConfig) -> dict[str, _StackedLinear]:
+    """The matrices of a layer, by their names in LayerWeights."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv: tuple[tuple[str, tuple[int, ...]], ...] = (
@@ -194,15 +205,15 @@ def _linears(config: ModelConfig) -> dict[str, _Stacked]:
     if config.is_fused:
         qkv, gate_up = (("self_attn.qkv_proj", (q, kv, kv)),), (("mlp.gate_up_proj", (inner, inner)),)
     return {
-        "qkv": _Stacked(qkv, hidden, config.qkv_bias),
-        "out": _Stacked((("self_attn.o_proj", (hidden,)),), q, config.out_bias, is_summed=True),
-        "gate_up": _Stacked(gate_up, hidden, config.mlp_bias),
-        "down": _Stacked((("mlp.down_proj", (hidden,)),), inner, config.mlp_bias, is_summed=True),
+        "qkv": _StackedLinear(qkv, hidden, config.qkv_bias),
+        "out": _StackedLinear((("self_attn.o_proj", (hidden,)),), q, config.out_bias, is_row_parallel=True),
+        "gate_up": _StackedLinear(gate_up, hidden, config.mlp_bias),
+        "down": _StackedLinear((("mlp.down_proj", (hidden,)),), inner, config.mlp_bias, is_row_parallel=True),
     }
 
 
 def _norms(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """The norms of a layer by their names in LayerWeights: name in the file, and width."""
+    """The norms of a layer, by their names in LayerWeights: name in the file, and width."""
     first, second = "input_layernorm", "post_attention_layernorm"
     if config.post_norm:
         first, second = "post_attention_layernorm", "post_feedforward_layernorm"
@@ -215,7 +226,7 @@ def _norms(config: ModelConfig) -> dict[str, tuple[str, int]]:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a checkpoint of this configuration must hold, by its Hugging Face name."""
+    """Shape of every tensor in a checkpoint of this configuration, by its Hugging Face name."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
@@ -235,13 +246,13 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _rotated_order(config: ModelConfig) -> Tensor | None:
-    """Rows of qkv so that the pairs which are rotated lie half a head apart, as the kernels rotate them.
+    """An order of qkv's rows in which the dimensions of each rotated pair are half a head apart, as the kernels expect.
 
-    Of a head of which only the first `dims` dimensions are rotated (a with b), the others are halved:
+    If RoPE rotates only the first `dims` dimensions of a head (a with b), the other ones are split in halves:
 
         [ a | b | c | d ]  ->  [ a | c | b | d ]
 
-    Queries and keys alike, so that their products stay what they were. None: the file's order will do.
+    Queries and keys have the same order, so their products do not change. None: the file's order is right.
     """
     head_dim, dims = config.head_dim, config.rope.dims
     if dims == head_dim:
@@ -255,47 +266,46 @@ def _rotated_order(config: ModelConfig) -> Tensor | None:
 
 
 def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str = "none") -> Transformer:
-    """The transformer of a folder, or this rank's part of it; ModelError names every missing, surplus or misshapen
-    tensor.
+    """The transformer of a folder. Raises ModelError that lists missing, unexpected and misshapen tensors.
 
-    kernels   parallel ones share the weights out: of each only this rank's part is read
-    quantize  none | int8: each weight is quantised when it is packed, one after the other
+    kernels   kernels of a rank load this rank's share of each weight only
+    quantize  "none" or "int8", which quantises each matrix while it is packed
     """
-    whole, shares = config, part_of(kernels)
+    whole, shard = config, part_of(kernels)
     _check(files, whole)
-    config = shard_config(whole, shares, quantize)
+    config = shard_config(whole, shard, quantize)
     order = _rotated_order(config)
     is_int8 = quantize == "int8"
     pack, dtype = partial(kernels.pack, is_int8=is_int8), None if is_int8 else kernels.dtype
 
-    def linear(layer: str, stacked: _Stacked, order: Tensor | None = None) -> Linear:
-        def part(kind: str, dtype: torch.dtype | None) -> Tensor:
-            names = [f"{layer}{name}.{kind}" for name, _ in stacked.parts]
-            taken = files.stack(names, dtype, () if is_added and kind == "bias" else stacked.picks(shares))
-            return taken if order is None else taken[order]
+    def linear(layer: str, stacked: _StackedLinear, order: Tensor | None = None) -> Linear:
+        def read(suffix: str, dtype: torch.dtype | None) -> Tensor:
+            names = [f"{layer}{name}.{suffix}" for name, _ in stacked.parts]
+            rows = files.stack(names, dtype, () if is_row_parallel and suffix == "bias" else stacked.picks(shard))
+            return rows if order is None else rows[order]
 
-        is_added = stacked.is_summed and shares.size > 1
-        has_bias = stacked.has_bias and not (is_added and shares.rank)  # added once
-        packed = pack(part("weight", dtype), part("bias", kernels.dtype) if has_bias else None)
-        return RowParallel(packed) if is_added else packed
+        is_row_parallel = stacked.is_row_parallel and shard.size > 1
+        has_bias = stacked.has_bias and not (is_row_parallel and shard.rank)  # the first rank adds it
+        packed = pack(read("weight", dtype), read("bias", kernels.dtype) if has_bias else None)
+        return RowParallel(packed) if is_row_parallel else packed
 
     def table(name: str) -> Linear:
-        if shares.size == 1:
+        if shard.size == 1:
             return pack(files.stack((name,), dtype))
-        own = shares.vocabulary(whole.vocab_size)
+        own = shard.vocabulary(whole.vocab_size)
         packed = pack(files.stack((name,), dtype, [lambda rows: rows[own]]))
         return ColumnParallel(packed, own.start, whole.vocab_size)
 
     def norm(name: str) -> Tensor:
         return files.read(name).to(kernels.device, kernels.dtype, copy=True)
 
-    # The largest first, while nothing else is in memory: packing one takes room for it twice.
+    # Largest first, while little else is in memory: packing a weight needs its memory twice.
     embedding = table("model.embed_tokens.weight")
     head = embedding if config.is_tied else table("lm_head.weight")
     layers = []
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
-        norms = {ours: norm(f"{layer}{name}.weight") for ours, (name, _) in _norms(config).items()}
+        norms = {name: norm(f"{layer}{file_name}.weight") for name, (file_name, _) in _norms(config).items()}
         linears = _linears(whole)
         layers.append(LayerWeights(
             attention_norm=norms["attention_norm"],
@@ -314,13 +324,14 @@ def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, 
 
 
 def _check(files: TensorFiles, config: ModelConfig) -> None:
-    if config.num_layers > len(files.names()):  # before all their names are written down
-        raise ModelError(f"config.json has {config.num_layers} layers, {files.folder} {len(files.names())} tensors")
+    if config.num_layers > len(files.names()):  # checked before the names of all expected tensors are built
+        raise ModelError(f"config.json says {config.num_layers} layers, but {files.folder} has only "
+                         f"{len(files.names())} tensors")
     expected = expected_shapes(config)
     present = {name for name in files.names()
                if not name.startswith(HEADS_PREFIX) and not name.endswith("rotary_emb.inv_freq")}
     if config.is_tied:
-        present.discard("lm_head.weight")  # some files repeat the tied table
+        present.discard("lm_head.weight")  # some files have it although it is tied
     files.check(expected, present, "its config.json")
     _check_rope(config)
 
@@ -330,11 +341,11 @@ def _check_rope(config: ModelConfig) -> None:
         lengths = (1, config.max_positions)
         found = [rope.frequencies(config.rope, config.trained_positions, length) for length in lengths]
         is_sound = all(bool(inverse.isfinite().all()) and math.isfinite(factor) for inverse, factor in found)
-    except (ArithmeticError, AssertionError, TypeError, ValueError):  # whatever numbers that make no sense lead to
+    except (ArithmeticError, AssertionError, TypeError, ValueError):  # the possible results of nonsensical settings
         is_sound = False
     if not is_sound:
         raise ModelError(f"config.json: rope type {config.rope.kind!r} with base {config.rope.theta} and "
-                         f"{dict(config.rope.settings)} gives no angles")
+                         f"{dict(config.rope.settings)} gives no finite angles")
 
 
 def dump_json(path: Path, data: object) -> None:

@@ -1,7 +1,7 @@
-"""What a model's `generation_config.json` says of sampling: request over file over built-in.
+"""Sampling defaults from a model's `generation_config.json`. They apply where a request sets nothing else.
 
     defaults = read_defaults(folder)
-    defaults.params({"max_new_tokens": 1000, "temperature": 0.8})    # top-p and the rest as the file says
+    defaults.params({"max_new_tokens": 1000, "temperature": 0.8})    # top_p and the others from the file
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from longdraft.errors import UsageError
 from longdraft.model.config import read_json
 
 FILE = "generation_config.json"
-_TAKEN = ("temperature", "top_p", "top_k", "min_p", "eta_cutoff", "repetition_penalty", "stop_strings")
-# What would change the text and is not ours, with the values that mean "off".
+_SUPPORTED = ("temperature", "top_p", "top_k", "min_p", "eta_cutoff", "repetition_penalty", "stop_strings")
+# Settings that would change the text and that longdraft does not have, with the values that turn them off.
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": (), "begin_suppress_tokens": (), "constraints": (), "diversity_penalty": (0,),
     "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,), "epsilon_cutoff": (0,),
@@ -32,19 +32,22 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
 class Defaults:
     """The sampling defaults of a model.
 
-    settings  name -> value, of our names; `do_sample` among them where the file has it
-    ignored   what the file says and longdraft does not do, each with its reason
+    settings  longdraft's name -> value, and `do_sample` if the file has it
+    ignored   settings of the file that longdraft cannot use, each with the reason
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
     def params(self, given: Mapping[str, Any]) -> SamplingParams:
-        """`given` (our names, Hugging Face's or OpenAI's; None: left out) over these over the built-in ones."""
+        """Sampling parameters: `given`, else these defaults, else the built-in ones.
+
+        given  by longdraft's names, Hugging Face's or OpenAI's; None counts as not given
+        """
         chosen = {name: value for name, value in given.items() if value is not None}
         names = {ALIASES.get(name, name) for name in chosen}
         if "temperature" in names:
-            names.add("do_sample")  # the file's: a temperature is asked for, whether or not it would sample
+            names.add("do_sample")  # an explicit temperature overrides the file's do_sample
         if chosen.get("do_sample") is False:
             names.add("temperature")
         kept = {name: value for name, value in self.settings.items() if name not in names}
@@ -55,21 +58,21 @@ class Defaults:
 
 
 def read_defaults(folder: Path) -> Defaults:
-    """The defaults of a model folder; none where it has no file of them."""
+    """The defaults of a model folder; empty if it has no generation_config.json."""
     path = folder / FILE
     return parse_defaults(read_json(path)) if path.exists() else Defaults()
 
 
 def parse_defaults(config: Mapping[str, Any]) -> Defaults:
-    """Translate the dictionary of a `generation_config.json`. What cannot be used is named, not followed."""
+    """Translate the dictionary of a `generation_config.json`. Settings that cannot be used are listed as ignored."""
     settings: dict[str, Any] = {}
     ignored = [f"{name} {config[name]!r} (not supported)" for name, off in FOREIGN.items()
                if not is_off(config.get(name), off)]
-    for name in _TAKEN:
+    for name in _SUPPORTED:
         if (value := config.get(name)) is None:
             continue
         try:
-            settings[ALIASES.get(name, name)] = _checked(name, value)
+            settings[ALIASES.get(name, name)] = _validated(name, value)
         except UsageError as error:
             ignored.append(str(error).replace(" is ", " ", 1))
     if isinstance(do_sample := config.get("do_sample"), bool):
@@ -80,17 +83,17 @@ def parse_defaults(config: Mapping[str, Any]) -> Defaults:
 
 
 def is_off(value: Any, off: tuple[Any, ...]) -> bool:
-    """Whether a foreign setting changes nothing: it is not given, empty, or one of the values `off`."""
+    """Whether an unsupported setting has no effect: it is not given, empty, or one of the values `off`."""
     return value is None or value is False or value in ([], {}, *off)
 
 
 def describe_defaults(params: SamplingParams) -> str:
-    """The settings that came from the model, for people: `temperature 0.6, top-p 0.95`."""
-    return ", ".join(f"{name.replace('_', '-')} {_shown(getattr(params, name))}" for name in params.from_model)
+    """The settings that came from the model, as text: `temperature 0.6, top-p 0.95`."""
+    return ", ".join(f"{name.replace('_', '-')} {_format(getattr(params, name))}" for name in params.from_model)
 
 
-def _checked(name: str, value: Any) -> Any:
-    """The value as SamplingParams takes it. UsageError where it is out of range or of another kind."""
+def _validated(name: str, value: Any) -> Any:
+    """The value as SamplingParams takes it. Raises UsageError if it is out of range or of the wrong type."""
     if name == "stop_strings":
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, list):
@@ -98,5 +101,5 @@ def _checked(name: str, value: Any) -> Any:
     return getattr(SamplingParams.from_names({name: value}), ALIASES.get(name, name))
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     return ", ".join(map(repr, value)) if isinstance(value, tuple) else f"{value:g}"

@@ -1,7 +1,7 @@
-"""How each family differs from Llama, and what those that are not supported would need.
+"""How each model family differs from Llama, and what unsupported families would need.
 
-A family is a few flags (docs/models.md, "Families"); the transformer is one. `defaults` are what `transformers` takes
-where a `config.json` is silent, as far as that is not what it takes for Llama.
+A family is a set of flags (docs/models.md, "Families") for the one transformer. To add a family that needs no new
+arithmetic, add an entry to `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ HeadNorms = Literal["none", "each", "all"]
 
 @dataclass(frozen=True)
 class Family:
-    """
-    qkv_bias       whether q, k, v have a bias; None: as `attention_bias` says
-    out_bias       whether the attention's output has
-    mlp_bias       whether the MLP has; None: as `mlp_bias` says
-    head_norms     RMSNorm of queries and keys before their rotation: of each head, or of all as one vector
-    post_norm   norms stand behind attention and MLP, not before them; they round once, after their weight
-    is_fused       q, k, v are one tensor in the file, gate and up another
-    windows        sliding windows: in all layers where sliding_window is a number, or in those that layer_types (or
-                   max_window_layers) names where use_sliding_window is true
-    skips_rope     some layers may be without rotation (no_rope_layers)
-    is_multiplied  embedding_, residual_, attention_multiplier and logits_scaling are read
+    """What a family does differently.
+
+    qkv_bias       q, k and v have a bias; None: as `attention_bias` in config.json says
+    out_bias       the attention's output projection has a bias; None: as `attention_bias` says
+    mlp_bias       the MLP has biases; None: as `mlp_bias` in config.json says
+    head_norms     RMSNorm of queries and keys before RoPE: "each" head, or "all" heads as one vector
+    post_norm      norms follow attention and MLP instead of preceding them; they round once, after their weight
+    is_fused       the file has one tensor for q, k and v, and one for gate and up
+    windows        sliding windows: in "all" layers if sliding_window is a number, or in "some", which layer_types (or
+                   max_window_layers) lists, if use_sliding_window is true
+    skips_rope     layers may be without RoPE (no_rope_layers)
+    is_multiplied  config.json has embedding_, residual_ and attention_multiplier, and logits_scaling
     rotates_part   partial_rotary_factor may be below 1
+    defaults       values that `transformers` assumes where config.json has none, if they differ from Llama's
     """
 
     qkv_bias: bool | None = None
@@ -59,20 +61,21 @@ FAMILIES: dict[str, Family] = {
 }
 
 _EXPERTS = "mixture-of-experts layers"
+# Unsupported families -> what longdraft lacks; part of the error message.
 MISSING: dict[str, str] = {
     "gemma": "gated GELU, norms whose weight is 1 + w, scaled embeddings",
-    "gemma2": "logit soft-capping, gated GELU, norms on both sides of attention and MLP",
-    "gemma3": "gated GELU, norms on both sides of attention and MLP, a second rope for windowed layers",
-    "gemma3_text": "gated GELU, norms on both sides of attention and MLP, a second rope for windowed layers",
-    "cohere": "LayerNorm, attention and MLP side by side",
-    "cohere2": "LayerNorm, attention and MLP side by side",
+    "gemma2": "logit soft-capping, gated GELU, norms before and after attention and MLP",
+    "gemma3": "gated GELU, norms before and after attention and MLP, a second RoPE for layers with a window",
+    "gemma3_text": "gated GELU, norms before and after attention and MLP, a second RoPE for layers with a window",
+    "cohere": "LayerNorm, parallel attention and MLP",
+    "cohere2": "LayerNorm, parallel attention and MLP",
     "deepseek_v2": f"latent attention, {_EXPERTS}",
     "deepseek_v3": f"latent attention, {_EXPERTS}",
-    "exaone4": "norms behind attention and MLP with a norm of each head",
-    "falcon": "LayerNorm, an MLP without gate",
-    "glm4": "norms on both sides of attention and MLP, rotation of neighbouring dimensions",
-    "gpt2": "learned positions, LayerNorm, an MLP without gate",
-    "gpt_neox": "LayerNorm, an MLP without gate",
+    "exaone4": "norms after attention and MLP combined with per-head norms",
+    "falcon": "LayerNorm, an MLP without a gate",
+    "glm4": "norms before and after attention and MLP, RoPE on adjacent dimensions",
+    "gpt2": "learned positions, LayerNorm, an MLP without a gate",
+    "gpt_neox": "LayerNorm, an MLP without a gate",
     "gpt_oss": f"attention sinks, {_EXPERTS}",
     "granitemoe": _EXPERTS,
     "granitemoehybrid": f"state-space layers, {_EXPERTS}",
@@ -81,17 +84,17 @@ MISSING: dict[str, str] = {
     "mamba": "state-space layers",
     "mamba2": "state-space layers",
     "mixtral": _EXPERTS,
-    "mistral3": "images",
-    "mllama": "cross-attention to images",
+    "mistral3": "image input",
+    "mllama": "image input by cross-attention",
     "olmo": "LayerNorm without weights",
-    "olmo3": "a second rope for windowed layers",
-    "phi": "LayerNorm, attention and MLP side by side",
+    "olmo3": "a second RoPE for layers with a window",
+    "phi": "LayerNorm, parallel attention and MLP",
     "phimoe": _EXPERTS,
     "qwen2_moe": _EXPERTS,
-    "qwen2_vl": "images, rotation by three positions",
-    "qwen2_5_vl": "images, rotation by three positions",
+    "qwen2_vl": "image input, RoPE with three positions",
+    "qwen2_5_vl": "image input, RoPE with three positions",
     "qwen3_moe": _EXPERTS,
     "qwen3_next": f"linear attention, {_EXPERTS}",
     "stablelm": "LayerNorm",
-    "starcoder2": "LayerNorm, an MLP without gate",
+    "starcoder2": "LayerNorm, an MLP without a gate",
 }

@@ -1,8 +1,8 @@
-"""The hash of a model's weights, computed once for each state of its files.
+"""The hash of a model's weights, cached in the user's cache folder.
 
-Hashing reads every byte: seconds to minutes for a large model. The user's cache folder keeps the result beside what the
-system says of the files. Whoever writes into a file changes its ctime, which nobody can set back; only a write in the
-same tick of the clock could hide, so a hash of files that have just been written is not kept.
+Hashing reads every byte, which takes seconds to minutes for a large model. The cache entry records the files' status.
+Any write to a file changes its ctime, which programs cannot set. Only a write within the same clock tick could go
+unnoticed, so the hash of files that were just written is not cached.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from pathlib import Path
 from longdraft.errors import ModelError
 from longdraft.model.checkpoint import TensorFiles
 
-_WORTH_KEEPING = 1 << 27  # bytes of weights; less is hashed in a fraction of a second
-_TICK_S = 2.0  # longer than any file system's
+_MIN_CACHED_BYTES = 1 << 27  # smaller weights are hashed in a fraction of a second
+_TICK_S = 2.0  # longer than the time resolution of any file system
 
 
 def weights_sha256(files: TensorFiles) -> str:
-    """`files.fingerprint()`, from the cache where the files are what they were.
+    """SHA-256 of the weights: `files.fingerprint()`, cached while the files do not change.
 
-    ModelError where they are not those that were loaded any more.
+    Raises ModelError if the files have been replaced since they were opened.
     """
     _require_unchanged(files)
-    if not files.files or files.nbytes < _WORTH_KEEPING:
+    if not files.files or files.nbytes < _MIN_CACHED_BYTES:
         return files.fingerprint()
     try:
         folder = cache_dir()
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home folder
         return files.fingerprint()
-    state = _state(files)
+    state = _status(files)
     kept = folder / f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(kept.read_text(encoding="utf-8"))["sha256"])
     found = files.fingerprint()
     is_settled = max(ctime for *_, ctime in state) < (time.time() - _TICK_S) * 1e9
-    if is_settled and _state(files) == state:
-        with contextlib.suppress(OSError):  # a home that cannot be written to costs time, nothing else
+    if is_settled and _status(files) == state:
+        with contextlib.suppress(OSError):  # a cache folder that is not writable costs only time
             kept.parent.mkdir(parents=True, exist_ok=True)
             partial = kept.with_suffix(f".{os.getpid()}")
             partial.write_text(json.dumps({"sha256": found, "files": state}), encoding="utf-8")
@@ -51,22 +51,22 @@ def weights_sha256(files: TensorFiles) -> str:
 def _require_unchanged(files: TensorFiles) -> None:
     for file in files.files:
         try:
-            there = os.stat(file.path)
+            current = os.stat(file.path)
         except OSError as error:
-            raise ModelError(f"{file.path} is gone since it was loaded ({error.strerror}); give it back") from error
-        about = file.about
-        if ((there.st_dev, there.st_ino, there.st_size, there.st_mtime_ns)
-                != (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)):
+            raise ModelError(f"{file.path} was removed after it was loaded ({error.strerror}); restore it") from error
+        if any(getattr(current, name) != getattr(file.stat, name)
+               for name in ("st_dev", "st_ino", "st_size", "st_mtime_ns")):
             raise ModelError(f"{file.path} was replaced after it was loaded; load the model again")
 
 
 def cache_dir() -> Path:
+    """Folder of the cached hashes. Raises RuntimeError if the user has no home folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "longdraft" / "fingerprints"
 
 
-def _state(files: TensorFiles) -> list[tuple[str, int, int, int, int, int]]:
-    """What changes when a file does: where it lies, and which, how large and how old it is."""
+def _status(files: TensorFiles) -> list[tuple[str, int, int, int, int, int]]:
+    """Path, device, inode, size, mtime and ctime of each file, some of which change when the file does."""
     found = []
     for file in files.files:
         path = Path(os.path.realpath(file.path))

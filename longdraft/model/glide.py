@@ -1,14 +1,14 @@
-"""Glide (LongSpec, arXiv 2502.17421): one decoder layer that drafts for a target, and reads the target's own cache.
+"""Glide (LongSpec, arXiv 2502.17421): one decoder layer that drafts, and reads the target's own KV cache.
 
     x = embedding of the token
-    x = x + attention over the `window` rows of this layer before it
-    x = x + attention of a query of its own over the target's last layer's keys and values
-    x = x + MLP                                 logits = LM_head(RMSNorm(x)), the target's
+    x = x + attention over the last `window` rows of this layer
+    x = x + attention of a separate query over the keys and values of the target's last layer
+    x = x + MLP                                 logits = LM_head(RMSNorm(x)), with the target's LM_head
 
-Its memory is `window` rows whatever the length of the text: a ring, in which a row takes the place of the one that has
-left the window. The order of rows in it does not matter, since each key carries its rotation.
+Its own cache has `window` rows, whatever the length of the text. It is a ring buffer: each new row replaces the oldest.
+The order of rows in it does not matter, because keys are stored with their rotation.
 
-A folder holds config.json (kind, window, sizes and hash of the target) and model.safetensors.
+A folder has config.json (kind, window, sizes and hash of the target) and model.safetensors.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _NORMS = ("input_layernorm", "cross_layernorm", "post_attention_layernorm", "nor
 
 
 class GlideWeights(NamedTuple):
+    """The packed weights of the layer."""
+
     qkv: Linear
     out: Linear
     cross_q: Linear
@@ -42,11 +44,11 @@ class GlideWeights(NamedTuple):
 
 
 def glide_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a glide file for this target."""
+    """Shape of every tensor in a glide file for a target of this configuration."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    found: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in _NORMS}
-    return found | {
+    norms: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in _NORMS}
+    return norms | {
         "self_attn.q_proj.weight": (q, hidden), "self_attn.k_proj.weight": (kv, hidden),
         "self_attn.v_proj.weight": (kv, hidden), "self_attn.o_proj.weight": (hidden, q),
         "cross_attn.q_proj.weight": (q, hidden), "cross_attn.o_proj.weight": (hidden, q),
@@ -56,7 +58,7 @@ def glide_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class GlideRows(NamedTuple):
-    """A layer's rows [T, hidden] and their keys and values [T, Hkv, D]."""
+    """Output [T, hidden] of the layer for T rows, and their keys and values [T, Hkv, D]."""
 
     hidden: Tensor
     k: Tensor
@@ -64,7 +66,7 @@ class GlideRows(NamedTuple):
 
 
 class Glide:
-    """The layer. Holds no state of any text."""
+    """The layer. It holds no state of any text."""
 
     def __init__(self, weights: GlideWeights, window: int, target: Transformer) -> None:
         self.window = window
@@ -73,11 +75,11 @@ class Glide:
 
     def forward(self, tokens: Sequence[int], start: int, target: Transformer, own: KVStore, own_length: int,
                 keys: KVStore, num_keys: int) -> GlideRows:
-        """Rows of a chain of tokens at positions start, start + 1, ...
+        """Run tokens at positions start, start + 1, ...
 
-        target    the model with the rotations of this text (`Transformer.for_length`)
-        own       this layer's rows that are seen, in slots 0 .. own_length
-        keys      the target's last layer's, positions 0 .. num_keys; every row sees all of them
+        target      the target model with the rotations of this text (`Transformer.for_length`)
+        own         this layer's cache, of which the first `own_length` rows are visible
+        keys        cache of the target's last layer; every row sees its first `num_keys` positions
         """
         kernels, config, weights = target.kernels, target.config, self._weights
         cos, sin = target.rotations(range(start, start + len(tokens)))
@@ -95,17 +97,20 @@ class Glide:
         return GlideRows(x + kernels.linear(inner, weights.down), k, v)
 
     def _cross(self, x: Tensor, cos: Tensor, sin: Tensor, keys: KVStore, num_keys: int) -> Tensor:
-        """The kernels' attention ends at a row's own key: the target's last one takes that place."""
+        """Attention over the target's cache.
+
+        The kernels' attention always includes a row's own key and value. The last row of the target takes their place.
+        """
         kernels, config = self._target.kernels, self._target.config
         q = kernels.linear(x, self._weights.cross_q).view(len(x), -1, config.head_dim)
         last = torch.full((config.num_kv_heads, 1), num_keys - 1)
         k, v = (part.transpose(0, 1).expand(len(x), -1, -1).contiguous() for part in keys.read(last))
-        alone = torch.full((len(x),), -1, dtype=torch.int32)
-        seen = kernels.attention(kernels.rope(q, cos, sin), KV(keys, num_keys - 1, k, v), alone)
-        return kernels.linear(seen.output.flatten(1), self._weights.cross_out)
+        parents = torch.full((len(x),), -1, dtype=torch.int32)
+        attended = kernels.attention(kernels.rope(q, cos, sin), KV(keys, num_keys - 1, k, v), parents)
+        return kernels.linear(attended.output.flatten(1), self._weights.cross_out)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V] float32 of rows [R, hidden]."""
+        """Logits [R, V] float32 of the layer's output [R, hidden]."""
         return self._target.head(self._norm(hidden, 3))
 
     def _norm(self, x: Tensor, index: int) -> Tensor:
@@ -113,30 +118,35 @@ class Glide:
 
 
 def is_glide(folder: Path) -> bool:
+    """Whether a folder has a glide layer."""
     return (folder / "config.json").exists() and read_json(folder / "config.json").get("kind") == GLIDE_KIND
 
 
 def load_glide(folder: Path, target: Transformer, check: Callable[[Path, dict[str, Any]], None]) -> Glide:
-    """From a folder; what does not fit the target is a ModelError. `check` compares what config.json says of it."""
+    """A glide layer from a folder. Raises ModelError if it does not fit the target.
+
+    check  raises ModelError if the folder's config.json records another target
+    """
     config = read_json(folder / "config.json")
     check(folder, config)
     window = config.get("window")
     if not isinstance(window, int) or not 1 <= window <= 4096:
         raise ModelError(f"{folder}: window is {window!r} in config.json; allowed: 1 to 4096")
     if target.config.rope.dims != target.config.head_dim:
-        raise ModelError(f"{folder}: glide needs a model that rotates whole heads; this one rotates a part of each")
+        raise ModelError(f"{folder}: glide needs a model with RoPE on whole heads (partial_rotary_factor 1); choose "
+                         "another drafter for this model")
     files = TensorFiles(folder)
     expected = glide_shapes(target.whole)
     files.check(expected, files.names(), "its config.json and this model")
-    kernels, shares = target.kernels, part_of(target.kernels)
+    kernels, shard = target.kernels, part_of(target.kernels)
 
     def pack(*names: str) -> Linear:
-        """Shared out like the target's: this rank's heads and inner width."""
-        files_names = [f"{name}.weight" for name in names]
-        is_summed = names[0].endswith(("o_proj", "down_proj")) and shares.size > 1
-        picks = [shares.columns() if is_summed else shares.rows(expected[name][:1]) for name in files_names]
-        packed = kernels.pack(files.stack(files_names, kernels.dtype, picks))
-        return RowParallel(packed) if is_summed else packed
+        """One matrix from several tensors; for a rank, its share, as for the target's layers."""
+        keys = [f"{name}.weight" for name in names]
+        is_row_parallel = names[0].endswith(("o_proj", "down_proj")) and shard.size > 1
+        picks = [shard.columns() if is_row_parallel else shard.rows(expected[key][:1]) for key in keys]
+        packed = kernels.pack(files.stack(keys, kernels.dtype, picks))
+        return RowParallel(packed) if is_row_parallel else packed
 
     norms = tuple(files.read(f"{name}.weight").to(kernels.device, kernels.dtype, copy=True) for name in _NORMS)
     weights = GlideWeights(

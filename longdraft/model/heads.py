@@ -1,12 +1,12 @@
-"""TokenSwift's chained heads (paper 3.1; `model.medusa_layers.*` in its checkpoints), and loading of all heads.
+"""TokenSwift's chained heads (section 3.1 of the paper), and loading of heads of every kind.
 
-Head j turns the hidden state of the one before it into a guess one token further:
+Head j turns the hidden state of head j - 1 into a prediction one token further ahead:
 
     x_j = x_{j-1} + W_j RMSNorm_in(x_{j-1})      x_0 = the last layer's output, before the final norm
-    or      x_{j-1} + D_j silu(U_j RMSNorm_in(x_{j-1})), ours (`train heads --kind mlp`; tensors up and down)
+    or      x_{j-1} + D_j silu(U_j RMSNorm_in(x_{j-1})), our variant (`train heads --kind mlp`; tensors up and down)
     logits_j = LM_head(RMSNorm_out(x_j))
 
-so head j of a row at position p speaks of the token at position p + 1 + j.
+For a row at position p, head j predicts the token at position p + 1 + j. The tensors are `model.medusa_layers.*`.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ HEADS_KIND = "tokenswift-heads"
 
 
 class Heads(Protocol):
-    """Heads of either kind: guesses at the tokens further on, from one row of the target."""
+    """Heads of any kind, which predict the tokens after the next one from a hidden state of the target."""
 
     def __len__(self) -> int: ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [heads, V] float32 of one row's hidden state [1, hidden] (before the final norm).
+        """Logits [heads, V] float32 for a hidden state [1, hidden] before the final norm.
 
-        Row i of a position p speaks of the token at p + 2 + i.
+        For a hidden state at position p, row i predicts the token at p + 2 + i.
         """
 
 
 class Head(NamedTuple):
-    """`maps`: W, or U and D."""
+    """One chained head."""
 
-    maps: tuple[Linear, ...]
+    maps: tuple[Linear, ...]  # W, or U and D
     input_norm: Tensor  # [hidden]
     output_norm: Tensor  # [hidden]
 
 
 class ChainedHeads:
-    """The heads of one target model. `layers[j]` is head j + 1."""
+    """Chained heads of one target model. `layers[j]` is head j + 1."""
 
     def __init__(self, layers: tuple[Head, ...], model: Transformer) -> None:
         self.layers = layers
@@ -60,7 +60,7 @@ class ChainedHeads:
         return len(self.layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [heads, V] float32 of one row's hidden state [1, hidden] (before the final norm)."""
+        """See `Heads.logits`."""
         kernels, eps = self._model.kernels, self._model.config.rms_norm_eps
         normed = []
         for head in self.layers:
@@ -71,21 +71,22 @@ class ChainedHeads:
 
 
 def has_heads(files: TensorFiles) -> bool:
+    """Whether a model's weights include chained heads."""
     return any(name.startswith(HEADS_PREFIX) for name in files.names())
 
 
 def find_heads(folder: Path) -> Path | None:
-    """Where a folder's heads are: in it, or beside its model in the sub-folder `heads`; None: nowhere."""
-    if (folder / "config.json").exists() and _kind(folder) is not None:
+    """The folder of a model's heads: the folder itself, or its sub-folder `heads`; None: it has none."""
+    if (folder / "config.json").exists() and _heads_kind(folder) is not None:
         return folder
     beside = folder / "heads"
     return beside if (beside / "config.json").exists() else None
 
 
-def _kind(folder: Path) -> str | None:
-    """"chained", "medusa", or None for a folder that holds no heads itself.
+def _heads_kind(folder: Path) -> str | None:
+    """"chained", "medusa", or None for a folder that has no heads itself.
 
-    A whole model that carries heads tells by its tensors, not by what else its config.json says.
+    For a whole model, its tensors decide: its config.json may have entries of heads that are elsewhere.
     """
     config = read_json(folder / "config.json")
     has_weights = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
@@ -96,28 +97,30 @@ def _kind(folder: Path) -> str | None:
 
 
 def require_model(folder: Path) -> None:
-    """ModelError, saying how they are used, for a folder of heads where a model is wanted."""
+    """Raise ModelError if the folder has heads instead of a model. The message says how to use them."""
     config = read_json(folder / "config.json")
     if "model_type" not in config and (config.get("kind") == HEADS_KIND or medusa.is_medusa(config)):
         base = config.get("base_model") or config.get("base_model_name_or_path") or "the model they were trained for"
-        raise ModelError(f"{folder} holds heads, not a model; give --model {base} --heads {folder}")
+        raise ModelError(f"{folder} has heads, not a model; give --model {base} --heads {folder}")
 
 
 def load_heads(folder: Path, model: Transformer, fingerprint: Callable[[], str] | None = None,
          vocabulary: Callable[[], str] | None = None) -> Heads:
-    """Heads of either kind: from their own folder, from a whole model's that carries them, or from beside a model.
+    """Heads from their own folder, from the sub-folder of a model, or from a model that includes them.
 
-    A folder of their own has a config.json that names kind, sizes and the weights they were trained on; what does
-    not fit `model` (or its weights' `fingerprint`, or its tokenizer's `vocabulary`, where given; asked for only where
-    they decide) is a ModelError.
+    fingerprint  returns the hash of the target's weights; called only if the heads record the hash they need
+    vocabulary   returns the hash of the target's vocabulary, or "" if unknown; called only if the heads record one
+
+    Raises ModelError for heads that do not fit `model`.
     """
     found = find_heads(folder)
     if found is None:
-        raise ModelError(f"{folder} holds no heads: neither TokenSwift's (config.json with kind {HEADS_KIND!r}, or "
-                         f"tensors {HEADS_PREFIX}*) nor Medusa's (medusa_num_heads and {medusa.MEDUSA_FILE})")
+        raise ModelError(f"{folder} has no heads; give a folder with TokenSwift's heads (config.json with kind "
+                         f"{HEADS_KIND!r}, or tensors {HEADS_PREFIX}*) or Medusa's (medusa_num_heads and "
+                         f"{medusa.MEDUSA_FILE})")
     folder, config = found, read_json(found / "config.json")
-    if _kind(folder) == "medusa":
-        if "base_sha256" in config:  # ours; the public ones do not say
+    if _heads_kind(folder) == "medusa":
+        if "base_sha256" in config:  # heads that longdraft trained; public ones do not record it
             check_target(folder, config, model, fingerprint, vocabulary)
         return medusa.load_medusa(folder, config, model)
     check_target(folder, config, model, fingerprint, vocabulary)
@@ -127,8 +130,8 @@ def load_heads(folder: Path, model: Transformer, fingerprint: Callable[[], str] 
     parts = (*maps, "input_layernorm", "post_layernorm")
     count = len(names) // len(parts)
     if not names or set(names) != {f"{HEADS_PREFIX}{i}.{part}.weight" for i in range(count) for part in parts}:
-        raise ModelError(f"{folder}: heads need linear (or up and down), input_layernorm and post_layernorm each; "
-                         f"found {', '.join(names) or 'none'}")
+        raise ModelError(f"{folder}: each head needs the tensors linear (or up and down), input_layernorm and "
+                         f"post_layernorm; found: {', '.join(names) or 'none'}")
     return ChainedHeads(tuple(_head(folder, files, i, maps, model) for i in range(count)), model)
 
 
@@ -140,23 +143,24 @@ def _head(folder: Path, files: TensorFiles, index: int, maps: tuple[str, ...], m
     wanted = [(hidden, hidden)] if len(maps) == 1 else [(inner, hidden), (hidden, inner)]
     if [tuple(p.shape) for p in (*found, first, second)] != [*wanted, (hidden,), (hidden,)]:
         raise ModelError(f"{folder}: head {index} has shapes {[list(p.shape) for p in (*found, first, second)]}; the "
-                         f"model's hidden size is {hidden}")
+                         f"model's hidden size is {hidden}; use heads that were trained for this model")
     norms = [p.to(kernels.device, kernels.dtype, copy=True) for p in (first, second)]
     return Head(tuple(kernels.pack(p) for p in found), norms[0], norms[1])
 
 
 def check_target(folder: Path, config: dict[str, Any], model: Transformer,
                  fingerprint: Callable[[], str] | None, vocabulary: Callable[[], str] | None) -> None:
-    """ModelError where what a folder's config.json says of its model is not so."""
+    """Raise ModelError if the folder's config.json records another model than `model`. See `load_heads`."""
     for name, wanted in (("hidden_size", model.config.hidden_size), ("vocab_size", model.config.vocab_size)):
         if config.get(name) != wanted:
-            raise ModelError(f"{folder}: trained for {name} {config.get(name)}, the model has {wanted}")
+            raise ModelError(f"{folder}: trained for {name} {config.get(name)}, but the model has {wanted}; train for "
+                             "this model, or choose others with --heads")
     trained_on = config.get("base_sha256")
     if fingerprint and trained_on and trained_on != (actual := fingerprint()):
         raise ModelError(f"{folder}: trained on other weights of {config.get('base_model')!r} "
                          f"(sha256 {str(trained_on)[:12]}, this model's is {actual[:12]}); train for this "
-                         "model or give what belongs to it with --heads")
+                         "model, or choose others with --heads")
     words = config.get("vocabulary_sha256")
-    if vocabulary and words and vocabulary() not in ("", words):  # "": not known
-        raise ModelError(f"{folder}: trained with another tokenizer than the model's; train for this model or give "
-                         "what belongs to it with --heads")
+    if vocabulary and words and vocabulary() not in ("", words):  # "": unknown
+        raise ModelError(f"{folder}: trained with another tokenizer than the model's; train for this model, or choose "
+                         "others with --heads")

@@ -1,13 +1,12 @@
 """Medusa's independent heads (arXiv 2401.10774), in the format of the public files.
 
-Head i reads the target's last hidden state *after* the final norm and speaks of the token i places further:
+Head i reads the target's last hidden state *after* the final norm, and predicts the token i places after the next:
 
-    x <- x + SiLU(W_ij x + b_ij)    for each of its residual blocks j      logits_i = U_i x
+    x <- x + SiLU(W_ij x + b_ij)    for each residual block j      logits_i = U_i x
 
-A folder holds config.json (medusa_num_heads, medusa_num_layers) and medusa_lm_head.safetensors with the tensors
-`{i}.{j}.linear.weight`, `{i}.{j}.linear.bias` and `{i}.{layers}.weight` (U_i [V, hidden]). Where no head has a U,
-the target's own output head serves. The .pt files that the authors published are pickles, which can run code:
-they are never loaded.
+A folder has config.json (medusa_num_heads, medusa_num_layers) and medusa_lm_head.safetensors with the tensors
+`{i}.{j}.linear.weight`, `{i}.{j}.linear.bias` and `{i}.{layers}.weight` (U_i [V, hidden]). If the file has no U_i, the
+target's output head takes its place. The authors' .pt files are pickles, which can run code, and are never loaded.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ MEDUSA_FILE = "medusa_lm_head.safetensors"
 
 class MedusaHead(NamedTuple):
     blocks: tuple[Linear, ...]
-    output: Linear | None  # None: the target's own
+    output: Linear | None  # U_i; None: the target's output head
 
 
 class MedusaHeads:
-    """The heads of one target model. `layers[i]` is head i + 1."""
+    """Medusa heads of one target model. `layers[i]` is head i + 1."""
 
     def __init__(self, layers: tuple[MedusaHead, ...], model: Transformer) -> None:
         self.layers = layers
@@ -43,7 +42,7 @@ class MedusaHeads:
         return len(self.layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [heads, V] float32 of one row's hidden state [1, hidden] (before the final norm)."""
+        """See `Heads.logits`."""
         model = self._model
         kernels = model.kernels
         normed = model.normed(hidden)
@@ -57,17 +56,17 @@ class MedusaHeads:
 
 
 def is_medusa(config: dict[str, Any]) -> bool:
-    """Whether a config.json is that of Medusa heads."""
+    """Whether a config.json describes Medusa heads."""
     return "medusa_num_heads" in config
 
 
 def load_medusa(folder: Path, config: dict[str, Any], model: Transformer) -> MedusaHeads:
-    """Heads from a folder of the public format; what does not fit `model` is a ModelError."""
+    """Heads from a folder in the public format. Raises ModelError for heads that do not fit `model`."""
     if not (folder / MEDUSA_FILE).exists():
         raise ModelError(f"{folder / MEDUSA_FILE} is missing; Medusa's .pt files are pickles, which can run code, and "
-                         f"are not loaded; convert one with safetensors.torch.save_file(torch.load('medusa_lm_head.pt', "
-                         f"weights_only=True), '{MEDUSA_FILE}')")
-    count, num_blocks = (_number(folder, config, name) for name in ("medusa_num_heads", "medusa_num_layers"))
+                         "are not loaded; convert one with safetensors.torch.save_file(torch.load("
+                         f"'medusa_lm_head.pt', weights_only=True), '{MEDUSA_FILE}')")
+    count, num_blocks = (_read_count(folder, config, name) for name in ("medusa_num_heads", "medusa_num_layers"))
     files = TensorFiles(folder, MEDUSA_FILE)
     hidden, vocabulary = model.config.hidden_size, model.config.vocab_size
     own: dict[str, tuple[int, ...]] = {f"{i}.{num_blocks}.weight": (vocabulary, hidden) for i in range(count)}
@@ -83,7 +82,7 @@ def load_medusa(folder: Path, config: dict[str, Any], model: Transformer) -> Med
     ) for i in range(count)), model)
 
 
-def _number(folder: Path, config: dict[str, Any], name: str) -> int:
+def _read_count(folder: Path, config: dict[str, Any], name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int) or not 1 <= value <= 16:
         raise ModelError(f"{folder}: {name} is {value!r} in config.json; allowed: 1 to 16")

@@ -1,8 +1,7 @@
-"""Rotary position embedding: frequencies of each type, and a table of rotations by position.
+"""Rotary position embedding (RoPE): the frequencies of each rope type, and a table of rotations by position.
 
-Angles are formed in float32, as `transformers` does, so that trained models see the rotations they were
-trained with at far positions too. Where frequencies depend on a text's length (dynamic, longrope), they are those of
-the length asked for, from the first token on: see `Transformer.for_length`.
+Angles are computed in float32, as `transformers` does: models were trained with these roundings at far positions.
+The frequencies of `dynamic` and `longrope` depend on the text's length; see `Transformer.for_length`.
 """
 
 from __future__ import annotations
@@ -17,20 +16,24 @@ from torch.nn.functional import pad
 from longdraft.model.config import ModelConfig, RopeConfig
 
 _ORIGINAL = "original_max_position_embeddings"
-_CHUNK = 1024  # positions computed at once: always the same shape, so always the same bits
-_KEPT = 8  # chunks; a step meets one or two
+_CHUNK_SIZE = 1024  # positions that are computed together: always the same shape, so always the same bits
+_MAX_CHUNKS = 8  # that the table keeps; a step needs one or two
 
 
 def frequencies(rope: RopeConfig, trained: int, length: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [dims / 2] float32 for a text of so many tokens, and the factor on cos and sin."""
+    """Inverse frequencies [dims / 2] float32, and the factor on cos and sin.
+
+    trained  the model's max_position_embeddings
+    length   tokens of the text
+    """
     exponents = torch.arange(0, rope.dims, 2, dtype=torch.int64).float() / rope.dims
     if rope.kind == "dynamic":
-        return 1.0 / (_stretched(rope, trained, length) ** exponents), 1.0
+        return 1.0 / (_dynamic_base(rope, trained, length) ** exponents), 1.0
     if rope.kind == "longrope":
         return _longrope(rope, exponents, trained, length)
     inverse = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
-        return inverse / _number(rope, "factor"), 1.0
+        return inverse / _setting(rope, "factor"), 1.0
     if rope.kind == "llama3":
         return _llama3(rope, inverse, trained), 1.0
     if rope.kind == "yarn":
@@ -39,50 +42,50 @@ def frequencies(rope: RopeConfig, trained: int, length: int) -> tuple[Tensor, fl
 
 
 def max_unscaled_length(rope: RopeConfig, trained: int) -> int | None:
-    """The length up to which frequencies stay as they are; None: they depend on no length."""
+    """The text length up to which the frequencies are constant; None: they never depend on the length."""
     if rope.kind == "dynamic":
         return trained
-    return int(_number(rope, _ORIGINAL, trained)) if rope.kind == "longrope" else None
+    return int(_setting(rope, _ORIGINAL, trained)) if rope.kind == "longrope" else None
 
 
-def _number(rope: RopeConfig, name: str, default: float | None = None) -> float:
+def _setting(rope: RopeConfig, name: str, default: float | None = None) -> float:
     value = rope.settings.get(name)
     value = default if value is None else value
     assert value is not None
     return float(value)
 
 
-def _stretched(rope: RopeConfig, trained: int, length: int) -> float:
-    """The base of dynamic NTK scaling: it grows with the length, so that the slowest dimension turns no farther."""
-    factor = _number(rope, "factor")
+def _dynamic_base(rope: RopeConfig, trained: int, length: int) -> float:
+    """Dynamic NTK scaling: the base grows with the length, so that the slowest dimension's angle stays in range."""
+    factor = _setting(rope, "factor")
     growth = factor * max(length, trained) / trained - (factor - 1)
     return float(rope.theta * growth ** (rope.dims / (rope.dims - 2)))
 
 
 def _longrope(rope: RopeConfig, exponents: Tensor, trained: int, length: int) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024): a factor found by search for each pair, one set of them for short texts."""
-    original = _number(rope, _ORIGINAL, trained)
-    factor = _number(rope, "factor")
+    """LongRoPE (Ding et al. 2024): one searched factor per pair of dimensions, and a separate set for long texts."""
+    original = _setting(rope, _ORIGINAL, trained)
+    factor = _setting(rope, "factor")
     sharpened = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     factors = torch.tensor(rope.long_factors if length > original else rope.short_factors)
-    return 1.0 / (factors * rope.theta**exponents), _number(rope, "attention_factor", sharpened)
+    return 1.0 / (factors * rope.theta**exponents), _setting(rope, "attention_factor", sharpened)
 
 
 def _llama3(rope: RopeConfig, inverse: Tensor, positions: int) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
-    factor = _number(rope, "factor")
-    low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
-    trained = _number(rope, _ORIGINAL, positions)
-    turns = trained * inverse / (2 * math.pi)  # full turns within the trained length
+    """Llama 3.1: divide low frequencies by `factor`, keep high ones, and interpolate between them."""
+    factor = _setting(rope, "factor")
+    low, high = _setting(rope, "low_freq_factor"), _setting(rope, "high_freq_factor")
+    trained = _setting(rope, _ORIGINAL, positions)
+    turns = trained * inverse / (2 * math.pi)  # full rotations within the trained length
     blend = (turns - low) / (high - low)
     blended = (1 - blend) * inverse / factor + blend * inverse
     return torch.where(turns < low, inverse / factor, torch.where(turns > high, inverse, blended))
 
 
 def _yarn(rope: RopeConfig, inverse: Tensor, positions: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, sharpen attention."""
-    factor = _number(rope, "factor")
-    trained = _number(rope, _ORIGINAL, positions)
+    """YaRN (Peng et al. 2023): interpolate low frequencies, keep high ones, and scale attention."""
+    factor = _setting(rope, "factor")
+    trained = _setting(rope, _ORIGINAL, positions)
     dims = rope.dims
 
     def scale(by: float, weight: float = 1.0) -> float:
@@ -92,13 +95,13 @@ def _yarn(rope: RopeConfig, inverse: Tensor, positions: int) -> tuple[Tensor, fl
     sharpened = scale(factor)
     if mscale and mscale_all:
         sharpened = scale(factor, float(mscale)) / scale(factor, float(mscale_all))
-    attention = _number(rope, "attention_factor", sharpened)
+    attention = _setting(rope, "attention_factor", sharpened)
 
     def dimension(turns: float) -> float:
-        """The (fractional) dimension pair that makes this many turns within the trained length."""
+        """Index, possibly fractional, of the pair that rotates `turns` times within the trained length."""
         return dims * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    fast, slow = dimension(_number(rope, "beta_fast", 32.0)), dimension(_number(rope, "beta_slow", 1.0))
+    fast, slow = dimension(_setting(rope, "beta_fast", 32.0)), dimension(_setting(rope, "beta_slow", 1.0))
     if rope.settings.get("truncate", True):
         fast, slow = math.floor(fast), math.ceil(slow)
     fast, slow = max(fast, 0), min(slow, dims - 1)
@@ -108,27 +111,28 @@ def _yarn(rope: RopeConfig, inverse: Tensor, positions: int) -> tuple[Tensor, fl
 
 
 class RopeTable:
-    """cos and sin by position, in aligned chunks of which the latest in use are kept: memory does not grow with a text.
+    """cos and sin by position, computed in aligned chunks. It keeps the latest chunks, so its memory is bounded.
 
-    Dimensions that are not rotated (they end each half: `checkpoint.load` has moved them there) have cos 1, sin 0.
+    Dimensions that are not rotated have cos 1 and sin 0. They are the end of each half of a head: see
+    `checkpoint._rotated_order`.
     """
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:
         self._inverse, self._factor = frequencies(config.rope, config.trained_positions, length)
-        self._still = (config.head_dim - config.rope.dims) // 2
+        self._num_unrotated = (config.head_dim - config.rope.dims) // 2
         self._device = device
-        self._chunks: dict[int, tuple[Tensor, Tensor]] = {}  # in the order of their use
+        self._chunks: dict[int, tuple[Tensor, Tensor]] = {}  # least recently used first
 
     def at(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """cos, sin [R, D / 2] float32."""
-        if len(positions) == 1:  # plain decoding and drafts: views, nothing is gathered
-            number, place = divmod(positions[0], _CHUNK)
+        """cos and sin [R, D / 2] float32 of positions."""
+        if len(positions) == 1:  # plain decoding and drafting: views, no gather
+            number, place = divmod(positions[0], _CHUNK_SIZE)
             cos, sin = self._chunk(number)
             return cos[place : place + 1], sin[place : place + 1]
-        numbers = sorted({position // _CHUNK for position in positions})
+        numbers = sorted({position // _CHUNK_SIZE for position in positions})
         chunks = [self._chunk(number) for number in numbers]
-        start = {number: place * _CHUNK for place, number in enumerate(numbers)}
-        places = torch.tensor([start[position // _CHUNK] + position % _CHUNK for position in positions],
+        start = {number: place * _CHUNK_SIZE for place, number in enumerate(numbers)}
+        places = torch.tensor([start[position // _CHUNK_SIZE] + position % _CHUNK_SIZE for position in positions],
                               device=self._device)
         if len(chunks) == 1:
             (cos, sin), = chunks
@@ -139,12 +143,12 @@ class RopeTable:
     def _chunk(self, number: int) -> tuple[Tensor, Tensor]:
         found = self._chunks.pop(number, None) or self._compute(number)
         self._chunks[number] = found
-        while len(self._chunks) > _KEPT:
+        while len(self._chunks) > _MAX_CHUNKS:
             self._chunks.pop(next(iter(self._chunks)), None)
         return found
 
     def _compute(self, number: int) -> tuple[Tensor, Tensor]:
-        angles = torch.arange(number * _CHUNK, (number + 1) * _CHUNK).float()[:, None] * self._inverse
-        still = (0, self._still)
+        angles = torch.arange(number * _CHUNK_SIZE, (number + 1) * _CHUNK_SIZE).float()[:, None] * self._inverse
+        unrotated = (0, self._num_unrotated)
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-        return pad(cos, still, value=1.0).to(self._device), pad(sin, still).to(self._device)
+        return pad(cos, unrotated, value=1.0).to(self._device), pad(sin, unrotated).to(self._device)

@@ -1,7 +1,7 @@
-"""One safetensors file, memory-mapped: its header is believed only after the format's own library has checked it.
+"""One safetensors file, memory-mapped. The format's own library validates the header before it is used here.
 
-Tensors are views of the map. Pages that were read count as this process's memory until they are let go, so
-whoever has copied a tensor says `forget`; a view stays good after that, its pages are read again.
+Tensors are views of the mapping. Pages that were read count as memory of this process until `forget` releases them.
+A view stays valid after that; its pages are read again on use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = {**FLOATS, "F64": torch.float64, "I64": torch.int64, "I32": torch.int3
 
 
 class Entry(NamedTuple):
-    """A tensor's place: bytes [start, stop) of the file."""
+    """A tensor of the file, in bytes [start, stop)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
 
 class TensorFile:
-    """The tensors of one file by name. Views that it gives are read-only: writing into one ends the process."""
+    """The tensors of one file by name. Its views are read-only: writing to one crashes the process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,37 +46,38 @@ class TensorFile:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 if length > _MAX_HEADER:
-                    raise ModelError(f"{path} is not a readable safetensors file: its header claims {length} bytes; "
-                                     f"allowed: {_MAX_HEADER}")
-                with safe_open(path, framework="pt"):  # refuses lengths, offsets and shapes that do not add up
+                    raise ModelError(f"{path} is not a readable safetensors file: its header has {length:,} bytes; "
+                                     f"allowed: at most {_MAX_HEADER:,}")
+                with safe_open(path, framework="pt"):  # validates lengths, offsets and shapes
                     pass
-                self.about = os.fstat(file.fileno())  # which file it was, should another take its name
+                self.stat = os.fstat(file.fileno())  # to notice if the file is replaced
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             header = json.loads(self._map[8 : 8 + length])
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"{path} is not a readable safetensors file: {error}; it is damaged or was not "
-                             "downloaded whole, get it again") from error
+            raise ModelError(f"{path} is not a readable safetensors file: {error}; it is damaged or incomplete, "
+                             "get it again") from error
         header.pop("__metadata__", None)
-        self.entries = {name: Entry(entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in
+        self.entries = {name: Entry(entry["dtype"], tuple(entry["shape"]), *(8 + length + offset for offset in
                                                                               entry["data_offsets"]))
                         for name, entry in header.items()}
 
     def view(self, name: str) -> Tensor:
+        """A tensor as it is stored. Raises ModelError for a dtype that PyTorch does not have."""
         entry = self.entries[name]
         if entry.dtype not in _DTYPES:
-            raise ModelError(f"{name} in {self.path} is of type {entry.dtype}; allowed: {', '.join(_DTYPES)}")
+            raise ModelError(f"{name} in {self.path} has dtype {entry.dtype}; allowed: {', '.join(_DTYPES)}")
         dtype, count = _DTYPES[entry.dtype], prod(entry.shape)
         if not count:
             return torch.empty(entry.shape, dtype=dtype)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor does anybody write
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to it
             flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.start)
-        if flat.data_ptr() % dtype.itemsize:  # nothing in the format forbids it
+        if flat.data_ptr() % dtype.itemsize:  # the format does not require alignment
             flat = flat.clone()
         return flat.view(entry.shape)
 
     def forget(self, name: str) -> None:
-        """Let go of the pages of a tensor (but for the two it shares with its neighbours)."""
+        """Release the pages of a tensor, except those that it shares with its neighbours."""
         entry = self.entries[name]
         start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
         length = entry.stop // mmap.PAGESIZE * mmap.PAGESIZE - start
@@ -85,21 +86,21 @@ class TensorFile:
 
 
 def _require_file(path: Path) -> None:
-    """Links are followed wherever they lead: the hub's cache consists of them, and what is no tensor is refused.
+    """Raise ModelError unless the path is a regular file, or a link to one, as in the hub's cache.
 
-    But nothing that would block or never end (a pipe, a device) is opened.
+    Pipes and devices are not opened, because reading one may block or never end.
     """
     try:
         is_file, exists = path.is_file(), path.exists()
-    except OSError as error:  # a name too long
-        raise ModelError(f"{str(path)[:200]!r} cannot be a file: {error.strerror}") from error
+    except OSError as error:  # the name is too long
+        raise ModelError(f"{str(path)[:200]!r} is not a valid file name: {error.strerror}") from error
     if is_file:
         return
     if exists:
         raise ModelError(f"{path} is not a file")
     pickles = sorted(found.name for pattern in ("*.bin", "*.pt", "*.pth") for found in path.parent.glob(pattern))
     if pickles:
-        raise ModelError(f"{path} is missing, and {pickles[0]} is a pickle, which can run code, and is not loaded; "
-                         "save the model again with save_pretrained (it writes safetensors)")
-    raise ModelError(f"{path} is missing; a model folder holds config.json, tokenizer.json and "
+        raise ModelError(f"{path} is missing; {pickles[0]} is a pickle, which can run code, and is not loaded; save "
+                         "the model again with save_pretrained, which writes safetensors")
+    raise ModelError(f"{path} is missing; a model folder has config.json, tokenizer.json and "
                      "model.safetensors (or shards with their index)")

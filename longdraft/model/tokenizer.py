@@ -1,4 +1,4 @@
-"""Text to token ids and back, and the stream that never shows half a character."""
+"""Text to token ids and back, and incremental decoding that emits whole characters only."""
 
 from __future__ import annotations
 
@@ -16,77 +16,82 @@ from longdraft.core import lone_surrogate
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.chat_template import ChatTemplate, Message
 
-_BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
-_SHOWN = 3  # differing tokens that an error names
-_LONGEST = 4  # bytes of a character, hence tokens
-_MAX_PENDING = 16  # tokens held back; more are no character
-_OTHER_FORMS = ("tokenizer.model", "tekken.json", "vocab.json")
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_REPLACEMENT = "\ufffd"  # what a decoder returns for bytes that do not form a character
+_MAX_LISTED = 3  # differing tokens that an error message lists
+_MAX_CHARACTER = 4  # bytes, and therefore tokens, of one character
+_MAX_PENDING = 16  # tokens held back; a longer sequence is not a character
+_OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _CONVERT = ("`pip install transformers sentencepiece tiktoken protobuf`, then `python -c \"from transformers import "
             "AutoTokenizer as T; T.from_pretrained('MODEL').save_pretrained('FOLDER')\"`")
 
 
 class Tokenizer:
-    """A model's `tokenizer.json` and, where there is one, its chat template. `sha256` is that of the file's bytes."""
+    """A model's `tokenizer.json` and its chat template, if it has one. `sha256` is the hash of tokenizer.json."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises ModelError if the file is missing or malformed."""
         path = folder / "tokenizer.json"
-        if not path.is_file():  # nor is a pipe or a device opened, which may never end
-            other = next((name for name in _OTHER_FORMS if (folder / name).is_file()), None)
-            raise ModelError(f"{path} is missing" + (f" (there is {other})" if other else "")
-                             + f"; longdraft reads no other form; to write it: {_CONVERT}")
+        if not path.is_file():  # pipes and devices, which may never end, are not opened
+            other = next((name for name in _OTHER_FORMATS if (folder / name).is_file()), None)
+            raise ModelError(f"{path} is missing" + (f" (the folder has {other})" if other else "")
+                             + f"; longdraft reads no other format; to create it: {_CONVERT}")
         try:
             content = path.read_bytes()
             self._tokenizer = HFTokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception for every malformed file
-            raise ModelError(f"{path} is not a readable tokenizer: {error}") from error
+            raise ModelError(f"{path} is not a valid tokenizer: {error}") from error
         self.sha256 = hashlib.sha256(content).hexdigest()
         self._folder = folder
 
     @property
     def size(self) -> int:
-        """One more than the largest token id it can give."""
+        """The largest token id plus one."""
         return max(self.vocabulary().values(), default=-1) + 1
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token with its id, added ones included."""
+        """The id of every token, added tokens included."""
         found: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return found
 
     def vocabulary_sha256(self) -> str:
-        """Which token has which id, as one hash."""
+        """Hash of the vocabulary; see `vocabulary_sha256`."""
         return vocabulary_sha256(self.vocabulary())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. UsageError where there is half a surrogate pair in the text, which is no character."""
+        """Token ids. Raises UsageError for a text with half of a surrogate pair, which is not a character."""
         if (place := lone_surrogate(text)) is not None:
-            raise UsageError(f"the text has half a surrogate pair, {text[place]!a}, as its character {place + 1}; "
+            raise UsageError(f"the text has half of a surrogate pair, {text[place]!a}, as character {place + 1}; "
                              "allowed: whole characters")
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens; bytes that form no character show as U+FFFD."""
+        """Text without special tokens. Bytes that do not form a character become U+FFFD."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def text_of(self, token: int) -> str:
-        """What a token adds behind another one; at a text's beginning a decoder may drop the space in front of it."""
-        ids, before = self._neutral
+        """The text that a token adds after another token.
+
+        This is not always its own decoding: decoders may drop the space before the first token.
+        """
+        ids, before = self._context
         both = self.decode([*ids, token])
         return both[len(before) :] if both.startswith(before) else self.decode([token])
 
     @cached_property
-    def _neutral(self) -> tuple[list[int], str]:
+    def _context(self) -> tuple[list[int], str]:
+        """A token to decode another one after, and its text."""
         ids = self.encode("a", add_special_tokens=False)[-1:]
         return ids, self.decode(ids)
 
     def letters(self, token: int) -> str:
-        """A token as the vocabulary writes it; empty for ids that have no text."""
+        """A token as spelled in the vocabulary; empty for ids without a token."""
         return self._tokenizer.id_to_token(token) or ""
 
     def is_silent(self, token: int) -> bool:
-        """Whether `decode` passes over it: special tokens, and ids that have no text."""
+        """Whether `decode` skips it: special tokens, and ids without a token."""
         return token in self._special or not self._tokenizer.id_to_token(token)
 
     @cached_property
@@ -95,22 +100,23 @@ class Tokenizer:
 
     @cached_property
     def byte_fallbacks(self) -> frozenset[int]:
-        """Ids of tokens such as `<0xE2>` that stand for one byte; none unless the decoder knows of them."""
+        """Ids of tokens such as `<0xE2>`, each of which is one byte; empty unless the decoder supports them."""
         if "ByteFallback" not in repr(self._tokenizer.decoder):
             return frozenset()
-        return frozenset(i for token, i in self.vocabulary().items() if _BYTE.fullmatch(token))
+        return frozenset(i for token, i in self.vocabulary().items() if _BYTE_TOKEN.fullmatch(token))
 
     def stream(self) -> IncrementalDecoder:
+        """A decoder for tokens that arrive one by one."""
         return IncrementalDecoder(self)
 
     def chat(self, messages: str | Sequence[Message], /, **options: Any) -> str:
-        """Messages (a text: one of the user's) in the model's chat template, ready for the answer.
+        """The prompt for messages, in the model's chat template. A text is one message of the user.
 
-        UsageError where there is no template, for options it does not have and for messages it refuses.
+        Raises UsageError if the model has no template, for unknown options, and for messages that it refuses.
         """
         if self.chat_template is None:
-            raise UsageError(f"the model in {self._folder} has no chat template; give an instruction-tuned model, or "
-                             "use `longdraft generate` without --chat")
+            raise UsageError(f"the model in {self._folder} has no chat template; use an instruction-tuned model, or "
+                             "`longdraft generate` without --chat")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self.chat_template.render(messages, **options)
@@ -121,76 +127,76 @@ class Tokenizer:
 
 
 def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
-    """Which token has which id, as one hash: what is trained for a model names its vocabulary so."""
+    """Hash of the tokens and their ids. Files that are trained for a model record it."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
-def require_same_vocabulary(ours: Tokenizer, theirs: Tokenizer, name: str) -> None:
-    """UsageError unless both give every token the same id; `name` is what the user calls the second."""
-    first, second = ours.vocabulary(), theirs.vocabulary()
+def require_same_vocabulary(target: Tokenizer, draft: Tokenizer, name: str) -> None:
+    """Raise UsageError unless both have the same tokens and ids. name: the draft model, for the message."""
+    first, second = target.vocabulary(), draft.vocabulary()
     if first == second:
         return
     differing = sorted((token for token in first.keys() | second.keys() if first.get(token) != second.get(token)),
                        key=lambda token: first.get(token, second.get(token, 0)))
-    shown = ", ".join(f"{token!r} is {first.get(token, 'missing')} here and {second.get(token, 'missing')} there"
-                      for token in differing[:_SHOWN])
-    raise UsageError(f"draft model {name!r} has another vocabulary, {len(differing)} tokens differ: {shown}; "
-                     "give a model with the same tokenizer")
+    shown = ", ".join(f"{token!r} is {first.get(token, 'missing')} in the target and {second.get(token, 'missing')} in "
+                      "the draft model" for token in differing[:_MAX_LISTED])
+    raise UsageError(f"draft model {name!r} has another vocabulary than the target, {len(differing)} tokens differ: "
+                     f"{shown}; choose a draft model with the same tokenizer")
 
 
 class IncrementalDecoder:
-    """Decodes token by token; holds tokens back while they may end in the middle of a character.
+    """Decodes token by token, and holds tokens back while they may end in the middle of a character.
 
-    What `push` returns, joined, and what `flush` adds at the end is the decoded whole (but for a character cut at
-    the end). Work for each token is bounded: only the tokens shown last are decoded again, because a decoder treats
-    the first token of what it is given in its own way (the space in front of it).
+    The results of `push` and the final `flush`, joined, are the decoded text; only a character that is cut at the end
+    may differ. The work per token is bounded: the latest tokens are decoded again with each new one, because decoders
+    treat the first token of a text differently (they drop the space before it).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._shown: list[int] = []
+        self._emitted: list[int] = []
         self._pending: list[int] = []
-        self._given = 0  # characters of the decoded `_shown + _pending` that were returned
+        self._num_emitted = 0  # characters of `_emitted + _pending`, decoded, that were returned
 
     def push(self, token: int) -> str:
-        """The whole characters that `token` completes."""
-        if self._tokenizer.is_silent(token):  # would make the next token the first of what is decoded
+        """The characters that `token` completes."""
+        if self._tokenizer.is_silent(token):  # it would make the next token the first of a text
             return ""
         self._pending.append(token)
-        if token in self._tokenizer.byte_fallbacks:  # one wrong byte spoils the run it is in, so its end is awaited
+        if token in self._tokenizer.byte_fallbacks:  # one invalid byte changes the whole run of bytes: wait for its end
             return ""
-        text = self._tokenizer.decode(self._shown + self._pending)
-        is_whole = not text.endswith(_BROKEN)  # else bytes to come may turn that one, and no other, into a character
-        new = text[self._given : len(text) if is_whole else -1]
+        text = self._tokenizer.decode(self._emitted + self._pending)
+        is_whole = not text.endswith(_REPLACEMENT)  # otherwise later bytes may complete the last character
+        new = text[self._num_emitted : len(text) if is_whole else -1]
         if is_whole:
-            self._shown, self._pending = self._pending, []
-            self._given = len(self._tokenizer.decode(self._shown))
-        elif len(self._pending) > _MAX_PENDING:  # bytes that are no text; a character's have their first among these
-            self._shown, self._pending = [], self._pending[-_LONGEST:]
-            self._given = len(self._tokenizer.decode(self._pending)) - 1
+            self._emitted, self._pending = self._pending, []
+            self._num_emitted = len(self._tokenizer.decode(self._emitted))
+        elif len(self._pending) > _MAX_PENDING:  # not a character; the first byte of one may be among the last four
+            self._emitted, self._pending = [], self._pending[-_MAX_CHARACTER:]
+            self._num_emitted = len(self._tokenizer.decode(self._pending)) - 1
         else:
-            self._given += len(new)
+            self._num_emitted += len(new)
         return new
 
     def flush(self) -> str:
-        """What was held back, once nothing can follow, but for a character that was cut."""
+        """The text held back, at the end of the tokens. An incomplete character at its end is dropped if possible."""
         held, self._pending = self._pending, []
-        for cut in range(min(_LONGEST, len(held) + 1)):
-            text = self._tokenizer.decode(self._shown + held[: len(held) - cut])
-            if not text.endswith(_BROKEN):
-                return text[self._given :]
-        return self._tokenizer.decode(self._shown + held)[self._given :]
+        for cut in range(min(_MAX_CHARACTER, len(held) + 1)):
+            text = self._tokenizer.decode(self._emitted + held[: len(held) - cut])
+            if not text.endswith(_REPLACEMENT):
+                return text[self._num_emitted :]
+        return self._tokenizer.decode(self._emitted + held)[self._num_emitted :]
 
 
 class StopText:
-    """Finds stop texts in a stream and holds back what may be the beginning of one."""
+    """Finds stop texts in a stream of text. Holds back what may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """What may be shown, and whether a stop text was reached (it and what follows are not shown)."""
+        """The text to emit, and whether a stop text was found. The stop text and what follows are dropped."""
         text = self._held + text
         found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:
@@ -203,6 +209,6 @@ class StopText:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """What was held back, once nothing can follow (or stop texts do not count yet)."""
+        """The text held back, at the end of the stream or while stop texts do not apply yet."""
         held, self._held = self._held, ""
         return held

@@ -1,7 +1,17 @@
-"""The decoder of all families: one class, the cache an argument, prefill, decode, verify and draft one call.
+"""The decoder of all model families. Prefill, plain decoding, drafting and verification are one call:
 
-A forward serves one text or several: each has rows of its own over a cache of its own, and the weights are read once
-for the rows of all. No row depends on the others, so who travels together is nobody's business but the clock's.
+    result = model.forward(rows, cache, num_logits)     # run rows; their keys and values are provisional
+    cache.commit(path)                                  # keep the rows of the accepted path, drop the others
+
+Only the rows differ:
+
+    prefill            chain_rows(prompt[a:b], a)           num_logits=0
+    plain decoding     chain_rows([token], position)        num_logits=1
+    drafting           the same, over a partial cache
+    verification       tree_rows(draft, position)           logits of every node
+
+`forward_batch` runs the rows of several texts in one forward, which reads the weights once. Each text has its own
+cache. A row's result does not depend on the other rows, so batching changes the time and never the text.
 """
 
 from __future__ import annotations
@@ -26,7 +36,12 @@ log = logging.getLogger(__name__)
 
 
 class Rows(NamedTuple):
-    """One text's rows of a forward: token, absolute position, and the row each one follows (-1: the cache)."""
+    """One text's rows of a forward.
+
+    tokens     token ids
+    positions  absolute positions in the text
+    parents    index of the row that each row follows; -1: the last row of the cache
+    """
 
     tokens: Sequence[int]
     positions: Sequence[int]
@@ -34,25 +49,27 @@ class Rows(NamedTuple):
 
 
 def tree_rows(tree: Tree, root_position: int) -> Rows:
+    """Rows of a draft tree, whose root is at `root_position`."""
     return Rows(tree.tokens, [root_position + depth for depth in tree.depths], tree.parents)
 
 
 def chain_rows(tokens: Sequence[int], start: int) -> Rows:
+    """Rows of consecutive tokens from position `start` on."""
     return Rows(tokens, range(start, start + len(tokens)), range(-1, len(tokens) - 1))
 
 
 class ModelWeights(NamedTuple):
     embedding: Linear
     layers: tuple[LayerWeights, ...]
-    norm: Tensor
+    norm: Tensor  # [hidden], the final norm
     head: Linear
-    quantize: str = "none"  # or "int8": the tables and all that rows are multiplied with; norms and biases never
+    quantize: str = "none"  # or "int8", which holds for matrices, never for norms and biases
 
 
 class ForwardRequest(NamedTuple):
-    """What a text asks for: a forward of rows over its cache, and logits of the last `num_logits` of them.
+    """One text's part of a forward: rows over its cache, and logits of the last `num_logits` of them.
 
-    is_prompt  see `LayersKV`
+    is_prompt  the rows are a chunk of a prompt; see `LayersKV`
     """
 
     model: Transformer
@@ -63,15 +80,15 @@ class ForwardRequest(NamedTuple):
 
 
 class Forward:
-    """What a forward leaves of one text's rows: a part of what it leaves of all, cut out where it is wanted.
+    """The result of a forward for one text. In a batch, the tensors are slices that are made on first use.
 
-    hidden    [T, hidden] before the final norm
-    attended  what all layers' attention did for the rows
-    logits    [num_logits, V] float32 of the last rows
+    logits            [num_logits, V] float32, of the last rows
+    hidden            [R, hidden], the last layer's output before the final norm
+    attention_output  what each layer's attention computed for the rows
     """
 
     def __init__(self, hidden: Tensor, attention_output: AttentionOutput, rows: slice | None, logits: Tensor) -> None:
-        """rows: this text's; None: all."""
+        """rows: this text's rows in `hidden` and `attention_output`; None: all."""
         self.logits = logits
         self._hidden, self._attention_output, self._rows = hidden, attention_output, rows
 
@@ -85,11 +102,11 @@ class Forward:
 
 
 class Transformer:
-    """The decoder. Holds weights and kernels, no state of any text."""
+    """A decoder: weights and kernels. It holds no state of any text."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kernels: Kernels,
                  whole: ModelConfig | None = None) -> None:
-        """config: of what this process has of the model; whole: of the model, where that is more."""
+        """config: this process's share of the model; whole: the model itself, where ranks share it."""
         self.config = config
         self.whole = whole or config
         self.weights = weights
@@ -101,18 +118,19 @@ class Transformer:
         self._has_warned = False
 
     def for_length(self, length: int) -> Transformer:
-        """The model for a text of this length, the prompt and all that is to be written: itself, or the same weights
-        with the rotations for that length, where they depend on one (rope types dynamic and longrope). They are
-        chosen once, because a text whose rotations change on the way has no one meaning: rows in the cache keep theirs.
+        """The model with the rotations for a text of `length` tokens, prompt included. Weights are shared.
+
+        The rope types `dynamic` and `longrope` depend on the length. It is fixed before the text begins, because the
+        keys in the cache keep their rotations. Other types return this model.
         """
         config = self.config
         if length > config.trained_positions and not self._has_warned:
             self._has_warned = True
-            log.warning("a text of %d tokens is longer than the model's max_position_embeddings (%d); rope type %r "
-                        "stretches to %d, quality may fall", length, config.trained_positions, config.rope.kind,
-                        config.max_positions)
-        kept = max_unscaled_length(config.rope, config.trained_positions)
-        if kept is None or length <= kept:
+            log.warning("the text may reach %d tokens, the model was trained on %d (max_position_embeddings); rope "
+                        "type %r extends it to %d, but quality may suffer", length, config.trained_positions,
+                        config.rope.kind, config.max_positions)
+        unscaled = max_unscaled_length(config.rope, config.trained_positions)
+        if unscaled is None or length <= unscaled:
             return self
         other = copy.copy(self)
         other._rope = RopeTable(config, length, self.kernels.device)
@@ -120,12 +138,12 @@ class Transformer:
 
     @property
     def weights_in_tokens(self) -> float:
-        """Tokens of context whose cache is as large as the weights that a forward reads."""
+        """Number of context tokens whose cache is as large as the weights that a forward reads."""
         return sum(linear.nbytes for linear in self.linears) / self.cache_bytes_per_token
 
     @property
     def linears(self) -> list[Linear]:
-        """Every weight that a row meets, in order."""
+        """Every matrix that a row is multiplied with, in order."""
         layers = [linear for layer in self.weights.layers
                   for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         return [*layers, self.weights.head]
@@ -137,39 +155,42 @@ class Transformer:
         return heads * self.kernels.cache_bytes(config.head_dim)
 
     def new_cache(self) -> FullCache:
+        """An empty KV cache for one text."""
         config = self.config
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
         return FullCache(self.kernels, config.num_layers, config.num_kv_heads, config.head_dim, windows)
 
     @property
     def identity(self) -> object:
-        """Equal of the models that can be asked together: of one's copies for several lengths."""
+        """The same object for models that `forward_batch` may combine: copies of one model for different lengths."""
         return self._decoder
 
     def forward(self, rows: Rows, cache: KVCache, num_logits: int = 0, is_prompt: bool = False) -> Forward:
-        """Run rows over a cache; their keys and values stay provisional until the cache commits them."""
+        """Run one text's rows. Their keys and values are provisional until `cache.commit`."""
         return self.forward_batch([ForwardRequest(self, rows, cache, num_logits, is_prompt)])[0]
 
-    def forward_batch(self, asks: Sequence[ForwardRequest]) -> list[Forward]:
-        """One forward for all that is asked of this model, each text over a cache of its own."""
+    def forward_batch(self, requests: Sequence[ForwardRequest]) -> list[Forward]:
+        """Run the rows of several texts in one forward. The requests are for this model (see `identity`)."""
         kernels, config = self.kernels, self.config
-        counts = [len(ask.rows.tokens) for ask in asks]
+        counts = [len(request.rows.tokens) for request in requests]
         ends = list(accumulate(counts))
         shape = (config.num_layers, ends[-1], config.num_kv_heads, config.head_dim)
-        k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
-        texts = [ask.cache.append(*parts)._replace(is_prompt=ask.is_prompt) for ask, *parts in
-                 zip(asks, _split(k, counts, 1), _split(v, counts, 1), strict=True)]
+        k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))  # [L, R, Hkv, D]
+        layers_kv = [request.cache.append(*parts)._replace(is_prompt=request.is_prompt) for request, *parts in
+                     zip(requests, _split(k, counts, 1), _split(v, counts, 1), strict=True)]
         hidden, attention_output = self._decoder.forward(
-            self.embed([token for ask in asks for token in ask.rows.tokens]), *_rotations(asks), texts,
-            torch.tensor([parent for ask in asks for parent in ask.rows.parents], dtype=torch.int32))
-        logits = self._last_logits(hidden, [(end, ask.num_logits) for end, ask in zip(ends, asks, strict=True)])
-        if len(asks) == 1:
+            self.embed([token for request in requests for token in request.rows.tokens]), *_rotations(requests),
+            layers_kv, torch.tensor([parent for request in requests for parent in request.rows.parents],
+                                    dtype=torch.int32))
+        logits = self._last_logits(hidden, [(end, request.num_logits)
+                                            for end, request in zip(ends, requests, strict=True)])
+        if len(requests) == 1:
             return [Forward(hidden, attention_output, None, logits[0])]
         return [Forward(hidden, attention_output, slice(end - count, end), part)
                 for count, end, part in zip(counts, ends, logits, strict=True)]
 
     def _last_logits(self, hidden: Tensor, wanted: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
-        """Logits of the last rows of each text: (where its rows end, how many)."""
+        """Logits of each text's last rows. wanted: (end of the text's rows, number of logits)."""
         counts = [count for _, count in wanted]
         if not any(counts):
             return [hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)] * len(wanted)
@@ -178,37 +199,37 @@ class Transformer:
         return _split(self.logits(hidden), counts, 0)
 
     def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """cos, sin [R, D / 2] float32 of positions."""
+        """cos and sin [R, D / 2] float32 of positions."""
         return self._rope.at(positions)
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
-        """Rows [R, hidden] that the first layer reads."""
+        """Embeddings [R, hidden], the first layer's input."""
         x = self.kernels.embed(self.weights.embedding, tokens)
         return x if self.config.embedding_factor == 1 else x * self.config.embedding_factor
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V] float32 of hidden rows [R, hidden] (before the final norm)."""
+        """Logits [R, V] float32 of hidden states [R, hidden] before the final norm."""
         return self.head(self.normed(hidden))
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Hidden rows [R, hidden] behind the final norm."""
+        """Hidden states [R, hidden] after the final norm."""
         config = self.config
         return self.kernels.rms_norm(hidden, self.weights.norm, config.rms_norm_eps, rounds_once=config.post_norm)
 
     def head(self, normed: Tensor) -> Tensor:
-        """Logits [R, V] float32 of rows that are already normalised."""
+        """Logits [R, V] float32 of hidden states [R, hidden] after the final norm."""
         logits = self.kernels.linear(normed, self.weights.head, keep_float=True)
         return logits if self.config.logits_divisor == 1 else logits.div_(self.config.logits_divisor)
 
 
 def _split(x: Tensor, counts: Sequence[int], axis: int) -> Sequence[Tensor]:
-    """Views of so many rows each."""
+    """Views of `counts` rows each along an axis."""
     return (x,) if len(counts) == 1 else torch.split(x, list(counts), axis)
 
 
-def _rotations(asks: Sequence[ForwardRequest]) -> tuple[Tensor, Tensor]:
-    """cos, sin [R, D / 2] of all rows, each with those of its own text."""
-    if len(asks) == 1:
-        return asks[0].model.rotations(asks[0].rows.positions)
-    parts = [ask.model.rotations(ask.rows.positions) for ask in asks]
+def _rotations(requests: Sequence[ForwardRequest]) -> tuple[Tensor, Tensor]:
+    """cos and sin [R, D / 2] of all rows, from each text's own table."""
+    if len(requests) == 1:
+        return requests[0].model.rotations(requests[0].rows.positions)
+    parts = [request.model.rotations(request.rows.positions) for request in requests]
     return torch.cat([cos for cos, _ in parts]), torch.cat([sin for _, sin in parts])

@@ -66,9 +66,9 @@ def test_the_template_is_a_file_or_the_one_named_default(tmp_path):
 
 @pytest.mark.parametrize("template, error, message", [
     (None, UsageError, "has no chat template"),
-    ([{"name": "rag", "template": "x"}], ModelError, "templates rag, and none is named 'default'"),
-    (7, ModelError, "chat_template holds a int"),
-    ("{% for %}", ModelError, "not valid"),
+    ([{"name": "rag", "template": "x"}], ModelError, "templates rag, but none is named 'default'"),
+    (7, ModelError, "chat_template is a int"),
+    ("{% for %}", ModelError, "is invalid"),
     ("{{ messages.nothing.at.all }}", ModelError, "template fails"),
     ("{{ 1 + 'a' }}", ModelError, "template fails: TypeError"),
     ("{{ messages.append(1) }}", ModelError, "template fails: SecurityError"),
@@ -84,7 +84,7 @@ def test_variables_of_the_template_are_set_and_others_refused():
     template = ChatTemplate("{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}{{ n }}", {})
     assert template.options == ["enable_thinking", "n"]
     assert template.render([], enable_thinking=parse_option("false"), n=parse_option("x=1")) == "quickx=1"
-    with pytest.raises(UsageError, match="no variable 'enable_thnking'; it has: enable_thinking, n"):
+    with pytest.raises(UsageError, match="no variable 'enable_thnking'; available: enable_thinking, n"):
         template.render([], enable_thnking=False)
 
 
@@ -137,7 +137,7 @@ def test_an_answer_is_the_text_that_generate_writes(monkeypatch, capfd, talker):
     (["/rest"], [], "command is '/rest'; allowed: /help"),
     (["/save"], [], "allowed: /help, /reset, /save FILE"),
     (["a" * 5000], [], "/reset begins anew"),
-    ([], ["--chat-option", "loud=true"], "no variable 'loud'; it has: shout"),
+    ([], ["--chat-option", "loud=true"], "no variable 'loud'; available: shout"),
     ([], ["--chat-option", "loud"], "--chat-option is 'loud'; allowed: KEY=VALUE"),
     ([], ["--model", "novelist"], "has no chat template"),
     ([], ["--temperature", "-1"], "temperature is -1"),

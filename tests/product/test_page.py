@@ -72,10 +72,10 @@ def count(page) -> int:
     return int(found.group().replace(",", "")) if found else 0
 
 
-def test_a_text_is_written_tinted_measured_and_taken_away(page, server, tmp_path):
+def test_a_text_is_generated_highlighted_measured_and_downloaded(page, server, tmp_path):
     write(page, 300)
     state(page, "done")
-    assert count(page) == 300 and page.inner_text("#status") == "Written"
+    assert count(page) == 300 and page.inner_text("#status") == "Finished"
     engine = server.app.service.engine
     expected = "".join(event.text for event in engine.generate("It was", engine.params(max_new_tokens=300, seed=7,
                                                                                        min_p=0.1)))
@@ -95,12 +95,12 @@ def test_a_text_is_written_tinted_measured_and_taken_away(page, server, tmp_path
     assert "bit-exact" in content and content.count("data:image/png") == 2
     assert page.inner_text("#rate") != "–" and page.inner_text("#gain").endswith("×")
     assert page.locator(".text .g").count() > 0 and page.locator("#legend li").count() >= 2
-    assert "tokens a second" in page.get_attribute("#speed-chart", "aria-label")
+    assert "tokens per second" in page.get_attribute("#speed-chart", "aria-label")
     page.keyboard.press("t")
     assert "tinted" not in page.get_attribute("#text", "class")
 
 
-def test_stop_reload_and_go_on(page, server):
+def test_stop_reload_and_resume(page, server):
     """What was shown stays, and the end is the uncut text's."""
     write(page, 1200, "The ship")
     serving.wait_for(lambda: count(page) > 20)
@@ -132,7 +132,7 @@ def test_stop_reload_and_go_on(page, server):
     assert count(page) == 1200
 
 
-def test_a_mistake_is_told_where_it_was_made(page):
+def test_an_invalid_setting_shows_an_error_in_the_form(page):
     page.fill("#seed", "99999999999999999999999")
     page.click("#start")
     state(page, "failed")
@@ -140,7 +140,7 @@ def test_a_mistake_is_told_where_it_was_made(page):
 
 
 @at_length
-def test_hundred_thousand_tokens_fed_fast_stay_smooth(page):
+def test_a_hundred_thousand_tokens_scroll_smoothly(page):
     """From a server that sends them at once. Frames go on; few tokens are in the document; the ends can be reached."""
     draw, total = random.Random(1), 100_000
     words = [" the", " house", " was", ",", " not", " quite", " empty", ".", "\n", " and", " yet", " a", " light"]
@@ -183,7 +183,7 @@ def test_hundred_thousand_tokens_fed_fast_stay_smooth(page):
 
 
 @at_length
-def test_light_and_dark_wide_and_narrow(page, browser, server):
+def test_themes_and_widths(page, browser, server):
     """Nothing runs out of the page; text can be read on its ground; pictures for the documentation."""
     shot(page, "page-idle")
     chapter = (Path(__file__).parents[2] / "examples" / "chapter.txt").read_text()

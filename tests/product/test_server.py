@@ -31,7 +31,7 @@ def post(server):
 # Texts
 
 
-def test_a_completion_is_the_command_lines_text(client, capfd):
+def test_a_completion_equals_the_command_lines_text(client, capfd):
     reply = client.completions.create(model="novelist", prompt="It was", max_tokens=40, seed=11, temperature=0.9,
                                       extra_body=OURS)
     assert run(["generate", "It was", "--max-new-tokens", "40", "--seed", "11", "--temperature", "0.9", "--min-p",
@@ -50,7 +50,7 @@ def test_every_drafter_gives_the_same_text(client, engine, drafter):
     assert reply.model_extra["longdraft"]["stats"]["drafter"] == drafter
 
 
-def test_a_stream_gives_the_same_text_then_usage_and_acceptance(client, engine):
+def test_a_stream_has_the_same_text_then_usage_and_acceptance(client, engine):
     chunks = list(client.completions.create(model="novelist", prompt="The ship", max_tokens=30, seed=7, stream=True,
                                             stream_options={"include_usage": True}, extra_body=OURS))
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == serving.written(engine, "The ship")
@@ -97,7 +97,7 @@ def test_token_ids_are_a_prompt_and_echo_repeats_it(client, engine):
     assert "".join(chunk.choices[0].text for chunk in chunks) == echoed.choices[0].text
 
 
-def test_chat_goes_through_the_models_template(client, engine):
+def test_chat_uses_the_models_template(client, engine):
     messages = [{"role": "system", "content": "Be brief."},
                 {"role": "user", "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]}]
     reply = client.chat.completions.create(model="novelist", messages=messages, max_completion_tokens=20, seed=3,
@@ -115,13 +115,13 @@ def test_chat_goes_through_the_models_template(client, engine):
 
 
 @pytest.mark.parametrize("name", ["messages", "self"])
-def test_a_templates_variable_may_not_be_called_as_our_own(server, name):
+def test_reserved_template_variables_are_refused(server, name):
     reply = httpx.post(server.url + "/v1/chat/completions", json={
         "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {name: 1}})
     assert reply.status_code == 400 and f"no variable '{name}'" in reply.json()["error"]["message"]
 
 
-def test_stop_texts_end_it_and_are_not_shown(client, engine):
+def test_stop_texts_end_the_text_and_are_removed(client, engine):
     whole = serving.written(engine, "The ship", max_new_tokens=60)
     stop = whole[20:24]
     for stream in (False, True):
@@ -220,7 +220,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("body, param", BAD, ids=[json.dumps(body)[:60] for body, _ in BAD])
-def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(server, body, param):
+def test_an_unsupported_or_invalid_parameter_is_refused_by_name(server, body, param):
     reply = httpx.post(server.url + "/v1/completions", content=json.dumps(body),
                        headers={"Content-Type": "application/json"})
     assert reply.status_code == 400, reply.text
@@ -230,12 +230,12 @@ def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(server, body, pa
         assert (error["param"] or "").startswith(param), error
 
 
-def test_what_asks_for_nothing_is_taken(post):
+def test_unsupported_parameters_with_neutral_values_are_accepted(post):
     body = {"prompt": "a", "max_tokens": 2, "presence_penalty": 0, "best_of": 1, "suffix": None, "tools": []}
     assert post("/v1/completions", body).status_code == 200
 
 
-def test_a_context_that_is_too_long_says_so(client):
+def test_a_context_that_is_too_long_is_refused(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="novelist", prompt="a", max_tokens=200_000)
     assert caught.value.code == "context_length_exceeded"
@@ -262,7 +262,7 @@ def test_a_model_without_a_template_cannot_chat(caplog):
     assert not any(entry.exc_info for entry in caplog.records)
 
 
-def test_what_is_no_request(server):
+def test_malformed_requests_get_an_error_object(server):
     url = server.url + "/v1/completions"
     for content, status in ((b"{", 400), (b"\xff\xfe", 400), (b"[" * 50_000, 400), (b"null", 400), (b"[]", 400),
                             (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400), (b"", 400),
@@ -290,7 +290,7 @@ def test_models_tokenize_detokenize_version(client, server, engine, post):
     assert httpx.get(server.url + "/ready").json()["ready"] is True
 
 
-def test_metrics_have_vllms_stems(server, post):
+def test_metrics_have_vllms_names(server, post):
     post("/v1/completions", {"prompt": "a", "max_tokens": 30, "temperature": 0})
     text = httpx.get(server.url + "/metrics").text
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
@@ -303,7 +303,7 @@ def test_metrics_have_vllms_stems(server, post):
     assert 'finished_reason="length",model_name="novelist"' in text
 
 
-def test_metrics_tell_the_time_between_tokens(server, post):
+def test_metrics_have_the_time_between_tokens(server, post):
     def series() -> tuple[float, float]:
         text = httpx.get(server.url + "/metrics").text
         found = (re.search(rf"inter_token_latency_seconds_{name}{{.*}} (.*)", text) for name in ("count", "sum"))
@@ -316,7 +316,7 @@ def test_metrics_tell_the_time_between_tokens(server, post):
     assert count == 29 and 0.5 * decoding < seconds < time.monotonic() - began
 
 
-def test_what_clients_invent_makes_no_series_and_no_lines(server, caplog):
+def test_clients_cannot_create_series_or_log_lines(server, caplog):
     httpx.request("BREW" * 9, server.url + "/v1/models")
     httpx.request("PATCH", server.url + "/v1/models")
     text = httpx.get(server.url + "/metrics").text
@@ -329,7 +329,7 @@ def test_what_clients_invent_makes_no_series_and_no_lines(server, caplog):
     assert " client=127.0.0.1" in line, "what is plain is written as it is"
 
 
-def test_a_stream_tells_its_progress_in_comments(server):
+def test_a_stream_has_progress_comments(server):
     body = {"prompt": "It was", "max_tokens": 400, "seed": 7, "stream": True}
     reply = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
     told = [json.loads(line.removeprefix(": progress ")) for line in reply.text.splitlines() if line[:1] == ":"]
@@ -338,7 +338,7 @@ def test_a_stream_tells_its_progress_in_comments(server):
     assert reply.headers["cache-control"] == "no-store"
 
 
-def test_details_tell_who_guessed_each_token_and_what_plain_decoding_would_take(server, engine):
+def test_details_have_each_tokens_drafter_and_the_speed_of_plain_decoding(server, engine):
     body = {"prompt": "It was", "max_tokens": 60, "seed": 7, "stream": True, "longdraft": {"details": True}}
     chunks = serving.events(httpx.post(server.url + "/v1/completions", json=body, timeout=60).text)
     details = [chunk["longdraft"] for chunk in chunks]

@@ -40,7 +40,7 @@ def test_everything_but_health_is_behind_the_key(engine):
         assert httpx.get(server.url + "/", auth=("anybody", "second-key")).status_code == 200
 
 
-def test_a_web_page_elsewhere_cannot_use_a_local_server(server, engine):
+def test_a_foreign_web_page_cannot_use_a_local_server(server, engine):
     url = server.url + "/v1/completions"
     assert httpx.post(url, json={"prompt": "a"}, headers={"Host": "evil.example"}).status_code == 403
     reply = httpx.options(url, headers={"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"})
@@ -55,7 +55,7 @@ def test_a_web_page_elsewhere_cannot_use_a_local_server(server, engine):
         assert reply.headers["access-control-allow-origin"] == "https://good.example"
 
 
-def test_request_ids_come_back_and_logs_hold_no_text(server, caplog):
+def test_request_ids_are_returned_and_logs_contain_no_text(server, caplog):
     with caplog.at_level("INFO", logger="longdraft.server"):
         reply = httpx.post(server.url + "/v1/completions", headers={"X-Request-Id": "abc-1"}, timeout=30,
                            json={"prompt": "A very secret prompt", "max_tokens": 3, "user": "ann"})
@@ -78,11 +78,11 @@ def test_keys_are_read_from_options_a_file_and_the_environment(tmp_path, monkeyp
 
 @pytest.mark.parametrize("host, is_local", [("127.0.0.1", True), ("::1", True), ("localhost", True),
                                             ("0.0.0.0", False), ("example.org", False)])
-def test_which_addresses_are_this_machines_own(host, is_local):
+def test_loopback_addresses_are_local(host, is_local):
     assert ServerSettings(host=host).is_local is is_local
 
 
-def test_the_dashboard_asks_for_series_that_are_there(server):
+def test_the_dashboard_uses_existing_series(server):
     body = {"prompt": "a", "max_tokens": 30, "temperature": 0}
     httpx.post(server.url + "/v1/completions", json=body, timeout=60)
     told = set(re.findall(r"longdraft:\w+", httpx.get(server.url + "/metrics").text))
@@ -96,7 +96,7 @@ ASKED = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.mark.parametrize("before, beginning", [(b"", b""), (b"", b"GET /hea"), (ASKED, b"G")])
-def test_a_connection_that_begins_a_request_and_stops_is_cut(server, monkeypatch, before, beginning):
+def test_a_connection_with_incomplete_headers_is_closed(server, monkeypatch, before, beginning):
     """The first one, and one behind another that was answered."""
     monkeypatch.setattr(running, "_HEADER_TIMEOUT_S", 0.3)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
@@ -109,7 +109,7 @@ def test_a_connection_that_begins_a_request_and_stops_is_cut(server, monkeypatch
                 pass
 
 
-def test_a_connection_stays_while_its_answer_is_written(server, monkeypatch):
+def test_a_connection_stays_open_while_its_response_is_generated(server, monkeypatch):
     monkeypatch.setattr(running, "_HEADER_TIMEOUT_S", 0.05)
     body = {"prompt": "It was", "max_tokens": 2000, "ignore_eos": True, "longdraft": {"drafter": "plain"}}
     with httpx.Client() as client:

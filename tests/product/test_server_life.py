@@ -67,7 +67,7 @@ def listed(url) -> dict[str, dict]:
     return {each["id"]: each for each in httpx.get(url + URL).json()["data"]}
 
 
-def test_a_text_that_was_cut_goes_on_by_its_id(server, engine):
+def test_an_interrupted_text_is_resumed_by_its_id(server, engine):
     shown = read_some(server.url, body(journal="mine"))
     serving.wait_for(lambda: server.scheduler.num_jobs == 0)
     about = listed(server.url)["mine"]
@@ -79,7 +79,7 @@ def test_a_text_that_was_cut_goes_on_by_its_id(server, engine):
     assert resume(server.url, "mine") == uncut(engine)  # again: nothing is left to write
 
 
-def test_a_resumed_stream_begins_with_what_was_written(server, engine):
+def test_a_resumed_stream_starts_with_the_existing_text(server, engine):
     shown = read_some(server.url, body(journal="mine"))
     serving.wait_for(lambda: server.scheduler.num_jobs == 0)
     reply = httpx.post(f"{server.url}{URL}/mine/resume", json={"stream": True, "details": True}, timeout=60)
@@ -107,7 +107,7 @@ def test_a_journal_belongs_to_one_text(server):
         assert reply.status_code == 404
 
 
-def test_a_text_can_be_cancelled_from_elsewhere(server):
+def test_a_text_can_be_cancelled_by_another_client(server):
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     stream = iter(client.completions.create(model="novelist", prompt="It was", max_tokens=50_000, stream=True,
                                             extra_body={"longdraft": {"journal": "far"}}))
@@ -119,7 +119,7 @@ def test_a_text_can_be_cancelled_from_elsewhere(server):
     assert listed(server.url)["far"]["new_tokens"] > 0
 
 
-def test_journals_that_nobody_asked_for_go_with_their_texts(engine, tmp_path):
+def test_automatic_journals_are_removed_with_their_texts(engine, tmp_path):
     with serving.running(engine, journals=tmp_path, journal_from=10) as server:
         read_some(server.url, body(), least=3)
         serving.wait_for(lambda: server.scheduler.num_jobs == 0)
@@ -127,7 +127,7 @@ def test_journals_that_nobody_asked_for_go_with_their_texts(engine, tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_who_cancels_a_text_can_go_on_with_it(engine, tmp_path):
+def test_a_cancelled_text_can_be_resumed(engine, tmp_path):
     """... whether its journal was asked for or not."""
     with serving.running(engine, journals=tmp_path, journal_from=10) as server, \
             httpx.stream("POST", server.url + "/v1/completions", json=body(), timeout=30) as reply:
@@ -163,7 +163,7 @@ def test_journals_are_listed_and_pruned_at_the_same_time(engine, tmp_path, monke
         assert len(listing.result()) == 60
 
 
-def test_old_journals_are_removed_and_cut_ones_stay(server):
+def test_old_journals_are_pruned_and_unfinished_ones_kept(server):
     for i in range(3):
         httpx.post(server.url + "/v1/completions", json=body(3, journal=f"whole-{i}"), timeout=30)
     read_some(server.url, body(journal="cut"), least=1)
@@ -185,7 +185,7 @@ def test_a_damaged_journal_is_listed_and_refused(server):
 # Its own end
 
 
-def test_sigterm_lets_short_texts_end_and_keeps_the_long_ones(engine, tmp_path):
+def test_sigterm_finishes_short_texts_and_keeps_journals_of_long_ones(engine, tmp_path):
     options = ("--journals", str(tmp_path), "--drain", "1", "--journal-from", "1000000")
     with serving.process(*options) as server, httpx.stream(
             "POST", server.url + "/v1/completions", json=BODY | {"max_tokens": 1500}, timeout=30) as reply:
@@ -207,7 +207,7 @@ def test_sigterm_lets_short_texts_end_and_keeps_the_long_ones(engine, tmp_path):
         assert resume(server.url, name) == uncut(engine, 1500)
 
 
-def test_kill_nine_loses_nothing_that_was_shown(engine, tmp_path):
+def test_kill_nine_loses_no_text_that_was_sent(engine, tmp_path):
     with serving.process("--journals", str(tmp_path)) as server:
         text, began = "", time.monotonic()
         with httpx.stream("POST", server.url + "/v1/completions", json=body(700, journal="mine"), timeout=30) as reply:
@@ -225,7 +225,7 @@ def test_kill_nine_loses_nothing_that_was_shown(engine, tmp_path):
     assert whole.startswith(text) and whole == uncut(engine, 700)
 
 
-def test_mistakes_at_the_start_are_one_line(capfd, tmp_path):
+def test_invalid_options_give_one_line(capfd, tmp_path):
     from longdraft.__main__ import run
 
     (tmp_path / "file").write_text("")
@@ -254,7 +254,7 @@ def ask(server, data: bytes, wait_s: float = 5.0) -> bytes:
         return found
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(server):
+def test_a_stalled_body_gets_408(server):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     assert b" 408 " in ask(server, head + b"Content-Length: 1000\r\n\r\n{\"prompt\"")
     assert httpx.get(server.url + "/health").status_code == 200
@@ -267,7 +267,7 @@ def test_oversized_headers_are_refused(server):
     assert httpx.get(server.url + "/health").status_code == 200
 
 
-def test_a_reader_that_does_not_read_is_let_go():
+def test_a_stream_ends_when_its_client_stops_reading():
     """A socket that takes nothing any more: the stream ends, and its texts are left."""
     left = []
 
@@ -294,7 +294,7 @@ def test_a_reader_that_does_not_read_is_let_go():
     assert asyncio.run(main()) < 5 and left == [True]
 
 
-def test_ten_thousand_malformed_requests_change_nothing(server):
+def test_malformed_requests_do_not_harm_the_server(server):
     """A sample here; `benchmarks/serving.py malformed` sends them all."""
     import random
 

@@ -25,7 +25,7 @@ engine = pytest.fixture(scope="module")(serving.talker)
 server = pytest.fixture(scope="module")(serving.opened)
 
 
-def test_texts_written_in_turns_are_those_written_alone(server, engine):
+def test_concurrent_texts_equal_those_generated_alone(server, engine):
     def ask(i):
         body = {"prompt": "The ship", "max_tokens": 40 + i, "seed": i, "longdraft": {
             "min_p": 0.1, "drafter": ["plain", "suffix", "auto", "magicdec"][i % 4]}}
@@ -38,7 +38,7 @@ def test_texts_written_in_turns_are_those_written_alone(server, engine):
     assert server.scheduler.load()["reserved_bytes"] == 0
 
 
-def test_turns_are_fair(server):
+def test_a_short_text_does_not_wait_for_a_long_one(server):
     """A short text does not wait for a long one that came before it."""
     with httpx.stream("POST", server.url + "/v1/completions", timeout=60,
                       json={"prompt": "It was", "max_tokens": 50_000, "stream": True}) as long:
@@ -50,7 +50,7 @@ def test_turns_are_fair(server):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("drafter", ["plain", "auto"])
-def test_who_hangs_up_frees_the_engine_within_a_second(server, stream, drafter):
+def test_a_disconnect_frees_the_engine_within_a_second(server, stream, drafter):
     body = json.dumps({"prompt": "It was", "max_tokens": 100_000, "stream": stream, "longdraft": {"drafter": drafter}})
     head = (f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n")
@@ -60,7 +60,7 @@ def test_who_hangs_up_frees_the_engine_within_a_second(server, stream, drafter):
     assert serving.wait_for(lambda: server.scheduler.num_jobs == 0) < 1.0
 
 
-def test_too_many_are_told_to_come_back(engine):
+def test_a_full_queue_gets_429(engine):
     with serving.running(engine, max_running=1, max_queued=1) as server:
         long = {"prompt": "It was", "max_tokens": 50_000, "stream": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=long) as first, \
@@ -72,7 +72,7 @@ def test_too_many_are_told_to_come_back(engine):
             assert reply.json()["error"]["code"] == "queue_full"
 
 
-def test_memory_is_a_budget(engine):
+def test_requests_wait_for_the_memory_budget(engine):
     with serving.running(engine, memory_bytes=64 << 20) as server:
         reply = httpx.post(server.url + "/v1/completions", json={"prompt": "It was", "max_tokens": 100_000})
         assert reply.status_code == 400 and reply.json()["error"]["code"] == "memory_exceeded"
@@ -93,14 +93,14 @@ def bytes_of(engine, tokens: int, **extension) -> int:
 
 @pytest.mark.parametrize("name, dtype, width", [
     ("reference", "bfloat16", 4), ("reference", "float32", 4), ("portable", "bfloat16", 2), ("portable", "float32", 4)])
-def test_the_budget_counts_what_caches_take_on_these_kernels(tiny, name, dtype, width):
+def test_the_budget_counts_the_cache_of_each_kernel(tiny, name, dtype, width):
     engine = serving.load(tiny["mha"], drafter="plain", dtype=dtype, kernels_name=name)
     config = engine.model.config
     each = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
     assert bytes_of(engine, 1010) - bytes_of(engine, 10 + 1) == pytest.approx(1.15 * 999 * each, abs=1)
 
 
-def test_the_budget_counts_what_drafting_takes(engine):
+def test_the_budget_counts_the_drafters_memory(engine):
     each, plain = engine.model.cache_bytes_per_token, bytes_of(engine, 5000, drafter="plain")
     for budget, rows in ((200, 200), (10**9, 5000)):
         options = {"drafter": "magicdec", "drafter_options": {"budget": budget}}
@@ -108,7 +108,7 @@ def test_the_budget_counts_what_drafting_takes(engine):
     assert bytes_of(engine, 5000, drafter="auto") > plain, "its small model reads along"
 
 
-def test_a_text_whose_time_is_up_while_it_waits_has_nothing_to_go_on_with(engine, tmp_path):
+def test_a_text_that_times_out_in_the_queue_cannot_be_resumed(engine, tmp_path):
     with serving.running(engine, max_running=1, journals=tmp_path, journal_from=100) as server:
         long = {"prompt": "It was", "max_tokens": 50_000, "stream": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=long) as first:
@@ -119,7 +119,7 @@ def test_a_text_whose_time_is_up_while_it_waits_has_nothing_to_go_on_with(engine
     assert reply.status_code == 408 and "resume" not in reply.json()["error"]["message"]
 
 
-def test_the_budget_counts_what_caches_take_on_a_device(tiny, monkeypatch):
+def test_the_budget_counts_the_cache_on_a_device(tiny, monkeypatch):
     """8 bits with a scale for each key and value; a cache is reserved whole, with room for trees."""
     engine = serving.load(tiny["mha"], drafter="plain", dtype="float32")
     kernels, config = engine.model.kernels, engine.model.config
@@ -131,7 +131,7 @@ def test_the_budget_counts_what_caches_take_on_a_device(tiny, monkeypatch):
     assert bytes_of(engine, 1010) >= (1010 + LARGEST_TREE) * each
 
 
-def test_the_budget_is_what_the_device_leaves_else_what_system_and_container_leave(tmp_path, monkeypatch):
+def test_the_budget_is_a_share_of_free_device_or_system_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(server_settings, "_PROC", tmp_path)
     monkeypatch.setattr(server_settings, "_CGROUP", tmp_path)
     assert 1 << 20 < cache_budget() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "nobody says"
@@ -146,13 +146,13 @@ def test_the_budget_is_what_the_device_leaves_else_what_system_and_container_lea
     assert cache_budget() == int(0.8 * 50_000 * 1024)
 
 
-def test_a_text_may_take_only_so_long(server):
+def test_a_text_times_out(server):
     body = {"prompt": "It was", "max_tokens": 100_000, "longdraft": {"timeout": 0.3}}
     reply = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
     assert reply.status_code == 408 and reply.json()["error"]["code"] == "timeout"
 
 
-def test_a_text_that_runs_out_of_memory_is_the_only_one_that_fails(server, engine, monkeypatch):
+def test_running_out_of_memory_fails_only_that_text(server, engine, monkeypatch):
     from longdraft.generation import Generation
 
     advance = Generation.advance

@@ -45,7 +45,7 @@ def tried(operation, mode):
     return sound
 
 
-def test_the_schema_tells_every_route_and_the_errors_that_are_sent(api):
+def test_the_schema_lists_every_route_and_its_errors(api):
     paths = api.raw_schema["paths"]
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/health",
                  "/ready", "/version", "/metrics", "/v1/longdraft/generations",

@@ -166,16 +166,16 @@ BASE = dict(model_type="llama", vocab_size=320, hidden_size=48, intermediate_siz
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(model_type="gemma2"), "'gemma2'; supported: llama, .*smollm3; missing for it: logit soft-capping"),
-    (dict(model_type="qwen3_moe"), "missing for it: mixture-of-experts"),
+    (dict(model_type="gemma2"), "'gemma2'; supported: llama, .*smollm3; longdraft lacks what it needs: logit soft-capping"),
+    (dict(model_type="qwen3_moe"), "longdraft lacks what it needs: mixture-of-experts"),
     (dict(model_type="unheard-of"), r"model_type is 'unheard-of'; supported: [\w, ]*$"),
     (dict(quantization_config={"quant_method": "gptq"}), r"quantised \('gptq'\); supported: float32"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; supported: 1"),
     (dict(model_type="phi3", partial_rotary_factor=0.75), "rotates an even number"),
-    (dict(model_type="mistral", sliding_window=0), "sliding_window is 0; allowed: null"),
+    (dict(model_type="mistral", sliding_window=0), "sliding_window is 0 in config.json; allowed: null"),
     (dict(model_type="qwen2", use_sliding_window=True, layer_types=["full_attention"]), "layer_types .* list of 3"),
     (dict(model_type="smollm3", no_rope_layers=[1, 2, 0]), "no_rope_layers .* list of 3"),
-    (dict(model_type="smollm3", use_sliding_window=True, sliding_window=8), "lacks 'layer_types'"),
+    (dict(model_type="smollm3", use_sliding_window=True, sliding_window=8), "has no 'layer_types'"),
     (dict(model_type="granite", logits_scaling=0), "logits_scaling is 0"),
 ])
 def test_what_is_not_supported_is_named(changes, message):

@@ -76,14 +76,14 @@ def test_a_bundled_name_lends_its_heads():
 
 def test_a_folder_without_heads_says_what_heads_are(tiny, tmp_path):
     make_checkpoint(tmp_path)
-    with pytest.raises(ModelError, match=r"holds no heads: neither TokenSwift's .* nor Medusa's"):
+    with pytest.raises(ModelError, match=r"has no heads; give a folder with TokenSwift's .* or Medusa's"):
         longdraft.load(str(tiny["mha"]), heads=str(tmp_path))
 
 
 def test_heads_of_a_whole_model_of_another_size_are_refused(tiny, tmp_path):
     base = make_checkpoint(tmp_path / "wide", hidden_size=64)
     make_heads(tmp_path / "wide" / "heads", base)
-    with pytest.raises(ModelError, match="hidden_size 64, the model has 48"):
+    with pytest.raises(ModelError, match="hidden_size 64, but the model has 48"):
         longdraft.load(str(tiny["mha"]), heads=str(released(tmp_path / "released", tmp_path / "wide")))
 
 
@@ -94,7 +94,7 @@ def test_heads_where_a_model_is_wanted_say_how_they_are_used(tiny, tmp_path, kin
     else:
         shutil.copytree(tiny["mha"] / "heads", tmp_path, dirs_exist_ok=True)
     base = "lmsys/vicuna" if kind == "medusa" else "tiny"
-    with pytest.raises(ModelError, match=f"holds heads, not a model; give --model {base} --heads"):
+    with pytest.raises(ModelError, match=f"has heads, not a model; give --model {base} --heads"):
         longdraft.load(str(tmp_path))
 
 
@@ -132,7 +132,7 @@ def test_a_part_that_cannot_be_used_is_left_out_unless_the_drafter_needs_it(tmp_
 @pytest.fixture
 def counted(monkeypatch, tmp_path):
     """Hashes that were really computed; every model is large, and files are settled at once."""
-    monkeypatch.setattr(fingerprint, "_WORTH_KEEPING", 0)
+    monkeypatch.setattr(fingerprint, "_MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(fingerprint, "_TICK_S", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     computed: list[str] = []

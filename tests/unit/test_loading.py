@@ -99,7 +99,7 @@ def test_a_revision_may_stand_in_the_name(hub_options, tmp_path, name, revision,
 
 
 @pytest.mark.parametrize("name, revision, message", [
-    ("owner/model@v2", "v3", "names another revision than 'v3'"), ("novelist", "v3", "'novelist' is a folder")])
+    ("owner/model@v2", "v3", "has another revision than 'v3'"), ("novelist", "v3", "'novelist' is a folder")])
 def test_a_revision_that_means_nothing_is_refused(hub_options, name, revision, message):
     with pytest.raises(UsageError, match=message):
         hub.resolve(name, hub.Hub(revision))
@@ -114,7 +114,7 @@ def test_a_config_comes_without_the_weights(hub_options, tmp_path):
 def test_a_repository_of_pickles_says_so(hub_options, tmp_path):
     make_checkpoint(tmp_path / "owner/model")
     (tmp_path / "owner/model/model.safetensors").rename(tmp_path / "owner/model/pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"holds no model.safetensors .*pickles, which can run code.*save_pretrained"):
+    with pytest.raises(ModelError, match=r"has no model.safetensors .*pickles, which can run code.*save_pretrained"):
         hub.resolve("owner/model")
 
 
@@ -122,7 +122,7 @@ def test_what_was_not_fetched_is_no_pickle(hub_options, tmp_path):
     """Offline, behind `doctor --model`, which fetches config.json alone."""
     make_checkpoint(tmp_path / "owner/model")
     (tmp_path / "owner/model/model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"'owner/model' is not whole in .*offline nothing is fetched"):
+    with pytest.raises(ModelError, match=r"'owner/model' is not complete in .*offline nothing is fetched"):
         hub.resolve("owner/model", hub.Hub(offline=True))
 
 
@@ -144,7 +144,7 @@ class Response:
     (errors.GatedRepoError("403", response=Response()), "is gated; accept its terms at https://.*/owner/model and set"),
     (errors.RepositoryNotFoundError("404", response=Response()), "or it is private; check the name, and set HF_TOKEN"),
     (errors.RevisionNotFoundError("404", response=Response()), "has no revision 'v9'"),
-    (errors.LocalEntryNotFoundError("no"), "is not whole in .*the hub cannot be reached; check the network"),
+    (errors.LocalEntryNotFoundError("no"), "is not complete in .*the hub is not reachable; check the network"),
     (errors.HFValidationError("bad\nname"), "from the hub: bad; check"),
     (errors.HTTPError("timed out"), "from the hub: timed out; check"),
     (PermissionError(13, "Permission denied"), "Permission denied"),
@@ -198,7 +198,7 @@ def test_what_the_cache_lacks_is_one_line(tmp_path, capfd):
     assert run([*GENERATE, "--offline", "--cache-dir", str(tmp_path)]) == 2
     said = capfd.readouterr().err
     assert said.count("\n") == 1
-    assert f"'owner/model' is not whole in {tmp_path}, and offline nothing is fetched; leave --offline" in said
+    assert f"'owner/model' is not complete in {tmp_path}, and offline nothing is downloaded; run once" in said
 
 
 # What reading costs

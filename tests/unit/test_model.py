@@ -95,8 +95,8 @@ def edit(folder, change) -> None:
 
 @pytest.mark.parametrize("change, message", [
     (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "missing model.layers.1.mlp.up_proj.weight"),
-    (lambda t: t.update(extra=torch.zeros(1)), "surplus extra"),
-    (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight is \[3\], not \[48\]"),
+    (lambda t: t.update(extra=torch.zeros(1)), "unexpected extra"),
+    (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight has shape \[3\], not \[48\]"),
 ])
 def test_tensors_that_do_not_fit_are_named(tmp_path, change, message):
     make_checkpoint(tmp_path)
@@ -112,8 +112,8 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, message):
     (dict(rope_parameters={"rope_type": "longrope"}), "needs 'short_factor'"),
     (dict(rope_parameters={"rope_type": "linear"}), "needs 'factor'"),
     (dict(num_key_value_heads=3), "a multiple of"),
-    (dict(hidden_size="wide"), "wrong kind"),
-    (dict(vocab_size=None), "wrong kind"),
+    (dict(hidden_size="wide"), "wrong type"),
+    (dict(vocab_size=None), "wrong type"),
 ])
 def test_a_config_that_is_not_supported_says_what_is(tmp_path, change, message):
     make_checkpoint(tmp_path)

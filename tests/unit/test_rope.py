@@ -18,7 +18,7 @@ from longdraft.core import SamplingParams
 from longdraft.errors import ModelError, UsageError
 from longdraft.model import config as model_config
 from longdraft.model.checkpoint import dump_json
-from longdraft.model.rope import _CHUNK, _KEPT, RopeTable, frequencies
+from longdraft.model.rope import _CHUNK_SIZE, _MAX_CHUNKS, RopeTable, frequencies
 from longdraft.model.transformer import Transformer, chain_rows
 
 TRAINED = 128
@@ -149,8 +149,8 @@ def test_beyond_the_trained_length_there_is_one_warning_and_beyond_the_rope_an_e
         write(25)
         write(30)
     assert [record.getMessage() for record in caplog.records] == [
-        "a text of 33 tokens is longer than the model's max_position_embeddings (32); rope type 'linear' stretches to "
-        "128, quality may fall"]
+        "the text may reach 33 tokens, the model was trained on 32 (max_position_embeddings); rope "
+        "type 'linear' extends it to 128, but quality may suffer"]
     with pytest.raises(UsageError, match="allowed: 128"):
         write(121)
 
@@ -177,7 +177,7 @@ def test_factors_that_give_no_angles_are_one_clear_error(tmp_path, rope):
     dynamic(tmp_path)
     config = model_config.read_json(tmp_path / "config.json")
     dump_json(tmp_path / "config.json", config | {"rope_parameters": rope})
-    with pytest.raises(ModelError, match=r"gives no angles|wrong kind"):
+    with pytest.raises(ModelError, match=r"gives no finite angles|wrong type"):
         load(tmp_path)
 
 
@@ -191,11 +191,12 @@ def test_rotations_depend_on_the_position_alone_and_few_are_kept(tiny):
     """Whatever was asked for before, together or alone; and a table does not grow with the text."""
     config = model_config.read_config(tiny["mha"])
     table = RopeTable(config, 1, torch.device("cpu"))
-    asked = [[0], [5, _CHUNK - 1, _CHUNK, _CHUNK + 1], [50 * _CHUNK, 3], list(range(_CHUNK - 2, 2 * _CHUNK + 3)),
-             *[[number * _CHUNK + 7] for number in range(40)], [7, 20 * _CHUNK + 7]]
+    size = _CHUNK_SIZE
+    asked = [[0], [5, size - 1, size, size + 1], [50 * size, 3], list(range(size - 2, 2 * size + 3)),
+             *[[number * size + 7] for number in range(40)], [7, 20 * size + 7]]
     for positions in asked:
         cos, sin = table.at(positions)
         for row, position in enumerate(positions[:4]):
             alone = RopeTable(config, 1, torch.device("cpu")).at([position])
             assert torch.equal(cos[row], alone[0][0]) and torch.equal(sin[row], alone[1][0])
-        assert len(table._chunks) <= _KEPT
+        assert len(table._chunks) <= _MAX_CHUNKS

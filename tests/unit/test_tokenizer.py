@@ -179,7 +179,7 @@ def test_a_tokenizer_that_cannot_be_read_is_one_clear_error(tmp_path, content):
 @pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])
 def test_a_model_with_another_form_of_tokenizer_says_how_to_convert_it(tmp_path, name):
     (tmp_path / name).write_bytes(b"...")
-    with pytest.raises(ModelError, match=rf"there is {name}.*AutoTokenizer.*save_pretrained") as raised:
+    with pytest.raises(ModelError, match=rf"the folder has {name}.*AutoTokenizer.*save_pretrained") as raised:
         Tokenizer(tmp_path)
     assert "\n" not in str(raised.value)
 

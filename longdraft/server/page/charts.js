@@ -1,6 +1,6 @@
-// Curves against context on a canvas: one line, and where there is one, the line to beat.
+// Curves over context length on a canvas: one line, and plain decoding for comparison where it is known.
 
-const MOST = 600; // points; beyond that each stands for twice as many
+const MAX_POINTS = 600; // beyond that, points are merged in pairs
 
 export class Chart {
   constructor(canvas, { unit, digits = 0, line = "--self", plain = null, floor = null, describe }) {
@@ -15,8 +15,8 @@ export class Chart {
 
   clear() {
     this.points = [];
-    this.stride = 1; // what was added for each point
-    this.fresh = []; // what was added since the last
+    this.stride = 1; // values per point
+    this.fresh = []; // values since the last point
     this.dirty();
   }
 
@@ -27,8 +27,8 @@ export class Chart {
     if (this.fresh.length < this.stride) return;
     this.points.push(mean(this.fresh));
     this.fresh = [];
-    if (this.points.length > MOST) {
-      const [first, ...rest] = this.points; // where it began stays
+    if (this.points.length > MAX_POINTS) {
+      const [first, ...rest] = this.points; // the first point stays
       this.points = [first];
       for (let i = 0; i < rest.length; i += 2) this.points.push(mean(rest.slice(i, i + 2)));
       this.stride *= 2;
@@ -138,13 +138,13 @@ function halo(g, text, x, y, paper) {
   g.fillText(text, x, y);
 }
 
-// One point for several.
+// Merges several points.
 function mean(points) {
   const of = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
   return [points.at(-1)[0], of(points.map((p) => p[1])), of(points.map((p) => p[2]).filter((v) => v !== null))];
 }
 
-// Running means, so that curves can be read. Plain decoding is measured now and then; between, its last holds.
+// Running means, for readable curves. Plain decoding is measured at intervals; its last value is repeated between.
 function smoothed(points) {
   const reach = Math.max(1, Math.round(points.length / 40)), found = [];
   let plain = points.find((p) => p[2] !== null)?.[2] ?? null;
@@ -160,7 +160,7 @@ function smoothed(points) {
   return found;
 }
 
-// The next of 1, 2, 2.5, 5, 10, ... times a power of ten.
+// The smallest of 1, 2, 2.5, 5, 10 times a power of ten that is large enough.
 function nice(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10].find((m) => m * power >= value) * power;

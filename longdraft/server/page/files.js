@@ -1,4 +1,4 @@
-// What can be taken away: the text, the token ids as numpy reads them, a report that needs nothing but itself.
+// Downloads: the text, the token ids as a NumPy file, and a self-contained report.
 
 export function save(name, parts, type) {
   const link = document.createElement("a");
@@ -30,7 +30,7 @@ th{text-align:left;font-weight:400;color:#5b6572;padding:.2em 2em .2em 0}td{font
 img{max-width:100%;margin:.5em 0}pre{white-space:pre-wrap;font:17px/1.7 Georgia,serif}summary{cursor:pointer}</style>
 <h1>${safe(title)}</h1>${table(rows)}
 ${charts.map(([name, image]) => `<h2>${safe(name)}</h2><img alt="${safe(name)}" src="${image}">`).join("")}
-<h2>Who drafted</h2>${table(shares)}
+<h2>Drafters</h2>${table(shares)}
 <details><summary>All statistics</summary><pre>${safe(JSON.stringify(stats, null, 2))}</pre></details>
 <h2>Text</h2><pre>${safe(text)}</pre></html>`;
 }

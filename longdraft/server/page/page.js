@@ -1,4 +1,4 @@
-// The page: a prompt goes out, the text comes in, and what the drafting does is drawn beside it.
+// The page: sends a prompt, shows the text as it arrives, and draws speed and drafting beside it.
 
 import { Chart, short } from "./charts.js";
 import { npy, report, save } from "./files.js";
@@ -10,16 +10,16 @@ const POLL_MS = 3000;
 const $ = (id) => document.getElementById(id);
 const number = (id) => ($(id).value.trim() === "" ? undefined : Number($(id).value));
 
-const WHO = { "": "nobody: the model’s own", self: "the model, on a small cache", heads: "trained heads", suffix: "what followed before",
-  ngram: "n-grams", "draft-model": "a smaller model", earlier: "written earlier" };
+const SOURCES = { "": "the model itself", self: "the model, on a partial cache", heads: "trained heads", suffix: "suffix matching",
+  ngram: "n-grams", "draft-model": "a draft model", earlier: "generated earlier" };
 const view = new TextView($("text"), (follows) => { $("follow").hidden = follows || !view.length; });
 const speed = new Chart($("speed-chart"), { unit: "tokens/s", plain: "plain decoding", describe: (value, plain, at) =>
-  `${value.toFixed(0)} tokens a second at a context of ${at} tokens${plain ? `; plain decoding ${plain.toFixed(0)}` : ""}` });
+  `${value.toFixed(0)} tokens per second at a context of ${at} tokens${plain ? `; plain decoding ${plain.toFixed(0)}` : ""}` });
 const lengths = new Chart($("length-chart"), { unit: "per step", digits: 1, line: "--heads", floor: 1, describe: (value, _, at) =>
-  `${value.toFixed(1)} tokens per forward of the model at a context of ${at} tokens; plain decoding writes one` });
-let run = null; // the text that is shown: { id, journal, seed, max, prompt, promptTokens, controller, stats, state, ... }
+  `${value.toFixed(1)} tokens per forward of the model at a context of ${at} tokens; 1 in plain decoding` });
+let run = null; // the text on display: { id, journal, seed, max, prompt, promptTokens, controller, stats, state, ... }
 
-// ---- writing
+// ---- generating
 
 function settings() {
   const ours = { details: true, journal: window.keepsJournals || undefined, drafter: $("drafter").value || undefined,
@@ -27,23 +27,23 @@ function settings() {
     penalty_window: number("penalty_window"), on_loop: $("on_loop").value };
   const body = { stream: true, max_tokens: number("max_tokens"), temperature: number("temperature"), top_p: number("top_p"),
     stop: $("stop").value || undefined, longdraft: ours };
-  // A seed may have more digits than a number of JavaScript's holds exactly; such a one is refused by the server.
+  // A seed with more digits than a JavaScript number holds exactly is refused by the server.
   if ($("seed").value.trim()) body.seed = number("seed");
   if ($("chat").checked) return ["/v1/chat/completions", { ...body, messages: [{ role: "user", content: $("prompt").value }] }];
   return ["/v1/completions", { ...body, prompt: $("prompt").value }];
 }
 
-async function write() {
+async function generate() {
   const [url, body] = settings();
   begin({ prompt: $("prompt").value, max: body.max_tokens, id: null });
-  await follow(url, body);
+  await receive(url, body);
 }
 
 async function resume(id) {
   close();
   const about = await ask(`${GENERATIONS}/${id}`);
   begin({ prompt: about.prompt, max: about.max_new_tokens, id, isResumed: true });
-  await follow(`${GENERATIONS}/${id}/resume`, { stream: true, details: true });
+  await receive(`${GENERATIONS}/${id}/resume`, { stream: true, details: true });
 }
 
 function begin(next) {
@@ -60,24 +60,24 @@ function begin(next) {
   if (matchMedia("(min-width: 761px)").matches && !run.isResumed) fold(true);
   for (const id of ["rate", "gain", "length", "context", "eta", "elapsed"]) $(id).textContent = "–";
   legend();
-  set("running", "Waiting");
+  set("running", "Queued");
   if (matchMedia("(max-width: 760px)").matches) document.querySelector(".reading").scrollIntoView();
 }
 
-async function follow(url, body) {
+async function receive(url, body) {
   const mine = run;
   try {
-    await stream(url, body, { open: (id) => { mine.id ??= id; }, chunk: (chunk) => mine === run && taken(chunk),
-      progress: (progress) => mine === run && told(progress) }, mine.controller.signal);
-    if (mine === run) ended("done");
+    await stream(url, body, { open: (id) => { mine.id ??= id; }, chunk: (chunk) => mine === run && onChunk(chunk),
+      progress: (progress) => mine === run && onProgress(progress) }, mine.controller.signal);
+    if (mine === run) onEnd("done");
   } catch (error) {
     if (mine !== run) return;
-    if (mine.isStopped || error.name === "AbortError" || error.code === "cancelled") ended("cut");
-    else failed(error);
+    if (mine.isStopped || error.name === "AbortError" || error.code === "cancelled") onEnd("cut");
+    else onError(error);
   }
 }
 
-function taken(chunk) {
+function onChunk(chunk) {
   const detail = chunk.longdraft;
   if (!detail?.tokens) return;
   const isOld = run.isResumed && !run.sawOld;
@@ -86,27 +86,27 @@ function taken(chunk) {
   run.seed = detail.seed;
   run.stats = detail.stats ?? run.stats;
   run.reason = detail.finish_reason ?? run.reason;
-  told(detail.progress);
+  onProgress(detail.progress);
 }
 
-function told(progress) {
+function onProgress(progress) {
   run.progress = progress;
   run.promptTokens = progress.prompt_tokens;
   run.max = progress.max_new_tokens;
   const { own_tokens_per_second: rate, plain_tokens_per_second: plain, new_tokens: done } = progress;
   const context = progress.prompt_tokens + done;
-  if (progress.state === "queued") set("running", "Waiting for its turn");
-  else if (progress.state === "prefill" && !done) set("running", progress.prefill_tokens ? `Reading ${short(progress.prefill_tokens)} of ${short(progress.prompt_tokens)}` : "Reading the prompt");
-  else set("running", "Writing");
+  if (progress.state === "queued") set("running", "Queued");
+  else if (progress.state === "prefill" && !done) set("running", progress.prefill_tokens ? `Prefill: ${short(progress.prefill_tokens)} of ${short(progress.prompt_tokens)}` : "Prefill");
+  else set("running", "Generating");
   if (done && rate) {
     speed.add(context, rate, plain);
-    lengths.add(context, progress.mean_accepted_length && recent(progress));
+    lengths.add(context, progress.mean_accepted_length && recentLength(progress));
   }
-  show();
+  scheduleUpdate();
 }
 
-// Tokens per step since the point before: the mean over the whole text hides what happens now.
-function recent(progress) {
+// Tokens per step since the previous point. The mean over the whole text would hide recent changes.
+function recentLength(progress) {
   const steps = progress.new_tokens / progress.mean_accepted_length, before = run.before;
   if (before && progress.new_tokens - before.tokens < 24) return run.recent;
   run.before = { tokens: progress.new_tokens, steps };
@@ -115,11 +115,11 @@ function recent(progress) {
   return run.recent;
 }
 
-function show() {
-  show.frame ??= setTimeout(() => { show.frame = null; showNow(); }, 100);
+function scheduleUpdate() {
+  scheduleUpdate.frame ??= setTimeout(() => { scheduleUpdate.frame = null; update(); }, 100);
 }
 
-function showNow() {
+function update() {
   if (!run) return;
   const progress = run.progress, done = view.length, share = run.max ? done / run.max : 0;
   $("progress").setAttribute("aria-valuenow", done);
@@ -153,7 +153,7 @@ function legend() {
     const row = document.createElement("li"), swatch = document.createElement("span"), share = document.createElement("span");
     const label = document.createElement("b"), style = name === "earlier" ? 0 : styleOf(name);
     swatch.className = style ? `swatch g s${style} first last` : "swatch plain";
-    label.textContent = WHO[name] ?? name;
+    label.textContent = SOURCES[name] ?? name;
     if (name && name !== "earlier") label.title = name;
     share.className = "share";
     share.textContent = count === null ? view.old.toLocaleString() : view.length ? `${(100 * count / total).toFixed(0)} %` : "";
@@ -162,21 +162,21 @@ function legend() {
   }));
 }
 
-function ended(how) {
+function onEnd(how) {
   view.flush();
-  const reasons = { length: "Written", eos: "Ended by the model", stop: "Stopped at the stop text", loop: "Stopped in a loop" };
-  set(how === "cut" ? "cut" : "done", how === "cut" ? "Stopped" : reasons[run.reason] ?? "Written");
+  const reasons = { length: "Finished", eos: "Ended by the model", stop: "Stopped at the stop text", loop: "Stopped in a loop" };
+  set(how === "cut" ? "cut" : "done", how === "cut" ? "Stopped" : reasons[run.reason] ?? "Finished");
   $("resume").hidden = how !== "cut" || !window.keepsJournals || !run.id;
-  showNow();
+  update();
   speed.draw();
   lengths.draw();
   refresh();
 }
 
-function failed(error) {
+function onError(error) {
   const isCut = error.code === "cut" || error.code === "draining" || error instanceof TypeError;
-  ended("cut");
-  set("failed", isCut ? "The server has gone" : "Failed");
+  onEnd("cut");
+  set("failed", isCut ? "Connection lost" : "Failed");
   $("error").textContent = error.message;
   $("error").hidden = false;
   if (!view.length) fold(false);
@@ -195,7 +195,7 @@ function set(state, text) {
   const isOn = state === "running";
   $("stop-run").hidden = !isOn;
   if (isOn) $("resume").hidden = true;
-  $("start").textContent = isOn ? "Write another" : "Write";
+  $("start").textContent = isOn ? "Generate another" : "Generate";
 }
 
 function clock(seconds) {
@@ -210,7 +210,7 @@ async function refresh() {
   try { found = (await ask(GENERATIONS)).data; } catch { return; }
   const cut = found.find((each) => each.resumable);
   $("offer").hidden = !cut || document.body.dataset.state !== "idle";
-  if (cut && !$("offer").hidden) offer(cut);
+  if (cut && !$("offer").hidden) showOffer(cut);
   if ($("past").hidden) return;
   const rows = found.map(entry);
   if (!rows.length) rows.push(Object.assign(document.createElement("li"), { textContent: "None yet." }));
@@ -219,20 +219,20 @@ async function refresh() {
   if (had) document.querySelector(`[data-key="${CSS.escape(had)}"]`)?.focus();
 }
 
-function offer(about) {
+function showOffer(about) {
   const text = document.createElement("p");
-  text.textContent = `A text was cut after ${about.new_tokens.toLocaleString()} of ${about.max_new_tokens.toLocaleString()} tokens: “${about.title}”`;
-  $("offer").replaceChildren(text, button("Go on", () => resume(about.id), "primary"), button("Not now", () => { $("offer").hidden = true; }));
+  text.textContent = `A text was interrupted after ${about.new_tokens.toLocaleString()} of ${about.max_new_tokens.toLocaleString()} tokens: “${about.title}”`;
+  $("offer").replaceChildren(text, button("Resume", () => resume(about.id), "primary"), button("Not now", () => { $("offer").hidden = true; }));
 }
 
 function button(text, action, kind = "", key = "") {
   const made = Object.assign(document.createElement("button"), { type: "button", textContent: text, className: kind });
   made.dataset.key = key;
-  made.addEventListener("click", () => Promise.resolve(action()).catch(failedQuietly));
+  made.addEventListener("click", () => Promise.resolve(action()).catch(showError));
   return made;
 }
 
-function failedQuietly(error) {
+function showError(error) {
   $("error").textContent = error.message;
   $("error").hidden = false;
   $("status").textContent = error.message;
@@ -244,14 +244,14 @@ function entry(about) {
   title.className = "title";
   title.textContent = about.title || about.id;
   state.className = "state";
-  state.textContent = { cut: "cut", running: "running", prefill: "reading", queued: "waiting", finished: { length: "written", eos: "ended", stop: "ended", loop: "stopped in a loop" }[about.finish_reason] ?? "written" }[about.state] ?? about.state;
+  state.textContent = { cut: "interrupted", running: "running", prefill: "prefill", queued: "queued", finished: { length: "finished", eos: "ended", stop: "ended", loop: "stopped in a loop" }[about.finish_reason] ?? "finished" }[about.state] ?? about.state;
   figures.className = "figures";
   const when = about.created ? new Date(about.created * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : "";
   figures.append(state, ` · ${(about.new_tokens ?? 0).toLocaleString()} of ${(about.max_new_tokens ?? 0).toLocaleString()} · ${when}`);
   line.className = "row";
   line.append(figures);
   const isOn = ["running", "prefill", "queued"].includes(about.state), onDisk = about.journal || about.state === "cut" || (about.state === "finished" && "model" in about);
-  if (about.resumable) line.append(button("Go on", () => resume(about.id), "primary", `go ${about.id}`));
+  if (about.resumable) line.append(button("Resume", () => resume(about.id), "primary", `go ${about.id}`));
   if (isOn) line.append(button("Stop", async () => { await ask(`${GENERATIONS}/${about.id}/cancel`, "POST"); refresh(); }, "stop", `stop ${about.id}`));
   if (onDisk && !isOn) {
     line.append(button("Read", () => read(about.id), "", `read ${about.id}`),
@@ -266,21 +266,21 @@ function entry(about) {
 
 async function read(id) {
   const about = await ask(`${GENERATIONS}/${id}`);
-  if (!about.text && !about.tokens) throw new ApiError("this text belongs to another model; only that one’s server can show it");
+  if (!about.text && !about.tokens) throw new ApiError("this text belongs to another model; open it on a server of that model");
   close();
   begin({ prompt: about.prompt, max: about.max_new_tokens, id, isResumed: true });
   view.push({ tokens: about.tokens, pieces: about.pieces, sources: about.tokens.map(() => ""), steps: about.tokens.map(() => 1) }, true);
   run.seed = about.seed;
   run.reason = about.finish_reason;
   run.promptTokens = about.prompt_tokens;
-  ended(about.resumable ? "cut" : "done");
+  onEnd(about.resumable ? "cut" : "done");
   $("rate").textContent = about.tokens_per_second ? Math.round(about.tokens_per_second) : "–";
   $("length").textContent = about.mean_accepted_length ? about.mean_accepted_length.toFixed(2) : "–";
   view.follows = false;
   $("text").scrollTop = 0;
 }
 
-// ---- around it
+// ---- controls
 
 function fold(isFolded) {
   document.body.classList.toggle("folded", isFolded);
@@ -309,7 +309,7 @@ function tint(isOn) {
 }
 
 async function copy() {
-  try { await navigator.clipboard.writeText(view.string); } catch { // no clipboard without https, but on this machine
+  try { await navigator.clipboard.writeText(view.string); } catch { // browsers offer the clipboard on https and localhost only
     const area = Object.assign(document.createElement("textarea"), { value: view.string });
     document.body.append(area);
     area.select();
@@ -329,10 +329,10 @@ function download(kind) {
     save(`${name}.html`, [report({
       title: `longdraft: ${view.length.toLocaleString()} tokens`,
       rows: [["prompt", run.prompt.length > 400 ? `${run.prompt.slice(0, 400)}…` : run.prompt], ["seed", run.seed], ["tokens", view.length.toLocaleString()],
-        ["tokens/s", $("rate").textContent], ["beside plain decoding", $("gain").textContent], ["tokens per step", $("length").textContent],
+        ["tokens/s", $("rate").textContent], ["times plain decoding", $("gain").textContent], ["tokens per step", $("length").textContent],
         ["exactness", run.stats?.exactness ?? "–"], ["sha256 of the tokens", run.stats?.sha256_tokens ?? "–"]],
       charts: [["Speed", speed.canvas.toDataURL()], ["Accepted length", lengths.canvas.toDataURL()]],
-      shares: view.names.map((who, i) => [WHO[who] ?? who, `${(100 * view.counts[i] / total).toFixed(1)} %`]),
+      shares: view.names.map((who, i) => [SOURCES[who] ?? who, `${(100 * view.counts[i] / total).toFixed(1)} %`]),
       stats: run.stats, text: run.prompt + view.string,
     })], "text/html;charset=utf-8");
   }
@@ -344,7 +344,7 @@ function tip(event) {
   box.hidden = token === undefined || !$("tint").checked;
   if (box.hidden) return;
   const { source, place, run: size, token: at } = view.describe(token);
-  box.textContent = `token ${at.toLocaleString()}: guessed by ${WHO[source] ?? source}${size > 1 ? `, ${place} of ${size} accepted in a row` : ", accepted"}`;
+  box.textContent = `token ${at.toLocaleString()}: drafted by ${SOURCES[source] ?? source}${size > 1 ? `, ${place} of ${size} accepted in a row` : ", accepted"}`;
   const frame = $("text").parentElement.getBoundingClientRect();
   box.style.left = `${Math.max(8, Math.min(event.clientX - frame.left, frame.width - 260))}px`;
   box.style.top = `${event.clientY - frame.top + 22}px`;
@@ -369,12 +369,12 @@ async function dropped(event) {
 
 async function start() {
   theme(localStorage.getItem("theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
-  $("compose").addEventListener("submit", (event) => { event.preventDefault(); write(); });
+  $("compose").addEventListener("submit", (event) => { event.preventDefault(); generate(); });
   for (const each of document.querySelectorAll("[data-tokens]")) each.addEventListener("click", () => { $("max_tokens").value = each.dataset.tokens; });
   const on = (id, action) => $(id).addEventListener("click", action);
   on("dice", () => { $("seed").value = Math.floor(Math.random() * 2 ** 31); });
   on("stop-run", stop);
-  on("resume", () => resume(run.id).catch(failedQuietly));
+  on("resume", () => resume(run.id).catch(showError));
   on("copy", copy);
   on("save-text", () => download("text"));
   on("save-tokens", () => download("tokens"));
@@ -402,7 +402,7 @@ async function start() {
     $("chat-row").hidden = !about.has_chat_template;
     $("max_tokens").max = about.max_model_len - 1;
     for (const name of ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]) if (about.defaults[name] !== undefined) $(name).placeholder = about.defaults[name];
-  } catch (error) { failedQuietly(error); }
+  } catch (error) { showError(error); }
   await refresh();
 }
 

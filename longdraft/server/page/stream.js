@@ -1,4 +1,4 @@
-// The server's streams: objects from `data:` lines, progress from comments.
+// Reads the server's streams: objects from `data:` lines, progress from comments.
 
 export class ApiError extends Error {
   constructor(message, code, status) {
@@ -8,7 +8,7 @@ export class ApiError extends Error {
   }
 }
 
-// Calls on.chunk(object) and on.progress(object) until the stream ends. Throws ApiError where the server says so.
+// Calls on.chunk(object) and on.progress(object) until the stream ends. Throws ApiError for an error of the server.
 export async function stream(url, body, on, signal) {
   const reply = await fetch(url, {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal,
@@ -31,7 +31,7 @@ export async function stream(url, body, on, signal) {
       on.chunk(chunk);
     }
   }
-  throw new ApiError("the connection ended before the text did", "cut");
+  throw new ApiError("the connection closed before the text was finished", "cut");
 }
 
 export async function ask(url, method = "GET", body) {

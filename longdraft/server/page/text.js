@@ -1,9 +1,9 @@
-// The text, token by token. Only what is near the window is in the document: a text of 100,000 tokens is some hundred
-// blocks, of which a few hold their tokens and the others only their height.
+// The text, token by token. Only the part near the visible area is in the document: a text of 100,000 tokens has some
+// hundred blocks, of which a few have their tokens, and the others only their height.
 
-const BLOCK = 260; // tokens from which the next new line begins another block
-const LARGEST = 1200; // tokens at which a block ends in any case
-const NEAR = "1200px"; // above and below the window
+const BLOCK = 260; // tokens after which the next line break starts a new block
+const LARGEST = 1200; // maximum tokens of a block
+const NEAR = "1200px"; // above and below the visible area
 const ORDER = ["", "self", "heads", "suffix", "ngram", "draft-model"]; // source -> style s1 .. s5; others are s6
 
 export const styleOf = (source) => (source === "" ? 0 : ORDER.indexOf(source) > 0 ? ORDER.indexOf(source) : 6);
@@ -24,14 +24,14 @@ export class TextView {
     this.pieces = [];
     this.tokens = [];
     this.sources = []; // index into this.names
-    this.runs = []; // place in the accepted run, from 1; 0: the model's own token
+    this.runs = []; // position in the accepted run, from 1; 0: the model's own token
     this.ends = []; // whether the run ends here
     this.names = [""];
     this.counts = [0];
-    this.old = 0; // tokens that an earlier run wrote
+    this.old = 0; // tokens generated in an earlier run
     this.blocks = [];
     this.follows = true;
-    this.shown = 0; // tokens that have been given to blocks
+    this.shown = 0; // tokens that are in blocks
     this.width = this.element.clientWidth;
   }
 
@@ -45,7 +45,7 @@ export class TextView {
   get length() { return this.tokens.length; }
   get string() { return this.pieces.join(""); }
 
-  // Take in a chunk's details; drawn with the next frame.
+  // Add a chunk's details. They are drawn with the next frame.
   push({ tokens, pieces, sources, steps }, isOld = false) {
     let at = 0;
     for (const size of steps) {
@@ -121,7 +121,7 @@ export class TextView {
       if (isIntersecting) {
         target.append(this.#spans(block.start, block.end));
         target.style.height = "";
-      } else if (block.isFull) { // the last one grows; it stays
+      } else if (block.isFull) { // the last block still grows
         target.style.height = `${target.offsetHeight}px`;
         target.replaceChildren();
       } else continue;
@@ -144,7 +144,7 @@ export class TextView {
   #resized() {
     const width = this.element.clientWidth;
     if (width === this.width || !width) return;
-    for (const { element, isLive } of this.blocks) { // about as much text in lines of another length
+    for (const { element, isLive } of this.blocks) { // estimate the height at the new width
       if (!isLive) element.style.height = `${Math.round(parseFloat(element.style.height) * this.width / width)}px`;
     }
     this.width = width;
