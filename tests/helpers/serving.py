@@ -1,4 +1,4 @@
-"""A server for tests: the real application on a real socket, in a thread of this process or in one of its own."""
+"""A server for tests: the application on a socket, in a thread of this process or in a process of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 
 
 def talkative(folder: Path) -> Path:
-    """The bundled model with a chat template, as a folder of its own."""
+    """A copy of the bundled model, with a chat template."""
     shutil.copytree(hub.resolve("novelist"), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
@@ -56,11 +56,11 @@ def running(engine: longdraft.Engine, **settings):
         assert not thread.is_alive()
 
 
-# Fixtures, where a file asks for them: pytest.fixture(scope="module")(serving.talker).
+# Fixtures; a test file defines them by pytest.fixture(scope="module")(serving.talker).
 
 
 def talker(tmp_path_factory) -> longdraft.Engine:
-    """An engine that can chat."""
+    """An engine with a chat template."""
     return load(talkative(tmp_path_factory.mktemp("model") / "talker"))
 
 
@@ -71,19 +71,19 @@ def opened(engine, tmp_path_factory):
 
 
 def client(server) -> openai.OpenAI:
-    """OpenAI's own."""
+    """OpenAI's client."""
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
 
 
 def written(engine, prompt, **settings) -> str:
-    """What the library writes."""
+    """The text that the library generates."""
     params = engine.params(**({"max_new_tokens": 30, "seed": 7, "min_p": 0.1} | settings))
     return "".join(event.text for event in engine.generate(prompt, params))
 
 
 @contextmanager
 def process(*options: str):
-    """`longdraft serve` as a user starts it; killed at the end where it still runs. `lines`: its log so far."""
+    """`longdraft serve` as a process, killed at the end. `lines` is its log so far."""
     command = [sys.executable, "-m", "longdraft", "serve", "--port", "0", "--threads", "1", "--log-format", "json",
                *options]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -104,16 +104,16 @@ def process(*options: str):
 
 
 def events(body: str) -> list[dict]:
-    """The objects of a stream, without the last line that says DONE."""
+    """The objects of a stream, without the final [DONE]."""
     found = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
     assert found[-1] == "[DONE]"
     return [json.loads(line) for line in found[:-1]]
 
 
 def wait_for(condition, seconds: float = 10.0) -> float:
-    """Seconds until the condition holds."""
+    """Wait for a condition. Returns the seconds it took."""
     began = time.monotonic()
     while not condition():
-        assert time.monotonic() - began < seconds, "it did not come to hold in time"
+        assert time.monotonic() - began < seconds, "the condition was not met in time"
         time.sleep(0.005)
     return time.monotonic() - began

@@ -1,4 +1,4 @@
-"""The page in a real browser: what a person does with it, from the first word to 100,000 tokens."""
+"""The page in a real browser, with up to 100,000 tokens."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_text_is_generated_highlighted_measured_and_downloaded(page, server, t
 
 
 def test_stop_reload_and_resume(page, server):
-    """What was shown stays, and the end is the uncut text's."""
+    """A resumed text equals the uninterrupted one."""
     write(page, 1200, "The ship")
     serving.wait_for(lambda: count(page) > 20)
     page.keyboard.press("Escape")
@@ -141,7 +141,7 @@ def test_an_invalid_setting_shows_an_error_in_the_form(page):
 
 @at_length
 def test_a_hundred_thousand_tokens_scroll_smoothly(page):
-    """From a server that sends them at once. Frames go on; few tokens are in the document; the ends can be reached."""
+    """All at once. Frames are drawn, the document stays small, and every part can be scrolled to."""
     draw, total = random.Random(1), 100_000
     words = [" the", " house", " was", ",", " not", " quite", " empty", ".", "\n", " and", " yet", " a", " light"]
     lines, at = [], 0
@@ -184,7 +184,7 @@ def test_a_hundred_thousand_tokens_scroll_smoothly(page):
 
 @at_length
 def test_themes_and_widths(page, browser, server):
-    """Nothing runs out of the page; text can be read on its ground; pictures for the documentation."""
+    """No horizontal overflow, enough contrast, and pictures for the documentation."""
     shot(page, "page-idle")
     chapter = (Path(__file__).parents[2] / "examples" / "chapter.txt").read_text()
     write(page, 2500, chapter)
@@ -213,7 +213,7 @@ def test_themes_and_widths(page, browser, server):
 
 
 def contrast(page, selector: str) -> float:
-    """Of the text on what lies behind it (WCAG)."""
+    """Contrast of the text and its background (WCAG)."""
     return page.evaluate("""(selector) => {
         const parse = (c) => { const m = c.match(/[\\d.]+/g).map(Number); return [m[0], m[1], m[2], m[3] ?? 1]; };
         const linear = (v) => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;

@@ -1,4 +1,4 @@
-"""The server as its clients see it: OpenAI's own client, and plain HTTP."""
+"""The server's API, through OpenAI's client and plain HTTP."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_logit_bias_forbids_and_forces(client, engine, capfd):
 
 
 def test_logprobs_are_those_of_the_distribution_that_was_sampled(client, engine):
-    """With top-k 3 the three add up to one, and the chosen one is among them, whichever drafter."""
+    """With top-k 3, the three probabilities add up to one and include the chosen token, for every drafter."""
     told = []
     for drafter in ("plain", "tokenswift"):
         reply = client.completions.create(model="novelist", prompt="The ship", max_tokens=20, seed=7, logprobs=3,
@@ -248,7 +248,7 @@ def test_another_model_is_not_found(client):
 
 
 def test_a_model_without_a_template_cannot_chat(caplog):
-    """It says so, the connection stays, and the log has no traceback."""
+    """The error is 400, the connection stays open, and the log has no traceback."""
     with serving.running(serving.load("novelist")) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
         with pytest.raises(openai.BadRequestError, match="chat template"):

@@ -1,4 +1,4 @@
-"""Who may use the server and from where, what its log tells of them, and which series its dashboard asks for."""
+"""Keys, hosts, origins and slow connections; the log; the series that the dashboard uses."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ ASKED = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @pytest.mark.parametrize("before, beginning", [(b"", b""), (b"", b"GET /hea"), (ASKED, b"G")])
 def test_a_connection_with_incomplete_headers_is_closed(server, monkeypatch, before, beginning):
-    """The first one, and one behind another that was answered."""
+    """For the first request of a connection, and for a later one."""
     monkeypatch.setattr(running, "_HEADER_TIMEOUT_S", 0.3)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(before)

@@ -1,4 +1,4 @@
-"""What outlives a request: journals over HTTP, shutdown, kill -9, and clients that behave badly."""
+"""Journals over HTTP, shutdown, kill -9, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def body(count=400, **extension):
 
 
 def read_some(url, body, least=20) -> str:
-    """Read a stream until it has given `least` chunks, then hang up."""
+    """Read `least` chunks of a stream, then disconnect."""
     text, count = "", 0
     with httpx.stream("POST", url + "/v1/completions", json=body, timeout=30) as reply:
         for line in reply.iter_lines():
@@ -76,7 +76,7 @@ def test_an_interrupted_text_is_resumed_by_its_id(server, engine):
     assert detail["text"].startswith(shown) and detail["sampling"]["seed"] == 7
     assert resume(server.url, "mine", drafter="suffix") == uncut(engine)
     assert listed(server.url)["mine"]["state"] == "finished"
-    assert resume(server.url, "mine") == uncut(engine)  # again: nothing is left to write
+    assert resume(server.url, "mine") == uncut(engine)  # again, after its end
 
 
 def test_a_resumed_stream_starts_with_the_existing_text(server, engine):
@@ -128,7 +128,7 @@ def test_automatic_journals_are_removed_with_their_texts(engine, tmp_path):
 
 
 def test_a_cancelled_text_can_be_resumed(engine, tmp_path):
-    """... whether its journal was asked for or not."""
+    """Even if its journal was automatic."""
     with serving.running(engine, journals=tmp_path, journal_from=10) as server, \
             httpx.stream("POST", server.url + "/v1/completions", json=body(), timeout=30) as reply:
         lines = reply.iter_lines()
@@ -182,7 +182,7 @@ def test_a_damaged_journal_is_listed_and_refused(server):
     assert httpx.get(f"{server.url}{URL}/bad").status_code == 409
 
 
-# Its own end
+# Shutdown
 
 
 def test_sigterm_finishes_short_texts_and_keeps_journals_of_long_ones(engine, tmp_path):
@@ -238,11 +238,11 @@ def test_invalid_options_give_one_line(capfd, tmp_path):
             assert captured[-1].startswith("longdraft: ") and not any("Traceback" in line for line in captured)
 
 
-# Clients that behave badly
+# Clients that misbehave
 
 
 def ask(server, data: bytes, wait_s: float = 5.0) -> bytes:
-    """What comes back before the server hangs up, or the time is over."""
+    """The server's answer, until it closes the connection or `wait_s` seconds have passed."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=wait_s) as connection:
         connection.sendall(data)
         found = b""
@@ -268,7 +268,7 @@ def test_oversized_headers_are_refused(server):
 
 
 def test_a_stream_ends_when_its_client_stops_reading():
-    """A socket that takes nothing any more: the stream ends, and its texts are left."""
+    """The socket accepts no more data: the stream ends and its texts are cancelled."""
     left = []
 
     async def pieces():
@@ -295,7 +295,7 @@ def test_a_stream_ends_when_its_client_stops_reading():
 
 
 def test_malformed_requests_do_not_harm_the_server(server):
-    """A sample here; `benchmarks/serving.py malformed` sends them all."""
+    """A sample; `benchmarks/serving.py malformed` sends thousands."""
     import random
 
     from longdraft.run_statistics import peak_memory_bytes

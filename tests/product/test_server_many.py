@@ -1,4 +1,4 @@
-"""Many requests at once: whose turn it is, what memory allows, and whose failure is whose."""
+"""Concurrent requests: equality with sequential ones, scheduling, memory, isolation of failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def test_concurrent_texts_equal_those_generated_alone(server, engine):
 
 
 def test_a_short_text_does_not_wait_for_a_long_one(server):
-    """A short text does not wait for a long one that came before it."""
     with httpx.stream("POST", server.url + "/v1/completions", timeout=60,
                       json={"prompt": "It was", "max_tokens": 50_000, "stream": True}) as long:
         lines = long.iter_lines()
@@ -65,7 +64,7 @@ def test_a_full_queue_gets_429(engine):
         long = {"prompt": "It was", "max_tokens": 50_000, "stream": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=long) as first, \
                 httpx.stream("POST", server.url + "/v1/completions", json=long) as second:
-            lines = first.iter_lines(), second.iter_lines()  # a reader that is let go of hangs up
+            lines = first.iter_lines(), second.iter_lines()  # a garbage-collected iterator would disconnect
             assert next(lines[0]) and "queued" in next(lines[1])
             reply = httpx.post(server.url + "/v1/completions", json=long)
             assert reply.status_code == 429 and int(reply.headers["retry-after"]) > 0
@@ -81,11 +80,11 @@ def test_requests_wait_for_the_memory_budget(engine):
                 httpx.stream("POST", server.url + "/v1/completions", json=one) as second:
             lines = first.iter_lines(), second.iter_lines()
             assert next(lines[0]) and "queued" in next(lines[1])
-            assert server.scheduler.load()["waiting"] == 1  # there are places, there is no memory
+            assert server.scheduler.load()["waiting"] == 1  # there is a free place, but no memory
 
 
 def bytes_of(engine, tokens: int, **extension) -> int:
-    """What a text of so many tokens is counted as."""
+    """The memory that a text of so many tokens reserves."""
     request = CompletionRequest(prompt=[5] * 10, max_tokens=tokens - 10, longdraft=extension)
     with asyncio.Runner() as runner:
         return Preparer(engine, ServerSettings()).completion(request, EventQueue(runner.get_loop())).jobs[0].num_bytes
@@ -105,7 +104,7 @@ def test_the_budget_counts_the_drafters_memory(engine):
     for budget, rows in ((200, 200), (10**9, 5000)):
         options = {"drafter": "magicdec", "drafter_options": {"budget": budget}}
         assert bytes_of(engine, 5000, **options) - plain == rows * each
-    assert bytes_of(engine, 5000, drafter="auto") > plain, "its small model reads along"
+    assert bytes_of(engine, 5000, drafter="auto") > plain, "its draft model has a cache too"
 
 
 def test_a_text_that_times_out_in_the_queue_cannot_be_resumed(engine, tmp_path):
@@ -120,7 +119,7 @@ def test_a_text_that_times_out_in_the_queue_cannot_be_resumed(engine, tmp_path):
 
 
 def test_the_budget_counts_the_cache_on_a_device(tiny, monkeypatch):
-    """8 bits with a scale for each key and value; a cache is reserved whole, with room for trees."""
+    """Eight bits, with a scale for each key and value. The whole cache is reserved, with room for draft trees."""
     engine = serving.load(tiny["mha"], drafter="plain", dtype="float32")
     kernels, config = engine.model.kernels, engine.model.config
     monkeypatch.setattr(kernels, "dtype", torch.float16)
@@ -134,14 +133,15 @@ def test_the_budget_counts_the_cache_on_a_device(tiny, monkeypatch):
 def test_the_budget_is_a_share_of_free_device_or_system_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(server_settings, "_PROC", tmp_path)
     monkeypatch.setattr(server_settings, "_CGROUP", tmp_path)
-    assert 1 << 20 < cache_budget() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "nobody says"
+    assert 1 << 20 < cache_budget() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "without /proc and control group"
     (tmp_path / "meminfo").write_text("MemTotal: 64000 kB\nMemAvailable:   50000 kB\n")
     assert cache_budget() == int(0.8 * 50_000 * 1024)
-    assert cache_budget(10 << 30) == 8 << 30, "the device's own"
+    assert cache_budget(10 << 30) == 8 << 30, "of the device"
     (tmp_path / "memory.max").write_text(f"{20 << 20}\n")
     (tmp_path / "memory.current").write_text(f"{20 << 20}\n")
     (tmp_path / "memory.stat").write_text(f"anon {4 << 20}\nfile {16 << 20}\ninactive_file {15 << 20}\nactive_file 1\n")
-    assert cache_budget() == 12 << 20, "pages of files make room"
+    assert cache_budget() == 12 << 20, "inactive file pages count as free"
     (tmp_path / "memory.max").write_text("max\n")
     assert cache_budget() == int(0.8 * 50_000 * 1024)
 

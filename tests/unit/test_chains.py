@@ -290,7 +290,8 @@ def test_another_vocabulary_of_the_same_size_is_refused(tiny, small, tmp_path):
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     a, b = vocabulary["B"], vocabulary["A"]
     for name in ("draft-model", "triforce"):
-        with pytest.raises(UsageError, match=rf"2 tokens differ: 'A' is {a} here and {b} there, 'B' is") as caught:
+        message = rf"2 tokens differ: 'A' is {a} in the target and {b} in the draft model, 'B' is"
+        with pytest.raises(UsageError, match=message) as caught:
             longdraft.load(str(tiny["gqa"]), drafter=name, drafter_options={"model": str(other)})
         assert len(str(caught.value).splitlines()) == 1
 

@@ -166,7 +166,8 @@ BASE = dict(model_type="llama", vocab_size=320, hidden_size=48, intermediate_siz
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(model_type="gemma2"), "'gemma2'; supported: llama, .*smollm3; longdraft lacks what it needs: logit soft-capping"),
+    (dict(model_type="gemma2"),
+     "'gemma2'; supported: llama, .*smollm3; longdraft lacks what it needs: logit soft-capping"),
     (dict(model_type="qwen3_moe"), "longdraft lacks what it needs: mixture-of-experts"),
     (dict(model_type="unheard-of"), r"model_type is 'unheard-of'; supported: [\w, ]*$"),
     (dict(quantization_config={"quant_method": "gptq"}), r"quantised \('gptq'\); supported: float32"),

@@ -180,8 +180,10 @@ DAMAGES = {
     # What the tensors are
     "NaN": (poisoned(float("nan")), f"{GATE} has 2 values that are NaN or infinite"),
     "infinity": (poisoned(float("inf")), f"{GATE} has 2 values that are NaN or infinite"),
-    "integers": (with_tensors(lambda t: t.update({GATE: t[GATE].to(torch.int32)})), f"{GATE} has dtype I32; allowed: F32"),
-    "eight bits": (with_tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)})), "has dtype F8_E4M3; allowed"),
+    "integers": (with_tensors(lambda t: t.update({GATE: t[GATE].to(torch.int32)})),
+        f"{GATE} has dtype I32; allowed: F32"),
+    "eight bits": (with_tensors(lambda t: t.update({GATE: t[GATE].to(torch.float8_e4m3fn)})),
+        "has dtype F8_E4M3; allowed"),
     "missing, unexpected and misshapen": (
         with_tensors(lambda t: t.update(x=torch.ones(1), **{NORM: torch.ones(3)}) or t.pop(GATE)),
         f"missing {GATE}; unexpected x; {NORM} has shape .3., not .48."),
@@ -194,9 +196,12 @@ DAMAGES = {
     "a shard of another kind": (with_shard("config.json"), "allowed: names of .safetensors files"),
     "a shard with a NUL": (with_shard("a\0.safetensors"), "is missing"),
     "a shard that is not there": (with_shard("model-9.safetensors"), "model-9.safetensors is missing"),
-    "a shard with a long name": (with_shard("a" * 5000 + ".safetensors"), "is not a valid file name: File name too long"),
-    "an index without shards": (with_index({"weight_map": {}}), "must have a weight_map from tensor names to file names"),
-    "an index of numbers": (with_index({"weight_map": {"a": 1}}), "must have a weight_map from tensor names to file names"),
+    "a shard with a long name": (with_shard("a" * 5000 + ".safetensors"),
+        "is not a valid file name: File name too long"),
+    "an index without shards": (with_index({"weight_map": {}}),
+        "must have a weight_map from tensor names to file names"),
+    "an index of numbers": (with_index({"weight_map": {"a": 1}}),
+        "must have a weight_map from tensor names to file names"),
     "an index that is a list": (with_index([]), "holds a list; it must hold an object"),
     "a nested index": (with_index('{"a":' * 100_000), "is not valid JSON"),
     # What stands where a file should

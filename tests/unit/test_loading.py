@@ -122,7 +122,7 @@ def test_what_was_not_fetched_is_no_pickle(hub_options, tmp_path):
     """Offline, behind `doctor --model`, which fetches config.json alone."""
     make_checkpoint(tmp_path / "owner/model")
     (tmp_path / "owner/model/model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"'owner/model' is not complete in .*offline nothing is fetched"):
+    with pytest.raises(ModelError, match=r"'owner/model' is not complete in .*offline nothing is downloaded"):
         hub.resolve("owner/model", hub.Hub(offline=True))
 
 
