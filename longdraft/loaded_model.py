@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -182,9 +182,8 @@ class LoadedModel:
 
         ModelError if the weights on disk have changed since they were loaded.
         """
-        config = json.dumps(asdict(self.target.whole), sort_keys=True)
         return {"weights": fingerprint.weights_sha256(self.files), "tokenizer": self.tokenizer.sha256,
-                "config": hashlib.sha256(config.encode()).hexdigest(), "quantize": self.target.weights.quantize,
+                "config": self.target.whole.sha256(), "quantize": self.target.weights.quantize,
                 **self.arithmetic}
 
     @property

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from helpers.checkpoints import load, make_checkpoint
 from longdraft.errors import ModelError
 from longdraft.model import config as model_config
+from longdraft.model import hub
 from longdraft.model.transformer import chain_rows
 
 ROPES = {
@@ -138,3 +139,9 @@ def test_missing_and_corrupt_files_are_one_clear_error(tmp_path, damage):
     with pytest.raises(ModelError) as caught:
         load(tmp_path)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_hash_of_a_configuration_does_not_depend_on_the_names_of_our_fields():
+    """Journals record it: a renamed field must not make the existing journals unusable."""
+    config = model_config.read_config(hub.resolve("novelist"))
+    assert config.sha256() == "025e2c3b02a1deb0ed1e63f95ea3711b87362308a9e12c3202daad7314ef5a85"
