@@ -9,7 +9,7 @@ TokenSwift 3.2, StreamingLLM, H2O.
               first      the attention of the     rows of new tokens                       dropped by
               positions  last accepted tokens     are appended here                        `drop_drafts`
 
-            + 1 key for each layer and query head, the *remainder*: it stands for all keys that were left out
+            + 1 key for each layer and query head, the *remainder*: it represents all keys that were left out
 
 Rows are selected for each layer and KV head by the attention of the last accepted tokens' queries. Each step appends
 only its new rows; when the budget is full, rows are selected again. A text shorter than the budget is held whole. Keys

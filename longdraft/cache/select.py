@@ -25,7 +25,7 @@ _POOL = 5  # positions that `pooled` averages over (SnapKV's kernel)
 _CHUNKS_READ = 512  # chunks whose keys are read together; bounds the memory
 
 
-def positions(weights: Tensor, budget: int, sinks: int, recent: int) -> Tensor:
+def heaviest_positions(weights: Tensor, budget: int, sinks: int, recent: int) -> Tensor:
     """Positions [Hkv, min(budget, n)], ascending, from weights [Hkv, n].
 
     The first `sinks`, the last `recent`, and between them the heaviest of each KV head; all if n is at most `budget`.
@@ -52,14 +52,16 @@ def latest(length: int, budget: int, sinks: int) -> Tensor:
 
 def heavy_hitters(budget: int, sinks: int, recent: int) -> Selection:
     """Select by the attention of the last accepted tokens."""
-    return lambda layer, store, length, queries: positions(store.weights(queries, length), budget, sinks, recent)
+    def select(layer: int, store: KVStore, length: int, queries: Tensor) -> Tensor:
+        return heaviest_positions(store.weights(queries, length), budget, sinks, recent)
+    return select
 
 
 def pooled(budget: int, sinks: int, recent: int) -> Selection:
     """Select by the same attention, averaged over each position's neighbours (SnapKV)."""
     def select(layer: int, store: KVStore, length: int, queries: Tensor) -> Tensor:
         weights = functional.avg_pool1d(store.weights(queries, length), _POOL, stride=1, padding=_POOL // 2)
-        return positions(weights, budget, sinks, recent)
+        return heaviest_positions(weights, budget, sinks, recent)
     return select
 
 

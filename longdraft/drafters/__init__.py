@@ -4,7 +4,7 @@
 returns a tree of guesses, which one forward of the target verifies. Each drafter is a class with `begin`, `propose` and
 `observe` (the protocol `Drafter` in longdraft/speculation/drafter.py), in a module with its options:
 
-    auto          auto.py         the fastest of the others, chosen by measurements while writing
+    auto          auto.py         the fastest of the drafters below, chosen by measurements while writing
     plain         plain.py        no drafts: one token for each forward
     ngram         ngram.py        what followed the last token earlier, from a table of the text's n-grams
     suffix        suffix.py       what followed the longest suffix of the text earlier, here or in a corpus
@@ -64,7 +64,7 @@ class Resources(NamedTuple):
     corpora             the engine's corpora
     draft               a smaller model with the target's tokenizer, if any
     partial             a partial cache that several drafters of this request share; None: a drafter makes its own
-    clock               the time that this request takes; None: the wall clock, for a request without others beside it
+    clock               the time that this request takes; None: the wall clock, if no other request runs
     shared_statistics   what the engine's requests have measured for `auto`
     """
 
@@ -96,7 +96,7 @@ class DrafterSpec(NamedTuple):
     in_auto: Mapping[str, Any] | None = None
 
 
-def _auto(options: AutoOptions, resources: Resources) -> Drafter:
+def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
     """All candidates for which the parts are there. Those that draft with the target share one partial cache, so that
     it is up to date whichever of them drafts next."""
     shared = new_partial_cache(MagicDecOptions().settings(), resources.model, resources.cache)
@@ -108,15 +108,15 @@ def _auto(options: AutoOptions, resources: Resources) -> Drafter:
     return AutoDrafter(candidates, resources.shared_statistics, resources.clock, shared)
 
 
-def _plain(options: PlainOptions, resources: Resources) -> Drafter:
+def _build_plain(options: PlainOptions, resources: Resources) -> Drafter:
     return PlainDrafter()
 
 
-def _ngram(options: NgramOptions, resources: Resources) -> Drafter:
+def _build_ngram(options: NgramOptions, resources: Resources) -> Drafter:
     return NgramDrafter(options, resources.params)
 
 
-def _suffix(options: SuffixOptions, resources: Resources) -> Drafter:
+def _build_suffix(options: SuffixOptions, resources: Resources) -> Drafter:
     corpus = None
     if options.corpus:
         assert resources.corpora, "a corpus without a tokenizer to read it"
@@ -124,43 +124,43 @@ def _suffix(options: SuffixOptions, resources: Resources) -> Drafter:
     return SuffixDrafter(options, resources.params, corpus)
 
 
-def _self_draft(options: TokenSwiftOptions | MagicDecOptions, resources: Resources) -> Drafter:
+def _build_self_draft(options: TokenSwiftOptions | MagicDecOptions, resources: Resources) -> Drafter:
     model, cache, sampler, params, heads, *_ = resources
     return SelfDrafter(options.settings(), model, cache, sampler, params, heads, resources.partial)
 
 
-def _medusa(options: MedusaOptions, resources: Resources) -> Drafter:
+def _build_medusa(options: MedusaOptions, resources: Resources) -> Drafter:
     assert resources.heads is not None
     return MedusaDrafter(options, resources.sampler, resources.heads)
 
 
-def _draft_model(options: DraftModelOptions, resources: Resources) -> Drafter:
+def _build_draft_model(options: DraftModelOptions, resources: Resources) -> Drafter:
     assert resources.draft is not None
     return DraftModelDrafter(options, resources.draft, resources.model, resources.sampler)
 
 
-def _glide(options: GlideOptions, resources: Resources) -> Drafter:
+def _build_glide(options: GlideOptions, resources: Resources) -> Drafter:
     assert resources.glide is not None
     model, cache, sampler, params, *_ = resources
     return GlideDrafter(options, resources.glide, model, cache, sampler, params)
 
 
-def _triforce(options: TriForceOptions, resources: Resources) -> Drafter:
+def _build_triforce(options: TriForceOptions, resources: Resources) -> Drafter:
     model, cache, sampler, params, *_ = resources
     return TriForceDrafter(options, model, cache, sampler, params, resources.draft)
 
 
 DRAFTERS: dict[str, DrafterSpec] = {
-    AUTO: DrafterSpec(AutoOptions, _auto),
-    "plain": DrafterSpec(PlainOptions, _plain, in_auto={}),
-    "ngram": DrafterSpec(NgramOptions, _ngram),
-    "suffix": DrafterSpec(SuffixOptions, _suffix, in_auto={}),
-    "tokenswift": DrafterSpec(TokenSwiftOptions, _self_draft, needs="heads", in_auto={"chain": 16}),
-    "medusa": DrafterSpec(MedusaOptions, _medusa, needs="heads", in_auto={}),
-    "magicdec": DrafterSpec(MagicDecOptions, _self_draft, in_auto={"chain": 16}),
-    "draft-model": DrafterSpec(DraftModelOptions, _draft_model, needs="draft", in_auto={}),
-    "glide": DrafterSpec(GlideOptions, _glide, needs="glide", in_auto={}),
-    "triforce": DrafterSpec(TriForceOptions, _triforce),
+    AUTO: DrafterSpec(AutoOptions, _build_auto),
+    "plain": DrafterSpec(PlainOptions, _build_plain, in_auto={}),
+    "ngram": DrafterSpec(NgramOptions, _build_ngram),
+    "suffix": DrafterSpec(SuffixOptions, _build_suffix, in_auto={}),
+    "tokenswift": DrafterSpec(TokenSwiftOptions, _build_self_draft, needs="heads", in_auto={"chain": 16}),
+    "medusa": DrafterSpec(MedusaOptions, _build_medusa, needs="heads", in_auto={}),
+    "magicdec": DrafterSpec(MagicDecOptions, _build_self_draft, in_auto={"chain": 16}),
+    "draft-model": DrafterSpec(DraftModelOptions, _build_draft_model, needs="draft", in_auto={}),
+    "glide": DrafterSpec(GlideOptions, _build_glide, needs="glide", in_auto={}),
+    "triforce": DrafterSpec(TriForceOptions, _build_triforce),
 }
 
 WITH_HEADS = (AUTO, *(name for name, spec in DRAFTERS.items() if spec.needs in ("heads", "glide")))
@@ -193,4 +193,4 @@ def parse_options(name: str, given: Mapping[str, Any]) -> Any:
     """
     if name not in DRAFTERS:
         raise UsageError(f"unknown drafter {name!r}; known: {', '.join(DRAFTERS)}")
-    return drafter_options.parse(name, DRAFTERS[name].options, given)
+    return drafter_options.parse_fields(name, DRAFTERS[name].options, given)

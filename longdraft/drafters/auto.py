@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from longdraft.cache.partial import PartialCache
 from longdraft.core import Context
-from longdraft.drafters.cost_model import SETTINGS, NodeAcceptance, Rating, SharedStatistics
+from longdraft.drafters.cost_model import AUTO_SETTINGS, NodeAcceptance, Rating, SharedStatistics
 from longdraft.drafters.draft_model import DraftModelOptions
 from longdraft.drafters.options import DrafterOptions
 from longdraft.model.routine import CostClock, Routine
@@ -50,12 +50,13 @@ class Selector:
     def __init__(self, names: list[str], shared: SharedStatistics, clock: CostClock) -> None:
         self._shared, self._clock = shared, clock
         self._plain = names[0]
-        self._known = {name: shared.candidate(name, SETTINGS.max_depth if name != self._plain else 0) for name in names}
+        depths = {name: AUTO_SETTINGS.max_depth if name != self._plain else 0 for name in names}
+        self._known = {name: shared.candidate(name, max_depth) for name, max_depth in depths.items()}
         self.acceptance = {name: known.acceptance_by_depth.of_a_request() for name, known in self._known.items()}
         self._ratings: dict[str, Rating] = {}  # of the candidates with measurements
         self._turns = cycle([*names[1:], self._plain])  # plain decoding was just measured
         self.active = self._leader = self._plain  # the leader drafts while nothing is probed
-        self.probe_steps_left = SETTINGS.first_probe_steps  # the first steps of all measure plain decoding
+        self.probe_steps_left = AUTO_SETTINGS.first_probe_steps  # the first steps of all measure plain decoding
         self.is_early_probe = False  # the probed candidate has few measurements
 
     def begin(self, context: Context) -> None:
@@ -94,9 +95,9 @@ class Selector:
         unknown = next((name for name in self._known
                         if name not in self._ratings and self._shared.claim_first_probe(name)), None)
         if unknown:
-            self._probe(unknown, SETTINGS.first_probe_steps)
+            self._probe(unknown, AUTO_SETTINGS.first_probe_steps)
         elif turn != self._leader and turn in self._ratings and self._probe_credit(turn, context) > 0:
-            self._probe(turn, SETTINGS.probe_steps)
+            self._probe(turn, AUTO_SETTINGS.probe_steps)
         else:
             self.active = self._leader
 
@@ -108,13 +109,13 @@ class Selector:
 
     def _is_faster(self, name: str) -> bool:
         """Than the leader, by enough to pay for the switch. (A switch to plain decoding costs nothing.)"""
-        return self._ratings[name].seconds < SETTINGS.switch_ratio * self._ratings[self._leader].seconds
+        return self._ratings[name].seconds < AUTO_SETTINGS.switch_ratio * self._ratings[self._leader].seconds
 
     def _is_hopeless(self, best: str, has_switched: bool) -> bool:
         """Whether a first probe has shown in its first two measured steps that the candidate is much too slow."""
         if has_switched or self._known[self.active].steps != 2:
             return False
-        return self._ratings[self.active].seconds > SETTINGS.hopeless_ratio * self._ratings[best].seconds
+        return self._ratings[self.active].seconds > AUTO_SETTINGS.hopeless_ratio * self._ratings[best].seconds
 
     def _probe(self, name: str, steps: int) -> None:
         self.active, self.probe_steps_left = name, steps
@@ -125,11 +126,11 @@ class Selector:
         """Seconds that a probe may lose, minus those that it is expected to lose."""
         known, rating = self._known[name], self._ratings[name]
         step = known.seconds(self._shared.forward, len(context), rating.depth, self._clock.batch_size)
-        slower = step * (1 - self._ratings[self._leader].seconds / rating.seconds) * SETTINGS.probe_steps
+        slower = step * (1 - self._ratings[self._leader].seconds / rating.seconds) * AUTO_SETTINGS.probe_steps
         trust = known.trust if self._shared.can_lose else 1.0
         switch = trust * step + max(0.0, known.switch_seconds - step)  # at least the time of a step
         elapsed = self._shared.seconds - self._shared.last_probe[name]
-        return elapsed * SETTINGS.probe_budget / max(1, len(self._known) - 1) - (trust * slower + switch)
+        return elapsed * AUTO_SETTINGS.probe_budget / max(1, len(self._known) - 1) - (trust * slower + switch)
 
 
 class Proposal(NamedTuple):
@@ -183,11 +184,11 @@ class AutoDrafter:
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         began, probe_steps = self._clock(), self._selector.probe_steps_left
-        is_exploring = probe_steps > 0 or self._num_steps % SETTINGS.steps_per_exploration == 0
+        is_exploring = probe_steps > 0 or self._num_steps % AUTO_SETTINGS.steps_per_exploration == 0
         if probe_steps:  # alternate between two depths, to measure what depth costs
-            depth = SETTINGS.max_depth if probe_steps % 2 else SETTINGS.max_depth // 4
+            depth = AUTO_SETTINGS.max_depth if probe_steps % 2 else AUTO_SETTINGS.max_depth // 4
         else:
-            depth = max(1, self._selector.rating.depth) + SETTINGS.exploration_depth * is_exploring
+            depth = max(1, self._selector.rating.depth) + AUTO_SETTINGS.exploration_depth * is_exploring
         allowed = min(max_depth, depth)
         tree = yield from self._drafters[self.active].propose(context, allowed)
         if not is_exploring and len(tree) > 1:
@@ -207,7 +208,7 @@ class AutoDrafter:
         self._drafters[active].observe(context, accepted)
         self._measure(context, accepted, verified_at)
         self._report(context, len(accepted.tokens))
-        if self._selector.probe_steps_left or self._num_steps % SETTINGS.steps_per_decision == 0:
+        if self._selector.probe_steps_left or self._num_steps % AUTO_SETTINGS.steps_per_decision == 0:
             self._selector.decide(context, self._has_switched)
         self._has_switched = self.active != active
         if self._has_switched:  # the new candidate has not seen the latest tokens
@@ -229,7 +230,7 @@ class AutoDrafter:
             shared.seconds_lost += seconds + switch - len(accepted.tokens) * self._selector.plain_seconds
         if len(tree) > 1:
             self._node_acceptance.add(tree, accepted.rows)
-        if self._has_switched:  # some drafters catch up here, others in `observe`
+        if self._has_switched:  # some drafters catch up in `propose`, some in `observe`
             ordinary = known.seconds(shared.forward, len(context), allowed, texts)
             known.switch_seconds = max(0.0, self._switch_seconds + seconds - ordinary)
         if self._has_switched or self._num_steps == 1:
@@ -242,7 +243,7 @@ class AutoDrafter:
     def _report(self, context: Context, written: int) -> None:
         self._last_writer = self.active
         self.turns[self.active] += written
-        while len(self.choices) <= context.num_new // SETTINGS.tokens_per_report:
+        while len(self.choices) <= context.num_new // AUTO_SETTINGS.tokens_per_report:
             self.choices.append(Counter())
         self.choices[-1][self.active] += written
 
@@ -254,6 +255,6 @@ class AutoDrafter:
             choices[-1][self._last_writer] -= behind
         return {
             "tokens_by_choice": dict(turns),
-            "choices_per_tokens": SETTINGS.tokens_per_report,
+            "choices_per_tokens": AUTO_SETTINGS.tokens_per_report,
             "choices": [dict(counts) for counts in choices],
         }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longdraft.drafters.suffix_index import SEPARATOR, Index, Tokens, new_index
+from longdraft.drafters.suffix_index import SEPARATOR, Index, TokenArray, new_index
 from longdraft.errors import UsageError
 
 _CURE = "give a UTF-8 text, a .npy file of token ids as --tokens-out writes them, or a folder of .txt and .npy files"
@@ -37,7 +37,7 @@ class Corpora:
             self._indexed[path, longest] = index
         return self._indexed[path, longest]
 
-    def _tokens(self, file: Path) -> Tokens:
+    def _tokens(self, file: Path) -> TokenArray:
         try:
             if file.suffix != ".npy":
                 return np.array(self._encode(file.read_bytes().decode("utf-8")), np.int32)

@@ -59,7 +59,7 @@ class AutoSettings:
     tokens_per_report: int = 1024  # new tokens over which `choices` of the statistics are counted
 
 
-SETTINGS = AutoSettings()
+AUTO_SETTINGS = AutoSettings()
 
 
 class LinearCost:
@@ -76,9 +76,9 @@ class LinearCost:
 
     def add(self, x: float, y: float) -> None:
         if self._weight > 3 and self._y > 0:
-            y = min(y, SETTINGS.outlier_factor * self.at(x))
+            y = min(y, AUTO_SETTINGS.outlier_factor * self.at(x))
         self._weight, self._x, self._y, self._xx, self._xy = (
-            SETTINGS.cost_decay * old + new for old, new in
+            AUTO_SETTINGS.cost_decay * old + new for old, new in
             ((self._weight, 1.0), (self._x, x), (self._y, y), (self._xx, x * x), (self._xy, x * y)))
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x * mean_x
@@ -119,12 +119,12 @@ class ForwardCost:
         self._add(rows * (self._weights + context), self._weights / requests + context, seconds, 1)
 
     def _add(self, multiplied: float, read: float, seconds: float, requests: int) -> None:
-        variable = max(SETTINGS.variable_share * seconds, seconds - requests * SETTINGS.seconds_per_request)
+        variable = max(AUTO_SETTINGS.variable_share * seconds, seconds - requests * AUTO_SETTINGS.seconds_per_request)
         self._line.add(multiplied / read, variable / read)
 
     def terms(self, context: int, requests: float = 1) -> tuple[float, float]:
         """Of one request's part of a forward of `requests` requests: seconds without rows, and seconds for each row."""
-        return (SETTINGS.seconds_per_request + self._line.base * (self._weights / requests + context),
+        return (AUTO_SETTINGS.seconds_per_request + self._line.base * (self._weights / requests + context),
                 self._line.slope * (self._weights + context))
 
     def at(self, rows: float, context: int, requests: float = 1) -> float:
@@ -137,7 +137,7 @@ class ForwardCost:
         return self.terms(context)[1]
 
     def share(self, requests: float) -> float:
-        """What a draft costs beside other requests, relative to its cost alone."""
+        """Cost of a draft when `requests` requests share its forwards, relative to its cost alone."""
         alone = self.at(1, 0) if requests != 1 else 0.0
         return self.at(1, 0, requests) / alone if alone else 1.0
 
@@ -164,8 +164,8 @@ class AcceptanceByDepth:
     def add(self, allowed: int, accepted: int) -> None:
         """A step that could draft `allowed` deep, of which `accepted` guesses became text."""
         for depth in range(min(allowed, accepted + 1, len(self._hits))):
-            self._tries[depth] = SETTINGS.acceptance_decay * self._tries[depth] + 1
-            self._hits[depth] = SETTINGS.acceptance_decay * self._hits[depth] + (depth < accepted)
+            self._tries[depth] = AUTO_SETTINGS.acceptance_decay * self._tries[depth] + 1
+            self._hits[depth] = AUTO_SETTINGS.acceptance_decay * self._hits[depth] + (depth < accepted)
 
     def reached(self) -> list[float]:
         """P(1), P(2), ..., falling."""
@@ -173,7 +173,7 @@ class AcceptanceByDepth:
         rate, reach = (sum(self._hits) + 0.5) / (sum(self._tries) + 1), 1.0
         expected = self._earlier.rates() if self._earlier else [0.0] * len(self._tries)
         for tries, hits, earlier in zip(self._tries, self._hits, expected, strict=True):
-            rate = (hits + SETTINGS.prior_outcomes * (earlier or rate)) / (tries + SETTINGS.prior_outcomes)
+            rate = (hits + AUTO_SETTINGS.prior_outcomes * (earlier or rate)) / (tries + AUTO_SETTINGS.prior_outcomes)
             reach *= rate
             found.append(reach)
         return found
@@ -207,8 +207,8 @@ class NodeAcceptance:
         accepted = set(path)
         for node, kind in enumerate(self._kinds(tree)):
             if node and tree.parents[node] in accepted:
-                self._tries[kind] = SETTINGS.acceptance_decay * self._tries[kind] + 1
-                self._hits[kind] = SETTINGS.acceptance_decay * self._hits[kind] + (node in accepted)
+                self._tries[kind] = AUTO_SETTINGS.acceptance_decay * self._tries[kind] + 1
+                self._hits[kind] = AUTO_SETTINGS.acceptance_decay * self._hits[kind] + (node in accepted)
 
     def reach(self, tree: Tree) -> list[float]:
         """P(node becomes text), for each node."""
@@ -239,14 +239,14 @@ class Candidate:
     @property
     def trust(self) -> float:
         """Weight of its measurements, 0 to 1: the first steps may be untypical."""
-        return min(1.0, self.steps / SETTINGS.trusted_steps)
+        return min(1.0, self.steps / AUTO_SETTINGS.trusted_steps)
 
     def add(self, allowed: int, tree: Tree, accepted: int, draft_seconds: float) -> None:
         """A step that could draft `allowed` deep and verified `tree`. draft_seconds: of a request alone."""
         self.steps += 1
         self._deepest = max(self._deepest, *tree.depths)
         depth = min(allowed, self._deepest)
-        if self.trust < 1 and self._draft.at(depth) > SETTINGS.outlier_factor * draft_seconds:
+        if self.trust < 1 and self._draft.at(depth) > AUTO_SETTINGS.outlier_factor * draft_seconds:
             self._draft = LinearCost(0.5)  # the earlier measurements were the outliers: no draft is that fast by chance
         self._draft.add(depth, draft_seconds)
         self._rows.add(depth, len(tree))
@@ -254,7 +254,10 @@ class Candidate:
 
     def rate(self, forward: ForwardCost, context: int, requests: float = 1,
              acceptance: AcceptanceByDepth | None = None) -> Rating:
-        """The best depth behind `context` tokens, beside other requests. acceptance: of the request, if it has any."""
+        """The best depth behind `context` tokens, when `requests` requests share forwards.
+
+        acceptance: that of the request; None: that of all requests
+        """
         fixed, per_depth = self._terms(forward, context, requests)
         reached = (acceptance or self.acceptance_by_depth).reached()[: max(1, self._deepest)]
         if not reached:
@@ -299,7 +302,7 @@ class SharedStatistics:
     def claim_first_probe(self, name: str) -> bool:
         """Whether a request may probe a candidate without measurements; True for one request at a time."""
         steps = sum(candidate.steps for candidate in self.candidates.values())
-        is_claimed = name in self._claims and steps < self._claims[name] + SETTINGS.claim_steps
+        is_claimed = name in self._claims and steps < self._claims[name] + AUTO_SETTINGS.claim_steps
         if self.candidates[name].steps or is_claimed or not self.can_lose:
             return False
         self._claims[name] = steps
@@ -308,4 +311,4 @@ class SharedStatistics:
     @property
     def can_lose(self) -> bool:
         """Whether further probes of candidates with few measurements are within their budget."""
-        return self.seconds_lost <= SETTINGS.first_probe_budget * self.seconds
+        return self.seconds_lost <= AUTO_SETTINGS.first_probe_budget * self.seconds

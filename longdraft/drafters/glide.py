@@ -28,7 +28,7 @@ from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
 
 GLIDE = "glide"  # the source of the guesses in the statistics
-_CHUNK = 8  # rows of text read in one forward: the largest lag between a row and the target's keys in training
+_READ_CHUNK = 8  # rows of text read in one forward: the largest lag between a row and the target's keys in training
 _CATCH_UP = 64  # rows read when more were missed; the window refills while writing, at the same acceptance
 
 
@@ -141,9 +141,9 @@ class GlideDraftModel:
         kept = _common_prefix(text[:-1], self._drafts)
         ring.keep(kept)
         self._drafts = []
-        for start in range(kept, len(text), _CHUNK):
+        for start in range(kept, len(text), _READ_CHUNK):
             # Each row of the chunk sees the target's keys that a draft at the place of the first row would see.
-            row = self._forward(text[start : start + _CHUNK], ring.end, min(self._cache.length, ring.end))
+            row = self._forward(text[start : start + _READ_CHUNK], ring.end, min(self._cache.length, ring.end))
             ring.add_text(row.k, row.v)
             self._hidden = [row.hidden[-1:]]
 

@@ -40,12 +40,12 @@ class MedusaOptions(DrafterOptions):
     tree: str = "3"
 
     def __post_init__(self) -> None:
-        template.parse(self.tree)
+        template.parse_template(self.tree)
 
 
 class MedusaDrafter:
     def __init__(self, options: MedusaOptions, sampler: Sampler, heads: Heads) -> None:
-        self._choices = template.parse(options.tree)
+        self._choices = template.parse_template(options.tree)
         if template.depth(self._choices) > len(heads):
             raise UsageError(f"tree {options.tree!r} is {template.depth(self._choices)} deep; allowed: at most "
                              f"{len(heads)}, the number of heads")

@@ -1,6 +1,6 @@
 """Options of drafters: their base class, the ranges that several of them share, and reading them from text.
 
-    parse("ngram", NgramOptions, {"order": "5"})        # NgramOptions(order=5)
+    parse_fields("ngram", NgramOptions, {"order": "5"})        # NgramOptions(order=5)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_window(budget: int, sinks: int, refresh: int) -> None:
 Options = TypeVar("Options", bound=DrafterOptions)
 
 
-def parse(drafter: str, options: type[Options], given: Mapping[str, Any]) -> Options:
+def parse_fields(drafter: str, options: type[Options], given: Mapping[str, Any]) -> Options:
     """The options of `drafter` from KEY -> value. A value may be text, as on the command line.
 
     Raises UsageError for an unknown key, a value of the wrong type and a value out of range.

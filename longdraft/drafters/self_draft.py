@@ -38,6 +38,7 @@ from longdraft.drafters.ngram import NgramMatcher, NgramOptions
 from longdraft.drafters.ngram_table import RANKED
 from longdraft.drafters.options import DrafterOptions, check_chain
 from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
+from longdraft.drafters.template import MAX_NODES
 from longdraft.errors import UsageError, check
 from longdraft.model.heads import Heads
 from longdraft.model.routine import Routine
@@ -47,7 +48,6 @@ from longdraft.speculation.drafter import Accepted, Verified
 from longdraft.tree import Tree, Trie
 
 SELF = "self"  # the source of the chain's guesses in the statistics
-_MAX_NODES = 1024
 _SNAPKV_RECENT = 32  # last rows that SnapKV's selection always holds
 
 
@@ -116,7 +116,7 @@ class TokenSwiftOptions(DrafterOptions):
         check_chain(self.chain, self.width, self.margin)
         check(len(self.tree) >= 1 and all(width >= 1 for width in self.tree), "tree", list(self.tree),
               "whole numbers of 1 or more, such as 1,3,3,3")
-        check(self.num_nodes <= _MAX_NODES, "tree", list(self.tree), f"at most {_MAX_NODES} nodes")
+        check(self.num_nodes <= MAX_NODES, "tree", list(self.tree), f"at most {MAX_NODES} nodes")
         check(0 <= self.continuations <= RANKED, "continuations", self.continuations, f"0 to {RANKED}")
         check(self.cache in ("dynamic", "static", "full"), "cache", self.cache, "dynamic, static or full")
         self.settings()  # checks the n-grams and the budget
@@ -128,7 +128,7 @@ class TokenSwiftOptions(DrafterOptions):
         for width in self.tree:
             level *= width
             total += level
-            if total > _MAX_NODES:
+            if total > MAX_NODES:
                 break
         return total
 

@@ -18,7 +18,7 @@ import numpy as np
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.ngram import DelayedTokens
 from longdraft.drafters.options import DrafterOptions
-from longdraft.drafters.suffix_index import MAX_CONTEXTS, Guesses, Index, Tokens, new_index
+from longdraft.drafters.suffix_index import MAX_CONTEXTS, Guesses, Index, TokenArray, new_index
 from longdraft.errors import check
 from longdraft.model.routine import atomic
 from longdraft.speculation.drafter import Accepted, Verified
@@ -104,7 +104,7 @@ class SuffixMatcher:
         else:
             self._add_likeliest(trie, node, own, self._guess(self._corpus, tail, max_depth))
 
-    def _guess(self, index: Index, tail: Tokens, max_depth: int) -> Guesses:
+    def _guess(self, index: Index, tail: TokenArray, max_depth: int) -> Guesses:
         o = self._options
         return index.guess(tail, o.budget, min(o.depth, max_depth), o.min_match, o.seen, o.contexts, o.min_probability)
 

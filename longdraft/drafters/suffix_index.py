@@ -25,11 +25,11 @@ except ImportError:
     SuffixIndex = None  # type: ignore[assignment, misc]
 
 RECENT = 16  # successors of a context that are considered, the latest first
-MAX_CONTEXTS = 8  # matches that can be asked for together
+MAX_CONTEXTS = 8  # largest number of matches that estimate a token together
 ESCAPE = 8.0  # weight of shorter contexts: E of csrc/suffix.h
 SEPARATOR = -1  # separates texts: it is indexed, but, like every negative id, never guessed
 
-Tokens = NDArray[np.int32]
+TokenArray = NDArray[np.int32]
 Guesses = tuple[list[int], list[int], list[float]]  # tokens, parents, probabilities
 
 
@@ -41,12 +41,12 @@ class Index(Protocol):
         """Memory of the index."""
 
     def __len__(self) -> int:
-        """Tokens indexed: all of them, or, with a capacity, at least half as many of the last ones."""
+        """TokenArray indexed: all of them, or, with a capacity, at least half as many of the last ones."""
 
-    def extend(self, tokens: Tokens) -> None:
+    def extend(self, tokens: TokenArray) -> None:
         """Index the next tokens of the text."""
 
-    def guess(self, tail: Tokens, budget: int, depth: int, min_match: int, seen: int, contexts: int,
+    def guess(self, tail: TokenArray, budget: int, depth: int, min_match: int, seen: int, contexts: int,
               min_probability: float) -> Guesses:
         """Tokens, parents (-1: the end of `tail`) and probabilities of likely continuations of `tail`, best first."""
 
@@ -85,7 +85,7 @@ class ReferenceIndex:
         """An estimate: each token is in one list, its position in another."""
         return 48 * len(self._text)
 
-    def extend(self, tokens: Tokens) -> None:
+    def extend(self, tokens: TokenArray) -> None:
         for token in tokens.tolist():
             self._text.append(token)
             self._ends[token].append(len(self._text))
@@ -97,7 +97,7 @@ class ReferenceIndex:
         self._ends.clear()
         self.extend(np.array(kept, np.int32))
 
-    def guess(self, tail: Tokens, budget: int, depth: int, min_match: int, seen: int, contexts: int,
+    def guess(self, tail: TokenArray, budget: int, depth: int, min_match: int, seen: int, contexts: int,
               min_probability: float) -> Guesses:
         tokens: list[int] = []
         parents: list[int] = []

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from longdraft.errors import UsageError, check
 
-_MAX_NODES = 1024
+MAX_NODES = 1024
 # 63 nodes (10, 28, 23 and 2 at depths 1 to 4), grown by expected acceptance on a calibration set (Medusa, 2.1.2).
 PUBLISHED = {"mc_sim_7b_63": (
     "0 1 2 3 4 5 6 7 8 9 "
@@ -24,7 +24,7 @@ PUBLISHED = {"mc_sim_7b_63": (
 Choices = tuple[tuple[int, ...], ...]
 
 
-def parse(text: str) -> Choices:
+def parse_template(text: str) -> Choices:
     """The nodes of a template as paths of ranks, parents first. UsageError for a text that is no template."""
     text = PUBLISHED.get(text, text)
     try:
@@ -35,7 +35,7 @@ def parse(text: str) -> Choices:
     except ValueError as error:
         raise UsageError(f"tree is {text!r}; allowed: widths such as 1,3, choices such as '0 1 0.0', or "
                          f"{', '.join(PUBLISHED)}") from error
-    check(0 < len(choices) <= _MAX_NODES, "tree", text, f"1 to {_MAX_NODES} nodes")
+    check(0 < len(choices) <= MAX_NODES, "tree", text, f"1 to {MAX_NODES} nodes")
     check(all(rank >= 0 for path in choices for rank in path), "tree", text, "ranks of 0 or more")
     orphan = next((path for path in sorted(choices) if len(path) > 1 and path[:-1] not in choices), None)
     check(orphan is None, "tree", text, f"each node's parent, that of {orphan} too")
@@ -49,7 +49,7 @@ def _product(widths: list[int]) -> Iterable[tuple[int, ...]]:
         check(widths[depth - 1] >= 1, "tree", widths, "whole numbers of 1 or more, such as 1,3")
         for path in itertools.product(*(range(width) for width in widths[:depth])):
             total += 1
-            check(total <= _MAX_NODES, "tree", widths, f"at most {_MAX_NODES} nodes")
+            check(total <= MAX_NODES, "tree", widths, f"at most {MAX_NODES} nodes")
             yield path
 
 

@@ -42,7 +42,7 @@ from longdraft.speculation.verify import accepted_path
 from longdraft.tree import Tree, Trie
 
 RETRIEVAL = "retrieval"  # the source of the tokens that level 2 adds, in the statistics
-CHUNK = 8  # positions that the retrieval cache selects together
+RETRIEVAL_CHUNK = 8  # positions that the retrieval cache selects together
 _RECENT = 32  # last positions that the retrieval cache always holds
 _WINDOW, _SINKS, _REFRESH = 256, 4, 64  # defaults of the small model's window
 _RATED_STEPS = 16  # last steps over which acceptance is averaged
@@ -79,7 +79,7 @@ class TriForceOptions(DrafterOptions):
     def __post_init__(self) -> None:
         check(1 <= self.guesses <= 16, "guesses", self.guesses, "1 to 16")
         check(1 <= self.chain <= 64, "chain", self.chain, "1 to 64")
-        least = _RECENT + 2 * CHUNK
+        least = _RECENT + 2 * RETRIEVAL_CHUNK
         check(self.budget >= least, "budget", self.budget, f"at least {least}")
         check(self.stride >= 1, "stride", self.stride, "1 or more")
         check(0 <= self.floor < 1, "floor", self.floor, "0 to below 1", "0 selects by the stride alone")
@@ -164,8 +164,8 @@ class TriForceDrafter:
             small = windowed(draft, model, options.window, options.sinks, options.refresh)
             self._first_level = FirstLevelModel(small, sampler)
         config = model.config
-        self._chunks = select.Chunks(config.num_layers, config.num_kv_heads, options.budget, _RECENT, CHUNK)
-        size = PartialBudget(options.budget + options.stride, CHUNK, _RECENT, options.stride)
+        self._chunks = select.Chunks(config.num_layers, config.num_kv_heads, options.budget, _RECENT, RETRIEVAL_CHUNK)
+        size = PartialBudget(options.budget + options.stride, RETRIEVAL_CHUNK, _RECENT, options.stride)
         self.partial = PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size,
                                     has_remainder=options.remainder, selection=self._chunks)
         self._num_drafted = 0  # tokens of the last proposal

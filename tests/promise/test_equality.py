@@ -72,7 +72,7 @@ def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafts, drafter
 @pytest.fixture
 def unlimited_first_probes(monkeypatch):
     """`auto` probes all candidates at once, whatever that costs."""
-    monkeypatch.setattr(cost_model, "SETTINGS", replace(cost_model.SETTINGS, first_probe_budget=1e9))
+    monkeypatch.setattr(cost_model, "AUTO_SETTINGS", replace(cost_model.AUTO_SETTINGS, first_probe_budget=1e9))
 
 
 @pytest.mark.usefixtures("unlimited_first_probes")

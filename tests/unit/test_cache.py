@@ -70,7 +70,7 @@ def test_growing_never_moves_what_is_held():
 def test_selection_holds_sinks_recent_and_the_heaviest_between(length, sinks, recent, heavy, seed):
     weights = torch.rand(3, length, generator=torch.Generator().manual_seed(seed))
     budget = sinks + recent + heavy
-    chosen = select.positions(weights, budget, sinks, recent)
+    chosen = select.heaviest_positions(weights, budget, sinks, recent)
     assert chosen.shape == (3, min(budget, length))
     for head in range(3):
         got = chosen[head].tolist()

@@ -91,9 +91,9 @@ def test_public_heads_draft_by_name(tiny, tmp_path, drafter):
 
 
 def test_templates():
-    assert template.parse("2,1") == ((0,), (1,), (0, 0), (1, 0))
-    assert template.parse("0.0 1 0") == ((0,), (1,), (0, 0))
-    published = template.parse("mc_sim_7b_63")
+    assert template.parse_template("2,1") == ((0,), (1,), (0, 0), (1, 0))
+    assert template.parse_template("0.0 1 0") == ((0,), (1,), (0, 0))
+    published = template.parse_template("mc_sim_7b_63")
     assert [sum(len(path) == depth for path in published) for depth in (1, 2, 3, 4)] == [10, 28, 23, 2]
 
 
