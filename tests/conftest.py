@@ -23,8 +23,8 @@ from longdraft.batch.worker import BatchJob
 
 
 @pytest.fixture(autouse=True)
-def level_of_logs() -> Iterator[None]:
-    """A server that a test starts sets it for the whole process."""
+def restore_log_level() -> Iterator[None]:
+    """Restore the log level, which a server started by a test sets for the whole process."""
     before = logging.getLogger("longdraft").level
     yield
     logging.getLogger("longdraft").setLevel(before)
@@ -32,7 +32,7 @@ def level_of_logs() -> Iterator[None]:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Gives a script of benchmarks/ by its name."""
+    """Import a script of benchmarks/ by its name."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
     asked: list[str] = []
 
@@ -52,7 +52,7 @@ kernels.set_threads(1)  # tiny tensors: more threads only wait for one another
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Model folders with heads and glide: `mha` (4 key/value heads) and `gqa` (4 query heads to a key/value head)."""
+    """Model folders with heads and glide: `mha` (4 key/value heads) and `gqa` (4 query heads per key/value head)."""
     root = tmp_path_factory.mktemp("tiny")
     for name, kv_heads in (("mha", 4), ("gqa", 1)):
         base = make_checkpoint(root / name, num_key_value_heads=kv_heads, seed=kv_heads)
@@ -73,6 +73,6 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def job(chatty: Path, tmp_path: Path) -> BatchJob:
-    """A batch job of that model, with a work folder of its own."""
+    """A batch job of that model with its own work folder."""
     load = {"model": str(chatty), "drafter": "suffix", "threads": 1}
     return BatchJob(tmp_path / "work", load, {"on_loop": "off"}, 0, "tiny", fsync="never")

@@ -1,4 +1,4 @@
-"""Random rows, trees of rows, and attention as its formula says, for the kernels' tests."""
+"""Random rows and trees for the kernels' tests, and attention computed by its formula."""
 
 from __future__ import annotations
 

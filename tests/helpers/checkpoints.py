@@ -64,7 +64,7 @@ def make_heads(folder: Path, base: LlamaForCausalLM, num: int = 3, **changes: ob
 
 
 def make_glide(folder: Path, model: Path, window: int = 12, **changes: object) -> None:
-    """An untrained glide layer for the model of a folder, whose every part adds something."""
+    """An untrained glide layer for the model in a folder; none of its weights is zero."""
     config = model_config.read_config(model)
     torch.manual_seed(9)
     tensors = {name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.2
@@ -81,14 +81,14 @@ def load_glide(folder: Path, model: Transformer) -> glide.Glide:
 
 
 def load(folder: Path, dtype: str = "float32", name: str | None = None, quantize: str = "none") -> Transformer:
-    """A model on the fastest kernels, or on those of this name."""
+    """Load a model on the fastest kernels, or on the kernels with this name."""
     chosen = kernels.choose("cpu", dtype, name)
     config = model_config.read_config(folder)
     return checkpoint.load_transformer(checkpoint.TensorFiles(folder), config, chosen, quantize)
 
 
 def write_medusa(folder: Path, num_heads: int = 2, num_blocks: int = 2, *, own: bool = True) -> dict[str, torch.Tensor]:
-    """A folder as FasterDecoding publishes them, but for the file being safetensors."""
+    """A Medusa folder as FasterDecoding publishes it, except that the file format is safetensors."""
     torch.manual_seed(5)
     tensors = {}
     for i in range(num_heads):

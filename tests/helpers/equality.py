@@ -52,7 +52,7 @@ LIARS = ["random", "perfect", "half true", "empty", "huge", "duplicated branches
 
 
 def prompt_of(length: int, seed: int = 3) -> list[int]:
-    """Token ids with repetitions, so that n-grams have something to find."""
+    """Token ids with repetitions, so that n-gram drafters find matches."""
     pick = random.Random(seed)
     phrase = [pick.randrange(2, 258) for _ in range(12)]
     ids: list[int] = []
@@ -87,7 +87,7 @@ def liar(kind: str, truth: list[int], prompt_length: int) -> TreeDrafter:
         return from_paths(context.last, [told, [pick.randrange(VOCAB)] * 3], "liar")
 
     def duplicated(context: Context) -> Tree:
-        """The true continuation four times over, siblings alike, and a false end on the last."""
+        """The true continuation on four branches with equal siblings; the last branch ends with a false token."""
         paths = [true_tokens(context, count) for count in (3, 4, 2)] + [[*true_tokens(context, 1), 5]]
         tokens, parents = [context.last], [-1]
         for path in paths:
@@ -97,7 +97,7 @@ def liar(kind: str, truth: list[int], prompt_length: int) -> TreeDrafter:
         return Tree(tuple(tokens), tuple(parents), ("",) + ("liar",) * (len(tokens) - 1))
 
     def colliding(context: Context) -> Tree:
-        """Tokens that stand in the penalty window, repeated, so that the window changes along each path."""
+        """Repeated tokens of the penalty window, so that the window changes along each path."""
         recent = context.slice(len(context) - 6, len(context)).tolist()
         ends = [[recent[n % len(recent)], recent[0], recent[0], recent[-1]] for n in range(5)]
         paths = [true_tokens(context, n) + end for n, end in enumerate(ends)]

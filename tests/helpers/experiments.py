@@ -1,4 +1,4 @@
-"""A small experiment for tests: its data, its plan, its results."""
+"""A small experiment for tests: its definition, plan and results."""
 
 from __future__ import annotations
 

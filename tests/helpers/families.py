@@ -33,7 +33,7 @@ LAYERS = 3
 
 
 def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
-    """A random model of a family, its norms and biases random too, saved as a model folder."""
+    """Save a random model of a family as a model folder; norms and biases are random too."""
     kind, own = FAMILIES[name]
     settings: dict[str, object] = dict(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,

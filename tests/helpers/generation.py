@@ -1,4 +1,4 @@
-"""One generation assembled by hand, so that a test can put its own drafter, chunking or model into it."""
+"""A generation assembled from its parts, so that a test can replace the drafter, the chunk size or the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def by_name(name: str, heads: object = None, draft: Transformer | None = None, g
 
 def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, factory: Factory, *,
              chunk: int = 512, banned: Sequence[int] = (), tally: Tally | None = None) -> list[int]:
-    """New tokens (exactly params.max_new_tokens; stops are the engine's business). Fills `tally`, if given."""
+    """Return exactly params.max_new_tokens new tokens (the engine handles stops). Fill `tally` if given."""
     cache = model.new_cache()
     sampler = Sampler(params, banned)
     drafter = factory(drafters.Resources(model, cache, sampler, params, None))
@@ -45,7 +45,7 @@ def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
 
 
 class TableModel:
-    """A model whose logits are looked up by its last token, or by any function of the path: no attention."""
+    """A model without attention, whose logits are a function of the path of tokens."""
 
     def __init__(self, logits_of: Callable[[tuple[int, ...]], Sequence[float]]) -> None:
         self._logits_of = logits_of
@@ -71,7 +71,7 @@ class NoCache:
 
 
 class TreeDrafter:
-    """A drafter that is one function from the context to a tree; remembers nothing."""
+    """A stateless drafter: one function from the context to a tree."""
 
     def __init__(self, propose: Callable[[Context], Tree]) -> None:
         self._propose = propose

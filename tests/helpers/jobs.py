@@ -1,4 +1,4 @@
-"""Batch jobs for tests: rows, records, and what interrupts them."""
+"""Batch jobs for tests: rows, records and interruptions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sorted_lines(path: Path) -> list[str]:
 
 
 def stop_after(count: int):
-    """A check that interrupts the job when it is asked for the last time."""
+    """A check that interrupts the job after `count` calls."""
     asked = iter(range(count))
 
     def check() -> None:
@@ -37,7 +37,7 @@ def stop_after(count: int):
 
 
 def writers(work: Path) -> list[int]:
-    """Processes that have a journal of the job open."""
+    """The ids of processes that have a journal of the job open."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""A journal for tests, what must hold of whatever is left of it, and a system that fails."""
+"""A journal for tests, the checks on a damaged copy of it, and an operating system that fails."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def written(folder: Path, fsync: float = 1.0, is_finished: bool = True) -> None:
             journal.finish("length")
 
 
-def one_line(error: LongdraftError, part: str = "") -> None:
+def check_one_line(error: LongdraftError, part: str = "") -> None:
     assert part in str(error) and "\n" not in str(error).strip() and len(str(error)) < 2000
 
 
 def is_true_prefix(folder: Path) -> bool:
-    """Reads as a prefix of what was written; False where it refuses, with one line."""
+    """Check that the journal reads as a prefix of what was written; return False if it is refused with one line."""
     try:
         found = read(folder)
     except JournalError as error:
-        one_line(error)
+        check_one_line(error)
         return False
     assert found.header == HEADER
     assert found.tokens.tolist() == TOKENS[: len(found.tokens)]
@@ -46,8 +46,8 @@ def is_true_prefix(folder: Path) -> bool:
     return True
 
 
-def go_on(folder: Path) -> None:
-    """What is there can be gone on with, to the same end."""
+def finish_journal(folder: Path) -> None:
+    """Check that a new run can continue the journal to the same end."""
     if read(folder).finish:
         return
     journal, found = Journal.open(folder)
@@ -60,7 +60,7 @@ def go_on(folder: Path) -> None:
 
 
 class FaultyOS:
-    """`os` and `fcntl` of the writer, of whose calls the n-th fails; or of whose writes each takes little."""
+    """Replaces `os` and `fcntl` in the writer: the n-th call fails, or each write is short."""
 
     COUNTED = ("open", "write", "fsync", "ftruncate", "replace", "stat", "fstat", "pread", "close", "flock")
 

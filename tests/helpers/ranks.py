@@ -1,4 +1,4 @@
-"""What each rank of tests/unit/test_parallel.py runs: `python ranks.py FOLDER`, started once for each rank.
+"""The program of one rank in tests/unit/test_parallel.py: `python ranks.py FOLDER`, started once per rank.
 
 Rank 0 prints one line of JSON: for every drafter and sampling setting the hash of the text.
 """
@@ -60,7 +60,7 @@ def main(folder: Path) -> None:
 
 
 def sums_are_in_the_order_of_ranks() -> None:
-    """... bit for bit, and the same for few numbers and for many."""
+    """Sums over ranks are added in the order of ranks, bit for bit, for short and long tensors."""
     group = parallel.join(int(os.environ["WORLD_SIZE"]), "cpu")
     parts = [torch.randn(270, 1001, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
     expected = parts[0]
@@ -84,7 +84,7 @@ def write(engine: longdraft.Engine, settings: dict[str, object]) -> list[object]
 
 
 def resumed(engine: longdraft.Engine, journal: Path) -> list[object]:
-    """A text that is cut before it begins, in the middle, and then goes on."""
+    """A text that is interrupted before its first token and in the middle, and then resumed."""
     engine.generate(PROMPT, params(SAMPLINGS["warm"]), journal=journal).close()
     for events in (3, 1000):
         with engine.resume(journal) as generation:
@@ -94,7 +94,7 @@ def resumed(engine: longdraft.Engine, journal: Path) -> list[object]:
 
 
 def batched(engine: longdraft.Engine) -> list[object]:
-    """A batch of one text that is left in the middle, and one that is not."""
+    """A batch that is left in the middle of its text, then one that runs to the end."""
     for events in (3, 1000):
         seen = 0
         with engine.batch() as batch:

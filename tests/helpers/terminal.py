@@ -16,7 +16,7 @@ SIZE = {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
 
 @contextmanager
 def terminal(*streams: str) -> Iterator[Callable[[], str]]:
-    """These streams ("stdin", "stdout", "stderr") are a terminal inside; afterwards the value gives what it shows."""
+    """Connect streams ("stdin", "stdout", "stderr") to a terminal; calling the value afterwards returns its output."""
     leader, follower = pty.openpty()
     shown: list[bytes] = []
 
@@ -43,7 +43,7 @@ def terminal(*streams: str) -> Iterator[Callable[[], str]]:
 
 
 def on_terminal(arguments: list[str]) -> str:
-    """What a command that succeeds shows on a terminal."""
+    """Run a command that must succeed, on a terminal; return the terminal's output."""
     with terminal("stdin", "stdout", "stderr") as shown:
         status = run(arguments)
     assert status == 0, shown()

@@ -1,4 +1,4 @@
-"""Trainings for tests: a model that can learn something, settings, what the metrics say."""
+"""Training runs for tests: a small model with a predictable text, settings and metrics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
 def alphabet(tmp_path_factory) -> Path:
-    """A fixture, where a file asks for it: a random Llama, and a text in which every token follows from the one before
-    it."""
+    """A fixture function: a random Llama beside a text in which each token determines the next."""
     folder = tmp_path_factory.mktemp("base") / "tiny"
     make_checkpoint(folder, initializer_range=0.15)
     (folder.parent / "text.txt").write_text(ALPHABET * 400)
@@ -39,7 +38,7 @@ def losses(output: Path) -> list[list[float]]:
 
 
 class At(Progress):
-    """Does something once, after a step."""
+    """A progress display that calls a function once, after a given step."""
 
     def __init__(self, step: int, act):
         super().__init__(sys.stderr, quiet=True)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from helpers.journals import HEADER, RUN, STEPS, TOKENS, go_on, is_true_prefix, one_line, written
+from helpers.journals import HEADER, RUN, STEPS, TOKENS, check_one_line, finish_journal, is_true_prefix, written
 from longdraft.core import SamplingParams
 from longdraft.errors import JournalError, UsageError
 from longdraft.journal import FILE, Journal, is_being_written, parse_fsync, read
@@ -85,7 +85,7 @@ def test_a_last_sector_of_any_bytes_is_truncated(tmp_path, tail):
         (tmp_path / "x").mkdir(exist_ok=True)
         (tmp_path / "x" / FILE).write_bytes(content + tail)
         assert is_true_prefix(tmp_path / "x")
-        go_on(tmp_path / "x")
+        finish_journal(tmp_path / "x")
 
 
 def test_records_from_another_run_or_offset_are_ignored(tmp_path):
@@ -309,4 +309,4 @@ def test_random_records_never_crash_the_reader(tmp_path, data):
     try:
         read(tmp_path)
     except JournalError as error:
-        one_line(error)
+        check_one_line(error)

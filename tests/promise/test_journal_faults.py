@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.journals import HEADER, RUN, STEPS, TOKENS, FaultyOS, go_on, is_true_prefix, one_line
+from helpers.journals import HEADER, RUN, STEPS, TOKENS, FaultyOS, check_one_line, finish_journal, is_true_prefix
 from longdraft.errors import JournalError, LongdraftError, OutputError
 from longdraft.journal import FILE, Journal, read
 from longdraft.journal import writer as writing
@@ -45,7 +45,7 @@ def test_a_fault_of_any_system_call_loses_nothing_confirmed(tmp_path, monkeypatc
             try:
                 life(folder, done)
             except LongdraftError as error:
-                one_line(error, os.strerror(number))
+                check_one_line(error, os.strerror(number))
                 faults += 1
         if faulty.calls < at:
             break
@@ -54,7 +54,7 @@ def test_a_fault_of_any_system_call_loses_nothing_confirmed(tmp_path, monkeypatc
             continue
         assert read(folder).tokens.tolist()[: len(done)] == done
         assert is_true_prefix(folder)
-        go_on(folder)
+        finish_journal(folder)
     assert at > 30 and faults > 25  # few calls may fail unnoticed: those that close
 
 
@@ -123,4 +123,4 @@ def test_a_file_in_place_of_the_journal_is_not_overwritten(tmp_path, monkeypatch
             journal.append(STEPS[0], 0, 0.0)
     assert (tmp_path / FILE).read_text() == "mine"
     (tmp_path / "moved").rename(tmp_path / FILE)
-    go_on(tmp_path)
+    finish_journal(tmp_path)
