@@ -55,7 +55,7 @@ def main() -> None:
         "is_one_text": len({sha256 for _, sha256 in hashes}) == 1}))
 
 
-def sum_seconds(group: parallel.Group, numbers: int) -> float:
+def sum_seconds(group: parallel.ProcessGroup, numbers: int) -> float:
     part = torch.ones(numbers)
     began = time.perf_counter()
     group.sum(part)

@@ -91,7 +91,7 @@ class Engine:
     @property
     def is_follower(self) -> bool:
         """Whether this process is a rank other than the first, which calls `follow` and nothing else."""
-        return self.loaded.ranks.follows
+        return self.loaded.ranks.is_follower
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Engine:
 
     def close(self) -> None:
         """On the first of several ranks: the other ranks return from `follow`."""
-        self.loaded.ranks.dismiss()
+        self.loaded.ranks.shut_down()
 
     def __enter__(self) -> Engine:
         return self
@@ -213,10 +213,10 @@ class Engine:
     def follow(self) -> None:
         """On ranks other than the first: work on the first rank's texts until it closes its engine or ends."""
         ranks = self.loaded.ranks
-        assert isinstance(ranks, parallel.RankGroup) and ranks.follows
-        while (request := ranks.listen()) is not None:
+        assert isinstance(ranks, parallel.RankGroup) and ranks.is_follower
+        while (request := ranks.next_request()) is not None:
             generation = Generation(self.loaded, self.choice, request.prompt.tolist(), request.params,
                                     written=request.written)
-            with suppress(parallel.Stopped, NumericalError, JournalError):  # the first rank reports them
+            with suppress(parallel.RequestStopped, NumericalError, JournalError):  # the first rank reports them
                 for _ in generation:
                     pass

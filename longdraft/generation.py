@@ -239,7 +239,7 @@ class Generation(Iterator[Event]):
         ranks, context = self._model.ranks, self._step.context
         try:
             written = context.slice(context.prompt_length, len(context))
-            ranks.begin(Request(context.slice(0, context.prompt_length), self._params, written))
+            ranks.start_request(Request(context.slice(0, context.prompt_length), self._params, written))
             try:  # inside, because a request that the ranks refuse must not end the one they work on
                 with translate_memory_errors():
                     yield from self._replay()
@@ -250,7 +250,7 @@ class Generation(Iterator[Event]):
                     while not self.is_finished:
                         yield (yield from self._advance())
             finally:
-                ranks.end(is_finished=self.is_finished)
+                ranks.end_request(is_finished=self.is_finished)
         finally:
             if self._journal:
                 self._journal.close()
@@ -268,7 +268,7 @@ class Generation(Iterator[Event]):
     def _advance(self) -> Routine[Event]:
         """One step. Its tokens are in the journal before the caller sees them."""
         start, stream, drafting = time.perf_counter(), self._text_stream, self._step.timings.draft
-        with self._model.ranks.unit(self._step.context):
+        with self._model.ranks.synchronized(self._step.context):
             accepted = yield from self._step.run(self._params.max_new_tokens - stream.num_tokens)
         had_loop = stream.loop is not None
         new = stream.push(accepted.tokens)

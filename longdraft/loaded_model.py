@@ -170,7 +170,7 @@ class LoadedModel:
     def arithmetic(self) -> dict[str, str]:
         """What the last bits of logits depend on: kernels, device, dtype, versions and the number of ranks."""
         kernels = self.target.kernels
-        size = parallel.part_of(kernels).size
+        size = parallel.shard_of(kernels).size
         degree = {"tensor_parallel": str(size)} if size > 1 else {}  # ranks add up in an order of their own
         return {"kernels": kernels.name, "device": str(kernels.device),
                 "dtype": str(kernels.dtype).removeprefix("torch."), "longdraft_version": __version__,

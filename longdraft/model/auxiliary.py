@@ -17,7 +17,7 @@ from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer, require_same_vocabulary
 from longdraft.model.transformer import Transformer
-from longdraft.parallel import local
+from longdraft.parallel import local_kernels
 
 log = logging.getLogger(__name__)
 DRAFT_FOLDER = "draft"  # subfolder of a model's folder that holds a smaller draft model
@@ -95,7 +95,8 @@ def load_draft_model(folder: Path, name: str, target: Transformer, tokenizer: To
     config = model_config.read_config(folder)
     require_same_vocabulary(tokenizer, Tokenizer(folder), name)
     require_ids_in_vocabulary(tokenizer, config.vocab_size, folder)
-    return checkpoint.load_transformer(checkpoint.TensorFiles(folder), config, local(target.kernels), target.weights.quantize)
+    return checkpoint.load_transformer(checkpoint.TensorFiles(folder), config, local_kernels(target.kernels),
+                                       target.weights.quantize)
 
 
 def require_ids_in_vocabulary(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:

@@ -24,7 +24,7 @@ from longdraft.model.config import ModelConfig, read_json
 from longdraft.model.sharding import shard_config
 from longdraft.model.tensor_file import FLOATS, TensorFile
 from longdraft.model.transformer import ModelWeights, Transformer
-from longdraft.parallel import ColumnParallel, Pick, RowParallel, Shard, part_of
+from longdraft.parallel import ColumnParallel, Pick, RowParallel, Shard, shard_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -271,7 +271,7 @@ def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, 
     kernels   kernels of a rank load this rank's share of each weight only
     quantize  "none" or "int8", which quantises each matrix while it is packed
     """
-    whole, shard = config, part_of(kernels)
+    whole, shard = config, shard_of(kernels)
     _check(files, whole)
     config = shard_config(whole, shard, quantize)
     order = _rotated_order(config)

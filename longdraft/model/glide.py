@@ -25,7 +25,7 @@ from longdraft.kernels import KV, KVStore, Linear
 from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.config import ModelConfig, read_json
 from longdraft.model.transformer import Transformer
-from longdraft.parallel import RowParallel, part_of
+from longdraft.parallel import RowParallel, shard_of
 
 GLIDE_KIND = "glide"
 _NORMS = ("input_layernorm", "cross_layernorm", "post_attention_layernorm", "norm")
@@ -138,7 +138,7 @@ def load_glide(folder: Path, target: Transformer, check: Callable[[Path, dict[st
     files = TensorFiles(folder)
     expected = glide_shapes(target.whole)
     files.check(expected, files.names(), "its config.json and this model")
-    kernels, shard = target.kernels, part_of(target.kernels)
+    kernels, shard = target.kernels, shard_of(target.kernels)
 
     def pack(*names: str) -> Linear:
         """One matrix from several tensors; for a rank, its share, as for the target's layers."""

@@ -1,17 +1,18 @@
-"""A model larger than one device: ranks that hold a part of every weight each, and work on one text together.
+"""Tensor parallelism: ranks that each hold a part of every weight, and work on one text together.
 
     torchrun --nproc-per-node 2 -m longdraft generate "It was" --tensor-parallel 2
 
-    group.py    what ranks tell one another: sums in a fixed order, parts put together, what rank 0 decides
-    kernels.py  a set of kernels whose weights may be spread over the ranks
-    shard.py    which part of a weight is whose
-    rank_group.py  rank 0 leads: requests and cancels, and nothing else, go to the others
+    shard.py       which part of a weight each rank has
+    kernels.py     kernels whose weights are distributed over the ranks
+    group.py       messages between ranks: sums in a fixed order, concatenated parts, broadcasts from rank 0
+    rank_group.py  coordination: rank 0 leads, the other ranks follow
 """
 
-from longdraft.parallel.group import Group, in_torchrun, join
-from longdraft.parallel.kernels import ColumnParallel, ParallelKernels, RowParallel, local, part_of
-from longdraft.parallel.rank_group import RankGroup, Request, SingleProcess, Stopped
+from longdraft.parallel.group import ProcessGroup, in_torchrun, join
+from longdraft.parallel.kernels import ColumnParallel, ParallelKernels, RowParallel, local_kernels, shard_of
+from longdraft.parallel.rank_group import RankGroup, Request, RequestStopped, SingleProcess
 from longdraft.parallel.shard import WHOLE, Pick, Shard
 
-__all__ = ["WHOLE", "ColumnParallel", "Group", "ParallelKernels", "Pick", "RankGroup", "Request", "RowParallel", "Shard",
-           "SingleProcess", "Stopped", "in_torchrun", "join", "local", "part_of"]
+__all__ = ["WHOLE", "ColumnParallel", "ParallelKernels", "Pick", "ProcessGroup", "RankGroup", "Request",
+           "RequestStopped", "RowParallel", "Shard", "SingleProcess", "in_torchrun", "join", "local_kernels",
+           "shard_of"]

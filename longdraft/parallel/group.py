@@ -1,11 +1,11 @@
-"""What the ranks of a run tell one another.
+"""Messages between the ranks of a run: sums in a fixed order, concatenated parts, broadcasts from rank 0.
 
-A library's all-reduce adds in an order that depends on where a number lies in the buffer, and so on how many rows
-travel together. Ours gathers the ranks' parts and adds them in the order of ranks, whatever the number of rows: row
+The all-reduce of a library adds in an order that depends on a number's place in the buffer, and so on the number of
+rows. Here the ranks' parts are gathered and added in the order of ranks, whatever the number of rows. So row
 invariance, and with it the promise, holds across ranks too.
 
-    few numbers    every rank gathers all parts and adds them                                    one message
-    many           each rank gathers its own share of all parts, adds it, and shares the sum      two, of less
+    few numbers    every rank gathers all parts and adds them                                  one message
+    many numbers   every rank gathers its share of all parts, adds it, and shares the sum      two smaller messages
 """
 
 from __future__ import annotations
@@ -24,53 +24,55 @@ from torch import Tensor
 
 from longdraft.errors import UsageError, WorkerError, translate_memory_errors
 
-_MANY = 1 << 18  # numbers from which the second way sends less than it waits longer
+_MANY_NUMBERS = 1 << 18  # from here on, sending less outweighs the second message
 
 
 def in_torchrun() -> tuple[int, int]:
-    """(rank, number of ranks) of this process, as torchrun says; (0, 1) without it."""
+    """(rank, number of ranks) of this process, from torchrun's environment variables; (0, 1) without torchrun."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join(size: int, device: str) -> Group:
-    """The group of the processes that torchrun started. UsageError where they are not `size`, or there is no torchrun.
+def join(size: int, device: str) -> ProcessGroup:
+    """The group of the processes that torchrun started.
 
-    device  cpu: gloo; cuda: NCCL for numbers, each process on a GPU of its own
+    device  cpu: gloo; cuda: NCCL for tensors, each process on a GPU of its own
+
+    UsageError if torchrun did not start `size` processes; WorkerError if they cannot connect.
     """
     started = in_torchrun()[1]
     if started != size:
-        said = f"torchrun started {started}" if "WORLD_SIZE" in os.environ else "this is one process"
-        raise UsageError(f"tensor_parallel is {size}, but {said}; start with: torchrun --nproc-per-node {size} -m "
+        found = f"torchrun started {started}" if "WORLD_SIZE" in os.environ else "this is one process"
+        raise UsageError(f"tensor_parallel is {size}, but {found}; start with: torchrun --nproc-per-node {size} -m "
                          "longdraft ... --tensor-parallel " + str(size))
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         try:
-            # Followers wait for the next request as long as it takes; a rank that dies closes its connections.
+            # Followers wait for requests without a limit; the connections of a rank that dies are closed.
             dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
                                     timeout=datetime.timedelta(days=365))
             atexit.register(_leave)
         except (RuntimeError, ValueError) as error:
-            raise WorkerError(f"the ranks do not find one another: {str(error).splitlines()[0]}") from error
-    return Group()
+            raise WorkerError(f"the ranks cannot connect: {str(error).splitlines()[0]}") from error
+    return ProcessGroup()
 
 
 def _leave() -> None:
-    """Threads of the group must not outlive the interpreter."""
+    """Stop the threads of the group before the interpreter ends."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-class Group:
-    """The ranks, of which this process is one. WorkerError where another is gone."""
+class ProcessGroup:
+    """The ranks of a run, from the view of this process. Methods raise WorkerError if another rank is gone."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' tensors of this shape (float32), in the order of ranks."""
-        with _told():
-            return _added(self._gathered(part)) if part.numel() < _MANY else self._sum_in_shares(part)
+        with _translate_rank_errors():
+            return _added(self._gathered(part)) if part.numel() < _MANY_NUMBERS else self._sum_in_shares(part)
 
     def _gathered(self, part: Tensor) -> Tensor:
         """[ranks, ...]"""
@@ -88,28 +90,28 @@ class Group:
         return self._gathered(_added(mine.view(self.size, share))).flatten()[:count].view(part.shape)
 
     def concatenate(self, part: Tensor) -> Tensor:
-        """All ranks' tensors [R, N], one beside the other: [R, ranks N]."""
-        with _told():
+        """All ranks' tensors [R, N] side by side: [R, ranks * N]."""
+        with _translate_rank_errors():
             return self._gathered(part).transpose(0, 1).flatten(1)
 
-    def numbers(self, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Rank 0's."""
-        told = torch.tensor(values, dtype=torch.float64)
-        with _told():
-            dist.broadcast(told, 0)
-        return tuple(told.tolist())
+    def broadcast_numbers(self, values: tuple[float, ...]) -> tuple[float, ...]:
+        """Rank 0's values, on all ranks."""
+        buffer = torch.tensor(values, dtype=torch.float64)
+        with _translate_rank_errors():
+            dist.broadcast(buffer, 0)
+        return tuple(buffer.tolist())
 
-    def object(self, value: Any) -> Any:
-        """Rank 0's."""
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks."""
         box = [value]
-        with _told():
+        with _translate_rank_errors():
             dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
         return box[0]
 
     def require_same(self, facts: dict[str, str]) -> None:
-        """UsageError where these are not the same on all ranks: their texts would part."""
+        """UsageError if these facts differ between ranks, because their texts would differ."""
         found: list[dict[str, str]] = [{}] * self.size
-        with _told():
+        with _translate_rank_errors():
             dist.all_gather_object(found, facts)
         for rank, theirs in enumerate(found):
             for name in facts:
@@ -119,12 +121,12 @@ class Group:
 
     @property
     def cores(self) -> int:
-        """Of this machine, for each of its ranks."""
+        """CPU cores of this machine for each of its ranks."""
         return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _added(parts: Tensor) -> Tensor:
-    """[ranks, ...] in the order of ranks."""
+    """The sum of parts [ranks, ...], added in the order of ranks."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -132,10 +134,11 @@ def _added(parts: Tensor) -> Tensor:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _translate_rank_errors() -> Iterator[None]:
+    """Raise MemoryError if this rank has no memory left, and WorkerError if another rank is gone."""
     try:
-        with translate_memory_errors():  # of this rank, and no other's fault
+        with translate_memory_errors():
             yield
     except RuntimeError as error:
-        reason = re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0]).split(". ")[0]  # without the library's own places
+        reason = re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0]).split(". ")[0]  # without the library's source locations
         raise WorkerError(f"another rank is gone: {reason[:200]}") from error

@@ -1,7 +1,7 @@
-"""Kernels whose weights may be spread over ranks: the operations of another set, with sums where parts meet.
+"""Kernels whose weights are distributed over ranks: each rank computes its part with its local kernels.
 
-The other set computes, on this rank, what this rank has. One sum after attention and one after the MLP make the rows
-whole again, on every rank the same bits; so every rank takes the same decisions and nobody needs to be told.
+One sum over the ranks after attention and one after the MLP make the rows whole again, with the same bits on every
+rank. So every rank takes the same decisions without a message.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from longdraft.kernels import AttentionOutput, Decoder, Geometry, Kernels, LayersKV, LayerWeights, Linear
 from longdraft.kernels.layer import layer_forward
-from longdraft.parallel.group import Group
+from longdraft.parallel.group import ProcessGroup
 from longdraft.parallel.shard import WHOLE, Shard
 
 
 class RowParallel:
-    """A weight of which each rank has some columns, `part`: what the ranks compute is added up."""
+    """A weight of which each rank has some columns, `part`. The ranks' results are added up."""
 
     def __init__(self, part: Linear) -> None:
         self.part, self.out_features = part, part.out_features
@@ -29,7 +29,7 @@ class RowParallel:
 
 
 class ColumnParallel:
-    """A weight of which each rank has some rows, `first` and those behind it: what they compute is put together."""
+    """A weight of which each rank has some rows, from `first` on. The ranks' results are concatenated."""
 
     def __init__(self, part: Linear, first: int, out_features: int) -> None:
         self.part, self.first, self.out_features = part, first, out_features
@@ -40,14 +40,14 @@ class ColumnParallel:
 
 
 class ParallelKernels:
-    """See :class:`longdraft.kernels.interface.Kernels`; weights are plain ones, `RowParallel` or `ColumnParallel`."""
+    """See :class:`longdraft.kernels.interface.Kernels`. Weights are whole, `RowParallel` or `ColumnParallel`."""
 
-    def __init__(self, kernels: Kernels, group: Group) -> None:
+    def __init__(self, kernels: Kernels, group: ProcessGroup) -> None:
         self.local, self.group = kernels, group
         self.part = Shard(group.rank, group.size)
         self.name, self.is_row_invariant = kernels.name, kernels.is_row_invariant
         self.device, self.dtype = kernels.device, kernels.dtype
-        # Everything but `linear`, `embed` and the decoder concerns what this rank has, and nobody else.
+        # All operations except `linear`, `embed` and the decoder work on this rank's part alone.
         self.pack, self.rms_norm, self.swiglu, self.rope = kernels.pack, kernels.rms_norm, kernels.swiglu, kernels.rope
         self.is_device, self.scatter_rows = kernels.is_device, kernels.scatter_rows
         self.cache_bytes, self.free_bytes = kernels.cache_bytes, kernels.free_bytes
@@ -73,10 +73,10 @@ class ParallelKernels:
         is_ours = (places >= 0) & (places < table.part.out_features)
         rows = self.local.embed(table.part, torch.where(is_ours, places, 0).tolist()).float()
         rows[~is_ours.to(rows.device)] = 0
-        return self.group.sum(rows).to(self.dtype)  # one number and zeros: exact
+        return self.group.sum(rows).to(self.dtype)  # exact: all ranks but one add zeros
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
-        if self.is_device:  # which checks itself where it makes a decoder, of this rank's part of a layer
+        if self.is_device:  # device kernels check themselves when they make a decoder
             first = layers[0]
             out, down = (each.part if isinstance(each, RowParallel) else each for each in (first.out, first.down))
             self.local.new_decoder([first._replace(out=out, down=down)], geometry)
@@ -85,7 +85,7 @@ class ParallelKernels:
 
 
 class _Layers:
-    """One layer after the other, because ranks meet twice in each."""
+    """Runs one layer after the other, because each layer has two sums over the ranks."""
 
     def __init__(self, kernels: ParallelKernels, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
         self._kernels, self._layers, self._geometry = kernels, layers, geometry
@@ -100,13 +100,13 @@ class _Layers:
         return x, AttentionOutput(*(torch.stack(part) for part in zip(*seen, strict=True)))
 
 
-def part_of(kernels: Kernels) -> Shard:
-    """Whose weights these kernels work with."""
+def shard_of(kernels: Kernels) -> Shard:
+    """The shard of the weights that these kernels work with."""
     return kernels.part if isinstance(kernels, ParallelKernels) else WHOLE
 
 
-def local(kernels: Kernels) -> Kernels:
-    """For a model that every rank has whole."""
+def local_kernels(kernels: Kernels) -> Kernels:
+    """The kernels of this rank alone, for a model that every rank has whole."""
     return kernels.local if isinstance(kernels, ParallelKernels) else kernels
 
 

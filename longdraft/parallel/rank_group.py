@@ -1,9 +1,11 @@
-"""Rank 0 leads. It tells the others what to write and, between two units of work, whether to go on; they follow.
+"""Coordination of ranks: rank 0 leads, and the other ranks follow.
 
-A unit is what all ranks do alike: a forward over some of the prompt, or a step. Within one nobody is told anything,
-because equal logits lead to equal decisions (but for the clock, where the drafter `auto` looks at it: it is rank 0's).
-With its word to go on the leader says how far its text is: a rank that is elsewhere, because its machine computes
-otherwise, ends the run rather than writing nonsense.
+Rank 0 broadcasts each request, and before each unit of work (a prefill forward or a step) whether it continues.
+Within a unit no messages are needed, because equal logits lead to equal decisions on all ranks. The clock is the
+exception: where the drafter `auto` reads it, all ranks use rank 0's time.
+
+The message before each unit holds rank 0's position in the text. A rank at another position, because its machine
+computes differently, ends the run with an error instead of writing a wrong text.
 """
 
 from __future__ import annotations
@@ -17,96 +19,99 @@ from numpy.typing import NDArray
 
 from longdraft.core import Context, SamplingParams
 from longdraft.errors import UsageError, WorkerError
-from longdraft.parallel.group import Group
+from longdraft.parallel.group import ProcessGroup
 
 
 class Request(NamedTuple):
-    """A text to write: `written` of its tokens are there already."""
+    """A text to write. `written`: new tokens of earlier runs."""
 
     prompt: NDArray[np.int32]
     params: SamplingParams
     written: NDArray[np.int32]
 
 
-class Stopped(Exception):
-    """The leader does not go on with the text."""
+class RequestStopped(Exception):
+    """Raised on followers when rank 0 stops the text."""
 
 
 class SingleProcess:
-    """A process that works by itself: nobody is told anything."""
+    """A process that has the whole model: there is nothing to coordinate."""
 
-    follows = False
+    is_follower = False
 
     def agree(self, seconds: float) -> float:
-        """A time by which decisions are made: rank 0's."""
+        """The time that all ranks base their decisions on: rank 0's."""
         return seconds
 
-    def begin(self, request: Request) -> None:
-        """A text begins."""
+    def start_request(self, request: Request) -> None:
+        """A text begins. UsageError if the ranks work on another one."""
 
-    def unit(self, context: Context) -> AbstractContextManager[None]:
-        """Around each unit of work on the text."""
+    def synchronized(self, context: Context) -> AbstractContextManager[None]:
+        """Context manager around each unit of work on the text."""
         return nullcontext()
 
-    def end(self, *, is_finished: bool) -> None:
-        """The text came to its end, or is left."""
+    def end_request(self, *, is_finished: bool) -> None:
+        """The text reached its end, or is stopped."""
 
-    def dismiss(self) -> None:
-        """No text will come any more."""
+    def shut_down(self) -> None:
+        """There are no more requests."""
 
 
 class RankGroup(SingleProcess):
-    """The ranks of a run. WorkerError where one is gone; Stopped, on the others, where the leader stops."""
+    """The ranks of a run.
 
-    def __init__(self, group: Group) -> None:
+    Methods raise WorkerError if a rank is gone, and RequestStopped, on followers, if rank 0 stops the text.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self.follows = group.rank > 0
-        self._is_busy = self._is_dismissed = False
-        self._are_waiting = False  # the others, for the leader's word
+        self.is_follower = group.rank > 0
+        self._is_busy = self._is_shut_down = False
+        self._are_followers_waiting = False  # for rank 0's next message about the text
 
     def agree(self, seconds: float) -> float:
-        return self._group.numbers((seconds,))[0]
+        return self._group.broadcast_numbers((seconds,))[0]
 
-    def listen(self) -> Request | None:
-        """The next text, for those who follow; None: the leader wants no more, or is gone."""
+    def next_request(self) -> Request | None:
+        """On followers: the next text. None if there are no more, or rank 0 is gone."""
         try:
-            request: Request | None = self._group.object(None)
+            request: Request | None = self._group.broadcast_object(None)
         except WorkerError:
             return None
         return request
 
-    def begin(self, request: Request) -> None:
-        if self.follows:
+    def start_request(self, request: Request) -> None:
+        if self.is_follower:
             return
         if self._is_busy:
             raise UsageError("another text is being written; ranks work on one text at a time, end or close it first")
-        self._group.object(request)
-        self._is_busy = self._are_waiting = True
+        self._group.broadcast_object(request)
+        self._is_busy = self._are_followers_waiting = True
 
     @contextmanager
-    def _together(self, context: Context) -> Iterator[None]:
-        place = (float(len(context)), float(context.last))
-        self._are_waiting = False
-        goes_on, *leaders = self._group.numbers((1.0, *place))
-        if not goes_on:
-            raise Stopped
-        if tuple(leaders) != place:
-            raise WorkerError(f"rank {self._group.rank} is at token {place[0]:.0f}, rank 0 at {leaders[0]:.0f}: their "
-                              "machines compute differently")
+    def _synchronized(self, context: Context) -> Iterator[None]:
+        position = (float(len(context)), float(context.last))
+        self._are_followers_waiting = False
+        continues, *leader_position = self._group.broadcast_numbers((1.0, *position))
+        if not continues:
+            raise RequestStopped
+        if tuple(leader_position) != position:
+            raise WorkerError(f"rank {self._group.rank} is at token {position[0]:.0f}, rank 0 at "
+                              f"{leader_position[0]:.0f}: their machines compute differently; use equal machines")
         yield
-        self._are_waiting = True
+        self._are_followers_waiting = True
 
-    def unit(self, context: Context) -> AbstractContextManager[None]:
-        return self._together(context)
+    def synchronized(self, context: Context) -> AbstractContextManager[None]:
+        return self._synchronized(context)
 
-    def end(self, *, is_finished: bool) -> None:
-        if not self.follows and self._are_waiting and not is_finished:
+    def end_request(self, *, is_finished: bool) -> None:
+        if not self.is_follower and self._are_followers_waiting and not is_finished:
             with suppress(WorkerError):
-                self._group.numbers((0.0, 0.0, 0.0))
-        self._is_busy = self._are_waiting = False
+                self._group.broadcast_numbers((0.0, 0.0, 0.0))
+        self._is_busy = self._are_followers_waiting = False
 
-    def dismiss(self) -> None:
-        if not self.follows and not self._is_dismissed and not self._is_busy:
-            with suppress(WorkerError):  # who is gone need not be told
-                self._group.object(None)
-        self._is_dismissed = True
+    def shut_down(self) -> None:
+        if not self.is_follower and not self._is_shut_down and not self._is_busy:
+            with suppress(WorkerError):  # a rank that is gone needs no message
+                self._group.broadcast_object(None)
+        self._is_shut_down = True

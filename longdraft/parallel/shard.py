@@ -1,9 +1,9 @@
-"""Which part of a weight is whose: rows of what a rank computes by itself, columns of what ranks add up.
+"""Which part of each weight a rank has (Megatron-LM, Shoeybi et al. 2019).
 
     qkv, gate and up     rows: whole heads, a share of the inner width           no message
-    out, down            columns: of those heads, of that width                  a sum over ranks
-    embedding, head      rows: a share of the vocabulary                         a sum; parts put together
-    norms                everybody has them
+    out, down            columns of those heads and of that width                a sum over ranks
+    embedding, head      rows: a share of the vocabulary                         a sum; a concatenation
+    norms                whole, on every rank
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Shard(NamedTuple):
     size: int = 1
 
     def rows(self, segments: Sequence[int]) -> Pick | None:
-        """This rank's share of each of the segments of rows that a tensor consists of; None: all of it."""
+        """Picks this rank's share of each segment of rows of a tensor; None: the whole tensor."""
         if self.size == 1:
             return None
 
@@ -35,10 +35,11 @@ class Shard(NamedTuple):
         return pick
 
     def columns(self) -> Pick | None:
+        """Picks this rank's share of the columns of a tensor; None: the whole tensor."""
         return None if self.size == 1 else lambda whole: whole.chunk(self.size, 1)[self.rank]
 
     def vocabulary(self, size: int) -> slice:
-        """Token ids that this rank has the rows of: as many for each, but the last, which may have fewer."""
+        """The token ids whose rows this rank has. All ranks have equally many; the last ones may have fewer."""
         each = -(-size // self.size)
         return slice(min(size, self.rank * each), min(size, (self.rank + 1) * each))
 

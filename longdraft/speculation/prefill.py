@@ -30,7 +30,7 @@ def prefill(step: Step, ranks: SingleProcess, is_shared: Callable[[], bool],
         start = cache.length
         end, is_prompt = _chunk(step, start, last, is_shared())
         tokens = context.slice(start, end).tolist()
-        with ranks.unit(context):
+        with ranks.synchronized(context):
             result = yield ForwardRequest(step.model, chain_rows(tokens, start), cache, is_prompt=is_prompt)
         cache.commit(range(len(tokens)))
         verified = Verified(result, range(max(0, len(tokens) - _DRAFTER_ROWS), len(tokens)))

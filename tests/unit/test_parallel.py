@@ -1,4 +1,4 @@
-"""A model shared by ranks: at each degree speculative text equals plain text, whoever drafts, cut or not."""
+"""Tensor parallelism: at each degree, speculative text equals plain text with every drafter, interrupted or not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from longdraft.errors import ModelError, UsageError, WorkerError
 from longdraft.journal import FILE
 from longdraft.model import config as model_config
 from longdraft.model.sharding import shard_config
-from longdraft.parallel import Group, RankGroup, Shard
+from longdraft.parallel import ProcessGroup, RankGroup, Shard
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_every_drafter_writes_the_plain_text_at_each_degree(folder, size):
     assert found["llama warm"]["resumed"][1] >= 3
 
 
-def test_a_rank_that_dies_is_one_line_and_the_text_goes_on(folder, tmp_path, capsys):
+def test_a_rank_that_dies_is_one_line_and_the_journal_can_be_resumed(folder, tmp_path, capsys):
     settings = ["--model", str(folder / "llama"), "--max-new-tokens", "500", "--seed", "3", "--drafter", "suffix",
                 "--ignore-eos", "--on-loop", "off", "--threads", "1", "--tensor-parallel", "2"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
@@ -109,36 +109,36 @@ def follower_of(torchrun: int) -> int:
                 if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{child}/environ").read_bytes() + b"\0")
 
 
-STOP = (0.0, 0.0, 0.0)  # the leader does not go on
+STOP = (0.0, 0.0, 0.0)  # rank 0 stops the text
 
 
-class Recorded:
-    """Rank 0's group, with nobody behind it: what it told the others."""
+class RecordedGroup:
+    """The group of rank 0 without other ranks. Records the numbers that it broadcasts."""
 
     rank = 0
 
     def __init__(self) -> None:
-        self.told: list[tuple[float, ...]] = []
+        self.sent: list[tuple[float, ...]] = []
 
-    def object(self, value):
+    def broadcast_object(self, value):
         return value
 
-    def numbers(self, values):
-        self.told.append(values)
+    def broadcast_numbers(self, values):
+        self.sent.append(values)
         return values
 
 
 def leading(folder, drafter: str, num_tokens: int):
-    """An engine that leads, the group that it tells, and the tokens that it writes behind "It was" by itself."""
+    """An engine of rank 0, its group, the settings, and the tokens that a single process writes after "It was"."""
     engine = longdraft.load(str(folder / "llama"), drafter=drafter, threads=1)
     params = SamplingParams(max_new_tokens=num_tokens, seed=5, ignore_eos=True)
     expected = [token for event in engine.generate("It was", params) for token in event.tokens]
-    group = Recorded()
+    group = RecordedGroup()
     engine = Engine(replace(engine.loaded, ranks=RankGroup(group)), engine.choice)
     return engine, group, params, expected
 
 
-def test_a_second_text_is_refused_and_the_first_goes_on(folder):
+def test_a_second_text_is_refused_and_the_first_continues(folder):
     engine, group, params, expected = leading(folder, "plain", 12)
     first, second = engine.generate("It was", params), engine.generate("Once", params)
     found = list(next(first).tokens)
@@ -147,20 +147,20 @@ def test_a_second_text_is_refused_and_the_first_goes_on(folder):
     second.close()
     with pytest.raises(UsageError, match="another text is being written"):
         next(engine.generate("Once", params))
-    assert STOP not in group.told, "the other ranks were told to stop the first"
+    assert STOP not in group.sent, "the other ranks got a stop of the first text"
     assert found + [token for event in first for token in event.tokens] == expected
     assert next(engine.generate("Once", params)).tokens, "the first has ended"
 
 
 def test_a_batch_is_left_between_two_steps(folder):
-    """... where the other ranks wait for the leader's word, and get it."""
+    """... where the other ranks wait for a message of rank 0, and get it."""
     engine, group, params, expected = leading(folder, "suffix", 30)
     with engine.batch() as batch:
         text, found = batch.add("It was", params), []
         while len(found) < 10:
             found += [token for _, event in batch.step() for token in event.tokens]
-        assert group.told[-1] != STOP and batch[text].tokens.tolist() == found == expected[: len(found)]
-    assert group.told[-1] == STOP and group.told.count(STOP) == 1
+        assert group.sent[-1] != STOP and batch[text].tokens.tolist() == found == expected[: len(found)]
+    assert group.sent[-1] == STOP and group.sent.count(STOP) == 1
     assert [token for event in engine.generate("It was", params) for token in event.tokens] == expected
 
 
@@ -176,8 +176,8 @@ def test_memory_that_runs_out_on_a_rank_is_not_another_ranks_fault(monkeypatch, 
         monkeypatch.setattr(torch.distributed, name, fails)
     for name, number in (("get_rank", 0), ("get_world_size", 2)):
         monkeypatch.setattr(torch.distributed, name, lambda number=number: number)
-    group = Group()
-    for call in (lambda: group.numbers((1.0,)), lambda: group.sum(torch.zeros(3))):
+    group = ProcessGroup()
+    for call in (lambda: group.broadcast_numbers((1.0,)), lambda: group.sum(torch.zeros(3))):
         with pytest.raises(told, match=r"memory|another rank is gone: Connection closed by peer"):
             call()
 
