@@ -31,7 +31,7 @@ from longdraft import kernels
 from longdraft.__main__ import run as command_line
 from longdraft.errors import LongdraftError
 from longdraft.files import read_prompt
-from longdraft.journal import FILE, read
+from longdraft.journal import FILE, read_journal
 from longdraft.journal import format as form
 from longdraft.model import checkpoint
 from longdraft.model import config as model_config
@@ -118,7 +118,7 @@ class Tries:
         for _ in self.engine.generate("It was", self.params, journal=self.here / "journal"):
             pass
         self.journal = (self.here / "journal" / FILE).read_bytes()
-        found = read(self.here / "journal")
+        found = read_journal(self.here / "journal")
         self.header, self.tokens = found.header, found.tokens.tolist()
         self.begins = self.journal.index(b'"began"')
         self.files = {name: (self.sound / name).read_bytes() for name in ("config.json", "generation_config.json",
@@ -189,7 +189,7 @@ def _journal(tries: Tries, rng: random.Random) -> None:
     path = tries.here / "journal" / FILE
     least = rng.choice([0, tries.begins, tries.begins])  # mostly behind the header
     path.write_bytes(mutated(rng, tries.journal, least) if rng.random() < 0.95 else rng.randbytes(200))
-    found = read(path.parent)
+    found = read_journal(path.parent)
     assert found.tokens.tolist() == tries.tokens[: len(found.tokens)], "wrong tokens"
     assert found.header == tries.header, "another header"
 
@@ -198,9 +198,9 @@ def _records(tries: Tries, rng: random.Random) -> None:
     """Wrong records with correct checksums, which are then resumed."""
     path = tries.here / "journal" / FILE
     path.write_bytes(tries.journal)
-    found, digest = read(path.parent), form.Digest()
-    header = json.loads(form.dump(found.header))
-    run = json.loads(form.dump(found.runs[0]))
+    found, digest = read_journal(path.parent), form.RunningHash()
+    header = json.loads(form.dump_payload(found.header))
+    run = json.loads(form.dump_payload(found.runs[0]))
     records = [(form.HEADER, changed(rng, header) if rng.random() < 0.5 else json.dumps(header).encode()),
                (form.RUN, changed(rng, run) if rng.random() < 0.3 else json.dumps(run).encode())]
     for _ in range(rng.randint(0, 3)):
@@ -209,7 +209,7 @@ def _records(tries: Tries, rng: random.Random) -> None:
         records.append(rng.choice([(form.TOKENS, form.dump_step(tokens, rng.randrange(2**32), rng.random())),
                                       (form.TOKENS, rng.randbytes(rng.randrange(40))),
                                       (form.FINISH, b'{"finish_reason": "length"}'), (rng.randrange(256), b"x")]))
-    content = form.MAGIC + b"".join(form.record(kind, payload, digest) for kind, payload in records)
+    content = form.MAGIC + b"".join(form.encode_record(kind, payload, digest) for kind, payload in records)
     path.write_bytes(content)
     with tries.engine.resume(path.parent, fsync="never") as generation:
         if generation.num_resumed < 1000:

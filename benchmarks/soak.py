@@ -27,7 +27,7 @@ import typer
 
 import longdraft
 from longdraft import kernels
-from longdraft.journal import FILE, read
+from longdraft.journal import FILE, read_journal
 from longdraft.run_statistics import sha256_tokens
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -80,7 +80,7 @@ class Killer:
     def is_lost(self, journal: Path) -> bool:
         """Whether the child had shown more tokens than the journal holds."""
         shown = int.from_bytes(self._shown[:], "little")
-        return shown > (len(read(journal).tokens) if (journal / FILE).exists() else 0)
+        return shown > (len(read_journal(journal).tokens) if (journal / FILE).exists() else 0)
 
 
 class CommandLine(Killer):
@@ -125,7 +125,7 @@ def kills(count: Annotated[int, typer.Option(help="Processes to kill.")] = 100,
                     continue
                 failed += status != 0
                 break
-            found = read(journal)
+            found = read_journal(journal)
             finished += found.finish == "length"
             equal += sha256_tokens(found.tokens) == expected
             most = max(most, here)

@@ -17,8 +17,7 @@ from longdraft import drafters, kernels, parallel
 from longdraft.engine import Engine
 from longdraft.errors import UsageError, check
 from longdraft.generation import Generation
-from longdraft.journal import Header
-from longdraft.journal import read as read_journal
+from longdraft.journal import Header, read_journal
 from longdraft.journal.resume import load_options
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model import checkpoint, defaults, hub, sizing

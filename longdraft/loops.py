@@ -1,14 +1,14 @@
-"""Notices a text that has fallen into a loop: a function of its tokens alone, so that no drafter can change the end.
+"""Detects a text that repeats itself. It reads the tokens alone, so no drafter can change where a text ends.
 
-Two signs, in constant time and memory for each token:
+There are two signs, each with constant time and memory for each token:
 
-    period   the last tokens repeat with a period of up to PERIODS: at least REPEATS times more after the first time,
-             and for at least LEAST tokens
-    poverty  of the last WINDOW 4-grams fewer than POOR are distinct, where more than RICH were before
+    period   the last tokens repeat with a period of up to PERIODS: at least REPEATS times after the first time, and
+             for at least LEAST tokens
+    poverty  fewer than POOR of the last WINDOW 4-grams are distinct, after more than RICH were
 
-Tables, refrains and code repeat too, but not verbatim for so long (tests/unit/test_loops.py); what they lack in variety they
-lack from their beginning, or make up for within the window. A third sign, drafts that are always right, costs nothing
-and depends on the drafter: it only goes into a warning (`FullAcceptance`).
+Tables, refrains and code repeat too, but not verbatim for so long (tests/unit/test_loops.py). If they are poor, they
+are poor from the beginning, or become richer within the window. A third sign, drafts that are always accepted whole,
+depends on the drafter, so it only adds a remark to the warning (`FullAcceptance`).
 """
 
 from __future__ import annotations

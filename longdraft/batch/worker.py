@@ -20,7 +20,7 @@ from longdraft.batch.requests import BatchRequest, RowProgress, error_record, se
 from longdraft.core import Event, SamplingParams
 from longdraft.errors import BusyJournalError, ModelError, NumericalError, UnusableJournalError, UsageError
 from longdraft.generation import Generation
-from longdraft.journal import is_being_written, is_there, read
+from longdraft.journal import is_being_written, journal_exists, read_journal
 
 log = logging.getLogger(__name__)
 _BUSY_JOURNAL_S = 30.0  # how long to wait for the row's previous worker to exit
@@ -197,9 +197,9 @@ class BatchWorker:
         """Delete a journal only if its content is unusable. A journal that cannot be read now may be readable when the
         job is started again."""
         folder, fsync = self._job.journal(key), self._job.fsync
-        if is_there(folder):
+        if journal_exists(folder):
             try:
-                header = read(folder).header
+                header = read_journal(folder).header
                 if header.prompt == ids and header.params == params:
                     return self._engine.resume(folder, fsync=fsync)
                 reason = "its journal has another prompt or other settings"
@@ -249,6 +249,6 @@ def _failed(request: BatchRequest, code: str, message: str) -> RowProgress:
 def num_written(journal: Path) -> int:
     """Tokens of a row's text that can be resumed. JournalError if the system cannot read the journal."""
     try:
-        return len(read(journal).tokens) if is_there(journal) else 0
+        return len(read_journal(journal).tokens) if journal_exists(journal) else 0
     except UnusableJournalError:  # the text starts again
         return 0

@@ -166,7 +166,7 @@ def read_text(path: Path, prefill: int, penalty_window: int) -> WrittenText:
     """Read a text from the folder of a journal, or from a .npy file that holds neither prompt length nor penalty."""
     if not path.is_dir():
         return WrittenText(read_tokens(path), prefill, penalty_window)
-    found = journal.read(path)
+    found = journal.read_journal(path)
     params = found.header.params
     window = params.penalty_window if params.repetition_penalty != 1 else 0
     prompt = np.array(found.header.prompt, dtype=np.int32)

@@ -64,7 +64,7 @@ def generate(
     from longdraft.cli.display import LoadBar
     from longdraft.cli.stream import Job, follow, write
     from longdraft.files import open_outputs, read_prompt
-    from longdraft.journal import is_there, parse_fsync, resume_hint
+    from longdraft.journal import journal_exists, parse_fsync, resume_hint
     from longdraft.loading import load
 
     given = {
@@ -87,7 +87,7 @@ def generate(
         "offline": offline, "tensor_parallel": tensor_parallel}
     if options.is_follower():
         return follow(lambda: load(**loading))
-    if journal and is_there(journal):
+    if journal and journal_exists(journal):
         raise JournalError(f"--journal {journal} holds one already; {resume_hint(journal)}, or give another folder")
     text = read_prompt(prompt, prompt_file)
     if report:

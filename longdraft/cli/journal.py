@@ -13,7 +13,7 @@ from longdraft.cli import options
 from longdraft.cli.options import FILES, RUNNING, option, parse_pairs
 
 if TYPE_CHECKING:
-    from longdraft.journal import Found, StepRecord
+    from longdraft.journal import JournalContent, StepRecord
 
 Folder = Annotated[Path, typer.Argument(metavar="JOURNAL", help="The folder that --journal named.", show_default=False)]
 _Elsewhere = Annotated[str | None, option("Where the model is now; default: where it was.", RUNNING, "--model")]
@@ -45,12 +45,12 @@ def resume(
     from longdraft.cli.display import LoadBar
     from longdraft.cli.stream import Job, follow, write
     from longdraft.files import open_outputs
-    from longdraft.journal import parse_fsync, read
+    from longdraft.journal import parse_fsync, read_journal
     from longdraft.loading import load_for
 
     parse_fsync(fsync)
     drafting = parse_pairs("--drafter-option", drafter_option) if drafter_option else None
-    found = read(journal)
+    found = read_journal(journal)
     loading: dict[str, Any] = {
         "model": model, "drafter": drafter, "drafter_options": drafting, "heads": heads, "threads": threads,
         "cache_dir": cache_dir, "offline": offline}
@@ -84,9 +84,9 @@ def inspect(
 ) -> None:
     """Show a journal: settings, progress, speed and acceptance over the length. A process may be writing it."""
     from longdraft.files import open_outputs
-    from longdraft.journal import read
+    from longdraft.journal import read_journal
 
-    found = read(journal)
+    found = read_journal(journal)
     is_stdout = text is not None and str(text) == "-"
     files = open_outputs({"--text": None if is_stdout else text, "--tokens-out": tokens_out})
     try:
@@ -112,7 +112,7 @@ def inspect(
         _print(report)
 
 
-def _text(found: Found, model: str | None, cache_dir: Path | None, offline: bool) -> str:
+def _text(found: JournalContent, model: str | None, cache_dir: Path | None, offline: bool) -> str:
     """The text of the tokens, by the tokenizer that began it."""
     from longdraft.errors import JournalError
     from longdraft.model import hub
@@ -128,7 +128,7 @@ def _text(found: Found, model: str | None, cache_dir: Path | None, offline: bool
     return text if writing.finish_reason else text + writing.flush()
 
 
-def describe(folder: Path, found: Found) -> dict[str, Any]:
+def describe(folder: Path, found: JournalContent) -> dict[str, Any]:
     """Everything that `inspect` shows, under the names of the statistics."""
     from dataclasses import asdict
 
@@ -150,7 +150,7 @@ def describe(folder: Path, found: Found) -> dict[str, Any]:
         **_figures(found.steps),
         **run_statistics.of_tokens(found.tokens),
         "exactness": found.header.exactness if is_pure else "distribution",
-        "torn_bytes": 0 if state == "being written" else found.torn,
+        "torn_bytes": 0 if state == "being written" else found.damaged_bytes,
         "header": header,
         "runs": runs,
         "over_length": _over_length(found.steps),

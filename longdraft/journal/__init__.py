@@ -1,13 +1,18 @@
-"""A text's journal: what began it, and every token before it was shown. Enough to go on after any end.
+"""The journal of a text: what it depends on, and every new token before it is shown. A journal can be resumed.
 
-    with Journal.create(folder, header, run) as journal:     # the writer; nobody else may write meanwhile
+    with Journal.create(folder, header, run) as journal:    # one process writes at a time
         journal.append(tokens, drafted, seconds)
 
-    found = read(folder)                                     # whatever happened to the file: a valid prefix, or refusal
+    content = read_journal(folder)                          # the valid part, however the file was interrupted
+
+    format.py      the records of the file, and reading them
+    writer.py      appending records
+    provenance.py  headers: what a text depends on
+    resume.py      comparing headers, and opening a journal to continue its text
 """
 
-from longdraft.journal.format import FILE, Found, Header, Run, StepRecord, is_there, read
+from longdraft.journal.format import FILE, Header, JournalContent, Run, StepRecord, journal_exists, read_journal
 from longdraft.journal.writer import Journal, is_being_written, parse_fsync, resume_hint
 
-__all__ = ["FILE", "Found", "Header", "Journal", "Run", "StepRecord", "is_being_written", "is_there",
-           "parse_fsync", "read", "resume_hint"]
+__all__ = ["FILE", "Header", "Journal", "JournalContent", "Run", "StepRecord", "is_being_written", "journal_exists",
+           "parse_fsync", "read_journal", "resume_hint"]

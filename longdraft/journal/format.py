@@ -1,16 +1,16 @@
-"""The journal's file: its records, and what can be believed of one that was cut or damaged.
+"""The format of a journal file, and reading one that may be interrupted or damaged.
 
-    file    MAGIC, then records, only ever appended
+    file    MAGIC, then records; records are only appended
     record  kind (1 byte) | length of the payload (uint32) | payload | checksum (8 bytes); little-endian
 
-    H  JSON of `Header`: what the text depends on. The first record, there from the moment the file has its name
-    R  JSON of `Run`: a process began to write here
-    T  one step: seconds it took (float64), guesses drafted (uint32), the new token ids (int32 each)
-    F  JSON: the finish reason. Nothing follows
+    H  JSON of `Header`: what the text depends on. The first record; the file never exists without it
+    R  JSON of `Run`: a process starts to write here
+    T  one step: its seconds (float64), number of drafted tokens (uint32), new token ids (int32 each)
+    F  JSON: the finish reason. The last record
 
-A checksum is the BLAKE2b hash, 8 bytes of it, of everything in the file before it but the other checksums: a record
-is good only whole, unchanged and in its place. Reading ends at the first that is not, because what follows it may
-belong to another time. Losing tokens costs time, never truth: they are written anew, and the same.
+A checksum is an 8-byte BLAKE2b hash of everything before it in the file except the other checksums. A record is valid
+only if it is complete, unchanged and in its place. Reading ends at the first invalid record, because records behind it
+may be older. Lost tokens cost time only: resuming writes the same tokens again.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _STEP = struct.Struct("<dI")
 
 @dataclass(frozen=True)
 class Header:
-    """What a text depends on, and how it was begun.
+    """What a text depends on, and how it was started.
 
     model          a bundled name, an absolute folder or owner/model@commit
-    weights, tokenizer, config, prompt_sha256   SHA-256 of what was loaded; of the prompt's ids as int32
+    weights, tokenizer, config, prompt_sha256   SHA-256 of the loaded files; of the prompt's ids as int32
     prompt         token ids
-    sampling       every setting by its name in SamplingParams, the seed among them
-    eos_token_ids  the model's own
+    sampling       every setting by its name in SamplingParams, with the seed
+    eos_token_ids  the model's end-of-text ids
     quantize       none | int8
-    arithmetic     what the last bits of logits depend on: kernels, device, dtype and the versions
+    arithmetic     what the last bits of logits depend on: kernels, device, dtype and versions
     exactness      bit-exact | distribution
-    drafter, drafter_options, heads             how it was drafted; the text does not depend on it
+    drafter, drafter_options, heads             the text does not depend on these
     """
 
     model: str
@@ -75,23 +75,23 @@ class Header:
 
     @property
     def params(self) -> SamplingParams:
-        """The sampling settings. UnusableJournalError where they are none."""
+        """The sampling settings. UnusableJournalError if they are invalid."""
         settings: dict[str, Any] = {name: _tupled(value) for name, value in self.sampling.items()}
         try:
             params = SamplingParams(**settings)
         except (TypeError, UsageError) as error:
             raise UnusableJournalError(f"the journal's sampling settings cannot be used: {error}") from error
         if params.seed is None:
-            raise UnusableJournalError("the journal has no seed, so nobody can go on from it")
+            raise UnusableJournalError("the journal has no seed, so its text cannot be continued")
         return params
 
 
 @dataclass(frozen=True)
 class Run:
-    """One process that wrote into the journal.
+    """One process that wrote to the journal.
 
-    began       when, as UTC; only for people
-    token       new tokens that were there already
+    began       start time in UTC, for information only
+    token       number of new tokens of earlier runs
     arithmetic  as in `Header`
     """
 
@@ -103,7 +103,7 @@ class Run:
 
 
 class StepRecord(NamedTuple):
-    """One step: how many tokens it gave, guesses drafted for it, seconds, and which run it belongs to."""
+    """One step: numbers of new and of drafted tokens, seconds, and the index of its run."""
 
     num_tokens: int
     drafted: int
@@ -111,14 +111,14 @@ class StepRecord(NamedTuple):
     run: int
 
 
-class Found(NamedTuple):
-    """What a journal holds.
+class JournalContent(NamedTuple):
+    """The valid part of a journal.
 
-    tokens  the new token ids, int32
-    finish  why the text ended; None: it did not
-    size    bytes that are good
-    torn    bytes behind them that are not
-    digest  the hash of the good bytes, to go on with
+    tokens         the new token ids, int32
+    finish         the finish reason; None if the text is unfinished
+    size           bytes of the valid part
+    damaged_bytes  bytes behind it
+    digest         the running hash of the valid part, for further records
     """
 
     header: Header
@@ -127,81 +127,86 @@ class Found(NamedTuple):
     steps: list[StepRecord]
     finish: str | None
     size: int
-    torn: int
-    digest: Digest
+    damaged_bytes: int
+    digest: RunningHash
 
 
-class Digest:
-    """The running hash over records."""
+class RunningHash:
+    """The hash of all records so far, for their checksums."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(MAGIC, digest_size=CHECKSUM)
 
     def add(self, record: bytes) -> bytes:
-        """The checksum of a record without its own."""
+        """Add a record without its checksum; returns the checksum."""
         self._hash.update(record)
         return self._hash.digest()
 
-    def copy(self) -> Digest:
-        other = Digest()
+    def copy(self) -> RunningHash:
+        other = RunningHash()
         other._hash = self._hash.copy()
         return other
 
 
-def record(kind: int, payload: bytes, digest: Digest) -> bytes:
-    """The bytes of the next record; `digest` takes it in."""
+def encode_record(kind: int, payload: bytes, digest: RunningHash) -> bytes:
+    """The bytes of the next record, which is added to `digest`."""
     assert len(payload) <= MAX_RECORD
     body = _HEAD.pack(kind, len(payload)) + payload
     return body + digest.add(body)
 
 
-def dump(what: Header | Run) -> bytes:
-    content = {"format": FORMAT, **asdict(what)} if isinstance(what, Header) else asdict(what)
+def dump_payload(payload: Header | Run) -> bytes:
+    """The payload of a record."""
+    content = {"format": FORMAT, **asdict(payload)} if isinstance(payload, Header) else asdict(payload)
     return json.dumps(content).encode()
 
 
 def dump_step(tokens: NDArray[np.int32], drafted: int, seconds: float) -> bytes:
+    """The payload of a step's record."""
     return _STEP.pack(seconds, drafted) + tokens.astype("<i4").tobytes()
 
 
-def is_there(folder: Path) -> bool:
-    """Whether a journal lies in this folder."""
+def journal_exists(folder: Path) -> bool:
+    """Whether the folder holds a journal."""
     return os.path.lexists(folder / FILE)
 
 
-def read(folder: Path) -> Found:
-    """What a journal holds, be it finished, cut, damaged or in the middle of being written. JournalError: no journal,
-    or the system does not give it; UnusableJournalError: none whose header is whole."""
+def read_journal(folder: Path) -> JournalContent:
+    """The valid part of a journal, which may be finished, interrupted, damaged or in use by a writer.
+
+    JournalError if there is no journal or it cannot be read; UnusableJournalError if its header is damaged.
+    """
     path = folder / FILE
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # nor is a pipe or a device opened, which may never end
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe or a device might block
             raise UnusableJournalError(f"{path} is not a file")
         with path.open("rb") as file:
             return read_file(file, path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise JournalError(f"no journal in {folder}; `longdraft generate --journal DIR` begins one") from error
+        raise JournalError(f"no journal in {folder}; `longdraft generate --journal DIR` starts one") from error
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise JournalError(f"the journal {path} cannot be read: {reason}") from error
 
 
-def read_file(file: BinaryIO, path: Path) -> Found:
-    """As `read`, of a file that is open, from its beginning."""
-    size, digest = os.fstat(file.fileno()).st_size, Digest()
+def read_file(file: BinaryIO, path: Path) -> JournalContent:
+    """As `read_journal`, for an open file."""
+    size, digest = os.fstat(file.fileno()).st_size, RunningHash()
     file.seek(0)
     if file.read(len(MAGIC)) != MAGIC:
         raise UnusableJournalError(f"{path} is not a journal, or its first bytes are damaged; it cannot be used")
     records = _records(file, size, digest)
     end, kind, payload = next(records, (0, 0, b""))
     if kind != HEADER:
-        raise UnusableJournalError(f"{path}: the header is damaged, so nobody can say what the text was; begin it anew")
+        raise UnusableJournalError(f"{path}: the header is damaged, so the text cannot be continued; start it again in "
+                                   "another folder")
     header = _header(payload, path)
     runs: list[Run] = []
     steps: list[StepRecord] = []
     tokens, finish = array("i"), None
     for end, kind, payload in records:  # noqa: B007 - the last end counts
         if finish is not None:
-            raise UnusableJournalError(f"{path}: there is more behind the text's end; it cannot be used")
+            raise UnusableJournalError(f"{path}: there are records behind the end of the text; it cannot be used")
         if kind == RUN:
             runs.append(_typed(Run, _json(payload, path), path))
         elif kind == TOKENS:
@@ -213,11 +218,11 @@ def read_file(file: BinaryIO, path: Path) -> Found:
     found = np.frombuffer(tokens, dtype=np.int32) if tokens else np.zeros(0, np.int32)
     if len(found) > header.params.max_new_tokens:
         raise UnusableJournalError(f"{path}: {len(found)} tokens are more than max_new_tokens; it cannot be used")
-    return Found(header, runs, found, steps, finish, end, size - end, digest)
+    return JournalContent(header, runs, found, steps, finish, end, size - end, digest)
 
 
-def _records(file: BinaryIO, size: int, digest: Digest) -> Iterator[tuple[int, int, bytes]]:
-    """The good records, each with where it ends in the file. `digest` holds those that were given and no more."""
+def _records(file: BinaryIO, size: int, digest: RunningHash) -> Iterator[tuple[int, int, bytes]]:
+    """The valid records, each with its end in the file. `digest` covers exactly the yielded records."""
     at = file.tell()
     while True:
         head = file.read(_HEAD.size)
@@ -241,7 +246,7 @@ def _step(payload: bytes, tokens: array[int], run: int, path: Path) -> StepRecor
     seconds, drafted = _STEP.unpack_from(payload)
     new = np.frombuffer(payload, dtype="<i4", offset=_STEP.size).astype(np.int32)
     if int(new.min()) < 0 or not (math.isfinite(seconds) and seconds >= 0) or run < 0:
-        raise UnusableJournalError(f"{path}: a record of tokens makes no sense; it cannot be used")
+        raise UnusableJournalError(f"{path}: a record of tokens has invalid values; it cannot be used")
     tokens.frombytes(new.tobytes())
     return StepRecord(len(new), drafted, seconds, run)
 
@@ -249,15 +254,15 @@ def _step(payload: bytes, tokens: array[int], run: int, path: Path) -> StepRecor
 def _header(payload: bytes, path: Path) -> Header:
     content = _json(payload, path)
     if content.pop("format", None) != FORMAT:
-        raise UnusableJournalError(f"{path} has another format than {FORMAT}, which this longdraft knows; use the "
-                                   "newer longdraft that began it")
+        raise UnusableJournalError(f"{path} has another format than {FORMAT}, which this version reads; use "
+                                   "the newer longdraft that started it")
     header = _typed(Header, content, path)
-    header.params  # noqa: B018 - as early as all else
+    header.params  # noqa: B018 - raises for invalid settings
     return header
 
 
 def _tupled(value: Any) -> Any:
-    """JSON's lists as the tuples that they were."""
+    """JSON lists as tuples."""
     return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
@@ -283,11 +288,11 @@ _CHECKS = {
 
 
 def _typed(kind: type[_Record], content: dict[str, Any], path: Path) -> _Record:
-    """The dataclass with this content. UnusableJournalError where a field is missing, surplus or of another type."""
+    """A dataclass from JSON. UnusableJournalError for a missing, surplus or mistyped field."""
     known = {field.name: str(field.type) for field in fields(kind)}
     if unlike := known.keys() ^ content.keys():
-        raise UnusableJournalError(f"{path}: a record lacks, or has too many: {', '.join(sorted(unlike))[:200]}")
+        raise UnusableJournalError(f"{path}: a record has missing or surplus fields: {', '.join(sorted(unlike))[:200]}")
     for name, hint in known.items():
         if not _CHECKS[hint](content[name]):
-            raise UnusableJournalError(f"{path}: {name} is {str(content[name])[:80]!r}, which is no {hint}")
+            raise UnusableJournalError(f"{path}: {name} is {str(content[name])[:80]!r}, not a {hint}")
     return kind(**content)

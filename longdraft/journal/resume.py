@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import JournalError
-from longdraft.journal.format import Found, Header, Run, read
+from longdraft.journal.format import Header, JournalContent, Run, read_journal
 from longdraft.journal.provenance import differences, new_header, new_run
 from longdraft.journal.writer import Journal
 from longdraft.loaded_model import DrafterChoice, LoadedModel
@@ -26,7 +26,7 @@ class Resumption(NamedTuple):
     writer   appends to the journal; None if the text is finished
     """
 
-    content: Found
+    content: JournalContent
     params: SamplingParams
     is_pure: bool
     run: Run
@@ -49,7 +49,7 @@ def open_for_resume(folder: Path, model: LoadedModel, drafter: DrafterChoice, fs
     JournalError if there is no journal, another process writes it, or it was begun with another model, tokenizer,
     configuration or arithmetic (the last is accepted with `allow_different_kernels`).
     """
-    content, writer = read(folder), None
+    content, writer = read_journal(folder), None
     if content.finish is None:
         writer, content = Journal.open(folder, fsync)
     try:

@@ -25,7 +25,7 @@ import numpy as np
 from longdraft.errors import BusyJournalError, JournalError, OutputError, UsageError, check
 from longdraft.files import sync_folder
 from longdraft.journal import format as form
-from longdraft.journal.format import Digest, Found, Header, Run
+from longdraft.journal.format import Header, JournalContent, Run, RunningHash
 
 log = logging.getLogger(__name__)
 _LOOK_S = 1.0  # how often it is asked whether the file still lies where it did
@@ -63,7 +63,7 @@ class Journal:
     OutputError where the system does not take what is written. The journal can be resumed all the same.
     """
 
-    def __init__(self, folder: Path, file: int, size: int, digest: Digest, fsync: float) -> None:
+    def __init__(self, folder: Path, file: int, size: int, digest: RunningHash, fsync: float) -> None:
         self.folder = folder
         self._path = folder / form.FILE
         self._file = file
@@ -76,9 +76,9 @@ class Journal:
     @classmethod
     def create(cls, folder: Path, header: Header, run: Run, fsync: float = 1.0) -> Journal:
         """A new journal; its folder may exist. JournalError if it holds one already, or another process makes one."""
-        digest = Digest()
-        content = form.MAGIC + form.record(form.HEADER, form.dump(header), digest)
-        content += form.record(form.RUN, form.dump(run), digest)
+        digest = RunningHash()
+        content = form.MAGIC + form.encode_record(form.HEADER, form.dump_payload(header), digest)
+        content += form.encode_record(form.RUN, form.dump_payload(run), digest)
         try:
             file = _place(folder, content)
         except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
@@ -87,12 +87,12 @@ class Journal:
         return cls(folder, file, len(content), digest, fsync)
 
     @classmethod
-    def open(cls, folder: Path, fsync: float = 1.0) -> tuple[Journal, Found]:
+    def open(cls, folder: Path, fsync: float = 1.0) -> tuple[Journal, JournalContent]:
         """The journal that is there, and what it holds. Nothing is changed before `begin`.
 
         JournalError where there is none, BusyJournalError where another process writes it.
         """
-        form.read(folder)  # says what is wrong, before anything is locked
+        form.read_journal(folder)  # says what is wrong, before anything is locked
         path = folder / form.FILE
         try:
             file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
@@ -117,7 +117,7 @@ class Journal:
             os.ftruncate(self._file, self._size)
         except OSError as error:
             raise self._failure(error) from error
-        self._put(form.RUN, form.dump(run))
+        self._put(form.RUN, form.dump_payload(run))
 
     def append(self, tokens: Sequence[int], drafted: int, seconds: float) -> None:
         """The tokens of one step, the guesses drafted for it and the seconds it took."""
@@ -161,7 +161,7 @@ class Journal:
     def _put(self, kind: int, payload: bytes) -> None:
         assert not self._is_closed and not self._has_failed
         digest = self._digest.copy()
-        record = form.record(kind, payload, digest)
+        record = form.encode_record(kind, payload, digest)
         try:
             _write(self._file, record)
             self._digest, self._size = digest, self._size + len(record)
@@ -210,14 +210,14 @@ def _place(folder: Path, content: bytes) -> int:
     """A journal of this content: whole from the moment it has its name, and ours alone. Returns the open file."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    if form.is_there(folder):
+    if form.journal_exists(folder):
         raise JournalError(f"{folder} holds a journal already; {resume_hint(folder)}, or give another folder")
     partial = folder / (form.FILE + ".partial")
     file = os.open(partial, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     is_ours = False
     try:
         _lock(file, folder)
-        if form.is_there(folder):  # somebody was faster
+        if form.journal_exists(folder):  # somebody was faster
             raise JournalError(f"{folder} holds a journal already; give another folder")
         is_ours = True
         os.ftruncate(file, 0)

@@ -140,5 +140,6 @@ def _translate_rank_errors() -> Iterator[None]:
         with translate_memory_errors():
             yield
     except RuntimeError as error:
-        reason = re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0]).split(". ")[0]  # without the library's source locations
+        # without the library's source locations
+        reason = re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0]).split(". ")[0]
         raise WorkerError(f"another rank is gone: {reason[:200]}") from error

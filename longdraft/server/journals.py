@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.errors import JournalError
-from longdraft.journal import FILE, Found, is_being_written, read
+from longdraft.journal import FILE, JournalContent, is_being_written, read_journal
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.server.logs import log_event
 from longdraft.text_stream import TextStream
@@ -53,7 +53,7 @@ class JournalFolder:
             with self._lock:
                 known, summary = self._summaries.get(name, (None, {}))
             if known != version:
-                summary = self._summarise(name, read(self.root / name))
+                summary = self._summarise(name, read_journal(self.root / name))
                 with self._lock:
                     self._summaries[name] = version, summary
             if summary["state"] == "cut" and is_being_written(self.root / name):
@@ -63,7 +63,7 @@ class JournalFolder:
             message = str(error).replace(f"{self.root}/", "")  # the server's folders are not the client's business
             return {"id": name, "state": "unreadable", "resumable": False, "error": message}
 
-    def _summarise(self, name: str, found: Found) -> dict[str, Any]:
+    def _summarise(self, name: str, found: JournalContent) -> dict[str, Any]:
         header, seconds = found.header, sum(step.seconds for step in found.steps)
         return {
             "id": name,
@@ -85,7 +85,7 @@ class JournalFolder:
 
     def detail(self, name: str) -> dict[str, Any]:
         """The summary, the settings and the text so far. Raises JournalError for an unreadable journal."""
-        found = read(self.root / name)
+        found = read_journal(self.root / name)
         header = found.header
         detail = self.summary(name) | {"sampling": header.sampling, "exactness": header.exactness}
         if header.tokenizer == self._tokenizer.sha256:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from longdraft.core import ALIASES, MAX_SEED, SamplingParams
 from longdraft.engine import Engine
 from longdraft.errors import JournalError, UsageError
-from longdraft.journal import is_there, read
+from longdraft.journal import journal_exists, read_journal
 from longdraft.loaded_model import DrafterChoice
 from longdraft.model.sizing import LARGEST_TREE
 from longdraft.server.errors import ApiError
@@ -86,7 +86,7 @@ class Preparer:
 
     def resume(self, folder: Path, request: ResumeRequest, events: EventQueue) -> PreparedRequest:
         """Continue the text of a journal. Raises JournalError if this engine cannot."""
-        header = read(folder).header
+        header = read_journal(folder).header
         engine = self._engine_with(request.drafter, request.drafter_options)
         try:
             params, prompt_tokens = header.params, len(header.prompt)
@@ -199,7 +199,7 @@ class Preparer:
         if requested is False or (not requested and params.max_new_tokens < self.settings.journal_from):
             return None
         folder = root / (requested if isinstance(requested, str) else job_id)
-        if is_there(folder):
+        if journal_exists(folder):
             raise ApiError(409, f"the journal {folder.name!r} exists; resume it with POST "
                            f"/v1/longdraft/generations/{folder.name}/resume, or choose another id",
                            param="longdraft.journal", code="journal_exists")

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from longdraft import drafters
-from longdraft.journal import is_being_written, is_there
+from longdraft.journal import is_being_written, journal_exists
 from longdraft.server.errors import ApiError, Cancelled
 from longdraft.server.jobs import GenerationJob
 from longdraft.server.schemas import (
@@ -103,7 +103,7 @@ async def generations(service: ServiceDependency) -> dict[str, Any]:
 @router.get(_GENERATIONS + "/{name}", summary="One text: settings, progress, and the content of its journal.")
 async def generation(name: GenerationId, service: ServiceDependency) -> dict[str, Any]:
     job, journals = _find_job(service, name), service.journals
-    on_disk = journals is not None and is_there(journals.root / name)
+    on_disk = journals is not None and journal_exists(journals.root / name)
     if job is None and not on_disk:
         raise _not_found(name)
     detail = await service.run_in_thread(journals.detail, name) if journals and on_disk else {}
@@ -152,7 +152,7 @@ def _generation_object(job: GenerationJob) -> dict[str, Any]:
 
 
 def _journal_of(service: Service, name: str) -> Path:
-    if service.journals is None or not is_there(service.journals.root / name):
+    if service.journals is None or not journal_exists(service.journals.root / name):
         raise _not_found(name)
     return service.journals.root / name
 

@@ -16,7 +16,7 @@ from typing import Any
 from longdraft.core import Event
 from longdraft.engine import Engine
 from longdraft.errors import LongdraftError
-from longdraft.journal import is_there
+from longdraft.journal import journal_exists
 from longdraft.server.errors import ApiError, Cancelled, retry_later
 from longdraft.server.jobs import GenerationJob, JobEnd
 from longdraft.server.logs import log, log_event
@@ -289,5 +289,5 @@ class Scheduler:
 
 def _resume_hint(job: GenerationJob) -> str:
     """How to resume the text, if its journal exists: a job in the queue has none yet."""
-    exists = job.journal is not None and is_there(job.journal)
+    exists = job.journal is not None and journal_exists(job.journal)
     return f"; resume it with POST /v1/longdraft/generations/{job.resume_id}/resume" if exists else ""

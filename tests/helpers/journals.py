@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from longdraft.errors import JournalError, LongdraftError
-from longdraft.journal import Header, Journal, Run, read
+from longdraft.journal import Header, Journal, Run, read_journal
 
 ARITHMETIC = {"kernels": "portable", "device": "cpu", "dtype": "float32"}
 HEADER = Header(
@@ -35,7 +35,7 @@ def check_one_line(error: LongdraftError, part: str = "") -> None:
 def is_true_prefix(folder: Path) -> bool:
     """Check that the journal reads as a prefix of what was written; return False if it is refused with one line."""
     try:
-        found = read(folder)
+        found = read_journal(folder)
     except JournalError as error:
         check_one_line(error)
         return False
@@ -48,7 +48,7 @@ def is_true_prefix(folder: Path) -> bool:
 
 def finish_journal(folder: Path) -> None:
     """Check that a new run can continue the journal to the same end."""
-    if read(folder).finish:
+    if read_journal(folder).finish:
         return
     journal, found = Journal.open(folder)
     with journal:
@@ -56,7 +56,7 @@ def finish_journal(folder: Path) -> None:
         if rest := TOKENS[len(found.tokens):]:
             journal.append(rest, 0, 0.0)
         journal.finish("length")
-    assert read(folder).tokens.tolist() == TOKENS and read(folder).torn == 0
+    assert read_journal(folder).tokens.tolist() == TOKENS and read_journal(folder).damaged_bytes == 0
 
 
 class FaultyOS:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from longdraft.__main__ import run
-from longdraft.journal import FILE, read
+from longdraft.journal import FILE, read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGDRAFT = [sys.executable, "-m", "longdraft"]
@@ -99,7 +99,7 @@ def test_a_disk_that_is_full_gets_one_line_and_goes_on_later(uncut, tmp_path):
                           capture_output=True, text=True, check=False)
     assert work.returncode == 1
     assert work.stderr.count("\n") == 1 and "File too large; go on with: longdraft resume" in work.stderr
-    found = read(tmp_path / "j")
+    found = read_journal(tmp_path / "j")
     assert found.tokens.tolist() == uncut["ids"][: len(found.tokens)] and len(found.tokens) > 100
     assert uncut["text"].startswith(work.stdout.rstrip("\N{REPLACEMENT CHARACTER}"))
     assert run(["resume", str(tmp_path / "j"), "--output", str(tmp_path / "t"), "--threads", "1"]) == 0
@@ -118,7 +118,7 @@ def test_memory_that_runs_out_gets_a_memory_error_and_a_journal_that_goes_on(unc
             "try:\n    [0 for event in engine.generate('It was', params, journal=sys.argv[1])]\n"
             "except MemoryError:\n    sys.exit(42)")
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "j")], check=False).returncode == 42
-    assert 100 < len(read(tmp_path / "j").tokens) < 2500
+    assert 100 < len(read_journal(tmp_path / "j").tokens) < 2500
     assert run(["resume", str(tmp_path / "j"), "--output", str(tmp_path / "t"), "--threads", "1"]) == 0
     assert (tmp_path / "t").read_text() == uncut["text"]
 
@@ -186,6 +186,6 @@ def test_inspect_shows_and_exports(finished, capfd, tmp_path):
     assert report["state"] == "finished" and report["new_tokens"] == 40 and report["torn_bytes"] == 0
     assert sum(part["steps"] for part in report["over_length"]) == report["steps"]
     assert report["header"]["sampling"]["seed"] == 1
-    assert np.load(tmp_path / "ids.npy").tolist() == read(finished).tokens.tolist()
+    assert np.load(tmp_path / "ids.npy").tolist() == read_journal(finished).tokens.tolist()
     assert run(["inspect", str(finished), "--text", "-"]) == 0
     assert capfd.readouterr().out == (tmp_path / "t").read_text() != ""

@@ -148,7 +148,7 @@ def test_journals_are_listed_and_pruned_at_the_same_time(engine, tmp_path, monke
                 time.sleep(0.002)
                 yield item
 
-    monkeypatch.setattr(journals, "read", lambda folder: folder)
+    monkeypatch.setattr(journals, "read_journal", lambda folder: folder)
     monkeypatch.setattr(JournalFolder, "_summarise", lambda self, name, found: {"id": name, "state": "finished"})
     for i in range(60):
         (tmp_path / f"{i}").mkdir()

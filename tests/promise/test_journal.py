@@ -16,19 +16,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from helpers.journals import HEADER, RUN, STEPS, TOKENS, check_one_line, finish_journal, is_true_prefix, written
 from longdraft.core import SamplingParams
 from longdraft.errors import JournalError, UsageError
-from longdraft.journal import FILE, Journal, is_being_written, parse_fsync, read
+from longdraft.journal import FILE, Journal, is_being_written, parse_fsync, read_journal
 from longdraft.journal import format as form
 from longdraft.journal import writer as writing
 
 
 def test_what_was_written_is_read_back(tmp_path):
     written(tmp_path)
-    found = read(tmp_path)
+    found = read_journal(tmp_path)
     assert found.header == HEADER and found.runs == [RUN]
     assert found.tokens.tolist() == TOKENS and found.tokens.dtype == np.int32
     assert [step.num_tokens for step in found.steps] == [len(step) for step in STEPS]
     assert found.steps[0].drafted == 4 and found.steps[0].seconds == 0.25
-    assert found.finish == "length" and found.torn == 0
+    assert found.finish == "length" and found.damaged_bytes == 0
     assert found.header.params == SamplingParams(max_new_tokens=10_000, seed=7, stop=("x",))
 
 
@@ -36,13 +36,13 @@ def test_a_new_run_truncates_a_torn_record_and_appends(tmp_path):
     written(tmp_path, is_finished=False)
     with (tmp_path / FILE).open("ab") as file:
         file.write(b"T\x00\x00")
-    assert read(tmp_path).torn == 3
+    assert read_journal(tmp_path).damaged_bytes == 3
     journal, found = Journal.open(tmp_path)
     with journal:
         journal.begin(replace(RUN, token=len(found.tokens)))
         journal.append((77,), 0, 0.1)
-    found = read(tmp_path)
-    assert found.tokens.tolist() == [*TOKENS, 77] and found.torn == 0 and len(found.runs) == 2
+    found = read_journal(tmp_path)
+    assert found.tokens.tolist() == [*TOKENS, 77] and found.damaged_bytes == 0 and len(found.runs) == 2
     assert found.steps[-1].run == 1
 
 
@@ -72,7 +72,7 @@ def test_a_journal_with_any_byte_flipped_is_a_true_prefix_or_refused(tmp_path):
             damaged[place] ^= mask
             (tmp_path / FILE).write_bytes(damaged)
             if is_true_prefix(tmp_path):
-                assert read(tmp_path).torn > 0  # no flip goes unnoticed
+                assert read_journal(tmp_path).damaged_bytes > 0  # no flip goes unnoticed
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 512, b"\xff" * 512, os.urandom(700)], ids=["zeros", "ones", "noise"])
@@ -97,7 +97,7 @@ def test_records_from_another_run_or_offset_are_ignored(tmp_path):
     tail = (tmp_path / "a" / FILE).read_bytes()[size:]
     with (tmp_path / "b" / FILE).open("ab") as file:
         file.write(tail)
-    assert read(tmp_path / "b").tokens.tolist() == [99]
+    assert read_journal(tmp_path / "b").tokens.tolist() == [99]
 
 
 def test_two_writers_exclude_each_other(tmp_path):
@@ -107,7 +107,7 @@ def test_two_writers_exclude_each_other(tmp_path):
         Journal.open(tmp_path)
     with pytest.raises(JournalError, match="longdraft resume"):
         Journal.create(tmp_path, HEADER, RUN)
-    assert read(tmp_path).tokens.tolist() == []  # reading is free
+    assert read_journal(tmp_path).tokens.tolist() == []  # reading is free
     journal.close()
     assert not is_being_written(tmp_path)
     Journal.open(tmp_path)[0].close()
@@ -116,7 +116,7 @@ def test_two_writers_exclude_each_other(tmp_path):
 def test_a_journal_with_a_torn_header_is_started_again(tmp_path):
     (tmp_path / (FILE + ".partial")).write_bytes(b"LDJR")
     written(tmp_path)
-    assert read(tmp_path).tokens.tolist() == TOKENS
+    assert read_journal(tmp_path).tokens.tolist() == TOKENS
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
@@ -154,24 +154,25 @@ def test_a_file_that_is_no_journal_is_refused_with_one_line(tmp_path, what):
     written(tmp_path)
     damage, message = REFUSED[what]
     damage(tmp_path)
-    for attempt in (read, Journal.open):
+    for attempt in (read_journal, Journal.open):
         with pytest.raises(JournalError, match=message):
             attempt(tmp_path)
 
 
 def lying(folder: Path, *records: tuple[int, bytes]) -> None:
     """Write a journal of these records with correct checksums."""
-    digest = form.Digest()
-    (folder / FILE).write_bytes(form.MAGIC + b"".join(form.record(kind, payload, digest) for kind, payload in records))
+    digest = form.RunningHash()
+    content = b"".join(form.encode_record(kind, payload, digest) for kind, payload in records)
+    (folder / FILE).write_bytes(form.MAGIC + content)
 
 
 def header_with(**changes: object) -> bytes:
-    return json.dumps(json.loads(form.dump(HEADER)) | changes).encode()
+    return json.dumps(json.loads(form.dump_payload(HEADER)) | changes).encode()
 
 
 LIES = {
     "newer format": (header_with(format=2), "another format"),
-    "surplus": (header_with(more=1), "too many: more"),
+    "surplus": (header_with(more=1), "surplus fields: more"),
     "not JSON": (b"{", "not readable"),
     "nested": (b"[" * 100_000, "not readable"),
     "no object": (b"[]", "not a JSON object"),
@@ -189,33 +190,36 @@ def test_a_header_with_false_values_is_refused_with_one_line(tmp_path, what):
     payload, message = LIES[what]
     lying(tmp_path, (form.HEADER, payload))
     with pytest.raises(JournalError, match=message) as caught:
-        read(tmp_path)
+        read_journal(tmp_path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
+RUN_PAYLOAD = form.dump_payload(RUN)
+
+
 @pytest.mark.parametrize("records, message", [
-    ([(form.TOKENS, form.dump_step(np.array([1], np.int32), 0, 0.0))], "makes no sense"),  # before any run
-    ([(form.RUN, form.dump(RUN)), (form.TOKENS, form.dump_step(np.array([-1], np.int32), 0, 0.0))], "makes no sense"),
-    ([(form.RUN, form.dump(RUN)), (form.TOKENS, form.dump_step(np.array([1], np.int32), 0, np.nan))], "no sense"),
-    ([(form.RUN, form.dump(RUN)), (form.TOKENS, b"\0" * 14)], "14 bytes"),
-    ([(form.FINISH, b"{}"), (form.RUN, form.dump(RUN))], "more behind"),
+    ([(form.TOKENS, form.dump_step(np.array([1], np.int32), 0, 0.0))], "invalid values"),  # before any run
+    ([(form.RUN, RUN_PAYLOAD), (form.TOKENS, form.dump_step(np.array([-1], np.int32), 0, 0.0))], "invalid values"),
+    ([(form.RUN, RUN_PAYLOAD), (form.TOKENS, form.dump_step(np.array([1], np.int32), 0, np.nan))], "invalid values"),
+    ([(form.RUN, RUN_PAYLOAD), (form.TOKENS, b"\0" * 14)], "14 bytes"),
+    ([(form.FINISH, b"{}"), (form.RUN, RUN_PAYLOAD)], "records behind the end"),
     ([(ord("Z"), b"")], "of kind 90"),
-    ([(form.RUN, form.dump(RUN)), (form.TOKENS, form.dump_step(np.ones(10_001, np.int32), 0, 0.0))], "more than"),
+    ([(form.RUN, RUN_PAYLOAD), (form.TOKENS, form.dump_step(np.ones(10_001, np.int32), 0, 0.0))], "more than"),
 ])
 def test_records_with_impossible_values_are_refused(tmp_path, records, message):
-    lying(tmp_path, (form.HEADER, form.dump(HEADER)), *records)
+    lying(tmp_path, (form.HEADER, form.dump_payload(HEADER)), *records)
     with pytest.raises(JournalError, match=message):
-        read(tmp_path)
+        read_journal(tmp_path)
 
 
 def test_a_false_record_length_allocates_no_memory(tmp_path):
     written(tmp_path)
     with (tmp_path / FILE).open("r+b") as file:
         file.truncate(1 << 40)  # sparse
-    assert read(tmp_path).finish == "length"
+    assert read_journal(tmp_path).finish == "length"
     (tmp_path / FILE).write_bytes(form.MAGIC + b"H\xff\xff\xff\xff" + b"x" * 100)
     with pytest.raises(JournalError, match="header is damaged"):
-        read(tmp_path)
+        read_journal(tmp_path)
 
 
 # Against a model: a list of tokens
@@ -265,7 +269,7 @@ class Lives(RuleBasedStateMachine):
         os.truncate(self.folder / FILE, cut)
         with (self.folder / FILE).open("ab") as file:
             file.write(data.draw(st.binary(max_size=40) | st.just(b"\0" * 64)))
-        found = read(self.folder)
+        found = read_journal(self.folder)
         assert found.tokens.tolist() == self.tokens[: len(found.tokens)]
         self.tokens, self.is_finished = found.tokens.tolist(), found.finish is not None
 
@@ -279,7 +283,7 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def a_reader_sees_what_was_written(self) -> None:
         if hasattr(self, "tokens"):
-            found = read(self.folder)
+            found = read_journal(self.folder)
             assert found.tokens.tolist() == self.tokens
             assert (found.finish is not None) == self.is_finished
 
@@ -299,14 +303,14 @@ TestLives = Lives.TestCase
 def test_random_records_never_crash_the_reader(tmp_path, data):
     """The checksums are correct and the content is random."""
     values = st.none() | st.booleans() | st.integers(-2**70, 2**70) | st.floats() | st.text(max_size=5) | st.just([])
-    header = json.loads(form.dump(HEADER))
+    header = json.loads(form.dump_payload(HEADER))
     for name in data.draw(st.lists(st.sampled_from(sorted(header)), max_size=2)):
         header[name] = data.draw(values | st.dictionaries(st.sampled_from(["seed", "top_p", "stop", "x"]), values))
     records = [(form.HEADER, json.dumps(header).encode())]
     records += data.draw(st.lists(st.tuples(st.integers(0, 255) | st.sampled_from(b"HRTF"),
-                                            st.binary(max_size=40) | st.just(form.dump(RUN))), max_size=4))
+                                            st.binary(max_size=40) | st.just(RUN_PAYLOAD)), max_size=4))
     lying(tmp_path, *records)
     try:
-        read(tmp_path)
+        read_journal(tmp_path)
     except JournalError as error:
         check_one_line(error)

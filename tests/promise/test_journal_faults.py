@@ -14,7 +14,7 @@ import pytest
 
 from helpers.journals import HEADER, RUN, STEPS, TOKENS, FaultyOS, check_one_line, finish_journal, is_true_prefix
 from longdraft.errors import JournalError, LongdraftError, OutputError
-from longdraft.journal import FILE, Journal, read
+from longdraft.journal import FILE, Journal, read_journal
 from longdraft.journal import writer as writing
 
 
@@ -52,7 +52,7 @@ def test_a_fault_of_any_system_call_loses_nothing_confirmed(tmp_path, monkeypatc
         if not (folder / FILE).exists():
             assert done == []  # it never began
             continue
-        assert read(folder).tokens.tolist()[: len(done)] == done
+        assert read_journal(folder).tokens.tolist()[: len(done)] == done
         assert is_true_prefix(folder)
         finish_journal(folder)
     assert at > 30 and faults > 25  # few calls may fail unnoticed: those that close
@@ -62,7 +62,7 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "os", FaultyOS(0, 0, is_short=True))
     done: list[int] = []
     life(tmp_path, done)
-    assert done == TOKENS and is_true_prefix(tmp_path) and read(tmp_path).finish == "length"
+    assert done == TOKENS and is_true_prefix(tmp_path) and read_journal(tmp_path).finish == "length"
 
 
 def test_interrupted_system_calls_are_repeated(tmp_path):
@@ -81,7 +81,7 @@ def test_interrupted_system_calls_are_repeated(tmp_path):
         for turn in range(200):
             done: list[int] = []
             life(tmp_path / str(turn), done)
-            assert done == TOKENS == read(tmp_path / str(turn)).tokens.tolist()
+            assert done == TOKENS == read_journal(tmp_path / str(turn)).tokens.tolist()
             if len(seen) > 200:
                 break
     finally:
@@ -98,7 +98,7 @@ def test_a_failed_write_leaves_no_partial_record(tmp_path, monkeypatch):
         monkeypatch.setattr(writing, "os", FaultyOS(1, errno.ENOSPC))
         with pytest.raises(OutputError, match="No space left"):
             journal.append(STEPS[1], 0, 0.0)
-    assert (tmp_path / FILE).stat().st_size == size and read(tmp_path).torn == 0
+    assert (tmp_path / FILE).stat().st_size == size and read_journal(tmp_path).damaged_bytes == 0
 
 
 def test_a_folder_that_vanishes_is_created_again(tmp_path, monkeypatch, caplog):
@@ -111,7 +111,7 @@ def test_a_folder_that_vanishes_is_created_again(tmp_path, monkeypatch, caplog):
         assert "had been removed" in caplog.text
         with pytest.raises(JournalError, match="is being written"):
             Journal.open(tmp_path / "a" / "b")
-    assert read(tmp_path / "a" / "b").tokens.tolist() == TOKENS
+    assert read_journal(tmp_path / "a" / "b").tokens.tolist() == TOKENS
 
 
 def test_a_file_in_place_of_the_journal_is_not_overwritten(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from helpers.journals import FaultyOS
 from longdraft import generation as generating
 from longdraft.__main__ import run
 from longdraft.errors import JournalError, OutputError, UsageError
-from longdraft.journal import FILE, read
+from longdraft.journal import FILE, read_journal
 from longdraft.journal import writer as writing
 from longdraft.model import checkpoint
 
@@ -117,9 +117,9 @@ def test_an_end_missing_from_the_journal_is_found_in_its_tokens(engine, tmp_path
     written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path))
     content = (tmp_path / FILE).read_bytes()
     (tmp_path / FILE).write_bytes(content[:-1])
-    assert read(tmp_path).finish is None
+    assert read_journal(tmp_path).finish is None
     (event,) = engine.resume(tmp_path)
-    assert event.finish_reason == "length" and read(tmp_path).finish == "length"
+    assert event.finish_reason == "length" and read_journal(tmp_path).finish == "length"
 
 
 def test_tokens_are_in_the_journal_before_they_are_returned(engine, tmp_path):
@@ -127,7 +127,7 @@ def test_tokens_are_in_the_journal_before_they_are_returned(engine, tmp_path):
     with engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path, fsync="never") as generation:
         for event in generation:
             given += event.tokens
-            assert read(tmp_path).tokens.tolist() == given
+            assert read_journal(tmp_path).tokens.tolist() == given
 
 
 def test_two_writers_exclude_each_other_until_one_is_dropped(engine, tmp_path):
@@ -208,7 +208,7 @@ def test_resuming_on_other_kernels_is_refused_or_marked(engine, folder, tmp_path
     monkeypatch.delenv("LONGDRAFT_KERNELS")
     stats = written(longdraft.resume(tmp_path))[2]  # the first ones again: part of it is the other's all the same
     assert stats["exactness"] == "distribution" and stats["kernels"] != "reference"
-    assert [one.arithmetic["kernels"] == "reference" for one in read(tmp_path).runs] == [False, True, False]
+    assert [one.arithmetic["kernels"] == "reference" for one in read_journal(tmp_path).runs] == [False, True, False]
     assert run(["inspect", str(tmp_path)]) == 0
 
 
@@ -253,7 +253,7 @@ def test_a_full_disk_stops_the_text_and_the_journal_resumes(engine, tmp_path, mo
         with pytest.raises(OutputError, match="No space left"):
             given.extend(token for event in generation for token in event.tokens)
     generation.close()
-    assert given == expected[: len(given)] == read(tmp_path).tokens.tolist()[: len(given)]
+    assert given == expected[: len(given)] == read_journal(tmp_path).tokens.tolist()[: len(given)]
     assert written(engine.resume(tmp_path))[1] == expected
 
 
@@ -292,7 +292,7 @@ def test_a_clock_that_jumps_changes_nothing(engine, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: random.uniform(-1e12, 1e12))
     cut(engine, tmp_path, 3)
     assert written(engine.resume(tmp_path))[1] == expected
-    assert all(step.seconds < 10 for step in read(tmp_path).steps)
+    assert all(step.seconds < 10 for step in read_journal(tmp_path).steps)
 
 
 def test_replacing_the_model_folder_while_it_writes_changes_nothing(folder, tmp_path):

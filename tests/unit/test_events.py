@@ -13,7 +13,7 @@ from helpers.checkpoints import make_checkpoint
 from longdraft.core import Context, SamplingParams
 from longdraft.engine import Engine
 from longdraft.errors import UsageError
-from longdraft.journal import read
+from longdraft.journal import read_journal
 from longdraft.loaded_model import DrafterChoice
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.logprobs import likeliest
@@ -74,7 +74,7 @@ def test_a_journal_keeps_the_bias(engine, tmp_path):
     whole = [token for event in engine.generate("abc", params) for token in event.tokens]
     with engine.generate("abc", params, journal=tmp_path) as generation:
         next(generation)
-    assert read(tmp_path).header.params.logit_bias == params.logit_bias
+    assert read_journal(tmp_path).header.params.logit_bias == params.logit_bias
     assert [token for event in engine.resume(tmp_path) for token in event.tokens] == whole
 
 
@@ -179,7 +179,7 @@ def test_a_text_that_was_begun_without_a_journal_can_be_kept(engine, tmp_path):
         generation.save_journal(tmp_path / str(count))
         resumed = list(engine.resume(tmp_path / str(count)))
         assert [token for event in resumed for token in event.tokens] == expected
-        assert len(read(tmp_path / str(count)).tokens) == 50
+        assert len(read_journal(tmp_path / str(count)).tokens) == 50
 
 
 def on_loaded(engine, name, options=None):
