@@ -41,7 +41,7 @@ class Index(Protocol):
         """Memory of the index."""
 
     def __len__(self) -> int:
-        """TokenArray indexed: all of them, or, with a capacity, at least half as many of the last ones."""
+        """Tokens indexed: all of them, or, with a capacity, at least half as many of the last ones."""
 
     def extend(self, tokens: TokenArray) -> None:
         """Index the next tokens of the text."""

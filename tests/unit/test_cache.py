@@ -1,4 +1,4 @@
-"""Caches: provisional rows, commits, and what a partial cache holds."""
+"""Caches: provisional rows, commits, and the rows of a partial cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def held(cache: FullCache, layer: int) -> torch.Tensor:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.randoms(use_true_random=False)), max_size=12))
 @settings(deadline=None)
-def test_commit_keeps_the_rows_asked_for_in_order_and_drops_the_others(steps):
+def test_commit_keeps_the_given_rows_in_order_and_drops_the_others(steps):
     cache, expected = new_full(), [torch.zeros(0, HEADS, DIM)] * LAYERS
     for number, (count, pick) in enumerate(steps):
         kept = sorted(pick.sample(range(count), pick.randint(0, count)))
@@ -50,7 +50,7 @@ def test_commit_keeps_the_rows_asked_for_in_order_and_drops_the_others(steps):
     assert all(torch.equal(held(cache, layer), expected[layer]) for layer in range(LAYERS))
 
 
-def test_growing_never_moves_what_is_held():
+def test_growing_does_not_move_existing_rows():
     cache = new_full(REFERENCE)
     k, v = rows(3000, 1)
     places = []
@@ -86,13 +86,13 @@ def write(full: FullCache, count: int, seed: int) -> None:
 
 
 def queries(seed: int) -> kernels.AttentionOutput:
-    """Some accepted tokens' queries; what attention gave for them does not matter to the choice of rows."""
+    """Queries of some accepted tokens; their attention outputs do not matter for the selection."""
     q = torch.randn(LAYERS, 2, 4, DIM, generator=torch.Generator().manual_seed(seed))
     return kernels.AttentionOutput(q, torch.zeros_like(q), torch.zeros(LAYERS, 2, 4), q)
 
 
 def positions_held(full: FullCache, partial: PartialCache, layer: int, head: int) -> list[int]:
-    """Which of the full cache's rows a partial cache holds, found by their values."""
+    """The positions of a partial cache's rows, found by their values."""
     everything = held(full, layer)[:, head]
     inside = held(partial._rows, layer)[:, head]
     matches = (inside[:, None] == everything[None]).all(-1)
@@ -137,7 +137,7 @@ def test_between_selections_only_new_rows_are_written(monkeypatch):
     assert partial.num_selections == 1
 
 
-def test_modes_for_the_ablation():
+def test_static_and_full_modes():
     full = new_full()
     static = PartialCache(full, KERNELS, HEADS, DIM, SIZE, "static")
     whole = PartialCache(full, KERNELS, HEADS, DIM, SIZE, "full")
@@ -165,9 +165,9 @@ def test_drafted_rows_are_dropped():
 
 
 @pytest.mark.parametrize("windows", [(0, 0), (0, 60), (60, 50)])
-def test_the_remainder_is_what_the_keys_left_out_give(windows):
-    """With it, the last rows' attention over the partial cache is their attention over the whole text, or over the
-    window that their layer sees of it."""
+def test_the_remainder_is_the_attention_to_the_omitted_keys(windows):
+    """With it, the last rows' attention over the partial cache equals their attention over the whole text, or over
+    their layer's window."""
     chain = torch.tensor([-1, 0, 1], dtype=torch.int32)
     for kernel in (KERNELS, REFERENCE):
         full = new_full(kernel, windows)
@@ -184,7 +184,7 @@ def test_the_remainder_is_what_the_keys_left_out_give(windows):
         held = partial.append(*tail)
         rests = kernel.remainder(held.stores, held.length, whole)
         for layer in range(LAYERS):
-            # The same queries again, on what the partial cache holds but the last rows, those, and the remainders.
+            # The same queries, over the partial cache's rows and the remainders.
             kv = held.layer(layer)._replace(length=held.length - 3, remainder=rests[layer])
             again = kernel.attention(q, kv, chain)
             torch.testing.assert_close(again.output, whole.output[layer], atol=1e-5, rtol=1e-4)
@@ -206,7 +206,7 @@ def random_rests(*shape: int, seed: int) -> torch.Tensor:
 
 
 def test_the_fit_is_the_weighted_ridge_regression_of_all_rows_so_far():
-    """Beside the running sums: all rows at once, centred, one head at a time."""
+    """Compared with a fit to all rows at once, centred, one head at a time."""
     steps, layers, heads, dim = [5, 3, 1, 7, 9, 4, 3] * 3, 2, 3, 6
     fit = Remainder(layers, heads, dim, torch.device("cpu"))
     contents = [random_rests(layers, rows, heads, dim, seed=i) for i, rows in enumerate(steps)]
@@ -234,7 +234,7 @@ def test_the_fit_is_the_weighted_ridge_regression_of_all_rows_so_far():
             torch.testing.assert_close(got[layer, head, dim].double(), base, atol=1e-4, rtol=1e-3)
 
 
-def test_damaged_rows_leave_the_fit_as_it_was():
+def test_rows_with_nan_do_not_change_the_fit():
     content, rests = random_rests(2, 40, 3, 6, seed=1), random_rests(2, 40, 3, 7, seed=2)
     fits = [Remainder(2, 3, 6, torch.device("cpu")) for _ in range(2)]
     damaged, others = content.clone(), rests.clone()
@@ -244,7 +244,7 @@ def test_damaged_rows_leave_the_fit_as_it_was():
     assert fits[0].learn(damaged, others).isfinite().all()
 
 
-def test_the_fit_knows_a_linear_world_and_heads_that_miss_nothing():
+def test_the_fit_is_exact_for_linear_remainders_and_for_heads_without_omitted_keys():
     dim = 4
     truth, base = random_rests(2, dim, dim + 1, seed=1), random_rests(2, dim + 1, seed=2)
     fit = Remainder(1, 3, dim, torch.device("cpu"))
@@ -258,7 +258,7 @@ def test_the_fit_knows_a_linear_world_and_heads_that_miss_nothing():
     torch.testing.assert_close(got[0, :2, :dim], truth, atol=0.2, rtol=0.1)
     torch.testing.assert_close(got[0, :2, dim], base, atol=0.3, rtol=0.1)
     assert got.isfinite().all()
-    assert (got[0, 2, dim] @ torch.eye(dim + 1))[-1] < -1e20, "weighs nothing"
+    assert (got[0, 2, dim] @ torch.eye(dim + 1))[-1] < -1e20, "the weight is 0"
 
 
 def test_without_queries_the_sinks_and_the_latest_rows_are_held():
@@ -270,7 +270,7 @@ def test_without_queries_the_sinks_and_the_latest_rows_are_held():
 
 
 @pytest.mark.parametrize("sizes", [dict(budget=10), dict(sinks=-1), dict(recent=0), dict(room=0)])
-def test_a_budget_that_cannot_be_is_refused(sizes):
+def test_an_impossible_budget_is_refused(sizes):
     with pytest.raises(UsageError, match="allowed"):
         PartialBudget(**sizes)
 
@@ -287,7 +287,7 @@ def test_streaming_holds_the_first_and_the_last():
     assert chosen.tolist() == [[*range(4), *range(84, 100)]] * HEADS
 
 
-def test_pooled_weights_bring_the_neighbours_along():
+def test_pooled_weights_select_neighbours_too():
     full = new_full()
     write(full, 100, 1)
     asked = queries(1).queries[0]
@@ -299,8 +299,8 @@ def test_pooled_weights_bring_the_neighbours_along():
         assert chosen[head].tolist() == sorted([*range(4), *heavy, *range(92, 100)])
 
 
-def obvious_chunks(keys: torch.Tensor, query: torch.Tensor, budget: int, recent: int) -> list[list[int]]:
-    """TriForce's choice from all keys [Hkv, n, D] at once, head by head, with lists of positions."""
+def reference_chunks(keys: torch.Tensor, query: torch.Tensor, budget: int, recent: int) -> list[list[int]]:
+    """TriForce's selection from all keys [Hkv, n, D] at once, head by head, as lists of positions."""
     length, chosen = keys.shape[1], []
     for head, group in enumerate(query.view(HEADS, -1, DIM)):
         chunks = [list(range(start, min(start + 8, length))) for start in range(0, length, 8)]
@@ -316,7 +316,7 @@ def obvious_chunks(keys: torch.Tensor, query: torch.Tensor, budget: int, recent:
 
 @pytest.mark.parametrize("length", [49, 60, 64, 71, 200, 5000])
 @pytest.mark.parametrize("recent", [8, 11])
-def test_chunks_are_chosen_by_their_mean_key_however_the_text_grew(length, recent):
+def test_chunks_are_selected_by_their_mean_key_however_the_text_grew(length, recent):
     full = new_full()
     chunks = select.Chunks(LAYERS, HEADS, 48, recent)
     for number, count in enumerate([length // 2, length - length // 2]):
@@ -325,7 +325,7 @@ def test_chunks_are_chosen_by_their_mean_key_however_the_text_grew(length, recen
             got = chunks(layer, full.stores[layer], full.length, asked)
             if full.length > 48:
                 keys = held(full, layer).transpose(0, 1)
-                assert got.tolist() == obvious_chunks(keys, asked[-1], 48, recent)
+                assert got.tolist() == reference_chunks(keys, asked[-1], 48, recent)
             else:
                 assert got.tolist() == [list(range(full.length))] * HEADS
     assert chunks.nbytes == LAYERS * HEADS * (length // 8) * DIM * 4
@@ -345,7 +345,7 @@ def test_the_means_of_old_chunks_are_not_computed_again(monkeypatch):
         read.clear()
 
 
-def test_an_expired_choice_is_made_anew_unless_everything_is_held():
+def test_select_again_selects_unless_the_whole_text_is_held():
     full = new_full()
     partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
     for count, expected in ((20, 0), (100, 1), (1, 1)):

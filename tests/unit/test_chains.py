@@ -1,4 +1,4 @@
-"""Drafters that draft chains: a small model that reads along, the target on compressed caches, and both at once."""
+"""Drafters of chains: a draft model with its own cache, the target on partial caches, and both together."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def same(first: FullCache, second: FullCache) -> bool:
         torch.equal(a, b) for a, b in zip(contents(first), contents(second), strict=True))
 
 
-# The model that reads along.
+# The streaming draft model.
 
 
 @pytest.mark.parametrize("budget, sinks, refresh", [(4096, 4, 1024), (40, 3, 9), (30, 0, 1), (24, 2, 20), (9, 1, 7)])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_what_it_has_read_is_what_a_fresh_one_reads(model, monkeypatch, budget, sinks, refresh, seed):
-    """Drafts are kept, rejected in part or whole, or never asked for; now and then it falls behind."""
+def test_its_rows_are_those_of_a_model_that_reads_the_window_anew(model, monkeypatch, budget, sinks, refresh, seed):
+    """Drafts are accepted, rejected in part or whole, or missing; sometimes the model is many tokens behind."""
     monkeypatch.setattr(streaming_module, "CHUNK", 16)
     pick = random.Random(seed)
     context = Context(prompt_of(50, seed))
@@ -71,7 +71,7 @@ def test_what_it_has_read_is_what_a_fresh_one_reads(model, monkeypatch, budget, 
         context.extend([*kept, *(pick.randrange(2, 258) for _ in range(pick.choice([1, 1, 1, 2, 40])))])
 
 
-def test_a_window_reads_no_more_of_a_long_prompt_than_it_holds(model, monkeypatch):
+def test_of_a_long_prompt_only_the_window_is_read(model, monkeypatch):
     reader = StreamingDraftModel(model, model.config.vocab_size, 40, 4, 10)
     read = []
     forward_batch = Transformer.forward_batch
@@ -92,7 +92,7 @@ def test_vocabularies_padded_to_different_sizes_fit(model, tmp_path):
         assert logits.shape == (1, size) and logits[0, 300:].isneginf().all()
 
 
-# Drafts as good as the target are all accepted.
+# Drafts that equal the target's tokens are all accepted.
 
 PERFECT = {
     "draft-model": dict(model="self", cache="full", chain=5),
@@ -114,8 +114,8 @@ def test_a_perfect_draft_is_accepted_whole(model, name, settings):
     assert tally.accepted == tally.drafted and tally.drafted.total() > 20
 
 
-def test_the_levels_of_triforce_agree_where_they_can(model):
-    """A small model that is the target has its guesses kept by the level above, one forward for three tokens."""
+def test_triforce_accepts_the_drafts_of_a_perfect_first_level(model):
+    """Where the small model is the target, level 2 accepts its two guesses and adds one, in each forward."""
     tally = Tally()
     options = dict(model="self", budget=400, window=1000, guesses=2, chain=3)
     params = SamplingParams(max_new_tokens=41, temperature=0.0)
@@ -123,11 +123,11 @@ def test_the_levels_of_triforce_agree_where_they_can(model):
     assert tally.accepted["draft"] == 2 * tally.accepted["retrieval"] > 0
 
 
-# Caches are as they were when a proposal is done.
+# A proposal does not change the partial cache.
 
 
 class Watched:
-    """A drafter with a partial cache, looked at before and after each proposal."""
+    """A drafter whose partial cache is compared before and after each proposal."""
 
     def __init__(self, drafter) -> None:
         self._drafter = drafter
@@ -150,7 +150,7 @@ class Watched:
     ("triforce", dict(budget=48, stride=6)),
     ("triforce", dict(budget=48, stride=6, model="another", window=30, refresh=8)),
 ])
-def test_proposals_leave_the_partial_cache_as_it_was(model, tiny, name, options):
+def test_proposals_do_not_change_the_partial_cache(model, tiny, name, options):
     watched = []
     draft = load(tiny["mha"]) if "model" in options else None
     factory = by_name(name, None, draft, **options)
@@ -159,7 +159,7 @@ def test_proposals_leave_the_partial_cache_as_it_was(model, tiny, name, options)
     assert watched[0].selections > 3
 
 
-def test_between_choices_a_streaming_cache_holds_the_rows_of_the_text(model):
+def test_between_selections_a_streaming_cache_holds_the_rows_of_the_text(model):
     """After steps with rejected drafts, its rows are those of the full cache, bit for bit."""
     seen = []
 
@@ -177,8 +177,8 @@ def test_between_choices_a_streaming_cache_holds_the_rows_of_the_text(model):
         assert all(torch.equal(a, b) for a, b in zip(held, theirs.read(places), strict=True))
 
 
-def test_falling_acceptance_has_retrieval_chosen_anew(model):
-    """With a floor that nothing reaches, more often than by the stride alone."""
+def test_low_acceptance_selects_the_retrieval_cache_again(model):
+    """With a floor that is never reached, rows are selected more often than by the stride alone."""
     counts = []
     for floor in (0.0, 0.99):
         seen = []
@@ -208,7 +208,7 @@ def test_falling_acceptance_has_retrieval_chosen_anew(model):
     ("triforce", {"guesses": "0"}, "guesses is 0; allowed: 1 to 16"),
     ("triforce", {"model": "m", "window": "60"}, r"budget is 60; allowed: more than sinks \+ refresh \(68\)"),
 ])
-def test_options_out_of_range_say_why(name, options, message):
+def test_options_out_of_range_are_refused_with_the_range(name, options, message):
     with pytest.raises(UsageError, match=message):
         drafters.parse_options(name, options)
 
@@ -236,8 +236,8 @@ def test_a_smaller_model_drafts_by_name(tiny, small, name, options):
 
 @pytest.mark.parametrize("name, options", [("draft-model", {"budget": 60, "refresh": 20}),
                                            ("triforce", {"window": 60, "refresh": 20})])
-def test_a_window_has_the_rotations_of_a_window(tiny, tmp_path, name, options, caplog):
-    """However long the text: nothing is stretched, and nobody is warned of it."""
+def test_a_window_uses_the_rotations_of_its_own_length(tiny, tmp_path, name, options, caplog):
+    """However long the text: rotations are not stretched, and no warning is logged."""
     make_checkpoint(tmp_path, num_hidden_layers=1, max_position_embeddings=64,
                     rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
     stats = stats_of(tiny["gqa"], name, model=str(tmp_path), **options)
@@ -246,7 +246,7 @@ def test_a_window_has_the_rotations_of_a_window(tiny, tmp_path, name, options, c
 
 @pytest.fixture(scope="module")
 def with_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a smaller one in its own folder."""
+    """A model with a smaller one in its sub-folder `draft`."""
     folder = tmp_path_factory.mktemp("pair")
     make_checkpoint(folder)
     make_checkpoint(folder / "draft", num_hidden_layers=1, max_position_embeddings=2048)
@@ -254,7 +254,7 @@ def with_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name, source", [("draft-model", "draft"), ("triforce", "draft"), ("auto", "")])
-def test_a_smaller_model_beside_the_model_is_found(with_draft, name, source):
+def test_a_smaller_model_in_the_models_folder_is_found(with_draft, name, source):
     stats = stats_of(with_draft, name, **({"window": 99} if name == "triforce" else {}))
     assert stats["sha256_tokens"] == stats_of(with_draft, "plain")["sha256_tokens"]
     if name == "auto":
@@ -263,14 +263,14 @@ def test_a_smaller_model_beside_the_model_is_found(with_draft, name, source):
         assert stats["by_source"][source]["drafted"] > 0
 
 
-def test_without_a_smaller_model_who_needs_one_says_so(tiny):
+def test_a_drafter_that_needs_a_smaller_model_is_refused_without_one(tiny):
     with pytest.raises(longdraft.ModelError, match=r"needs a smaller model and .* give --drafter-option model=NAME"):
         stats_of(tiny["gqa"], "draft-model")
     with pytest.raises(UsageError, match=r"model is ''; allowed: a smaller model, with window, sinks or refresh"):
         stats_of(tiny["gqa"], "triforce", window=99)
 
 
-def test_a_draft_of_too_short_a_context_is_none_for_auto(tmp_path):
+def test_auto_ignores_a_draft_model_with_a_short_context(tmp_path):
     make_checkpoint(tmp_path)
     make_checkpoint(tmp_path / "draft", num_hidden_layers=1, max_position_embeddings=512)
     assert "draft-model" not in stats_of(tmp_path, "auto")["tokens_by_choice"]

@@ -1,4 +1,4 @@
-"""Trees, the n-gram table beside its obvious twin, drafters' trees and options."""
+"""Trees, the n-gram table compared with a simple reference, drafters' trees, and options."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_tree_of_paths_holds_each_prefix_once(paths):
 
 
 @given(st.lists(st.lists(token, max_size=6), max_size=8), st.integers(0, 6))
-def test_pruning_keeps_what_is_shallow(paths, depth):
+def test_pruning_keeps_the_nodes_up_to_a_depth(paths, depth):
     tree = from_paths(9, paths, "test")
     assert tree.pruned(depth) == from_paths(9, [path[:depth] for path in paths], "test")
 
@@ -52,15 +52,15 @@ def test_the_walk_follows_the_targets_choices(paths, text):
     assert [choices[node] for node in accepted_path(tree, choices)] == text[: longest + 1]
 
 
-def test_the_first_to_guess_gets_the_credit():
+def test_a_token_guessed_twice_is_credited_to_the_first_source():
     trie = Trie(1)
     trie.graft(0, [2, 3], "heads")
     trie.graft(0, [2, 3, 4], "ngram")
     assert trie.tree().sources == ("", "heads", "heads", "ngram")
 
 
-class ObviousTable:
-    """Every n-gram of the text with its count and last place, sorted when asked."""
+class ReferenceTable:
+    """All n-grams of the text with their count and last position, sorted at each call."""
 
     def __init__(self, order: int) -> None:
         self.order, self.text = order, []
@@ -77,7 +77,7 @@ class ObviousTable:
 
 @given(st.lists(token, max_size=300), st.integers(2, 5), st.integers(1, RANKED))
 def test_the_table_ranks_by_count_then_recency(text, order, num):
-    table, obvious = NgramTable(order), ObviousTable(order)
+    table, obvious = NgramTable(order), ReferenceTable(order)
     for place, this in enumerate(text):
         table.extend([this])
         obvious.text.append(this)
@@ -86,14 +86,14 @@ def test_the_table_ranks_by_count_then_recency(text, order, num):
                 assert table.continuations(first, num) == obvious.continuations(first, num)
 
 
-def test_the_minimal_case_of_the_published_ranking_bug():
-    """Insert A, B, B: the paper's code forgets A and lists B twice."""
+def test_the_ranking_bug_of_the_published_code_is_absent():
+    """Insert A, B, B: the paper's code drops A and lists B twice."""
     table = NgramTable(2)
     table.extend([0, 1, 0, 2, 0, 2])
     assert table.continuations(0, 5) == [(2,), (1,)]
 
 
-def test_the_table_is_bounded_and_forgets_what_is_rare():
+def test_the_table_is_bounded_and_drops_rare_ngrams():
     table = NgramTable(order=2, capacity=50)
     for i in range(5000):
         table.extend([7, 8, 100 + i])
@@ -101,14 +101,14 @@ def test_the_table_is_bounded_and_forgets_what_is_rare():
     assert table.continuations(7, 1) == [(8,)]
 
 
-def test_only_ngrams_seen_often_enough_are_given():
+def test_only_ngrams_that_occurred_often_enough_are_returned():
     table = NgramTable(2)
     table.extend([0, 1, 0, 2, 0, 2])
     assert table.continuations(0, 5, seen=2) == [(2,)]
     assert table.continuations(0, 5, seen=3) == []
 
 
-def test_ngrams_of_the_penalty_window_wait():
+def test_ngrams_of_the_penalty_window_are_not_yet_in_the_table():
     context = Context([1, 2, 3, 4, 1])
     now = NgramMatcher(NgramOptions(delay=0, seen=1), SamplingParams())
     waits = NgramMatcher(NgramOptions(seen=1), SamplingParams(repetition_penalty=1.2, penalty_window=3))
@@ -124,7 +124,7 @@ def test_ngrams_of_the_penalty_window_wait():
     assert trie.tree() == chain(1, [2, 3], "ngram")
 
 
-def test_ngram_drafts_nothing_where_there_is_nothing_to_reuse():
+def test_ngram_drafts_nothing_without_an_earlier_occurrence():
     drafter = NgramDrafter(NgramOptions(), SamplingParams())
     context = Context([5])
     drafter.begin(context, None)
@@ -155,7 +155,7 @@ def test_tokenswift_builds_the_papers_tree(tiny):
     assert Counter(tree.depths) == {0: 1, 1: 1, 2: 3, 3: 9, 4: 27}
 
 
-def test_tokenswift_grafts_ngrams_behind_its_first_token(tiny):
+def test_tokenswift_adds_ngrams_behind_its_first_token(tiny):
     prompt = prompt_of(60)
     drafter, context = tokenswift(tiny, prompt, chain=1, tree="1", delay=0, seen=1, budget=500)
     drafter._sampler.rank = lambda logits, context, path, num, ahead=0: prompt[:1]  # what has a known successor
@@ -166,8 +166,8 @@ def test_tokenswift_grafts_ngrams_behind_its_first_token(tiny):
     assert run_alone(drafter.propose(context, 0)) == root_only(context.last)
 
 
-def test_with_a_partial_cache_that_holds_everything_the_first_guess_is_right(tiny):
-    """Drafting on all of the cache is the target itself: every token of the chain is the target's."""
+def test_with_a_partial_cache_that_holds_the_whole_text_every_guess_is_right(tiny):
+    """On all rows the drafter computes what the target computes: every token of the chain is the target's."""
     drafter, context = tokenswift(tiny, prompt_of(60), budget=500, chain=4, width=1, tree="1", continuations=0)
     model = load(tiny["gqa"])
     from longdraft.model.transformer import chain_rows
@@ -181,14 +181,14 @@ def test_with_a_partial_cache_that_holds_everything_the_first_guess_is_right(tin
 
 
 @pytest.mark.parametrize("max_depth", [0, 1, 2, 3, 5, 9])
-def test_drafts_stay_within_the_depth_allowed_and_leave_the_cache_as_it_was(tiny, max_depth):
+def test_drafts_stay_within_the_allowed_depth_and_do_not_change_the_cache(tiny, max_depth):
     drafter, context = tokenswift(tiny, prompt_of(60), chain=3, tree="2,2,1", continuations=0)
     held = drafter.partial.length
     assert max(run_alone(drafter.propose(context, max_depth)).depths) == min(max_depth, 5)
     assert drafter.partial.length == held
 
 
-def test_released_checkpoints_carry_their_heads(tiny, tmp_path):
+def test_released_checkpoints_contain_their_heads(tiny, tmp_path):
     """TokenSwift's files: the whole model plus model.medusa_layers.*, in one folder."""
     import shutil
 
@@ -237,12 +237,12 @@ def test_heads_of_another_model_are_refused(tiny, tmp_path):
     ("tokenswift", {"budget": "20"}, r"budget is 20; allowed: at least sinks \+ recent \+ room"),
     ("tokenswift", {"cache": "none"}, "dynamic, static or full"),
 ])
-def test_options_are_checked_and_unknown_ones_list_the_known(name, options, message):
+def test_options_are_checked_and_an_unknown_option_lists_the_known_ones(name, options, message):
     with pytest.raises(UsageError, match=message):
         drafters.parse_options(name, options)
 
 
-def test_options_are_read_as_written_on_the_command_line():
+def test_options_are_parsed_from_text_as_on_the_command_line():
     assert drafters.parse_options("tokenswift", {"tree": "2,2", "budget": "300", "cache": "static"}) == \
         TokenSwiftOptions(tree=(2, 2), budget=300, cache="static")
 
@@ -254,7 +254,7 @@ ANYTHING = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() 
 
 @given(option=st.sampled_from(OPTIONS), value=ANYTHING | st.sampled_from([10**400, -(2**63), [10**9] * 3000]))
 @settings(max_examples=400, deadline=None)
-def test_an_option_of_any_value_is_taken_as_it_is_or_refused(option, value):
+def test_any_value_of_an_option_is_taken_unchanged_or_refused(option, value):
     name, key = option
     if (name, key) == ("suffix", "corpus"):
         assume(not isinstance(value, str))  # the name of a file
@@ -269,7 +269,7 @@ def test_an_option_of_any_value_is_taken_as_it_is_or_refused(option, value):
         assert isinstance(taken, bool) == isinstance(value, bool)
 
 
-def test_the_document_lists_every_option_with_its_default():
+def test_docs_drafters_lists_every_option_with_its_default():
     document = (Path(__file__).parents[2] / "docs" / "drafters.md").read_text(encoding="utf-8")
     told = {part.split("\n", 1)[0]: part for part in document.split("\n## ")[1:]}
     assert list(told) == [name for name, spec in drafters.DRAFTERS.items() if fields(spec.options)]
@@ -280,7 +280,7 @@ def test_the_document_lists_every_option_with_its_default():
 
 
 def shown(value: object) -> str:
-    """As `--drafter-option` takes it."""
+    """The value as written for `--drafter-option`."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""The compiled sampler takes the tokens that the obvious one takes, to the bit."""
+"""The compiled sampler chooses the tokens of the Python sampler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sampling(draw) -> SamplingParams:
 
 @st.composite
 def logits(draw, rows: int) -> torch.Tensor:
-    """Rows with ties, bans and, sometimes, damage."""
+    """Rows with ties, bans and, sometimes, values that are not finite."""
     numbers = np.random.default_rng(draw(st.integers(0, 10**6)))
     made = numbers.normal(0, draw(st.sampled_from([0.1, 3.0, 30.0])), (rows, VOCABULARY))
     if draw(st.booleans()):
@@ -49,7 +49,7 @@ def logits(draw, rows: int) -> torch.Tensor:
 @pytest.mark.skipif(not FastSampler.supports(SamplingParams()), reason="the compiled module is missing")
 @given(st.data())
 @settings(max_examples=300, deadline=None)
-def test_the_compiled_sampler_is_the_obvious_one(data):
+def test_the_compiled_sampler_agrees_with_the_python_sampler(data):
     params, banned = data.draw(sampling()), data.draw(st.sets(st.integers(0, VOCABULARY - 1), max_size=3))
     samplers = [Sampler(params, banned, is_fast) for is_fast in (True, False)]
     context = Context(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=50)))
@@ -68,14 +68,14 @@ def test_the_compiled_sampler_is_the_obvious_one(data):
 
 
 @pytest.mark.parametrize("setting", [dict(top_p=0.9), dict(top_k=5), dict(eta_cutoff=0.1), dict(min_tokens_to_keep=2)])
-def test_what_needs_a_sum_or_a_sort_is_left_to_the_obvious_one(setting):
+def test_settings_that_need_a_sum_or_a_sort_are_not_supported(setting):
     assert not FastSampler.supports(SamplingParams(**setting))
     assert FastSampler.supports(SamplingParams(temperature=0, **setting)) == FastSampler.supports(SamplingParams())
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(1000, 200_000), st.sampled_from([0.05, 1.0, 12.0]))
 @settings(max_examples=25, deadline=None)
-def test_large_vocabularies_without_a_filter(seed, size, spread):
+def test_they_agree_on_large_vocabularies_without_a_filter(seed, size, spread):
     rows = torch.tensor(np.random.default_rng(seed).normal(0, spread, (1, size)), dtype=torch.float32)
     context = Context([3, 4])
     root = Tree((4,), (-1,), ("",))

@@ -1,4 +1,4 @@
-"""Glide: the ring holds the window, the layer computes what was trained, and what it reads follows the text."""
+"""Glide: the ring buffer, the layer compared with its training module, and reading of the text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOVES = st.one_of(st.tuples(st.just("text"), st.integers(1, 9)), st.tuples(st.ju
 @given(st.lists(MOVES, max_size=20), st.integers(1, 7))
 @settings(max_examples=40, deadline=None)
 def test_the_ring_holds_the_latest_rows_and_the_drafts(model, moves, window):
-    """Beside a list of rows: each is one number."""
+    """Compared with a list in which each row is one number."""
     ring, text, drafts = Ring(model, window, 4), [], []
     heads, dim, number = model.config.num_kv_heads, model.config.head_dim, 0
 
@@ -72,7 +72,7 @@ def test_the_ring_holds_the_latest_rows_and_the_drafts(model, moves, window):
 @pytest.mark.parametrize("lag", [1, 3])
 @pytest.mark.parametrize("name", ["mha", "gqa"])
 def test_the_layer_computes_what_was_trained(tiny, tmp_path, name, lag):
-    """Row by row over stores, beside the module over whole sequences."""
+    """Row by row over stores, compared with the training module over whole sequences."""
     target = load(tiny[name])
     trained = frozen.load_base(tiny[name], "auto", torch.device("cpu"))
     trainee = training.new_trainee(trained, GlideSettings(data=("none",), window=5, max_lag=4, seed=3), np.empty(0))
@@ -96,8 +96,8 @@ def test_the_layer_computes_what_was_trained(tiny, tmp_path, name, lag):
         ring.add_text(row.k, row.v)
 
 
-def test_what_is_read_does_not_depend_on_what_was_drafted_before(tiny, model):
-    """A reader that was led astray gives the logits of one that was not, up to what its rows of text had seen."""
+def test_logits_do_not_depend_on_earlier_drafts(tiny, model):
+    """A draft model with rejected drafts gives the logits of one without them, up to what its rows of text had seen."""
     layer = load_glide(tiny["gqa"] / "glide", model)
     pick = random.Random(2)
     text = [pick.randrange(2, 258) for _ in range(40)]
@@ -129,7 +129,7 @@ def test_memory_does_not_grow_with_the_text(tiny, model):
     assert sizes[0] == sizes[1]
 
 
-def test_positions_move_but_for_the_anchors():
+def test_training_positions_move_except_for_the_anchors():
     wanted = GlideSettings(data=("none",), positions=1000, anchors=3)
     found = training.positions(wanted, 4096, 7, 50, 20)
     again = training.positions(wanted, 4096, 9, 1, 20)
@@ -139,7 +139,7 @@ def test_positions_move_but_for_the_anchors():
     assert all((row != 1).sum() <= 1 and (row[3:] == 1).all() for row in steps)
 
 
-def test_it_is_found_beside_the_model_and_drafts(tiny):
+def test_a_layer_in_the_models_folder_is_found_and_drafts(tiny):
     engine = longdraft.load(str(tiny["mha"]), drafter="glide")
     plain = longdraft.load(str(tiny["mha"]), drafter="plain")
     params = SamplingParams(max_new_tokens=60, seed=2, ignore_eos=True)
@@ -149,7 +149,7 @@ def test_it_is_found_beside_the_model_and_drafts(tiny):
 
 
 def test_drafts_of_a_trained_layer_are_accepted(tmp_path):
-    """It learns the alphabet, which a random model does not know: so the model's own words are its teacher."""
+    """The layer learns from text that the model writes, because the tiny model is random."""
     from longdraft.train import job
 
     folder = tmp_path / "tiny"
@@ -174,13 +174,13 @@ def test_drafts_of_a_trained_layer_are_accepted(tmp_path):
     ({"base_sha256": "0" * 64}, "trained on other weights"),
     ({"vocabulary_sha256": "0" * 64}, "another tokenizer"),
 ])
-def test_what_does_not_belong_to_the_model_is_refused(tiny, tmp_path, changes, message):
+def test_a_layer_of_another_model_is_refused(tiny, tmp_path, changes, message):
     make_glide(tmp_path / "glide", tiny["mha"], **changes)
     with pytest.raises(ModelError, match=message):
         longdraft.load(str(tiny["mha"]), drafter="glide", heads=str(tmp_path / "glide"))
 
 
-def test_options_out_of_range_and_missing_layers_get_one_line(tmp_path):
+def test_options_out_of_range_and_missing_layers_get_a_clear_error(tmp_path):
     make_checkpoint(tmp_path)
     with pytest.raises(ModelError, match=r"needs trained glide .* `longdraft train glide`"):
         longdraft.load(str(tmp_path), drafter="glide")

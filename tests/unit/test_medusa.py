@@ -68,7 +68,7 @@ def damage(folder: Path, what: str) -> None:
     ("number", "medusa_num_heads is 'two' in config.json; allowed: 1 to 16"),
     ("pickle", ".pt files are pickles, which can run code, and are not loaded; convert one with"),
 ])
-def test_heads_that_do_not_fit_say_why(tiny, tmp_path, what, message):
+def test_heads_that_do_not_fit_are_refused_with_the_reason(tiny, tmp_path, what, message):
     damage(tmp_path, what)
     with pytest.raises(ModelError, match=message) as caught:
         heads.load_heads(tmp_path, load(tiny["mha"]))
@@ -105,7 +105,7 @@ def test_templates():
     ("0 1.0", r"each node's parent, that of \(1, 0\) too"),
     ("0 -1", "ranks of 0 or more"),
 ])
-def test_a_template_that_is_none_is_refused(tree, message):
+def test_an_invalid_template_is_refused(tree, message):
     with pytest.raises(UsageError, match=message):
         drafters.parse_options("medusa", {"tree": tree})
 

@@ -1,4 +1,4 @@
-"""The sampler's filters, each against the `transformers` processor of the same name, and in their order."""
+"""The sampler's filters, compared with the `transformers` processors of the same names, and their order."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_each_filter_keeps_what_transformers_keeps(seed, size, spread):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_together_they_act_in_the_documented_order(seed):
+def test_filters_act_in_the_documented_order(seed):
     row = logits(seed, 2000)
     expected = theirs(row, TemperatureLogitsWarper(0.7), TopKLogitsWarper(60), TopPLogitsWarper(0.95),
                       MinPLogitsWarper(0.02), EtaLogitsWarper(1e-3))
@@ -69,7 +69,7 @@ def test_together_they_act_in_the_documented_order(seed):
 
 
 def test_a_sampled_distribution_is_the_processed_softmax():
-    """Scores of the support are logit / temperature: their softmax is the law that the noise samples."""
+    """Scores of the support are logit / temperature: the noise samples their softmax."""
     row = logits(1, 50)
     kept = process.filtered(row, SamplingParams(temperature=0.5, top_k=7))
     scores = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(7)])(
@@ -96,7 +96,7 @@ def test_equal_scores_resolve_by_the_smaller_id():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_logits_that_are_no_numbers_are_an_error(bad):
+def test_logits_that_are_not_finite_are_an_error(bad):
     row = logits(0, 10)
     row[4] = bad
     with pytest.raises(NumericalError):
@@ -105,7 +105,7 @@ def test_logits_that_are_no_numbers_are_an_error(bad):
         process.best_token(row)
 
 
-def test_a_damaged_row_matters_only_where_the_text_goes():
+def test_a_row_that_is_not_finite_is_an_error_only_if_the_text_reaches_it():
     rows = torch.tensor(np.stack([logits(1, SMALL), np.full(SMALL, np.nan, dtype=np.float32), logits(2, SMALL)]))
     for temperature in (0.0, 1.0):
         sampler = Sampler(SamplingParams(seed=1, temperature=temperature))
@@ -115,7 +115,7 @@ def test_a_damaged_row_matters_only_where_the_text_goes():
         assert sampler.rank(rows[1], Context([1, 2]), [], 3) == []
 
 
-def test_noise_computed_together_chooses_as_noise_computed_apart():
+def test_noise_computed_for_several_rows_gives_the_same_choices():
     supports = [Support(np.arange(3, 40, 1 + i), np.random.default_rng(i).normal(size=len(range(3, 40, 1 + i))))
                 for i in range(6)]
     positions = [7, 7, 8, 9, 9, 10]
@@ -124,7 +124,7 @@ def test_noise_computed_together_chooses_as_noise_computed_apart():
 
 
 @given(st.integers(0, 10**6), st.integers(1, 3000), st.sampled_from([0.1, 1.0, 6.0]))
-def test_noise_is_skipped_only_where_it_cannot_win(seed, size, spread):
+def test_noise_is_skipped_only_where_it_cannot_decide(seed, size, spread):
     scores = np.random.default_rng(seed).normal(0, spread, size)
     kept = Support(np.arange(size), scores)
     total = scores + noise.gumbel(seed, 77, kept.ids)
@@ -134,8 +134,8 @@ def test_noise_is_skipped_only_where_it_cannot_win(seed, size, spread):
 # The penalty window, exact for each node of a tree.
 
 
-def obvious_choice(row: np.ndarray, text: list[int], params: SamplingParams) -> int:
-    """One node, the slow way: the whole text of the node is at hand."""
+def reference_choice(row: np.ndarray, text: list[int], params: SamplingParams) -> int:
+    """The choice at one node, from the whole text up to it."""
     scores = torch.tensor(row)[None].clone()
     window = torch.tensor([text[-params.penalty_window :]])
     return int(RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(window, scores)[0].argmax())
@@ -154,7 +154,7 @@ def test_each_node_is_penalised_with_its_own_window(data):
     for known in text[1:]:  # the window follows the text step by step, as in a generation
         sampler.choose(torch.tensor(rows[:1]), root_only(context.last), context)
         context.extend([known])
-    expected = [obvious_choice(rows[node], text + [tree.tokens[n] for n in tree.path(node)[1:]], params)
+    expected = [reference_choice(rows[node], text + [tree.tokens[n] for n in tree.path(node)[1:]], params)
                 for node in range(len(tree))]
     assert sampler.choose(torch.tensor(rows), tree, context) == expected
 

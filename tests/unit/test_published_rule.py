@@ -1,4 +1,4 @@
-"""The verification of TokenSwift's published code: another law than the model's, and in the benchmarks alone."""
+"""The verification of TokenSwift's published code: it changes the distribution, and only the benchmarks use it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_the_published_rule_gives_the_counter_example():
     assert np.mean([accepted for _, accepted in found]) == pytest.approx(1.1875, abs=0.02)
 
 
-def test_tries_of_many_paths_add_up():
-    """M paths through one token of probability p: it is written with 1 - (1 - p)^M."""
+def test_each_path_adds_a_try_for_its_first_token():
+    """With M paths through a token of probability p, it is written with probability 1 - (1 - p)^M."""
     tree = from_paths(9, [(0, other) for other in range(10, 37)], "test")
     pick = np.random.default_rng(2)
     first = [len(rules.best_path(tree, laws_of(tree, [0.05, 0.95]), pick)[0]) > 1 for _ in range(4000)]
@@ -39,7 +39,7 @@ def test_tries_of_many_paths_add_up():
 
 
 def test_the_walk_ends_where_the_rule_does():
-    """The added token may be the child of another path, whose own samples missed it: it is not followed."""
+    """The added token may be a node of another path; the walk does not follow it."""
     tree = from_paths(0, [(1, 1), (1, 2)], "test")
     params = SamplingParams(seed=3)
     logits = torch.tensor([[-9.0, 9.0, -9.0], [-9.0, 1.0, 1.0]] + [[9.0, 0.0, 0.0]] * 2)
@@ -59,7 +59,7 @@ def test_the_walk_ends_where_the_rule_does():
     assert lengths >= {2, 3}
 
 
-def test_only_the_benchmarks_know_the_published_rule():
+def test_only_the_benchmarks_use_the_published_rule():
     package = Path(experiments.__file__).parent.parent
     knowing = {path for path in package.rglob("*.py") if "PathSampler" in path.read_text()}
     assert {path.parent.name for path in knowing} == {"bench"}

@@ -1,4 +1,4 @@
-"""The suffix index beside its obvious twin, and the drafter that stands on it."""
+"""The suffix index compared with its Python reference, and the drafter that uses it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def streams(draw: st.DrawFn) -> list[int]:
 @settings(deadline=None, max_examples=200)
 @given(streams(), st.sampled_from([0, 2, 3, 8, 17, 40]), st.sampled_from([1, 2, 3, 5, 9]), limits, st.integers(1, 12),
        st.lists(st.integers(0, 4), max_size=8))
-def test_the_automaton_agrees_with_its_twin_to_the_last_bit(text, capacity, longest, limits, tail, foreign):
+def test_the_automaton_agrees_with_the_reference_to_the_last_bit(text, capacity, longest, limits, tail, foreign):
     obvious, automaton = ReferenceIndex(capacity, longest), SuffixIndex(capacity, longest)
     for place, token in enumerate(text):
         obvious.extend(ids(token))
@@ -69,7 +69,7 @@ def test_the_automaton_agrees_with_its_twin_to_the_last_bit(text, capacity, long
 
 
 @compiled
-def test_they_agree_where_a_token_has_more_successors_than_are_looked_at():
+def test_they_agree_where_a_token_has_more_successors_than_are_considered():
     text = [token for i in range(5 * RECENT) for token in (7, 100 + i * i % 37, 8, 100 + i * i % 37)]
     obvious, automaton = made(ReferenceIndex, text), made(SuffixIndex, text)
     for tail in (ids(7), ids(100, 8), ids(8, 101), ids(104, 7)):
@@ -78,15 +78,15 @@ def test_they_agree_where_a_token_has_more_successors_than_are_looked_at():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_counts_are_those_of_what_followed(kind):
-    """Behind `1 2` stood 3 twice and 4 once: N = 3, T = 2, E = 8 * 2 / (3 * 2)."""
+def test_probabilities_follow_from_the_counts_of_successors(kind):
+    """`1 2` was followed by 3 twice and by 4 once: N = 3, T = 2, E = 8 * 2 / (3 * 2)."""
     index = made(kind, [1, 2, 3, 0, 1, 2, 4, 9, 1, 2, 3, 5, 1, 2])
     escape = 8 * 2 / (3 * 2)
     expected = ([3, 4], [-1, -1], [2 / (3 + escape), 1 / (3 + escape)])
     assert index.guess(ids(1, 2), **LIMITS | {"depth": 1}) == expected
-    # The shorter context `2` ends at the same places: it is no context of its own.
+    # The shorter context `2` ends at the same positions, so it is not counted again.
     assert index.guess(ids(1, 2), **LIMITS | {"depth": 1, "contexts": 2}) == expected
-    # But where only `2` matches it is trusted less.
+    # Where only `2` matches, its weight is smaller.
     escape = 8 * 2 / (3 * 1)
     expected = ([3, 4], [-1, -1], [2 / (3 + escape), 1 / (3 + escape)])
     assert index.guess(ids(8, 2), **LIMITS | {"depth": 1}) == expected
@@ -94,7 +94,7 @@ def test_counts_are_those_of_what_followed(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_long_match_leaves_a_rest_to_shorter_ones(kind):
+def test_a_long_match_leaves_probability_to_shorter_ones(kind):
     index = made(kind, [1, 2, 3, 9, 2, 4, 9, 2, 4, 8, 2, 4])
     behind_2 = {3: 1 / (4 + 4), 4: 3 / (4 + 4)}  # N = 4, T = 2, E = 8 * 2 / (4 * 1); and E(1 2) = 8 / (1 * 2)
     tokens, _, probabilities = index.guess(ids(1, 2), **LIMITS | {"depth": 1, "contexts": 2})
@@ -105,7 +105,7 @@ def test_a_long_match_leaves_a_rest_to_shorter_ones(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_longest_match_wins_however_often_the_short_one_says_otherwise(kind):
+def test_the_longest_match_outweighs_more_frequent_short_ones(kind):
     index = made(kind, [5, 1, 2, 3] + [1, 2, 4] * 9 + [5, 1, 2])
     assert index.guess(ids(5, 1, 2), **LIMITS)[0][0] == 3
     assert index.guess(ids(1, 2), **LIMITS)[0][0] == 4
@@ -121,7 +121,7 @@ def test_a_separator_is_never_guessed_and_nothing_is_matched_across_it(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("longest", [1, 4, 16])
 def test_an_index_of_bounded_size_holds_the_last_tokens(kind, longest):
-    """At least half of its capacity, never all of it; what was dropped is not guessed, what is held is."""
+    """It holds at least half of its capacity and never all of it, and guesses only tokens that it holds."""
     index = kind(100, longest)
     pick = np.random.default_rng(1)
     text = pick.integers(0, 50, 1000).astype(np.int32)
@@ -149,7 +149,7 @@ def test_memory_is_bounded_however_long_and_however_repetitive_the_text_is():
         assert bound <= 16_384 * 400, "bytes for each token of the capacity"
 
 
-def test_what_is_matched_is_the_end_of_the_text_though_the_index_lags_behind():
+def test_the_end_of_the_text_is_matched_although_the_index_lags_behind():
     context = Context([1, 2, 3, 4, 5, 1, 2])
     options = SuffixOptions(min_match=2, min_probability=0.0, depth=2, delay=4)
     text = SuffixMatcher(options, SamplingParams())
@@ -173,7 +173,7 @@ def test_the_delay_may_be_the_penalty_window_while_there_is_a_penalty():
         assert len(run_alone(drafter.propose(context, 2))) == expected
 
 
-def test_continuations_are_grafted_behind_the_guesses_of_others():
+def test_matches_are_added_behind_the_guesses_of_another_drafter():
     context = Context([1, 2, 3, 4, 5, 1])
     text = SuffixMatcher(SuffixOptions(min_match=2, min_probability=0.0), SamplingParams())
     text.update(context)
@@ -196,7 +196,7 @@ def test_trees_stay_within_their_bounds(max_depth, budget):
     assert len(tree) > 1 or max_depth == 0
 
 
-def test_where_nothing_was_seen_before_nothing_is_drafted():
+def test_nothing_is_drafted_without_an_earlier_occurrence():
     drafter = SuffixDrafter(SuffixOptions(), SamplingParams())
     for prompt in ([5], [1, 2, 3, 4]):
         context = Context(prompt)
@@ -204,7 +204,7 @@ def test_where_nothing_was_seen_before_nothing_is_drafted():
         assert run_alone(drafter.propose(context, 9)) == root_only(prompt[-1])
 
 
-def test_without_the_compiled_module_the_twin_serves_and_drafts_the_same(monkeypatch):
+def test_without_the_compiled_module_the_reference_drafts_the_same(monkeypatch):
     context = Context(prompt_of(300))
     trees = []
     for missing in (False, True):
@@ -225,7 +225,7 @@ def corpora() -> Corpora:
     return Corpora(lambda text: [2 + ord(letter) % 50 for letter in text], VOCAB)
 
 
-def test_a_corpus_is_guessed_from_beside_the_text(tmp_path):
+def test_a_corpus_is_searched_together_with_the_text(tmp_path):
     np.save(tmp_path / "a.npy", np.array([1, 2, 3, 4], np.int32))
     np.save(tmp_path / "b.npy", np.array([1, 2, 5], np.int64))
     index = corpora().index(str(tmp_path), 8)
@@ -282,7 +282,7 @@ def test_options_are_checked(options, message):
 
 
 def test_an_engine_reads_its_corpus_and_writes_the_same_text(tiny, tmp_path):
-    """The corpus is the very text that will be written: it is guessed, and nothing changes."""
+    """The corpus is the text that will be written: guesses are accepted, and the text is the same."""
     params = SamplingParams(max_new_tokens=40, seed=3, ignore_eos=True)
     plain = longdraft.load(str(tiny["mha"]), drafter="plain").generate("It was", params)
     list(plain)
@@ -327,7 +327,7 @@ def test_the_replay_command_writes_a_table_and_data(tmp_path, capsys):
     assert '"setting": "suffix,depth=4"' in (tmp_path / "out.json").read_text()
 
 
-def test_bad_input_of_the_replay_is_one_line(tmp_path):
+def test_bad_input_of_the_replay_gets_a_clear_error(tmp_path):
     (tmp_path / "bad.npy").write_text("text")
     with pytest.raises(UsageError, match=r"not a \.npy file"):
         replay.read_tokens(tmp_path / "bad.npy")
@@ -339,7 +339,7 @@ def test_bad_input_of_the_replay_is_one_line(tmp_path):
             replay.parse_settings([setting])
 
 
-def test_replayed_files_of_one_name_are_told_apart(tmp_path, capsys):
+def test_replayed_files_of_the_same_name_get_distinct_labels(tmp_path, capsys):
     for place, folder in enumerate(("a", "b")):
         (tmp_path / folder).mkdir()
         np.save(tmp_path / folder / "text.npy", np.array(prompt_of(40 + place), np.int32))
