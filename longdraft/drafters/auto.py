@@ -220,7 +220,7 @@ class AutoDrafter:
         """Add the step to the measurements."""
         assert self._proposal is not None, "observe without propose"
         tree, allowed, began, drafted_at = self._proposal
-        ended, num_accepted, texts = self._clock(), len(accepted.tokens) - 1, self._clock.batch_size
+        ended, num_accepted, requests = self._clock(), len(accepted.tokens) - 1, self._clock.batch_size
         shared, known = self._shared, self._shared.candidates[self.active]
         seconds = ended - began
         self._num_steps += 1
@@ -231,12 +231,12 @@ class AutoDrafter:
         if len(tree) > 1:
             self._node_acceptance.add(tree, accepted.rows)
         if self._has_switched:  # some drafters catch up in `propose`, some in `observe`
-            ordinary = known.seconds(shared.forward, len(context), allowed, texts)
+            ordinary = known.seconds(shared.forward, len(context), allowed, requests)
             known.switch_seconds = max(0.0, self._switch_seconds + seconds - ordinary)
         if self._has_switched or self._num_steps == 1:
             return  # not typical: the candidate caught up, or the machine woke up
-        shared.forward.add_part(len(tree), len(context), texts, verified_at - drafted_at)
-        draft_seconds = ((drafted_at - began) + (ended - verified_at)) / shared.forward.share(texts)
+        shared.forward.add_part(len(tree), len(context), requests, verified_at - drafted_at)
+        draft_seconds = ((drafted_at - began) + (ended - verified_at)) / shared.forward.share(requests)
         self._selector.acceptance[self.active].add(allowed, num_accepted)
         known.add(allowed, tree, num_accepted, draft_seconds)
 
