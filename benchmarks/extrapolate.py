@@ -62,7 +62,7 @@ def table(found: results.Results, prefill: int, tokens: int) -> Table:
     reference = next(iter(found.texts.values())).about["reference"]
     whole = {system: seconds(points, prefill, tokens) for system, points in systems.items()}
     names = {case.system: case.name.removesuffix(", behind {prefill}")
-             for table in experiment.load("segments").tables for case in table.cases}
+             for table in experiment.load_experiment("segments").tables for case in table.cases}
     rows = [[names.get(system, system), f"{taken / 60:.1f}", f"{whole[reference] / taken:.2f}"]
             for system, taken in sorted(whole.items(), key=lambda each: each[1])]
     return Table(f"{tokens:,} tokens behind {prefill:,}, extrapolated", ["system", "minutes", "×"], rows)
@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=100_000, help="tokens of the text; default: 100000")
     given = parser.parse_args()
     try:
-        print(table(results.read(given.results), given.prefill, given.tokens).markdown())
+        print(table(results.read_results(given.results), given.prefill, given.tokens).markdown())
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

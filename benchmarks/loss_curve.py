@@ -44,7 +44,7 @@ def main() -> None:
         curves[name] = [((start + tokens) / 1e6, loss) for tokens, loss in points]
         kept += [{"go": name, "tokens": tokens, "loss": round(loss, 4), "is_mean": True} for tokens, loss in points]
         start += points[-1][0]
-    figures.save(figures.loss_curve(curves), given.output)
+    figures.save_figure(figures.loss_curve(curves), given.output)
     if given.keep:
         given.keep.write_text("".join(json.dumps(point) + "\n" for point in kept))
 

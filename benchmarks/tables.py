@@ -32,12 +32,12 @@ def written(text: str) -> str:
 
 
 def _tables(file: str, ids: list[str], chosen: list[str]) -> str:
-    found = results.read(ROOT / "benchmarks" / "results" / file)
+    found = results.read_results(ROOT / "benchmarks" / "results" / file)
     session = found.sessions[0]
     if ids == ["extrapolated"]:
         found_tables = [extrapolate.table(found, 4096, 100_000)]
     else:
-        plan = experiment.load(session["experiment"]).chosen(ids)
+        plan = experiment.load_experiment(session["experiment"]).chosen(ids)
         plan = replace(plan, tables=tuple(
             replace(table, measures=tuple(name for name in table.measures if name in chosen))
             for table in plan.tables))

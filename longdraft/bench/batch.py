@@ -83,7 +83,8 @@ class BatchPlan(NamedTuple):
             drafters.parse_options(system.drafter, system.options)
 
 
-def measure(engine: Engine, plan: BatchPlan, limits: Limits, filled: Record, status: Callable[[str], Any]) -> None:
+def measure_batches(engine: Engine, plan: BatchPlan, limits: Limits, filled: Record,
+                    status: Callable[[str], Any]) -> None:
     """Fill the document: `texts`, a record for each context, drafter and number of texts, and `peer`."""
     filled |= {"contexts": list(plan.contexts), "turn": plan.turn, "repeats": plan.repeats, "texts": [], "peer": []}
     for context in plan.contexts:

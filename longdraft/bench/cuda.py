@@ -126,7 +126,7 @@ class CudaDocument:
         self.save()
 
 
-def run(plan: CudaPlan, document: CudaDocument) -> None:
+def measure_device(plan: CudaPlan, document: CudaDocument) -> None:
     chosen = kernels.choose(plan.device, plan.dtype, plan.kernels_names[0])
     document.filled["machine"] = machine.description(chosen) | _device(plan.device)
     document.part("bandwidth", 5, lambda: bandwidth(plan))

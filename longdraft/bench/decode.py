@@ -89,8 +89,8 @@ def random_cache(model: Transformer, context: int, room: int = 0) -> FullCache:
     return cache
 
 
-def roofline(models: ModelCopies, context: int, rows: Sequence[int], memory: int, repeats: int,
-             limits: Limits) -> dict[str, Any]:
+def measure_roofline(models: ModelCopies, context: int, rows: Sequence[int], memory: int, repeats: int,
+                     limits: Limits) -> dict[str, Any]:
     """The record of one context.
 
     step_ms            a step of plain decoding (T = 1, min-p, penalty). Successive steps extend one text, so the

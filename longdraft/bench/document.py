@@ -1,6 +1,6 @@
 """What all commands of `longdraft bench` share: preparation, a status line, and the JSON document of the results.
 
-    memory = prepare(threads=None, repeats=9, memory=2.0)
+    memory = prepare_run(threads=None, repeats=9, memory=2.0)
     with document("machine", Path("machine.json")) as filled:
         limits = measure_limits(memory, repeats=9, filled=filled)
 """
@@ -21,7 +21,7 @@ from longdraft.kernels import Kernels
 from longdraft.machine import Limits
 
 
-def prepare(threads: int | None, repeats: int, memory: float = 1.0) -> int:
+def prepare_run(threads: int | None, repeats: int, memory: float = 1.0) -> int:
     """Check the shared options and set the threads. Returns the bytes to read in rotation; `memory` is in GiB."""
     check(1 <= repeats <= 1000, "--repeats", repeats, "1 to 1000")
     check(0 < memory <= 1024, "--memory", memory, "above 0, at most 1024 GiB")

@@ -223,7 +223,7 @@ class Experiment:
         return sorted({*range(scale.turn, scale.lengths[-1], scale.turn), *scale.lengths, *asked})
 
 
-def load(name: str) -> Experiment:
+def load_experiment(name: str) -> Experiment:
     """Read an experiment that comes with longdraft, or a .toml file. Raises UsageError that names the fault."""
     path = FOLDER / f"{name}.toml"
     if not path.is_file():
@@ -236,12 +236,12 @@ def load(name: str) -> Experiment:
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
     try:
-        return parse(data)
+        return parse_experiment(data)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
 
 
-def parse(data: Mapping[str, Any]) -> Experiment:
+def parse_experiment(data: Mapping[str, Any]) -> Experiment:
     rest = dict(data)
     scales = {name: _make(Scale, f"scale {name}", given) for name, given in _taken(rest, "scales", dict).items()}
     systems = {name: _make(System, f"system {name}", given) for name, given in _taken(rest, "systems", dict).items()}

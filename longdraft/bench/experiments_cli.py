@@ -73,7 +73,8 @@ def _run_experiment(experiment: str, *, prompt_file: Path, model: str, scale: st
     check(all(part.isdecimal() for part in parts), "--seeds", seeds, "whole numbers with commas between them")
     within("--stretches", stretches, 1, 1000)
     check(0 < memory <= 1024, "--memory", memory, "above 0, at most 1024 GiB")
-    chosen = experiments.load(experiment).chosen([part.strip() for part in tables.split(",") if part.strip()])
+    ids = [part.strip() for part in tables.split(",") if part.strip()]
+    chosen = experiments.load_experiment(experiment).chosen(ids)
     chosen = chosen.with_draft_model(draft_model) if draft_model else chosen
     scale = scale or chosen.default_scale
     plan = runner.ExperimentPlan(chosen, chosen.scale(scale), scale, prompt_file, [int(part) for part in parts],
@@ -81,7 +82,7 @@ def _run_experiment(experiment: str, *, prompt_file: Path, model: str, scale: st
     text = read_prompt(None, str(prompt_file))
     engine = load(model, heads=heads, dtype=dtype, threads=threads)
     limits = measure_limits(machine.affordable(int(memory * (1 << 30))), 1)
-    results = runner.run(plan, engine, engine.encode(text), output, limits.details)
+    results = runner.run_experiment(plan, engine, engine.encode(text), output, limits.details)
     for table in measures.tables(results, chosen, plan.scale):
         table.show()
     print(json.dumps({"bench": chosen.name, "output": str(output) if output else None,
@@ -103,7 +104,7 @@ def report(
 
     require_packages("report")
     documents = {path: peers_document(path) for path in results}
-    experiments = {path: stored.read(path) for path, document in documents.items() if document is None}
+    experiments = {path: stored.read_results(path) for path, document in documents.items() if document is None}
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -129,9 +130,9 @@ def report(
             drawn |= {f"{path.stem}-{text.about['prefill']}-{name}": figure
                       for name, figure in figures.of_text(text, found.sessions[0])}
     for name, figure in drawn.items():
-        figures.save(figure, output / f"{name}.png", output / f"{name}.svg")
+        figures.save_figure(figure, output / f"{name}.png", output / f"{name}.svg")
     try:
-        (output / "report.html").write_text(page.render("longdraft: measurements", sections), encoding="utf-8")
+        (output / "report.html").write_text(page.render_page("longdraft: measurements", sections), encoding="utf-8")
         (output / "tables.md").write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
         (output / "tables.tex").write_text("\n".join(table.latex() for table in tables), encoding="utf-8")
     except OSError as error:
@@ -148,6 +149,6 @@ def _tables(results: Results, experiment: str | None) -> list[Table]:
     bundled = [file.stem for file in experiments.FOLDER.glob("*.toml")]
     if not name or not results.texts or (name not in bundled and not Path(name).is_file()):
         return []
-    plan = experiments.load(name)
+    plan = experiments.load_experiment(name)
     scale = plan.scale(results.sessions[0]["scale"])
     return measures.tables(results, measures.with_measured_tables(results, plan, scale), scale)

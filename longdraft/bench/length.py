@@ -23,8 +23,8 @@ from longdraft.report.turns import Record
 _TEXT = "length"
 
 
-def run(engine: Engine, settings: Sequence[str], prompt: Sequence[int], params: SamplingParams, bucket: int, turn: int,
-        on_round: Callable[[Record], None]) -> Record:
+def measure_length(engine: Engine, settings: Sequence[str], prompt: Sequence[int], params: SamplingParams,
+                   bucket: int, turn: int, on_round: Callable[[Record], None]) -> Record:
     """For each setting ("plain", "magicdec,chain=6") its buckets and final statistics.
 
     bucket    new tokens that are reported together

@@ -37,9 +37,9 @@ _CONTEXTS = "1024,8192,32768,100000"
 def machine(threads: ThreadsOption = None, repeats: RepeatsOption = 9, memory: MemoryOption = 2.0,
             output: OutputOption = None) -> None:
     """Measure the limits of this machine: read bandwidth, and arithmetic of matrix products."""
-    from longdraft.bench.document import document, measure_limits, prepare
+    from longdraft.bench.document import document, measure_limits, prepare_run
 
-    nbytes = prepare(threads, repeats, memory)
+    nbytes = prepare_run(threads, repeats, memory)
     with document("machine", output) as filled:
         measure_limits(nbytes, repeats, filled)
         for name in ("processor", "threads"):
@@ -69,13 +69,13 @@ def kernels(
     """
     from longdraft.bench import decode
     from longdraft.bench import kernels as bench
-    from longdraft.bench.document import choose_kernels, document, measure_limits, prepare, status
+    from longdraft.bench.document import choose_kernels, document, measure_limits, prepare_run, status
     from longdraft.kernels import single_threaded_torch
 
     counts, lengths = numbers("--rows", rows, 512), numbers("--contexts", contexts)
     within("--positions", positions, 1, MAX_TOKENS)
     within("--prefill-rows", prefill_rows, 0, 4096)
-    nbytes = prepare(threads, repeats, memory)
+    nbytes = prepare_run(threads, repeats, memory)
     chosen = choose_kernels(dtype)
     models = decode.ModelCopies(model, chosen, checked_quantize(quantize))
     models.check(lengths, 1)
@@ -142,14 +142,14 @@ def roofline(
     from dataclasses import asdict
 
     from longdraft.bench import decode
-    from longdraft.bench.document import choose_kernels, document, measure_limits, prepare, status
+    from longdraft.bench.document import choose_kernels, document, measure_limits, prepare_run, status
     from longdraft.kernels import single_threaded_torch
     from longdraft.report import figures
 
     counts, lengths = sorted({1, *numbers("--rows", rows, 512)}), numbers("--contexts", contexts)
     if plot:
         figures.check_plot(plot)
-    nbytes = prepare(threads, repeats, memory)
+    nbytes = prepare_run(threads, repeats, memory)
     models = decode.ModelCopies(model, choose_kernels(dtype), checked_quantize(quantize))
     models.check(lengths, decode.STEPS_PER_REPEAT * repeats + max(counts))
     with (document("roofline", output, models.kernels, model=model, quantize=quantize, repeats=repeats, cache="random",
@@ -158,11 +158,11 @@ def roofline(
         stack.enter_context(single_threaded_torch(models.kernels))
         for context in lengths:
             with status(f"{context:,} tokens of context"):
-                filled["contexts"].append(decode.roofline(models, context, counts, nbytes, repeats, limits))
+                filled["contexts"].append(decode.measure_roofline(models, context, counts, nbytes, repeats, limits))
         for table in decode.roofline_tables(filled["contexts"]):
             table.show()
         if plot:
-            figures.save(figures.roofline(filled), plot)
+            figures.save_figure(figures.roofline(filled), plot)
 
 
 def perplexity(
@@ -179,15 +179,15 @@ def perplexity(
     The speed is that of plain decoding behind a window of random keys and values, in turns.
     """
     from longdraft.bench import decode, perplexity
-    from longdraft.bench.document import choose_kernels, document, prepare, status
+    from longdraft.bench.document import choose_kernels, document, prepare_run, status
     from longdraft.kernels import single_threaded_torch
 
     within("--context", context, 2, MAX_TOKENS)
     check(context <= tokens <= 10**9, "--tokens", tokens, f"{context} (a window) to 1000000000")
     chosen_settings = [checked_quantize(setting) for setting in settings("--quantize", quantize)]
-    prepare(threads, repeats)
+    prepare_run(threads, repeats)
     chosen = choose_kernels(dtype)
-    ids = perplexity.read_tokens(model, text, tokens, context, f"{context} (a window) or more")
+    ids = perplexity.encode_file(model, text, tokens, context, f"{context} (a window) or more")
     models = [decode.ModelCopies(model, chosen, setting) for setting in chosen_settings]
     models[0].check([context], decode.steps_written(perplexity.STEPS_PER_TURN, repeats))
     with document("perplexity", output, chosen, model=model, context=context, tokens=len(ids),
@@ -206,20 +206,20 @@ def context(
 ) -> None:
     """Measure how well a model uses a long context: nats per token by place in whole texts."""
     from longdraft.bench import perplexity
-    from longdraft.bench.document import choose_kernels, document, prepare, status
+    from longdraft.bench.document import choose_kernels, document, prepare_run, status
     from longdraft.kernels import single_threaded_torch
     from longdraft.model import checkpoint, hub
     from longdraft.model import config as model_config
 
     places = numbers("--edges", edges)
     check(places == sorted(set(places)), "--edges", edges, "numbers that rise")
-    prepare(threads, 1)
+    prepare_run(threads, 1)
     chosen = choose_kernels(dtype)
     folder = hub.resolve(model)
     config = model_config.read_config(folder)
     last = places[-1]
     check(last < config.max_positions, "--edges", last, f"less than the model's context ({config.max_positions})")
-    texts = [perplexity.read_tokens(model, path, last + 1, last + 1, f"at least {last + 1}, one beyond the edges")
+    texts = [perplexity.encode_file(model, path, last + 1, last + 1, f"at least {last + 1}, one beyond the edges")
              for path in text]
     loaded = checkpoint.load_transformer(checkpoint.TensorFiles(folder), config, chosen)
     with document("context", output, chosen, model=model, texts=len(texts)) as filled:
@@ -246,7 +246,7 @@ def cuda(
     elif not torch.cuda.is_available():
         raise UsageError("PyTorch finds no CUDA device; run this on a machine that has one, or test the command "
                          "itself with --interpret")
-    from longdraft.bench.cuda import INTERPRETED, ON_DEVICE, CudaDocument, run
+    from longdraft.bench.cuda import INTERPRETED, ON_DEVICE, CudaDocument, measure_device
 
     plan = INTERPRETED if interpret else ON_DEVICE
-    run(plan, CudaDocument.open(output, plan, limit))
+    measure_device(plan, CudaDocument.open(output, plan, limit))

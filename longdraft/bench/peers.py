@@ -175,7 +175,7 @@ class PeerProcess:
         return lines[-1][:300] if lines else f"the engine ended with status {status}"
 
 
-def measure(plan: PeersPlan, filled: Record, status: Callable[[str], Any]) -> None:
+def measure_peers(plan: PeersPlan, filled: Record, status: Callable[[str], Any]) -> None:
     """Fill the document: `engines`, `steps` and `prefill`. `status(what)` is a context that shows what is measured."""
     filled |= {"model": plan.model, "weights_sha256": fingerprint.weights_sha256(TensorFiles(plan.folder)),
                "repeats": plan.repeats, "steps_per_round": plan.steps, "limit_seconds": plan.limit_s,

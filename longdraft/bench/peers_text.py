@@ -85,8 +85,8 @@ class OpenMode(NamedTuple):
     process: PeerProcess | None
 
 
-def measure(plan: PeersPlan, filled: Record, prompt: Sequence[int], count: int, draft: Path | None,
-            status: Callable[[str], Any]) -> None:
+def write_texts(plan: PeersPlan, filled: Record, prompt: Sequence[int], count: int, draft: Path | None,
+                status: Callable[[str], Any]) -> None:
     """Fill the document's `texts`: a record for each engine and mode, with an `error` if it has no figures."""
     filled |= {"new_tokens": count, "prompt_tokens": len(prompt), "draft_model": draft.name if draft else None}
     with ExitStack() as stack:

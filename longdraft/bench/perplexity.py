@@ -28,7 +28,7 @@ _FORWARD_ROWS = 256  # rows of a forward, whose logits are held together
 STEPS_PER_TURN = 4  # steps of plain decoding before the next setting's turn
 
 
-def read_tokens(model: str, path: Path, most: int, least: int, allowed: str) -> list[int]:
+def encode_file(model: str, path: Path, most: int, least: int, allowed: str) -> list[int]:
     """The first `most` tokens of a text file. Raises UsageError if there are fewer than `least`."""
     ids = Tokenizer(hub.resolve(model)).encode(read_text(str(path), "--text"))[:most]
     check(len(ids) >= least, f"tokens in {path.name}", len(ids), allowed)

@@ -162,7 +162,7 @@ class WrittenText(NamedTuple):
     penalty_window: int
 
 
-def read_text(path: Path, prefill: int, penalty_window: int) -> WrittenText:
+def read_written_text(path: Path, prefill: int, penalty_window: int) -> WrittenText:
     """Read a text from the folder of a journal, or from a .npy file that holds neither prompt length nor penalty."""
     if not path.is_dir():
         return WrittenText(read_tokens(path), prefill, penalty_window)
@@ -185,8 +185,8 @@ def read_tokens(file: Path) -> TokenArray:
     return np.ascontiguousarray(ids, np.int32)
 
 
-def run(files: Sequence[Path], settings: Sequence[str], prefill: int, penalty_window: int,
-        model: str) -> dict[str, list[dict[str, Any]]]:
+def replay_files(files: Sequence[Path], settings: Sequence[str], prefill: int, penalty_window: int,
+                 model: str) -> dict[str, list[dict[str, Any]]]:
     """Replay each file with each setting. Prints a table per file; returns the figures by the label of the file."""
     systems = parse_settings(settings)
     corpora = None
@@ -196,7 +196,7 @@ def run(files: Sequence[Path], settings: Sequence[str], prefill: int, penalty_wi
         corpora = Corpora(encode, config.read_config(folder).vocab_size)
     figures: dict[str, list[dict[str, Any]]] = {}
     for file, label in labels(files).items():
-        text, prompt, window = read_text(file, prefill, penalty_window)
+        text, prompt, window = read_written_text(file, prefill, penalty_window)
         figures[label] = [
             {"setting": setting, **asdict(replay(text, system.drafter, system.options, prefill=prompt,
                                                  penalty_window=window, corpora=corpora))}

@@ -75,7 +75,7 @@ def require_one_text(text: MeasuredText) -> None:
                                  "please report it")
 
 
-def read(path: Path) -> Results:
+def read_results(path: Path) -> Results:
     """Read and check a file of results. Raises UsageError if it is not one, or mixes what is not comparable."""
     results = Results(name=str(path))
     for record in _records(path):
@@ -115,7 +115,7 @@ class ResultsWriter:
         self._path = path
         self._file: IO[bytes] | None = None
         if path and path.exists() and path.stat().st_size:
-            self.results = read(path)
+            self.results = read_results(path)
             if different := session_differences(self.results.sessions[0], session):
                 raise UsageError(f"--output {path} holds other measurements ({'; '.join(different)[:400]}); give "
                                  "another file, or the same machine and settings to continue this one")

@@ -1,7 +1,7 @@
 """Run an experiment: each text is written by all its systems in turns, and each turn is appended to the results.
 
     plan = ExperimentPlan(experiment, experiment.scale("small"), "small", Path("novel.txt"), seeds=[7], stretches=1)
-    results = run(plan, engine, engine.encode(text), Path("results.jsonl"), limits)
+    results = run_experiment(plan, engine, engine.encode(text), Path("results.jsonl"), limits)
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class WorkUnit(NamedTuple):
     systems: list[str]
 
 
-def run(plan: ExperimentPlan, engine: Engine, ids: Sequence[int], output: Path | None, limits: Record) -> Results:
+def run_experiment(plan: ExperimentPlan, engine: Engine, ids: Sequence[int], output: Path | None,
+                   limits: Record) -> Results:
     """Measure what is missing in `output`. Returns all results, including those of earlier runs.
 
     ids     tokens of the prompt file

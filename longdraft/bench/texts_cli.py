@@ -77,12 +77,12 @@ def length(
             pass
 
     save({})  # an output that cannot be written fails before any measurement
-    found = length.run(engine, chosen, prompt, params, bucket, turn, save)
+    found = length.measure_length(engine, chosen, prompt, params, bucket, turn, save)
     length.table(found).show()
     with document("length", output, **about, drafters=found) as filled:
         pass
     if plot:
-        figures.save(figures.length(filled), plot)
+        figures.save_figure(figures.length(filled), plot)
 
 
 def batch(
@@ -106,7 +106,7 @@ def batch(
     from longdraft import machine
     from longdraft.bench import batch
     from longdraft.bench import peers as engines
-    from longdraft.bench.document import document, measure_limits, prepare, status
+    from longdraft.bench.document import document, measure_limits, prepare_run, status
     from longdraft.files import read_prompt
     from longdraft.loading import load
 
@@ -115,7 +115,7 @@ def batch(
     check(peers in ("llama.cpp", "none"), "--peers", peers, "llama.cpp or none")
     within("--limit", limit, 1, 86400, "seconds")
     chosen = settings("--drafters", drafters)
-    nbytes = prepare(threads, repeats, memory)
+    nbytes = prepare_run(threads, repeats, memory)
     text = read_prompt(None, str(prompt_file))
     engine = load(model, threads=threads, device="cpu")
     plan = batch.BatchPlan(engine.encode(text), lengths, counts, chosen, turn, repeats,
@@ -124,7 +124,7 @@ def batch(
     with document("batch", output, model=model, sha256_prompt=batch.sha256(plan.ids)) as filled:
         filled["machine"] = machine.description(engine.model.kernels)
         limits = measure_limits(nbytes, repeats, filled)
-        batch.measure(engine, plan, limits, filled, status)
+        batch.measure_batches(engine, plan, limits, filled, status)
         for table in batch.tables(filled):
             table.show()
 
@@ -145,7 +145,7 @@ def replay(
     from longdraft.bench.document import document
 
     with document("replay", output, prefill=prefill, penalty_window=penalty_window) as filled:
-        filled["files"] = replay.run(files, drafter or replay.DEFAULT_SETTINGS, prefill, penalty_window, model)
+        filled["files"] = replay.replay_files(files, drafter or replay.DEFAULT_SETTINGS, prefill, penalty_window, model)
 
 
 def peers(
@@ -170,7 +170,7 @@ def peers(
     """
     from longdraft.bench import peers as engines
     from longdraft.bench import peers_text
-    from longdraft.bench.document import document, prepare, status
+    from longdraft.bench.document import document, prepare_run, status
     from longdraft.files import read_prompt
     from longdraft.model import hub
     from longdraft.model.tokenizer import Tokenizer
@@ -181,7 +181,7 @@ def peers(
     within("--prefill", prefill, 0, MAX_TOKENS)
     within("--steps", steps, 1, 1000)
     within("--limit", limit, 1, 86400, "seconds")
-    prepare(threads, repeats)
+    prepare_run(threads, repeats)
     plan = engines.PeersPlan(model, hub.resolve(model), engines.named(peers), engines.interpreter(python), lengths,
                              prefill, steps, repeats, limit, prompt_tokens + new_tokens + 64 if prompt_file else 0)
     plan.check()
@@ -191,10 +191,10 @@ def peers(
         prompt = Tokenizer(plan.folder).encode(read_prompt(None, str(prompt_file)))[:prompt_tokens]
         check(len(prompt) == prompt_tokens, "tokens in --prompt-file", len(prompt), f"{prompt_tokens} or more")
     with document("peers", output) as filled:
-        engines.measure(plan, filled, status)
+        engines.measure_peers(plan, filled, status)
         for table in engines.tables(filled):
             table.show()
         if prompt:
-            peers_text.measure(plan, filled, prompt, new_tokens, draft, status)
+            peers_text.write_texts(plan, filled, prompt, new_tokens, draft, status)
             for table in peers_text.tables(filled):
                 table.show()

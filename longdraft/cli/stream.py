@@ -75,9 +75,9 @@ def write(job: Job) -> int:
                 generation.close()
         _finish(generation, job)
         if recorder and job.engine:
-            from longdraft.report.generation import render
+            from longdraft.report.generation import render_report
 
-            job.files["--report"].write(render(generation, job.engine, recorder).encode())
+            job.files["--report"].write(render_report(generation, job.engine, recorder).encode())
             job.files["--report"].finish()
         show_summary(generation, quiet=job.quiet, places=_places(generation, job))
         _tell_end(generation, job, interrupt)

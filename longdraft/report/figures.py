@@ -221,7 +221,7 @@ def data_url(figure: Figure) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def save(figure: Figure, *paths: Path) -> None:
+def save_figure(figure: Figure, *paths: Path) -> None:
     """Write the figure to files whose suffixes name their formats. Raises OutputError."""
     for path in paths:
         try:

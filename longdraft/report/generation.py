@@ -3,7 +3,7 @@
     recorder = TurnRecorder(max_new_tokens=1000)
     for event in generation:
         recorder.add(event)
-    Path("report.html").write_text(render(generation, engine, recorder))
+    Path("report.html").write_text(render_report(generation, engine, recorder))
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TurnRecorder:
         self._counts, self._seconds, self._turn_start = StepCounts(), 0.0, self._written
 
 
-def render(generation: Generation, engine: Engine, recorder: TurnRecorder) -> str:
+def render_report(generation: Generation, engine: Engine, recorder: TurnRecorder) -> str:
     """The HTML page."""
     recorder.end_turn()
     stats = generation.stats()
@@ -66,7 +66,7 @@ def render(generation: Generation, engine: Engine, recorder: TurnRecorder) -> st
                         {drafter: recorder.turns})
     statistics = [[key, _cell(stats[key])] for key in _SHOWN_STATISTICS]
     sources = [[source, f"{of['drafted']:,}", f"{of['accepted']:,}"] for source, of in stats["by_source"].items()]
-    return page.render(f"{stats['new_tokens']:,} tokens by {stats['model']}, drafted by {drafter}", [
+    return page.render_page(f"{stats['new_tokens']:,} tokens by {stats['model']}, drafted by {drafter}", [
         page.Section("Statistics", tables=[
             Table("Statistics", ["", "value"], statistics),
             Table("Draft tokens", ["source", "drafted", "accepted"], sources)]),

@@ -44,7 +44,7 @@ class Section(NamedTuple):
     colours: Mapping[str, str] = {}
 
 
-def render(title: str, sections: Iterable[Section]) -> str:
+def render_page(title: str, sections: Iterable[Section]) -> str:
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,
                               lstrip_blocks=True)
     environment.filters["data_url"] = figures.data_url

@@ -31,13 +31,13 @@ EXPERIMENT = {
 
 
 def plan_of(data=EXPERIMENT, **changes) -> runner.ExperimentPlan:
-    chosen = experiments.parse(data)
+    chosen = experiments.parse_experiment(data)
     plan = runner.ExperimentPlan(chosen, chosen.scale("default"), "default", Path("text.txt"), [7], 1)
     return plan._replace(**changes)
 
 
 def measured(engine, output=None, **changes):
-    return runner.run(plan_of(**changes), engine, engine.encode(TEXT), output, {})
+    return runner.run_experiment(plan_of(**changes), engine, engine.encode(TEXT), output, {})
 
 
 def bench(capfd, *arguments):

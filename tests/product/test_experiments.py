@@ -76,12 +76,12 @@ def test_an_experiment_is_measured_and_its_tables_filled(engine):
 
 
 def test_options_can_name_the_length_of_the_prompt(output):
-    text = next(iter(stored.read(output).texts.values()))
+    text = next(iter(stored.read_results(output).texts.values()))
     assert text.about["systems"]["paper"]["options"]["budget"] == 100
 
 
 def test_all_systems_write_one_text_except_with_the_published_rule(output):
-    text = next(iter(stored.read(output).texts.values()))
+    text = next(iter(stored.read_results(output).texts.values()))
     hashes = {name: [turn["sha256_tokens"] for turn in written] for name, written in text.turns.items()}
     assert hashes["plain"] == hashes["magicdec"] == hashes["paper"] == hashes["independent"] != hashes["per-path"]
 
@@ -97,7 +97,7 @@ def test_a_cut_run_continues_and_measures_only_what_is_missing(engine, output, t
         written.append(end) or _write(text, end)))
     results = measured(engine, cut)
     assert written.count(15) == 2  # the first round of the first text is not measured again
-    for key, text in stored.read(output).texts.items():
+    for key, text in stored.read_results(output).texts.items():
         again = results.texts[key]
         for system in text.turns:
             assert (again.tokens(system) == text.tokens(system)).all()
@@ -138,7 +138,7 @@ def test_mixed_devices_or_settings_are_refused(output, change):
     with output.open("a") as file:
         file.write(json.dumps(session | change) + "\n")
     with pytest.raises(UsageError, match=f"mix machines or settings: {next(iter(change))}: "):
-        stored.read(output)
+        stored.read_results(output)
 
 
 def test_a_comparison_of_different_texts_fails(output):
@@ -147,7 +147,7 @@ def test_a_comparison_of_different_texts_fails(output):
     liar["sha256_tokens"] = "0" * 64
     output.write_text("".join(json.dumps(record) + "\n" for record in records))
     with pytest.raises(UsageError, match="plain and magicdec wrote different texts, somewhere before token 15"):
-        stored.read(output)
+        stored.read_results(output)
 
 
 def test_different_texts_fail_while_measuring_too(engine, monkeypatch):
@@ -184,7 +184,7 @@ def test_a_slowed_system_shows_up_as_slower(engine, monkeypatch):
 
 @pytest.mark.parametrize("name", ["paper", "ablation", "segments"])
 def test_bundled_experiments_can_run_at_every_scale(name):
-    found = experiments.load(name)
+    found = experiments.load_experiment(name)
     for scale in found.scales.values():
         plan = found.plan(scale, [7], 1)
         assert all(names[0] == "plain" and len(names) > 1 for names in plan.values())
@@ -195,9 +195,10 @@ def test_bundled_experiments_can_run_at_every_scale(name):
 
 def test_published_values_are_those_of_the_paper():
     """A sample: tables 3, 4, 5, 6, 7, 13 and 15, and the identity of figure 3 and table 12."""
-    tables = {table.id: {case.name: case for case in table.cases} for table in experiments.load("paper").tables}
+    paper = experiments.load_experiment("paper")
+    tables = {table.id: {case.name: case for case in table.cases} for table in paper.tables}
     assert set(tables) == {"1", "3", "4", "F1", "F3", "5", "6", "7", "8", "12", "13", "14", "15", "16"}
-    llama = {case.prefill: case.paper["LLaMA3.1-8B"] for case in experiments.load("paper").tables[1].cases
+    llama = {case.prefill: case.paper["LLaMA3.1-8B"] for case in experiments.load_experiment("paper").tables[1].cases
              if case.system == "tokenswift-per-path"}
     assert llama[4096]["speedup"] == [1.93, 2.47, 2.88, 3.13, 3.27] and llama[8192]["alpha"][-1] == 0.90
     assert tables["4"]["TokenSwift, published rule"].paper["Qwen2.5-14B"]["minutes_reference"][-1] == 474.6
@@ -231,7 +232,7 @@ def test_a_faulty_experiment_gets_one_clear_line(mistake, tmp_path):
     if isinstance(given, str):
         path.write_text(given)
     with pytest.raises(UsageError) as caught:
-        experiments.parse(EXPERIMENT | given) if isinstance(given, dict) else experiments.load(
+        experiments.parse_experiment(EXPERIMENT | given) if isinstance(given, dict) else experiments.load_experiment(
             "nowhere" if given is None else str(path))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 

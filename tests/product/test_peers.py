@@ -19,7 +19,7 @@ from longdraft.bench import peers, peers_text
 def texts_of(model, names, draft=None, **changes):
     plan = peers.PeersPlan(str(model), model, peers.named(names), peers.interpreter(None), [20], 0, 1, 2, 600, 128)
     report = {"repeats": 2}
-    peers_text.measure(plan._replace(**changes), report, list(range(5, 65)), 12, draft, contextlib.nullcontext)
+    peers_text.write_texts(plan._replace(**changes), report, list(range(5, 65)), 12, draft, contextlib.nullcontext)
     return report
 
 

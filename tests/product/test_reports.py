@@ -29,8 +29,8 @@ def golden(name: str, text: str) -> None:
 
 
 def test_golden_results_give_golden_tables():
-    results = stored.read(GOLDEN / "results.jsonl")
-    plan = experiments.parse(json.loads((GOLDEN / "experiment.json").read_text()))
+    results = stored.read_results(GOLDEN / "results.jsonl")
+    plan = experiments.parse_experiment(json.loads((GOLDEN / "experiment.json").read_text()))
     grids = measures.tables(results, plan, plan.scale("default"))
     golden("tables.md", "\n".join(each.markdown() for each in grids))
     golden("tables.tex", "\n".join(each.latex() for each in grids))
@@ -73,7 +73,7 @@ cases = [{ name = "magicdec", system = "magicdec" }]
     assert "1. One" in out
     last = json.loads(out.splitlines()[-1])
     assert last["bench"] == "mine" and len(last["tables"][0]["cases"][0]["measures"]["speedup"]) == 2
-    limits = stored.read(output).sessions[0]["limits"]
+    limits = stored.read_results(output).sessions[0]["limits"]
     assert limits["read_bandwidth_gb_per_s"] > 0 and limits["peak_gflop_per_s"]["bfloat16"] > 0
     bench(capfd, "report", str(output), "--output", str(folder), "--experiment", str(tmp_path / "mine.toml"))
     page = (folder / "report.html").read_text()
@@ -121,7 +121,7 @@ def test_kept_results_can_be_compared_and_name_their_model():
     kept = list((ROOT / "benchmarks" / "results").glob("*.jsonl"))
     assert kept
     for path in kept:
-        for session in stored.read(path).sessions:
+        for session in stored.read_results(path).sessions:
             assert len(session["weights_sha256"]) == 64 and len(session["prompt_sha256"]) == 64
             assert not session["commit"].endswith("-dirty")
 
@@ -140,4 +140,4 @@ def test_segments_add_up_to_a_whole_text(script):
 
 def test_segments_of_a_single_context_say_nothing_of_a_whole_text(script):
     with pytest.raises(UsageError, match="no system at two contexts"):
-        script("extrapolate").table(stored.read(GOLDEN / "results.jsonl"), 4096, 100_000)
+        script("extrapolate").table(stored.read_results(GOLDEN / "results.jsonl"), 4096, 100_000)

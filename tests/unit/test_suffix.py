@@ -344,7 +344,7 @@ def test_replayed_files_of_the_same_name_get_distinct_labels(tmp_path, capsys):
         (tmp_path / folder).mkdir()
         np.save(tmp_path / folder / "text.npy", np.array(prompt_of(40 + place), np.int32))
     files = [tmp_path / folder / "text.npy" for folder in ("a", "b", "b")]
-    figures = replay.run(files, ["ngram"], 30, 0, "unused")
+    figures = replay.replay_files(files, ["ngram"], 30, 0, "unused")
     assert {name: [figure["tokens"] for figure in found] for name, found in figures.items()} == {
         "a/text.npy": [10], "b/text.npy": [11]}
     assert "b/text.npy: 41 tokens" in capsys.readouterr().out
