@@ -1,9 +1,9 @@
 """The self-drafting chain of `tokenswift` and `magicdec`: the target itself drafts, on a partial KV cache.
 
-    root ── t1 ── t2 ── ... ── tN ─┬─ a ── x       t1 .. tN  `chain` forwards of the target on the partial cache
-      │      └ t1'                 │  └── y       t1'       a second guess where the first is unsure (`width`, `margin`)
-      │                            └─ b ── x       a, b, x, y  the template `tree`: trained heads on the last row
-      └─ s1 ── s2 ── s3                            n-grams behind a and b; suffix matches (s) behind the root
+    root ─┬─ t1 ── t2 ── ... ── tN ─┬─ a ─┬─ x        t1 .. tN  one forward of the target on the partial cache each
+          ├─ t1'                    │     └─ g1 ── g2  t1'       a second guess where the first is unsure
+          │                         └─ b ─── x        a, b      one more forward; then x: trained heads on its row
+          └─ s1 ── s2 ── s3                           g, s      n-grams behind a and b; suffix matches
 
 One class drafts for both; they differ in their parts:
 
