@@ -58,8 +58,8 @@ def random_tree(context: Context, nodes: int, vocabulary: int, seed: int) -> Tre
 
 
 @pytest.mark.parametrize("law, length", [*((law, 40) for law in LAWS), ("paper", 3)])
-def test_the_device_chooses_what_the_host_would_to_the_bit(law, length):
-    """At every node, from the same logits: penalty, bans, min-p, noise; and it walks as the host does."""
+def test_the_device_chooses_the_same_tokens_as_the_host(law, length):
+    """At every node, from the same logits: penalty, bans, min-p, noise. The walk along the tree is the same too."""
     vocabulary = 1300
     params = SamplingParams(max_new_tokens=50, seed=2**64 - 59, **LAWS[law])
     context = Context([(7 * i) % 90 for i in range(length)])
@@ -92,7 +92,7 @@ def test_the_device_chooses_what_the_host_would_to_the_bit(law, length):
 
 
 def test_the_device_draws_the_same_random_bits():
-    """As integers, the noise's definition; through the kernel that compares them."""
+    """The token with the largest random bits of the definition is chosen, because all logits are equal."""
     params = SamplingParams(max_new_tokens=1, seed=99)
     kernel = kernels.choose(DEVICE, "float32", NAME)
     sampler, vocabulary = Sampler(params, kernels=kernel), 2100
@@ -175,7 +175,7 @@ def test_drafters_that_lie_change_nothing(model, plain, kind):
         assert tally.accepted.total() > 0 and tally.steps < NEW
 
 
-def test_a_cache_of_8_bits_keeps_the_promise(folders):
+def test_with_an_8_bit_cache_speculative_text_equals_plain_text(folders):
     model = load(folders["model"], NAME + "-fp8")
     text = generate(model, prompt_of(LENGTH), PARAMS, by_name("plain"))
     drafter = liar("half true", text, LENGTH)
@@ -187,8 +187,8 @@ def engine_of(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, drafter
     return longdraft.load(str(folders["model"]), drafter=drafter, device=DEVICE, dtype="float32")
 
 
-def test_a_text_that_was_cut_goes_on_to_the_same_end(folders, monkeypatch, tmp_path):
-    """Written tokens are read again by the kernels that wrote them, the prompt by those of prompts."""
+def test_a_resumed_text_equals_the_uninterrupted_text(folders, monkeypatch, tmp_path):
+    """The resumed run reads the prompt and the written tokens with the same kernels as the first run."""
     engine = engine_of(folders, monkeypatch)
     whole = engine.generate(prompt_of(30), PARAMS)
     *_, last = whole
@@ -202,7 +202,7 @@ def test_a_text_that_was_cut_goes_on_to_the_same_end(folders, monkeypatch, tmp_p
     assert remainder.tokens.tolist() == whole.tokens.tolist()
 
 
-def test_the_cache_is_reserved_whole_and_too_long_a_text_says_what_would_fit(folders, monkeypatch):
+def test_the_cache_is_reserved_in_full_and_an_error_says_how_many_tokens_would_fit(folders, monkeypatch):
     engine = engine_of(folders, monkeypatch)
     text = engine.generate(prompt_of(30), PARAMS)
     before = text.cache_bytes
@@ -219,7 +219,7 @@ def test_the_cache_is_reserved_whole_and_too_long_a_text_says_what_would_fit(fol
         engine_of(folders, monkeypatch)
 
 
-def test_a_bucket_of_rows_has_its_memory_and_its_graph_once(model):
+def test_a_bucket_of_rows_allocates_its_buffers_and_graph_once(model):
     from longdraft.kernels.cuda.decoder import BUCKETS
 
     seen = []
@@ -247,7 +247,7 @@ def test_a_bucket_of_rows_has_its_memory_and_its_graph_once(model):
     assert len(set(seen)) == 2
 
 
-def test_names_are_refused_where_they_cannot_run(monkeypatch):
+def test_kernel_names_that_the_device_cannot_run_are_refused(monkeypatch):
     with pytest.raises(UsageError, match=r"allowed on cuda: auto, triton-64, triton-32, triton-16, .*-fp8, reference"):
         kernels.choose("cuda", "bfloat16", "amx")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -44,7 +44,7 @@ def rows_of(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> t
 
 
 def reference(dtype: str) -> ReferenceKernels:
-    """Rounds to the dtype where the definition does, float16 included, which users of the CPU are not offered."""
+    """The reference, with rounding to `dtype`: also float16, which `kernels.choose` does not offer on the CPU."""
     kernel = ReferenceKernels(DEVICE, "float32")
     kernel.dtype = getattr(torch, dtype)
     return kernel
@@ -57,7 +57,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, dtype: str, times: float = 
 @every_dtype
 @pytest.mark.parametrize("is_int8", [False, True], ids=["as it is", "int8"])
 @pytest.mark.parametrize("shape", [(70, 48), (130, 128)])
-def test_linears_agree_with_the_reference_and_rows_do_not_know_one_another(dtype, is_int8, shape):
+def test_linears_agree_with_the_reference_and_are_row_invariant(dtype, is_int8, shape):
     ours, definition = kernels(dtype), reference(dtype)
     weight, bias = rows_of(*shape, seed=1) / math.sqrt(shape[1]), rows_of(shape[0], seed=2)
     x = rows_of(18, shape[1], dtype=ours.dtype)
@@ -71,7 +71,7 @@ def test_linears_agree_with_the_reference_and_rows_do_not_know_one_another(dtype
     close(packed.matmul(x), definition.linear(x, wanted), dtype, times=4)
 
 
-def test_a_large_weight_is_read_in_parts_that_its_shape_alone_decides():
+def test_the_splits_of_a_large_weight_depend_on_its_shape_alone():
     packed = kernels().pack(rows_of(64, 1024, seed=1))
     assert packed.splits > 1
     small, large = (packed.partial_sums(rows_of(n, 1024), 16).sums.shape for n in (1, 17))
@@ -80,7 +80,7 @@ def test_a_large_weight_is_read_in_parts_that_its_shape_alone_decides():
 
 @every_dtype
 @pytest.mark.parametrize("rounds_once", [False, True])
-def test_what_is_done_row_by_row_agrees_with_the_reference(dtype, rounds_once):
+def test_norms_activations_and_rotations_agree_with_the_reference(dtype, rounds_once):
     ours, definition = kernels(dtype), reference(dtype)
     x, norm = rows_of(5, 90, dtype=ours.dtype), rows_of(90, seed=1, dtype=ours.dtype)
     heads, cos, sin = rows_of(5, 3, 20, dtype=ours.dtype), rows_of(5, 10, seed=4), rows_of(5, 10, seed=5)
@@ -107,7 +107,7 @@ if HAS_CUDA:
 
 @pytest.mark.parametrize("dtype, name, shape", CASES, ids=str)
 def test_a_tree_node_gets_the_bits_of_plain_decoding(dtype, name, shape):
-    """Nodes against the same text laid out flat and decoded one row at a time; and against the formula."""
+    """Compare nodes with the same text decoded one row at a time, and with the formula in double precision."""
     length, rows, kv_heads, group, dim, window = shape
     kernel, heads = kernels(dtype, name), kv_heads * group
     prefix_k, prefix_v = (rows_of(length, kv_heads, dim, seed=s, dtype=kernel.dtype) for s in (1, 2))
@@ -134,8 +134,8 @@ def test_a_tree_node_gets_the_bits_of_plain_decoding(dtype, name, shape):
 
 
 @pytest.mark.parametrize("name", ["triton-16", "triton-16-fp8"])
-def test_drafted_rows_leave_no_trace_in_what_is_committed(name):
-    """Read with a length that is shorter than the text, too: glide's layer does that with the target's cache."""
+def test_drafted_rows_change_no_committed_row(name):
+    """Also when the length is shorter than the text, as in glide's layer, which reads the target's cache."""
     kernel = kernels("float16", name)
     store = kernel.new_store(2, 16)
     k, v = (rows_of(90, 2, 16, seed=s, dtype=kernel.dtype) for s in (1, 2))
@@ -164,7 +164,7 @@ def test_rows_are_read_kept_and_copied_as_they_were_written(dtype):
                 assert torch.equal(rows[head], source[layer, kept[chosen[2 * layer + head]], head])
 
 
-def test_a_store_that_grows_keeps_what_it_holds_and_where():
+def test_a_store_that_grows_keeps_its_rows_and_their_positions():
     kernel = kernels()
     store = kernel.new_store(1, 16)
     k = rows_of(1000, 1, 16)
@@ -188,7 +188,7 @@ def test_weights_are_the_attention_of_the_queries(name):
     torch.testing.assert_close(*found, atol=2e-3, rtol=0.02)
 
 
-def test_a_cache_of_8_bits_is_half_as_large_and_near():
+def test_an_8_bit_cache_takes_half_the_memory_and_approximates_the_rows():
     exact, small = kernels("float16"), kernels("float16", "triton-16-fp8")
     k = rows_of(150, 2, 128, dtype=torch.float16)
     stores = [kernel.new_store(2, 128) for kernel in (exact, small)]
@@ -263,8 +263,8 @@ if HAS_CUDA:
 
 
 @pytest.mark.parametrize("dtype, family, has_remainder", MIXED)
-def test_layers_agree_with_the_reference_and_rows_do_not_know_one_another(dtype, family, has_remainder):
-    """The whole decoder over several layers, in buckets of rows; a remainder that is a function of the query."""
+def test_layers_agree_with_the_reference_and_are_row_invariant(dtype, family, has_remainder):
+    """The decoder over several layers, in buckets of rows, with a remainder that is a function of the query."""
     geometry, norms, bias = FAMILIES[family]
     heads, kv_heads, dim = geometry[:3]
     num, rows, length, results = 2, 5, 40, []  # the second layer has a window of 30
@@ -324,8 +324,8 @@ def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family, monkeypatc
         close(got, expected, dtype, times=20)
 
 
-def test_a_cache_that_is_gone_is_held_by_nothing():
-    """Stages and graphs of many rows and caches are kept, but not the caches, and none of a text that has ended."""
+def test_nothing_keeps_the_cache_of_a_finished_request_alive():
+    """Buffers and graphs are cached, but hold no cache alive, and are dropped when their cache is freed."""
     geometry = Geometry(2, 1, 16, 1e-5)
     kernel = kernels("float16")
     decoder = kernel.new_decoder(layers_of(kernel, geometry, 1, "none", False), geometry)
@@ -343,9 +343,8 @@ def test_a_cache_that_is_gone_is_held_by_nothing():
         assert gone() is None and not decoder._buffers
 
 
-def test_what_the_device_does_is_checked_and_not_believed(monkeypatch):
-    """One layer, a tree of 9 rows that crosses the end of a split; then with a product that depends on
-    how many rows there are."""
+def test_the_row_invariance_check_detects_a_wrong_product(monkeypatch):
+    """The tree crosses the end of a split. The wrong product depends on the number of rows."""
     geometry = Geometry(2, 1, 16, 1e-5)
     kernel = kernels("float16", "triton-64")
     decoder = kernel.new_decoder(layers_of(kernel, geometry, 1, "none", False), geometry)
@@ -362,7 +361,7 @@ def test_what_the_device_does_is_checked_and_not_believed(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_damaged_numbers_stay_visible(bad):
+def test_nan_and_infinity_propagate_to_the_results(bad):
     kernel = kernels("float16")
     store = kernel.new_store(2, 16)
     held = rows_of(300, 2, 16, dtype=kernel.dtype)
@@ -377,7 +376,7 @@ def test_damaged_numbers_stay_visible(bad):
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, 1], [-1, 0, 0]])
-def test_a_damaged_guess_spoils_nobody_else(parents):
+def test_a_drafted_row_that_is_not_finite_changes_no_other_row(parents):
     kernel = kernels("float16")
     store = kernel.new_store(1, 16)
     prefix = rows_of(20, 1, 16, dtype=kernel.dtype)
@@ -393,7 +392,7 @@ def test_a_damaged_guess_spoils_nobody_else(parents):
     assert later.isfinite().all()
 
 
-def test_what_does_not_fit_is_refused():
+def test_arguments_that_do_not_fit_are_refused():
     kernel = kernels()
     store = kernel.new_store(2, 16)
     store.write(0, rows_of(9, 2, 16), rows_of(9, 2, 16))

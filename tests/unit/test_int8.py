@@ -1,4 +1,4 @@
-"""int8 weights: what they are, what kernels make of them, and that models of them keep the promise."""
+"""int8 weights: their definition, their products, and that speculative text equals plain text with them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @given(rows=st.integers(1, 9), width=st.integers(1, 70), magnitude=st.sampled_from([1e-30, 1e-3, 1.0, 1e4]),
        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), seed=st.integers(0, 99))
 @settings(max_examples=50, deadline=None)
-def test_no_weight_is_off_by_more_than_half_a_scale(rows, width, magnitude, dtype, seed):
+def test_the_error_of_a_weight_is_at_most_half_a_scale(rows, width, magnitude, dtype, seed):
     weight = (torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * magnitude).to(dtype)
     values, scale = quantise(weight)
     assert values.abs().max() <= 127
@@ -36,7 +36,7 @@ def test_no_weight_is_off_by_more_than_half_a_scale(rows, width, magnitude, dtyp
     assert (off <= scale.double()[:, None] * 0.50001).all()
 
 
-def test_large_weights_are_quantised_as_small_ones_are(monkeypatch):
+def test_chunked_quantisation_equals_quantisation_in_one_piece(monkeypatch):
     weight = torch.randn(50, 30)
     whole = quantise(weight)
     monkeypatch.setattr("longdraft.kernels.int8._CHUNK_ELEMENTS", 100)
@@ -45,7 +45,7 @@ def test_large_weights_are_quantised_as_small_ones_are(monkeypatch):
 
 @every_kernel
 @every_dtype
-def test_rows_of_zeros_stay_so_and_damaged_rows_stay_visible(name, dtype):
+def test_rows_of_zeros_stay_zero_and_damaged_rows_become_nan(name, dtype):
     kernel = kernels.choose("cpu", dtype, name)
     weight = torch.randn(70, 40)
     weight[3], weight[5, 7], weight[6, 1], weight[8] = 0.0, float("nan"), float("-inf"), 1e-44
@@ -59,8 +59,8 @@ def test_rows_of_zeros_stay_so_and_damaged_rows_stay_visible(name, dtype):
 
 @every_kernel
 @every_dtype
-def test_the_product_is_that_of_the_quantised_weight(name, dtype):
-    """Against the formula in double precision: whole numbers, then the scale, then the bias."""
+def test_the_product_equals_that_of_the_dequantised_weight(name, dtype):
+    """Compare with the formula in double precision: integers, then the scale, then the bias."""
     kernel = kernels.choose("cpu", dtype, name)
     torch.manual_seed(0)
     weight, bias, x = torch.randn(130, 300), torch.randn(130), torch.randn(40, 300).to(kernel.dtype)
@@ -112,7 +112,7 @@ def test_every_drafter_writes_the_plain_text_of_the_quantised_model(quantised, p
 
 @every_kernel
 @every_dtype
-def test_every_kernel_keeps_the_promise_of_an_untied_biased_model(tmp_path_factory, name, dtype):
+def test_speculative_equals_plain_for_an_untied_biased_model_on_every_kernel(tmp_path_factory, name, dtype):
     folder = tmp_path_factory.mktemp("int8")
     make_checkpoint(folder, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, num_key_value_heads=2)
     model = load(folder, dtype, name, "int8")
@@ -123,7 +123,7 @@ def test_every_kernel_keeps_the_promise_of_an_untied_biased_model(tmp_path_facto
     assert again == expected
 
 
-def test_the_quantised_model_is_another_model_and_statistics_say_so(tiny):
+def test_statistics_and_tokens_of_the_quantised_model_differ(tiny):
     params = longdraft.SamplingParams(max_new_tokens=40, seed=1)
     stats = []
     for quantize, drafter in (("none", "plain"), ("int8", "plain"), ("int8", "suffix")):
@@ -160,7 +160,7 @@ def test_kernels_and_steps_are_measured_with_int8(tiny, tmp_path):
     assert report["contexts"][0]["weights_bytes"] == sum(linear.nbytes for linear in linears)
 
 
-def test_perplexity_of_both_side_by_side(tiny, tmp_path, capsys):
+def test_perplexity_with_and_without_quantisation(tiny, tmp_path, capsys):
     (tmp_path / "novel.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 9)
     command = ["bench", "perplexity", "--text", str(tmp_path / "novel.txt"), "--model", str(tiny["mha"]), "--context",
                "100", "--tokens", "350", "--repeats", "1", "--output", str(tmp_path / "out.json")]

@@ -1,4 +1,4 @@
-"""Row invariance of every variant to the bit, and agreement with obvious formulas and the reference."""
+"""The CPU kernels: row invariance of every variant to the bit, and agreement with formulas and the reference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ every_storage = pytest.mark.parametrize("is_int8", [False, True], ids=["as it is
 @every_storage
 @given(rows=st.integers(1, 20), width=st.sampled_from([16, 33, 96, 130]), seed=st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
-def test_a_row_does_not_depend_on_its_company(name, dtype, is_int8, rows, width, seed):
+def test_a_row_does_not_depend_on_other_rows(name, dtype, is_int8, rows, width, seed):
     k = kernels.choose("cpu", dtype, name)
     x = random_rows(rows, width, seed=seed, dtype=k.dtype)
     weight = k.pack(random_rows(70, width, seed=1), random_rows(70, seed=2), is_int8=is_int8)
@@ -50,7 +50,7 @@ def test_a_row_does_not_depend_on_its_company(name, dtype, is_int8, rows, width,
        seed=st.integers(0, 10**6))
 @settings(max_examples=20, deadline=None)
 def test_a_tree_node_gets_the_bits_of_plain_decoding(name, dtype, length, rows, kv_heads, group, dim, window, seed):
-    """Every node, against the same text laid out flat and decoded one row at a time; and against the formula."""
+    """Compare every node with the same text decoded one row at a time, and with the formula in double precision."""
     kernel = kernels.choose("cpu", dtype, name)
     heads = kv_heads * group
     prefix_k, prefix_v = (random_rows(length, kv_heads, dim, seed=s, dtype=kernel.dtype) for s in (1, 2))
@@ -76,7 +76,7 @@ def test_a_tree_node_gets_the_bits_of_plain_decoding(name, dtype, length, rows, 
 
 
 @every_kernel
-def test_drafted_rows_leave_no_trace_in_what_is_committed(name):
+def test_drafted_rows_change_no_committed_row(name):
     kernel = kernels.choose("cpu", "float32", name)
     store = kernel.new_store(2, 8)
     store.reserve(20)
@@ -203,8 +203,8 @@ def test_hostile_tensors_are_refused_or_handled(name):
 
 @pytest.mark.parametrize("name", kernels.available()[:-1])
 @every_dtype
-def test_what_a_partial_cache_needs_agrees_with_the_reference(name, dtype):
-    """Copies between stores, and the remainders of the last rows."""
+def test_copies_and_remainders_agree_with_the_reference(name, dtype):
+    """Copies between stores, and the remainders of the last rows of a text."""
     layers, kv_heads, heads, dim, length = 2, 2, 6, 24, 500
     k, v = (random_rows(layers, length, kv_heads, dim, seed=s) for s in (1, 2))
     q = random_rows(layers, 3, heads, dim, seed=3)
@@ -228,8 +228,8 @@ def test_what_a_partial_cache_needs_agrees_with_the_reference(name, dtype):
 
 @pytest.mark.parametrize("name", kernels.available()[:-1])
 @every_dtype
-def test_layers_whose_cache_leaves_something_out_agree_with_the_reference(name, dtype):
-    """One layer over a store and a remainder that is a function of the query."""
+def test_layers_with_a_remainder_agree_with_the_reference(name, dtype):
+    """One layer that reads a store and a remainder, which is a function of the query."""
     heads, kv_heads, dim, hidden, rows = 6, 2, 20, 48, 3
     results = []
     for kernel in (kernels.choose("cpu", dtype, name), kernels.choose("cpu", dtype, "reference")):
@@ -262,7 +262,7 @@ def test_an_unknown_variant_is_refused_and_the_known_ones_are_listed(monkeypatch
         kernels.choose("cpu", "float32")
 
 
-def test_without_the_extension_the_reference_serves_and_says_so(monkeypatch, caplog):
+def test_without_the_compiled_module_the_reference_is_used_and_a_warning_logged(monkeypatch, caplog):
     from longdraft.kernels import native
 
     monkeypatch.setattr(native, "IMPORT_ERROR", "no module named _cpu")
@@ -273,8 +273,8 @@ def test_without_the_extension_the_reference_serves_and_says_so(monkeypatch, cap
 @pytest.mark.parametrize("name", kernels.available()[:-1])
 @every_dtype
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_damaged_numbers_stay_visible(name, dtype, bad):
-    """NaN weights must end as an error about the model, not as plausible text."""
+def test_nan_and_infinity_propagate_to_the_results(name, dtype, bad):
+    """NaN weights must lead to an error about the model, not to plausible text."""
     kernel = kernels.choose("cpu", dtype, name)
     store = kernel.new_store(2, 16)
     store.write(0, random_rows(300, 2, 16), random_rows(300, 2, 16))
@@ -291,8 +291,8 @@ def test_damaged_numbers_stay_visible(name, dtype, bad):
 
 @every_kernel
 @pytest.mark.parametrize("is_chain", [True, False])
-def test_a_damaged_guess_spoils_nobody_else(name, is_chain):
-    """A drafted token whose values are not finite weighs nothing for the rows before and beside it, now and later."""
+def test_a_drafted_row_that_is_not_finite_changes_no_other_row(name, is_chain):
+    """Values that are not finite reach no row before or beside their own, in this forward or a later one."""
     kernel = kernels.choose("cpu", "bfloat16", name)
     store = kernel.new_store(1, 16)
     prefix = random_rows(20, 1, 16, dtype=kernel.dtype)
@@ -309,7 +309,7 @@ def test_a_damaged_guess_spoils_nobody_else(name, is_chain):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_child_has_threads_of_its_own():
+def test_a_forked_child_starts_its_own_threads():
     kernel = kernels.choose("cpu", "float32")
     x, weight = random_rows(8, 512), kernel.pack(random_rows(2048, 512, seed=1))
     kernels.set_threads(2)
