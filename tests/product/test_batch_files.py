@@ -69,8 +69,8 @@ def test_other_models_settings_and_jobs_are_refused(chatty, job, tmp_path):
         run(rows, output, job, in_process)
     with pytest.raises(UsageError, match="input and output are both"):
         run(rows, rows, job, in_process)
+    novel, other = put(tmp_path / "novel.jsonl", [{"chapter": 1}]), replace(job, work_folder=tmp_path / "other")
     with pytest.raises(UsageError, match=r"line 1 of the output .* is no record"):
-        novel, other = put(tmp_path / "novel.jsonl", [{"chapter": 1}]), replace(job, work_folder=tmp_path / "other")
         run(rows, novel, other, in_process)
     assert records(tmp_path / "novel.jsonl") == [{"chapter": 1}]
 
