@@ -67,6 +67,40 @@ def test_imports_point_down_the_floors(path):
         assert below, f"{relative} (floor {FLOORS[here]}) imports {module} (floor {FLOORS[there]})"
 
 
+def import_graph() -> dict[str, set[str]]:
+    """Module -> modules that it imports, anywhere in its text: in functions and under `TYPE_CHECKING` too."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+             for pattern in ("*.py", "*.pyi") for path in PACKAGE.rglob(pattern)}
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {name if name in files else str(node.module) for name in names}
+        graph[module] = (found & files.keys()) - {module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> set[str]:
+    """The nodes that are left after removing, again and again, those without edges and those without edges to them."""
+    left = set(graph)
+    while True:
+        targets = {target for node in left for target in graph[node] & left}
+        kept = {node for node in left if graph[node] & left and node in targets}
+        if kept == left:
+            return left
+        left = kept
+
+
+def test_modules_do_not_import_one_another_in_circles():
+    """... within a package, in functions and under `TYPE_CHECKING` included."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == {"a", "b", "c"}
+    assert not circles(import_graph())
+
+
 def test_no_two_units_import_one_another():
     graph: dict[str, set[str]] = {}
     for path in modules():
