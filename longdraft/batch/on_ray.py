@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-import longdraft
 from longdraft import kernels
 from longdraft.batch import work_folder
 from longdraft.batch.local import Check, Executor
@@ -243,7 +242,7 @@ def _actor(job: BatchJob) -> type:
     Ray pickles it by value, and its methods import `longdraft` themselves: no part of the package may be imported
     before the path is set. The job is part of the class, because Ray keeps arguments in the memory of one node.
     """
-    pickled, home = pickle.dumps(job), str(Path(longdraft.__file__).parents[1])
+    pickled, home = pickle.dumps(job), str(Path(kernels.__file__).parents[2])
 
     class Actor:
         def __init__(self) -> None:
