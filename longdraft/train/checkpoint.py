@@ -1,6 +1,6 @@
-"""Checkpoints of a training: one safetensors file, its JSON state in the header, replaced in one rename.
+"""Checkpoints of a training: one safetensors file with the JSON state in its header, replaced by one rename.
 
-One file, because two cannot be replaced at once: a kill at any moment leaves the last whole checkpoint.
+It is one file because two cannot be replaced atomically: a kill at any moment leaves the last whole checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Checkpoint(NamedTuple):
 
 
 def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Parameters, optimizer moments and whatever JSON `state` says, written whole or not at all."""
+    """Write parameters, optimizer moments and the JSON `state` in one atomic step."""
     tensors = {_PARAMETER + name: p.detach().cpu() for name, p in module.named_parameters()}
     for index, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"{_OPTIMIZER}{index}.{name}": value.detach().cpu() for name, value in moments.items()}
@@ -40,26 +40,26 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, state:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
-    """A safetensors file that is either the old one or the whole new one, whenever one looks. OutputError where there
-    is no room for it, or whatever else the system says."""
+    """Replace a safetensors file in one atomic step. Raises OutputError if the system refuses, such as on a full
+    disk."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.touch()
         mode = stat.S_IMODE(partial.stat().st_mode)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, dict(header))
-        partial.chmod(mode)  # save_file leaves a file that only its owner can read
+        partial.chmod(mode)  # save_file makes a file that only its owner can read
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; what was saved before "
-                          "stands: make room, then go on with --resume") from error
+        raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; the last checkpoint is "
+                          "kept: free disk space, then continue with --resume") from error
 
 
 def load(path: Path) -> Checkpoint:
-    """Raises ModelError where the file is not a checkpoint of this format."""
+    """Raises ModelError if the file is not a checkpoint of this format."""
     try:
         with safe_open(path, framework="pt") as file:
             state = json.loads((file.metadata() or {})["longdraft"])
@@ -73,12 +73,12 @@ def load(path: Path) -> Checkpoint:
 
 
 def restore(checkpoint: Checkpoint, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put a checkpoint's parameters and moments where they were."""
+    """Copy a checkpoint's parameters and moments into the module and the optimizer."""
     parameters = dict(module.named_parameters())
     stored = {name.removeprefix(_PARAMETER): tensor for name, tensor in checkpoint.tensors.items()
               if name.startswith(_PARAMETER)}
     if stored.keys() != parameters.keys():
-        raise ModelError(f"the checkpoint holds {sorted(stored)}, wanted {sorted(parameters)}")
+        raise ModelError(f"the checkpoint holds {sorted(stored)}, expected {sorted(parameters)}")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(stored[name])

@@ -2,7 +2,7 @@
 
     longdraft train heads --data books.parquet --output my-heads
 
-The options of a command are the fields of its settings (longdraft/train/settings.py), with what is said of them there.
+The options of a command are the fields of its settings (longdraft/train/settings.py).
 """
 
 from __future__ import annotations
@@ -20,36 +20,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longdraft.errors import UsageError
-from longdraft.train.presets import PRESETS
-from longdraft.train.settings import DraftSettings, GlideSettings, HeadSettings, LmSettings, Settings
+from longdraft.train.settings import PRESETS, DraftSettings, GlideSettings, HeadSettings, LmSettings, TrainingSettings
 
 if TYPE_CHECKING:
     from longdraft.train.job import Result
 
-app = typer.Typer(no_args_is_help=True, help="Train what drafts: heads, a glide layer, a small model.")
+app = typer.Typer(no_args_is_help=True, help="Train drafters: heads, a glide layer or a small model.")
 
 
 @app.callback()
 def _group() -> None:
-    """Train what drafts: heads, a glide layer, a small model; and the models themselves."""
+    """Train drafters (heads, a glide layer, a small model) and small language models."""
 
 
-# What says how to run, not what to train.
+# Options of the run, which are not settings of the training.
 _RUN: dict[str, Any] = {
     "output": Annotated[Path, typer.Option(
-        help="Folder for what is trained; new or empty, unless --resume. Ends with its weights, config.json and "
+        help="Output folder, new or empty unless --resume is given. At the end it has the weights, config.json and "
              "metrics.jsonl.")],
     "resume": Annotated[bool, typer.Option(
-        "--resume", help="Go on with the unfinished training in --output; its settings are kept and need "
-                         "not be given again.")],
-    "quiet": Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")],
+        "--resume", help="Continue the unfinished training in --output, with its settings.")],
+    "quiet": Annotated[bool, typer.Option("--quiet", help="Print no progress on stderr.")],
 }
 _PRESET = Annotated[str, typer.Option(
-    help=f"The paper's recipe for one of its models, where options do not say otherwise: {', '.join(PRESETS)}.")]
+    help=f"The paper's recipe for one of its models; other options override it. One of {', '.join(PRESETS)}.")]
 
 
-def _command(kind: type[Settings], text: str, presets: bool = False) -> None:
-    """Add the command that trains one kind."""
+def _command(kind: type[TrainingSettings], text: str, presets: bool = False) -> None:
+    """Add the command for one kind of training."""
     def command(called: typer.Context, **given: Any) -> None:
         _run(kind, called, given)
 
@@ -80,18 +78,18 @@ def _default(field: Field[Any]) -> Any:
     return None if field.default in (MISSING, ()) else field.default
 
 
-def _run(kind: type[Settings], called: typer.Context, given: dict[str, Any]) -> None:
+def _run(kind: type[TrainingSettings], called: typer.Context, given: dict[str, Any]) -> None:
     from longdraft.train import job
-    from longdraft.train.progress import Progress
+    from longdraft.train.progress import TrainingProgress
 
     output, is_resumed = given.pop("output"), given.pop("resume")
-    progress = Progress(sys.stderr, given.pop("quiet"))
+    progress = TrainingProgress(sys.stderr, given.pop("quiet"))
     preset = given.pop("preset", "")
     explicit = {name: _setting(name, value) for name, value in given.items()
                 if (source := called.get_parameter_source(name)) and source.name != "DEFAULT"}
     if is_resumed:
         if preset:
-            raise UsageError(f"--preset {preset} is given with --resume, which goes on with the run's own settings; "
+            raise UsageError(f"--preset {preset} is given with --resume, which uses the settings of the checkpoint; "
                              "leave it out")
         result = job.resume(kind.KIND, output, explicit, progress)
     else:
@@ -106,7 +104,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 def _setting(name: str, value: Any) -> Any:
-    """An option's value as the settings hold it; paths absolute, so that a resume finds them anywhere."""
+    """An option's value for the settings, with absolute paths, so that --resume works in any folder."""
     from longdraft.model.hub import from_anywhere
     from longdraft.train.data import is_hub_data
 
@@ -116,11 +114,11 @@ def _setting(name: str, value: Any) -> Any:
 
 
 def _report(result: Result) -> None:
-    if not result.leads:
+    if not result.is_main:
         raise typer.Exit(128 + result.signal if result.signal is not None else 0)
     if result.signal is not None:
         again = shlex.join(["longdraft", "train", result.kind, "--resume", "--output", str(result.output)])
-        typer.echo(f"stopped and saved after step {result.step}; go on with: {again}", err=True)
+        typer.echo(f"stopped and saved after step {result.step}; continue with: {again}", err=True)
         raise typer.Exit(128 + result.signal)
     typer.echo("part   loss    top-1   top-3")
     for index, part in enumerate(result.validation, 1):
@@ -128,8 +126,7 @@ def _report(result: Result) -> None:
         typer.echo(f"{_part(result.kind, index, part):<5}  {scores}")
     for measured in result.probe:
         typer.echo(f"T = {measured['temperature']:g}, {measured['context']:,.0f} tokens of context: "
-                   f"{measured['mean_accepted_length']:.2f} tokens for each forward, {measured['to_plain']:.2f} times "
-                   "plain decoding")
+                   f"mean accepted length {measured['mean_accepted_length']:.2f}, {measured['to_plain']:.2f}x plain decoding")
     typer.echo(json.dumps({
         "kind": result.kind, "output": str(result.output), "steps": result.step, "tokens": result.tokens,
         "seconds": result.seconds, "validation": result.validation, "probe": result.probe,
@@ -137,22 +134,22 @@ def _report(result: Result) -> None:
 
 
 def _part(kind: str, index: int, part: dict[str, float]) -> str:
-    """Which token a head speaks of; how far behind glide's keys are."""
+    """The token that a head predicts, or the lag of glide's keys."""
     return f"t+{1 + index}" if kind == "heads" else f"lag {part['lag']:.0f}" if "lag" in part else "t+1"
 
 
-_STOPS = "Ctrl-C finishes the step, saves, and says how to go on. The last line on stdout is JSON."
+_STOPS = "Ctrl-C finishes the step, saves a checkpoint and prints how to resume. The last line on stdout is JSON."
 
 _command(HeadSettings, f"""Train heads on a frozen model, for --drafter tokenswift or medusa.
 
-Head j learns the token 1 + j places on from a row of the model's last layer; the loss is the sum of
+Head j predicts the token 1 + j places ahead from a row of the model's last layer. The loss is the sum of
 the heads' mean cross-entropies. {_STOPS}""", presets=True)
 _command(GlideSettings, f"""Train a one-layer drafter on a frozen model's cache, for --drafter glide.
 
-Its own attention sees a short window; beside it, it reads the model's last keys and values. {_STOPS}""")
+It combines self-attention over a short window with cross-attention to the model's last keys and values. {_STOPS}""")
 _command(DraftSettings, f"""Train a small model with a model's tokenizer, for --drafter draft-model or triforce.
 
-It learns from the text and from what the model says of it. {_STOPS}""")
-_command(LmSettings, f"""Train a small Llama, as the bundled models were; ends with a Hugging Face model folder.
+It learns from the text and from the model's distribution. {_STOPS}""")
+_command(LmSettings, f"""Train a small Llama, like the bundled models. The output is a Hugging Face model folder.
 
 {_STOPS}""")

@@ -1,8 +1,8 @@
-"""Text files to sequences of token ids: read, tokenise, pack, and hand out in a reproducible order.
+"""From text files to sequences of token ids: read, tokenise, pack, and read in a reproducible order.
 
-Documents are shuffled by the seed, laid end to end (each with what the tokenizer itself puts around a
-text, then the end-of-text id) and cut into sequences of equal length. The order of the sequences in epoch
-e is a function of (seed, e) alone, so "how many sequences were read" is the whole state of the data.
+Documents are shuffled by the seed, concatenated (each with the tokenizer's own special tokens and the end-of-text id)
+and cut into sequences of equal length. The order in epoch e is a function of (seed, e), so the number of sequences read
+is the whole state of the data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Tokens = NDArray[np.int32]
 SUFFIXES = (".parquet", ".jsonl", ".txt")
 HUB = "hf:"  # hf:NAME, hf:NAME:CONFIG, either with @SPLIT
-BATCH_CHARACTERS = 8_000_000  # tokenised at a time: the tokenizer's own records take ~30 bytes a character
+BATCH_CHARACTERS = 8_000_000  # tokenised at a time; the tokenizer needs about 30 bytes per character
 
 
 class Split(NamedTuple):
@@ -41,18 +41,18 @@ def is_hub_data(name: str) -> bool:
 
 
 def check_files(files: Sequence[str]) -> None:
-    """UsageError unless every file is there and of a kind that can be read; the hub is asked later."""
+    """Raise UsageError unless every local file exists and has a supported suffix. Hub data is checked later."""
     for name in files:
         if is_hub_data(name):
             continue
         if not Path(name).is_file():
             raise UsageError(f"no file {name!r}; data files are {', '.join(SUFFIXES)}")
         if Path(name).suffix.lower() not in SUFFIXES:
-            raise UsageError(f"cannot tell what {name!r} is; its name must end in {', '.join(SUFFIXES)}")
+            raise UsageError(f"the format of {name!r} is unknown; its name must end in {', '.join(SUFFIXES)}")
 
 
 def read_documents(files: Sequence[str], column: str) -> Iterator[str]:
-    """The non-empty texts of the files, in order. UsageError names the file and what is wrong in it."""
+    """The non-empty texts of the files, in order. Raises UsageError with the file's name and its fault."""
     check_files(files)
     for name in files:
         if is_hub_data(name):
@@ -84,9 +84,9 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
                                  "name another key with --text-column") from error
             if not isinstance(text, str):
                 raise UsageError(f"{path} line {number}: {column!r} is a {type(text).__name__}, not a text")
-            if (place := lone_surrogate(text)) is not None:  # no other kind of file can hold one
-                raise UsageError(f"{path} line {number}: {column!r} has half a surrogate pair at character "
-                                 f"{place}, which is no text; mend or leave out the document")
+            if (place := lone_surrogate(text)) is not None:  # only JSON can hold one
+                raise UsageError(f"{path} line {number}: {column!r} has a lone surrogate at character "
+                                 f"{place}; correct or remove the document")
             yield text
 
 
@@ -110,7 +110,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
 
 
 def _hub(name: str, column: str) -> Iterator[str]:
-    """Texts of a data set, as they come; nothing is held but the one at hand."""
+    """Stream the texts of a data set of the hub."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -126,12 +126,12 @@ def _hub(name: str, column: str) -> Iterator[str]:
             yield text
     except UsageError:
         raise
-    except Exception as error:  # the library raises what its parts raise: of files, of the network, of its own
+    except Exception as error:  # the library raises many kinds: of files, of the network, its own
         raise UsageError(f"cannot read {name}: {str(error).strip().splitlines()[0]}") from error
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a model folder; ModelError unless every id it can give is one of the model's."""
+    """The tokenizer of a model folder. Raises ModelError if it has ids outside the model's vocabulary."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
@@ -141,14 +141,14 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         raise ModelError(f"cannot read {path}: {error}") from error
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= vocab_size:
-        raise ModelError(f"{path} gives ids up to {largest}, but the model's vocabulary has {vocab_size} "
+        raise ModelError(f"{path} has ids up to {largest}, but the model's vocabulary has {vocab_size} "
                          "tokens; the tokenizer belongs to another model")
     tokenizer.no_truncation()
     return tokenizer
 
 
 def tokenise(texts: Iterator[str], tokenizer: Tokenizer, end_id: int | None) -> Iterator[Tokens]:
-    """Token ids of each document, closed by `end_id` where there is one."""
+    """Token ids of each document, with `end_id` at its end unless that is None."""
     batch: list[str] = []
     size = 0
 
@@ -170,7 +170,7 @@ def tokenise(texts: Iterator[str], tokenizer: Tokenizer, end_id: int | None) -> 
 
 
 def hold_out(documents: list[Tokens], part: float, seed: int) -> Split:
-    """A part of the documents for validation; of a single document, its end."""
+    """Hold out a part of the documents for validation; of a single document, its end."""
     if len(documents) == 1:
         cut = int(len(documents[0]) * (1 - part))
         return Split([documents[0][:cut]], [documents[0][cut:]])
@@ -181,7 +181,7 @@ def hold_out(documents: list[Tokens], part: float, seed: int) -> Split:
 
 
 def pack(documents: list[Tokens], sequence_length: int, seed: int, what: str) -> Tokens:
-    """Documents, shuffled, as sequences [N, sequence_length]; the last incomplete one is left out."""
+    """Shuffled documents as sequences [N, sequence_length] int32, without the incomplete last one."""
     total = sum(len(document) for document in documents)
     if total == 0:
         raise UsageError(f"the {what} data holds no text; give files with text")
@@ -195,7 +195,7 @@ def pack(documents: list[Tokens], sequence_length: int, seed: int, what: str) ->
 
 
 class Sequences:
-    """Packed sequences, without end: position p is place p % N of epoch p // N."""
+    """An endless series of packed sequences: position p is place p % N of epoch p // N."""
 
     def __init__(self, packed: Tokens, seed: int) -> None:
         self.packed = packed
@@ -218,32 +218,32 @@ class Sequences:
         return int(self._order[place])
 
     def fingerprint(self) -> str:
-        """sha256 of shape and ids: a training resumes on the same data or not at all."""
+        """sha256 of shape and ids. A training can be resumed on the same data only."""
         digest = hashlib.sha256(str(self.packed.shape).encode())
         digest.update(np.ascontiguousarray(self.packed).data)
         return digest.hexdigest()
 
 
 def spread(packed: Tokens, max_tokens: int) -> Tokens:
-    """Sequences of `packed` evenly apart, with `max_tokens` tokens at most (0: all; at least one)."""
+    """Evenly spaced sequences of `packed` with at most `max_tokens` tokens (0: all), but at least one."""
     wanted = len(packed) if max_tokens == 0 else max(1, min(len(packed), max_tokens // packed.shape[1]))
     return packed[np.linspace(0, len(packed) - 1, wanted).round().astype(np.int64)]
 
 
 def names(files: Sequence[str]) -> list[str]:
-    """File names without their folders: provenance that says nothing of the machine."""
+    """File names without their folders, for provenance without paths of this machine."""
     return [name if is_hub_data(name) else Path(name).name for name in files]
 
 
 def model_name(model: str) -> str:
-    """A model's name for the record: a folder's own name, not where it lies on this machine."""
+    """A model's name for the record: of a folder its name, without the path on this machine."""
     from longdraft.model.hub import is_folder
 
     return Path(model).resolve().name if is_folder(model) else model
 
 
 def versions() -> dict[str, Any]:
-    """What the training ran on, for its record."""
+    """The versions of the libraries, for the record."""
     import platform
     from importlib import metadata
 

@@ -1,13 +1,13 @@
-"""Glide learns (LongSpec, arXiv 2502.17421): a layer that drafts from a window and the model's own keys.
+"""Training of glide (LongSpec, arXiv 2502.17421): a layer that drafts from a window and the target's own keys.
 
-At inference the model's keys lie behind the row that looks at them: by one for the first draft, by j for the j-th.
-So in training every batch draws a lag and shifts queries against keys by it, which needs no mask:
+At inference the target's keys are behind the row that attends to them: by one for the first draft, by j for the j-th.
+In training every batch therefore draws a lag and shifts queries against keys by it, which needs no mask:
 
-    keys       0 1 2 3 4 5 6 7 . .        lag 2: row i sees the model's keys up to i - 2,
+    keys       0 1 2 3 4 5 6 7 . .        lag 2: row i sees the target's keys up to i - 2,
     rows           2 3 4 5 6 7 8 9        and its own layer's up to i
 
-Positions are moved (anchor-offset): the first ones stay, the others begin far out, so that short sequences teach far
-positions.
+Positions are offset (anchor-offset indices): the first ones stay, the others start far out, so that short sequences
+train far positions.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch.nn import functional
 from longdraft.errors import ModelError
 from longdraft.model.checkpoint import WEIGHTS, dump_json
 from longdraft.model.glide import GLIDE_KIND, glide_shapes
-from longdraft.train.base import Base, Scores, Seen, as_ids, mixed_loss
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
+from longdraft.train.frozen_model import FrozenModel, FrozenOutputs, Scores, as_ids, mixed_loss
 from longdraft.train.loop import decayed
 from longdraft.train.settings import GlideSettings
 
 
 class GlideModule(nn.Module):
-    """The layer, in float32, with the names of its file (longdraft/model/glide.py). What it adds begins as nothing."""
+    """The layer, in float32, with the names of its file (longdraft/model/glide.py). Its output maps start at zero."""
 
-    def __init__(self, base: Base, settings: GlideSettings) -> None:
+    def __init__(self, base: FrozenModel, settings: GlideSettings) -> None:
         super().__init__()
         config = base.config
         if config.rope.dims != config.head_dim:
@@ -59,10 +59,10 @@ class GlideModule(nn.Module):
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return [(name.replace("/", "."), p) for name, p in self.weights.items()]
 
-    def forward(self, ids: Tensor, positions: Tensor, seen: Seen, lag: int) -> Tensor:
-        """Normalised rows [B, L, hidden] float32 for ids [B, L] that the model has `seen`."""
+    def forward(self, ids: Tensor, positions: Tensor, seen: FrozenOutputs, lag: int) -> Tensor:
+        """Normalised rows [B, L, hidden] float32 for ids [B, L]; `seen` are the target's outputs for them."""
         body: Any = self._base.body
-        device = self._base.device  # a model that is spread over devices has these elsewhere
+        device = self._base.device  # a sharded model has its embeddings on another device
         x = body.embed_tokens(ids).to(device).float() * self._base.config.embedding_factor
         cos, sin = (part.to(device) for part in body.rotary_emb(seen.keys, positions))
         x = x + self._own(self._norm(x, "input_layernorm"), cos, sin)
@@ -73,7 +73,7 @@ class GlideModule(nn.Module):
         return self._norm(x, "norm")
 
     def _own(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attention over the `window` rows of this layer before each row, and itself."""
+        """Self-attention over each row and the `window` rows before it."""
         q, k, v = (self._heads(self._linear(x, f"self_attn.{name}_proj")) for name in "qkv")
         row = torch.arange(x.shape[1], device=x.device)
         distance = row[:, None] - row
@@ -82,8 +82,8 @@ class GlideModule(nn.Module):
                                                       enable_gqa=True)
         return self._merge(out, "self_attn.o_proj")
 
-    def _cross(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen, lag: int) -> Tensor:
-        """Attention over the model's last layer, `lag` positions behind; the first `lag` rows see nothing."""
+    def _cross(self, x: Tensor, cos: Tensor, sin: Tensor, seen: FrozenOutputs, lag: int) -> Tensor:
+        """Cross-attention over the target's last layer, `lag` positions behind. The first `lag` rows have no keys."""
         q = _rotate(self._heads(self._linear(x, "cross_attn.q_proj")), cos, sin)
         count = x.shape[1] - lag
         keys, values = (part[:, :, :count].to(q.dtype) for part in (seen.keys, seen.values))
@@ -106,7 +106,7 @@ class GlideModule(nn.Module):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, L, D] by cos, sin [B, L, D], halves paired."""
+    """Rotary embedding of x [B, H, L, D] by cos, sin [B, L, D], with paired halves."""
     first, second = x.float().chunk(2, -1)
     turned = torch.cat([-second, first], -1)
     rotated = x.float() * cos[:, None].float() + turned * sin[:, None].float()
@@ -114,7 +114,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def positions(settings: GlideSettings, most: int, place: int, count: int, length: int) -> Tensor:
-    """Positions [count, length]: up to `anchors` stay, the others are moved on, each sequence by its own draw."""
+    """Positions [count, length] int64: up to `anchors` stay, the others get a random offset per sequence."""
     found = np.tile(np.arange(length), (count, 1))
     room = (settings.positions or most) - length
     for row in range(count):
@@ -126,11 +126,11 @@ def positions(settings: GlideSettings, most: int, place: int, count: int, length
 
 
 @dataclass
-class GlideTrainee:
-    """Glide over a frozen model, as the loop wants it."""
+class GlideTask:
+    """The training task of glide over a frozen model."""
 
     module: GlideModule
-    base: Base
+    base: FrozenModel
     settings: GlideSettings
     validation: Tokens
 
@@ -138,18 +138,18 @@ class GlideTrainee:
         return decayed(list(self.module.named()), weight_decay)
 
     def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
-        """Mean cross-entropy of the next token over all rows but the first `lag`, which see too little."""
+        """Mean cross-entropy of the next token over all rows except the first `lag`, which have no target keys."""
         base, settings = self.base, self.settings
         ids = as_ids(sequences, base.device)
         places = positions(settings, base.config.trained_positions, place, *ids.shape).to(base.device)
         lag = int(np.random.default_rng([settings.seed, 5, place]).integers(1, settings.max_lag + 1))
-        seen = base.see(ids, places)
+        seen = base.outputs(ids, places)
         hidden = self.module(ids, places, seen, lag)[:, lag:-1].flatten(0, 1)
         wanted = ids[:, lag + 1 :].flatten()
         taught = base.normed(seen.hidden[:, lag:-1]).flatten(0, 1)
         rows = hidden.detach().requires_grad_()
         loss = torch.zeros((), device=base.device)
-        for run in base.runs(len(rows)):
+        for run in base.row_chunks(len(rows)):
             with torch.no_grad():
                 said = base.logits(taught[run]).softmax(-1) if settings.distill else None
             part = mixed_loss(base.logits(rows[run]), wanted[run], said, settings.distill) / len(wanted)
@@ -161,26 +161,26 @@ class GlideTrainee:
 
     @torch.no_grad()
     def validate(self) -> list[dict[str, float]]:
-        """As the first draft of a step, and as the last: lag 1 and `max_lag`."""
+        """Validate with the lags of the first and the last draft of a step: 1 and `max_lag`."""
         lags = sorted({1, self.settings.max_lag})
         scores = Scores(len(lags))
         for sequence in self.validation:
             ids = as_ids(sequence[None], self.base.device)
             places = torch.arange(ids.shape[1], device=ids.device)[None]
-            seen = self.base.see(ids, places)
+            seen = self.base.outputs(ids, places)
             for part, lag in enumerate(lags):
                 rows, wanted = self.module(ids, places, seen, lag)[0, lag:-1], ids[0, lag + 1 :]
-                for run in self.base.runs(len(rows)):
+                for run in self.base.row_chunks(len(rows)):
                     scores.add(part, self.base.logits(rows[run]), wanted[run])
         return [{"lag": float(lag)} | found for lag, found in zip(lags, scores.metrics(), strict=True)]
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:
-        """As longdraft.model.glide reads it."""
+        """Write the files that longdraft.model.glide reads."""
         tensors = {name: p.detach().to("cpu", self.base.saved_dtype) for name, p in self.module.named()}
         write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
         dump_json(folder / "config.json", {"kind": GLIDE_KIND, "window": self.settings.window,
                                            "max_lag": self.settings.max_lag, **record})
 
 
-def new_trainee(base: Base, settings: GlideSettings, validation: Tokens) -> GlideTrainee:
-    return GlideTrainee(GlideModule(base, settings), base, settings, validation)
+def new_task(base: FrozenModel, settings: GlideSettings, validation: Tokens) -> GlideTask:
+    return GlideTask(GlideModule(base, settings), base, settings, validation)

@@ -1,12 +1,12 @@
-"""Heads that learn: chained ones (TokenSwift's, paper 3.1, and ours) and Medusa's independent ones.
+"""Training of heads: chained ones (TokenSwift, paper section 3.1, and an MLP variant) and Medusa's independent ones.
 
     tokenswift   x_j = x_{j-1} + W_j RMSNorm_in(x_{j-1})               x_0 = the last layer's row, before the final norm
-    mlp          x_j = x_{j-1} + s D_j silu(U_j RMSNorm_in(x_{j-1}))   s = the usual size of such a row
-    medusa       x_j = n + silu(W_j n + b_j)                           n = x_0 behind the final norm
+    mlp          x_j = x_{j-1} + s D_j silu(U_j RMSNorm_in(x_{j-1}))   s = the median RMS of such rows
+    medusa       x_j = n + silu(W_j n + b_j)                           n = x_0 after the final norm
 
     logits_j = LM_head(RMSNorm_out(x_j)), of medusa LM_head(x_j); the loss of head j at row t is that of token t + 1 + j
 
-The loss mixes the text's token with what the model itself says at row t + j, where it has read j tokens more.
+The loss mixes the text's token with the model's own distribution at row t + j, which has read j more tokens.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch.nn import functional
 from longdraft.model import medusa
 from longdraft.model.checkpoint import HEADS_PREFIX, dump_json
 from longdraft.model.heads import HEADS_KIND
-from longdraft.train.base import IGNORED, Base, Scores, as_ids, mixed_loss
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
+from longdraft.train.frozen_model import IGNORED, FrozenModel, Scores, as_ids, mixed_loss
 from longdraft.train.loop import decayed
 from longdraft.train.settings import HeadSettings
 
 
 class LinearHead(nn.Module):
-    """One link of the paper's chain. The names of its parameters are those of TokenSwift's checkpoints."""
+    """One head of the paper's chain. Its parameters have the names of TokenSwift's checkpoints."""
 
     def __init__(self, hidden: int, eps: float, size: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class LinearHead(nn.Module):
             self.input_layernorm.weight.fill_(size)
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The next x [R, hidden] float32; only the product is made in `dtype`."""
+        """The next x [R, hidden] float32; only the product is computed in `dtype`."""
         normed = self.input_layernorm(x).to(dtype)
         return x + functional.linear(normed, self.linear.weight.to(dtype)).float()
 
@@ -52,7 +52,7 @@ class LinearHead(nn.Module):
 
 
 class MlpHead(nn.Module):
-    """One link of our chain: a residual MLP that begins as nothing."""
+    """One head of the MLP chain: a residual MLP whose output starts at zero."""
 
     def __init__(self, hidden: int, eps: float, size: float) -> None:
         super().__init__()
@@ -65,31 +65,29 @@ class MlpHead(nn.Module):
             self.down.weight.zero_()
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The next x [R, hidden] float32; only the products are made in `dtype`."""
+        """The next x [R, hidden] float32; only the products are computed in `dtype`."""
         inner = functional.silu(functional.linear(self.input_layernorm(x).to(dtype), self.up.weight.to(dtype)))
         return x + self._size * functional.linear(inner, self.down.weight.to(dtype)).float()
 
     def tensors(self) -> dict[str, Tensor]:
-        """As they are used, with the size inside `down`."""
+        """The tensors for inference, with the size multiplied into `down`."""
         found = {name: p.detach() for name, p in self.named_parameters()}
         return found | {"down.weight": found["down.weight"] * self._size}
 
 
 class ChainedModule(nn.Module):
-    """The chain, in float32. `init` says how it begins; `size` is the usual size of the rows it reads.
+    """The chain, in float32. `size` is the median RMS of the rows that it reads. `init` is its initialisation:
 
-    identity  maps 0; the output norm is the model's final norm; the input norm of a linear head is the size of a row.
-              Every head then begins by saying what the model says of the next token.
-    paper     norms 1, maps normal(0, initializer_range).
+    identity  maps are 0, the output norm is the model's final norm, the input norm of a linear head is `size`: every
+              head starts with the model's own prediction of the next token
+    paper     norms are 1, maps are normal(0, initializer_range)
 
-    Why not the paper's: a normalised row has size 1, the hidden rows of a trained model have a size of
-    their own (20 in the bundled one), and Adam moves an entry by about the learning rate a step whatever
-    its gradient: W spends hundreds of steps growing to where it can be heard. With the input norm at that
-    size the entries of W are of the identity's order, and the rate no longer depends on the model's scale.
-    Figures: docs/training.md.
+    The identity is the default because a normalised row has RMS 1, while the hidden rows of a trained model have
+    another (20 in the bundled one). Adam moves an entry by about the learning rate per step regardless of its gradient,
+    so with the paper's initialisation W needs hundreds of steps to reach that scale. Figures: docs/training.md.
     """
 
-    def __init__(self, base: Base, settings: HeadSettings, size: float) -> None:
+    def __init__(self, base: FrozenModel, settings: HeadSettings, size: float) -> None:
         super().__init__()
         config = base.config
         self._base = base
@@ -98,7 +96,7 @@ class ChainedModule(nn.Module):
         self.medusa_layers = nn.ModuleList(kind(config.hidden_size, config.rms_norm_eps, size)
                                            for _ in range(settings.heads))
         with torch.no_grad():
-            for head in self.links():
+            for head in self.heads():
                 head.post_layernorm.weight.copy_(base.final_norm)
                 if settings.init == "paper":
                     for parameter in head.parameters():
@@ -108,22 +106,22 @@ class ChainedModule(nn.Module):
                             parameter.fill_(1.0)
         self.to(base.device)
 
-    def links(self) -> Iterator[LinearHead | MlpHead]:
+    def heads(self) -> Iterator[LinearHead | MlpHead]:
         for layer in self.medusa_layers:
             assert isinstance(layer, LinearHead | MlpHead)
             yield layer
 
     def forward(self, hidden: Tensor) -> Iterator[Tensor]:
         """Rows [R, hidden] for the output head, of each head in turn, from rows of hidden states [R, hidden]."""
-        for head in self.links():
+        for head in self.heads():
             hidden = head(hidden, self._base.head_weight.dtype)
             yield head.post_layernorm(hidden)
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:
-        """As longdraft.model.heads reads it."""
+        """Write the files that longdraft.model.heads reads."""
         prefix = HEADS_PREFIX.removesuffix("medusa_layers.")
         tensors = {f"{prefix}medusa_layers.{index}.{name}": tensor.to("cpu", self._base.saved_dtype)
-                   for index, head in enumerate(self.links()) for name, tensor in head.tensors().items()}
+                   for index, head in enumerate(self.heads()) for name, tensor in head.tensors().items()}
         write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
         dump_json(folder / "config.json", {"kind": HEADS_KIND, "num_heads": len(self.medusa_layers), **record})
 
@@ -131,7 +129,7 @@ class ChainedModule(nn.Module):
 class MedusaModule(nn.Module):
     """Independent residual blocks, in float32; they begin as nothing and share the model's output head."""
 
-    def __init__(self, base: Base, settings: HeadSettings) -> None:
+    def __init__(self, base: FrozenModel, settings: HeadSettings) -> None:
         super().__init__()
         hidden = base.config.hidden_size
         self._base = base
@@ -172,11 +170,11 @@ def targets(ids: Tensor, num_heads: int) -> Tensor:
 
 
 @dataclass
-class HeadsTrainee:
+class HeadsTask:
     """Heads over a frozen model, as the loop wants them."""
 
     module: ChainedModule | MedusaModule
-    base: Base
+    base: FrozenModel
     settings: HeadSettings
     validation: Tokens
 
@@ -192,7 +190,7 @@ class HeadsTrainee:
         read = base.hidden(ids, self.settings.window, self.settings.sinks)
         whole = base.hidden(ids) if part and self.settings.window else read
         losses = torch.zeros(count, device=ids.device)
-        for run in base.runs(len(read)):
+        for run in base.row_chunks(len(read)):
             teacher = self._teacher(whole, run) if part else None
             total = torch.zeros((), device=ids.device)
             for j, normed in enumerate(self.module(read[run])):
@@ -219,7 +217,7 @@ class HeadsTrainee:
             ids = as_ids(sequence[None], base.device)
             read = base.hidden(ids, self.settings.window, self.settings.sinks)
             wanted = targets(ids, self.settings.heads)
-            for run in base.runs(len(read)):
+            for run in base.row_chunks(len(read)):
                 for j, normed in enumerate(self.module(read[run])):
                     known = wanted[j, run] != IGNORED
                     if bool(known.any()):
@@ -230,9 +228,9 @@ class HeadsTrainee:
         self.module.export(folder, record)
 
 
-def new_trainee(base: Base, settings: HeadSettings, sample: Tokens, validation: Tokens) -> HeadsTrainee:
+def new_task(base: FrozenModel, settings: HeadSettings, sample: Tokens, validation: Tokens) -> HeadsTask:
     """Heads that have learnt nothing; `sample` is a sequence [1, L] of the training data."""
     if settings.kind == "medusa":
-        return HeadsTrainee(MedusaModule(base, settings), base, settings, validation)
+        return HeadsTask(MedusaModule(base, settings), base, settings, validation)
     size = float(base.hidden(as_ids(sample, base.device)).square().mean(-1).sqrt().median())
-    return HeadsTrainee(ChainedModule(base, settings, size), base, settings, validation)
+    return HeadsTask(ChainedModule(base, settings, size), base, settings, validation)

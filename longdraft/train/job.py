@@ -1,42 +1,49 @@
-"""One training from files to files: check, load, train, validate, write, measure.
+"""One training from files to files: check, load, train, validate, export, measure.
 
     result = train(HeadSettings(model="novelist", data=("books.parquet",)), Path("heads"))
 
-While it runs the output folder holds longdraft-training.json, from the first checkpoint on checkpoint.safetensors, and
-metrics.jsonl; at the end what was trained and metrics.jsonl.
+During the training, the output folder has metrics.jsonl and longdraft-training.json, which the first checkpoint
+(checkpoint.safetensors) replaces. At the end it has metrics.jsonl and the trained weights.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from longdraft.errors import OutputError, UsageError
+from longdraft.core import SamplingParams
+from longdraft.engine import Engine
+from longdraft.errors import LongdraftError, OutputError, UsageError
+from longdraft.loading import load
 from longdraft.model.checkpoint import dump_json
 from longdraft.train import checkpoint as checkpoints
 from longdraft.train import data, lm, self_generated
 from longdraft.train.data import Sequences, Tokens
-from longdraft.train.loop import Loop, Outcome, Position, make_optimizer
-from longdraft.train.probe import probe
-from longdraft.train.progress import Metrics, Progress
-from longdraft.train.registry import KINDS, MODELS, Ground
-from longdraft.train.settings import GlideSettings, HeadSettings, Settings, from_dict, resumed
-from longdraft.train.team import Team
+from longdraft.train.loop import Outcome, Position, TrainingLoop, make_optimizer
+from longdraft.train.processes import DistributedProcesses
+from longdraft.train.progress import MetricsLog, TrainingProgress
+from longdraft.train.registry import MODELS, TRAININGS, Drafting, TrainingContext
+from longdraft.train.settings import GlideSettings, HeadSettings, TrainingSettings, from_dict, resumed
 
 METRICS = "metrics.jsonl"
 SETTINGS = "longdraft-training.json"  # of a training that has no checkpoint yet
+_PROBE_PROMPTS = 3
+_LONGEST_PROMPT = 4096  # tokens
+_PROBE_SAMPLING: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 1.0, "min_p": 0.1})
 
 
 class Result(NamedTuple):
-    """`validation` and `probe` are empty where a signal stopped the training.
+    """The result of a training. `validation` and `probe` are empty if a signal stopped it.
 
-    leads  whether this process is the one of several that tells of it, and has the probe
+    is_main  whether this is the main process, which reports the result and has the probe's
     """
 
     kind: str
@@ -47,11 +54,11 @@ class Result(NamedTuple):
     validation: list[dict[str, float]]
     probe: list[dict[str, float]]
     signal: int | None
-    leads: bool
+    is_main: bool
 
 
-def _begun(output: Path) -> tuple[dict[str, Any], checkpoints.Checkpoint | None]:
-    """Kind and settings of the training in `output`, and how far it came; no checkpoint: not to its first."""
+def _unfinished(output: Path) -> tuple[dict[str, Any], checkpoints.Checkpoint | None]:
+    """TrainingKind and settings of the training in `output`, and how far it came; no checkpoint: not to its first."""
     if (output / checkpoints.FILE).is_file():
         saved = checkpoints.load(output / checkpoints.FILE)
         return saved.state, saved
@@ -61,17 +68,20 @@ def _begun(output: Path) -> tuple[dict[str, Any], checkpoints.Checkpoint | None]
         raise UsageError(f"{str(output)!r} holds no checkpoint to resume; leave --resume out to start there") from error
 
 
-def prepare_output(output: Path, settings: Settings) -> None:
-    """UsageError unless `output` is a folder in which files can be written, and new, empty or left by a training that
-    did not come to its first checkpoint. From then on it says whose it is."""
+def prepare_output(output: Path, settings: TrainingSettings) -> None:
+    """Create the folder and write the settings into it.
+
+    Raises UsageError unless it is writable, and new, empty or left by a training that ended before its first
+    checkpoint.
+    """
     if (output / checkpoints.FILE).exists():
-        raise UsageError(f"{str(output)!r} holds an unfinished training; go on with --resume, "
+        raise UsageError(f"{str(output)!r} holds an unfinished training; continue it with --resume, "
                          "or give another --output")
     try:
         output.mkdir(parents=True, exist_ok=True)
         if any(output.iterdir()) and not (output / SETTINGS).exists():
             raise UsageError(f"{str(output)!r} is not empty; give another --output")
-        for name in lm.TOKENIZER_FILES:  # of other settings, perhaps
+        for name in lm.TOKENIZER_FILES:  # of an earlier training, perhaps
             (output / name).unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write to {str(output)!r}: {error.strerror or error}; "
@@ -80,7 +90,7 @@ def prepare_output(output: Path, settings: Settings) -> None:
     try:
         dump_json(output / SETTINGS, {"kind": settings.KIND, "settings": settings.as_dict()})
     except OSError as error:
-        raise OutputError(f"cannot write {output / SETTINGS}: {error.strerror or error}; make room") from error
+        raise OutputError(f"cannot write {output / SETTINGS}: {error.strerror or error}; free disk space") from error
 
 
 def _check_writable(output: Path) -> None:
@@ -93,89 +103,89 @@ def _check_writable(output: Path) -> None:
                          "give another --output") from error
 
 
-def train(settings: Settings, output: Path, progress: Progress | None = None) -> Result:
-    """Train into a new folder. Everything a user can get wrong is checked before the first step."""
+def train(settings: TrainingSettings, output: Path, progress: TrainingProgress | None = None) -> Result:
+    """Train into a new folder. All input is checked before the first step."""
     data.check_files(settings.local_files())
-    settings = KINDS[settings.KIND].settle(settings)
-    team = Team(settings.device)
-    if team.leads:
+    settings = TRAININGS[settings.KIND].settle(settings)
+    processes = DistributedProcesses(settings.device)
+    if processes.is_main:
         prepare_output(output, settings)
-    team.wait()
-    return _train(settings, output, None, progress, team)
+    processes.wait_for_all()
+    return _train(settings, output, None, progress, processes)
 
 
-def resume(kind: str, output: Path, given: Mapping[str, Any], progress: Progress | None = None) -> Result:
-    """Go on with the training in `output`; `given` are settings the user repeats or changes."""
-    state, saved = _begun(output)
+def resume(kind: str, output: Path, given: Mapping[str, Any], progress: TrainingProgress | None = None) -> Result:
+    """Continue the training in `output`. given: settings that the user repeats or changes."""
+    state, saved = _unfinished(output)
     if state.get("kind") != kind:
-        raise UsageError(f"{str(output)!r} holds a training of {state.get('kind')!r}, not of {kind!r}; go on "
+        raise UsageError(f"{str(output)!r} holds a training of {state.get('kind')!r}, not of {kind!r}; continue it "
                          f"with `longdraft train {state.get('kind')} --resume`")
-    settings = resumed(from_dict(KINDS[kind].settings, state["settings"]), given)
+    settings = resumed(from_dict(TRAININGS[kind].settings, state["settings"]), given)
     data.check_files(settings.local_files())
-    team = Team(settings.device)
-    if team.leads:  # one file, one process
+    processes = DistributedProcesses(settings.device)
+    if processes.is_main:  # the others would write the same file
         _check_writable(output)
-    return _train(settings, output, saved, progress, team)
+    return _train(settings, output, saved, progress, processes)
 
 
-def _train(settings: Settings, output: Path, saved: checkpoints.Checkpoint | None, progress: Progress | None,
-           team: Team) -> Result:
+def _train(settings: TrainingSettings, output: Path, saved: checkpoints.Checkpoint | None,
+           progress: TrainingProgress | None, processes: DistributedProcesses) -> Result:
     _use_threads(settings.threads)
-    with progress if progress and team.leads else Progress(sys.stderr, quiet=True) as shown:
+    with progress if progress and processes.is_main else TrainingProgress(sys.stderr, quiet=True) as shown:
         shown.say(f"reading {', '.join(data.names(settings.data))}")
-        ground = KINDS[settings.KIND].prepare(settings, output, team)
-        sequences, validation = load_data(settings, ground, output, team, shown)
-        trainee = ground.trainee(sequences.packed[:1], validation)
-        optimizer = make_optimizer(trainee, settings)
+        context = TRAININGS[settings.KIND].prepare(settings, output, processes)
+        sequences, validation = load_data(settings, context, output, processes, shown)
+        task = context.task(sequences.packed[:1], validation)
+        optimizer = make_optimizer(task, settings)
         identity = {"kind": settings.KIND, "settings": settings.as_dict(), "data_sha256": sequences.fingerprint(),
-                    "base_sha256": ground.fingerprint, "processes": team.size}
-        position = Position() if saved is None else _restore(saved, identity, trainee.module, optimizer)
+                    "base_sha256": context.fingerprint, "processes": processes.size}
+        position = Position() if saved is None else _restore(saved, identity, task.module, optimizer)
         shown.say(f"{sequences.packed.size:,} tokens for training, {validation.size:,} for validation; "
-                  f"{sum(p.numel() for p in trainee.module.parameters()):,} parameters; step {position.step} "
+                  f"{sum(p.numel() for p in task.module.parameters()):,} parameters; step {position.step} "
                   f"of {settings.steps}")
 
         def save(at: Position) -> None:
-            if team.leads:
-                checkpoints.save(output / checkpoints.FILE, trainee.module, optimizer,
+            if processes.is_main:
+                checkpoints.save(output / checkpoints.FILE, task.module, optimizer,
                                  identity | {"step": at.step, "elapsed_s": at.seconds})
                 (output / SETTINGS).unlink(missing_ok=True)
-            team.wait()
+            processes.wait_for_all()
 
-        path = output / METRICS if team.leads else None
-        with Metrics(path, position.step, settings.tensorboard) as metrics:
-            loop = Loop(trainee, optimizer, sequences, settings, save, metrics, shown, team)
+        path = output / METRICS if processes.is_main else None
+        with MetricsLog(path, position.step, settings.tensorboard) as metrics:
+            loop = TrainingLoop(task, optimizer, sequences, settings, save, metrics, shown, processes)
             outcome = loop.run(position)
             if outcome.signal is not None:
-                return _result(output, settings, team, outcome, [], [])
-            save(outcome.position)  # the last validation can be long; a kill in it loses nothing
-            parts = trainee.validate()
+                return _result(output, settings, processes, outcome, [], [])
+            save(outcome.position)  # a kill during the last validation, which can be long, loses nothing
+            parts = task.validate()
             metrics.write({"step": outcome.position.step, "validation": parts, "is_final": True})
         probed: list[dict[str, float]] = []
-        if team.leads:
-            result = _result(output, settings, team, outcome, parts, probed)
-            trainee.export(output, ground.about() | {"training": _record(settings, result, outcome, validation)})
+        if processes.is_main:
+            result = _result(output, settings, processes, outcome, parts, probed)
+            task.export(output, context.about() | {"training": _record(settings, result, outcome, validation)})
             (output / checkpoints.FILE).unlink()
             self_generated.remove(output)
-            drafting = ground.drafting(output)
+            drafting = context.drafting(output)
             if settings.probe_tokens and drafting:
-                shown.say("measuring it on held-out prompts")
+                shown.say("measuring the drafter on held-out prompts")
                 probed = probe(drafting, validation, settings.probe_tokens)
-        team.wait()  # who leaves early is taken for one that failed, by whoever started the others
-    return _result(output, settings, team, outcome, parts, probed)
+        processes.wait_for_all()  # the launcher takes a process that exits early for a failed one
+    return _result(output, settings, processes, outcome, parts, probed)
 
 
 def _use_threads(threads: int) -> None:
     if threads:
         torch.set_num_threads(threads)
-        os.environ["RAYON_NUM_THREADS"] = str(threads)  # the tokenizer's; read once, at its first use
+        os.environ["RAYON_NUM_THREADS"] = str(threads)  # of the tokenizer, which reads it at its first use
 
 
-def load_data(settings: Settings, ground: Ground, output: Path, team: Team,
-              progress: Progress) -> tuple[Sequences, Tokens]:
-    """Packed training sequences in their order, and those of the validation."""
+def load_data(settings: TrainingSettings, context: TrainingContext, output: Path, processes: DistributedProcesses,
+              progress: TrainingProgress) -> tuple[Sequences, Tokens]:
+    """The packed training sequences in their order, and the validation sequences."""
     def read(files: tuple[str, ...]) -> list[Tokens]:
         texts = data.read_documents(files, settings.text_column)
-        return list(data.tokenise(texts, ground.tokenizer, ground.end_id))
+        return list(data.tokenise(texts, context.tokenizer, context.end_id))
 
     split = data.Split(read(settings.data), read(settings.validation))
     if not settings.validation and split.training:
@@ -185,43 +195,42 @@ def load_data(settings: Settings, ground: Ground, output: Path, team: Team,
     validation = data.pack(split.validation, length, seed, "validation")
     if isinstance(settings, HeadSettings | GlideSettings) and settings.own_tokens:
         def write() -> list[Tokens]:
-            return self_generated.write(settings, ground.fingerprint, split.training, output, progress)
+            return self_generated.write(settings, context.fingerprint, split.training, output, progress)
 
-        training = data.pack([*split.training, *_first_alone(team, write)], length, seed, "training")
+        training = data.pack([*split.training, *_main_process_first(processes, write)], length, seed, "training")
     return Sequences(training, seed), data.spread(validation, settings.eval_tokens)
 
 
-def _first_alone(team: Team, work: Callable[[], list[Tokens]]) -> list[Tokens]:
-    """The leader does it, the others find what it left."""
-    found = work() if team.leads else []
-    team.wait()
-    return found if team.leads else work()
+def _main_process_first(processes: DistributedProcesses, work: Callable[[], list[Tokens]]) -> list[Tokens]:
+    """Run `work` on the main process, then on the others, which find its result on the disk."""
+    found = work() if processes.is_main else []
+    processes.wait_for_all()
+    return found if processes.is_main else work()
 
 
 def _restore(saved: checkpoints.Checkpoint, identity: Mapping[str, Any], module: torch.nn.Module,
              optimizer: torch.optim.Optimizer) -> Position:
     for name, what in (("data_sha256", "data"), ("base_sha256", "base model")):
         if saved.state[name] != identity[name]:
-            raise UsageError(f"the {what} is not what the checkpoint was trained on (sha256 "
-                             f"{identity[name][:12]}, was {saved.state[name][:12]}); restore it, or start "
-                             "again in another --output")
+            raise UsageError(f"the {what} differs from that of the checkpoint (sha256 {identity[name][:12]}, was "
+                             f"{saved.state[name][:12]}); restore it, or start again in another --output")
     if saved.state["processes"] != identity["processes"]:
-        raise UsageError(f"the training to resume had {saved.state['processes']} processes, there are "
+        raise UsageError(f"the training to resume had {saved.state['processes']} processes, this run has "
                          f"{identity['processes']}; start as many, or start again in another --output")
     checkpoints.restore(saved, module, optimizer)
     return Position(int(saved.state["step"]), float(saved.state["elapsed_s"]))
 
 
-def _result(output: Path, settings: Settings, team: Team, outcome: Outcome, parts: list[dict[str, float]],
-            probed: list[dict[str, float]]) -> Result:
+def _result(output: Path, settings: TrainingSettings, processes: DistributedProcesses, outcome: Outcome,
+            parts: list[dict[str, float]], probed: list[dict[str, float]]) -> Result:
     step = outcome.position.step
-    tokens = step * settings.sequences_per_step * settings.sequence_length * team.size
+    tokens = step * settings.sequences_per_step * settings.sequence_length * processes.size
     return Result(settings.KIND, output, step, tokens, outcome.position.seconds, parts, probed, outcome.signal,
-                  team.leads)
+                  processes.is_main)
 
 
-def _record(settings: Settings, result: Result, outcome: Outcome, validation: Tokens) -> dict[str, Any]:
-    """Provenance: what was asked for, what was done, on which versions; no paths of this machine."""
+def _record(settings: TrainingSettings, result: Result, outcome: Outcome, validation: Tokens) -> dict[str, Any]:
+    """Provenance: settings, results and versions, without paths of this machine."""
     named = {name: data.model_name(value) for name, value in settings.as_dict().items()
              if name in MODELS and value}
     files = {"data": data.names(settings.data), "validation": data.names(settings.validation)}
@@ -232,3 +241,40 @@ def _record(settings: Settings, result: Result, outcome: Outcome, validation: To
     }
 
 
+def probe(drafting: Drafting, prompts: Tokens, tokens: int) -> list[dict[str, float]]:
+    """Measure a drafter on held-out prompts: for each temperature, the mean accepted length and the median speed-up
+    over plain decoding. Empty if the prompts leave no room in the context.
+
+    prompts  [N, L] int32, of which the first few are used
+    tokens   new tokens of each text
+    """
+    engine = load(drafting.model, drafter=drafting.drafter, drafter_options=drafting.options, heads=drafting.heads)
+    plain_engine = engine.with_drafter("plain")
+    length = min(prompts.shape[1], _LONGEST_PROMPT, engine.model.config.max_positions - tokens)
+    if length < 1:
+        return []
+    found = []
+    for sampling in _PROBE_SAMPLING:
+        written, steps, ratios = 0, 0, []
+        for prompt in prompts[:_PROBE_PROMPTS, :length].tolist():
+            params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=1, **sampling)
+            plain, _ = _write(plain_engine, prompt, params)
+            drafted, stats = _write(engine, prompt, params)
+            if plain[1] != drafted[1]:
+                raise LongdraftError(f"{drafting.drafter} and plain decoding wrote different texts; that is a bug of "
+                                     "longdraft, please report it")
+            written, steps = written + stats["new_tokens"], steps + stats["steps"]
+            ratios.append(plain[0] / drafted[0])
+        found.append({"temperature": sampling["temperature"], "context": length, "new_tokens": written,
+                      "mean_accepted_length": written / steps, "to_plain": statistics.median(ratios)})
+    return found
+
+
+def _write(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[tuple[float, str], dict[str, Any]]:
+    """Seconds of decoding and hash of the tokens; the statistics."""
+    began = time.perf_counter()
+    text = engine.generate(prompt, params)
+    for _ in text:
+        pass
+    stats = text.stats()
+    return (time.perf_counter() - began - stats["prefill_seconds"], stats["sha256_tokens"]), stats

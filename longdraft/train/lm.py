@@ -1,9 +1,8 @@
-"""A small Llama that learns to write: the bundled models (`train lm`), and drafters for larger ones (`train draft`).
+"""Training of small Llama models: the bundled ones (`train lm`), and drafters for larger ones (`train draft`).
 
-Far positions are made real in two ways. Positional skip-wise training (arXiv 2309.10400) lets a short sequence jump:
-tokens behind a random place stand some thousands of positions further on, so that every distance is met. What it
-cannot show is attention over many keys at once, so a last phase on sequences of 16,384 tokens and more belongs to it
-(docs/training.md).
+Positional skip-wise training (arXiv 2309.10400) teaches far positions with short sequences: the tokens after a random
+place are offset by thousands of positions, so that every distance occurs. It cannot teach attention over many keys, so
+a last phase on sequences of 16,384 tokens or more should follow (docs/training.md).
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longdraft.train.base import Base, Scores, as_ids, mixed_loss, runs
 from longdraft.train.data import Tokens
+from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, mixed_loss, row_chunks
 from longdraft.train.loop import decayed
 from longdraft.train.settings import LmSettings
 
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<s>", "</s>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-_KEPT_BYTES = 4 << 30  # of what layers computed: where a forward would keep more, they are computed twice
+_ACTIVATION_BYTES = 4 << 30  # above this, gradient checkpointing recomputes the layers
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer: no text is unknown to it."""
+    """A byte-level BPE tokenizer, which can encode any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -48,14 +47,14 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """The tokenizer's files of a model folder."""
+    """Copy the tokenizer's files of a model folder."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
 
 def new_model(settings: LmSettings, vocab_size: int, begin: int | None, end: int | None) -> Any:
-    """A Llama of random weights, its embeddings tied."""
+    """A Llama with random weights and tied embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(settings.seed)
@@ -68,7 +67,7 @@ def new_model(settings: LmSettings, vocab_size: int, begin: int | None, end: int
 
 
 def with_fewer_kv_heads(model: Any, num: int) -> Any:
-    """The Llama with `num` KV heads: each is the mean of a group (GQA, arXiv 2305.13245, 2.1). It must learn again."""
+    """The Llama with `num` KV heads, each the mean of a group (GQA, arXiv 2305.13245, section 2.1)."""
     from transformers import LlamaForCausalLM
 
     config = copy.deepcopy(model.config)
@@ -84,9 +83,9 @@ def with_fewer_kv_heads(model: Any, num: int) -> Any:
 
 
 def positions(settings: LmSettings, place: int, count: int, length: int) -> Tensor:
-    """Positions [count, length] of sequences at places `place`, ...: some jump, by a log-uniform distance.
+    """Positions [count, length] int64 of sequences `place`, `place` + 1, ...: some jump by a log-uniform distance.
 
-    Each follows from the seed and its own place, so that it is the same however sequences are shared out.
+    They are functions of the seed and the sequence's place, and do not depend on the number of processes.
     """
     found = np.tile(np.arange(length), (count, 1))
     room = settings.context - length
@@ -98,31 +97,31 @@ def positions(settings: LmSettings, place: int, count: int, length: int) -> Tens
 
 
 @dataclass
-class LmTrainee:
-    """A language model, as the loop wants it; it learns beside `teacher` where there is one."""
+class LanguageModelTask:
+    """The training task of a language model, with distillation from `teacher` if there is one."""
 
     module: nn.Module  # transformers' LlamaForCausalLM, float32
     settings: LmSettings
     device: torch.device
     dtype: torch.dtype  # of the arithmetic
     saved_dtype: torch.dtype
-    teacher: Base | None
+    teacher: FrozenModel | None
     validation: Tokens
 
     def groups(self, weight_decay: float) -> list[dict[str, Any]]:
         return decayed(list(self.module.named_parameters()), weight_decay)
 
     def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
-        """Mean cross-entropy of all tokens but the first of each sequence."""
+        """Mean cross-entropy of all tokens except the first of each sequence."""
         ids = as_ids(sequences, self.device)
         places = positions(self.settings, place, *ids[:, :-1].shape).to(self.device)
         hidden = self._hidden(ids[:, :-1], places)
         wanted = ids[:, 1:].flatten()
         taught = self._taught(ids[:, :-1], places)
-        # The rows' gradient is made a run at a time, then handed to the layers in one.
+        # The gradient of the rows is computed a chunk at a time, and the layers' in one backward.
         rows = hidden.detach().flatten(0, 1).requires_grad_()
         loss = torch.zeros((), device=self.device)
-        for run in runs(self.device, self._weight.shape[0], len(rows)):
+        for run in row_chunks(self.device, self._weight.shape[0], len(rows)):
             said = None
             if self.teacher is not None and taught is not None:
                 with torch.no_grad():
@@ -137,7 +136,7 @@ class LmTrainee:
     def _taught(self, ids: Tensor, places: Tensor) -> Tensor | None:
         if self.teacher is None:
             return None
-        return self.teacher.normed(self.teacher.see(ids, places).hidden).flatten(0, 1)
+        return self.teacher.normed(self.teacher.outputs(ids, places).hidden).flatten(0, 1)
 
     @torch.no_grad()
     def validate(self) -> list[dict[str, float]]:
@@ -146,7 +145,7 @@ class LmTrainee:
         for sequence in self.validation:
             ids = as_ids(sequence[None], self.device)
             rows, wanted = self._hidden(ids[:, :-1], None).flatten(0, 1), ids[0, 1:]
-            for run in runs(self.device, self._weight.shape[0], len(rows)):
+            for run in row_chunks(self.device, self._weight.shape[0], len(rows)):
                 scores.add(0, self._logits(rows[run]), wanted[run])
         self.module.train()
         return scores.metrics()
@@ -159,8 +158,8 @@ class LmTrainee:
     def _hidden(self, ids: Tensor, places: Tensor | None) -> Tensor:
         """Normalised rows [B, L, hidden] in the arithmetic's dtype."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            # With a mask given, though it hides nothing, `transformers` does not take a jump for the start of another
-            # text, whose rows would see nothing of what stands before it.
+            # Without a mask, `transformers` takes a jump of the positions for the start of another packed text, and
+            # its rows would not attend to the tokens before it. This mask hides nothing.
             hidden: Tensor = self.module.model(  # type: ignore[operator]
                 input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids),
                 use_cache=False).last_hidden_state
@@ -180,15 +179,15 @@ class LmTrainee:
 
 
 def prepare(module: Any, settings: LmSettings, device: torch.device) -> Any:
-    """A model ready to learn: float32 weights, and layers that are computed twice where memory asks for it."""
+    """Prepare a model for training: float32 weights, and gradient checkpointing if the activations are large."""
     module = module.float().train().requires_grad_(True).to(device)
-    if _kept_bytes(module.config, settings) > _KEPT_BYTES:
+    if _activation_bytes(module.config, settings) > _ACTIVATION_BYTES:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     return module
 
 
-def _kept_bytes(config: Any, settings: LmSettings) -> int:
-    """About what a forward keeps for its backward: ten rows of hidden size and four of the MLP's for each layer."""
+def _activation_bytes(config: Any, settings: LmSettings) -> int:
+    """A forward's activations in bytes, roughly: ten rows of hidden size and four of the MLP's per layer."""
     row: int = 10 * config.hidden_size + 4 * config.intermediate_size
     rows: int = settings.batch_size * settings.sequence_length * config.num_hidden_layers
     return 4 * rows * row

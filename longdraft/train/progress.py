@@ -1,4 +1,4 @@
-"""What a training tells while it runs: a live or plain line on stderr, JSON lines on disk."""
+"""The output of a training while it runs: a live line or plain lines on stderr, and JSON lines on the disk."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, TextIO
 
 from longdraft.errors import OutputError, UsageError
 
-PLAIN_EVERY_S = 15.0
+PLAIN_LINE_EVERY_S = 15.0
 
 
-class Progress:
-    """The live line (where `stream` is a terminal) or a plain line every PLAIN_EVERY_S; nothing if quiet."""
+class TrainingProgress:
+    """A live line if `stream` is a terminal, else a plain line every PLAIN_LINE_EVERY_S; nothing if quiet."""
 
     def __init__(self, stream: TextIO, quiet: bool) -> None:
         self._stream = stream
         self._quiet = quiet
         self._live: Any = None
-        self._said_at = -PLAIN_EVERY_S
+        self._said_at = -PLAIN_LINE_EVERY_S
         self._stack = ExitStack()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TrainingProgress:
         if not self._quiet and self._stream.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, TextColumn
@@ -40,15 +40,15 @@ class Progress:
         self._stack.close()
 
     def step(self, done: float, text: str) -> None:
-        """`done` is the part of the training behind us, 0 .. 1."""
+        """Update the line. done: the finished share of the training, 0 to 1."""
         if self._live is not None:
             self._live.update(self._live.task_ids[0], completed=done, description=text)
-        elif not self._quiet and (done >= 1 or time.monotonic() - self._said_at >= PLAIN_EVERY_S):
+        elif not self._quiet and (done >= 1 or time.monotonic() - self._said_at >= PLAIN_LINE_EVERY_S):
             self._said_at = time.monotonic()
             self.say(f"{done:4.0%}  {text}")
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self._quiet:
             return
         if self._live is not None:
@@ -57,9 +57,12 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
 
-class Metrics:
-    """JSON lines, each with its step, and TensorBoard's event files where asked. A resumed training forgets the lines
-    after its checkpoint. With `path` None nothing is written: another process does."""
+class MetricsLog:
+    """A file of JSON lines, each with its step, and TensorBoard's event files if `tensorboard`.
+
+    A resumed training removes the lines after its checkpoint. With `path` None nothing is written, as in all processes
+    but the main one.
+    """
 
     def __init__(self, path: Path | None, last_step: int, tensorboard: bool = False) -> None:
         self._file: TextIO | None = None
@@ -69,10 +72,10 @@ class Metrics:
         if tensorboard:
             self._board = _board(path.parent, last_step)
         with path.open("ab") as file:
-            file.truncate(_bytes_until(path, last_step))  # in place: what is kept is never written again
+            file.truncate(_bytes_until(path, last_step))  # in place: the kept lines are not rewritten
         self._file = path.open("a", encoding="utf-8")
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -87,15 +90,15 @@ class Metrics:
                 self._file.write(json.dumps(line) + "\n")
                 self._file.flush()
             except OSError as error:
-                raise OutputError(f"cannot write {self._file.name}: {error.strerror or error}; what was saved before "
-                                  "stands: make room, then go on with --resume") from error
+                raise OutputError(f"cannot write {self._file.name}: {error.strerror or error}; the last checkpoint is "
+                                  "kept: free disk space, then continue with --resume") from error
         if self._board:
             for name, value in _flat(line):
                 self._board.add_scalar(name, value, line["step"])
 
 
 def _bytes_until(path: Path, last_step: int) -> int:
-    """Length of the lines up to a step; a kill can leave half a line at the end."""
+    """The length of the lines up to a step, in bytes. A kill can leave an incomplete line at the end."""
     size = 0
     with path.open("rb") as lines:
         for line in lines:
@@ -114,7 +117,7 @@ def _board(folder: Path, last_step: int) -> Any:
 
 
 def _flat(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and numbers of a line: `losses` become losses/1, losses/2, ..., `validation` validation/1/loss, ..."""
+    """The numbers of a line with TensorBoard's names: losses/1, losses/2, ..., validation/1/loss, ..."""
     for name, value in line.items():
         values = value if isinstance(value, list) else [value]
         for index, each in enumerate(values, 1):

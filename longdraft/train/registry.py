@@ -1,4 +1,4 @@
-"""What can be trained: each kind's settings, what it stands on, and how it drafts when it is done."""
+"""The kinds of trainings: the settings of each, the models it needs, and how to draft with its result."""
 
 from __future__ import annotations
 
@@ -14,61 +14,69 @@ from longdraft.model.config import read_config
 from longdraft.model.hub import resolve
 from longdraft.model.tokenizer import vocabulary_sha256
 from longdraft.train import data, glide, heads, lm
-from longdraft.train.base import DTYPES, Base, load_base, pretrained
 from longdraft.train.data import Tokens
-from longdraft.train.loop import Trainee
-from longdraft.train.probe import Drafting
-from longdraft.train.settings import DraftSettings, GlideSettings, HeadSettings, LmSettings, Settings
-from longdraft.train.team import Team
+from longdraft.train.frozen_model import TORCH_DTYPES, FrozenModel, load_frozen_model, pretrained
+from longdraft.train.loop import TrainingTask
+from longdraft.train.processes import DistributedProcesses
+from longdraft.train.settings import DraftSettings, GlideSettings, HeadSettings, LmSettings, TrainingSettings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-_SAME = "a model learns from, and drafts for, one with its own tokenizer: give --start or --tokenizer of that kind"
+_SAME_TOKENIZER = "a drafter and its target need the same tokenizer; give --start or --tokenizer with it"
 
 
 def _vocabulary_sha256(tokenizer: Tokenizer) -> str:
     return vocabulary_sha256(tokenizer.get_vocab(with_added_tokens=True))
 
 
-class Exports(Trainee, Protocol):
+class Drafting(NamedTuple):
+    """How to draft with a trained drafter."""
+
+    model: str
+    drafter: str
+    options: dict[str, Any]
+    heads: str | None
+
+
+class ExportableTask(TrainingTask, Protocol):
     def export(self, folder: Path, record: dict[str, Any]) -> None:
-        """Write what was learnt, with its provenance."""
+        """Write the trained weights with their provenance."""
 
 
-class Ground(Protocol):
-    """What a training stands on: a tokenizer, and whatever of it is frozen."""
+class TrainingContext(Protocol):
+    """The tokenizer and the models that a training needs."""
 
     tokenizer: Tokenizer
-    end_id: int | None  # of a text
-    fingerprint: str  # of what is frozen; empty: nothing is
+    end_id: int | None  # token id at the end of a document
+    fingerprint: str  # sha256 of the frozen model's weights; empty without one
 
-    def trainee(self, sample: Tokens, validation: Tokens) -> Exports: ...
+    def task(self, sample: Tokens, validation: Tokens) -> ExportableTask: ...
 
     def about(self) -> dict[str, Any]:
-        """What the record says of the frozen model."""
+        """The record's entries about the frozen model."""
 
     def drafting(self, output: Path) -> Drafting | None:
-        """How to draft with what lies in `output`; None: it is no drafter."""
+        """How to draft with the weights in `output`; None if they are not a drafter's."""
 
 
-class _OnBase:
-    """Heads and glide stand on a frozen model."""
+class _FrozenModelContext:
+    """For heads and glide: a frozen model."""
 
-    def __init__(self, settings: HeadSettings | GlideSettings, output: Path, team: Team) -> None:
+    def __init__(self, settings: HeadSettings | GlideSettings, output: Path, processes: DistributedProcesses) -> None:
         self._settings = settings
         folder = resolve(settings.model)
-        self._base = load_base(folder, settings.dtype, team.device, shard=settings.shard)
+        self._base = load_frozen_model(folder, settings.dtype, processes.device, shard=settings.shard)
         config = self._base.config
         self.tokenizer = data.load_tokenizer(folder, config.vocab_size)
         self.end_id = next(iter(config.eos_token_ids), None)
         self.fingerprint = self._base.fingerprint
 
-    def trainee(self, sample: Tokens, validation: Tokens) -> Exports:
+    def task(self, sample: Tokens, validation: Tokens) -> ExportableTask:
         if isinstance(self._settings, HeadSettings):
-            return heads.new_trainee(self._base, self._settings, sample, validation)
-        return glide.new_trainee(self._base, self._settings, validation)
+            return heads.new_task(self._base, self._settings, sample, validation)
+        return glide.new_task(self._base, self._settings, validation)
 
     def about(self) -> dict[str, Any]:
         config = self._base.config
@@ -86,14 +94,14 @@ class _OnBase:
         return Drafting(settings.model, "tokenswift", {"tree": ",".join(["1"] * depth)}, str(output))
 
 
-class _Lm:
-    """A language model stands on a tokenizer, one to go on from, one that teaches."""
+class _LanguageModelContext:
+    """For a language model: a tokenizer, a model to start from, and a teacher for distillation."""
 
-    def __init__(self, settings: LmSettings, output: Path, team: Team) -> None:
-        self._settings, self._team = settings, team
+    def __init__(self, settings: LmSettings, output: Path, processes: DistributedProcesses) -> None:
+        self._settings, self._processes = settings, processes
         self._base = self._teacher()
         source = self._tokenizer_folder(output)
-        if source != output and team.leads:
+        if source != output and processes.is_main:
             lm.copy_tokenizer(source, output)
         self._start = self._model(source)
         self.tokenizer = data.load_tokenizer(source, self._start.config.vocab_size)
@@ -103,42 +111,42 @@ class _Lm:
         self._require_one_vocabulary()
 
     def _require_one_vocabulary(self) -> None:
-        """Of the new model, of the one it learns from and of the one it will draft for: every id means the same."""
+        """Raise UsageError unless the new model shares its token ids with its teacher and its target."""
         settings = self._settings
         other = settings.model if isinstance(settings, DraftSettings) else settings.distill_from
         if not other:
             return
         ours, theirs = self._start.config.vocab_size, read_config(resolve(other)).vocab_size
         if self._base and ours != theirs:
-            raise UsageError(f"{other!r} has a vocabulary of {theirs}, the new model one of {ours}; {_SAME}")
+            raise UsageError(f"{other!r} has a vocabulary of {theirs}, the new model one of {ours}; {_SAME_TOKENIZER}")
         tokenizer = data.load_tokenizer(resolve(other), theirs)
         if _vocabulary_sha256(self.tokenizer) != _vocabulary_sha256(tokenizer):
-            raise UsageError(f"{other!r} has another tokenizer than the new model: the same ids are other tokens; "
-                             f"{_SAME}")
+            raise UsageError(f"{other!r} has another tokenizer than the new model; "
+                             f"{_SAME_TOKENIZER}")
 
-    def _teacher(self) -> Base | None:
+    def _teacher(self) -> FrozenModel | None:
         settings = self._settings
         name = settings.model if isinstance(settings, DraftSettings) and settings.distill else settings.distill_from
-        return load_base(resolve(name), settings.dtype, self._team.device) if name else None
+        return load_frozen_model(resolve(name), settings.dtype, self._processes.device) if name else None
 
     def _tokenizer_folder(self, output: Path) -> Path:
         settings = self._settings
         named = settings.start or (settings.model if isinstance(settings, DraftSettings) else settings.tokenizer)
         if named:
             return resolve(named)
-        if self._team.leads and not (output / "tokenizer.json").exists():
+        if self._processes.is_main and not (output / "tokenizer.json").exists():
             texts = data.read_documents(settings.data, settings.text_column)
             tokenizer = lm.train_tokenizer(texts, settings.vocab_size)
             partial = output / "tokenizer.partial"
             tokenizer.save(str(partial))
             partial.replace(output / "tokenizer.json")
-        self._team.wait()
+        self._processes.wait_for_all()
         return output
 
     def _model(self, source: Path) -> Any:
         settings = self._settings
         if settings.start:
-            return self._grouped(pretrained(source, torch.float32, self._team.device))
+            return self._grouped(pretrained(source, torch.float32, self._processes.device))
         if (source / "config.json").exists():
             config = read_config(source)
             begin, end = None, next(iter(config.eos_token_ids), None)
@@ -156,11 +164,11 @@ class _Lm:
                              f"{self._settings.start!r}, if that is a Llama")
         return lm.with_fewer_kv_heads(model, wanted)
 
-    def trainee(self, sample: Tokens, validation: Tokens) -> Exports:
-        settings, device = self._settings, self._team.device
+    def task(self, sample: Tokens, validation: Tokens) -> ExportableTask:
+        settings, device = self._settings, self._processes.device
         module = lm.prepare(self._start, settings, device)
-        dtype = torch.bfloat16 if settings.dtype == "auto" else DTYPES[settings.dtype]
-        return lm.LmTrainee(module, settings, device, dtype, dtype, self._base, validation)
+        dtype = torch.bfloat16 if settings.dtype == "auto" else TORCH_DTYPES[settings.dtype]
+        return lm.LanguageModelTask(module, settings, device, dtype, dtype, self._base, validation)
 
     def about(self) -> dict[str, Any]:
         settings = self._settings
@@ -179,31 +187,31 @@ class _Lm:
 MODELS = ("model", "tokenizer", "start", "distill_from")  # settings that name one
 
 
-class Kind(NamedTuple):
-    settings: type[Settings]
-    prepare: Callable[[Any, Path, Team], Ground]
+class TrainingKind(NamedTuple):
+    settings: type[TrainingSettings]
+    prepare: Callable[[Any, Path, DistributedProcesses], TrainingContext]
 
-    def settle(self, settings: Settings) -> Settings:
-        """The settings of a new training, with what the models that they name decide.
+    def settle(self, settings: TrainingSettings) -> TrainingSettings:
+        """The settings of a new training, with those that the named models decide.
 
-        ModelError for a model that is not there, UsageError for what would have no effect, before anything is made.
+        Raises ModelError for a missing model and UsageError for settings without effect.
         """
-        settings.check_idle()
+        settings.require_effective()
         folders = {name: resolve(value) for name in MODELS if (value := getattr(settings, name, ""))}
         if isinstance(settings, LmSettings) and settings.start:
             limit = read_config(folders["start"]).trained_positions
             usual = next(each.default for each in fields(settings) if each.name == "context")
             check(settings.context in (limit, usual), "context", settings.context,
-                  f"{limit}, what {settings.start!r} declares", "leave it out")
+                  f"{limit}, the context of {settings.start!r}", "leave it out")
             check(settings.sequence_length <= limit, "sequence_length", settings.sequence_length,
                   f"at most the model's context ({limit})")
             return replace(settings, context=limit)
         return settings
 
 
-KINDS: dict[str, Kind] = {
-    "heads": Kind(HeadSettings, _OnBase),
-    "glide": Kind(GlideSettings, _OnBase),
-    "draft": Kind(DraftSettings, _Lm),
-    "lm": Kind(LmSettings, _Lm),
+TRAININGS: dict[str, TrainingKind] = {
+    "heads": TrainingKind(HeadSettings, _FrozenModelContext),
+    "glide": TrainingKind(GlideSettings, _FrozenModelContext),
+    "draft": TrainingKind(DraftSettings, _LanguageModelContext),
+    "lm": TrainingKind(LmSettings, _LanguageModelContext),
 }

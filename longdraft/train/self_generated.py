@@ -1,7 +1,7 @@
-"""Text that the model writes itself, to learn from: drafts are of its own text, not of the books it was trained on.
+"""Training text that the model writes itself: a drafter predicts the model's own text, not books.
 
-It can take hours. What was written is kept every minute, in a file whose name says what it was written by and behind:
-a training that goes on, or begins again with the same, learns from the same text and writes only what is missing.
+Writing can take hours, so the texts are saved every minute. The file's name is a hash of the model, the prompts and the
+settings: a training that is resumed or repeated uses the same texts and writes only the missing ones.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from longdraft.model.config import read_config
 from longdraft.model.hub import resolve
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
-from longdraft.train.progress import Progress
+from longdraft.train.progress import TrainingProgress
 from longdraft.train.settings import GlideSettings, HeadSettings
 
-_KEPT = "texts"  # [texts, the longest's tokens] int32
-_NONE = -1  # behind the end of a shorter text
-_OLD = "own.npy"  # beside checkpoints of the version before
+_TENSOR = "texts"  # [texts, tokens of the longest] int32
+_PADDING = -1  # after the end of a shorter text
+_OLD_FILE = "own.npy"  # of an earlier version
 _SAVE_EVERY_S = 60.0
-_PROMPT = 256  # tokens of a document before what is written
+_PROMPT_LENGTH = 256  # tokens of a document before each text
 _SAMPLING: dict[str, Any] = {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.2, "penalty_window": 1024}
 
 
 def write(settings: HeadSettings | GlideSettings, fingerprint: str, documents: list[Tokens], output: Path,
-          progress: Progress) -> list[Tokens]:
-    """`own_tokens` tokens in texts of the sequences' length, each behind the beginning of a document or a part of one.
+          progress: TrainingProgress) -> list[Tokens]:
+    """About `own_tokens` new tokens, in texts of the sequences' length that each begin with a part of a document.
 
-    fingerprint  of the model's weights
+    fingerprint  sha256 of the model's weights
     """
-    if (output / _OLD).exists():
-        return list(np.load(output / _OLD))
+    if (output / _OLD_FILE).exists():
+        return list(np.load(output / _OLD_FILE))
     length = min(settings.sequence_length, read_config(resolve(settings.model)).max_positions)
-    prompt = max(1, min(_PROMPT, length // 2))
+    prompt = max(1, min(_PROMPT_LENGTH, length // 2))
     new = length - prompt
     prompts = _prompts(documents, prompt, -(-settings.own_tokens // new), settings.seed)
     path = output / f"own-{_identity(settings, fingerprint, documents)}.safetensors"
-    written = _kept(path)[: len(prompts)]
+    written = _saved(path)[: len(prompts)]
     if len(written) < len(prompts):
         engine, saved_at = load(settings.model, drafter="auto"), time.monotonic()
         for ids in prompts[len(written) :]:
@@ -58,7 +58,7 @@ def write(settings: HeadSettings | GlideSettings, fingerprint: str, documents: l
             written.append(np.concatenate([np.array(ids, dtype=np.int32), text.tokens]))
             is_last = len(written) == len(prompts)
             if is_last or time.monotonic() - saved_at >= _SAVE_EVERY_S:
-                _keep(path, written)
+                _save(path, written)
                 saved_at = time.monotonic()
             progress.step(len(written) / len(prompts), f"the model writes: {len(written) * new:,} tokens")
     shortest = min(len(text) for text in written)
@@ -66,8 +66,8 @@ def write(settings: HeadSettings | GlideSettings, fingerprint: str, documents: l
 
 
 def remove(output: Path) -> None:
-    """Once it has been learnt."""
-    for path in (*output.glob("own-*.safetensors*"), output / _OLD):
+    """Remove the saved texts at the end of the training."""
+    for path in (*output.glob("own-*.safetensors*"), output / _OLD_FILE):
         path.unlink(missing_ok=True)
 
 
@@ -82,7 +82,7 @@ def _prompts(documents: list[Tokens], length: int, count: int, seed: int) -> lis
 
 
 def _identity(settings: HeadSettings | GlideSettings, fingerprint: str, documents: list[Tokens]) -> str:
-    """Of all that the texts depend on, but for how many they are."""
+    """A hash of everything that the texts depend on, except their number."""
     digest = hashlib.sha256(f"{fingerprint} {settings.sequence_length} {settings.seed}".encode())
     for document in documents:
         digest.update(len(document).to_bytes(8, "little"))
@@ -90,18 +90,18 @@ def _identity(settings: HeadSettings | GlideSettings, fingerprint: str, document
     return digest.hexdigest()[:16]
 
 
-def _keep(path: Path, texts: list[Tokens]) -> None:
-    rows = np.full((len(texts), max(len(text) for text in texts)), _NONE, dtype=np.int32)
+def _save(path: Path, texts: list[Tokens]) -> None:
+    rows = np.full((len(texts), max(len(text) for text in texts)), _PADDING, dtype=np.int32)
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = text
-    write_tensors(path, {_KEPT: torch.from_numpy(rows)}, {})
+    write_tensors(path, {_TENSOR: torch.from_numpy(rows)}, {})
 
 
-def _kept(path: Path) -> list[Tokens]:
+def _saved(path: Path) -> list[Tokens]:
     if not path.exists():
         return []
     try:
-        rows: Tokens = load_file(path)[_KEPT].numpy()
+        rows: Tokens = load_file(path)[_TENSOR].numpy()
     except (OSError, SafetensorError, KeyError) as error:
-        raise ModelError(f"{path} is not readable ({error}); remove it, and the model writes anew") from error
-    return [row[row != _NONE] for row in rows]
+        raise ModelError(f"{path} is not readable ({error}); remove it to write the texts again") from error
+    return [row[row != _PADDING] for row in rows]

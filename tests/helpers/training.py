@@ -8,7 +8,7 @@ from pathlib import Path
 
 from helpers.checkpoints import make_checkpoint
 from longdraft.train import job
-from longdraft.train.progress import Progress
+from longdraft.train.progress import TrainingProgress
 from longdraft.train.settings import HeadSettings
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -37,7 +37,7 @@ def losses(output: Path) -> list[list[float]]:
     return [line["losses"] for line in metrics(output) if "losses" in line]
 
 
-class At(Progress):
+class At(TrainingProgress):
     """A progress display that calls a function once, after a given step."""
 
     def __init__(self, step: int, act):

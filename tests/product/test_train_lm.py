@@ -23,8 +23,8 @@ from helpers.training import ALPHABET, At, losses
 from longdraft.__main__ import run
 from longdraft.core import SamplingParams
 from longdraft.errors import LongdraftError, UsageError
-from longdraft.train import base as frozen
-from longdraft.train import job, lm, team
+from longdraft.train import frozen_model as frozen
+from longdraft.train import job, lm, processes
 from longdraft.train.settings import DraftSettings, HeadSettings, LmSettings
 
 QUICK = dict(sequence_length=32, steps=25, batch_size=4, learning_rate=2e-2, warmup_steps=3, eval_every=0,
@@ -156,10 +156,10 @@ IDLE = [
     (LmSettings, {"tokenizer": "MODEL", "distill_from": "MODEL", "distill": 0.0}, "distill_from is .* --distill 0"),
     (DraftSettings, {"model": "MODEL", "tokenizer": "MODEL"}, "tokenizer is .* is the model's"),
     (DraftSettings, {"model": "MODEL", "vocab_size": 500}, "vocab_size is 500, .* is the model's"),
-    (DraftSettings, {"model": "MODEL", "distill_from": "MODEL"}, "distill_from is .* it learns from --model"),
+    (DraftSettings, {"model": "MODEL", "distill_from": "MODEL"}, "distill_from is .* --model is the teacher"),
     (HeadSettings, {"model": "MODEL", "kind": "medusa", "init": "paper"}, "init is 'paper', .* not chained"),
     (HeadSettings, {"model": "MODEL", "sinks": 4}, "sinks is 4, but has no effect without --window"),
-    (HeadSettings, {"model": "MODEL", "validation": "TEXT", "holdout": 0.1}, "holdout is 0.1, .* beside --validation"),
+    (HeadSettings, {"model": "MODEL", "validation": "TEXT", "holdout": 0.1}, "holdout is 0.1, .* with --validation"),
 ]
 
 
@@ -190,7 +190,7 @@ def test_a_checkpoint_with_idle_settings_goes_on(text, tokens, tmp_path, monkeyp
     """Versions before took them."""
     wanted = LmSettings(data=(text,), start=str(tokens), layers=3, **QUICK | {"steps": 4})
     stop = At(2, lambda: signal.raise_signal(signal.SIGTERM))
-    monkeypatch.setattr(LmSettings, "check_idle", lambda settings: None)
+    monkeypatch.setattr(LmSettings, "require_effective", lambda settings: None)
     job.train(wanted, tmp_path / "lm", stop)
     monkeypatch.undo()
     assert job.resume("lm", tmp_path / "lm", {}).step == 4
@@ -211,15 +211,15 @@ def test_rows_behind_a_jump_see_what_stands_before_it(text, tokens, monkeypatch,
     monkeypatch.setattr(lm, "_KEPT_BYTES", kept_bytes)  # layers computed twice, as for long sequences, or once
     wanted = LmSettings(data=(text,), tokenizer=str(tokens), **SMALL)
     module = lm.prepare(lm.new_model(wanted, VOCAB, 0, 1), wanted, torch.device("cpu"))
-    trainee = lm.LmTrainee(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
+    task = lm.LanguageModelTask(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
     places = torch.cat([torch.arange(10), torch.arange(10) + 100])[None]
     one, other = torch.arange(20)[None] + 5, torch.arange(20)[None] + 5
     other[0, 3] = 99
     with torch.no_grad():
-        first, second = trainee._hidden(one, places), trainee._hidden(other, places)
+        first, second = task._hidden(one, places), task._hidden(other, places)
     assert not torch.allclose(first[0, 15], second[0, 15])
-    model = frozen.load_base(tokens, "auto", torch.device("cpu"))
-    assert not torch.allclose(model.see(one, places).hidden[0, 15], model.see(other, places).hidden[0, 15])
+    model = frozen.load_frozen_model(tokens, "auto", torch.device("cpu"))
+    assert not torch.allclose(model.outputs(one, places).hidden[0, 15], model.outputs(other, places).hidden[0, 15])
 
 
 def test_logits_are_those_of_the_model_that_is_trained(text, tmp_path):
@@ -227,19 +227,19 @@ def test_logits_are_those_of_the_model_that_is_trained(text, tmp_path):
     model = make_family(tmp_path, "granite")
     wanted = LmSettings(data=(text,), start=str(tmp_path), **QUICK)
     module = lm.prepare(model, wanted, torch.device("cpu"))
-    trainee = lm.LmTrainee(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
+    task = lm.LanguageModelTask(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
     ids = torch.arange(20)[None] + 5
     with torch.no_grad():
-        logits = trainee._logits(trainee._hidden(ids, None)[0])
+        logits = task._logits(task._hidden(ids, None)[0])
         assert torch.allclose(logits, module(ids).logits[0], atol=1e-5)
 
 
 def test_the_loss_is_the_mean_over_all_tokens(text, tokens):
     wanted = LmSettings(data=(text,), tokenizer=str(tokens), **SMALL)
     module = lm.prepare(lm.new_model(wanted, VOCAB, 0, 1), wanted, torch.device("cpu"))
-    trainee = lm.LmTrainee(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
+    task = lm.LanguageModelTask(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
     ids = np.random.default_rng(3).integers(2, 250, (3, 20))
-    loss = trainee.accumulate(ids, 1.0, 0)
+    loss = task.accumulate(ids, 1.0, 0)
     gradients = [p.grad.clone() for p in module.parameters()]
     module.zero_grad()
     tokens_ = torch.from_numpy(ids)
@@ -305,7 +305,7 @@ def test_processes_wait_for_hours(monkeypatch):
 
     given: dict[str, object] = {}
     monkeypatch.setattr(accelerate, "PartialState", lambda **options: given.update(options))
-    team._state(is_cpu=True)
+    processes._state(is_cpu=True)
     assert given["timeout"] >= timedelta(days=1)
 
 

@@ -19,8 +19,8 @@ from helpers.training import At, losses, settings
 from longdraft.engine import Engine
 from longdraft.errors import OutputError, UsageError
 from longdraft.train import job, self_generated
-from longdraft.train.progress import Metrics, Progress
-from longdraft.train.team import Team
+from longdraft.train.processes import DistributedProcesses
+from longdraft.train.progress import MetricsLog, TrainingProgress
 
 base = pytest.fixture(scope="module")(training.alphabet)
 
@@ -106,7 +106,8 @@ def test_own_text_of_the_version_before_is_found(base, tmp_path):
     """Its checkpoints have own.npy beside them."""
     texts = np.arange(3 * 64, dtype=np.int32).reshape(3, 64)
     np.save(tmp_path / "own.npy", texts)
-    found = self_generated.write(settings(base, own_tokens=100), "", [], tmp_path, Progress(sys.stderr, quiet=True))
+    progress = TrainingProgress(sys.stderr, quiet=True)
+    found = self_generated.write(settings(base, own_tokens=100), "", [], tmp_path, progress)
     assert np.array_equal(found, texts)
     self_generated.remove(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -117,10 +118,10 @@ def test_one_process_tries_whether_files_can_be_written(base, tmp_path, monkeypa
     job.train(settings(base), tmp_path / "cut", At(2, lambda: signal.raise_signal(signal.SIGTERM)))
     tried = []
     monkeypatch.setattr(job, "_check_writable", tried.append)
-    monkeypatch.setattr(Team, "leads", False)
+    monkeypatch.setattr(DistributedProcesses, "leads", False)
     job.resume("heads", tmp_path / "cut", {})
     assert not tried
-    monkeypatch.setattr(Team, "leads", True)
+    monkeypatch.setattr(DistributedProcesses, "leads", True)
     job.resume("heads", tmp_path / "cut", {})
     assert tried == [tmp_path / "cut"]
 
@@ -136,7 +137,7 @@ def test_metrics_that_stay_are_not_written_again(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", full)
-    with Metrics(path, 3) as told:
+    with MetricsLog(path, 3) as told:
         assert path.read_text() == "".join(lines[:3]) and path.stat().st_ino == before
         told.write({"step": 4, "loss": 2.0})
     assert path.read_text() == "".join(lines[:3]) + '{"step": 4, "loss": 2.0}\n'
@@ -156,7 +157,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stands(base, tmp_path, 
 
     with monkeypatch.context() as patched:
         patched.setattr("longdraft.train.checkpoint.save_file", full)
-        with pytest.raises(OutputError, match="No space left on device; what was saved before stands"):
+        with pytest.raises(OutputError, match="No space left on device; the last checkpoint is kept"):
             job.train(wanted, tmp_path / "cut")
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["checkpoint.safetensors", job.METRICS]
     job.resume("heads", tmp_path / "cut", {})

@@ -19,7 +19,7 @@ from longdraft.errors import ModelError, UsageError
 from longdraft.model.routine import run_alone
 from longdraft.model.transformer import chain_rows
 from longdraft.speculation.step import Tally
-from longdraft.train import base as frozen
+from longdraft.train import frozen_model as frozen
 from longdraft.train import glide as training
 from longdraft.train.settings import GlideSettings
 
@@ -74,17 +74,17 @@ def test_the_ring_holds_the_latest_rows_and_the_drafts(model, moves, window):
 def test_the_layer_computes_what_was_trained(tiny, tmp_path, name, lag):
     """Row by row over stores, compared with the training module over whole sequences."""
     target = load(tiny[name])
-    trained = frozen.load_base(tiny[name], "auto", torch.device("cpu"))
-    trainee = training.new_trainee(trained, GlideSettings(data=("none",), window=5, max_lag=4, seed=3), np.empty(0))
+    trained = frozen.load_frozen_model(tiny[name], "auto", torch.device("cpu"))
+    task = training.new_task(trained, GlideSettings(data=("none",), window=5, max_lag=4, seed=3), np.empty(0))
     with torch.no_grad():
-        for _, parameter in trainee.module.named():
+        for _, parameter in task.module.named():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    trainee.export(tmp_path, {})
+    task.export(tmp_path, {})
     layer = load_glide(tmp_path, target)
     ids = list(range(2, 32))
     tokens, places = torch.tensor([ids]), torch.arange(30)[None]
     with torch.no_grad():
-        wanted = trained.logits(trainee.module(tokens, places, trained.see(tokens, places), lag)[0])
+        wanted = trained.logits(task.module(tokens, places, trained.outputs(tokens, places), lag)[0])
     cache = target.new_cache()
     target.forward(chain_rows(ids, 0), cache)
     cache.commit(range(30))

@@ -1,7 +1,7 @@
-"""The processes of one training: this one alone, or those that `torchrun` or `accelerate launch` started.
+"""The processes of a data-parallel training: one, or those that `torchrun` or `accelerate launch` started.
 
-Each works on its own share of every step's sequences with its own copy of what learns. Gradients are averaged once in a
-step, in one message, so that every copy takes the same step; the first process alone writes files.
+Each has a copy of the trained parameters and its own share of every step's sequences. Gradients are averaged once per
+step, in one message, so that all copies take the same step. Only the main process writes files.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from longdraft.errors import UsageError
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-# The first process reads, writes text to learn from and measures while the others stand by, perhaps for hours; the
-# usual minutes would end them. A process that dies ends the others by way of whoever started them.
-_PATIENCE = timedelta(days=7)
+# The main process may write training text for hours while the others wait; the default timeout of minutes would end
+# them. If a process dies, its launcher ends the others.
+_TIMEOUT = timedelta(days=7)
 
 
-class Team:
-    """`device`: auto, cpu or cuda. UsageError for cuda without a GPU."""
+class DistributedProcesses:
+    """device: auto, cpu or cuda. Raises UsageError for cuda without a GPU."""
 
     def __init__(self, device: str) -> None:
         if device == "cuda" and not torch.cuda.is_available():
@@ -44,15 +44,15 @@ class Team:
         return int(self._state.num_processes)
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
-    def wait(self) -> None:
-        """Until every process is here."""
+    def wait_for_all(self) -> None:
+        """Block until every process has called this."""
         self._state.wait_for_everyone()
 
     def average(self, values: Tensor) -> Tensor:
-        """The mean over processes."""
+        """The mean over all processes."""
         from accelerate.utils import reduce
 
         averaged: Tensor = reduce(values, "mean") if self.size > 1 else values
@@ -66,8 +66,8 @@ class Team:
         for gradient, part in zip(gradients, torch.split(averaged, [g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def largest(self, value: float) -> float:
-        """Over processes: what has stopped one stops all, on the slowest one's clock."""
+    def maximum(self, value: float) -> float:
+        """The maximum over all processes, so that all stop at the same step."""
         from accelerate.utils import gather
 
         if self.size == 1:
@@ -80,4 +80,4 @@ def _state(*, is_cpu: bool) -> PartialState:
         from accelerate import PartialState
     except ImportError as error:
         raise UsageError(f"training needs {error.name}; pip install 'longdraft[train]'") from error
-    return PartialState(cpu=is_cpu, timeout=_PATIENCE)
+    return PartialState(cpu=is_cpu, timeout=_TIMEOUT)

@@ -1,7 +1,7 @@
-"""The frozen model under what is trained, and losses that never hold [tokens, vocabulary] at once.
+"""The frozen target model of a training, and losses that never hold [tokens, vocabulary] logits at a time.
 
-Rows of the trained layers do not look at one another once their hidden states are made, so a long sequence is cut into
-runs of rows whose logits are made, differentiated and dropped one run at a time.
+The logits of a row depend on its hidden state only. A long sequence is therefore cut into chunks of rows, and the
+logits of one chunk at a time are computed, differentiated and freed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.config import ModelConfig, read_config
 from longdraft.train.data import Tokens
 
-CPU_RUN_ELEMENTS = 2**21  # logits of a run; float32 they still fit the second-level cache of a server's core
-GPU_RUN_ELEMENTS = 2**28
-TOP = 3
+CPU_CHUNK_ELEMENTS = 2**21  # logits of a chunk; 8 MiB of float32, about the L2 cache of a server's core
+GPU_CHUNK_ELEMENTS = 2**28
+_TOP = 3  # validation counts targets among this many likeliest tokens
 IGNORED = -100
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Seen(NamedTuple):
-    """What the frozen model gives for sequences: rows before the final norm, and its last layer's keys and values."""
+class FrozenOutputs(NamedTuple):
+    """The frozen model's outputs: hidden states before the final norm, and the last layer's keys and values."""
 
     hidden: Tensor  # [B, L, hidden] float32
     keys: Tensor  # [B, Hkv, L, D], rotated
@@ -36,14 +36,14 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Base:
-    """A frozen model: token ids in, rows and logits out."""
+class FrozenModel:
+    """A frozen model: token ids in, hidden states and logits out."""
 
     folder: Path
     config: ModelConfig
     fingerprint: str
     initializer_range: float
-    body: nn.Module  # its final norm taken out
+    body: nn.Module  # without its final norm
     final_norm: Tensor  # [hidden]
     head_weight: Tensor  # [V, hidden]
     saved_dtype: torch.dtype
@@ -53,18 +53,20 @@ class Base:
         return self.head_weight.device
 
     @torch.no_grad()
-    def see(self, ids: Tensor, positions: Tensor | None = None) -> Seen:
-        """Run ids [B, L] at positions [B, L] (none given: 0, 1, 2, ...)."""
+    def outputs(self, ids: Tensor, positions: Tensor | None = None) -> FrozenOutputs:
+        """One forward of ids [B, L] int64 at positions [B, L] (default: 0, 1, 2, ...)."""
         kept = _last_layer(self.config.num_layers - 1)
         hidden = self.body(input_ids=ids, position_ids=positions, past_key_values=kept, use_cache=False)
         keys, values = kept.found
-        return Seen(hidden.last_hidden_state.float().to(self.device), keys.to(self.device), values.to(self.device))
+        rows = hidden.last_hidden_state.float().to(self.device)
+        return FrozenOutputs(rows, keys.to(self.device), values.to(self.device))
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, window: int = 0, sinks: int = 0) -> Tensor:
         """Rows of the last layer before the final norm, [B * L, hidden] float32, of ids [B, L].
 
-        window  each row sees the `sinks` first positions and this many latest ones, as on a partial cache; 0: all
+        window  each row attends to the first `sinks` positions and this many latest ones, as with a partial KV cache;
+                0: to all
         """
         mask = None
         if window:
@@ -75,7 +77,7 @@ class Base:
         return hidden.flatten(0, 1).float().to(self.device)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """The final norm of rows [..., hidden] float32."""
+        """RMSNorm with the model's final weights, of rows [..., hidden] float32."""
         return functional.rms_norm(hidden, self.final_norm.shape, self.final_norm, self.config.rms_norm_eps)
 
     def logits(self, normed: Tensor) -> Tensor:
@@ -83,13 +85,13 @@ class Base:
         logits = functional.linear(normed.to(self.head_weight.dtype), self.head_weight).float()
         return logits if self.config.logits_divisor == 1 else logits / self.config.logits_divisor
 
-    def runs(self, count: int) -> Iterator[slice]:
-        """Rows 0 .. count in runs whose logits are small."""
-        return runs(self.device, self.config.vocab_size, count)
+    def row_chunks(self, count: int) -> Iterator[slice]:
+        """Slices of rows 0 .. count, small enough for their logits."""
+        return row_chunks(self.device, self.config.vocab_size, count)
 
 
 def _last_layer(index: int) -> Any:
-    """A cache for one forward of `transformers` that keeps the keys and values of one layer only."""
+    """A cache for one forward of `transformers` that stores the keys and values of one layer only."""
     from transformers import DynamicCache
 
     class LastLayer(DynamicCache):  # type: ignore[misc]
@@ -104,32 +106,32 @@ def _last_layer(index: int) -> Any:
     return LastLayer()
 
 
-def runs(device: torch.device, vocab_size: int, count: int) -> Iterator[slice]:
-    elements = CPU_RUN_ELEMENTS if device.type == "cpu" else GPU_RUN_ELEMENTS
+def row_chunks(device: torch.device, vocab_size: int, count: int) -> Iterator[slice]:
+    elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS
     rows = max(64, elements // vocab_size)
     return (slice(start, start + rows) for start in range(0, count, rows))
 
 
-def load_base(folder: Path, dtype: str, device: torch.device, *, shard: bool = False) -> Base:
-    """The frozen model of a folder. ModelError where a file or tensor is missing or not supported.
+def load_frozen_model(folder: Path, dtype: str, device: torch.device, *, shard: bool = False) -> FrozenModel:
+    """The frozen model of a folder. Raises ModelError if a file or tensor is missing or not supported.
 
-    shard  layer by layer over all GPUs that this process sees, where one does not hold it
+    shard  distribute the layers over all GPUs that this process sees
     """
     config = read_config(folder)
     fingerprint = TensorFiles(folder).fingerprint()
-    saved = DTYPES[config.dtype]
-    model = pretrained(folder, saved if dtype == "auto" else DTYPES[dtype], device, shard=shard)
+    saved = TORCH_DTYPES[config.dtype]
+    model = pretrained(folder, saved if dtype == "auto" else TORCH_DTYPES[dtype], device, shard=shard)
     model.requires_grad_(False).eval()
     body, norm = model.model, model.model.norm.weight.detach().float()
-    # With an identity in its place the body returns what the heads read: the rows before the final norm.
+    # With an identity in its place the body returns the hidden states before the final norm, which the heads read.
     body.norm = nn.Identity()
     spread = float(getattr(model.config, "initializer_range", 0.02))
     head_weight = model.get_output_embeddings().weight.detach()
-    return Base(folder, config, fingerprint, spread, body, norm.to(head_weight.device), head_weight, saved)
+    return FrozenModel(folder, config, fingerprint, spread, body, norm.to(head_weight.device), head_weight, saved)
 
 
 def pretrained(folder: Path, dtype: torch.dtype, device: torch.device, *, shard: bool = False) -> Any:
-    """The model of a folder as `transformers` has it, whole or a ModelError."""
+    """The model of a folder as a `transformers` model. Raises ModelError if it cannot be loaded completely."""
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -153,10 +155,11 @@ def as_ids(sequences: Tokens, device: torch.device) -> Tensor:
 
 
 def mixed_loss(logits: Tensor, wanted: Tensor, taught: Tensor | None, part: float) -> Tensor:
-    """Sum over rows [R] that want a token: cross-entropy against it, `part` of it against a distribution instead.
+    """The distillation loss, summed over rows: (1 - part) CE(target token) + part CE(teacher's distribution).
 
-    logits [R, V] float32; taught [R, V] float32 probabilities, or None: there is no such part. Rows of `wanted` [R]
-    that are IGNORED count for nothing.
+    logits  [R, V] float32
+    wanted  [R] int64 target tokens; rows that are IGNORED do not count
+    taught  [R, V] float32 probabilities of the teacher; None: cross-entropy only
     """
     if taught is None or not part:
         return functional.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
@@ -165,9 +168,9 @@ def mixed_loss(logits: Tensor, wanted: Tensor, taught: Tensor | None, part: floa
 
 
 class _MixedLoss(torch.autograd.Function):
-    """With what is wanted, (1 - part) onehot + part taught, as one distribution q: -q log p, its gradient p - q.
+    """Cross-entropy against the mixture q = (1 - part) onehot + part taught: -q log p, with the gradient p - q.
 
-    [R, V] is gone through half as often as by softmax, log_softmax and their derivatives one by one.
+    It reads [R, V] half as often as softmax, log_softmax and their separate derivatives do.
     """
 
     @staticmethod
@@ -188,8 +191,8 @@ class _MixedLoss(torch.autograd.Function):
         return gradient * upstream, None, None, None
 
 
-class Metrics(NamedTuple):
-    """Validation of one part: mean cross-entropy in nats, and how often the token is its first (three)."""
+class PartMetrics(NamedTuple):
+    """Validation of one part: mean cross-entropy in nats; shares of targets that rank first, and in the first three."""
 
     loss: float
     top1: float
@@ -197,18 +200,18 @@ class Metrics(NamedTuple):
 
 
 class Scores:
-    """Sums up validation of several parts, a run of rows at a time."""
+    """Sums the validation of several parts (heads, lags), a chunk of rows at a time."""
 
     def __init__(self, parts: int) -> None:
         self._sums = torch.zeros(parts, 4, dtype=torch.float64)  # loss, top 1, top 3, rows
 
     def add(self, part: int, logits: Tensor, target: Tensor) -> None:
-        """logits [R, V] of rows that should say target [R]."""
+        """Count rows with logits [R, V] and target tokens [R]."""
         own = logits.gather(1, target[:, None])
         rank = (logits > own).sum(1)
         loss = functional.cross_entropy(logits, target, reduction="sum")
-        row = [loss.double(), (rank < 1).sum().double(), (rank < TOP).sum().double()]
+        row = [loss.double(), (rank < 1).sum().double(), (rank < _TOP).sum().double()]
         self._sums[part] += torch.tensor([*(float(value) for value in row), float(len(target))], dtype=torch.float64)
 
     def metrics(self) -> list[dict[str, float]]:
-        return [Metrics(*(row[:3] / row[3]).tolist())._asdict() for row in self._sums]
+        return [PartMetrics(*(row[:3] / row[3]).tolist())._asdict() for row in self._sums]
