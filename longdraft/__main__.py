@@ -1,4 +1,4 @@
-"""`longdraft` and `python -m longdraft`: run the command line, turn errors into one line and a status.
+"""`longdraft` and `python -m longdraft`: run the command line, and turn errors into one line and a status.
 
 0 done · 2 bad usage or input · 130 interrupted (143 terminated) · 1 anything else
 """
@@ -18,7 +18,7 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """The exit status of a command line."""
+    """Run a command line; returns its exit status."""
     import typer
 
     from longdraft.cli import app
@@ -29,28 +29,30 @@ def run(arguments: list[str]) -> int:
     try:
         status = command.main(arguments, prog_name="longdraft", standalone_mode=False)
     except LongdraftError as error:
-        return _fail(_noted(str(error), error), 2 if isinstance(error, UsageError | ModelError | JournalError) else 1)
+        is_input = isinstance(error, UsageError | ModelError | JournalError)
+        return _fail(_with_notes(str(error), error), 2 if is_input else 1)
     except Terminated as error:
-        earlier = error.__context__  # a failure on its way here says more: ranks that lose one are all terminated
-        told = (str(earlier), earlier) if isinstance(earlier, LongdraftError) else ("terminated", error)
-        return _fail(_noted(*told), 143)
-    except KeyboardInterrupt as error:  # where Typer has not made it the status
-        return _fail(_noted("interrupted", error), 130)
+        earlier = error.__context__  # if a rank fails, torchrun terminates the others: report their own failure first
+        if isinstance(earlier, LongdraftError):
+            return _fail(_with_notes(str(earlier), earlier), 143)
+        return _fail(_with_notes("terminated", error), 143)
+    except KeyboardInterrupt as error:  # unless Typer has turned it into a status
+        return _fail(_with_notes("interrupted", error), 130)
     except MemoryError as error:
         message = "out of memory; a shorter context, a smaller model or --dtype bfloat16 needs less"
-        return _fail(_noted(message, error), 1)
+        return _fail(_with_notes(message, error), 1)
     except Exception as error:
-        # Click's own errors (unknown option, missing argument, bad number) know how to say themselves.
+        # Click's own errors (unknown option, missing argument, bad number) format their own message.
         if not hasattr(error, "format_message"):
             raise
-        if not error.format_message():  # no arguments: the help was shown
+        if not error.format_message():  # without arguments, the help was printed
             return 2
         return _fail(f"{error.format_message().rstrip('.')}; see --help", 2)
     return status if isinstance(status, int) else 0
 
 
-def _noted(message: str, error: BaseException) -> str:
-    """With what was known where the error passed by (how to resume, for one)."""
+def _with_notes(message: str, error: BaseException) -> str:
+    """The message with the notes that callers added, such as how to resume."""
     return "; ".join([message, *getattr(error, "__notes__", ())])
 
 

@@ -1,4 +1,4 @@
-"""The command line. Heavy imports wait until a command runs: `longdraft --help` answers at once."""
+"""The command line. Heavy imports are inside the commands, so that `longdraft --help` is fast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longdraft.train.cli import app as train
 from longdraft.version import __version__
 
 app = typer.Typer(name="longdraft", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False,
-                  help="Writes ultra-long texts by speculative decoding: exactly the text of plain decoding.")
+                  help="Write ultra-long texts by speculative decoding, with exactly the text of plain decoding.")
 app.command("generate")(generate.generate)
 app.command("resume")(journal.resume)
 app.command("inspect")(journal.inspect)

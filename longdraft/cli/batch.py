@@ -1,4 +1,4 @@
-"""`longdraft batch`: a file of prompts in, a file of texts out."""
+"""`longdraft batch`: from a file of prompts to a file of texts."""
 
 from __future__ import annotations
 
@@ -37,24 +37,26 @@ class Command(TyperCommand):
 
 
 def batch(
-    rows: Annotated[Path, typer.Argument(metavar="IN", help="Rows: .jsonl or .parquet.", show_default=False)],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="RecordFile: .jsonl or .parquet.", show_default=False)],
-    workers: Annotated[int | None, option("Processes with an engine each; default: this one, with --ray as many as "
-                                          "fit.", JOB, "--workers")] = None,
+    rows: Annotated[Path, typer.Argument(metavar="IN", help="Input: rows as .jsonl or .parquet.", show_default=False)],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="Output: records as .jsonl or .parquet.",
+                                           show_default=False)],
+    workers: Annotated[int | None, option("Number of worker processes, each with an engine.", JOB, "--workers",
+                                          show_default="this process; with --ray as many as fit")] = None,
     batch_size: Annotated[int, option("Texts that each engine writes at the same time. Larger batches write more "
-                                      "tokens per second and take a KV cache per text.", JOB, "--batch-size")] = 4,
-    ray: Annotated[str | None, option("Run on Ray: a cluster's address, auto (the default without ADDRESS), or local. "
-                                      "--work must be on storage that all of it sees.", JOB, "--ray",
+                                      "tokens per second and need a KV cache per text.", JOB, "--batch-size")] = 4,
+    ray: Annotated[str | None, option("Run on the Ray cluster at ADDRESS: auto (also without ADDRESS), local, or "
+                                      "host:port. All nodes must share the storage of --work.", JOB, "--ray",
                                       metavar="[ADDRESS]")] = None,
-    work: Annotated[Path | None, option("Folder of journals until all is done; default: OUT.work.", JOB)] = None,
-    retries: Annotated[int, option("Times that a row may end its worker without a new token before it becomes an "
-                                   "error.", JOB)] = 2,
-    retry_errors: Annotated[bool, option("Write rows whose records are errors anew.", JOB, "--retry-errors")] = False,
-    served_model_name: Annotated[str | None, option("The model's name in requests and records; default: --model.",
-                                                    JOB)] = None,
-    stats: Annotated[Path | None, option("Write totals to this JSON file.", FILES)] = None,
+    work: Annotated[Path | None, option("Folder for journals until the job is done.", JOB,
+                                        show_default="OUT.work")] = None,
+    retries: Annotated[int, option("How often a row may end its worker without a new token before it becomes an error "
+                                   "record.", JOB)] = 2,
+    retry_errors: Annotated[bool, option("Write the rows of error records again.", JOB, "--retry-errors")] = False,
+    served_model_name: Annotated[str | None, option("The model's name in requests and records.", JOB,
+                                                    show_default="--model")] = None,
+    stats: Annotated[Path | None, option("Write the job's totals to this JSON file.", FILES)] = None,
     fsync: options.Fsync = "1",
-    quiet: Annotated[bool, option("No live line and no remarks on stderr.", FILES, "--quiet")] = False,
+    quiet: options.Quiet = False,
     model: options.Model = "novelist",
     revision: options.Revision = None,
     cache_dir: options.CacheDir = None,
@@ -66,26 +68,31 @@ def batch(
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = "none",
     tensor_parallel: options.TensorParallel = 1,
-    threads: Annotated[int | None, option("CPU threads of each worker; default: the cores, shared out.", RUNNING,
-                                          "--threads")] = None,
-    max_new_tokens: Annotated[int | None, option("Tokens of a text at most.", SAMPLING, show_default="1024")] = None,
-    min_new_tokens: Annotated[int | None, option("Tokens before a text may end.", SAMPLING, show_default="0")] = None,
-    seed: Annotated[int, option("Of the job: rows without a seed have one from this and their id.", SAMPLING)] = 0,
+    threads: Annotated[int | None, option("CPU threads of each worker.", RUNNING, "--threads",
+                                          show_default="the cores divided by the workers")] = None,
+    max_new_tokens: Annotated[int | None, option("Maximum number of new tokens per text.", SAMPLING,
+                                                 show_default="1024")] = None,
+    min_new_tokens: Annotated[int | None, option("Minimum number of new tokens before a text may end.", SAMPLING,
+                                                 show_default="0")] = None,
+    seed: Annotated[int, option("Seed of the job. A row without a seed derives its own from this one and its id.",
+                                SAMPLING)] = 0,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     eta_cutoff: options.EtaCutoff = None,
     repetition_penalty: options.RepetitionPenalty = None,
-    penalty_window: Annotated[int | None, option("Last tokens penalised.", SAMPLING, show_default="1024")] = None,
+    penalty_window: Annotated[int | None, option("Number of latest tokens that are penalised.", SAMPLING,
+                                                 show_default="1024")] = None,
     stop: options.Stop = None,
-    ignore_eos: Annotated[bool, option("The model's end of text ends none.", SAMPLING, "--ignore-eos")] = False,
+    ignore_eos: options.IgnoreEos = False,
     on_loop: options.OnLoop = "warn",
 ) -> int:
-    """Write a text for every row of IN into OUT, in any order; start the same command again to go on after any end.
+    """Write a text for every row of IN into OUT. Start the same command again to resume after any interruption.
 
-    Rows are OpenAI batch lines, or objects with id and prompt (or messages) and sampling settings, which win over
-    these options. A row that cannot be written becomes an error record; the exit status is 1 while there is one.
+    Rows are lines of OpenAI's batch API, or objects with id, prompt (or messages) and sampling settings, which override
+    these options. A row that cannot be written becomes an error record, and the exit status is then 1. Records are in
+    the order in which texts end.
     """
     from longdraft.core import SamplingParams
     from longdraft.journal import parse_fsync
@@ -95,13 +102,14 @@ def batch(
              "top_k": top_k, "top_p": top_p, "min_p": min_p, "eta_cutoff": eta_cutoff,
              "repetition_penalty": repetition_penalty, "penalty_window": penalty_window, "stop": stop or None,
              "ignore_eos": ignore_eos or None, "on_loop": on_loop}
-    SamplingParams.from_names({**given, "seed": seed})  # a mistake shows before anything is read
+    SamplingParams.from_names({**given, "seed": seed})  # fail before any file is read
     parse_fsync(fsync)
     check(workers is None or 1 <= workers <= 4096, "--workers", workers, "1 to 4096")
     check(1 <= batch_size <= 1024, "--batch-size", batch_size, "1 to 1024")
     check(0 <= retries <= 1000, "--retries", retries, "0 to 1000")
     if ray is None and workers and workers > 1 and _is_on_gpu(device):
-        raise UsageError("--workers share one GPU; leave it out, or give --ray, where each worker has a GPU of its own")
+        raise UsageError("--workers would share one GPU; leave the option out, or use --ray, which gives "
+                         "each worker its own GPU")
     if ray is None and threads is None and workers:
         threads = max(1, (os.cpu_count() or 1) // workers)
     load: dict[str, Any] = {
@@ -111,7 +119,7 @@ def batch(
         "device": device, "dtype": dtype, "quantize": quantize, "threads": threads, "tensor_parallel": tensor_parallel}
     options.require_one_process(tensor_parallel)
     if tensor_parallel > 1 and (workers or ray is not None):
-        raise UsageError("--tensor-parallel writes one text at a time, on all ranks; leave --workers and --ray out")
+        raise UsageError("--tensor-parallel writes one text at a time on all ranks; leave --workers and --ray out")
     if options.is_follower():
         from longdraft.cli.stream import follow
         from longdraft.loading import load as load_engine

@@ -1,4 +1,4 @@
-"""`longdraft chat`: a conversation, line by line. Answers go to stdout, everything else to stderr."""
+"""`longdraft chat`: a conversation in the terminal. Answers go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from longdraft.generation import Generation
 
 _HELP = """\
-/help        this list
-/reset       forget the conversation (the system prompt stays)
+/help        show this list
+/reset       forget the conversation, except the system prompt
 /save FILE   write the conversation to a JSON file
-/quit        leave (so does the end of the input, Ctrl-D)
-A line that ends in \\ goes on in the next. //text says /text. Ctrl-C stops an answer."""
+/quit        leave, like Ctrl-D
+End a line with \\ to continue on the next one. Start a message with // to send a /. Ctrl-C stops an answer."""
 
 
 def chat(
-    system: Annotated[str | None, option("What the model is told before the conversation.", FILES)] = None,
+    system: Annotated[str | None, option("System prompt.", FILES)] = None,
     chat_option: options.ChatOption = None,
-    stats: Annotated[bool, option("Print a summary of each answer on stderr, if it is a terminal. Typed conversations "
-                                  "always have it.", FILES, "--stats")] = False,
-    quiet: Annotated[bool, option("No remarks on stderr.", FILES, "--quiet")] = False,
+    stats: Annotated[bool, option("Print a summary of each answer on stderr, if that is a terminal. It is always "
+                                  "printed if stdin is a terminal too.", FILES, "--stats")] = False,
+    quiet: options.Quiet = False,
     model: options.Model = "novelist",
     revision: options.Revision = None,
     cache_dir: options.CacheDir = None,
@@ -47,7 +47,7 @@ def chat(
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = "none",
     threads: options.Threads = None,
-    max_new_tokens: Annotated[int, option("Tokens of one answer at most.", SAMPLING)] = 4096,
+    max_new_tokens: Annotated[int, option("Maximum number of tokens per answer.", SAMPLING)] = 4096,
     seed: options.Seed = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -60,13 +60,13 @@ def chat(
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
 ) -> int:
-    """Talk with a model that has a chat template. Messages are lines of stdin; /help lists the commands."""
+    """Chat with a model that has a chat template. Messages are lines of stdin; /help lists the commands."""
     given = {
         "max_new_tokens": max_new_tokens, "seed": seed, "temperature": temperature, "top_k": top_k, "top_p": top_p,
         "min_p": min_p, "eta_cutoff": eta_cutoff, "min_tokens_to_keep": min_tokens_to_keep,
         "repetition_penalty": repetition_penalty, "penalty_window": penalty_window, "stop": stop or None,
         "stop_token_ids": stop_token_id or None}
-    SamplingParams.from_names(given)  # a mistake shows before the model is read
+    SamplingParams.from_names(given)  # fail before the model is loaded
     require_text(system or "", "--system", "give it in UTF-8")
     drafting = parse_pairs("--drafter-option", drafter_option or ())
     chat_options = options.chat_options(chat_option or ())
@@ -78,68 +78,68 @@ def chat(
                       quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
                       on_load=bar.show)
     params = engine.params(**given)
-    talk = Conversation(engine, params, system, chat_options)
-    talk.prompt("Hello")  # no template, an unknown option: known before the first message
-    options.tell_defaults(params, quiet=quiet)
+    conversation = Conversation(engine, params, system, chat_options)
+    conversation.prompt("Hello")  # fail before the first message without a template, or for an unknown option
+    options.print_model_defaults(params, quiet=quiet)
     any_letter()
-    return _loop(talk, stats or sys.stdin.isatty(), quiet)
+    return _loop(conversation, stats or sys.stdin.isatty(), quiet)
 
 
 @dataclass
 class Conversation:
-    """What was said so far, and how the next answer is asked for."""
+    """The messages so far, and the generation of the next answer."""
 
     engine: Engine
     params: SamplingParams
     system: str | None
     options: dict[str, Any]
-    said: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def messages(self) -> list[dict[str, str]]:
         first = [{"role": "system", "content": self.system}] if self.system else []
-        return first + self.said
+        return first + self.turns
 
     def prompt(self, message: str) -> str:
-        """The text of the conversation with one more message of the user's, in the template."""
+        """The conversation and one more user message, in the chat template."""
         return self.engine.tokenizer.chat([*self.messages, {"role": "user", "content": message}], **self.options)
 
     def ask(self, prompt: str, on_prefill: Callable[[int, int], None]) -> Generation:
-        """The answer to a prompt, as long as the context has room."""
+        """Start the answer to a prompt, limited by the room in the context."""
         ids = self.engine.tokenizer.encode(prompt, add_special_tokens=False)
         room = self.engine.model.config.max_positions - len(ids)
         if room < 1:
             raise UsageError(f"the conversation has {len(ids)} tokens, the model's context limit is "
-                             f"{self.engine.model.config.max_positions}; /reset begins anew")
+                             f"{self.engine.model.config.max_positions}; /reset starts again")
         params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
         return self.engine.generate(ids, params, on_prefill=on_prefill)
 
     def remember(self, message: str, answer: str) -> None:
-        self.said += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+        self.turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
 
-def _loop(talk: Conversation, stats: bool, quiet: bool) -> int:
-    """Until the input ends; returns the exit status. Who types may go on after a mistake, a script may not."""
+def _loop(conversation: Conversation, stats: bool, quiet: bool) -> int:
+    """Answer messages until the input ends; returns the exit status. An error ends a script, not a typed session."""
     is_typed = sys.stdin.isatty()
     if is_typed and not quiet:
-        _remark("/help lists the commands, Ctrl-D leaves")
+        _print("/help lists the commands, Ctrl-D leaves")
     while True:
         try:
             message = _read(is_typed)
             if message is None or message.split()[:1] in (["/quit"], ["/exit"]):
                 return 0
             if message.startswith("/") and not message.startswith("//"):
-                _command(talk, message)
-            elif message.strip() and (status := _answer(talk, message.removeprefix("/"), stats, quiet)):
+                _command(conversation, message)
+            elif message.strip() and (status := _answer(conversation, message.removeprefix("/"), stats, quiet)):
                 return status
         except (UsageError, OutputError) as error:
             if not is_typed:
                 raise
-            _remark(str(error))
+            _print(str(error))
         except KeyboardInterrupt:
             if not is_typed:
                 raise
-            _remark("\nCtrl-D or /quit leaves")
+            _print("\npress Ctrl-D or enter /quit to leave")
 
 
 def _read(is_typed: bool) -> str | None:
@@ -161,37 +161,38 @@ def _read(is_typed: bool) -> str | None:
             return "\n".join(lines)
 
 
-def _command(talk: Conversation, line: str) -> None:
+def _command(conversation: Conversation, line: str) -> None:
     name, _, rest = line.partition(" ")
     if name == "/help":
         print(_HELP, file=sys.stderr)
     elif name == "/reset":
-        talk.said.clear()
+        conversation.turns.clear()
     elif name == "/save" and rest.strip():
         file = OutputFile(Path(os.path.expanduser(rest.strip())), "/save")
         try:
-            file.write((json.dumps({"messages": talk.messages}, indent=2, ensure_ascii=False) + "\n").encode())
+            file.write((json.dumps({"messages": conversation.messages}, indent=2, ensure_ascii=False) + "\n").encode())
             file.finish()
         finally:
             file.abandon()
     else:
-        raise UsageError(f"the command is {line!r}; allowed: /help, /reset, /save FILE, /quit; //text says /text")
+        raise UsageError(f"the command is {line!r}; allowed: /help, /reset, /save FILE, /quit; start with // to "
+                         "send a /")
 
 
-def _answer(talk: Conversation, message: str, stats: bool, quiet: bool) -> int:
-    """Stream the answer to one message and remember both. An exit status where the program is to end, else 0."""
+def _answer(conversation: Conversation, message: str, stats: bool, quiet: bool) -> int:
+    """Stream the answer to a message and remember both. Returns an exit status that ends the program if it is not 0."""
     try:
-        return _stream(talk, message, stats, quiet)
+        return _stream(conversation, message, stats, quiet)
     except OSError as error:
         return stdout_lost(error)
 
 
-def _stream(talk: Conversation, message: str, stats: bool, quiet: bool) -> int:
+def _stream(conversation: Conversation, message: str, stats: bool, quiet: bool) -> int:
     from longdraft.cli.stream import show_summary
     from longdraft.model.chat_template import opened_thinking
 
-    prompt = talk.prompt(message)
-    opened = opened_thinking(prompt)  # the template wrote the beginning of the answer
+    prompt = conversation.prompt(message)
+    opened = opened_thinking(prompt)  # the template starts the answer with a thinking tag
     pieces: list[str] = []
 
     def show(text: str) -> None:
@@ -200,7 +201,7 @@ def _stream(talk: Conversation, message: str, stats: bool, quiet: bool) -> int:
         sys.stdout.flush()
 
     with Interrupt() as interrupt:
-        generation = talk.ask(prompt, lambda done, total: interrupt.check())
+        generation = conversation.ask(prompt, lambda done, total: interrupt.check())
         try:
             show(opened)
             for event in generation:
@@ -211,11 +212,11 @@ def _stream(talk: Conversation, message: str, stats: bool, quiet: bool) -> int:
             show(generation.held_text)
     show("" if "".join(pieces).endswith("\n") else "\n")
     if (answer := "".join(pieces).rstrip("\n")) != opened.rstrip("\n"):
-        talk.remember(message, answer)
+        conversation.remember(message, answer)
     if stats:
         show_summary(generation, quiet=quiet)
     return 128 + interrupt.number if interrupt.number == signal.SIGTERM else 0
 
 
-def _remark(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`longdraft models` and `longdraft doctor`: what there is, and what this machine can do with it."""
+"""`longdraft models` and `longdraft doctor`: list the bundled models, and describe this machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import typer
 
 from longdraft.errors import UsageError
 
-_CONTEXTS = (4096, 100_000)  # tokens, for which a model's time is told
-_READ_BYTES = 1 << 29  # read again and again to measure the bandwidth; larger than any cache
-_Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
+_CONTEXTS = (4096, 100_000)  # tokens, for the estimated time per token
+_READ_BYTES = 1 << 29  # buffer for measuring the bandwidth; larger than any cache
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def models(as_json: _Json = False) -> None:
@@ -24,7 +24,7 @@ def models(as_json: _Json = False) -> None:
         print(json.dumps(rows, indent=2))
         return
     _table(rows)
-    print(f"\nCheckpoints of other models work as well ({', '.join(config.SUPPORTED)}): --model FOLDER, or --model "
+    print(f"\nCheckpoints of these model families work too ({', '.join(config.SUPPORTED)}): --model FOLDER, or --model "
           "owner/name from the hub.")
 
 
@@ -46,15 +46,16 @@ def _describe(name: str) -> dict[str, Any]:
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="What this model needs here and how fast memory lets it be, from "
-                                              "its config.json alone: bundled name, folder or hub id.")] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Where hub files are kept; default: HF_HOME's.")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Use what was fetched from the hub before.")] = False,
+    model: Annotated[str | None, typer.Option(help="Show what this model (bundled name, folder or hub id) needs and "
+                                              "how fast it can be here, from its config.json alone.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Cache folder for files from the hub; default: that of "
+                                                        "HF_HOME.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Use files from the hub's cache only.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Show versions, hardware and the kernels that would run, with what is missing; or what a model needs."""
+    """Show versions, hardware and kernels, with what is missing; or what a model needs."""
     if model is None and (cache_dir or offline):
-        raise UsageError("--cache-dir and --offline are about a model from the hub; give --model with them")
+        raise UsageError("--cache-dir and --offline apply to a model from the hub; give --model with them")
     report = _report() if model is None else _needs(model, cache_dir, offline)
     if as_json:
         print(json.dumps(report, indent=2))
@@ -66,7 +67,7 @@ def doctor(
 
 
 def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
-    """What a model takes of this machine's memory, and the floor of its time for a token, in bfloat16 on the CPU."""
+    """The memory that a model needs, and a lower bound of its time per token, in bfloat16 on the CPU."""
     from longdraft import machine
     from longdraft.model import config, hub, sizing
     from longdraft.model.heads import require_model
@@ -93,12 +94,12 @@ def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
 def _in_words(needs: dict[str, Any]) -> dict[str, str]:
     fits, limit = needs["max_context_in_memory"], needs["context_limit"]
     if fits is None:
-        room = "unknown: this system does not say how much memory it has"
+        room = "unknown: this system does not report its memory"
     elif not fits:
         room = "nothing: the weights alone are too large"
     else:
         room = f"{fits:,} tokens" + (" (the model's limit)" if fits == limit else "")
-    times = {f"at {int(context):,} tokens": f"{ms:,.1f} ms for each token at least, without drafts"
+    times = {f"at {int(context):,} tokens": f"{ms:,.1f} ms per token at least, without drafts"
              + (f"; the model's limit is {limit:,}" if int(context) > limit else "")
              for context, ms in needs["ms_per_token"].items()}
     memory = "" if needs["memory_bytes"] is None else f" ({needs['memory_bytes'] / 1e9:.1f} GB)"

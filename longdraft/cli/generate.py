@@ -14,20 +14,20 @@ from longdraft.errors import JournalError, UsageError
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The text to go on from.", show_default=False)] = None,
-    prompt_file: Annotated[str | None, option("Read the prompt from a UTF-8 file; '-': stdin.", FILES)] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue.", show_default=False)] = None,
+    prompt_file: Annotated[str | None, option("Read the prompt from a UTF-8 file; '-' is stdin.", FILES)] = None,
     chat: Annotated[bool, option("Wrap the prompt in the model's chat template.", FILES, "--chat")] = False,
     chat_option: options.ChatOption = None,
     prefill: Annotated[int | None, option("Use only the first N tokens of the prompt.", FILES)] = None,
-    output: Annotated[Path | None, option("Write the text to this file instead of stdout.", FILES)] = None,
-    tokens_out: Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES)] = None,
-    stats: Annotated[Path | None, option("Write statistics to this JSON file.", FILES)] = None,
+    output: options.Output = None,
+    tokens_out: options.TokensOut = None,
+    stats: options.Stats = None,
     report: Annotated[Path | None, option("Write figures and the text, coloured by drafter, to this HTML file.",
                                           FILES)] = None,
-    journal: Annotated[Path | None, option("Crash-safe journal in this new folder; `longdraft resume` goes on from it.",
-                                           FILES)] = None,
+    journal: Annotated[Path | None, option("Keep a crash-safe journal in this new folder. `longdraft resume` continues "
+                                           "from it.", FILES)] = None,
     fsync: options.Fsync = "1",
-    quiet: Annotated[bool, option("No live line and no remarks on stderr.", FILES, "--quiet")] = False,
+    quiet: options.Quiet = False,
     model: options.Model = "novelist",
     revision: options.Revision = None,
     cache_dir: options.CacheDir = None,
@@ -40,8 +40,8 @@ def generate(
     quantize: options.Quantize = "none",
     threads: options.Threads = None,
     tensor_parallel: options.TensorParallel = 1,
-    max_new_tokens: Annotated[int, option("Tokens to write at most.", SAMPLING)] = SamplingParams.max_new_tokens,
-    min_new_tokens: Annotated[int, option("Tokens before the text may end by itself.", SAMPLING)] = 0,
+    max_new_tokens: Annotated[int, option("Maximum number of new tokens.", SAMPLING)] = SamplingParams.max_new_tokens,
+    min_new_tokens: Annotated[int, option("Minimum number of new tokens before the text may end.", SAMPLING)] = 0,
     seed: options.Seed = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -54,15 +54,15 @@ def generate(
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
     logit_bias: options.LogitBias = None,
-    ignore_eos: Annotated[bool, option("The model's end of text does not end it.", SAMPLING, "--ignore-eos")] = False,
+    ignore_eos: options.IgnoreEos = False,
     on_loop: options.OnLoop = SamplingParams.on_loop,
 ) -> int:
-    """Write a text that goes on from PROMPT, streaming it to stdout.
+    """Continue PROMPT and stream the text to stdout.
 
-    The text depends on model, prompt, seed and sampling settings only, never on the drafter.
+    The text depends on the model, prompt, seed and sampling settings only, never on the drafter.
     """
     from longdraft.cli.display import LoadBar
-    from longdraft.cli.stream import Job, follow, write
+    from longdraft.cli.stream import TextRun, follow, write
     from longdraft.files import open_outputs, read_prompt
     from longdraft.journal import journal_exists, parse_fsync, resume_hint
     from longdraft.loading import load
@@ -74,7 +74,7 @@ def generate(
         "penalty_window": penalty_window, "stop": stop or None,
         "stop_token_ids": stop_token_id or None, "logit_bias": options.parse_bias(logit_bias or ()),
         "ignore_eos": ignore_eos, "on_loop": on_loop}
-    SamplingParams.from_names(given)  # a mistake shows before the model is read
+    SamplingParams.from_names(given)  # fail before the model is loaded
     drafting = parse_pairs("--drafter-option", drafter_option or ())
     chat_options = options.chat_options(chat_option or ())
     if chat_options and not chat:
@@ -88,7 +88,8 @@ def generate(
     if options.is_follower():
         return follow(lambda: load(**loading))
     if journal and journal_exists(journal):
-        raise JournalError(f"--journal {journal} holds one already; {resume_hint(journal)}, or give another folder")
+        raise JournalError(f"--journal {journal} already holds a journal; {resume_hint(journal)}, or give another "
+                           "folder")
     text = read_prompt(prompt, prompt_file)
     if report:
         from longdraft.report import require_packages
@@ -99,10 +100,10 @@ def generate(
         with LoadBar(quiet=quiet) as bar:
             engine = load(**loading, on_load=bar.show)
         params = engine.params(**given)
-        options.tell_defaults(params, quiet=quiet)
+        options.print_model_defaults(params, quiet=quiet)
         ids = _shortened(engine.chat(text, **chat_options) if chat else engine.encode(text), prefill)
         with engine:
-            return write(Job(lambda progress: engine.generate(ids, params, journal=journal, fsync=fsync,
+            return write(TextRun(lambda progress: engine.generate(ids, params, journal=journal, fsync=fsync,
                                                               on_prefill=progress),
                              params.max_new_tokens, files, journal, quiet, engine))
     finally:

@@ -1,4 +1,4 @@
-"""`longdraft resume` and `longdraft inspect`: go on with a journal, and see what it holds."""
+"""`longdraft resume` and `longdraft inspect`: continue a journal's text, and show the journal."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from longdraft.cli.options import FILES, RUNNING, option, parse_pairs
 if TYPE_CHECKING:
     from longdraft.journal import JournalContent, StepRecord
 
-Folder = Annotated[Path, typer.Argument(metavar="JOURNAL", help="The folder that --journal named.", show_default=False)]
-_Elsewhere = Annotated[str | None, option("Where the model is now; default: where it was.", RUNNING, "--model")]
-_ROWS = 12  # lines of the table over the length, at most
+Folder = Annotated[Path, typer.Argument(metavar="JOURNAL", help="The folder given as --journal.", show_default=False)]
+_Elsewhere = Annotated[str | None, option("Where the model is now.", RUNNING, "--model",
+                                          show_default="as in the journal")]
+_MAX_TABLE_ROWS = 12
 
 
 def resume(
     journal: Folder,
-    output: Annotated[Path | None, option("Write the text to this file instead of stdout.", FILES)] = None,
-    tokens_out: Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES)] = None,
-    stats: Annotated[Path | None, option("Write statistics to this JSON file.", FILES)] = None,
+    output: options.Output = None,
+    tokens_out: options.TokensOut = None,
+    stats: options.Stats = None,
     fsync: options.Fsync = "1",
-    quiet: Annotated[bool, option("No live line and no remarks on stderr.", FILES, "--quiet")] = False,
+    quiet: options.Quiet = False,
     model: _Elsewhere = None,
     cache_dir: options.CacheDir = None,
     offline: options.Offline = False,
-    drafter: Annotated[str | None, option("As for generate; default: the journal's.", RUNNING, "--drafter")] = None,
+    drafter: Annotated[str | None, option("As for generate.", RUNNING, "--drafter",
+                                          show_default="the journal's")] = None,
     drafter_option: options.DrafterOption = None,
     heads: options.Heads = None,
     threads: options.Threads = None,
     allow_different_kernels: Annotated[bool, option(
-        "Go on with other kernels or versions than the journal's; marks the result.", RUNNING,
+        "Continue with other kernels or versions than the journal's. The statistics say so.", RUNNING,
         "--allow-different-kernels")] = False,
 ) -> int:
-    """Go on where a text was cut. What comes out, from its first word on, equals what the uncut run would have given.
+    """Resume an interrupted text. The whole text, from its first word, equals that of an uninterrupted run.
 
-    Settings, seed and prompt are the journal's. The model may lie elsewhere and another drafter may draft.
+    Settings, seed and prompt are the journal's. The model's location and the drafter may be others.
     """
     from longdraft.cli.display import LoadBar
-    from longdraft.cli.stream import Job, follow, write
+    from longdraft.cli.stream import TextRun, follow, write
     from longdraft.files import open_outputs
     from longdraft.journal import parse_fsync, read_journal
     from longdraft.loading import load_for
@@ -62,10 +64,10 @@ def resume(
         with LoadBar(quiet=quiet) as bar:
             engine = load_for(found.header, **loading, on_load=bar.show)
         if found.finish and not quiet:
-            print(f"longdraft: the text is whole ({len(found.tokens):,} tokens, finish reason {found.finish}), nothing "
-                  "is left to write", file=sys.stderr)
+            print(f"longdraft: the text is complete ({len(found.tokens):,} tokens, finish reason {found.finish})",
+                  file=sys.stderr)
         with engine:
-            return write(Job(lambda progress: engine.resume(journal, fsync=fsync, on_prefill=progress,
+            return write(TextRun(lambda progress: engine.resume(journal, fsync=fsync, on_prefill=progress,
                                                             allow_different_kernels=allow_different_kernels),
                              found.header.params.max_new_tokens, files, journal, quiet))
     finally:
@@ -75,14 +77,14 @@ def resume(
 
 def inspect(
     journal: Folder,
-    as_json: Annotated[bool, option("One JSON document instead of tables.", FILES, "--json")] = False,
-    text: Annotated[Path | None, option("Write the text so far to this file; '-': stdout.", FILES)] = None,
-    tokens_out: Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES)] = None,
+    as_json: Annotated[bool, option("Print JSON instead of tables.", FILES, "--json")] = False,
+    text: Annotated[Path | None, option("Write the text so far to this file; '-' is stdout.", FILES)] = None,
+    tokens_out: options.TokensOut = None,
     model: _Elsewhere = None,
     cache_dir: options.CacheDir = None,
     offline: options.Offline = False,
 ) -> None:
-    """Show a journal: settings, progress, speed and acceptance over the length. A process may be writing it."""
+    """Show a journal: settings, progress, and speed and acceptance over the length. It may be in use."""
     from longdraft.files import open_outputs
     from longdraft.journal import read_journal
 
@@ -113,7 +115,7 @@ def inspect(
 
 
 def _text(found: JournalContent, model: str | None, cache_dir: Path | None, offline: bool) -> str:
-    """The text of the tokens, by the tokenizer that began it."""
+    """The text of the tokens, by the journal's tokenizer."""
     from longdraft.errors import JournalError
     from longdraft.model import hub
     from longdraft.model.tokenizer import Tokenizer
@@ -122,14 +124,14 @@ def _text(found: JournalContent, model: str | None, cache_dir: Path | None, offl
     name = model or found.header.model
     tokenizer = Tokenizer(hub.resolve(name, hub.Hub(cache_dir=cache_dir, offline=offline)))
     if tokenizer.sha256 != found.header.tokenizer:
-        raise JournalError(f"the tokenizer of {name} is not the journal's; give --model what it was begun with")
+        raise JournalError(f"the tokenizer of {name} differs from the journal's; give the journal's model as --model")
     writing = TextStream(tokenizer, found.header.params, found.header.eos_token_ids)
     text = writing.push(found.tokens.tolist()).text
     return text if writing.finish_reason else text + writing.flush()
 
 
 def describe(folder: Path, found: JournalContent) -> dict[str, Any]:
-    """Everything that `inspect` shows, under the names of the statistics."""
+    """The report of `inspect`, with the keys of the statistics."""
     from dataclasses import asdict
 
     from longdraft import run_statistics
@@ -172,10 +174,10 @@ def _figures(steps: list[StepRecord]) -> dict[str, Any]:
 
 
 def _over_length(steps: list[StepRecord]) -> list[dict[str, Any]]:
-    """The figures of equal parts of the text, each as long as a round number of tokens."""
+    """The figures of equal parts of the text, each a round number of tokens long."""
     total = sum(step.num_tokens for step in steps)
     size = next(unit * scale for scale in (10**power for power in range(20)) for unit in (1, 2, 5)
-                if unit * scale * _ROWS >= total)
+                if unit * scale * _MAX_TABLE_ROWS >= total)
     parts: list[list[StepRecord]] = [[] for _ in range(-(-total // size))]
     at = 0
     for step in steps:
@@ -211,7 +213,7 @@ def _print(report: dict[str, Any]) -> None:
     for name, value in lines.items():
         console.print(f"{name:{width}}  {value}", markup=False)
     table = Table(box=None, pad_edge=False)
-    for name in ("tokens", "tokens/s", "tokens per step", "guesses right"):
+    for name in ("tokens", "tokens/s", "tokens per step", "accepted drafts"):
         table.add_column(name, justify="right")
     for part in report["over_length"]:
         table.add_row(f"{part['from']:,}-{part['to']:,}", f"{part['tokens_per_second']:.1f}",

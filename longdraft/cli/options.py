@@ -1,4 +1,4 @@
-"""The options that commands share, and what they turn into."""
+"""The options that commands share, and their conversion."""
 
 from __future__ import annotations
 
@@ -23,56 +23,64 @@ def option(text: str, panel: str, *names: str, **settings: Any) -> Any:
 
 
 def _of_model(text: str, built_in: str, name: str) -> Any:
-    """A sampling setting: left out, the model's generation_config.json says it, else the built-in value holds."""
+    """A sampling setting. Its default is that of the model's generation_config.json, else `built_in`."""
     return option(text, SAMPLING, name, show_default=f"the model's, else {built_in}")
 
 
-Model = Annotated[str, option("Bundled name, folder, owner/model or owner/model@revision.", RUNNING, "--model")]
-Revision = Annotated[str | None, option("Branch, tag or commit of a hub id; default: main.", RUNNING, "--revision")]
-CacheDir = Annotated[Path | None, option("Where files from the hub are kept; default: HF_HOME's.", RUNNING,
-                                         "--cache-dir")]
-Offline = Annotated[bool, option("Use what was fetched from the hub before.", RUNNING, "--offline")]
-Drafter = Annotated[str, option("auto, plain, ngram, suffix, tokenswift, medusa, magicdec, draft-model, glide, "
+Model = Annotated[str, option("Bundled name, folder, or hub id (owner/model or owner/model@revision).", RUNNING,
+                              "--model")]
+Revision = Annotated[str | None, option("Branch, tag or commit of a hub id.", RUNNING, "--revision",
+                                        show_default="main")]
+CacheDir = Annotated[Path | None, option("Cache folder for files from the hub.", RUNNING, "--cache-dir",
+                                         show_default="that of HF_HOME")]
+Offline = Annotated[bool, option("Use files from the hub's cache only.", RUNNING, "--offline")]
+Drafter = Annotated[str, option("auto, plain, ngram, suffix, tokenswift, medusa, magicdec, draft-model, glide or "
                                 "triforce.", RUNNING, "--drafter")]
-DrafterOption = Annotated[list[str] | None, option("KEY=VALUE for the drafter (docs/drafters.md); repeatable.", RUNNING,
-                                                   "--drafter-option")]
-Heads = Annotated[str | None, option("Folder or hub id of heads or a glide layer; default: the model's.", RUNNING,
-                                     "--heads")]
-Device = Annotated[str, option("auto, cpu or cuda.", RUNNING, "--device")]
-Dtype = Annotated[str, option("auto (the file's; float16: bfloat16), float32, bfloat16; on CUDA float16.", RUNNING,
-                              "--dtype")]
-Quantize = Annotated[str, option("none, or int8: weights in half the memory; another model, other texts.", RUNNING,
-                                 "--quantize")]
-Threads = Annotated[int | None, option("CPU threads; default: PyTorch's choice.", RUNNING, "--threads")]
-TensorParallel = Annotated[int, option("Ranks that share the model: torchrun --nproc-per-node N -m longdraft.",
-                                       RUNNING, "--tensor-parallel")]
-ChatOption = Annotated[list[str] | None, option("KEY=VALUE for the chat template, such as enable_thinking=false; "
-                                                "repeatable.", FILES, "--chat-option")]
-Seed = Annotated[int | None, option("0 to 2**64-1; default: drawn, and reported in --stats.", SAMPLING, "--seed")]
-Temperature = Annotated[float | None, _of_model("0 takes the likeliest token.", "1", "--temperature")]
+DrafterOption = Annotated[list[str] | None, option("KEY=VALUE for the drafter (see docs/drafters.md). Repeatable.",
+                                                   RUNNING, "--drafter-option")]
+Heads = Annotated[str | None, option("Folder or hub id of trained heads or a glide layer.", RUNNING, "--heads",
+                                     show_default="the model's")]
+Device = Annotated[str, option("auto (a GPU if there is one), cpu or cuda.", RUNNING, "--device")]
+Dtype = Annotated[str, option("auto (the checkpoint's; float16 becomes bfloat16 on the CPU), float32, bfloat16, or on "
+                              "CUDA float16.", RUNNING, "--dtype")]
+Quantize = Annotated[str, option("none, or int8: half the memory for weights. The text differs from the unquantised "
+                                 "model's.", RUNNING, "--quantize")]
+Threads = Annotated[int | None, option("CPU threads.", RUNNING, "--threads", show_default="PyTorch's choice")]
+TensorParallel = Annotated[int, option("Number of ranks that share the model. Start them with `torchrun "
+                                       "--nproc-per-node N -m longdraft ...`.", RUNNING, "--tensor-parallel")]
+ChatOption = Annotated[list[str] | None, option("KEY=VALUE for the chat template, such as enable_thinking=false. "
+                                                "Repeatable.", FILES, "--chat-option")]
+Output = Annotated[Path | None, option("Write the text to this file.", FILES, "--output", show_default="stdout")]
+TokensOut = Annotated[Path | None, option("Write the new token ids to this .npy file (int32).", FILES, "--tokens-out")]
+Stats = Annotated[Path | None, option("Write statistics to this JSON file.", FILES, "--stats")]
+Quiet = Annotated[bool, option("Print no progress, summary or remarks on stderr.", FILES, "--quiet")]
+Seed = Annotated[int | None, option("0 to 2**64-1.", SAMPLING, "--seed", show_default="random, see --stats")]
+Temperature = Annotated[float | None, _of_model("Sampling temperature; 0 takes the likeliest token.", "1",
+                                                "--temperature")]
 TopK = Annotated[int | None, _of_model("Keep the K likeliest tokens; 0: all.", "0", "--top-k")]
-TopP = Annotated[float | None, _of_model("Keep the likeliest tokens up to this probability.", "1", "--top-p")]
-MinP = Annotated[float | None, _of_model("Keep tokens at least this fraction as likely as the likeliest.", "0",
+TopP = Annotated[float | None, _of_model("Keep the likeliest tokens with this total probability.", "1", "--top-p")]
+MinP = Annotated[float | None, _of_model("Keep tokens with at least this fraction of the highest probability.", "0",
                                          "--min-p")]
-EtaCutoff = Annotated[float | None, _of_model("Entropy-dependent cutoff; 0: off.", "0", "--eta-cutoff")]
-MinTokensToKeep = Annotated[int, option("min-p and eta keep at least this many.", SAMPLING, "--min-tokens-to-keep")]
-RepetitionPenalty = Annotated[float | None, _of_model("Penalty on tokens of the window; 1: off.", "1",
+EtaCutoff = Annotated[float | None, _of_model("Entropy-dependent probability cutoff; 0: off.", "0", "--eta-cutoff")]
+MinTokensToKeep = Annotated[int, option("Tokens that --min-p and --eta-cutoff keep at least.", SAMPLING,
+                                        "--min-tokens-to-keep")]
+RepetitionPenalty = Annotated[float | None, _of_model("Penalty on tokens in the penalty window; 1: off.", "1",
                                                       "--repetition-penalty")]
-PenaltyWindow = Annotated[int, option("Last tokens penalised.", SAMPLING, "--penalty-window")]
-OnLoop = Annotated[str, option("A text that repeats itself: warn, stop (finish reason 'loop') or off.", SAMPLING,
+PenaltyWindow = Annotated[int, option("Number of latest tokens that are penalised.", SAMPLING, "--penalty-window")]
+OnLoop = Annotated[str, option("If the text repeats itself: warn, stop (finish reason 'loop') or off.", SAMPLING,
                                "--on-loop")]
-Fsync = Annotated[str, option("How soon the journal survives a power cut too: always, never, or seconds.", FILES,
-                              "--fsync")]
-Stop = Annotated[list[str] | None, option("Text that ends the generation; repeatable.", SAMPLING, "--stop")]
-StopTokenId = Annotated[list[int] | None, option("Token id that ends it; repeatable.", SAMPLING, "--stop-token-id")]
-
-
-LogitBias = Annotated[list[str] | None, option("ID=VALUE added to a token's logit, -100 to 100; repeatable.", SAMPLING,
-                                               "--logit-bias")]
+Fsync = Annotated[str, option("When the journal is synced to the disk, to survive a power cut: always, never, or an "
+                              "interval in seconds.", FILES, "--fsync")]
+Stop = Annotated[list[str] | None, option("Text that ends the generation. Repeatable.", SAMPLING, "--stop")]
+StopTokenId = Annotated[list[int] | None, option("Token id that ends the generation. Repeatable.", SAMPLING,
+                                                 "--stop-token-id")]
+IgnoreEos = Annotated[bool, option("Continue after the model's end-of-text token.", SAMPLING, "--ignore-eos")]
+LogitBias = Annotated[list[str] | None, option("ID=VALUE: add VALUE, -100 to 100, to a token's logit. Repeatable.",
+                                               SAMPLING, "--logit-bias")]
 
 
 def parse_bias(pairs: Iterable[str]) -> dict[int, float] | None:
-    """Token id -> what is added to its logit; None where nothing is asked for."""
+    """Token id -> bias of its logit; None if there are none."""
     found = {}
     for token, value in parse_pairs("--logit-bias", pairs).items():
         try:
@@ -84,7 +92,7 @@ def parse_bias(pairs: Iterable[str]) -> dict[int, float] | None:
 
 
 def parse_pairs(name: str, pairs: Iterable[str]) -> dict[str, str]:
-    """KEY=VALUE texts of the option `name` to a mapping; UsageError for other shapes and for a key given twice."""
+    """A mapping of the option's KEY=VALUE texts. Raises UsageError for other shapes and repeated keys."""
     parsed: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -97,26 +105,26 @@ def parse_pairs(name: str, pairs: Iterable[str]) -> dict[str, str]:
 
 
 def chat_options(pairs: Iterable[str]) -> dict[str, Any]:
-    """Variables for the chat template; a value that reads as JSON is what it says (`false`, 3), another a text."""
+    """Variables for the chat template. Values are JSON (`false`, 3) if they can be parsed, else text."""
     from longdraft.model.chat_template import parse_option
 
     return {key: parse_option(value) for key, value in parse_pairs("--chat-option", pairs).items()}
 
 
 def require_one_process(tensor_parallel: int = 1) -> None:
-    """UsageError where torchrun started several that would all do the same work."""
+    """Raise UsageError if torchrun started several processes without --tensor-parallel."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1 and tensor_parallel == 1:
         raise UsageError(f"torchrun started {ranks} processes; with --tensor-parallel {ranks} they share one model")
 
 
 def is_follower() -> bool:
-    """Whether this process only works along with the first of several ranks: it reads and writes no files of texts."""
+    """Whether this process is a rank other than the first, which alone reads prompts and writes files."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK", "0") != "0"
 
 
-def tell_defaults(params: SamplingParams, *, quiet: bool) -> None:
-    """One line on stderr where settings came from the model's own file."""
+def print_model_defaults(params: SamplingParams, *, quiet: bool) -> None:
+    """Print one line on stderr if sampling settings come from the model's own file."""
     from longdraft.model.defaults import describe_defaults
 
     if params.from_model and not quiet:

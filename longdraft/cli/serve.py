@@ -1,4 +1,4 @@
-"""`longdraft serve`: the model behind OpenAI's API, and a page at /."""
+"""`longdraft serve`: a server with OpenAI's API, and a page at /."""
 
 from __future__ import annotations
 
@@ -15,40 +15,43 @@ _SERVING, _LIMITS = "Serving", "Limits"
 
 
 def _env(text: str, name: str, *, limits: bool = False) -> Any:
-    """An option that the environment can set as well."""
+    """An option that an environment variable can set too."""
     return typer.Option(help=text, rich_help_panel=_LIMITS if limits else _SERVING, envvar=f"LONGDRAFT_{name}")
 
 
 def serve(
-    host: Annotated[str, _env("Address to listen on; 0.0.0.0: all (give a key then).", "HOST")] = "127.0.0.1",
-    port: Annotated[int, _env("Port; 0 takes a free one.", "PORT")] = 8000,
-    api_key: Annotated[list[str] | None, option("Key that opens everything but /health; repeatable. Also "
+    host: Annotated[str, _env("Address to listen on; 0.0.0.0: all. Give a key then.", "HOST")] = "127.0.0.1",
+    port: Annotated[int, _env("Port; 0: any free one.", "PORT")] = 8000,
+    api_key: Annotated[list[str] | None, option("Key required for everything except /health. Repeatable. Also "
                                                 "LONGDRAFT_API_KEY.", _SERVING, "--api-key")] = None,
-    api_key_file: Annotated[Path | None, _env("Keys, one a line.", "API_KEY_FILE")] = None,
-    served_model_name: Annotated[str | None, _env("What clients call the model; default: --model.",
+    api_key_file: Annotated[Path | None, _env("File of keys, one per line.", "API_KEY_FILE")] = None,
+    served_model_name: Annotated[str | None, _env("The model's name for clients; default: --model.",
                                                   "SERVED_MODEL_NAME")] = None,
-    journals: Annotated[str, _env("Folder of journals; 'none' keeps none; default: longdraft/journals in "
+    journals: Annotated[str, _env("Folder of journals; 'none': no journals; default: longdraft/journals in "
                                   "XDG_STATE_HOME.", "JOURNALS")] = "",
-    cors_origin: Annotated[list[str] | None, option("Web origin that may call this server; repeatable.", _SERVING,
+    cors_origin: Annotated[list[str] | None, option("Web origin that may call this server. Repeatable.", _SERVING,
                                                     "--cors-origin")] = None,
     allowed_host: Annotated[list[str] | None, option(
-        "Host name by which a local server without keys may be called; repeatable.", _SERVING,
+        "Host name that requests to a local server without keys may use. Repeatable.", _SERVING,
         "--allowed-host")] = None,
     log_format: Annotated[str, _env("json or text.", "LOG_FORMAT")] = "text",
     log_level: Annotated[str, _env("debug, info, warning or error.", "LOG_LEVEL")] = "info",
-    max_running: Annotated[int, _env("Texts written side by side.", "MAX_RUNNING", limits=True)] = 8,
-    max_queued: Annotated[int, _env("Texts that may wait; more get 429.", "MAX_QUEUED", limits=True)] = 64,
-    memory_mib: Annotated[int | None, _env("For the caches of running texts; default: 80 % of what is free once the "
-                                           "model is loaded.", "MEMORY_MIB", limits=True)] = None,
-    max_body_mib: Annotated[float, _env("Largest body; more gets 413.", "MAX_BODY_MIB", limits=True)] = 8,
-    max_choices: Annotated[int, _env("Texts of one request.", "MAX_CHOICES", limits=True)] = 32,
-    timeout: Annotated[float, _env("Seconds for a request; 0: as long as it takes.", "TIMEOUT", limits=True)] = 0,
-    stall: Annotated[float, _env("Seconds for a client to read or to send on.", "STALL", limits=True)] = 60,
-    drain: Annotated[float, _env("Seconds that texts get after SIGTERM.", "DRAIN", limits=True)] = 30,
-    journal_from: Annotated[int, _env("Texts of so many tokens always have a journal.", "JOURNAL_FROM",
+    max_running: Annotated[int, _env("Texts written at the same time, at most.", "MAX_RUNNING", limits=True)] = 8,
+    max_queued: Annotated[int, _env("Waiting texts, at most; more get status 429.", "MAX_QUEUED", limits=True)] = 64,
+    memory_mib: Annotated[int | None, _env("Memory in MiB for the KV caches of running texts; default: 80 % of the "
+                                           "memory that is free after loading the model.", "MEMORY_MIB",
+                                           limits=True)] = None,
+    max_body_mib: Annotated[float, _env("Largest request body in MiB; larger ones get status 413.", "MAX_BODY_MIB",
+                                         limits=True)] = 8,
+    max_choices: Annotated[int, _env("Maximum number of texts per request.", "MAX_CHOICES", limits=True)] = 32,
+    timeout: Annotated[float, _env("Time limit of a request in seconds; 0: none.", "TIMEOUT", limits=True)] = 0,
+    stall: Annotated[float, _env("Seconds before a client that neither reads nor sends is disconnected.", "STALL",
+                                  limits=True)] = 60,
+    drain: Annotated[float, _env("Seconds that running texts get after SIGTERM.", "DRAIN", limits=True)] = 30,
+    journal_from: Annotated[int, _env("Texts of at least this many tokens always have a journal.", "JOURNAL_FROM",
                                       limits=True)] = 1024,
-    keep_finished: Annotated[int, _env("Finished journals that stay.", "KEEP_FINISHED", limits=True)] = 200,
-    progress: Annotated[float, _env("Seconds between comments with the progress in a stream.", "PROGRESS",
+    keep_finished: Annotated[int, _env("Number of finished journals to keep.", "KEEP_FINISHED", limits=True)] = 200,
+    progress: Annotated[float, _env("Seconds between progress comments in a stream.", "PROGRESS",
                                     limits=True)] = 5,
     model: options.Model = "novelist",
     revision: options.Revision = None,
@@ -61,9 +64,9 @@ def serve(
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = "none",
     threads: options.Threads = None,
-    quiet: Annotated[bool, option("No bar while weights are read.", RUNNING, "--quiet")] = False,
+    quiet: Annotated[bool, option("Show no progress bar while the model is loaded.", RUNNING, "--quiet")] = False,
 ) -> int:
-    """Serve a model: OpenAI's completions and chat, streams, journals, metrics, and a page at /."""
+    """Serve a model with OpenAI's completions and chat API, streams, journals, metrics, and a page at /."""
     if log_format not in ("json", "text"):
         raise UsageError(f"--log-format is {log_format!r}; allowed: json or text")
     if log_level not in ("debug", "info", "warning", "error"):
@@ -86,7 +89,7 @@ def serve(
         allowed_hosts=tuple(allowed_host or ()))
     if memory_mib is not None:
         given["memory_bytes"] = memory_mib * MiB
-    ServerSettings(**given)  # a mistake shows before the model is read
+    ServerSettings(**given)  # fail before the model is loaded
     logs.configure_logging(log_format, log_level)
     from longdraft.cli.display import LoadBar
     from longdraft.loading import load

@@ -1,4 +1,4 @@
-"""From a generation to stdout or files: what `generate` and `resume` share."""
+"""Write a generation to stdout or files, for `generate` and `resume`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from longdraft.journal import resume_hint
 if TYPE_CHECKING:
     from longdraft.report.generation import TurnRecorder
 
-_LATER_S = 2.0
+_FOLLOWER_EXIT_S = 2.0
 
 
 @dataclass
-class Job:
-    """What is to be written, and where to.
+class TextRun:
+    """A generation to run, and its outputs.
 
-    start           begins it; is given the function that is told of the prefill
+    start           starts it, given a callback for the progress of the prefill (tokens done, tokens in all)
     max_new_tokens  of the whole text
     files           option -> its file
-    journal         the folder of the text's journal, if it has one
-    engine          whose text it is, for a report
+    journal         folder of the text's journal, if it has one
+    engine          for a report
     """
 
     start: Callable[[Callable[[int, int], None]], Generation]
@@ -48,69 +48,69 @@ class Job:
     engine: Engine | None = None
 
 
-def write(job: Job) -> int:
+def write(run: TextRun) -> int:
     """Run a generation to its end or to the first signal; returns the exit status."""
     status = 0
     with Interrupt() as interrupt:
-        with TextDisplay(job.max_new_tokens, quiet=job.quiet, text="--output" not in job.files) as display:
+        with TextDisplay(run.max_new_tokens, quiet=run.quiet, text="--output" not in run.files) as display:
 
             def progress(done: int, total: int) -> None:
                 interrupt.check()
                 display.prefilled(done, total)
 
-            generation = job.start(progress)
-            recorder = _new_recorder(job)
+            generation = run.start(progress)
+            recorder = _new_recorder(run)
             try:
-                _stream(generation, display, interrupt, job.files.get("--output"), recorder)
+                _stream(generation, display, interrupt, run.files.get("--output"), recorder)
             except OSError as error:
                 status = stdout_lost(error)
-            except KeyboardInterrupt:  # Typer makes it status 130, and says nothing
-                print("longdraft:", "; ".join(["interrupted", *_hints(generation, job)]), file=sys.stderr)
+            except KeyboardInterrupt:  # Typer turns it into status 130 without a message
+                print("longdraft:", "; ".join(["interrupted", *_hints(generation, run)]), file=sys.stderr)
                 raise
             except (LongdraftError, MemoryError, Terminated) as error:
-                for hint in _hints(generation, job):
+                for hint in _hints(generation, run):
                     error.add_note(hint)
                 raise
             finally:
                 generation.close()
-        _finish(generation, job)
-        if recorder and job.engine:
+        _finish(generation, run)
+        if recorder and run.engine:
             from longdraft.report.generation import render_report
 
-            job.files["--report"].write(render_report(generation, job.engine, recorder).encode())
-            job.files["--report"].finish()
-        show_summary(generation, quiet=job.quiet, places=_places(generation, job))
-        _tell_end(generation, job, interrupt)
+            run.files["--report"].write(render_report(generation, run.engine, recorder).encode())
+            run.files["--report"].finish()
+        show_summary(generation, quiet=run.quiet, places=_places(generation, run))
+        _print_unfinished(generation, run, interrupt)
     return 128 + interrupt.number if interrupt.number else status
 
 
 def follow(load: Callable[[], Engine]) -> int:
-    """A rank behind the first: works along with it in silence, which says what there is to say.
+    """Run a rank other than the first: take part in its forwards, and print nothing.
 
-    A signal to all is the first one's to answer; it ends the work for everybody.
+    The first rank handles signals that all ranks receive, and ends the work for all.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
         load().follow()
     except LongdraftError:
-        time.sleep(_LATER_S)  # torchrun ends all where one fails: let the first say why
+        time.sleep(_FOLLOWER_EXIT_S)  # torchrun ends all ranks if one fails: the first rank prints the reason
         return 1
     return 0
 
 
-def _new_recorder(job: Job) -> TurnRecorder | None:
+def _new_recorder(run: TextRun) -> TurnRecorder | None:
     """Records the events if a report is requested."""
-    if "--report" not in job.files:
+    if "--report" not in run.files:
         return None
     from longdraft.report.generation import TurnRecorder
 
-    return TurnRecorder(job.max_new_tokens)
+    return TurnRecorder(run.max_new_tokens)
 
 
-def _hints(generation: Generation, job: Job) -> list[str]:
-    """How to go on, where that can be done."""
-    return [resume_hint(job.journal)] if job.journal and not generation.is_finished else []
+def _hints(generation: Generation, run: TextRun) -> list[str]:
+    """How to resume, if there is a journal."""
+    return [resume_hint(run.journal)] if run.journal and not generation.is_finished else []
 
 
 def show_summary(generation: Generation, *, quiet: bool, places: Iterable[str] = ()) -> None:
@@ -138,22 +138,22 @@ def _main_drafter(stats: dict[str, Any]) -> str:
     return f"most tokens by {name} ({counts[name] / max(1, sum(counts.values())):.0%})"
 
 
-def _places(generation: Generation, job: Job) -> list[str]:
+def _places(generation: Generation, run: TextRun) -> list[str]:
     """Where the text is kept; an output file that is still partial is not named."""
-    places = [f"journal {job.journal}"] if job.journal else []
-    if "--output" in job.files and (generation.is_finished or not job.journal):
-        places.append(f"output {job.files['--output'].path}")
+    places = [f"journal {run.journal}"] if run.journal else []
+    if "--output" in run.files and (generation.is_finished or not run.journal):
+        places.append(f"output {run.files['--output'].path}")
     return places
 
 
-def _tell_end(generation: Generation, job: Job, interrupt: Interrupt) -> None:
-    """A line on stderr about a text that is not whole."""
+def _print_unfinished(generation: Generation, run: TextRun, interrupt: Interrupt) -> None:
+    """Print a line on stderr about an unfinished text."""
     count = f"{len(generation.tokens):,} tokens"
     if generation.is_finished:
         return
     how = "interrupted" if interrupt.number else "stopped"
-    if job.journal or interrupt.number:
-        what = _hints(generation, job) or ["what was written is whole"]
+    if run.journal or interrupt.number:
+        what = _hints(generation, run) or ["the text up to here is kept"]
         print(f"longdraft: {how} after {count}; {what[0]}", file=sys.stderr)
 
 
@@ -178,17 +178,17 @@ def _stream(generation: Generation, display: TextDisplay, interrupt: Interrupt, 
         display.show(rest, generation.distinct)
 
 
-def _finish(generation: Generation, job: Job) -> None:
-    """Give the files their names. A text that a journal can go on with stays a `.partial` one until it is whole."""
-    is_whole = generation.is_finished or not job.journal
-    if is_whole and "--output" in job.files:
-        job.files["--output"].finish()
-    if is_whole and "--tokens-out" in job.files:
-        job.files["--tokens-out"].write(npy(generation.tokens))
-        job.files["--tokens-out"].finish()
-    if "--stats" in job.files:
-        job.files["--stats"].write((json.dumps(generation.stats(), indent=2) + "\n").encode())
-        job.files["--stats"].finish()
+def _finish(generation: Generation, run: TextRun) -> None:
+    """Rename the files to their final names. A text that can be resumed stays `.partial` until it is complete."""
+    is_whole = generation.is_finished or not run.journal
+    if is_whole and "--output" in run.files:
+        run.files["--output"].finish()
+    if is_whole and "--tokens-out" in run.files:
+        run.files["--tokens-out"].write(npy(generation.tokens))
+        run.files["--tokens-out"].finish()
+    if "--stats" in run.files:
+        run.files["--stats"].write((json.dumps(generation.stats(), indent=2) + "\n").encode())
+        run.files["--stats"].finish()
 
 
 def npy(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> bytes:

@@ -126,7 +126,8 @@ def _report(result: Result) -> None:
         typer.echo(f"{_part(result.kind, index, part):<5}  {scores}")
     for measured in result.probe:
         typer.echo(f"T = {measured['temperature']:g}, {measured['context']:,.0f} tokens of context: "
-                   f"mean accepted length {measured['mean_accepted_length']:.2f}, {measured['to_plain']:.2f}x plain decoding")
+                   f"mean accepted length {measured['mean_accepted_length']:.2f}, "
+                   f"{measured['to_plain']:.2f}x plain decoding")
     typer.echo(json.dumps({
         "kind": result.kind, "output": str(result.output), "steps": result.step, "tokens": result.tokens,
         "seconds": result.seconds, "validation": result.validation, "probe": result.probe,

@@ -391,4 +391,4 @@ def test_workers_on_one_gpu_are_refused_wherever_it_is_found(tmp_path, monkeypat
     rows = put(tmp_path / "in.jsonl", ROWS[:1])
     for device in ("auto", "cuda"):
         assert longdraft_command(["batch", str(rows), str(tmp_path / "out"), "--workers", "2", "--device", device]) == 2
-        assert "--workers share one GPU" in capsys.readouterr().err
+        assert "--workers would share one GPU" in capsys.readouterr().err

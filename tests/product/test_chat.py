@@ -136,7 +136,7 @@ def test_an_answer_is_the_text_that_generate_writes(monkeypatch, capfd, talker):
 @pytest.mark.parametrize("lines, options, message", [
     (["/rest"], [], "command is '/rest'; allowed: /help"),
     (["/save"], [], "allowed: /help, /reset, /save FILE"),
-    (["a" * 5000], [], "/reset begins anew"),
+    (["a" * 5000], [], "/reset starts again"),
     ([], ["--chat-option", "loud=true"], "no variable 'loud'; available: shout"),
     ([], ["--chat-option", "loud"], "--chat-option is 'loud'; allowed: KEY=VALUE"),
     ([], ["--model", "novelist"], "has no chat template"),

@@ -257,7 +257,7 @@ def test_a_terminal_gets_one_summary_line_at_the_end_of_a_run(tmp_path):
     assert "plain decoding" not in summaries(on_terminal([*long, "--drafter", "plain"]))[0]
     assert summaries(on_terminal([*long, "--quiet"])) == []
     whole, line = summaries(on_terminal(["resume", str(journal)]))
-    assert "the text is whole" in whole and line == (
+    assert "the text is complete" in whole and line == (
         f"longdraft: 200 tokens (200 of them by earlier runs) · journal {journal}")
 
 

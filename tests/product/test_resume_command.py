@@ -172,7 +172,7 @@ def test_a_finished_journal_shows_its_text_again_and_says_so(finished, capfd, tm
     text = capfd.readouterr().out
     assert run(["resume", str(finished)]) == 0
     shown = capfd.readouterr()
-    assert shown.out == text and "the text is whole (40 tokens, finish reason length)" in shown.err
+    assert shown.out == text and "the text is complete (40 tokens, finish reason length)" in shown.err
 
 
 def test_inspect_shows_and_exports(finished, capfd, tmp_path):

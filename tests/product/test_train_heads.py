@@ -101,8 +101,8 @@ def test_cutting_rows_into_runs_changes_no_gradient(base, monkeypatch, distill):
     trained = frozen.load_frozen_model(base, "auto", torch.device("cpu"))
     ids = np.random.default_rng(0).integers(2, 250, (2, 100))
     found = []
-    for elements in (1, frozen.CPU_RUN_ELEMENTS):
-        monkeypatch.setattr(frozen, "CPU_RUN_ELEMENTS", elements)
+    for elements in (1, frozen.CPU_CHUNK_ELEMENTS):
+        monkeypatch.setattr(frozen, "CPU_CHUNK_ELEMENTS", elements)
         wanted = HeadSettings(data=("none",), kind="tokenswift", heads=2, init="paper", seed=3, distill=distill)
         task = heads.new_task(trained, wanted, ids[:1], ids)
         loss = task.accumulate(ids, 1.0, 0)
@@ -240,7 +240,7 @@ def test_resuming_on_other_data_is_an_error(base, tmp_path):
     stop = At(2, lambda: signal.raise_signal(signal.SIGINT))
     job.train(settings(base, data=(str(text),)), tmp_path / "heads", stop)
     text.write_text(ALPHABET[::-1] * 100)
-    with pytest.raises(UsageError, match="data is not what the checkpoint was trained on"):
+    with pytest.raises(UsageError, match="data differs from that of the checkpoint"):
         job.resume("heads", tmp_path / "heads", {})
 
 

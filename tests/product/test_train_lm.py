@@ -208,7 +208,7 @@ def test_sequences_jump_by_their_own_place():
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 40])
 def test_rows_behind_a_jump_see_what_stands_before_it(text, tokens, monkeypatch, kept_bytes):
     """`transformers` takes a jump for another text's start unless it is told otherwise."""
-    monkeypatch.setattr(lm, "_KEPT_BYTES", kept_bytes)  # layers computed twice, as for long sequences, or once
+    monkeypatch.setattr(lm, "_ACTIVATION_BYTES", kept_bytes)  # layers computed twice, as for long sequences, or once
     wanted = LmSettings(data=(text,), tokenizer=str(tokens), **SMALL)
     module = lm.prepare(lm.new_model(wanted, VOCAB, 0, 1), wanted, torch.device("cpu"))
     task = lm.LanguageModelTask(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
@@ -329,6 +329,6 @@ def test_a_preset_gives_way_to_options(text, tokens, tmp_path, capsys):
     assert [record[name] for name in ("kind", "init", "learning_rate", "steps")] == ["tokenswift", "paper", 5e-3, 2]
     resumed = ["train", "heads", "--output", str(tmp_path / "heads"), "--resume"]
     assert run([*resumed, "--preset", "paper-llama3.1-8b"]) == 2
-    assert "goes on with the run's own settings" in capsys.readouterr().err
+    assert "uses the settings of the checkpoint" in capsys.readouterr().err
     assert run(["train", "heads", "--output", str(tmp_path / "no"), "--preset", "paper-gpt2", "--data", text]) == 2
     assert "preset is 'paper-gpt2'; allowed: paper-llama3.1-8b" in capsys.readouterr().err

@@ -118,10 +118,10 @@ def test_one_process_tries_whether_files_can_be_written(base, tmp_path, monkeypa
     job.train(settings(base), tmp_path / "cut", At(2, lambda: signal.raise_signal(signal.SIGTERM)))
     tried = []
     monkeypatch.setattr(job, "_check_writable", tried.append)
-    monkeypatch.setattr(DistributedProcesses, "leads", False)
+    monkeypatch.setattr(DistributedProcesses, "is_main", False)
     job.resume("heads", tmp_path / "cut", {})
     assert not tried
-    monkeypatch.setattr(DistributedProcesses, "leads", True)
+    monkeypatch.setattr(DistributedProcesses, "is_main", True)
     job.resume("heads", tmp_path / "cut", {})
     assert tried == [tmp_path / "cut"]
 
