@@ -138,7 +138,7 @@ def test_going_on_from_a_model_shows_it_the_positions_that_it_declares(text, tok
     assert 1000 < max(int(places.max()) for places in shown) < 4096
     record = json.loads((tmp_path / "lm" / "training.json").read_text())["training"]
     assert record["context"] == 4096
-    with pytest.raises(UsageError, match=r"context is 8192; allowed: 4096, what '.*tiny' declares; leave it out"):
+    with pytest.raises(UsageError, match=r"context is 8192; allowed: 4096, the context of '.*tiny'; leave it out"):
         job.train(replace(wanted, context=8192), tmp_path / "no")
     with pytest.raises(LongdraftError, match="no model 'nowhere'"):
         job.train(replace(wanted, start="nowhere"), tmp_path / "no")
