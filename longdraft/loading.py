@@ -86,7 +86,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     target = checkpoint.load_transformer(files, config, chosen, quantize)
     sampling = defaults.read_defaults(folder)
     if sampling.ignored:
-        log.warning("%s of %s: ignored %s", defaults.FILE, model, "; ".join(sampling.ignored))
+        log.warning("%s of %s: ignored %s", defaults.GENERATION_CONFIG, model, "; ".join(sampling.ignored))
     log.info("%s: %s kernels, %s on %s, weights quantised: %s, drafter %s", model, chosen.name, chosen.dtype,
              chosen.device, quantize, drafter)
     loaded = LoadedModel.load_parts(

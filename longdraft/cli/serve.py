@@ -99,4 +99,4 @@ def serve(
                       quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
                       on_load=bar.show)
     given.setdefault("memory_bytes", cache_budget(engine.model.kernels.free_bytes()))
-    return run.serve(engine, ServerSettings(**given))
+    return run.run_server(engine, ServerSettings(**given))

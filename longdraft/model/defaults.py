@@ -15,7 +15,7 @@ from longdraft.core import ALIASES, SamplingParams
 from longdraft.errors import UsageError
 from longdraft.model.config import read_json
 
-FILE = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 _SUPPORTED = ("temperature", "top_p", "top_k", "min_p", "eta_cutoff", "repetition_penalty", "stop_strings")
 # Settings that would change the text and that longdraft does not have, with the values that turn them off.
 FOREIGN: dict[str, tuple[Any, ...]] = {
@@ -59,7 +59,7 @@ class Defaults:
 
 def read_defaults(folder: Path) -> Defaults:
     """The defaults of a model folder; empty if it has no generation_config.json."""
-    path = folder / FILE
+    path = folder / GENERATION_CONFIG
     return parse_defaults(read_json(path)) if path.exists() else Defaults()
 
 

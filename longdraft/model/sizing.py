@@ -1,8 +1,8 @@
-"""What a model needs and how fast memory lets it be, from its config.json alone.
+"""Memory of a model and the speed limit that memory bandwidth sets, from its config.json alone.
 
-    ms for a token = (bytes of the weights that a forward reads + bytes of the cache) / read bandwidth
+    ms per token = (bytes of the weights that a forward reads + bytes of the cache) / read bandwidth
 
-is the floor of plain decoding: each token reads all of both.
+is a lower bound for plain decoding, which reads both for each token.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from longdraft.model.checkpoint import expected_shapes
 from longdraft.model.config import ModelConfig
 from longdraft.model.transformer import Transformer
 
-USABLE = 0.9  # share of a machine's memory that weights and cache may take; the rest is the system's and ours
-LARGEST_TREE = 1024  # rows behind the text for which a reserved cache has room
+USABLE = 0.9  # share of the memory that weights and cache may take; the rest is for the system and buffers
+LARGEST_TREE = 1024  # rows that a reserved cache has for a draft tree, besides the text
 _MAX_PARAMETERS = 10**14  # a hundred times the largest public model
 _BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model of these parameters takes in one dtype."""
+    """Sizes of a model in one dtype."""
 
     parameters: int
     weights_bytes: int
-    read_bytes: int  # of these, what a forward of one token reads: of an untied embedding, only a row
+    read_bytes: int  # bytes that a forward of one token reads: all weights, except an untied embedding
     cache_bytes_per_token: int
     context_limit: int
 
     def max_context(self, memory_bytes: int) -> int:
-        """Tokens whose cache fits beside the weights, at most those the model is made for; 0: not even the weights."""
+        """Tokens whose cache fits beside the weights, up to the context limit; 0 if the weights do not fit."""
         free = int(memory_bytes * USABLE) - self.weights_bytes
         return max(0, min(self.context_limit, free // self.cache_bytes_per_token))
 
     def ms_per_token(self, context: int, bytes_per_s: float) -> float:
+        """Lower bound of the time per token of plain decoding, in ms, at a context of so many tokens."""
         return (self.read_bytes + context * self.cache_bytes_per_token) / bytes_per_s * 1e3
 
 
 def model_sizes(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
-    """Sizes of a configuration. Layers are alike, so one is counted, however many there are."""
+    """Sizes of a model. Counts one layer, because all layers are alike. Raises ModelError for absurd sizes."""
     outside = _count(replace(config, num_layers=0))
     parameters = outside + config.num_layers * (_count(replace(config, num_layers=1)) - outside)
     if parameters > _MAX_PARAMETERS:
@@ -56,7 +57,10 @@ def model_sizes(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
 
 
 def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int) -> None:
-    """MemoryError, naming what would fit, for weights (one of so many parts) that the device has no room for."""
+    """Raise MemoryError if the weights do not fit in the device's free memory. The message says what would fit.
+
+    parts  number of ranks that share the weights
+    """
     free = chosen.free_bytes()
     if free is None:
         return
@@ -66,7 +70,7 @@ def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int
         smaller = [f"{name} ({share * width / 2**30:.1f} GiB)"
                    for name, width in (("--dtype bfloat16", 2), ("--quantize int8", 1))
                    if share * width <= free * USABLE]
-        raise MemoryError(f"the weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of {chosen.device} "
+        raise MemoryError(f"the weights take {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of {chosen.device} "
                           f"are free; what would fit: {' or '.join(smaller) or 'a smaller model'}")
 
 

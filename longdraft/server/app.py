@@ -1,6 +1,6 @@
 """The ASGI application: routes, error handlers, the page, and the middleware around them.
 
-    app = App(engine, ServerSettings(api_keys=("secret",)))     # `run.serve` listens on a socket for it
+    app = App(engine, ServerSettings(api_keys=("secret",)))     # `run.run_server` listens on a socket for it
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serve(engine: Engine, settings: ServerSettings) -> int:
+def run_server(engine: Engine, settings: ServerSettings) -> int:
     """Serve until a signal. Returns the exit status: 2 if the address is not available.
 
     Raises UsageError if the folder of journals cannot be created.
