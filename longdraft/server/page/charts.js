@@ -69,7 +69,7 @@ export class Chart {
     }
     if (smooth.length < 2) {
       g.textAlign = "center";
-      g.fillText(points.length ? "" : "appears while a text is written", (left + right) / 2, (top + bottom) / 2);
+      g.fillText(points.length ? "" : "appears while text is generated", (left + right) / 2, (top + bottom) / 2);
       return;
     }
     g.textBaseline = "top";

@@ -4,7 +4,7 @@
 const BLOCK = 260; // tokens after which the next line break starts a new block
 const LARGEST = 1200; // maximum tokens of a block
 const NEAR = "1200px"; // above and below the visible area
-const ORDER = ["", "self", "heads", "suffix", "ngram", "draft-model"]; // source -> style s1 .. s5; others are s6
+const ORDER = ["", "self", "heads", "suffix", "ngram", "draft"]; // source -> style s1 .. s5; others are s6
 
 export const styleOf = (source) => (source === "" ? 0 : ORDER.indexOf(source) > 0 ? ORDER.indexOf(source) : 6);
 
