@@ -157,10 +157,10 @@ def test_running_out_of_memory_fails_only_that_text(server, engine, monkeypatch)
 
     advance = Generation.advance
 
-    def poisoned(self, *given):
+    def poisoned(self, *given, **options):
         if self.params.seed == 666 and len(self.tokens) > 3:
             raise MemoryError
-        return advance(self, *given)
+        return advance(self, *given, **options)
 
     monkeypatch.setattr(Generation, "advance", poisoned)
     with ThreadPoolExecutor(4) as pool:
@@ -177,7 +177,7 @@ def test_running_out_of_memory_fails_only_that_text(server, engine, monkeypatch)
 def test_a_failure_in_a_stream_is_an_error_in_the_stream(server, monkeypatch):
     from longdraft.generation import Generation
 
-    def fail(self, *given):
+    def fail(self, *given, **options):
         raise ZeroDivisionError
 
     monkeypatch.setattr(Generation, "advance", fail)
