@@ -141,8 +141,8 @@ template <> struct Products<BF16> : amx::Unit {
 
     // TILES * 16 rows by WIDE * 16 dimensions of the values.
     template <int TILES, int WIDE>
-    static void accumulate_wide(const Element* weights, long from, const uint32_t* values, long count, long padded, float* sums,
-                         long to) {
+    static void accumulate_wide(const Element* weights, long from, const uint32_t* values, long count, long padded,
+                                float* sums, long to) {
         auto at = [&](auto i) { return sums + i / WIDE * amx::ROWS * to / 4 + i % WIDE * LANES; };
         amx::each<TILES * WIDE>([&](auto i) { amx::load<amx::SUM + i>(at(i), to); });
         for (long p = 0; p < count; p += amx::INNER, values += WORDS * padded) {

@@ -196,7 +196,8 @@ template <class T> void linear_as(const Linear& w, const void* x, long rows, voi
         for (long r = 0; r < rows; r++) std::copy_n(in + r * w.k, w.k, padded.data() + r * width);
         in = padded.data();
     }
-    long tiles = w.tiles(), in_one = rows * w.k * w.n < MIN_PARALLEL_WORK ? tiles : std::max<long>(1, tiles / (4 * threads()));
+    const bool is_small = rows * w.k * w.n < MIN_PARALLEL_WORK;
+    const long tiles = w.tiles(), in_one = is_small ? tiles : std::max<long>(1, tiles / (4 * threads()));
     parallel((tiles + in_one - 1) / in_one, [&](long job) {
         alignas(64) float sums[Unit::ROWS][COLUMNS];
         [[maybe_unused]] Unit unit;

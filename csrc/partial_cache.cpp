@@ -39,8 +39,9 @@ void remainder(const Kernels& kernels, Store& part, long length, long rows, long
     std::vector<int32_t> parent(static_cast<size_t>(rows));
     for (long i = 0; i < rows; i++) parent[static_cast<size_t>(i)] = static_cast<int32_t>(i - 1);
     kernels.read(part, last.data(), rows, k.data(), v.data());
-    const Attention attention = {&part, length - rows, rows, heads, q, {k.data(), dim, rows * dim}, {v.data(), dim, rows * dim},
-                             parent.data(), 1.0f / std::sqrt(static_cast<float>(dim)), 0, nullptr, part_out.data(), lse.data()};
+    const Attention attention = {&part, length - rows, rows, heads, q, {k.data(), dim, rows * dim},
+                                 {v.data(), dim, rows * dim}, parent.data(), 1.0f / std::sqrt(static_cast<float>(dim)),
+                                 0, nullptr, part_out.data(), lse.data()};
     kernels.attention(&attention, 1);
     for (long h = 0; h < rows * heads; h++, out += dim + 1) {
         const float share = std::exp(lse[static_cast<size_t>(h)] - whole_lse[h]), left = 1.0f - share;

@@ -139,7 +139,8 @@ void map_remainder_as(const void* content, const float* map, long rows, long hea
 
 // The offset, in elements, of element d of a position in a head's keys and values (drawn in layout.h).
 template <class T> long key_at(const Store& s, long place, long d) {
-    return (((place / LANES) * (s.padded / T::PER_WORD) + d / T::PER_WORD) * LANES + place % LANES) * T::PER_WORD + d % T::PER_WORD;
+    const long word = ((place / LANES) * (s.padded / T::PER_WORD) + d / T::PER_WORD) * LANES + place % LANES;
+    return word * T::PER_WORD + d % T::PER_WORD;
 }
 template <class T> long value_at(const Store& s, long place, long d) {
     return ((place / T::PER_WORD) * s.padded + d) * T::PER_WORD + place % T::PER_WORD;

@@ -121,7 +121,8 @@ inline Floats from_int8(const int8_t* p) {
 #elif defined(__AVX2__)
     Floats x;
     for (int half = 0; half < 2; half++) {
-        __m256 eight = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * half))));
+        __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * half));
+        __m256 eight = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
         std::memcpy(reinterpret_cast<char*>(&x) + 32 * half, &eight, sizeof eight);
     }
     return x;

@@ -63,7 +63,8 @@ void weights(const Store& s, long length, const void* q, long rows, long heads, 
 }
 
 void map_remainder(bool bf16, const void* content, const float* map, long rows, long heads, long dim, float* out) {
-    bf16 ? map_remainder_as<BF16>(content, map, rows, heads, dim, out) : map_remainder_as<F32>(content, map, rows, heads, dim, out);
+    bf16 ? map_remainder_as<BF16>(content, map, rows, heads, dim, out)
+         : map_remainder_as<F32>(content, map, rows, heads, dim, out);
 }
 
 void attention(const Attention* texts, long count) {
