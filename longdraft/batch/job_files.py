@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from longdraft.batch.requests import Record, Row, fingerprint_of, is_failed, key_of, num_tokens
+from longdraft.batch.requests import OutputRecord, Row, fingerprint_of, is_failed, key_of, num_tokens
 from longdraft.errors import OutputError, UsageError
 from longdraft.files import sync_folder
 
@@ -197,7 +197,7 @@ class RecordFile:
         with open(self._path, "rb") as file:
             yield from file
 
-    def _count(self, record: Record) -> None:
+    def _count(self, record: OutputRecord) -> None:
         key = key_of(record)
         if key is None or key in self.done:
             raise ValueError("not a record, or a second one of a row")
@@ -224,7 +224,7 @@ class RecordFile:
         self.done, self.failed, self.tokens = set(), 0, 0
         self._read()
 
-    def add(self, record: Record) -> None:
+    def add(self, record: OutputRecord) -> None:
         """Append a record; it is on the disk when this returns. Raises OutputError if that fails."""
         line = _line(record)
         size = os.fstat(self._file).st_size
@@ -287,7 +287,7 @@ def _is_torn_record(line: bytes) -> bool:
     return isinstance(found, dict) and key_of(found) is not None
 
 
-def _line(record: Record) -> bytes:
+def _line(record: OutputRecord) -> bytes:
     text = json.dumps(record, ensure_ascii=False)
     for letter in _LINE_ENDS:
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -305,7 +305,7 @@ _COLUMNS = {"id": "string", "text": "string", "finish_reason": "string", "prompt
             "error_code": "string", "error_message": "string", "response": "string", "metadata": "string"}
 
 
-def _cells(record: Record) -> dict[str, Any]:
+def _cells(record: OutputRecord) -> dict[str, Any]:
     error = record.get("error") or {}
     cells = {"id": key_of(record), "error_code": error.get("code"), "error_message": error.get("message")}
     if response := record.get("response"):

@@ -24,7 +24,7 @@ from longdraft.files import require_text
 from longdraft.openai_body import UNSUPPORTED, unsupported
 
 Row = Mapping[str, Any]
-Record = dict[str, Any]
+OutputRecord = dict[str, Any]
 RequestKind = Literal["simple", "chat", "completion"]
 
 _URLS: dict[str, RequestKind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
@@ -63,7 +63,7 @@ class RowProgress(NamedTuple):
     key: str
     tokens: int
     resumed: int = 0
-    record: Record | None = None
+    record: OutputRecord | None = None
 
 
 def parse(row: Row | str, line: int, model: str) -> BatchRequest:
@@ -191,7 +191,8 @@ def seed_of(key: str, seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-def text_record(request: BatchRequest, text: str, stats: Mapping[str, Any], model: str, fingerprint: str) -> Record:
+def text_record(request: BatchRequest, text: str, stats: Mapping[str, Any], model: str,
+                fingerprint: str) -> OutputRecord:
     """The record of a text. fingerprint: `Engine.fingerprint` of the worker."""
     facts = {name: stats[name] for name in ("finish_reason", "seed", "sha256_tokens")}
     if request.kind == "simple":
@@ -200,7 +201,7 @@ def text_record(request: BatchRequest, text: str, stats: Mapping[str, Any], mode
                                      "system_fingerprint": fingerprint})
     number = hashlib.blake2b(f"{fingerprint} {request.key}".encode(), digest_size=12).hexdigest()
     reason = "length" if stats["finish_reason"] == "length" else "stop"
-    choice: Record = {"index": 0, "logprobs": None, "finish_reason": reason}
+    choice: OutputRecord = {"index": 0, "logprobs": None, "finish_reason": reason}
     choice |= {"message": {"role": "assistant", "content": text}} if request.kind == "chat" else {"text": text}
     name, prefix = ("chat.completion", "chatcmpl") if request.kind == "chat" else ("text_completion", "cmpl")
     prompt, new = stats["prompt_tokens"], stats["new_tokens"]
@@ -211,7 +212,7 @@ def text_record(request: BatchRequest, text: str, stats: Mapping[str, Any], mode
             "response": {"status_code": 200, "request_id": number, "body": body}}
 
 
-def error_record(request: BatchRequest, code: str, message: str) -> Record:
+def error_record(request: BatchRequest, code: str, message: str) -> OutputRecord:
     """The record of a row without a text. code: invalid_request | model_error | out_of_memory | worker_lost"""
     error = {"code": code, "message": message}
     if request.kind == "simple":
@@ -220,7 +221,7 @@ def error_record(request: BatchRequest, code: str, message: str) -> Record:
     return {"id": f"batch_req_{number}", "custom_id": request.key, "response": None, "error": error}
 
 
-def _with_metadata(request: BatchRequest, record: Record) -> Record:
+def _with_metadata(request: BatchRequest, record: OutputRecord) -> OutputRecord:
     return record if request.metadata is None else {**record, "metadata": request.metadata}
 
 

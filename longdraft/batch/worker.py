@@ -75,7 +75,7 @@ class BatchWorker:
     def __init__(self, job: BatchJob) -> None:
         self._job = job
         self._engine = loading.load(**job.load)
-        if unlike := differences(job.identity, self._engine.identity):
+        if unlike := identity_differences(job.identity, self._engine.identity):
             raise UsageError(f"the worker on {socket.gethostname()} differs from the process that started the job: "
                              f"{'; '.join(unlike)}; install the same longdraft and give the same model there")
         self._fingerprint = self._engine.fingerprint
@@ -90,7 +90,7 @@ class BatchWorker:
         ours, path = self._engine.identity, self._job.work_folder / work_folder.ENGINE
         with work_folder.translate_storage_errors(self._job.work_folder):
             first = work_folder.write_once(path, ours)
-        if unlike := differences(dict.fromkeys(ours, "missing") | first, ours):
+        if unlike := identity_differences(dict.fromkeys(ours, "missing") | first, ours):
             raise UsageError(f"the job was begun by another engine: {'; '.join(unlike)}; use the same everywhere "
                              "(LONGDRAFT_KERNELS chooses kernels), or begin the job again with another output")
 
@@ -236,7 +236,7 @@ class BatchWorker:
         return [int(line) for line in lines if line.isdigit()]  # a power cut may leave anything
 
 
-def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def identity_differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     """What differs from `expected`, such as "kernels is reference, expected avx2"."""
     return [f"{name} is {found.get(name, 'missing')}, expected {value}" for name, value in sorted(expected.items())
             if found.get(name, "missing") != value]
