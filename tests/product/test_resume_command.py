@@ -144,7 +144,8 @@ MISTAKES = {
     "inspect nothing": (["inspect", "{new}"], "no journal in"),
     "resume fsync": (["resume", "{done}", "--fsync", "0"], "allowed: always"),
     "resume drafter": (["resume", "{done}", "--drafter", "x"], "unknown drafter 'x'"),
-    "inspect other tokenizer": (["inspect", "{done}", "--text", "-", "--model", "{model}"], "differs from the journal's"),
+    "inspect other tokenizer": (["inspect", "{done}", "--text", "-", "--model", "{model}"],
+                                "differs from the journal's"),
 }
 
 
