@@ -1,13 +1,13 @@
-"""longdraft for those who live in `transformers`: its loaded models, its GenerationConfig, its streamers.
+"""longdraft for loaded models of `transformers`, with its GenerationConfig and its streamers.
 
     writer = longdraft.from_transformers(model, tokenizer, drafter="auto")
     ids = writer.generate(inputs.input_ids, max_new_tokens=20_000, do_sample=True, min_p=0.1, streamer=streamer)
 
     ids = model.generate(**inputs, max_new_tokens=20_000, custom_generate=longdraft.hf_generate, drafter="auto")
 
-Greedy texts equal those of `model.generate` (in bfloat16 up to its rounding, where two tokens are about as likely);
-sampled ones have the same distribution, with noise of our own, reproducible by `seed` (else by torch's generator).
-What longdraft cannot do is refused by name, never ignored.
+Greedy texts equal those of `model.generate`. In bfloat16, rounding may change a token where two are about equally
+likely. Sampled texts have the same distribution and are reproducible with `seed`, or with torch's generator. Options
+that longdraft does not support raise a UsageError that names them.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from longdraft.parallel import Pick
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# Options of a GenerationConfig that longdraft has not: each with the values that mean "off".
+# Options of a GenerationConfig that longdraft does not support, with the values that mean "off".
 _REFUSED: dict[str, tuple[Any, ...]] = defaults.FOREIGN | {
     "num_return_sequences": (1,), "dola_layers": (), "max_time": (), "token_healing": (False,),
     "output_attentions": (False,), "output_hidden_states": (False,), "output_scores": (False,),
     "output_logits": (False,),
 }
-# What `model.generate` makes of the options we know; others in its lists are somebody's own.
+# The processors that `model.generate` makes from supported options; others are the caller's own.
 _KNOWN_PROCESSORS = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "EtaLogitsWarper",
     "RepetitionPenaltyLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
     "InfNanRemoveLogitsProcessor", "LogitNormalization",
 }
-_SAMPLED = 1024  # values of a parameter that are compared, whatever its size
+_COMPARED_VALUES = 1024  # of each parameter, to notice changes
 _KNOWN_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria"}
 
 
 class StateDict(checkpoint.TensorFiles):
-    """The tensors of a model in memory, read as if they lay in files, until it lets go of them.
+    """The tensors of a model in memory, with the interface of tensors in files.
 
-    folder  where the model came from: heads beside it are found as for `longdraft.load`
+    folder  the model's own folder; drafting parts in it are found as for `longdraft.load`
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -65,7 +65,8 @@ class StateDict(checkpoint.TensorFiles):
         self.files = []
         self._tensors = dict(tensors)
 
-    def let_go(self) -> None:
+    def release_tensors(self) -> None:
+        """Drop the references to the tensors, so that the caller can free them."""
         self._tensors = {}
 
     def names(self) -> set[str]:
@@ -92,19 +93,19 @@ class StateDict(checkpoint.TensorFiles):
     def _view(self, name: str) -> Tensor:
         return self.read(name).cpu()
 
-    def _forget(self) -> None:
-        """Nothing: no pages of a file are held."""
+    def _release(self) -> None:
+        """Do nothing: no pages of a file are mapped."""
 
     def fingerprint(self) -> str:
-        """That of the checkpoint it was loaded from, while the tensors are as they were there."""
+        """The fingerprint of the checkpoint, as long as the tensors are unchanged."""
         if not self._tensors:
             raise UsageError("a journal names the weights it belongs to, and those of a model in memory are not kept; "
                              "save it, and give its folder to longdraft.load")
         return super().fingerprint()
 
 
-class Writer:
-    """A model of `transformers` that writes with longdraft. `engine` is the engine under it."""
+class TransformersWriter:
+    """A model of `transformers` that generates with longdraft. `engine` is the longdraft engine."""
 
     def __init__(self, engine: Engine, own: GenerationConfig) -> None:
         self.engine = engine
@@ -142,7 +143,7 @@ class Writer:
 
 def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *,
                       drafter: str = drafters.AUTO, drafter_options: Mapping[str, Any] | None = None,
-                      heads: str | None = None, quantize: str = "none") -> Writer:
+                      heads: str | None = None, quantize: str = "none") -> TransformersWriter:
     """A writer around a loaded model.
 
     The kernels want weights in a layout of their own, so they are copied once: from then on `model` is not used and may
@@ -170,8 +171,8 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     words = _NoTokenizer() if tokenizer is None else _SavedTokenizer(tokenizer)
     loaded = LoadedModel.load_parts(str(folder), files, target, words, choice, heads_name=heads,
                                     hub_options=hub.Hub(), defaults=defaults.Defaults())
-    files.let_go()
-    return Writer(Engine(loaded, choice), own)
+    files.release_tensors()
+    return TransformersWriter(Engine(loaded, choice), own)
 
 
 def _require_version() -> None:
@@ -182,7 +183,7 @@ def _require_version() -> None:
                          "pip install --upgrade transformers")
 
 
-_WRITERS: weakref.WeakKeyDictionary[Any, tuple[Any, Writer]] = weakref.WeakKeyDictionary()
+_WRITERS: weakref.WeakKeyDictionary[Any, tuple[Any, TransformersWriter]] = weakref.WeakKeyDictionary()
 
 
 def hf_generate(model: PreTrainedModel, input_ids: Tensor, logits_processor: Any = None, stopping_criteria: Any = None,
@@ -214,7 +215,7 @@ def hf_generate(model: PreTrainedModel, input_ids: Tensor, logits_processor: Any
 
 
 class _NoTokenizer(Tokenizer):
-    """Stands in where only ids matter: it has no tokens and says nothing."""
+    """Replaces a tokenizer where only token ids are used: its vocabulary is empty and it decodes to no text."""
 
     sha256 = ""
 
@@ -225,7 +226,7 @@ class _NoTokenizer(Tokenizer):
         return {}
 
     def vocabulary_sha256(self) -> str:
-        return ""  # nobody knows
+        return ""  # unknown
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise UsageError("a text needs a tokenizer: longdraft.from_transformers(model, tokenizer)")
@@ -238,7 +239,7 @@ class _NoTokenizer(Tokenizer):
 
 
 class _SavedTokenizer(Tokenizer):
-    """A tokenizer of `transformers`, by way of files that are there while they are read."""
+    """A tokenizer of `transformers`, read from temporary files."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._source = tokenizer
@@ -259,7 +260,7 @@ class _SavedTokenizer(Tokenizer):
 
 
 def _require_plain_input(model_kwargs: Mapping[str, Any], length: int) -> None:
-    """UsageError for what `generate` was given beside ids and a mask. It adds the ids' own positions itself."""
+    """UsageError for inputs other than ids and a mask. `generate` itself adds positions that count from 0."""
     positions = model_kwargs.get("position_ids")
     given = [name for name in ("inputs_embeds", "token_type_ids") if model_kwargs.get(name) is not None]
     if positions is not None and positions.flatten().tolist() != list(range(length)):
@@ -269,15 +270,17 @@ def _require_plain_input(model_kwargs: Mapping[str, Any], length: int) -> None:
 
 
 def _state(parameter: Tensor) -> tuple[int, int, int]:
-    """What changes when a parameter does: where it lies, how often autograd saw it written, and a sample of its values,
-    since autograd does not see what is written through `.data`."""
+    """A value that changes with the parameter: its address, autograd's version counter, and a hash of some values.
+
+    The hash is needed because autograd does not see writes through `.data`.
+    """
     flat = parameter.detach().reshape(-1)
-    sample = flat[:: max(1, len(flat) // _SAMPLED)].cpu().contiguous()
+    sample = flat[:: max(1, len(flat) // _COMPARED_VALUES)].cpu().contiguous()
     return parameter.data_ptr(), parameter._version, hash(sample.view(torch.uint8).numpy().tobytes())
 
 
 def _changed(config: GenerationConfig, options: Mapping[str, Any]) -> GenerationConfig:
-    """A copy of a configuration with these options. UsageError for one that it has not."""
+    """A copy of a configuration with these options. UsageError for an unknown option."""
     from transformers import GenerationConfig
 
     given = {name: value for name, value in options.items() if name != "attention_mask"}
@@ -287,7 +290,7 @@ def _changed(config: GenerationConfig, options: Mapping[str, Any]) -> Generation
         raise UsageError(f"generate has no option {', '.join(unknown)}; see transformers.GenerationConfig")
     if "max_new_tokens" in given:
         changed.max_length = None
-    # What transformers fills in where neither the model nor the caller says anything (a top_k of 50, for one).
+    # Defaults of transformers (a top_k of 50, for example) for options that neither the model nor the caller sets.
     filled = {name: value for name, value in GenerationConfig._get_default_generation_params().items()
                 if getattr(changed, name, None) is None and name != "max_length"}
     for name, value in {**filled, **given}.items():
