@@ -22,6 +22,9 @@ constexpr long BLOCK = 256;          // positions of one step of the online soft
 constexpr long POSITION_GROUP = 32;  // the rows of a tree read such a group in the store together, or not at all
 constexpr int COLUMNS = 64;          // output columns of a packed tile
 
+constexpr int INT4_GROUP = 32;       // inputs of an int4 weight that share a scale and a zero point
+constexpr int INT4_GROUP_BYTES = COLUMNS * (INT4_GROUP / 2 + 3);  // of such a group in a tile (int4.h)
+
 inline long round_up(long x, long to) { return (x + to - 1) / to * to; }
 
 // Zeroed memory, aligned to 64 bytes. Large allocations use huge pages where the system has them: with small pages,
@@ -67,18 +70,24 @@ template <int SLOT> void* workspace(size_t bytes) {
 // An int8 weight is byte * scale[n], and a word holds one byte per element. Float and bfloat16 represent all int8 values
 // exactly, so the bytes are multiplied as elements and the sums are scaled. The bytes of 16 words are stored together:
 // their first elements, then their second elements.
+//
+// The tiles of an int4 weight are described in int4.h.
 struct Linear {
-    bool is_bf16, is_int8;
+    bool is_bf16, is_int8, is_int4;
     long n, k, steps;
     std::unique_ptr<Memory> data;
     std::vector<float> bias, scale;
 
-    Linear(bool bf16, bool int8, long rows, long columns)
-        : is_bf16(bf16), is_int8(int8), n(rows), k(columns), steps(bf16 ? round_up(columns, 32) / 2 : columns),
-          data(new Memory(static_cast<size_t>(tiles()) * tile_bytes())) {}
+    Linear(bool bf16, int bits, long rows, long columns)
+        : is_bf16(bf16), is_int8(bits == 8), is_int4(bits == 4), n(rows), k(columns),
+          steps(bf16 ? round_up(columns, 32) / 2 : columns), data(new Memory(static_cast<size_t>(tiles()) * tile_bytes())) {}
     Linear(const Linear&) = delete;
     long tiles() const { return round_up(n, COLUMNS) / COLUMNS; }
-    size_t tile_bytes() const { return static_cast<size_t>(steps * COLUMNS) * (is_int8 ? (is_bf16 ? 2 : 1) : 4); }
+    long num_groups() const { return round_up(k, INT4_GROUP) / INT4_GROUP; }
+    size_t tile_bytes() const {
+        if (is_int4) return static_cast<size_t>(num_groups()) * INT4_GROUP_BYTES;
+        return static_cast<size_t>(steps * COLUMNS) * (is_int8 ? (is_bf16 ? 2 : 1) : 4);
+    }
     template <class Element> Element* tile(long index) const {
         return reinterpret_cast<Element*>(reinterpret_cast<char*>(data->words()) + static_cast<size_t>(index) * tile_bytes());
     }
@@ -174,6 +183,8 @@ struct Attention {
 struct Kernels {
     const char* name;
     void (*pack)(Linear&, const void* weight);
+    void (*pack_int4)(Linear&, const uint8_t* values, const uint16_t* scales, const uint8_t* zeros);
+    void (*quantise_int4)(bool bf16, const void* weight, long n, long k, uint8_t* values, uint16_t* scales, uint8_t* zeros);
     void (*linear)(const Linear&, const void* x, long rows, void* out, bool keep_float);
     void (*embed)(const Linear&, const int64_t* tokens, long rows, void* out);
     void (*rms_norm)(bool bf16, const void* x, const void* weight, long rows, long width, float eps, bool rounds_once,

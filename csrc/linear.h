@@ -2,6 +2,7 @@
 #pragma once
 
 #include "amx.h"
+#include "int4.h"
 #include "layout.h"
 #include "pool.h"
 #include "simd.h"
@@ -35,6 +36,10 @@ template <class T> void embed_as(const Linear& table, const int64_t* tokens, lon
     for (long r = 0; r < rows; r++) {
         long n = tokens[r];
         for (long k = 0; k < table.k; k++) {
+            if (table.is_int4) {
+                out[r * table.k + k] = T::round(int4::value_at(table, n, k));
+                continue;
+            }
             long at = place<T>(table, n, k);
             out[r * table.k + k] = table.is_int8 ? T::round(static_cast<float>(table.tile<int8_t>(0)[at]) * table.scale[n])
                                                  : table.tile<typename T::Element>(0)[at];
@@ -48,12 +53,6 @@ template <class T> void unpack(const int8_t* bytes, long steps, uint32_t* words)
         const Words made = T::unpack(bytes + i * T::PER_WORD);
         std::memcpy(words + i, &made, sizeof made);
     }
-}
-
-constexpr long PREFETCH_DISTANCE = 4096;  // bytes from the data that is multiplied to the data that is prefetched
-
-template <long DISTANCE = PREFETCH_DISTANCE> void prefetch(const void* from, long bytes) {
-    for (long line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + DISTANCE + line);
 }
 
 // Sources of the words of a tile of 64 columns. `at` returns the words of a step, or of all steps that are multiplied in
@@ -216,6 +215,19 @@ template <class T> void linear_as(const Linear& w, const void* x, long rows, voi
                 unpack<T>(w.tile<int8_t>(tile), w.steps, words);
                 multiply(StoredWords{words});
             }
+        }
+    });
+}
+
+// Rows times a four-bit weight.
+template <class T> void linear_of_int4(const Linear& w, const void* x, long rows, void* out, bool keep_float) {
+    const int4::Quantised quantised = int4::quantise_rows<T>(x, rows, w.k);
+    const long tiles = w.tiles(), in_one = rows * w.k * w.n < MIN_PARALLEL_WORK ? tiles : std::max<long>(1, tiles / (4 * threads()));
+    parallel((tiles + in_one - 1) / in_one, [&](long job) {
+        auto* sums = static_cast<float(*)[COLUMNS]>(workspace<6>(static_cast<size_t>(rows) * COLUMNS * 4));
+        for (long tile = job * in_one; tile < std::min(tiles, (job + 1) * in_one); tile++) {
+            int4::multiply_tile(w.tile<uint8_t>(tile), quantised, rows, sums);
+            for (long r = 0; r < rows; r++) finish<T>(w, tile, r, 1, sums + r, out, keep_float);
         }
     });
 }

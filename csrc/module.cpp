@@ -53,7 +53,7 @@ std::vector<const Kernels*> runnable() {
 #if defined(LONGDRAFT_X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16")) {
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
 #if defined(LONGDRAFT_AMX)
         if (may_use_tiles()) found.push_back(&amx::table);
 #endif
@@ -84,9 +84,16 @@ Rows rows_at(Address address, long row_stride, long head_stride) { return {at<vo
 
 // `weight` is int8 where a scale is given, otherwise float32 or bfloat16.
 Linear* pack(const Kernels& kernels, bool bf16, long n, long k, Address weight, Address scale, Address bias) {
-    auto* packed = new Linear(bf16, scale != 0, n, k);
+    auto* packed = new Linear(bf16, scale ? 8 : bf16 ? 16 : 32, n, k);
     kernels.pack(*packed, at<void>(weight));
     if (scale) packed->scale.assign(at<float>(scale), at<float>(scale) + n);
+    if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
+    return packed;
+}
+
+Linear* pack_int4(const Kernels& kernels, bool bf16, long n, long k, Address values, Address scales, Address zeros, Address bias) {
+    auto* packed = new Linear(bf16, 4, n, k);
+    kernels.pack_int4(*packed, at<uint8_t>(values), at<uint16_t>(scales), at<uint8_t>(zeros));
     if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
     return packed;
 }
@@ -108,6 +115,7 @@ NB_MODULE(_cpu, m) {
     nb::class_<Linear>(m, "Linear")
         .def_ro("is_bf16", &Linear::is_bf16)
         .def_ro("is_int8", &Linear::is_int8)
+        .def_ro("is_int4", &Linear::is_int4)
         .def_ro("n", &Linear::n)
         .def_ro("k", &Linear::k)
         .def_prop_ro("nbytes", &Linear::bytes);
@@ -155,6 +163,10 @@ NB_MODULE(_cpu, m) {
         .def_static("get", &by_name, nb::rv_policy::reference)
         .def_prop_ro("name", [](const Kernels& k) { return std::string(k.name); })
         .def("pack", &pack, nb::rv_policy::take_ownership)
+        .def("pack_int4", &pack_int4, nb::rv_policy::take_ownership, free_gil)
+        .def("quantise_int4", [](const Kernels& k, bool bf16, Address weight, long rows, long columns, Address values,
+                             Address scales, Address zeros) {
+            k.quantise_int4(bf16, at<void>(weight), rows, columns, at<uint8_t>(values), at<uint16_t>(scales), at<uint8_t>(zeros)); }, free_gil)
         .def("linear", [](const Kernels& k, const Linear& w, Address x, long rows, Address out, bool keep_float) {
             k.linear(w, at<void>(x), rows, at<void>(out), keep_float); }, free_gil)
         .def("embed", [](const Kernels& k, const Linear& table, const std::vector<int64_t>& tokens, Address out) {

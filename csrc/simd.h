@@ -173,4 +173,10 @@ struct BF16 {
     }
 };
 
+constexpr long PREFETCH_DISTANCE = 4096;  // bytes from the data that is multiplied to the data that is prefetched
+
+template <long DISTANCE = PREFETCH_DISTANCE> void prefetch(const void* from, long bytes) {
+    for (long line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + DISTANCE + line);
+}
+
 }  // namespace

@@ -21,7 +21,12 @@ template <class T> void pack_with(Linear& w, const void* weight) {
 
 void pack(Linear& w, const void* weight) { w.is_bf16 ? pack_with<BF16>(w, weight) : pack_with<F32>(w, weight); }
 
+void quantise_int4(bool bf16, const void* weight, long n, long k, uint8_t* values, uint16_t* scales, uint8_t* zeros) {
+    bf16 ? int4::quantise<BF16>(weight, n, k, values, scales, zeros) : int4::quantise<F32>(weight, n, k, values, scales, zeros);
+}
+
 void linear(const Linear& w, const void* x, long rows, void* out, bool keep_float) {
+    if (w.is_int4) return w.is_bf16 ? linear_of_int4<BF16>(w, x, rows, out, keep_float) : linear_of_int4<F32>(w, x, rows, out, keep_float);
     w.is_bf16 ? linear_as<BF16>(w, x, rows, out, keep_float) : linear_as<F32>(w, x, rows, out, keep_float);
 }
 
@@ -74,8 +79,8 @@ void attention(const Attention* texts, long count) {
 }  // namespace
 
 extern const Kernels table;
-const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, linear, embed, rms_norm, add, swiglu, rope,
-                       write, read, weights, attention, map_remainder, scale};
+const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, int4::pack, quantise_int4, linear, embed,
+                       rms_norm, add, swiglu, rope, write, read, weights, attention, map_remainder, scale};
 
 }  // namespace LONGDRAFT_VARIANT
 }  // namespace longdraft

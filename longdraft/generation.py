@@ -32,6 +32,7 @@ from longdraft.journal.resume import open_for_resume
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.loops import FullAcceptance
 from longdraft.model import sizing
+from longdraft.model.draft_copy import SAME
 from longdraft.model.routine import CostClock, Routine, run_batched
 from longdraft.model.transformer import Forward, ForwardRequest, tree_rows
 from longdraft.parallel import Request
@@ -80,8 +81,11 @@ class Generation(Iterator[Event]):
             sampler = Sampler(params, stop_ids(params, target.config.eos_token_ids),
                               target.kernels.name != kernels.REFERENCE, target.kernels if logprobs is None else None)
         self.clock = CostClock(agree=model.ranks.agree)
+        copy = model.draft_copy if drafter.options.copy_weights != SAME else None
+        self._draft_copy = copy and copy.for_length(length)
         resources = drafters.Resources(target, cache, sampler, params, model.heads, model.glide, model.corpora, draft,
-                                       clock=self.clock, shared_statistics=model.shared_statistics)
+                                       clock=self.clock, shared_statistics=model.shared_statistics,
+                                       draft_copy=self._draft_copy)
         context = Context(prompt)
         context.extend(int(token) for token in written)
         self._step = Step(target, cache, drafters.new_drafter(drafter.name, drafter.options, resources), sampler,
@@ -324,6 +328,8 @@ class Generation(Iterator[Event]):
             "peak_memory_bytes": run_statistics.peak_memory_bytes(),
             "cache_bytes": self.cache_bytes,
             "drafter_memory_bytes": self.drafter_bytes,
+            "draft_weights": self._draft_copy.weights.quantize if self._draft_copy else SAME,
+            "draft_weights_bytes": self._draft_copy.weights_bytes if self._draft_copy else 0,
             "model": self._model.name,
             "drafter": self._drafter.name,
             "drafter_options": asdict(self._drafter.options),

@@ -157,7 +157,7 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     _require_version()
     choice = DrafterChoice.parse(drafter, drafter_options)
     drafters.check_heads(drafter, heads)
-    check(quantize in checkpoint.QUANTIZE, "quantize", quantize, " or ".join(checkpoint.QUANTIZE))
+    check(quantize in checkpoint.QUANTIZE, "quantize", quantize, checkpoint.QUANTIZE_CHOICES)
     own = model.generation_config
     config = model_config.parse_config(model.config.to_dict(), own.eos_token_id)
     dtype = "float32" if model.dtype == torch.float32 else "bfloat16"

@@ -26,6 +26,7 @@ from longdraft.model import fingerprint, hub
 from longdraft.model.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_draft_model, optional_part
 from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.defaults import Defaults
+from longdraft.model.draft_copy import SAME, load_copy
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer
@@ -77,6 +78,7 @@ class LoadedModel:
     heads_name         the folder or hub id that the user named for heads or glide
     heads, glide       trained parts, if found
     draft, draft_name  a smaller draft model, and the name it was loaded by; "" for the one in the model's folder
+    draft_copy         a quantised copy of the target for self-drafting chains, and the option it was made for
     ranks              the processes that share the model
     """
 
@@ -93,6 +95,8 @@ class LoadedModel:
     glide: Glide | None = None
     draft: Transformer | None = None
     draft_name: str = ""
+    draft_copy: Transformer | None = None
+    draft_weights: str = SAME
     ranks: parallel.SingleProcess = field(default_factory=parallel.SingleProcess)
 
     @classmethod
@@ -115,7 +119,8 @@ class LoadedModel:
         return loaded.with_draft_for(choice)
 
     def with_draft_for(self, choice: DrafterChoice) -> LoadedModel:
-        """This model with the draft model of `choice`, loaded now if it is not loaded yet.
+        """This model with the draft model and the quantised copy that `choice` drafts with, loaded now if they are not
+        loaded yet.
 
         ModelError if a part that the drafter needs does not exist.
         """
@@ -123,6 +128,11 @@ class LoadedModel:
         is_other = name != self.draft_name
         if choice.name in drafters.WITH_DRAFT and (self.draft is None or is_other):
             loaded = replace(self, draft=self._load_draft(name, choice.needs), draft_name=name)
+        weights = choice.options.copy_weights
+        if weights not in (SAME, self.draft_weights):
+            is_other = True
+            loaded = replace(loaded, draft_weights=weights,
+                             draft_copy=load_copy(self.files, self.target, weights))
         if is_other:  # its costs and its acceptance differ
             loaded = replace(loaded, shared_statistics=SharedStatistics(self.target.weights_in_tokens))
         if choice.needs and getattr(loaded, choice.needs) is None:

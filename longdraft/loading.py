@@ -42,8 +42,8 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     heads            folder or hub id of trained heads or a glide layer; default: those in the model's own folder
     device           auto | cpu | cuda
     dtype            auto (the checkpoint's) | float32 | bfloat16 | float16 (CUDA only)
-    quantize         none | int8: int8 weights take half of bfloat16's memory. The quantised model is another model:
-                     all drafters write its plain text. Applies to a draft model too, not to heads
+    quantize         none | int8 | int4: weights take half or about a third of bfloat16's memory. The quantised model
+                     is another model: all drafters write its plain text. Applies to a draft model too, not to heads
     threads          CPU threads for arithmetic; default: PyTorch's choice
     revision         branch, tag or commit of a hub id (or write owner/model@revision)
     token            for private and gated repositories; default: HF_TOKEN, or the hub client's login
@@ -62,7 +62,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     dtypes = ("auto", "float32", "bfloat16", *(("float16",) if device == "cuda" else ()))
     check(dtype in dtypes, "dtype", dtype, f"{', '.join(dtypes[:-1])} or {dtypes[-1]}",
           "float16 is for CUDA devices" if dtype == "float16" else "")
-    check(quantize in checkpoint.QUANTIZE, "quantize", quantize, " or ".join(checkpoint.QUANTIZE))
+    check(quantize in checkpoint.QUANTIZE, "quantize", quantize, checkpoint.QUANTIZE_CHOICES)
     check(threads is None or 1 <= threads <= 1024, "threads", threads, "1 to 1024")
     check(1 <= tensor_parallel <= 1024, "tensor_parallel", tensor_parallel, "1 to 1024")
     group = parallel.join(tensor_parallel, device) if tensor_parallel > 1 else None

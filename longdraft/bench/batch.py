@@ -173,7 +173,7 @@ def measure_texts(engine: Engine, plan: BatchPlan, group: TextGroup, count: int,
     ours, single, *others = (found[:whole] for found in (ours, single, *others))
     after = [group.texts[text].stats() for text in texts]
     grown = {key: sum(b[key] - a[key] for a, b in zip(before, after, strict=True)) for key in ("new_tokens", "steps")}
-    weights = sum(linear.nbytes for linear in engine.model.linears)
+    weights = engine.model.weights_bytes
     cache = group.context * engine.model.cache_bytes_per_token
     record |= {
         "tokens_per_second": _median_rate(ours),

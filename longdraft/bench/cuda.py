@@ -234,7 +234,7 @@ def _verifies(model: Transformer, context: int, rows: int) -> Callable[[], objec
 def steps(plan: CudaPlan, model: Transformer, context: int, rate: float | None) -> dict[str, Any]:
     """A plain step by wall clock, and verifications by the device's clock, beside the memory bandwidth's floor."""
     device = model.kernels.device
-    size = sum(weight.nbytes for weight in model.linears) + context * model.cache_bytes_per_token
+    size = model.weights_bytes + context * model.cache_bytes_per_token
     floor = None if rate is None else size / rate * 1e3
     by_rows = {}
     for rows in plan.rows:

@@ -55,7 +55,7 @@ class ModelCopies:
         self._files = checkpoint.TensorFiles(folder)
         self.model = checkpoint.load_transformer(self._files, self.config, kernels, quantize)
         self._loaded = [self.model]
-        self.weights_bytes = sum(weight.nbytes for weight in self.model.linears)
+        self.weights_bytes = self.model.weights_bytes
 
     def bytes_of_step(self, context: int) -> int:
         """Weights and cache, each read once."""

@@ -40,7 +40,7 @@ class KernelPlan(NamedTuple):
     prefill_rows  rows of a prompt's chunk, measured too; 0: none
     positions     keys and values that attention reads
     memory        bytes to read in rotation
-    is_int8       whether the weights of linear are quantised
+    quantize      none | int8 | int4, for the weights of linear
     """
 
     rows: Sequence[int]
@@ -48,7 +48,7 @@ class KernelPlan(NamedTuple):
     positions: int
     memory: int
     repeats: int
-    is_int8: bool = False
+    quantize: str = "none"
 
     def timings(self, call_with: Callable[[int], Call]) -> list[tuple[int, Timing]]:
         """Time the call for each number of rows. The slow prefill chunk gets at most three repeats."""
@@ -114,8 +114,8 @@ def measure_linear(kernels: Kernels, name: str, shape: tuple[int, int], plan: Ke
     """x [rows, K] times a weight [N, K]. `to_one_row` is the time relative to the first number of rows."""
     n, k = shape
     weight = torch.randn(n, k).to(kernels.dtype)
-    nbytes = weight.numel() * (1 if plan.is_int8 else weight.itemsize)
-    weights: list[Linear] = [kernels.pack(weight, is_int8=plan.is_int8)
+    nbytes = int(weight.numel() * {"none": weight.itemsize, "int8": 1, "int4": 19 / 32}[plan.quantize])
+    weights: list[Linear] = [kernels.pack(weight, quantize=plan.quantize)
                              for _ in range(num_copies(nbytes, plan.memory))]
     turn = cycle(weights)
 

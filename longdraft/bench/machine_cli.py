@@ -88,7 +88,7 @@ def kernels(
         attention_shapes = [bench.AttentionShape(*(value or own for value, own in given))]
         _check_attention_shape(*attention_shapes[0])
     weights = _linear_shapes(shapes) if shapes else bench.linear_shapes(model, config) | bench.LINEAR_SHAPES
-    plan = bench.KernelPlan(counts, prefill_rows, positions, nbytes, repeats, quantize == "int8")
+    plan = bench.KernelPlan(counts, prefill_rows, positions, nbytes, repeats, checked_quantize(quantize))
     with (document("kernels", output, chosen, model=model, quantize=quantize, repeats=repeats, parents="chain",
                    attention=[], linear=[]) as filled, ExitStack() as stack):
         limits = measure_limits(nbytes, repeats, filled)
@@ -169,7 +169,8 @@ def perplexity(
     text: Annotated[Path, typer.Option(help="A text file that the model was not trained on.")],
     model: ModelOption = "novelist",
     dtype: DtypeOption = "bfloat16",
-    quantize: Annotated[str, typer.Option(help="Settings to compare, separated by spaces: none, int8.")] = "none int8",
+    quantize: Annotated[str, typer.Option(help="Settings to compare, separated by spaces: none, int8, int4.")
+                        ] = "none int8",
     context: Annotated[int, typer.Option(help="Tokens of a window; each window is read by itself.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Tokens of the text that are read, at most.")] = 32_768,
     threads: ThreadsOption = None, repeats: RepeatsOption = 9, output: OutputOption = None,

@@ -13,7 +13,7 @@ ModelOption = Annotated[str, typer.Option(help="Bundled name, model folder or hu
 OutputOption = Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")]
 PlotOption = Annotated[Path | None, typer.Option(help="Draw this .png, .svg or .pdf (needs matplotlib).")]
 DtypeOption = Annotated[str, typer.Option(help="float32 or bfloat16.")]
-QuantizeOption = Annotated[str, typer.Option(help="Weights as they are (none) or as int8.")]
+QuantizeOption = Annotated[str, typer.Option(help="Weights as they are (none), as int8 or as int4.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="Threads; default: PyTorch's choice.")]
 RepeatsOption = Annotated[int, typer.Option(help="Rounds; a figure is the median over them.")]
 MemoryOption = Annotated[float, typer.Option(
@@ -40,7 +40,9 @@ def within(option: str, value: float, least: float, most: float, unit: str = "")
 
 
 def checked_quantize(quantize: str) -> str:
-    check(quantize in ("none", "int8"), "--quantize", quantize, "none or int8")
+    from longdraft.model.checkpoint import QUANTIZE, QUANTIZE_CHOICES
+
+    check(quantize in QUANTIZE, "--quantize", quantize, QUANTIZE_CHOICES)
     return quantize
 
 

@@ -43,8 +43,8 @@ Heads = Annotated[str | None, option("Folder or hub id of trained heads or a gli
 Device = Annotated[str, option("auto (a GPU if there is one), cpu or cuda.", RUNNING, "--device")]
 Dtype = Annotated[str, option("auto (the checkpoint's; float16 becomes bfloat16 on the CPU), float32, bfloat16, or on "
                               "CUDA float16.", RUNNING, "--dtype")]
-Quantize = Annotated[str, option("none, or int8: half the memory for weights. The text differs from the unquantised "
-                                 "model's.", RUNNING, "--quantize")]
+Quantize = Annotated[str, option("none, int8 or int4: weights in half or a third of the memory. The text "
+                                 "differs from the unquantised model's.", RUNNING, "--quantize")]
 Threads = Annotated[int | None, option("CPU threads.", RUNNING, "--threads", show_default="PyTorch's choice")]
 TensorParallel = Annotated[int, option("Number of ranks that share the model. Start them with `torchrun "
                                        "--nproc-per-node N -m longdraft ...`.", RUNNING, "--tensor-parallel")]

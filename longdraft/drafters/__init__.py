@@ -65,6 +65,7 @@ class Resources(NamedTuple):
     draft               a smaller model with the target's tokenizer, if any
     partial             a partial cache that several drafters of this request share; None: a drafter makes its own
     clock               the time that this request takes; None: the wall clock, if no other request runs
+    draft_copy          a quantised copy of the target for self-drafting chains; None: they draft with the target
     shared_statistics   what the engine's requests have measured for `auto`
     """
 
@@ -79,6 +80,7 @@ class Resources(NamedTuple):
     partial: PartialCache | None = None
     clock: CostClock | None = None
     shared_statistics: SharedStatistics | None = None
+    draft_copy: Transformer | None = None
 
 
 class DrafterSpec(NamedTuple):
@@ -126,7 +128,8 @@ def _build_suffix(options: SuffixOptions, resources: Resources) -> Drafter:
 
 def _build_self_draft(options: TokenSwiftOptions | MagicDecOptions, resources: Resources) -> Drafter:
     model, cache, sampler, params, heads, *_ = resources
-    return SelfDrafter(options.settings(), model, cache, sampler, params, heads, resources.partial)
+    return SelfDrafter(options.settings(), model, cache, sampler, params, heads, resources.partial,
+                       resources.draft_copy)
 
 
 def _build_medusa(options: MedusaOptions, resources: Resources) -> Drafter:

@@ -27,6 +27,8 @@ from longdraft.core import Context
 from longdraft.drafters.cost_model import AUTO_SETTINGS, NodeAcceptance, Rating, SharedStatistics
 from longdraft.drafters.draft_model import DraftModelOptions
 from longdraft.drafters.options import DrafterOptions
+from longdraft.model.draft_copy import AUTO as AUTO_WEIGHTS
+from longdraft.model.draft_copy import check_draft_weights
 from longdraft.model.routine import CostClock, Routine
 from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
 from longdraft.tree import Tree
@@ -34,7 +36,19 @@ from longdraft.tree import Tree
 
 @dataclass(frozen=True)
 class AutoOptions(DrafterOptions):
-    """`auto` has no options."""
+    """Options of `auto`.
+
+    draft_weights  as for `tokenswift`: weights that its self-drafting candidate drafts with
+    """
+
+    draft_weights: str = AUTO_WEIGHTS
+
+    def __post_init__(self) -> None:
+        check_draft_weights(self.draft_weights)
+
+    @property
+    def copy_weights(self) -> str:
+        return self.draft_weights
 
     @property
     def draft_window(self) -> int:

@@ -33,6 +33,11 @@ class DrafterOptions:
         return 0
 
     @property
+    def copy_weights(self) -> str:
+        """Weights that self-drafting chains use (longdraft/model/draft_copy.py); "same": the target's own."""
+        return "same"
+
+    @property
     def partial_rows(self) -> int:
         """Rows of a partial KV cache of the target, for each layer and KV head."""
         return 0

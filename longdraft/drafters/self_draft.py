@@ -40,6 +40,8 @@ from longdraft.drafters.options import DrafterOptions, check_chain
 from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
 from longdraft.drafters.template import MAX_NODES
 from longdraft.errors import UsageError, check
+from longdraft.model.draft_copy import AUTO as AUTO_WEIGHTS
+from longdraft.model.draft_copy import check_draft_weights
 from longdraft.model.heads import Heads
 from longdraft.model.routine import Routine
 from longdraft.model.transformer import Transformer
@@ -93,6 +95,8 @@ class TokenSwiftOptions(DrafterOptions):
     room           rows left free for new tokens until rows are selected again
     cache          dynamic | static | full: how the partial cache is maintained (ablation)
     suffix         add what followed the longest suffix of the text earlier, behind the root
+    draft_weights  auto | same | int8 | int4: weights that the chain drafts with; the target verifies with its own.
+                   auto: int4 where the weights are larger than the cache of 16,384 tokens, else same
     """
 
     chain: int = 8
@@ -111,9 +115,11 @@ class TokenSwiftOptions(DrafterOptions):
     room: int = 64
     cache: CacheMode = "dynamic"
     suffix: bool = False
+    draft_weights: str = AUTO_WEIGHTS
 
     def __post_init__(self) -> None:
         check_chain(self.chain, self.width, self.margin)
+        check_draft_weights(self.draft_weights)
         check(len(self.tree) >= 1 and all(width >= 1 for width in self.tree), "tree", list(self.tree),
               "whole numbers of 1 or more, such as 1,3,3,3")
         check(self.num_nodes <= MAX_NODES, "tree", list(self.tree), f"at most {MAX_NODES} nodes")
@@ -136,6 +142,10 @@ class TokenSwiftOptions(DrafterOptions):
     def partial_rows(self) -> int:
         return self.budget
 
+    @property
+    def copy_weights(self) -> str:
+        return self.draft_weights
+
     def settings(self) -> SelfDraftSettings:
         ngrams = NgramOptions(max(1, self.continuations), self.seen, self.order, self.capacity, self.delay)
         budget = PartialBudget(self.budget, self.sinks, self.recent, self.room)
@@ -157,6 +167,7 @@ class MagicDecOptions(DrafterOptions):
     remainder  drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
     suffix     add what followed the longest suffix of the text earlier: behind the root, because a repeated passage can
                be longer than the chain, and behind the end of the chain
+    draft_weights  as for `tokenswift`
     """
 
     chain: int = 8
@@ -168,8 +179,10 @@ class MagicDecOptions(DrafterOptions):
     refresh: int = 64
     remainder: bool = True
     suffix: bool = True
+    draft_weights: str = AUTO_WEIGHTS
 
     def __post_init__(self) -> None:
+        check_draft_weights(self.draft_weights)
         check_chain(self.chain, self.width, self.margin)
         check(self.selection in ("streaming", "snapkv"), "selection", self.selection, "streaming or snapkv")
         check(self.sinks >= 0, "sinks", self.sinks, "0 or more")
@@ -180,6 +193,10 @@ class MagicDecOptions(DrafterOptions):
     @property
     def partial_rows(self) -> int:
         return self.budget
+
+    @property
+    def copy_weights(self) -> str:
+        return self.draft_weights
 
     def settings(self) -> SelfDraftSettings:
         recent = _SNAPKV_RECENT if self.selection == "snapkv" else self.budget - self.sinks
@@ -203,12 +220,14 @@ def new_partial_cache(settings: SelfDraftSettings, model: Transformer, cache: Fu
 class SelfDrafter:
     """Drafts with the target on a partial cache.
 
+    copy     a quantised copy of the target that drafts in its place; None: the target itself
     heads    trained heads, which the template needs from its second depth on
     partial  a partial cache that several drafters of one request share; None: the drafter makes its own
     """
 
     def __init__(self, settings: SelfDraftSettings, model: Transformer, cache: FullCache, sampler: Sampler,
-                 params: SamplingParams, heads: Heads | None = None, partial: PartialCache | None = None) -> None:
+                 params: SamplingParams, heads: Heads | None = None, partial: PartialCache | None = None,
+                 copy: Transformer | None = None) -> None:
         num_heads = len(heads) if heads else 0
         if len(settings.tree) > num_heads + 1:
             raise UsageError(f"tree {list(settings.tree)} is {len(settings.tree)} deep; allowed: at most "
@@ -218,7 +237,7 @@ class SelfDrafter:
         self._heads = heads
         self._is_shared = partial is not None
         self.partial = partial or new_partial_cache(settings, model, cache)
-        self._draft_model = SelfDraftModel(model, self.partial)
+        self._draft_model = SelfDraftModel(copy or model, self.partial)
         self._chain = Chain(self._draft_model, sampler, settings.width, SELF, settings.margin)
         self._ngrams = NgramMatcher(settings.ngrams, params) if settings.ngrams else None
         self._suffix = SuffixMatcher(SuffixOptions(), params) if settings.suffix else None

@@ -52,7 +52,7 @@ class Header:
     prompt         token ids
     sampling       every setting by its name in SamplingParams, with the seed
     eos_token_ids  the model's end-of-text ids
-    quantize       none | int8
+    quantize       none | int8 | int4
     arithmetic     what the last bits of logits depend on: kernels, device, dtype and versions
     exactness      bit-exact | distribution
     drafter, drafter_options, heads             the text does not depend on these

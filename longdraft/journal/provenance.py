@@ -71,5 +71,5 @@ def provenance(model: LoadedModel) -> dict[str, Any]:
     return {"model": hub.lasting_name(model.name, folder), "weights_sha256": identity["weights"],
             "tokenizer_sha256": identity["tokenizer"], "heads": model.heads_name, **parts,
             "quantize": identity["quantize"],
-            "weights_bytes": sum(weight.nbytes for weight in model.target.linears),
+            "weights_bytes": model.target.weights_bytes,
             "cache_bytes_per_token": model.target.cache_bytes_per_token}

@@ -14,8 +14,17 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from longdraft.kernels.int8 import quantise
-from longdraft.kernels.interface import KV, AttentionOutput, Decoder, Geometry, KVStore, LayersKV, LayerWeights, Linear
+from longdraft.kernels import int4, int8
+from longdraft.kernels.interface import (
+    KV,
+    AttentionOutput,
+    Decoder,
+    Geometry,
+    KVStore,
+    LayersKV,
+    LayerWeights,
+    Linear,
+)
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels import _cpu
@@ -98,14 +107,29 @@ class CpuKernels:
         self._is_bf16 = self.dtype == torch.bfloat16
         self.native = _cpu.Kernels.get(variant)
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> CpuLinear:
+    def pack(self, weight: Tensor, bias: Tensor | None = None, *, quantize: str = "none") -> CpuLinear:
         rows, columns = weight.shape
-        values, scale = quantise(weight) if is_int8 else (weight.to(self.dtype).contiguous(), None)
         if bias is not None:
             bias = bias.to(self.dtype).float().contiguous()
             _require(bias.shape == (rows,), f"a bias [{rows}]", bias.shape)
-        return CpuLinear(self.native.pack(self._is_bf16, rows, columns, _address(values), _address(scale),
+        if quantize == "int4":
+            values, scale, zero = self.quantise_int4(weight)
+            return CpuLinear(self.native.pack_int4(self._is_bf16, rows, columns, _address(values), _address(scale),
+                                                   _address(zero), _address(bias)))
+        packed, factor = int8.quantise(weight) if quantize == "int8" else (weight.to(self.dtype).contiguous(), None)
+        return CpuLinear(self.native.pack(self._is_bf16, rows, columns, _address(packed), _address(factor),
                                           _address(bias)))
+
+    def quantise_int4(self, weight: Tensor) -> int4.Int4Weight:
+        """`int4.quantise`, compiled: the same numbers."""
+        rows, columns = weight.shape
+        weight = (weight if weight.dtype == torch.bfloat16 else weight.float()).contiguous()
+        groups = -(-columns // int4.GROUP)
+        values = torch.empty(rows, columns, dtype=torch.uint8)
+        scale, zero = torch.empty(rows, groups, dtype=torch.float16), torch.empty(rows, groups, dtype=torch.uint8)
+        self.native.quantise_int4(weight.dtype == torch.bfloat16, weight.data_ptr(), rows, columns, values.data_ptr(),
+                              scale.data_ptr(), zero.data_ptr())
+        return int4.Int4Weight(values, scale, zero)
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, CpuLinear)

@@ -195,8 +195,13 @@ class Kernels(Protocol):
     dtype: torch.dtype
     is_device: bool  # has memory of its own: caches are reserved in full, tokens chosen there, prompt chunks are fixed
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> Linear:
-        """Convert a weight [N, K] and bias [N] to the kernels' layout; with `is_int8`, quantised (kernels/int8.py)."""
+    def pack(self, weight: Tensor, bias: Tensor | None = None, *, quantize: str = "none") -> Linear:
+        """Convert a weight [N, K] and bias [N] to the kernels' layout.
+
+        quantize  none | int8 | int4: see kernels/int8.py and kernels/int4.py
+
+        Raises UsageError if these kernels do not have the format.
+        """
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         """Rows [R, hidden] of an embedding table that was packed as a weight [V, hidden].

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.kernels.int8 import quantise
+from longdraft.kernels import int4, int8
 from longdraft.kernels.interface import (
     FLOAT_DTYPES,
     KV,
@@ -49,9 +49,14 @@ def _one_thread() -> Iterator[None]:
 
 
 class ReferenceLinear:
-    """A weight [N, K] as float32. With a scale [N] float32, row n of the weight is scale[n] * weight[n]."""
+    """A weight [N, K] as float32. With a scale [N] float32, row n of the weight is scale[n] * weight[n].
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> None:
+    int4  the integers that products are made of, if the weight is quantised to 4 bits
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
+                 int4_weight: int4.Int4Weight | None = None) -> None:
+        self.int4 = int4_weight
         self.weight = weight
         self.bias = bias
         self.scale = scale
@@ -59,9 +64,12 @@ class ReferenceLinear:
 
     def product(self, row: Tensor) -> Tensor:
         """The product of a row [1, K] with the weight: sums, then scale, then bias: [1, N] float32."""
-        if self.scale is None:
+        if self.int4 is not None:
+            sums = int4.linear(row, self.int4)
+        elif self.scale is not None:
+            sums = functional.linear(row, self.weight) * self.scale
+        else:
             return functional.linear(row, self.weight, self.bias)
-        sums = functional.linear(row, self.weight) * self.scale
         return sums if self.bias is None else sums + self.bias
 
     @property
@@ -129,12 +137,15 @@ class ReferenceKernels:
         self.is_row_invariant = self.device.type == "cpu"  # not tested on other devices, so not claimed
         self.dtype = FLOAT_DTYPES[dtype]
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> ReferenceLinear:
+    def pack(self, weight: Tensor, bias: Tensor | None = None, *, quantize: str = "none") -> ReferenceLinear:
         bias = None if bias is None else self._rounded(bias)
-        if not is_int8:
-            return ReferenceLinear(self._rounded(weight), bias, None)
-        values, scale = quantise(weight.to(self.device))
-        return ReferenceLinear(values.float(), bias, scale)
+        if quantize == "int4":
+            packed = int4.quantise(weight.to(self.device))
+            return ReferenceLinear(int4.dequantise(packed), bias, None, packed)
+        if quantize == "int8":
+            values, scale = int8.quantise(weight.to(self.device))
+            return ReferenceLinear(values.float(), bias, scale)
+        return ReferenceLinear(self._rounded(weight), bias, None)
 
     def _rounded(self, x: Tensor) -> Tensor:
         """A copy in `dtype`'s precision: a weight may be a view of a mapped file, and would change with the file."""

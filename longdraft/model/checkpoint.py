@@ -10,7 +10,6 @@ import json
 import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +27,8 @@ from longdraft.parallel import ColumnParallel, Pick, RowParallel, Shard, shard_o
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-QUANTIZE = ("none", "int8")
+QUANTIZE = ("none", "int8", "int4")
+QUANTIZE_CHOICES = "none, int8 or int4"
 HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
 
 ReadCallback = Callable[[int, int], None]  # called with (bytes read, bytes in all)
@@ -269,58 +269,87 @@ def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, 
     """The transformer of a folder. Raises ModelError that lists missing, unexpected and misshapen tensors.
 
     kernels   kernels of a rank load this rank's share of each weight only
-    quantize  "none" or "int8", which quantises each matrix while it is packed
+    quantize  none | int8 | int4: each matrix is quantised while it is packed. int4 leaves the embedding table and the
+              head in int8
     """
-    whole, shard = config, shard_of(kernels)
-    _check(files, whole)
-    config = shard_config(whole, shard, quantize)
-    order = _rotated_order(config)
-    is_int8 = quantize == "int8"
-    pack, dtype = partial(kernels.pack, is_int8=is_int8), None if is_int8 else kernels.dtype
+    _check(files, config)
+    return _Loader(files, config, kernels, quantize).transformer()
 
-    def linear(layer: str, stacked: _StackedLinear, order: Tensor | None = None) -> Linear:
-        def read(suffix: str, dtype: torch.dtype | None) -> Tensor:
-            names = [f"{layer}{name}.{suffix}" for name, _ in stacked.parts]
-            rows = files.stack(names, dtype, () if is_row_parallel and suffix == "bias" else stacked.picks(shard))
-            return rows if order is None else rows[order]
 
-        is_row_parallel = stacked.is_row_parallel and shard.size > 1
-        has_bias = stacked.has_bias and not (is_row_parallel and shard.rank)  # the first rank adds it
-        packed = pack(read("weight", dtype), read("bias", kernels.dtype) if has_bias else None)
-        return RowParallel(packed) if is_row_parallel else packed
+def load_draft_copy(files: TensorFiles, target: Transformer, quantize: str) -> Transformer:
+    """A copy of `target` with quantised matrices, read from its files again, for drafts that the target verifies.
 
-    def table(name: str) -> Linear:
-        if shard.size == 1:
-            return pack(files.stack((name,), dtype))
-        own = shard.vocabulary(whole.vocab_size)
-        packed = pack(files.stack((name,), dtype, [lambda rows: rows[own]]))
-        return ColumnParallel(packed, own.start, whole.vocab_size)
+    quantize  int8 | int4, for the layers; the head is int8 with both
 
-    def norm(name: str) -> Tensor:
-        return files.read(name).to(kernels.device, kernels.dtype, copy=True)
+    The copy shares the target's embedding table. Rows of its KV cache have the target's layout. Raises ModelError if
+    the target's weights are divided among ranks.
+    """
+    return _Loader(files, target.whole, target.kernels, quantize).transformer(target.weights.embedding)
 
-    # Largest first, while little else is in memory: packing a weight needs its memory twice.
-    embedding = table("model.embed_tokens.weight")
-    head = embedding if config.is_tied else table("lm_head.weight")
-    layers = []
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}."
-        norms = {name: norm(f"{layer}{file_name}.weight") for name, (file_name, _) in _norms(config).items()}
-        linears = _linears(whole)
-        layers.append(LayerWeights(
+
+class _Loader:
+    """Reads and packs the matrices of a checkpoint that `_check` has accepted."""
+
+    def __init__(self, files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str) -> None:
+        self._files, self._whole, self._kernels, self._quantize = files, config, kernels, quantize
+        self._shard = shard_of(kernels)
+        self._config = shard_config(config, self._shard, quantize)
+        self._order = _rotated_order(self._config)
+        self._dtype = kernels.dtype if quantize == "none" else None  # quantised from the file's own precision
+
+    def transformer(self, embedding: Linear | None = None) -> Transformer:
+        """The model. embedding: a table to share; None: it is read."""
+        config = self._config
+        # Largest first, while little else is in memory: packing a weight needs its memory twice.
+        table = self._table("model.embed_tokens.weight") if embedding is None else embedding
+        if config.is_tied:
+            head = table if embedding is None else self._table("model.embed_tokens.weight")
+        else:
+            head = self._table("lm_head.weight")
+        layers = tuple(self._layer(index) for index in range(config.num_layers))
+        weights = ModelWeights(table, layers, self._norm("model.norm.weight"), head, self._quantize)
+        return Transformer(config, weights, self._kernels, self._whole)
+
+    def _layer(self, index: int) -> LayerWeights:
+        config, layer, linears = self._config, f"model.layers.{index}.", _linears(self._whole)
+        norms = {name: self._norm(f"{layer}{file_name}.weight") for name, (file_name, _) in _norms(config).items()}
+        return LayerWeights(
             attention_norm=norms["attention_norm"],
-            qkv=linear(layer, linears["qkv"], order),
-            out=linear(layer, linears["out"]),
+            qkv=self._linear(layer, linears["qkv"], self._order),
+            out=self._linear(layer, linears["out"]),
             mlp_norm=norms["mlp_norm"],
-            gate_up=linear(layer, linears["gate_up"]),
-            down=linear(layer, linears["down"]),
+            gate_up=self._linear(layer, linears["gate_up"]),
+            down=self._linear(layer, linears["down"]),
             window=config.window_of(index),
             q_norm=norms.get("q_norm"),
             k_norm=norms.get("k_norm"),
             rotates=config.rotates(index),
-        ))
-    weights = ModelWeights(embedding, tuple(layers), norm("model.norm.weight"), head, quantize)
-    return Transformer(config, weights, kernels, whole)
+        )
+
+    def _linear(self, layer: str, stacked: _StackedLinear, order: Tensor | None = None) -> Linear:
+        def read(suffix: str, dtype: torch.dtype | None) -> Tensor:
+            names = [f"{layer}{name}.{suffix}" for name, _ in stacked.parts]
+            rows = self._files.stack(names, dtype, () if is_row_parallel and suffix == "bias" else stacked.picks(shard))
+            return rows if order is None else rows[order]
+
+        shard = self._shard
+        is_row_parallel = stacked.is_row_parallel and shard.size > 1
+        has_bias = stacked.has_bias and not (is_row_parallel and shard.rank)  # the first rank adds it
+        packed = self._kernels.pack(read("weight", self._dtype),
+                                    read("bias", self._kernels.dtype) if has_bias else None, quantize=self._quantize)
+        return RowParallel(packed) if is_row_parallel else packed
+
+    def _table(self, name: str) -> Linear:
+        shard, whole = self._shard, self._whole
+        quantize = "int8" if self._quantize == "int4" else self._quantize
+        if shard.size == 1:
+            return self._kernels.pack(self._files.stack((name,), self._dtype), quantize=quantize)
+        own = shard.vocabulary(whole.vocab_size)
+        rows = self._files.stack((name,), self._dtype, [lambda rows: rows[own]])
+        return ColumnParallel(self._kernels.pack(rows, quantize=quantize), own.start, whole.vocab_size)
+
+    def _norm(self, name: str) -> Tensor:
+        return self._files.read(name).to(self._kernels.device, self._kernels.dtype, copy=True)
 
 
 def _check(files: TensorFiles, config: ModelConfig) -> None:

@@ -137,6 +137,11 @@ class Transformer:
         return other
 
     @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights that a forward reads."""
+        return sum(linear.nbytes for linear in self.linears)
+
+    @property
     def weights_in_tokens(self) -> float:
         """Number of context tokens whose cache is as large as the weights that a forward reads."""
         return sum(linear.nbytes for linear in self.linears) / self.cache_bytes_per_token

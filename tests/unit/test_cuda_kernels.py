@@ -55,13 +55,13 @@ def close(got: torch.Tensor, expected: torch.Tensor, dtype: str, times: float = 
 
 
 @every_dtype
-@pytest.mark.parametrize("is_int8", [False, True], ids=["as it is", "int8"])
+@pytest.mark.parametrize("quantize", ["none", "int8"])
 @pytest.mark.parametrize("shape", [(70, 48), (130, 128)])
-def test_linears_agree_with_the_reference_and_are_row_invariant(dtype, is_int8, shape):
+def test_linears_agree_with_the_reference_and_are_row_invariant(dtype, quantize, shape):
     ours, definition = kernels(dtype), reference(dtype)
     weight, bias = rows_of(*shape, seed=1) / math.sqrt(shape[1]), rows_of(shape[0], seed=2)
     x = rows_of(18, shape[1], dtype=ours.dtype)
-    packed, wanted = (k.pack(weight, bias, is_int8=is_int8) for k in (ours, definition))
+    packed, wanted = (k.pack(weight, bias, quantize=quantize) for k in (ours, definition))
     for keep_float in (False, True):
         together = ours.linear(x, packed, keep_float=keep_float)
         close(together, definition.linear(x, wanted, keep_float=keep_float), dtype)
@@ -226,13 +226,13 @@ def test_remainders_agree_with_the_reference(dtype, length):
 
 
 def layers_of(kernel, geometry: Geometry, num: int, norms: str, bias: bool,
-              is_int8: bool = False) -> list[LayerWeights]:
+              quantize: str = "none") -> list[LayerWeights]:
     heads, kv_heads, dim = geometry[:3]
     hidden, inner, made = 48, 40, []
     for index in range(num):
         def weight(out: int, into: int, seed: int, index: int = index) -> object:
             return kernel.pack(rows_of(out, into, seed=100 * index + seed) / math.sqrt(into),
-                               rows_of(out, seed=seed + 50) if bias else None, is_int8=is_int8)
+                               rows_of(out, seed=seed + 50) if bias else None, quantize=quantize)
 
         def norm(width: int, seed: int) -> torch.Tensor:
             return (1 + rows_of(width, seed=seed) / 9).to(kernel.dtype)
@@ -308,7 +308,7 @@ def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family, monkeypatc
         monkeypatch.setattr(prefill, "_REPORTED_ROWS", reported)
     num, length, rows, results = 2, 40, reported + 12, []
     for kernel in (kernels(dtype), reference(dtype)):
-        decoder = kernel.new_decoder(layers_of(kernel, geometry, num, norms, bias, is_int8=True), geometry)
+        decoder = kernel.new_decoder(layers_of(kernel, geometry, num, norms, bias, quantize="int8"), geometry)
         stores = [kernel.new_store(kv_heads, dim) for _ in range(num)]
         for index, store in enumerate(stores):
             held = rows_of(length, kv_heads, dim, seed=index + 5, dtype=kernel.dtype)

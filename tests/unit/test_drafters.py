@@ -208,7 +208,7 @@ def test_heads_of_another_model_are_refused(tiny, tmp_path):
     base = make_checkpoint(tmp_path / "model", hidden_size=32)
     make_heads(tmp_path / "heads", base)
     make_heads(tmp_path / "foreign", base, base_sha256="0" * 64)
-    with pytest.raises(ModelError, match="hidden_size 32, the model has 48"):
+    with pytest.raises(ModelError, match="hidden_size 32, but the model has 48"):
         heads.load_heads(tmp_path / "heads", load(tiny["mha"]))
     with pytest.raises(ModelError, match="trained on other weights"):
         heads.load_heads(tmp_path / "foreign", load(tmp_path / "model"), lambda: "f" * 64)

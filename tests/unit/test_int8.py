@@ -49,7 +49,7 @@ def test_rows_of_zeros_stay_zero_and_damaged_rows_become_nan(name, dtype):
     kernel = kernels.choose("cpu", dtype, name)
     weight = torch.randn(70, 40)
     weight[3], weight[5, 7], weight[6, 1], weight[8] = 0.0, float("nan"), float("-inf"), 1e-44
-    packed = kernel.pack(weight, is_int8=True)
+    packed = kernel.pack(weight, quantize="int8")
     out = kernel.linear(torch.randn(2, 40).to(kernel.dtype), packed)
     assert (out[:, [3, 8]] == 0).all() and out[:, [5, 6]].isnan().all()
     assert out[:, [n for n in range(70) if n not in (5, 6)]].isfinite().all()
@@ -66,17 +66,17 @@ def test_the_product_equals_that_of_the_dequantised_weight(name, dtype):
     weight, bias, x = torch.randn(130, 300), torch.randn(130), torch.randn(40, 300).to(kernel.dtype)
     values, scale = quantise(weight)
     exact = (x.double() @ values.double().T) * scale.double() + bias.to(kernel.dtype).double()
-    got = kernel.linear(x, kernel.pack(weight, bias, is_int8=True), keep_float=True)
+    got = kernel.linear(x, kernel.pack(weight, bias, quantize="int8"), keep_float=True)
     torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
     row = (values[7].double() * scale[7].double()).to(kernel.dtype)
-    assert torch.equal(kernel.embed(kernel.pack(weight, is_int8=True), [7])[0], row)
+    assert torch.equal(kernel.embed(kernel.pack(weight, quantize="int8"), [7])[0], row)
 
 
 @pytest.mark.parametrize("name", kernels.available()[:-1])
 def test_int8_takes_half_of_bfloat16s_memory(name):
     kernel = kernels.choose("cpu", "bfloat16", name)
     weight = torch.randn(640, 256)
-    half, quarter = kernel.pack(weight).nbytes, kernel.pack(weight, is_int8=True).nbytes
+    half, quarter = kernel.pack(weight).nbytes, kernel.pack(weight, quantize="int8").nbytes
     assert half == 640 * 256 * 2 and quarter == 640 * 256 + 640 * 4
 
 
@@ -132,8 +132,8 @@ def test_statistics_and_tokens_of_the_quantised_model_differ(tiny):
         stats.append(generation.stats())
     assert [s["quantize"] for s in stats] == ["none", "int8", "int8"]
     assert stats[0]["sha256_tokens"] != stats[1]["sha256_tokens"] == stats[2]["sha256_tokens"]
-    with pytest.raises(UsageError, match="quantize is 'int4'; allowed: none or int8"):
-        longdraft.load(str(tiny["mha"]), quantize="int4")
+    with pytest.raises(UsageError, match="quantize is 'int3'; allowed: none, int8 or int4"):
+        longdraft.load(str(tiny["mha"]), quantize="int3")
 
 
 def test_the_command_line_quantises(tiny, tmp_path, capfd):
@@ -144,7 +144,7 @@ def test_the_command_line_quantises(tiny, tmp_path, capfd):
     capfd.readouterr()
     assert run([*command, "--quantize", "4"]) == 2
     error = capfd.readouterr().err
-    assert error.count("\n") == 1 and "quantize is '4'; allowed: none or int8" in error
+    assert error.count("\n") == 1 and "quantize is '4'; allowed: none, int8 or int4" in error
 
 
 def test_kernels_and_steps_are_measured_with_int8(tiny, tmp_path):
@@ -176,5 +176,5 @@ def test_perplexity_with_and_without_quantisation(tiny, tmp_path, capsys):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     assert run([*command[:3], str(tmp_path / "latin.txt")]) == 2
     assert "--text" in (shown := capsys.readouterr().err) and "not UTF-8 text (byte 3)" in shown
-    assert run([*command, "--quantize", "int4"]) == 2
-    assert "--quantize is 'int4'; allowed: none or int8" in capsys.readouterr().err
+    assert run([*command, "--quantize", "int3"]) == 2
+    assert "--quantize is 'int3'; allowed: none, int8 or int4" in capsys.readouterr().err

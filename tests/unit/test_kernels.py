@@ -19,7 +19,7 @@ from longdraft.kernels.reference import SPLIT, STEP
 
 every_kernel = pytest.mark.parametrize("name", kernels.available())
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-every_storage = pytest.mark.parametrize("is_int8", [False, True], ids=["as it is", "int8"])
+every_storage = pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 
 
 @every_kernel
@@ -27,10 +27,10 @@ every_storage = pytest.mark.parametrize("is_int8", [False, True], ids=["as it is
 @every_storage
 @given(rows=st.integers(1, 20), width=st.sampled_from([16, 33, 96, 130]), seed=st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
-def test_a_row_does_not_depend_on_other_rows(name, dtype, is_int8, rows, width, seed):
+def test_a_row_does_not_depend_on_other_rows(name, dtype, quantize, rows, width, seed):
     k = kernels.choose("cpu", dtype, name)
     x = random_rows(rows, width, seed=seed, dtype=k.dtype)
-    weight = k.pack(random_rows(70, width, seed=1), random_rows(70, seed=2), is_int8=is_int8)
+    weight = k.pack(random_rows(70, width, seed=1), random_rows(70, seed=2), quantize=quantize)
     norm = random_rows(width, seed=3, dtype=k.dtype)
     heads = random_rows(rows, 3, 16, seed=seed, dtype=k.dtype)
     cos, sin = random_rows(rows, 8, seed=4), random_rows(rows, 8, seed=5)
@@ -105,9 +105,9 @@ def test_weights_are_the_attention_of_the_queries(name):
 @every_kernel
 @every_dtype
 @every_storage
-def test_the_number_of_threads_changes_no_bits(name, dtype, is_int8):
+def test_the_number_of_threads_changes_no_bits(name, dtype, quantize):
     kernel = kernels.choose("cpu", dtype, name)
-    x, weight = random_rows(3, 256, dtype=kernel.dtype), kernel.pack(random_rows(4096, 256, seed=1), is_int8=is_int8)
+    x, weight = random_rows(3, 256, dtype=kernel.dtype), kernel.pack(random_rows(4096, 256, seed=1), quantize=quantize)
     store = kernel.new_store(2, 64)
     store.write(0, random_rows(9000, 2, 64, seed=2), random_rows(9000, 2, 64, seed=3))
     rows = 21
@@ -145,7 +145,7 @@ def test_fast_kernels_agree_with_the_reference(name, dtype, group, dim):
 @every_dtype
 @every_storage
 @pytest.mark.parametrize("rows, inner, outer", [(1, 33, 70), (7, 256, 64), (64, 130, 200), (300, 64, 65)])
-def test_fast_products_norms_and_activations_agree_with_the_reference(name, dtype, is_int8, rows, inner, outer):
+def test_fast_products_norms_and_activations_agree_with_the_reference(name, dtype, quantize, rows, inner, outer):
     fast, slow = kernels.choose("cpu", dtype, name), kernels.choose("cpu", dtype, "reference")
     x = random_rows(rows, inner, dtype=fast.dtype)
     w, bias = random_rows(outer, inner, seed=1), random_rows(outer, seed=2)
@@ -154,9 +154,9 @@ def test_fast_products_norms_and_activations_agree_with_the_reference(name, dtyp
     def close(of):
         torch.testing.assert_close(of(fast).float(), of(slow).float(), **tolerance)
 
-    close(lambda k: k.linear(x, k.pack(w, bias, is_int8=is_int8)))
-    close(lambda k: k.linear(x, k.pack(w, is_int8=is_int8), keep_float=True))
-    close(lambda k: k.embed(k.pack(w, is_int8=is_int8), [0, outer - 1, 3]))
+    close(lambda k: k.linear(x, k.pack(w, bias, quantize=quantize)))
+    close(lambda k: k.linear(x, k.pack(w, quantize=quantize), keep_float=True))
+    close(lambda k: k.embed(k.pack(w, quantize=quantize), [0, outer - 1, 3]))
     close(lambda k: k.rms_norm(x, random_rows(inner, seed=3, dtype=k.dtype), 1e-5))
     close(lambda k: k.swiglu(random_rows(rows, 2 * inner, seed=4, dtype=k.dtype) * 30))
     heads = random_rows(rows, 3, 24, seed=5, dtype=fast.dtype)[:, 1:]  # a view, as queries are

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longdraft.errors import UsageError
 from longdraft.kernels.cuda.attention import AttentionWorkspace, Splits, tree_attention
 from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.kv_store import FP8, CudaStore, copy_rows, cuda_stores, scatter_rows
@@ -52,8 +53,10 @@ class CudaKernels(CudaOperations):
         self.is_row_invariant = True
         self._element = FP8 if name.endswith(_FP8_SUFFIX) else self.dtype
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> CudaLinear:
-        return CudaLinear(weight, bias, self.device, self.dtype, is_int8)
+    def pack(self, weight: Tensor, bias: Tensor | None = None, *, quantize: str = "none") -> CudaLinear:
+        if quantize == "int4":
+            raise UsageError("int4 weights have no CUDA kernels yet; use int8 or unquantised weights, or --device cpu")
+        return CudaLinear(weight, bias, self.device, self.dtype, is_int8=quantize == "int8")
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, CudaLinear)

@@ -1,0 +1,108 @@
+"""Weights as 4-bit integers: groups of 32 inputs with a scale and a zero point. All kernels use this definition.
+
+    values, scale, zero = quantise(weight)
+    weight[n, k] is about (values[n, k] - zero[n, g]) * scale[n, g]     with the group g = k // 32
+
+The rows that a weight multiplies are quantised too: to int8, each group of 32 by itself, x[k] = whole[k] * step[g]
+with step = largest magnitude / 127. Then
+
+    product[n] = sum over g of  scale[n, g] * step[g] * (sum of values[n, k] whole[k]  -  zero[n, g] sum of whole[k])
+
+The sums over k are exact integers, so they do not depend on the order of their terms or on the number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+GROUP = 32
+_HIGHEST = 15
+_RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's range: clipping outliers can lower the squared error
+_CHUNK = 1 << 22  # weights that are held as float32 at a time
+
+
+class Int4Weight(NamedTuple):
+    """A weight [N, K] in groups g = k // 32."""
+
+    values: Tensor  # uint8 [N, K], 0 to 15
+    scale: Tensor  # float16 [N, ceil(K / 32)]
+    zero: Tensor  # uint8 [N, ceil(K / 32)], 0 to 15
+
+
+def quantise(weight: Tensor) -> Int4Weight:
+    """Quantise a weight [N, K] of any floating dtype. Of the clipping ratios each group takes the one with the least
+    squared error. A group that is not finite gets the scale NaN, so that damaged weights end as NaN."""
+    step = max(1, _CHUNK // weight.shape[1])
+    parts = [_quantise(weight[start : start + step]) for start in range(0, len(weight), step)]
+    return Int4Weight(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def _quantise(weight: Tensor) -> Int4Weight:
+    groups = _groups(weight.float())  # [N, G, 32]
+    most, least = groups.amax(2).clamp(min=0), groups.amin(2).clamp(max=0)
+    best: tuple[Tensor, ...] | None = None
+    for ratio in _RATIOS:
+        found = _clipped(groups, least, most - least, ratio)
+        if best is None:
+            best = found
+        else:
+            is_better = found[3] < best[3]
+            best = tuple(torch.where(is_better[..., None] if new.ndim == 3 else is_better, new, old)
+                         for new, old in zip(found, best, strict=True))
+    assert best is not None
+    values, scale, zero, _ = best
+    is_damaged = ~groups.isfinite().all(2)
+    scale = scale.masked_fill(is_damaged, torch.nan)
+    values, zero = values.masked_fill(is_damaged[..., None], 0), zero.masked_fill(is_damaged, 0)
+    return Int4Weight(values.to(torch.uint8).flatten(1)[:, : weight.shape[1]].contiguous(), scale, zero.to(torch.uint8))
+
+
+def _clipped(groups: Tensor, least: Tensor, width: Tensor, ratio: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Values, scales, zero points and squared errors, with each group's range scaled by `ratio`."""
+    factor = torch.tensor(ratio, dtype=torch.float32)
+    scale = (width * factor / _HIGHEST).half()
+    step = scale.float()
+    is_used = step > 0
+    divisor = torch.where(is_used, step, torch.inf)
+    zero = (-(least * factor) / divisor).round().clamp(0, _HIGHEST)
+    offset = (groups / divisor[..., None]).nan_to_num(0.0).clamp(-_HIGHEST - 1, _HIGHEST + 1).round()
+    values = (offset + zero[..., None]).clamp(0, _HIGHEST)
+    error = ((values - zero[..., None]) * step[..., None] - groups) ** 2
+    while (half := error.shape[2] // 2):  # halves are added, as the compiled kernels do
+        error = error[..., :half] + error[..., half:]
+    return values, scale, zero, error[..., 0]
+
+
+def dequantise(weight: Int4Weight) -> Tensor:
+    """The weight [N, K] that the numbers stand for, float32."""
+    offset = _groups(weight.values.float()) - weight.zero.float()[..., None]
+    return (offset * weight.scale.float()[..., None]).flatten(1)[:, : weight.values.shape[1]]
+
+
+def linear(x: Tensor, weight: Int4Weight) -> Tensor:
+    """Rows x [R, K] float32 times the weight, float32 [R, N]: the slow twin of the compiled product.
+
+    A row that is not finite in some group gives NaN.
+    """
+    rows = _groups(x)  # [R, G, 32]
+    largest = rows.abs().amax(2)
+    inverse = torch.where(largest > 0, torch.tensor(127.0, device=x.device) / largest, 0.0)  # `127.0 / x` rounds twice
+    is_finite = rows.isfinite().all(2)
+    whole = torch.where(is_finite[..., None], (rows * inverse[..., None]).round(), 0.0).double()
+    steps = torch.where(is_finite, largest / 127.0, torch.nan)
+    values, zero = _groups(weight.values.double()), weight.zero.double()
+    total = torch.zeros(len(x), len(weight.values), device=x.device)
+    for group in range(rows.shape[1]):
+        ours = whole[:, group]  # integers, and their sums: exact in float64
+        sums = ours @ values[:, group].T - ours.sum(1, keepdim=True) * zero[:, group]
+        total += sums.float() * steps[:, group, None] * weight.scale[:, group].float()
+    return total
+
+
+def _groups(x: Tensor) -> Tensor:
+    """[N, K] padded with zeros to [N, G, 32]."""
+    return functional.pad(x, (0, -x.shape[1] % GROUP)).reshape(len(x), -1, GROUP)

@@ -1,0 +1,70 @@
+"""A quantised copy of the target's own weights. It drafts, and the unquantised target verifies, so no text changes.
+
+A draft token reads all weights of the model that drafts. With int4 layers and an int8 head that is a third of a
+bfloat16 target's bytes. The copy drafts on a partial cache of the target's own KV rows (longdraft/drafters).
+"""
+
+from __future__ import annotations
+
+import logging
+
+from longdraft.errors import UsageError, check
+from longdraft.machine import available_memory
+from longdraft.model.checkpoint import TensorFiles, load_draft_copy
+from longdraft.model.sizing import USABLE
+from longdraft.model.transformer import Transformer
+from longdraft.parallel import shard_of
+
+log = logging.getLogger(__name__)
+AUTO, SAME = "auto", "same"
+CHOICES = (AUTO, SAME, "int8", "int4")
+# `auto` makes a copy of models whose weights are as large as the cache of this many tokens. Below, drafts cost little
+# beside a verification, and a copy that agrees less often is slower.
+_MIN_WEIGHTS_IN_TOKENS = 16_384
+_BYTES_PER_WEIGHT = {"int8": 1.01, "int4": 0.7}  # with scales and an int8 head
+
+
+def check_draft_weights(value: str) -> None:
+    """UsageError unless `value` is a choice of weights that draft."""
+    check(value in CHOICES, "draft_weights", value, ", ".join(CHOICES))
+
+
+def resolve(asked: str, target: Transformer) -> str:
+    """The format of the copy that drafts for `target`: "int8", "int4", or "same" for no copy.
+
+    asked  one of CHOICES; "auto" is int4 for a large model on a CPU, else no copy
+
+    UsageError if a format is asked for by name and cannot be had.
+    """
+    is_divided = shard_of(target.kernels).size > 1
+    has_int4 = not target.kernels.is_device
+    if asked == AUTO:
+        is_large = target.weights_in_tokens >= _MIN_WEIGHTS_IN_TOKENS
+        return "int4" if is_large and has_int4 and not is_divided and target.weights.quantize != "int4" else SAME
+    if asked != SAME and is_divided:
+        raise UsageError(f"draft_weights is {asked!r} with weights divided among ranks; allowed there: auto, same")
+    if asked == "int4" and not has_int4:
+        raise UsageError("draft_weights is 'int4', which has no CUDA kernels yet; allowed there: auto, same, int8")
+    return asked
+
+
+def load_copy(files: TensorFiles, target: Transformer, asked: str) -> Transformer | None:
+    """The copy that `resolve` names; None if there is none, or if `auto` finds no room for it.
+
+    MemoryError if a copy that is asked for by name does not fit in memory.
+    """
+    quantize = resolve(asked, target)
+    if quantize in (SAME, target.weights.quantize):
+        return None
+    width = 1 if target.weights.quantize == "int8" else target.kernels.dtype.itemsize
+    size = int(target.weights_bytes / width * _BYTES_PER_WEIGHT[quantize])
+    free = target.kernels.free_bytes() or available_memory()
+    if size > free * USABLE:
+        message = (f"the {quantize} copy of the weights that drafts takes {size / 2**30:.1f} GiB, and "
+                   f"{free / 2**30:.1f} GiB are free")
+        if asked != AUTO:
+            raise MemoryError(f"{message}; use --drafter-option draft_weights=same")
+        log.warning("%s: drafting with the unquantised weights", message)
+        return None
+    log.info("drafting with an %s copy of the weights, %.2f GiB", quantize, size / 2**30)
+    return load_draft_copy(files, target, quantize)

@@ -1,0 +1,68 @@
+"""A quantised copy of the weights drafts; the target verifies, so the text is that of plain decoding."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+import longdraft
+from longdraft.errors import UsageError
+from longdraft.model import draft_copy
+
+PARAMS = longdraft.SamplingParams(max_new_tokens=48, seed=3, temperature=1.0, min_p=0.05, ignore_eos=True)
+
+
+def text_of(engine: longdraft.Engine) -> tuple[str, dict]:
+    events = list(engine.generate("It was a dark and stormy night", PARAMS))
+    return events[-1].stats["sha256_tokens"], events[-1].stats
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("drafter", ["magicdec", "tokenswift", "auto"])
+def test_the_text_is_that_of_plain_decoding(tiny, drafter, weights):
+    plain, _ = text_of(longdraft.load(str(tiny["gqa"]), drafter="plain"))
+    engine = longdraft.load(str(tiny["gqa"]), drafter=drafter, drafter_options={"draft_weights": weights})
+    found, stats = text_of(engine)
+    assert found == plain and stats["draft_weights"] == weights and stats["draft_weights_bytes"] > 0
+
+
+def test_a_batch_of_texts_drafts_with_the_copy_too(tiny):
+    prompts = ["It was", "Once upon a time", "The"]
+    engine = longdraft.load(str(tiny["mha"]), drafter="magicdec", drafter_options={"draft_weights": "int4"})
+    alone = [list(engine.generate(prompt, PARAMS))[-1].stats["sha256_tokens"] for prompt in prompts]
+    together = {place: event.stats["sha256_tokens"]
+                for place, event in engine.generate_many(prompts, PARAMS, batch_size=3) if event.stats}
+    assert [together[place] for place in range(3)] == alone
+
+
+def test_auto_makes_a_copy_of_large_weights_only(tiny, monkeypatch):
+    small = longdraft.load(str(tiny["mha"]), drafter="magicdec")
+    assert small.loaded.draft_copy is None
+    monkeypatch.setattr(draft_copy, "_MIN_WEIGHTS_IN_TOKENS", 1)
+    large = longdraft.load(str(tiny["mha"]), drafter="magicdec")
+    assert large.loaded.draft_copy.weights.quantize == "int4"
+    assert longdraft.load(str(tiny["mha"]), drafter="suffix").loaded.draft_copy is None, "suffix drafts without weights"
+    quantised = longdraft.load(str(tiny["mha"]), drafter="magicdec", quantize="int4")
+    assert quantised.loaded.draft_copy is None, "the target is as small as its copy"
+
+
+def test_a_request_may_draft_with_the_targets_own_weights(tiny):
+    engine = longdraft.load(str(tiny["mha"]), drafter="magicdec", drafter_options={"draft_weights": "int4"})
+    _, stats = text_of(engine.with_drafter("magicdec", {"draft_weights": "same"}))
+    assert stats["draft_weights"] == "same" and stats["draft_weights_bytes"] == 0
+
+
+def test_a_copy_without_room_is_left_out_by_auto_and_refused_by_name(tiny, monkeypatch, caplog):
+    monkeypatch.setattr(draft_copy, "_MIN_WEIGHTS_IN_TOKENS", 1)
+    monkeypatch.setattr(draft_copy, "available_memory", lambda: 1000)
+    with caplog.at_level(logging.WARNING):
+        assert longdraft.load(str(tiny["mha"]), drafter="magicdec").loaded.draft_copy is None
+    assert "drafting with the unquantised weights" in caplog.text
+    with pytest.raises(MemoryError, match="draft_weights=same"):
+        longdraft.load(str(tiny["mha"]), drafter="magicdec", drafter_options={"draft_weights": "int4"})
+
+
+def test_an_unknown_format_is_one_clear_line(tiny):
+    with pytest.raises(UsageError, match="draft_weights is 'int2'; allowed: auto, same, int8, int4"):
+        longdraft.load(str(tiny["mha"]), drafter="magicdec", drafter_options={"draft_weights": "int2"})
