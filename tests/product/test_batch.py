@@ -33,7 +33,7 @@ from longdraft.errors import JournalError, UsageError
 from longdraft.journal import FILE
 
 
-def test_each_row_is_the_text_that_generate_writes(chatty, job, tmp_path):
+def test_each_row_has_the_text_that_generate_writes(chatty, job, tmp_path):
     rows = put(tmp_path / "in.jsonl", [
         {"id": "a", "prompt": "It was", "max_new_tokens": 12, "seed": 5, "metadata": {"page": 3}},
         {"id": 7, "prompt": [40, 50, 60], "max_tokens": 12},
@@ -52,7 +52,7 @@ def test_each_row_is_the_text_that_generate_writes(chatty, job, tmp_path):
     assert totals.new_tokens == sum(record["new_tokens"] for record in found.values())
 
 
-def test_openai_lines_give_openai_records(job, tmp_path):
+def test_openai_requests_produce_openai_records(job, tmp_path):
     line = {"custom_id": "r1", "method": "POST", "url": "/v1/chat/completions"}
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 9, "top_p": 0.9,
             "user": "me", "n": 1, "stream": False, "logit_bias": {}}
@@ -99,13 +99,13 @@ def test_openai_lines_give_openai_records(job, tmp_path):
      "'journal'"),
     ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "longdraft": 3}}, "longdraft is '3'"),
 ])
-def test_what_is_wrong_with_a_row_is_said(tmp_path, row, complaint):
+def test_the_problem_of_an_invalid_row_is_reported(tmp_path, row, complaint):
     rows = put(tmp_path / "in.jsonl", [row])
     ((line, read),) = job_files.read_rows(rows)
     assert line == 1 == job_files.count_rows(rows) and complaint in parse(read, line, "tiny").problem
 
 
-def test_a_body_says_what_the_servers_requests_say():
+def test_an_openai_body_is_parsed_like_a_server_request():
     body = {"prompt": "x", "max_tokens": 7, "stream": False, "tools": [], "verbosity": None, "user": "me",
             "longdraft": {"min_p": 0.1, "penalty_window": 64}}
     task = parse({"custom_id": "a", "url": "/v1/completions", "body": body}, 1, "tiny")
@@ -141,7 +141,7 @@ def writer(chatty, tmp_path_factory) -> BatchWorker:
 
 @given(row=ROW)
 @settings(max_examples=250)
-def test_any_row_is_a_task_or_a_problem_and_then_a_record(writer, row):
+def test_any_row_becomes_a_valid_record(writer, row):
     task = parse(row if isinstance(row, dict) else "no row", 1, "tiny")
     assert task.key and (task.problem or task.prompt)
     record = list(write(writer, task))[-1].record
@@ -151,7 +151,7 @@ def test_any_row_is_a_task_or_a_problem_and_then_a_record(writer, row):
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
-def test_rows_that_no_record_can_hold_as_they_are(job, tmp_path, output):
+def test_rows_that_json_or_utf8_cannot_represent_become_records(job, tmp_path, output):
     deep: list = []
     for _ in range(300):
         deep = [deep]
@@ -172,7 +172,7 @@ def test_rows_that_no_record_can_hold_as_they_are(job, tmp_path, output):
         assert "no variable 'messages'" in found["twice"]["error"]["message"]
 
 
-def test_one_bad_row_is_one_error_and_the_others_are_written(job, tmp_path):
+def test_an_invalid_row_becomes_an_error_record_and_valid_rows_are_written(job, tmp_path):
     rows = put(tmp_path / "in.jsonl", [ROWS[0], "{", {"id": "long", "prompt": "x", "max_new_tokens": 10**6},
                                        {"id": "far", "prompt": [10**6]}, "", ROWS[0], ROWS[1]])
     totals = run(rows, tmp_path / "out.jsonl", job, in_process)
@@ -183,7 +183,7 @@ def test_one_bad_row_is_one_error_and_the_others_are_written(job, tmp_path):
     assert not job.work_folder.exists()
 
 
-def test_a_job_that_is_cut_anywhere_ends_with_the_same_bytes(job, tmp_path):
+def test_a_job_interrupted_anywhere_writes_the_same_bytes(job, tmp_path):
     rows = put(tmp_path / "in.jsonl", [*ROWS, "{"])
     run(rows, tmp_path / "uncut.jsonl", job, in_process)
     expected = (tmp_path / "uncut.jsonl").read_bytes()
@@ -205,7 +205,7 @@ def test_a_job_that_is_cut_anywhere_ends_with_the_same_bytes(job, tmp_path):
     assert (again.skipped, again.done) == (7, 0) and output.read_bytes() == expected
 
 
-def test_error_records_are_written_anew_when_asked(job, tmp_path):
+def test_retry_errors_replaces_error_records(job, tmp_path):
     rows, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     put(rows, [ROWS[0], {**ROWS[1], "top_k": -1}, ROWS[2]])
     assert run(rows, output, job, in_process).failed == 1
@@ -217,7 +217,7 @@ def test_error_records_are_written_anew_when_asked(job, tmp_path):
     assert sorted_lines(output) == sorted_lines(tmp_path / "uncut.jsonl")
 
 
-def test_worker_processes_write_the_same_and_one_that_is_killed_loses_nothing(job, tmp_path):
+def test_worker_processes_write_the_same_records_after_one_is_killed(job, tmp_path):
     rows = put(tmp_path / "in.jsonl", [{**row, "max_new_tokens": 600} for row in ROWS])
     run(rows, tmp_path / "alone.jsonl", job, in_process)
     killed: list[int] = []
@@ -238,7 +238,7 @@ def write(writer: BatchWorker, task: BatchRequest) -> Iterator[RowProgress]:
     return filter(None, writer.write(lambda is_idle: next(tasks, None)))
 
 
-def test_texts_side_by_side_are_what_each_is_alone(job, tmp_path):
+def test_texts_written_in_a_batch_equal_texts_written_alone(job, tmp_path):
     rows = put(tmp_path / "in.jsonl", [*ROWS, "{", {**ROWS[0], "id": "far", "prompt": [10**6]}])
     run(rows, tmp_path / "one.jsonl", job, in_process)
     for batch_size, execute in ((3, in_process), (8, in_process), (2, worker_processes(2))):
@@ -249,7 +249,7 @@ def test_texts_side_by_side_are_what_each_is_alone(job, tmp_path):
         assert sorted_lines(output) == sorted_lines(tmp_path / "one.jsonl"), batch_size
 
 
-def test_a_row_that_ends_its_writer_again_and_again_becomes_an_error(job, tmp_path):
+def test_a_row_that_repeatedly_ends_its_worker_becomes_an_error_record(job, tmp_path):
     writer, task = BatchWorker(job), parse({**ROWS[0]}, 1, "tiny")
     for _ in range(3):  # each ends before a token, as a process that is killed does
         next(write(writer, task))
@@ -262,7 +262,7 @@ def test_a_row_that_ends_its_writer_again_and_again_becomes_an_error(job, tmp_pa
     assert list(write(writer, other))[-1].record["text"]
 
 
-def test_a_row_that_ends_its_writer_takes_no_other_with_it(job):
+def test_a_row_that_ends_its_worker_does_not_fail_the_rest_of_the_batch(job):
     """Texts that were begun beside it are not taken for what ended the writer."""
     class Died(BaseException):
         pass
@@ -291,7 +291,7 @@ def test_a_row_that_ends_its_writer_takes_no_other_with_it(job):
     assert all("text" in found[task.key] for task in others)
 
 
-def test_a_long_prompt_is_read_with_a_look_at_signals_between(job, tmp_path):
+def test_signals_are_checked_during_the_prefill_of_a_long_prompt(job, tmp_path):
     rows = put(tmp_path / "in.jsonl", [{"id": "long", "prompt": [60] * 1500, "max_new_tokens": 2}])
     task = parse(next(job_files.read_rows(rows))[1], 1, "tiny")
     given = iter([task])
@@ -304,7 +304,7 @@ def test_a_long_prompt_is_read_with_a_look_at_signals_between(job, tmp_path):
     assert len(seen) == 1 and not seen[0].running
 
 
-def test_only_a_journal_whose_content_is_no_use_is_thrown_away(job, tmp_path):
+def test_only_a_damaged_journal_is_discarded(job, tmp_path):
     rows, output = put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
     with pytest.raises(Interrupted):
         run(rows, output, job, in_process, check=stop_after(12))
@@ -331,7 +331,7 @@ def test_only_a_journal_whose_content_is_no_use_is_thrown_away(job, tmp_path):
     assert run(rows, output, job, in_process).resumed == 0
 
 
-def test_a_row_that_changed_begins_anew(job, tmp_path):
+def test_a_changed_row_starts_from_the_beginning(job, tmp_path):
     rows, output = put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
     with pytest.raises(Interrupted):
         run(rows, output, job, in_process, check=stop_after(5))
@@ -341,7 +341,7 @@ def test_a_row_that_changed_begins_anew(job, tmp_path):
     assert output.read_bytes() == (tmp_path / "uncut.jsonl").read_bytes()
 
 
-def test_tables_in_and_out(job, tmp_path):
+def test_parquet_input_and_output(job, tmp_path):
     import pyarrow
     from pyarrow import parquet
 
@@ -369,7 +369,7 @@ def test_tables_in_and_out(job, tmp_path):
         run(put(tmp_path / "broken.parquet", ["no"]), tmp_path / "other.jsonl", job, in_process)
 
 
-def test_what_a_tables_metadata_holds_is_text_where_json_has_no_word_for_it(job, tmp_path):
+def test_parquet_metadata_without_a_json_type_becomes_text(job, tmp_path):
     import pyarrow
     from pyarrow import parquet
 
@@ -384,7 +384,7 @@ def test_what_a_tables_metadata_holds_is_text_where_json_has_no_word_for_it(job,
     assert json.loads(parquet.read_table(tmp_path / "out.parquet").to_pylist()[0]["metadata"]) == metadata
 
 
-def test_workers_on_one_gpu_are_refused_wherever_it_is_found(tmp_path, monkeypatch, capsys):
+def test_several_workers_on_one_gpu_are_refused(tmp_path, monkeypatch, capsys):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -16,7 +16,7 @@ from longdraft.batch.requests import RowProgress
 from longdraft.batch.run import Totals
 
 
-def test_the_command_goes_on_after_kill_9_and_counts(chatty, tmp_path, capsys):
+def test_the_command_resumes_after_sigkill_and_counts_rows(chatty, tmp_path, capsys):
     rows = put(tmp_path / "in.jsonl", [{**row, "max_new_tokens": 400} for row in ROWS[:3]] + ["{"])
     settings = ["--model", str(chatty), "--drafter", "suffix", "--on-loop", "off", "--threads", "1"]
     uncut = tmp_path / "uncut.jsonl"
@@ -48,7 +48,7 @@ def test_the_command_goes_on_after_kill_9_and_counts(chatty, tmp_path, capsys):
     (["in.jsonl", "out.jsonl", "--model", "nobody"], "no model 'nobody'"),
     (["in.jsonl", "out.jsonl", "--model", "nobody", "--workers", "2"], "no model 'nobody'"),
 ])
-def test_mistakes_are_one_line_and_status_2(tmp_path, monkeypatch, capsys, arguments, complaint):
+def test_a_usage_error_prints_one_line_and_exits_with_status_2(tmp_path, monkeypatch, capsys, arguments, complaint):
     monkeypatch.chdir(tmp_path)
     put(tmp_path / "in.jsonl", ROWS[:2])
     assert longdraft_command(["batch", *arguments]) == 2
@@ -56,7 +56,7 @@ def test_mistakes_are_one_line_and_status_2(tmp_path, monkeypatch, capsys, argum
     assert complaint in said and said.count("\n") == 1
 
 
-def test_time_left_goes_by_the_texts_that_ended():
+def test_remaining_time_is_estimated_from_finished_texts():
     totals = Totals(rows=4, skipped=1, began=time.monotonic() - 10)
     totals.add(RowProgress("a", 50))
     assert totals.seconds_left is None

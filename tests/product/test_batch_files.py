@@ -23,14 +23,14 @@ from longdraft.console import Interrupted
 from longdraft.errors import OutputError, UsageError
 
 
-def no_crew_but_problems(job: BatchJob, tasks: Iterator[BatchRequest], check) -> Iterator[RowProgress]:
+def error_records_only(job: BatchJob, tasks: Iterator[BatchRequest], check) -> Iterator[RowProgress]:
     """A execute without an engine, for rows that are none."""
     for task in tasks:
         yield RowProgress(task.key, 0, 0, error_record(task, "invalid_request", task.problem))
 
 
 @pytest.mark.parametrize("execute", [in_process, worker_processes(1)], ids=["alone", "processes"])
-def test_a_work_folder_that_takes_nothing_ends_the_job(job, execute):
+def test_an_unusable_work_folder_ends_the_job(job, execute):
     job.work_folder.mkdir()
     (job.work_folder / "attempts").write_text("")  # where a folder belongs
     started = time.monotonic()
@@ -43,7 +43,7 @@ def test_a_work_folder_that_takes_nothing_ends_the_job(job, execute):
         list(execute(job, iter([parse(ROWS[0], 1, "tiny")]), check))
 
 
-def test_a_file_system_without_links_is_one_line(job, monkeypatch):
+def test_a_file_system_without_hard_links_raises_a_clear_error(job, monkeypatch):
     def refuse(*paths):
         raise OSError(95, "Operation not supported")
 
@@ -53,7 +53,7 @@ def test_a_file_system_without_links_is_one_line(job, monkeypatch):
     assert not list(job.work_folder.iterdir())
 
 
-def test_other_models_settings_and_jobs_are_refused(chatty, job, tmp_path):
+def test_another_model_other_settings_or_another_job_are_refused(chatty, job, tmp_path):
     rows, output = put(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
     with pytest.raises(Interrupted):
         run(rows, output, job, in_process, check=stop_after(60))
@@ -76,7 +76,7 @@ def test_other_models_settings_and_jobs_are_refused(chatty, job, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
-def test_a_work_folder_is_one_jobs_and_what_else_is_in_it_stays(job, tmp_path, name):
+def test_a_work_folder_belongs_to_one_job_and_keeps_unrelated_files(job, tmp_path, name):
     rows, output = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / name
     theirs = [tmp_path / path for path in ("notes.txt", "journals/monday.txt", "attempts/first.txt", "other.json")]
     for path in theirs:
@@ -97,7 +97,7 @@ def test_a_work_folder_is_one_jobs_and_what_else_is_in_it_stays(job, tmp_path, n
 
 
 @pytest.mark.parametrize("content", ['{"hidden_size": 64}', '{"id": "x", "prompt": "It"}', "a novel", "[", '{"idea": '])
-def test_a_file_without_a_last_line_end_is_not_emptied(job, tmp_path, content):
+def test_an_unrelated_output_file_without_a_final_newline_is_kept(job, tmp_path, content):
     rows, output = put(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
     output.write_text(content)
     with pytest.raises(UsageError, match=r"line 1 of the output .* is no record"):
@@ -105,18 +105,18 @@ def test_a_file_without_a_last_line_end_is_not_emptied(job, tmp_path, content):
     assert output.read_text() == content
 
 
-def test_half_a_record_that_is_all_there_is_is_taken_back(job, tmp_path):
+def test_an_output_with_only_an_incomplete_record_is_rewritten(job, tmp_path):
     rows, output = put(tmp_path / "in.jsonl", [{"id": "a"}]), tmp_path / "out.jsonl"
     run(rows, output, job, in_process)
     whole = output.read_bytes()
     for cut in range(len(whole)):
         output.write_bytes(whole[:cut])
-        assert run(rows, output, job, no_crew_but_problems).done == 1
+        assert run(rows, output, job, error_records_only).done == 1
         assert output.read_bytes() == whole
 
 
 @pytest.mark.parametrize("content", ["3", "{", '{"name": "a novel"}'])
-def test_a_file_of_somebody_elses_in_the_work_folder_is_one_line(job, tmp_path, content):
+def test_a_foreign_job_file_in_the_work_folder_is_refused(job, tmp_path, content):
     job.work_folder.mkdir()
     (job.work_folder / "job.json").write_text(content)
     with pytest.raises(UsageError, match="was not written by a batch job; give another folder with --work"):
@@ -124,7 +124,7 @@ def test_a_file_of_somebody_elses_in_the_work_folder_is_one_line(job, tmp_path, 
     assert (job.work_folder / "job.json").read_text() == content and not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_job_that_was_moved_with_its_work_goes_on(job, tmp_path):
+def test_a_job_moved_with_its_work_folder_resumes(job, tmp_path):
     rows, before, after = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / "before", tmp_path / "after"
     before.mkdir()
     with pytest.raises(Interrupted):
@@ -133,7 +133,7 @@ def test_a_job_that_was_moved_with_its_work_goes_on(job, tmp_path):
     assert run(rows, after / "out.jsonl", replace(job, work_folder=after / "work"), in_process).resumed
 
 
-def test_a_full_disk_ends_the_job_and_not_a_row(job, tmp_path, monkeypatch):
+def test_a_full_disk_ends_the_job_without_failing_a_row(job, tmp_path, monkeypatch):
     rows, output = put(tmp_path / "in.jsonl", ROWS[:2]), tmp_path / "out.jsonl"
 
     def full(self, record):
@@ -147,7 +147,7 @@ def test_a_full_disk_ends_the_job_and_not_a_row(job, tmp_path, monkeypatch):
     assert totals.done == 2 and totals.resumed > 0 and len(records(output)) == 2
 
 
-def test_sending_more_than_the_pipe_holds_does_not_block():
+def test_sending_more_than_the_pipe_buffer_does_not_block():
     """If both processes send more than a pipe holds, neither may wait for the other."""
     worker = object.__new__(local._WorkerProcess)
     worker._pipe, theirs = Pipe()

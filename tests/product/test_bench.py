@@ -44,7 +44,7 @@ def assert_sane(value: object, name: str = "") -> None:
         assert value > 0 or name in ("rest_ms", "other_ms", "load_average", "temperature", "min_p", "eta_cutoff"), name
 
 
-def test_limits_of_the_machine(capfd, tmp_path):
+def test_bench_machine_reports_the_limits_of_the_machine(capfd, tmp_path):
     report, out = bench(capfd, tmp_path, "machine", *TINY)
     machine = report["machine"]
     assert machine.keys() >= {"processor", "threads", "date", "torch", "longdraft", "read_bandwidth_gb_per_s"}
@@ -96,7 +96,7 @@ def test_roofline(capfd, tmp_path, tiny):
     assert "A step of plain decoding" in out
 
 
-def test_texts_side_by_side(capfd, tmp_path, tiny):
+def test_bench_batch_measures_texts_written_at_the_same_time(capfd, tmp_path, tiny):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("It was a dark and stormy night. " * 4)
     report, out = bench(capfd, tmp_path, "batch", *TINY, "--model", str(tiny["gqa"]), "--contexts", "20,40", "--texts",
@@ -125,7 +125,7 @@ def group(tiny):
     found.batch.close()
 
 
-def test_a_peer_that_fails_between_two_turns_is_compared_up_to_there(group):
+def test_a_peer_that_fails_between_turns_is_compared_up_to_its_failure(group):
     answers = [batch.TurnTime(8, 1.0, 1.0), batch.TurnTime(8, 2.0, 2.0)]  # the first warms up
     failing = SimpleNamespace(write=lambda count, steps: answers.pop(0) if answers else None)
     record = group({"failing": failing})
@@ -134,7 +134,7 @@ def test_a_peer_that_fails_between_two_turns_is_compared_up_to_there(group):
     assert record["peer_tokens_per_second"] == 4 and record["to_peer"] == ours["tokens"] / ours["seconds"] / 4
 
 
-def test_the_faster_variant_of_a_peer_counts(group):
+def test_the_faster_variant_of_a_peer_is_reported(group):
     variants = {name: SimpleNamespace(write=lambda count, steps, seconds=seconds: batch.TurnTime(8, seconds, 1.0))
                 for name, seconds in (("slow", 2.0), ("fast", 1.0))}
     record = group(variants)
@@ -143,7 +143,7 @@ def test_the_faster_variant_of_a_peer_counts(group):
 
 
 @pytest.mark.parametrize(("room", "turns"), [(10, 0), (28, 2)])
-def test_texts_that_end_early_are_measured_up_to_there(monkeypatch, request, room, turns):
+def test_texts_that_end_early_are_measured_up_to_their_end(monkeypatch, request, room, turns):
     """A round writes 9 tokens: a step, a turn side by side and a turn alone. The first round is the warm-up."""
     monkeypatch.setattr(batch.BatchPlan, "num_new", room)
     record = request.getfixturevalue("group")({})
@@ -188,7 +188,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gets_one_clear_line_and_status_2(mistake, capfd):
+def test_a_usage_error_prints_one_line_and_exits_with_status_2(mistake, capfd):
     arguments, message = MISTAKES[mistake]
     assert run(["bench", *arguments]) == 2
     captured = capfd.readouterr()
@@ -197,13 +197,13 @@ def test_a_mistake_gets_one_clear_line_and_status_2(mistake, capfd):
     assert message in captured.err
 
 
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(capfd, monkeypatch):
+def test_a_plot_without_matplotlib_is_refused_before_the_measurement(capfd, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert run(["bench", "roofline", "--plot", "plot.png"]) == 2
     assert "pip install 'longdraft[bench]'" in capfd.readouterr().err
 
 
-def test_interleaved_calls_each_function_in_every_round():
+def test_interleaved_calls_every_function_in_each_round():
     calls = []
     timings = timing.interleaved([lambda: calls.append("a"), lambda: calls.append("b")], repeats=3)
     assert len(timings) == 2 and all(t.low_s <= t.median_s <= t.high_s for t in timings)
@@ -216,7 +216,7 @@ def test_every_command_has_help(capfd):
         assert "Usage" in capfd.readouterr().out
 
 
-def test_peers_side_by_side(capfd, tmp_path, tiny):
+def test_bench_peers_compares_engines(capfd, tmp_path, tiny):
     report, out = bench(capfd, tmp_path, "peers", "--model", str(tiny["gqa"]), "--peers", "longdraft,transformers",
                         "--contexts", "20,60", "--prefill", "70", "--steps", "2", "--repeats", "2", "--threads", "1")
     assert [engine["engine"] for engine in report["engines"]] == ["longdraft", "transformers"]
@@ -245,13 +245,13 @@ def test_a_peer_that_is_missing_or_fails_is_reported_and_the_measurement_continu
     assert "pip install no-such-package" in out
 
 
-def test_a_peer_that_takes_too_long_is_stopped(tmp_path, tiny):
+def test_a_peer_that_exceeds_its_time_limit_is_stopped(tmp_path, tiny):
     slow = pytest.raises(peers.PeerError, match="no answer to 'open' within 0 s")
     with peers.PeerProcess(peers.PEERS["longdraft"]["longdraft"], "unused") as worker, slow:
         worker.ask(0, do="open", folder=str(tiny["mha"]), threads=1, longest=64, needs=[], options={})
 
 
-def test_the_folder_for_peers_has_both_spellings_of_rope(tmp_path):
+def test_the_model_folder_for_peers_has_both_formats_of_rope_settings(tmp_path):
     model, place = tmp_path / "model", tmp_path / "place"
     for folder in (model, place):
         folder.mkdir()
@@ -265,7 +265,7 @@ def test_the_folder_for_peers_has_both_spellings_of_rope(tmp_path):
     assert (place / "model.safetensors").read_text() == "weights"
 
 
-def test_length_writes_one_text_with_each_drafter_in_turns(tmp_path, capsys):
+def test_bench_length_writes_the_same_text_with_each_drafter(tmp_path, capsys):
     (tmp_path / "prompt.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 9)
     command = ["bench", "length", "--prompt-file", str(tmp_path / "prompt.txt"), "--output", str(tmp_path / "out.json"),
                "--prefill", "60", "--max-new-tokens", "90", "--bucket", "40", "--turn", "10", "--drafters",
@@ -287,7 +287,7 @@ def test_length_writes_one_text_with_each_drafter_in_turns(tmp_path, capsys):
     assert "is not UTF-8 text (byte 3)" in capsys.readouterr().err
 
 
-def test_nats_by_place_equal_those_of_one_forward(tiny, tmp_path, capsys):
+def test_bench_context_reports_the_nats_per_token_of_a_single_forward(tiny, tmp_path, capsys):
     text = "It was a dark and stormy night; the rain fell in torrents. " * 12
     for name in ("one.txt", "other.txt"):
         (tmp_path / name).write_text(text if name == "one.txt" else text[::-1])

@@ -21,11 +21,11 @@ def folder(name: str) -> Path:
     return hub.resolve(name)
 
 
-def test_it_is_small_with_all_that_drafts_for_it(name):
+def test_the_model_and_its_drafters_are_small(name):
     assert sum(file.stat().st_size for file in folder(name).rglob("*.safetensors")) <= 16 * MIB
 
 
-def test_its_card_tells_the_loss_by_context_and_its_training_is_kept(name):
+def test_the_model_card_reports_loss_by_context_and_the_training_record_exists(name):
     card = (folder(name) / "README.md").read_text(encoding="utf-8")
     assert "| 64-100K |" in card and "longdraft train lm" in card
     for file in ("training.json", "loss.jsonl", "loss.svg"):
@@ -35,12 +35,12 @@ def test_its_card_tells_the_loss_by_context_and_its_training_is_kept(name):
 
 
 @pytest.mark.parametrize("part", ["heads", "glide"])
-def test_what_was_trained_for_it_names_it(name, part):
+def test_trained_drafters_name_their_base_model(name, part):
     assert json.loads((folder(name) / part / "config.json").read_text())["base_model"] == name
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_drafter_guesses_and_the_text_is_plain_decodings(name, drafter):
+def test_every_drafter_drafts_and_writes_the_text_of_plain_decoding(name, drafter):
     params = longdraft.SamplingParams(max_new_tokens=80, seed=3, min_p=0.1, repetition_penalty=1.2)
 
     def stats(drafter: str) -> dict[str, object]:

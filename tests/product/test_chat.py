@@ -49,7 +49,7 @@ def template_folder(path, template, **settings):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_render_as_transformers_renders_them(name, tmp_path):
+def test_templates_render_the_same_text_as_in_transformers(name, tmp_path):
     write_tokenizer(tmp_path)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>",
                                      eos_token="</s>", chat_template=TEMPLATES[name])
@@ -57,7 +57,7 @@ def test_templates_render_as_transformers_renders_them(name, tmp_path):
     assert Tokenizer(template_folder(tmp_path, TEMPLATES[name])).chat(TURNS) == expected
 
 
-def test_the_template_is_a_file_or_the_one_named_default(tmp_path):
+def test_the_template_is_read_from_a_file_or_the_entry_named_default(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "one"}]
     assert Tokenizer(template_folder(tmp_path, named)).chat("x") == "one"
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}two")
@@ -75,12 +75,12 @@ def test_the_template_is_a_file_or_the_one_named_default(tmp_path):
     ("{{ ''.__class__.__mro__ }}", ModelError, "template fails: SecurityError"),
     ("{{ raise_exception('roles must alternate') }}", UsageError, "refuses these messages: roles must alternate"),
 ])
-def test_a_template_that_is_missing_broken_or_refuses_is_one_clear_error(tmp_path, template, error, message):
+def test_a_missing_broken_or_refusing_template_raises_a_clear_error(tmp_path, template, error, message):
     with pytest.raises(error, match=message):
         Tokenizer(template_folder(tmp_path, template)).chat("Hello")
 
 
-def test_variables_of_the_template_are_set_and_others_refused():
+def test_template_variables_can_be_set_and_unknown_ones_are_refused():
     template = ChatTemplate("{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}{{ n }}", {})
     assert template.options == ["enable_thinking", "n"]
     assert template.render([], enable_thinking=parse_option("false"), n=parse_option("x=1")) == "quickx=1"
@@ -90,13 +90,13 @@ def test_variables_of_the_template_are_set_and_others_refused():
 
 @pytest.mark.parametrize("text, value", [("false", False), ("False", False), ("3", 3), ("high", "high"), ("", ""),
                                          ("26 Jul 2024", "26 Jul 2024"), ("null", None)])
-def test_values_of_options_are_what_they_read_as(text, value):
+def test_option_values_are_parsed_to_their_type(text, value):
     assert parse_option(text) == value and type(parse_option(text)) is type(value)
 
 
 @pytest.mark.parametrize("prompt, opened", [("a<think>\n", "<think>\n"), ("a<think>", "<think>"), ("<think>x", ""),
                                             ("<think>\n\n</think>\n\n", ""), ("", "")])
-def test_a_template_may_open_the_thinking(prompt, opened):
+def test_a_template_may_open_the_thinking_section(prompt, opened):
     assert opened_thinking(prompt) == opened
 
 
@@ -113,7 +113,7 @@ def talk(monkeypatch, talker, lines, *options):
                 *options])
 
 
-def test_a_conversation_from_a_pipe_is_remembered_saved_and_forgotten(monkeypatch, capfd, talker, tmp_path):
+def test_a_piped_conversation_keeps_its_history_saves_and_resets_it(monkeypatch, capfd, talker, tmp_path):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     lines = ["Hello", "//two \\", "lines", f"/save {first}", "/reset", "", "Hello", f"/save {second}", "/quit", "never"]
     assert talk(monkeypatch, talker, lines, "--system", "Be kind", "--chat-option", "shout=true") == 0
@@ -125,7 +125,7 @@ def test_a_conversation_from_a_pipe_is_remembered_saved_and_forgotten(monkeypatc
     assert captured.out == "".join(saved[i]["content"] + "\n" for i in (2, 4, 2)) and captured.err == ""
 
 
-def test_an_answer_is_the_text_that_generate_writes(monkeypatch, capfd, talker):
+def test_an_answer_equals_the_text_that_generate_writes(monkeypatch, capfd, talker):
     assert talk(monkeypatch, talker, ["Hello"]) == 0
     answer = capfd.readouterr().out
     assert run(["generate", "Hello", "--chat", "--model", str(talker), "--drafter", "plain", "--max-new-tokens", "8",
@@ -144,7 +144,7 @@ def test_an_answer_is_the_text_that_generate_writes(monkeypatch, capfd, talker):
     ([], ["--system", "a\udcff"], "--system is not UTF-8 text"),
     (["a\udcff"], [], "stdin is not UTF-8 text"),
 ])
-def test_mistakes_end_a_script_with_one_line(monkeypatch, capfd, talker, lines, options, message):
+def test_a_usage_error_ends_a_script_with_one_line(monkeypatch, capfd, talker, lines, options, message):
     assert talk(monkeypatch, talker, lines, *options) == 2
     captured = capfd.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
@@ -155,7 +155,7 @@ def longdraft_chat(talker, *options):
             "--stop-token-id", "1", *options]
 
 
-def test_a_reader_that_goes_away_ends_the_work_quietly(talker):
+def test_a_closed_stdout_pipe_ends_the_command_quietly(talker):
     work = subprocess.Popen(longdraft_chat(talker, "--max-new-tokens", "3900"), stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     work.stdin.write(b"Hello\n")
@@ -185,7 +185,7 @@ def test_a_full_disk_behind_save_ends_a_script_with_one_line(monkeypatch, capfd,
     assert "No space left" in captured.err and captured.err.count("\n") == 1
 
 
-def test_a_conversation_that_cannot_be_saved_goes_on(monkeypatch, capfd, talker, tmp_path):
+def test_a_conversation_continues_if_it_cannot_be_saved(monkeypatch, capfd, talker, tmp_path):
     class Typed(io.StringIO):
         def isatty(self):
             return True
@@ -200,7 +200,7 @@ def test_a_conversation_that_cannot_be_saved_goes_on(monkeypatch, capfd, talker,
     assert captured.out and "No space left" in captured.err and "Traceback" not in captured.err
 
 
-def test_a_terminal_that_cannot_show_a_letter_gets_another(monkeypatch, capfd, talker):
+def test_characters_outside_the_terminals_encoding_are_replaced(monkeypatch, capfd, talker):
     shown = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
     assert talk(monkeypatch, talker, ["Hello"], "--max-new-tokens", "60", "--temperature", "1", "--seed", "2",
@@ -208,7 +208,7 @@ def test_a_terminal_that_cannot_show_a_letter_gets_another(monkeypatch, capfd, t
     assert b"?" in shown.getvalue() and capfd.readouterr().err == ""
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(talker):
+def test_ctrl_c_stops_the_answer_and_keeps_the_program_running(talker):
     work = subprocess.Popen(longdraft_chat(talker, "--max-new-tokens", "3900", "--seed", "1"), stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     work.stdin.write(b"Hello\n")
@@ -223,7 +223,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(talker):
 
 
 @pytest.mark.parametrize("options, count", [(["--stats"], 2), ([], 0), (["--stats", "--quiet"], 0)])
-def test_with_stats_a_terminal_gets_a_summary_of_each_answer(monkeypatch, capfd, talker, options, count):
+def test_stats_prints_a_summary_of_each_answer_on_a_terminal(monkeypatch, capfd, talker, options, count):
     with terminal("stderr") as shown:
         assert talk(monkeypatch, talker, ["Hello", "Why"], "--stop-token-id", "1", *options) == 0
     assert shown().count("longdraft: 8 tokens · ") == shown().count("tokens/s") == count

@@ -25,7 +25,7 @@ LONGDRAFT = [sys.executable, "-m", "longdraft"]
 QUICK = ["generate", "It was", "--max-new-tokens", "30", "--seed", "1", "--min-p", "0.1"]
 
 
-def test_text_goes_to_stdout_and_nothing_else_anywhere(capfd):
+def test_only_the_text_goes_to_stdout_and_stderr_is_empty(capfd):
     assert run(QUICK) == 0
     captured = capfd.readouterr()
     assert len(captured.out) > 40 and "\x1b" not in captured.out
@@ -41,7 +41,7 @@ def test_every_drafter_writes_the_same_bytes(capfd, tmp_path):
     assert len(texts) == len(hashes) == 1
 
 
-def test_files_hold_what_was_written(capfd, tmp_path):
+def test_output_files_hold_the_generated_text_and_tokens(capfd, tmp_path):
     output, tokens, stats = tmp_path / "text.txt", tmp_path / "ids.npy", tmp_path / "stats.json"
     assert run([*QUICK, "--output", str(output), "--tokens-out", str(tokens), "--stats", str(stats)]) == 0
     assert capfd.readouterr().out == ""
@@ -53,7 +53,7 @@ def test_files_hold_what_was_written(capfd, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy", "stats.json", "text.txt"]
 
 
-def test_a_prompt_comes_from_a_file_or_stdin(capfd, tmp_path, monkeypatch):
+def test_a_prompt_is_read_from_a_file_or_stdin(capfd, tmp_path, monkeypatch):
     (tmp_path / "prompt.txt").write_text("It was")
     assert run(QUICK) == 0
     expected = capfd.readouterr().out
@@ -109,7 +109,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gets_one_clear_line_and_status_2(mistake, capfd):
+def test_a_usage_error_prints_one_line_and_exits_with_status_2(mistake, capfd):
     arguments, message = MISTAKES[mistake]
     assert run(arguments) == 2
     captured = capfd.readouterr()
@@ -118,7 +118,7 @@ def test_a_mistake_gets_one_clear_line_and_status_2(mistake, capfd):
     assert message in captured.err
 
 
-def test_two_options_with_one_file_are_refused(capfd, tmp_path):
+def test_two_options_that_name_the_same_file_are_refused(capfd, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "x")
     for other in ("x", "link"):
         assert run([*QUICK, "--output", str(tmp_path / "x"), "--stats", str(tmp_path / other)]) == 2
@@ -126,7 +126,7 @@ def test_two_options_with_one_file_are_refused(capfd, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
-def test_a_link_is_written_through_and_stays_a_link(capfd, tmp_path):
+def test_writing_to_a_symbolic_link_replaces_its_target(capfd, tmp_path):
     (tmp_path / "real").write_text("before")
     (tmp_path / "real").chmod(0o600)
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -139,14 +139,14 @@ needs_dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="thi
 
 
 @needs_dev_full
-def test_a_full_disk_ends_with_one_line(capfd):
+def test_a_full_disk_prints_one_line(capfd):
     assert run([*QUICK, "--output", "/dev/full"]) == 1
     captured = capfd.readouterr()
     assert captured.out == "" and "No space left" in captured.err and captured.err.count("\n") == 1
 
 
 @needs_dev_full
-def test_a_full_disk_behind_stdout_ends_with_one_line():
+def test_a_full_disk_behind_stdout_prints_one_line():
     """In a process of its own: Python writes what is left of stdout when it exits."""
     with open("/dev/full", "w") as full:
         work = subprocess.run([*LONGDRAFT, *QUICK], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -154,7 +154,7 @@ def test_a_full_disk_behind_stdout_ends_with_one_line():
     assert "No space left" in work.stderr and work.stderr.count("\n") == 1
 
 
-def test_a_terminal_that_cannot_show_a_letter_gets_another(monkeypatch):
+def test_characters_outside_the_terminals_encoding_are_replaced(monkeypatch):
     shown = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
     prompt = "\N{SNOWMAN}" * 30
@@ -162,18 +162,18 @@ def test_a_terminal_that_cannot_show_a_letter_gets_another(monkeypatch):
     assert shown.getvalue()
 
 
-def test_no_arguments_show_the_help_and_nothing_else(capfd):
+def test_no_arguments_print_only_the_help(capfd):
     assert run([]) == 2
     captured = capfd.readouterr()
     assert "Usage" in captured.out + captured.err and "longdraft: " not in captured.err
 
 
-def test_a_mistake_leaves_no_files_behind(capfd, tmp_path):
+def test_a_usage_error_leaves_no_files_behind(capfd, tmp_path):
     assert run([*QUICK, "--model", "no-such", "--output", str(tmp_path / "x"), "--stats", str(tmp_path / "y")]) == 2
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_another_process_is_writing_is_not_touched(tmp_path, capfd):
+def test_a_file_that_another_process_writes_is_left_alone(tmp_path, capfd):
     """A second process that thinks the first one dead must not empty its file."""
     output = tmp_path / "text.txt"
     first = OutputFile(output, "--output")
@@ -187,14 +187,14 @@ def test_what_another_process_is_writing_is_not_touched(tmp_path, capfd):
     assert output.read_bytes() != b"the beginning, the end" and list(tmp_path.iterdir()) == [output]
 
 
-def test_a_prompt_that_is_no_text_is_refused(capfd, tmp_path):
+def test_a_prompt_file_that_is_not_utf8_is_refused(capfd, tmp_path):
     (tmp_path / "prompt").write_bytes(b"abc\xff")
     assert run(["generate", "--prompt-file", str(tmp_path / "prompt")]) == 2
     assert "not UTF-8 text (byte 3)" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_leaves_what_was_written_whole(tmp_path, number, status):
+def test_output_files_are_complete_after_a_signal(tmp_path, number, status):
     output, stats, tokens = tmp_path / "text.txt", tmp_path / "stats.json", tmp_path / "ids.npy"
     work = subprocess.Popen(
         [*LONGDRAFT, "generate", "It was", "--max-new-tokens", "100000", "--seed", "1", "--output", str(output),
@@ -218,7 +218,7 @@ def test_a_signal_leaves_what_was_written_whole(tmp_path, number, status):
     assert not partial.exists()
 
 
-def test_a_reader_that_goes_away_ends_the_work_quietly():
+def test_a_closed_stdout_pipe_ends_the_command_quietly():
     work = subprocess.Popen([*LONGDRAFT, "generate", "It was", "--max-new-tokens", "100000", "--seed", "1"],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     work.stdout.read(20)
@@ -228,7 +228,7 @@ def test_a_reader_that_goes_away_ends_the_work_quietly():
 
 
 @pytest.mark.parametrize("shares", [True, False], ids=["text on the terminal", "text in a file"])
-def test_a_terminal_gets_a_live_line_below_the_text(tmp_path, shares):
+def test_a_terminal_shows_a_live_line_below_the_text(tmp_path, shares):
     """On a real terminal: tokens, speed, mean accepted length and time left; `--quiet` silences it."""
     shown = on_terminal([*QUICK, "--output", str(tmp_path / "x")] if not shares else QUICK)
     assert "tokens/s" in shown and "per step" in shown and "left" in shown
@@ -244,7 +244,7 @@ def summaries(shown: str) -> list[str]:
     return re.findall(r"longdraft: [^\r\n\x1b]*", shown)
 
 
-def test_a_terminal_gets_one_summary_line_at_the_end_of_a_run(tmp_path):
+def test_a_terminal_shows_one_summary_line_at_the_end_of_a_run(tmp_path):
     """Tokens, time, speed, speed-up over plain decoding, mean accepted length, main drafter, and the text's place."""
     output, journal = tmp_path / "text.txt", tmp_path / "journal"
     long = ["generate", "It was", "--max-new-tokens", "200", "--seed", "1", "--min-p", "0.1", "--drafter", "suffix",
@@ -261,7 +261,7 @@ def test_a_terminal_gets_one_summary_line_at_the_end_of_a_run(tmp_path):
         f"longdraft: 200 tokens (200 of them by earlier runs) · journal {journal}")
 
 
-def test_models_and_doctor_answer_in_words_and_in_json(capfd):
+def test_models_and_doctor_print_text_or_json(capfd):
     assert run(["models", "--json"]) == 0
     models = {model["model"]: model["parameters"] for model in json.loads(capfd.readouterr().out)}
     assert models == {"novelist": 5_868_800, "novelist-gqa": 5_278_976}
@@ -285,6 +285,6 @@ def test_version(capfd):
     assert capfd.readouterr().out.startswith("longdraft 0.")
 
 
-def test_the_bundled_chapter_is_a_prompt(capfd):
+def test_the_bundled_chapter_can_be_used_as_a_prompt(capfd):
     chapter = Path(__file__).parents[2] / "examples" / "chapter.txt"
     assert run(["generate", "--prompt-file", str(chapter), "--prefill", "300", "--max-new-tokens", "5"]) == 0

@@ -43,14 +43,14 @@ def output(recorded, tmp_path):
     return path
 
 
-def test_a_text_beyond_the_models_context_is_refused_before_the_first_is_measured(engine, tmp_path):
+def test_a_text_beyond_the_context_limit_is_refused_before_the_measurement(engine, tmp_path):
     data = EXPERIMENT | {"scales": {"default": {"lengths": [20, 4000], "turn": 15, "prefix": 0.5}}}
     with pytest.raises(UsageError, match=r"max_new_tokens \(4000\) is 4200; allowed: 4096"):
         measured(engine, tmp_path / "results.jsonl", data=data)
     assert not (tmp_path / "results.jsonl").exists()
 
 
-def test_an_experiment_is_measured_and_its_tables_filled(engine):
+def test_an_experiment_fills_its_tables(engine):
     plan = plan_of(seeds=[7, 8])
     results = measured(engine, seeds=[7, 8])
     assert len(results.texts) == 4  # two sampling settings, two seeds
@@ -75,18 +75,18 @@ def test_an_experiment_is_measured_and_its_tables_filled(engine):
                               "seeds", "torch", "device", "tokenizer_sha256"}
 
 
-def test_options_can_name_the_length_of_the_prompt(output):
+def test_drafter_options_can_depend_on_the_prompt_length(output):
     text = next(iter(stored.read_results(output).texts.values()))
     assert text.about["systems"]["paper"]["options"]["budget"] == 100
 
 
-def test_all_systems_write_one_text_except_with_the_published_rule(output):
+def test_all_systems_write_the_same_text_except_with_the_published_rule(output):
     text = next(iter(stored.read_results(output).texts.values()))
     hashes = {name: [turn["sha256_tokens"] for turn in written] for name, written in text.turns.items()}
     assert hashes["plain"] == hashes["magicdec"] == hashes["paper"] == hashes["independent"] != hashes["per-path"]
 
 
-def test_a_cut_run_continues_and_measures_only_what_is_missing(engine, output, tmp_path, monkeypatch):
+def test_an_interrupted_run_measures_only_the_missing_turns(engine, output, tmp_path, monkeypatch):
     lines = output.read_bytes().splitlines(keepends=True)
     before = [json.loads(line) for line in lines]
     cut = tmp_path / "cut.jsonl"
@@ -126,7 +126,7 @@ def test_more_tables_are_added_to_a_file_without_measuring_again(engine, tmp_pat
     assert not any("–" in row for row in grids[0].rows)
 
 
-def test_other_settings_are_not_mixed_into_a_file(engine, output):
+def test_other_settings_are_refused_for_an_existing_results_file(engine, output):
     with pytest.raises(UsageError, match=r"holds other measurements \(seeds: \[7\], \[8\]\)"):
         measured(engine, output, seeds=[8])
 

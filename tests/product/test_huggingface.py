@@ -41,14 +41,14 @@ def test_greedy_texts_equal_those_of_transformers(model, drafter, options):
     assert theirs(model, custom_generate=longdraft.hf_generate, drafter=drafter, **options) == expected
 
 
-def test_the_end_of_text_ends_it_there_too(model):
+def test_an_end_of_text_token_ends_the_text_as_in_transformers(model):
     free = theirs(model, max_new_tokens=30, do_sample=False)
     end = free[len(PROMPT) + 7]
     options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": [1, end], "pad_token_id": 0}
     assert longdraft.from_transformers(model).generate(PROMPT, **options)[0].tolist() == theirs(model, **options)
 
 
-def test_sampling_depends_on_the_seed_alone(model):
+def test_sampled_text_depends_on_the_seed_only(model):
     options = {"max_new_tokens": 40, "do_sample": True, "min_p": 0.05, "temperature": 0.9}
     writers = [longdraft.from_transformers(model, drafter=name) for name in ("plain", "magicdec")]
     texts = [writer.generate(PROMPT, seed=3, **options).tolist() for writer in writers]
@@ -60,7 +60,7 @@ def test_sampling_depends_on_the_seed_alone(model):
     assert drawn[0] == drawn[1]
 
 
-def test_the_model_may_go_and_changed_weights_are_seen(tiny):
+def test_the_model_can_be_deleted_and_changed_weights_are_used(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny["gqa"], dtype=torch.float32)
     options = {"max_new_tokens": 20, "do_sample": False}
     before = theirs(model, custom_generate=longdraft.hf_generate, **options)
@@ -78,7 +78,7 @@ def test_the_model_may_go_and_changed_weights_are_seen(tiny):
     assert not any(parameter() for parameter in parameters)
 
 
-def test_heads_that_name_their_weights_are_found_while_the_weights_are_those(tmp_path):
+def test_heads_are_used_only_with_the_weights_they_name(tmp_path):
     base = make_checkpoint(tmp_path, dtype=torch.bfloat16)
     make_heads(tmp_path / "heads", base, base_sha256=TensorFiles(tmp_path).fingerprint(), vocabulary_sha256="0" * 64)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -92,7 +92,7 @@ def test_heads_that_name_their_weights_are_found_while_the_weights_are_those(tmp
         longdraft.from_transformers(other, drafter="tokenswift")
 
 
-def test_a_draft_model_that_cannot_be_checked_is_left_out_unless_it_is_asked_for(tmp_path, caplog):
+def test_a_draft_model_that_cannot_be_checked_is_skipped_unless_requested(tmp_path, caplog):
     """`hf_generate` is given no tokenizer, so it cannot compare the vocabularies of the model and its draft model."""
     make_checkpoint(tmp_path)
     make_checkpoint(tmp_path / "draft", seed=8, hidden_size=24, num_hidden_layers=1)
@@ -109,7 +109,7 @@ def test_a_draft_model_that_cannot_be_checked_is_left_out_unless_it_is_asked_for
     assert writer.generate(PROMPT, **options)[0].tolist() == expected
 
 
-def test_a_quantised_model_writes_what_it_writes_from_its_folder(tiny):
+def test_a_quantised_model_in_memory_writes_the_text_of_one_loaded_from_its_folder(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny["gqa"], dtype=torch.float32)
     texts = [longdraft.from_transformers(model, drafter=drafter, quantize="int8").generate(
         PROMPT, max_new_tokens=30, do_sample=False, eos_token_id=None)[0].tolist() for drafter in ("plain", "magicdec")]
@@ -119,7 +119,7 @@ def test_a_quantised_model_writes_what_it_writes_from_its_folder(tiny):
     assert texts[0] == texts[1] == PROMPT + ours
 
 
-def test_the_engine_below_speaks_the_tokenizers_chat_template(model, tiny):
+def test_the_engine_uses_the_chat_template_of_the_tokenizer(model, tiny):
     template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tiny["gqa"] / "tokenizer.json"), bos_token="<s>",
                                         chat_template=template)
@@ -138,7 +138,7 @@ class Listener:
         self.is_ended = True
 
 
-def test_streamers_get_the_prompt_and_then_token_by_token(model, tiny):
+def test_streamers_receive_the_prompt_and_then_each_token(model, tiny):
     listener = Listener()
     ids = longdraft.from_transformers(model).generate(PROMPT, max_new_tokens=12, streamer=listener)[0].tolist()
     assert listener.got[0] == [PROMPT] and listener.is_ended
@@ -154,7 +154,7 @@ def test_streamers_get_the_prompt_and_then_token_by_token(model, tiny):
     assert writer.engine.tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_a_generation_config_and_a_dictionary_back(model):
+def test_a_generation_config_can_request_a_dictionary(model):
     config = GenerationConfig(max_length=len(PROMPT) + 9, do_sample=False, return_dict_in_generate=True)
     found = longdraft.from_transformers(model).generate(PROMPT, config)
     assert found.sequences.shape == (1, len(PROMPT) + 9) and found.sequences.dtype == torch.int64
@@ -172,12 +172,12 @@ def test_a_generation_config_and_a_dictionary_back(model):
     ({"stop_strings": "x"}, "stop_strings needs a tokenizer"),
     ({"penalty_window": 0}, "penalty_window is 0"),
 ])
-def test_what_it_does_not_have_is_refused_by_name(model, options, message):
+def test_unsupported_options_are_refused_by_name(model, options, message):
     with pytest.raises(UsageError, match=message):
         longdraft.from_transformers(model).generate(PROMPT, **{"max_new_tokens": 5, **options})
 
 
-def test_what_changes_nothing_is_not_refused(model):
+def test_unsupported_options_without_effect_are_accepted(model):
     options = {"max_new_tokens": 8, "do_sample": False}
     idle = {"suppress_tokens": [], "bad_words_ids": [], "num_beams": 1, "forced_eos_token_id": None,
             "eos_token_id": [-1, 1, 10**6]}
@@ -190,7 +190,7 @@ def test_what_changes_nothing_is_not_refused(model):
     ({"drafter": "magicdec", "drafter_options": {"chian": 2}}, "no option 'chian'"),
     ({"drafter": "suffix", "heads": "somewhere"}, "drafter 'suffix' uses no heads"),
 ])
-def test_mistakes_show_before_anything_is_read(model, monkeypatch, options, message):
+def test_usage_errors_are_raised_before_weights_are_read(model, monkeypatch, options, message):
     monkeypatch.setattr(type(model), "state_dict", lambda self: pytest.fail("read"))
     with pytest.raises(UsageError, match=message):
         longdraft.from_transformers(model, **options)
@@ -198,7 +198,7 @@ def test_mistakes_show_before_anything_is_read(model, monkeypatch, options, mess
         longdraft.load("no/such/model", **options)
 
 
-def test_a_transformers_that_is_too_old_is_named(model, monkeypatch):
+def test_an_outdated_transformers_version_is_refused(model, monkeypatch):
     monkeypatch.setattr(transformers, "__version__", "4.57.1")
     with pytest.raises(UsageError, match=r"transformers is 4.57.1; needed: 5.0 or newer"):
         longdraft.from_transformers(model)
@@ -208,13 +208,13 @@ def test_a_transformers_that_is_too_old_is_named(model, monkeypatch):
     ("token_type_ids", torch.zeros(1, len(PROMPT), dtype=torch.int64)),
     ("position_ids", torch.arange(3, 3 + len(PROMPT))[None]),
     ("inputs_embeds", torch.zeros(1, len(PROMPT), 48))])
-def test_other_inputs_than_ids_are_refused_by_name(model, name, value):
+def test_inputs_other_than_token_ids_are_refused_by_name(model, name, value):
     config = GenerationConfig(max_new_tokens=3)
     with pytest.raises(UsageError, match=f"leave {name} out"):
         longdraft.hf_generate(model, torch.tensor([PROMPT]), generation_config=config, **{name: value})
 
 
-def test_other_refusals(model):
+def test_several_prompts_logits_processors_and_stop_strings_without_a_tokenizer_are_refused(model):
     writer = longdraft.from_transformers(model)
     with pytest.raises(UsageError, match="has 2 rows; longdraft writes one text"):
         writer.generate(torch.tensor([PROMPT, PROMPT]), max_new_tokens=3)

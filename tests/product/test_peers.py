@@ -23,7 +23,7 @@ def texts_of(model, names, draft=None, **changes):
     return report
 
 
-def test_whole_texts_by_other_engines(capfd, tmp_path, tiny, monkeypatch):
+def test_peers_write_whole_texts(capfd, tmp_path, tiny, monkeypatch):
     """Three modes only, because each starts a process."""
     for engine, chosen in (("transformers", [1]), ("longdraft", [0, 3])):
         program, modes = peers_text.MODES[engine]
@@ -48,7 +48,7 @@ def test_whole_texts_by_other_engines(capfd, tmp_path, tiny, monkeypatch):
     assert "transformers, prompt lookup" in page and "What cannot be compared" in page
 
 
-def test_an_unsupported_mode_is_in_the_table_with_its_reason(tiny, monkeypatch):
+def test_an_unsupported_mode_is_listed_with_its_reason(tiny, monkeypatch):
     program = peers.PeerProgram("longdraft", ("no_such_package",), "pip install no-such-package")
     monkeypatch.setitem(peers_text.MODES, "longdraft", (program, (
         peers_text.DecodingMode("plain"), peers_text.DecodingMode("draft", needs_draft=True),
@@ -89,7 +89,7 @@ def llama_cpp_worker(monkeypatch):
 @pytest.mark.parametrize("rope, theta", [
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5), ({"rope_theta": 2e4}, 2e4),
     ({"rope_theta": 3e4, "rope_scaling": None}, 3e4), ({}, 1e4)])
-def test_llama_cpp_reads_both_spellings_of_rope(llama_cpp_worker, tiny, tmp_path, rope, theta):
+def test_the_llama_cpp_worker_reads_both_formats_of_rope_settings(llama_cpp_worker, tiny, tmp_path, rope, theta):
     """Newer versions of transformers write only `rope_parameters`, older ones only `rope_theta`."""
     worker, writer = llama_cpp_worker
     config = json.loads((tiny["gqa"] / "config.json").read_text())
@@ -101,7 +101,7 @@ def test_llama_cpp_reads_both_spellings_of_rope(llama_cpp_worker, tiny, tmp_path
     assert {"token_embd.weight", "blk.1.ffn_down.weight", "output_norm.weight"} <= set(writer.tensors)
 
 
-def test_llama_cpp_refuses_scaled_rope(llama_cpp_worker):
+def test_the_llama_cpp_worker_refuses_scaled_rope(llama_cpp_worker):
     worker, _ = llama_cpp_worker
     for spelling in ("rope_parameters", "rope_scaling"):
         with pytest.raises(ValueError, match="plain rotary positions only"):

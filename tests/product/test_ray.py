@@ -54,7 +54,7 @@ def cluster(monkeypatch):
 
 
 @pytest.mark.parametrize("address", [["--ray"], ["--ray", "127.0.0.1:9"], ["--ray", "nonsense"]])
-def test_no_cluster_is_one_line(tmp_path, capfd, monkeypatch, address):
+def test_a_missing_cluster_prints_one_line(tmp_path, capfd, monkeypatch, address):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     rows = put(tmp_path / "in.jsonl", [{"id": "a", "prompt": "x"}])
     assert longdraft_command(["batch", str(rows), str(tmp_path / "out.jsonl"), *address]) == 2
@@ -62,7 +62,7 @@ def test_no_cluster_is_one_line(tmp_path, capfd, monkeypatch, address):
     assert said.startswith(f"longdraft: --ray {[*address, 'auto'][1]}: ") and said.count("\n") == 1
 
 
-def test_a_cluster_that_has_ended_without_a_word_is_one_line(tmp_path, capfd, monkeypatch):
+def test_the_saved_address_of_an_ended_cluster_prints_one_line(tmp_path, capfd, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(on_ray_module, "_CURRENT_CLUSTER", put(tmp_path / "current", ["127.0.0.1:9"]))
     rows = put(tmp_path / "in.jsonl", [{"id": "a", "prompt": "x"}])
@@ -84,7 +84,7 @@ def work_on(folder: Path, num_rows: int, num_tokens: int) -> tuple[Path, BatchJo
     return put(folder / "in.jsonl", [*rows, "{"]), job
 
 
-def test_how_far_texts_have_come_is_read_from_their_journals(tmp_path, monkeypatch):
+def test_progress_is_read_from_the_journals(tmp_path, monkeypatch):
     rows, job = work_on(tmp_path, 4, 30)
     tasks = [parse(row, line, "tiny") for line, row in job_files.read_rows(rows)]
 
@@ -111,7 +111,7 @@ def test_how_far_texts_have_come_is_read_from_their_journals(tmp_path, monkeypat
 
 
 @pytest.mark.cluster
-def test_a_cluster_writes_what_one_process_does(cluster, tmp_path):
+def test_a_cluster_writes_the_same_records_as_one_process(cluster, tmp_path):
     rows, job = work_on(tmp_path, 4, 40)
     totals = run(rows, tmp_path / "out.jsonl", job, on_ray("auto", WorkerResources(2, 1, "cpu")))
     run(rows, tmp_path / "alone.jsonl", job, in_process)
@@ -125,7 +125,7 @@ def test_a_cluster_writes_what_one_process_does(cluster, tmp_path):
 
 
 @pytest.mark.cluster
-def test_a_worker_and_a_node_are_killed_and_every_row_is_written_once(cluster, tmp_path):
+def test_every_row_is_written_once_after_a_worker_and_a_node_are_killed(cluster, tmp_path):
     rows, job = work_on(tmp_path, 7, 1500)
     killed: list[str] = []
 
@@ -160,7 +160,7 @@ def test_a_worker_and_a_node_are_killed_and_every_row_is_written_once(cluster, t
     assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")
 
 
-def test_the_identity_that_workers_must_have_is_part_of_an_engines(tmp_path):
+def test_the_required_worker_identity_is_a_subset_of_the_engine_identity(tmp_path):
     _, job = work_on(tmp_path, 2, 5)
     expected = identity_of(job.load, "cpu")
     with BatchWorker(replace(job, identity=expected)) as writer:  # the same: no error
@@ -169,13 +169,13 @@ def test_the_identity_that_workers_must_have_is_part_of_an_engines(tmp_path):
     assert expected.keys() == {"longdraft_version", "torch_version", "weights", "tokenizer", "kernels", "dtype"}
 
 
-def test_a_model_that_is_on_other_machines_only_has_no_hashes_here(tmp_path):
+def test_the_identity_of_a_model_missing_on_this_machine_has_no_hashes(tmp_path):
     assert identity_of({"model": str(tmp_path / "nowhere")}, "cpu").keys() == {"longdraft_version", "torch_version"}
 
 
 @pytest.mark.parametrize("name, here, there", [
     ("longdraft_version", "0.0.1", None), ("kernels", "avx512", "reference"), ("weights", "0123", None)])
-def test_a_worker_with_another_identity_ends_the_job_with_a_line_that_says_what_differs(tmp_path, name, here, there):
+def test_a_worker_with_another_identity_ends_the_job_and_names_the_difference(tmp_path, name, here, there):
     _, job = work_on(tmp_path, 2, 5)
     job = replace(job, load={**job.load, "kernels_name": there})
     found = identity_of(job.load, "cpu")[name]
@@ -186,7 +186,7 @@ def test_a_worker_with_another_identity_ends_the_job_with_a_line_that_says_what_
 
 
 @pytest.mark.cluster
-def test_workers_import_the_package_of_the_driver_and_not_that_of_the_current_folder(tmp_path):
+def test_workers_import_the_package_of_the_driver_instead_of_the_current_folder(tmp_path):
     """The current folder is a clone without compiled kernels; the installed package is elsewhere."""
     rows, _ = work_on(tmp_path, 4, 20)
     package = Path(longdraft.__file__).parent

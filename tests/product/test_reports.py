@@ -28,7 +28,7 @@ def golden(name: str, text: str) -> None:
     assert text == (GOLDEN / name).read_text(encoding="utf-8")
 
 
-def test_golden_results_give_golden_tables():
+def test_golden_results_produce_the_golden_tables():
     results = stored.read_results(GOLDEN / "results.jsonl")
     plan = experiments.parse_experiment(json.loads((GOLDEN / "experiment.json").read_text()))
     grids = measures.tables(results, plan, plan.scale("default"))
@@ -102,7 +102,7 @@ def test_generate_writes_a_report_with_the_text_coloured_by_drafter(tmp_path, ti
     assert "--report cannot write" in capfd.readouterr().err
 
 
-def test_every_figure_says_what_its_axes_are(tiny):
+def test_every_figure_labels_its_axes(tiny):
     pytest.importorskip("matplotlib")
     results = measured(load(str(tiny["mha"]), dtype="float32", threads=1))
     found = dict(figures.of_text(figures.main_texts(results.texts.values())[0], results.sessions[0]))
@@ -112,12 +112,12 @@ def test_every_figure_says_what_its_axes_are(tiny):
             assert axes.get_ylabel() and (axes.get_xlabel() or axes.get_label() == "<colorbar>")
 
 
-def test_the_documents_tables_are_those_of_the_kept_results():
+def test_tables_in_the_documents_match_the_stored_results():
     command = [sys.executable, str(ROOT / "benchmarks" / "tables.py"), "--check"]
     assert subprocess.run(command, check=False).returncode == 0
 
 
-def test_kept_results_can_be_compared_and_name_their_model():
+def test_stored_results_can_be_compared_and_name_their_model():
     kept = list((ROOT / "benchmarks" / "results").glob("*.jsonl"))
     assert kept
     for path in kept:
@@ -126,7 +126,7 @@ def test_kept_results_can_be_compared_and_name_their_model():
             assert not session["commit"].endswith("-dirty")
 
 
-def test_segments_add_up_to_a_whole_text(script):
+def test_the_time_of_a_whole_text_is_extrapolated_from_segments(script):
     """Seconds that grow in straight lines are added up exactly, between the segments and beyond them."""
     bend = 5000
 
@@ -138,6 +138,6 @@ def test_segments_add_up_to_a_whole_text(script):
     assert found == pytest.approx(sum(pace(500 + i + 0.5) for i in range(40_000)))
 
 
-def test_segments_of_a_single_context_say_nothing_of_a_whole_text(script):
+def test_extrapolation_from_a_single_context_is_refused(script):
     with pytest.raises(UsageError, match="no system at two contexts"):
         script("extrapolate").table(stored.read_results(GOLDEN / "results.jsonl"), 4096, 100_000)

@@ -43,7 +43,7 @@ def wait_for(path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_says_how_to_go_on_and_what_comes_then_is_the_uncut_text(uncut, tmp_path, number, status):
+def test_a_signal_prints_the_resume_command_and_the_resumed_text_is_unchanged(uncut, tmp_path, number, status):
     journal, output = tmp_path / "a journal", tmp_path / "text"
     work = subprocess.Popen(command(*WRITE, "--journal", journal, "--output", output), stderr=subprocess.PIPE,
                             text=True)
@@ -61,7 +61,7 @@ def test_a_signal_says_how_to_go_on_and_what_comes_then_is_the_uncut_text(uncut,
     assert not (tmp_path / "text.partial").exists()
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path):
+def test_a_second_signal_ends_the_command_immediately(tmp_path):
     """In the middle of a step that takes forever: the first one waits for it, the second does not."""
     code = ("import sys, time, longdraft.speculation.step as s\n"
             "s.Step.run = lambda *a: (print('stuck', file=sys.stderr, flush=True), time.sleep(60))\n"
@@ -79,7 +79,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
     assert err.count("\n") == 1 and "terminated; go on with: longdraft resume" in err
 
 
-def test_a_reader_that_goes_away_leaves_a_journal_that_resumes(uncut, tmp_path):
+def test_a_closed_stdout_pipe_leaves_a_journal_that_resumes(uncut, tmp_path):
     work = subprocess.Popen(command(*WRITE, "--journal", tmp_path / "j"), stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE)
     work.stdout.read(20)
@@ -91,7 +91,7 @@ def test_a_reader_that_goes_away_leaves_a_journal_that_resumes(uncut, tmp_path):
     assert done.stdout == uncut["text"] and done.stderr == ""
 
 
-def test_a_disk_that_is_full_gets_one_line_and_goes_on_later(uncut, tmp_path):
+def test_a_full_disk_prints_one_line_and_leaves_a_journal_that_resumes(uncut, tmp_path):
     """A limit on the size of files is a disk that fills up: writes fall short, then fail."""
     code = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"
             "from longdraft.__main__ import main; sys.argv[0] = 'longdraft'; main()")
@@ -107,7 +107,7 @@ def test_a_disk_that_is_full_gets_one_line_and_goes_on_later(uncut, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not tell its memory so")
-def test_memory_that_runs_out_gets_a_memory_error_and_a_journal_that_goes_on(uncut, tmp_path):
+def test_running_out_of_memory_raises_memory_error_and_leaves_a_journal_that_resumes(uncut, tmp_path):
     """The address space is limited while the text grows: whatever allocation fails first."""
     code = ("import sys, resource, longdraft\nfrom pathlib import Path\n"
             "engine = longdraft.load('novelist', drafter='suffix', threads=1)\n"
@@ -123,7 +123,7 @@ def test_memory_that_runs_out_gets_a_memory_error_and_a_journal_that_goes_on(unc
     assert (tmp_path / "t").read_text() == uncut["text"]
 
 
-def test_kill_9_at_random_moments(tmp_path):
+def test_the_text_is_unchanged_after_sigkill_at_random_moments(tmp_path):
     """The short version of what `benchmarks/soak.py` does a hundred times."""
     work = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "soak.py"), "kills", "--count", "12", "--tokens",
                            "400"], capture_output=True, text=True, check=False)
@@ -158,7 +158,7 @@ def finished(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gets_one_clear_line_and_status_2(mistake, finished, tiny, capfd, tmp_path):
+def test_a_usage_error_prints_one_line_and_exits_with_status_2(mistake, finished, tiny, capfd, tmp_path):
     (tmp_path / "file").write_text("")
     arguments, message = MISTAKES[mistake]
     places = {"done": finished, "file": tmp_path / "file", "new": tmp_path / "new", "model": tiny["gqa"]}
@@ -168,7 +168,7 @@ def test_a_mistake_gets_one_clear_line_and_status_2(mistake, finished, tiny, cap
     assert message in captured.err
 
 
-def test_a_finished_journal_shows_its_text_again_and_says_so(finished, capfd, tmp_path):
+def test_resuming_a_finished_journal_prints_its_text_and_a_notice(finished, capfd, tmp_path):
     assert run(["generate", "It was", "--max-new-tokens", "40", "--seed", "1"]) == 0
     text = capfd.readouterr().out
     assert run(["resume", str(finished)]) == 0
@@ -176,7 +176,7 @@ def test_a_finished_journal_shows_its_text_again_and_says_so(finished, capfd, tm
     assert shown.out == text and "the text is complete (40 tokens, finish reason length)" in shown.err
 
 
-def test_inspect_shows_and_exports(finished, capfd, tmp_path):
+def test_inspect_prints_and_exports_a_journal(finished, capfd, tmp_path):
     assert run(["inspect", str(finished)]) == 0
     shown = capfd.readouterr().out
     for part in ("finished (length)", "40 of 40", "seed 1", "novelist", "tokens/s", "bit-exact", "0-5"):

@@ -52,7 +52,7 @@ def test_the_loss_falls(base, tmp_path, recipe):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "tokenswift", "medusa"])
-def test_trained_heads_load_in_the_engine_and_speak_of_the_right_tokens(base, tmp_path, kind):
+def test_trained_heads_load_in_the_engine_and_predict_the_right_tokens(base, tmp_path, kind):
     """Head j of row t must say token t + 1 + j: the letter j + 1 places on, and no other."""
     output = tmp_path / "heads"
     result = job.train(settings(base, kind=kind, distill=0.0, steps=200, learning_rate=0.1 if kind != "mlp" else 2e-2,
@@ -67,7 +67,7 @@ def test_trained_heads_load_in_the_engine_and_speak_of_the_right_tokens(base, tm
         assert said == [ids[row + 1 + j] for j in (1, 2, 3)]
 
 
-def test_targets_end_with_the_sequence():
+def test_targets_beyond_the_end_of_a_sequence_are_ignored():
     ids = torch.tensor([[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]])
     wanted = heads.targets(ids, 2).view(2, 2, 5).tolist()
     assert wanted[0] == [[12, 13, 14, -100, -100], [22, 23, 24, -100, -100]]
@@ -76,7 +76,7 @@ def test_targets_end_with_the_sequence():
 
 @pytest.mark.parametrize("kind", ["mlp", "tokenswift", "medusa"])
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "num_key_value_heads": 1}])
-def test_training_and_engine_agree_on_hidden_rows_and_logits(tmp_path, changes, kind):
+def test_training_and_engine_compute_the_same_hidden_states_and_logits(tmp_path, changes, kind):
     make_checkpoint(tmp_path / "tiny", **changes)
     trained = frozen.load_frozen_model(tmp_path / "tiny", "auto", torch.device("cpu"))
     ids = torch.arange(2, 50)
@@ -97,7 +97,7 @@ def test_training_and_engine_agree_on_hidden_rows_and_logits(tmp_path, changes, 
 
 
 @pytest.mark.parametrize("distill", [0.0, 0.5])
-def test_cutting_rows_into_runs_changes_no_gradient(base, monkeypatch, distill):
+def test_computing_rows_in_chunks_does_not_change_the_gradient(base, monkeypatch, distill):
     trained = frozen.load_frozen_model(base, "auto", torch.device("cpu"))
     ids = np.random.default_rng(0).integers(2, 250, (2, 100))
     found = []
@@ -112,7 +112,7 @@ def test_cutting_rows_into_runs_changes_no_gradient(base, monkeypatch, distill):
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 1.0])
-def test_the_mixed_loss_has_the_gradient_of_its_parts(part):
+def test_the_mixed_loss_has_the_gradient_of_its_two_losses(part):
     """Beside the obvious: two losses and PyTorch's derivative of them."""
     draw = torch.Generator().manual_seed(5)
     taught = (3 * torch.randn(12, 40, generator=draw)).softmax(-1)
@@ -129,7 +129,7 @@ def test_the_mixed_loss_has_the_gradient_of_its_parts(part):
     assert torch.allclose(loss, obvious) and torch.allclose(ours.grad, theirs.grad, atol=1e-6)
 
 
-def test_the_loss_is_what_it_says_it_is(base):
+def test_the_loss_equals_a_direct_computation(base):
     """Beside the obvious: all logits at once, every head and row by itself."""
     trained = frozen.load_frozen_model(base, "auto", torch.device("cpu"))
     ids = np.random.default_rng(1).integers(2, 250, (2, 30))
@@ -147,7 +147,7 @@ def test_the_loss_is_what_it_says_it_is(base):
             assert losses[j - 1] == pytest.approx(float(torch.stack(each).mean()), rel=1e-4)
 
 
-def test_the_order_of_sequences_is_a_function_of_the_seed():
+def test_the_order_of_sequences_depends_on_the_seed_only():
     packed = np.arange(40, dtype=np.int32).reshape(10, 4)
     one, other = data.Sequences(packed, 1), data.Sequences(packed, 1)
     whole = one.read(0, 30)
@@ -156,7 +156,7 @@ def test_the_order_of_sequences_is_a_function_of_the_seed():
     assert (whole[:10] != whole[10:20]).any() and (data.Sequences(packed, 2).read(0, 10) != whole[:10]).any()
 
 
-def test_documents_are_read_from_every_kind_of_file(tmp_path):
+def test_documents_are_read_from_every_supported_file_format(tmp_path):
     import pyarrow
     from pyarrow import parquet
 
@@ -182,7 +182,7 @@ def test_documents_are_read_from_every_kind_of_file(tmp_path):
     ("empty.txt", b"  \n", "holds no text"),
     ("short.txt", b"abc", "sequence_length is 64, but the training data has 3 tokens"),
 ])
-def test_bad_data_is_named(base, tmp_path, name, content, message):
+def test_invalid_data_raises_an_error_that_names_it(base, tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=message):
         job.train(settings(base, data=(str(tmp_path / name),)), tmp_path / "heads")
@@ -200,7 +200,7 @@ def test_bad_data_is_named(base, tmp_path, name, content, message):
     ({"distill": 1.5}, "0 to 1"), ({"window": -1}, "window is -1"), ({"beta2": 1.0}, "beta2"),
     ({"dtype": "float16"}, "auto, float32, bfloat16"),
 ])
-def test_bad_settings_are_named(base, tmp_path, changes, message):
+def test_invalid_settings_raise_an_error_that_names_them(base, tmp_path, changes, message):
     with pytest.raises(LongdraftError, match=message):
         job.train(settings(base, **changes), tmp_path / "heads")
     assert not (tmp_path / "heads").exists()
@@ -213,7 +213,7 @@ def test_a_tokenizer_of_another_model_is_an_error(tmp_path):
         job.train(settings(tmp_path / "small"), tmp_path / "heads")
 
 
-def test_outputs_that_must_not_be_overwritten(base, tmp_path):
+def test_outputs_that_must_not_be_overwritten_are_refused(base, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious").write_text("")
     with pytest.raises(UsageError, match="is not empty"):
@@ -244,7 +244,7 @@ def test_resuming_on_other_data_is_an_error(base, tmp_path):
         job.resume("heads", tmp_path / "heads", {})
 
 
-def test_the_schedule_follows_whichever_ends_first(base):
+def test_the_schedule_follows_steps_or_the_clock_whichever_ends_first(base):
     by_steps = settings(base, steps=100, warmup_steps=10)
     assert learning_rate(by_steps, Position(0)) == pytest.approx(1e-3)
     assert learning_rate(by_steps, Position(50)) == pytest.approx(5e-3)
@@ -281,7 +281,7 @@ def test_the_command_writes_heads_and_ends_with_json(base, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(base, tmp_path, capsys):
+def test_ctrl_c_saves_a_checkpoint_and_prints_the_resume_command(base, tmp_path, capsys):
     output = tmp_path / "my heads"
     arguments = command(base, output, "--steps", "1000000")
     child = subprocess.Popen([sys.executable, "-m", "longdraft", *arguments],

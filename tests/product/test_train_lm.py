@@ -47,7 +47,7 @@ def tokens(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_model_learns_and_loads(text, tokens, tmp_path):
+def test_a_trained_model_loads_in_the_engine(text, tokens, tmp_path):
     result = job.train(LmSettings(data=(text,), tokenizer=str(tokens), **SMALL), tmp_path / "lm")
     first, *_, last = losses(tmp_path / "lm")
     assert last[0] < 0.7 * first[0] and result.validation[0]["loss"] < first[0]
@@ -58,7 +58,7 @@ def test_a_model_learns_and_loads(text, tokens, tmp_path):
     assert record["tokens_seen"] == 25 * 4 * 32 and str(tmp_path) not in json.dumps(record)
 
 
-def test_fewer_kv_heads_are_means_of_groups(tokens):
+def test_reduced_kv_heads_are_group_means(tokens):
     """Where the heads of a group are equal nothing changes."""
     wanted = LmSettings(data=("x",), **SMALL | {"num_heads": 4, "num_kv_heads": 4})
     model = lm.new_model(wanted, VOCAB, 0, 1)
@@ -73,7 +73,7 @@ def test_fewer_kv_heads_are_means_of_groups(tokens):
     assert torch.allclose(fewer(ids).logits, model(ids).logits, atol=1e-6)
 
 
-def test_a_model_goes_on_with_fewer_kv_heads(text, tokens, tmp_path):
+def test_training_continues_from_a_model_with_fewer_kv_heads(text, tokens, tmp_path):
     had = longdraft.load(str(tokens), drafter="plain").model.config.num_kv_heads
     wanted = QUICK | {"num_kv_heads": had // 2, "steps": 2}
     job.train(LmSettings(data=(text,), start=str(tokens), **wanted), tmp_path / "lm")
@@ -82,7 +82,7 @@ def test_a_model_goes_on_with_fewer_kv_heads(text, tokens, tmp_path):
         job.train(LmSettings(data=(text,), start=str(tokens), **QUICK | {"num_kv_heads": 3}), tmp_path / "no")
 
 
-def test_a_tokenizer_is_trained_where_none_is_named(tmp_path):
+def test_a_tokenizer_is_trained_if_none_is_given(tmp_path):
     words = " ".join(f"word{i} stands beside line{i * 7}" for i in range(600))
     (tmp_path / "words.txt").write_text(words)
     wanted = LmSettings(data=(str(tmp_path / "words.txt"),), vocab_size=400, **SMALL)
@@ -94,7 +94,7 @@ def test_a_tokenizer_is_trained_where_none_is_named(tmp_path):
     assert engine.model.config.vocab_size == 400 and engine.model.config.eos_token_ids == (1,)
 
 
-def test_a_draft_learns_from_its_model_and_drafts(text, tokens, tmp_path):
+def test_a_draft_model_is_distilled_from_its_target_and_drafts(text, tokens, tmp_path):
     wanted = DraftSettings(data=(text,), model=str(tokens), distill=1.0, **SMALL | {"probe_tokens": 12})
     result = job.train(wanted, tmp_path / "draft")
     first, *_, last = losses(tmp_path / "draft")
@@ -104,7 +104,7 @@ def test_a_draft_learns_from_its_model_and_drafts(text, tokens, tmp_path):
     assert [event.stats for event in engine.generate("abcdef", SamplingParams(max_new_tokens=30, seed=1))][-1]
 
 
-def test_a_cut_training_resumed_equals_an_uncut_one(text, tokens, tmp_path):
+def test_a_resumed_training_equals_an_uninterrupted_one(text, tokens, tmp_path):
     wanted = LmSettings(data=(text,), tokenizer=str(tokens), gradient_accumulation=2, **SMALL)
     job.train(wanted, tmp_path / "whole")
     cut = job.train(wanted, tmp_path / "cut", At(9, lambda: signal.raise_signal(signal.SIGTERM)))
@@ -117,14 +117,14 @@ def test_a_cut_training_resumed_equals_an_uncut_one(text, tokens, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_going_on_from_a_model_keeps_its_shape_and_words(text, tokens, tmp_path):
+def test_training_from_a_model_keeps_its_shape_and_vocabulary(text, tokens, tmp_path):
     wanted = LmSettings(data=(text,), start=str(tokens), **QUICK | {"learning_rate": 1e-3})
     job.train(wanted, tmp_path / "lm")
     config = json.loads((tmp_path / "lm" / "config.json").read_text())
     assert config["hidden_size"] == 48 and config["vocab_size"] == VOCAB
 
 
-def test_going_on_from_a_model_shows_it_the_positions_that_it_declares(text, tokens, tmp_path, monkeypatch):
+def test_training_from_a_model_uses_the_positions_of_its_declared_context(text, tokens, tmp_path, monkeypatch):
     shown = []
     positions = lm.positions
 
@@ -164,7 +164,7 @@ IDLE = [
 
 
 @pytest.mark.parametrize(("kind", "given", "message"), IDLE, ids=lambda value: str(value)[:40])
-def test_what_would_have_no_effect_is_refused(text, tokens, tmp_path, kind, given, message):
+def test_settings_without_effect_are_refused(text, tokens, tmp_path, kind, given, message):
     stands_for = {"MODEL": str(tokens), "TEXT": (text,)}
     wanted = kind(data=(text,), **QUICK, **{name: stands_for.get(value, value) for name, value in given.items()})
     with pytest.raises(UsageError, match=message) as caught:
@@ -173,7 +173,7 @@ def test_what_would_have_no_effect_is_refused(text, tokens, tmp_path, kind, give
 
 
 @pytest.mark.parametrize(("kind", "distill"), [(DraftSettings, 0.5), (DraftSettings, 0.0), (LmSettings, 0.5)])
-def test_vocabularies_of_one_size_may_still_differ(text, tokens, tmp_path, kind, distill):
+def test_different_vocabularies_of_the_same_size_are_refused(text, tokens, tmp_path, kind, distill):
     other = tmp_path / "other"
     make_checkpoint(other)
     changed = json.loads((other / "tokenizer.json").read_text())
@@ -186,7 +186,7 @@ def test_vocabularies_of_one_size_may_still_differ(text, tokens, tmp_path, kind,
     assert not (tmp_path / "no" / job.METRICS).exists()
 
 
-def test_a_checkpoint_with_idle_settings_goes_on(text, tokens, tmp_path, monkeypatch):
+def test_a_checkpoint_with_ineffective_settings_resumes(text, tokens, tmp_path, monkeypatch):
     """Versions before took them."""
     wanted = LmSettings(data=(text,), start=str(tokens), layers=3, **QUICK | {"steps": 4})
     stop = At(2, lambda: signal.raise_signal(signal.SIGTERM))
@@ -196,7 +196,7 @@ def test_a_checkpoint_with_idle_settings_goes_on(text, tokens, tmp_path, monkeyp
     assert job.resume("lm", tmp_path / "lm", {}).step == 4
 
 
-def test_sequences_jump_by_their_own_place():
+def test_position_jumps_depend_on_the_index_of_the_sequence_only():
     wanted = LmSettings(data=("none",), skip=0.5, **SMALL | {"context": 4096})
     found = lm.positions(wanted, 10, 200, 20)
     assert torch.equal(lm.positions(wanted, 13, 1, 20)[0], found[3])
@@ -206,7 +206,7 @@ def test_sequences_jump_by_their_own_place():
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 40])
-def test_rows_behind_a_jump_see_what_stands_before_it(text, tokens, monkeypatch, kept_bytes):
+def test_tokens_after_a_position_jump_attend_to_tokens_before_it(text, tokens, monkeypatch, kept_bytes):
     """`transformers` takes a jump for another text's start unless it is told otherwise."""
     monkeypatch.setattr(lm, "_ACTIVATION_BYTES", kept_bytes)  # layers computed twice, as for long sequences, or once
     wanted = LmSettings(data=(text,), tokenizer=str(tokens), **SMALL)
@@ -222,7 +222,7 @@ def test_rows_behind_a_jump_see_what_stands_before_it(text, tokens, monkeypatch,
     assert not torch.allclose(model.outputs(one, places).hidden[0, 15], model.outputs(other, places).hidden[0, 15])
 
 
-def test_logits_are_those_of_the_model_that_is_trained(text, tmp_path):
+def test_training_computes_the_logits_of_the_model(text, tmp_path):
     """A Granite's are divided, as its model does it and as ours will."""
     model = make_family(tmp_path, "granite")
     wanted = LmSettings(data=(text,), start=str(tmp_path), **QUICK)
@@ -259,7 +259,7 @@ def test_the_loss_is_the_mean_over_all_tokens(text, tokens):
     ({"distill_from": "nowhere"}, "no model 'nowhere'"),
     ({"data": ("hf:nobody/nothing",)}, "hf:nobody/nothing"),
 ])
-def test_bad_settings_are_named(text, tokens, tmp_path, changes, message):
+def test_invalid_settings_raise_an_error_that_names_them(text, tokens, tmp_path, changes, message):
     with pytest.raises(LongdraftError, match=message):
         job.train(LmSettings(**{"data": (text,), "tokenizer": str(tokens)} | SMALL | changes), tmp_path / "lm")
 
@@ -277,7 +277,7 @@ def in_two_processes(folder: Path, commands: list[list[str]]) -> list[str]:
     return ran.stdout.splitlines()
 
 
-def test_two_processes_equal_one_and_only_one_of_them_reports(text, tokens, tmp_path):
+def test_two_processes_train_the_same_weights_as_one_and_only_one_reports(text, tokens, tmp_path):
     shared = dict(data=(text,), sequence_length=32, steps=6, warmup_steps=2, eval_every=0, checkpoint_every=0,
                   probe_tokens=4, device="cpu", threads=1, dtype="float32", learning_rate=1e-2)
     kinds = {"heads": (HeadSettings, dict(shared, model=str(tokens))),
@@ -299,7 +299,7 @@ def test_two_processes_equal_one_and_only_one_of_them_reports(text, tokens, tmp_
         assert all(torch.allclose(one[key], other[key], rtol=1e-2, atol=2e-3) for key in one)
 
 
-def test_processes_wait_for_hours(monkeypatch):
+def test_processes_wait_for_each_other_for_hours(monkeypatch):
     """Text to learn from and the probe at the end are one process's work, and take longer than a collective may."""
     import accelerate
 
@@ -309,7 +309,7 @@ def test_processes_wait_for_hours(monkeypatch):
     assert given["timeout"] >= timedelta(days=1)
 
 
-def test_commands_end_with_json(text, tokens, tmp_path, capsys):
+def test_train_commands_print_json_on_the_last_line(text, tokens, tmp_path, capsys):
     small = ["--data", text, "--steps", "2", "--sequence-length", "32", "--probe-tokens", "4", "--threads", "1"]
     shape = ["--layers", "1", "--hidden-size", "16", "--num-heads", "2", "--num-kv-heads", "1", "--context", "256"]
     commands = {"glide": ["--model", str(tokens), "--window", "8", "--max-lag", "2"],
@@ -320,7 +320,7 @@ def test_commands_end_with_json(text, tokens, tmp_path, capsys):
         assert last["kind"] == kind and last["steps"] == 2 and len(last["probe"]) == (0 if kind == "lm" else 2)
 
 
-def test_a_preset_gives_way_to_options(text, tokens, tmp_path, capsys):
+def test_options_override_a_preset(text, tokens, tmp_path, capsys):
     more = ["--preset", "paper-llama3.1-8b", "--model", str(tokens), "--data", text, "--sequence-length", "32",
             "--steps", "2", "--batch-size", "1", "--gradient-accumulation", "2", "--threads", "1",
             "--probe-tokens", "0"]

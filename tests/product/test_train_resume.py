@@ -25,7 +25,7 @@ from longdraft.train.progress import MetricsLog, TrainingProgress
 base = pytest.fixture(scope="module")(training.alphabet)
 
 
-def test_a_training_cut_by_a_signal_and_resumed_equals_an_uncut_one(base, tmp_path):
+def test_a_training_stopped_by_a_signal_and_resumed_equals_an_uninterrupted_one(base, tmp_path):
     wanted = settings(base, gradient_accumulation=2, eval_every=4)
     whole = job.train(wanted, tmp_path / "whole")
     cut = job.train(wanted, tmp_path / "cut", At(5, lambda: signal.raise_signal(signal.SIGTERM)))
@@ -43,7 +43,7 @@ def test_a_training_cut_by_a_signal_and_resumed_equals_an_uncut_one(base, tmp_pa
     assert left == ["config.json", job.METRICS, "model.safetensors"]
 
 
-def test_a_killed_training_resumes_at_its_last_checkpoint(base, tmp_path):
+def test_a_killed_training_resumes_from_its_last_checkpoint(base, tmp_path):
     wanted = settings(base, checkpoint_every=4)
     job.train(wanted, tmp_path / "whole")
     with pytest.raises(Killed):
@@ -62,7 +62,7 @@ def kill() -> None:
     raise Killed
 
 
-def test_a_training_killed_before_its_first_checkpoint_goes_on_or_begins_again(base, tmp_path):
+def test_a_training_killed_before_its_first_checkpoint_can_be_resumed_or_restarted(base, tmp_path):
     wanted = settings(base)
     job.train(wanted, tmp_path / "whole")
     for name in ("on", "again"):
@@ -81,7 +81,7 @@ def test_a_training_killed_before_its_first_checkpoint_goes_on_or_begins_again(b
             "config.json", job.METRICS, "model.safetensors"]
 
 
-def test_what_the_model_wrote_before_a_kill_is_not_written_again(base, tmp_path, monkeypatch):
+def test_self_generated_text_saved_before_a_kill_is_reused(base, tmp_path, monkeypatch):
     wanted = settings(base, own_tokens=200, steps=2)  # seven texts of 32 new tokens
     job.train(wanted, tmp_path / "whole")
     monkeypatch.setattr(self_generated, "_SAVE_EVERY_S", 0.0)
@@ -102,7 +102,7 @@ def test_what_the_model_wrote_before_a_kill_is_not_written_again(base, tmp_path,
     assert len(written) == 2 + 7 + 7
 
 
-def test_own_text_of_the_version_before_is_found(base, tmp_path):
+def test_self_generated_text_of_an_earlier_version_is_found(base, tmp_path):
     """Its checkpoints have own.npy beside them."""
     texts = np.arange(3 * 64, dtype=np.int32).reshape(3, 64)
     np.save(tmp_path / "own.npy", texts)
@@ -113,7 +113,7 @@ def test_own_text_of_the_version_before_is_found(base, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_one_process_tries_whether_files_can_be_written(base, tmp_path, monkeypatch):
+def test_only_the_main_process_checks_that_files_can_be_written(base, tmp_path, monkeypatch):
     """Several would take the file from one another."""
     job.train(settings(base), tmp_path / "cut", At(2, lambda: signal.raise_signal(signal.SIGTERM)))
     tried = []
@@ -126,7 +126,7 @@ def test_one_process_tries_whether_files_can_be_written(base, tmp_path, monkeypa
     assert tried == [tmp_path / "cut"]
 
 
-def test_metrics_that_stay_are_not_written_again(tmp_path, monkeypatch):
+def test_kept_metrics_are_not_rewritten(tmp_path, monkeypatch):
     """So that neither a full disk nor a kill at that moment can lose them."""
     path = tmp_path / job.METRICS
     lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 6)]
@@ -143,7 +143,7 @@ def test_metrics_that_stay_are_not_written_again(tmp_path, monkeypatch):
     assert path.read_text() == "".join(lines[:3]) + '{"step": 4, "loss": 2.0}\n'
 
 
-def test_a_full_disk_is_one_line_and_the_last_checkpoint_stands(base, tmp_path, monkeypatch):
+def test_a_full_disk_raises_a_clear_error_and_keeps_the_last_checkpoint(base, tmp_path, monkeypatch):
     wanted = settings(base, checkpoint_every=4)
     job.train(wanted, tmp_path / "whole")
     written = []

@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
     ({"stop_strings": "END"}, {"stop": ["x"]}, dict(stop=("x",))),
     ({"stop_strings": "END"}, {"stop_strings": ["x"], "max_tokens": 3}, dict(stop=("x",), max_new_tokens=3)),
 ])
-def test_a_request_wins_over_the_file_and_the_file_over_what_is_built_in(file, given, expected):
+def test_request_settings_override_the_file_and_the_file_overrides_built_in_defaults(file, given, expected):
     assert defaults.parse_defaults(file).params(given) == SamplingParams(**expected)
 
 
@@ -52,7 +52,7 @@ def test_a_request_wins_over_the_file_and_the_file_over_what_is_built_in(file, g
     ({"do_sample": False}, ("top_p",)),
     ({"temperature": 1.0, "top_p": 0.5}, ()),
 ])
-def test_settings_say_which_of_them_came_from_the_model(given, expected):
+def test_settings_record_which_values_came_from_the_model(given, expected):
     params = defaults.parse_defaults({"do_sample": True, "temperature": 0.6, "top_p": 0.95}).params(given)
     assert params.from_model == expected
 
@@ -70,37 +70,37 @@ def test_settings_say_which_of_them_came_from_the_model(given, expected):
     ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size 3 (not supported)"),
     ({"suppress_tokens": [5]}, "suppress_tokens [5] (not supported)"),
 ])
-def test_what_cannot_be_used_is_named_and_not_followed(file, message):
+def test_unsupported_settings_of_the_file_are_reported_and_ignored(file, message):
     found = defaults.parse_defaults(file)
     assert len(found.ignored) == 1 and message in found.ignored[0]
     assert found.params({}) == SamplingParams()
 
 
-def test_values_that_change_nothing_are_not_spoken_of():
+def test_settings_without_effect_are_not_reported():
     off = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "guidance_scale": None, "suppress_tokens": [],
            "diversity_penalty": 0.0, "use_cache": True, "pad_token_id": 0, "max_length": 20, "penalty_alpha": None}
     assert defaults.parse_defaults(off) == defaults.Defaults()
 
 
-def test_an_unknown_name_is_refused():
+def test_an_unknown_setting_is_refused():
     with pytest.raises(UsageError, match="unknown sampling setting 'temprature'"):
         defaults.Defaults().params({"temprature": 1})
     with pytest.raises(UsageError, match="unknown sampling setting 'from_model'"):
         defaults.Defaults().params({"from_model": ("top_p",)})
 
 
-def test_the_bundled_model_keeps_to_what_is_built_in():
+def test_the_bundled_model_uses_the_built_in_defaults():
     assert defaults.read_defaults(hub.resolve("novelist")).params({}) == SamplingParams()
 
 
 @pytest.mark.parametrize("eos, expected", [(1, (1,)), ([1, 2], (1, 2)), ([2, -1, 320], (2,)), (-1, ()), ([], ())])
-def test_ends_of_text_are_one_several_or_none(folder, tmp_path, eos, expected):
+def test_a_model_can_have_one_several_or_no_end_of_text_tokens(folder, tmp_path, eos, expected):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     assert model_config.read_config(tmp_path).eos_token_ids == expected
 
 
-def test_an_engine_uses_the_file_unless_told_otherwise(folder):
+def test_an_engine_uses_the_file_unless_disabled(folder):
     engine = longdraft.load(str(folder), drafter="plain")
     *_, last = engine.generate("It was", engine.params(max_new_tokens=5, seed=1, top_p=0.5))
     assert last.stats["sampling"]["temperature"] == 0.6 and last.stats["sampling"]["top_p"] == 0.5
@@ -112,7 +112,7 @@ def test_an_engine_uses_the_file_unless_told_otherwise(folder):
         assert generation.stats()["sampling"]["top_k"] == 0
 
 
-def test_every_end_of_text_ends_it(folder, tmp_path):
+def test_every_end_of_text_token_ends_the_text(folder, tmp_path):
     engine = longdraft.load(str(folder), drafter="plain")
     greedy = [token for event in engine.generate("It", engine.params(max_new_tokens=9, temperature=0, ignore_eos=True,
                                                                     repetition_penalty=2.0))
@@ -129,7 +129,7 @@ def test_every_end_of_text_ends_it(folder, tmp_path):
     assert [token for event in events for token in event.tokens] == greedy[: greedy.index(greedy[4]) + 1]
 
 
-def test_the_command_line_says_once_what_the_model_asked_for(folder, capfd, tmp_path, caplog):
+def test_the_command_prints_the_settings_from_the_model_once(folder, capfd, tmp_path, caplog):
     command = ["generate", "It", "--model", str(folder), "--max-new-tokens", "3", "--seed", "1", "--top-k", "5"]
     assert run([*command, "--stats", str(tmp_path / "stats.json")]) == 0
     assert capfd.readouterr().err == ("longdraft: sampling defaults of the model: eta-cutoff 0.0003, min-p 0.01, "
@@ -140,7 +140,7 @@ def test_the_command_line_says_once_what_the_model_asked_for(folder, capfd, tmp_
     assert capfd.readouterr().err == ""
 
 
-def test_one_warning_names_all_that_is_left_out(folder, tmp_path, caplog):
+def test_one_warning_names_all_ignored_settings(folder, tmp_path, caplog):
     for path in folder.iterdir():
         if path.name != "generation_config.json":
             (tmp_path / path.name).symlink_to(path)

@@ -27,7 +27,7 @@ def run(engine: longdraft.Engine, prompt=PROMPT, **settings):
     return generation, events, "".join(event.text for event in events)
 
 
-def test_events_add_up(engine):
+def test_the_tokens_of_all_events_are_the_generated_text(engine):
     generation, events, text = run(engine)
     tokens = [token for event in events for token in event.tokens]
     assert tokens == generation.tokens.tolist()
@@ -37,7 +37,7 @@ def test_events_add_up(engine):
     assert events[-1].stats == generation.stats()
 
 
-def test_statistics_have_the_promised_names_and_add_up(engine):
+def test_statistics_have_the_documented_names_and_consistent_sums(engine):
     _, events, _ = run(engine)
     stats = events[-1].stats
     names = [  # scripts rely on them: renaming one is a breaking change
@@ -58,7 +58,7 @@ def test_statistics_have_the_promised_names_and_add_up(engine):
     assert stats["sampling"]["min_p"] == 0.1
 
 
-def test_the_hash_and_distinct_n_are_what_they_say(engine):
+def test_the_token_hash_and_distinct_n_equal_direct_computations(engine):
     _, events, _ = run(engine)
     tokens = [token for event in events for token in event.tokens]
     stats = events[-1].stats
@@ -67,17 +67,17 @@ def test_the_hash_and_distinct_n_are_what_they_say(engine):
     assert stats["distinct_2"] == len(set(pairs)) / len(pairs)
 
 
-def test_same_seed_same_text_and_another_seed_another(engine):
+def test_the_same_seed_gives_the_same_text_and_another_seed_a_different_one(engine):
     assert run(engine)[2] == run(engine)[2]
     assert run(engine)[2] != run(engine, seed=4)[2]
 
 
-def test_a_seed_is_drawn_and_reported(engine):
+def test_a_missing_seed_is_drawn_and_reported(engine):
     _, events, text = run(engine, seed=None)
     assert run(engine, seed=events[-1].stats["seed"])[2] == text
 
 
-def test_ids_are_as_good_as_text(engine):
+def test_a_prompt_of_token_ids_equals_a_text_prompt(engine):
     ids = np.array(engine.encode(PROMPT))
     assert run(engine, prompt=ids)[2] == run(engine)[2]
 
@@ -89,7 +89,7 @@ def long_run(engine):
     return [list(event.tokens) for event in events], text
 
 
-def test_a_stop_id_inside_an_accepted_run_ends_the_text_there(engine):
+def test_a_stop_token_among_accepted_tokens_ends_the_text(engine):
     """For every token of the runs: make it a stop id; nothing behind its first place is given or counted."""
     steps, _ = long_run(engine)
     flat = [token for step in steps for token in step]
@@ -105,7 +105,7 @@ def test_a_stop_id_inside_an_accepted_run_ends_the_text_there(engine):
         assert engine.tokenizer.decode(upto[:-1]).startswith(text)
 
 
-def test_end_of_text_ends_it_unless_ignored(engine, monkeypatch):
+def test_an_end_of_text_token_ends_the_text_unless_ignored(engine, monkeypatch):
     steps, _ = long_run(engine)
     run_of_three = next(step for step in steps if len(step) > 2)
     config = engine.model.config
@@ -122,7 +122,7 @@ def test_end_of_text_ends_it_unless_ignored(engine, monkeypatch):
     assert len(generation.tokens) > len(upto) + 4
 
 
-def test_a_stop_text_ends_it_before_the_text(engine):
+def test_a_stop_string_ends_the_text_and_is_left_out(engine):
     _, whole = long_run(engine)
     for start in range(5, 60, 7):
         stop = whole[start : start + 6]
@@ -133,13 +133,13 @@ def test_a_stop_text_ends_it_before_the_text(engine):
         assert stop in written and stop not in engine.tokenizer.decode(generation.tokens.tolist()[:-1])
 
 
-def test_a_stop_text_does_not_count_before_the_minimum(engine):
+def test_a_stop_string_is_ignored_before_the_minimum_length(engine):
     _, whole = long_run(engine)
     _, _, text = run(engine, temperature=0.0, max_new_tokens=150, stop=(whole[5:8],), min_new_tokens=150)
     assert text == whole
 
 
-def test_closing_early_stops_the_work(engine):
+def test_closing_a_generation_early_stops_it(engine):
     generation = engine.generate(PROMPT, SamplingParams(max_new_tokens=4000, seed=1))
     next(generation)
     with generation:
@@ -149,12 +149,12 @@ def test_closing_early_stops_the_work(engine):
     assert generation.stats()["new_tokens"] == len(generation.tokens) >= 2
 
 
-def test_a_prompt_of_one_token(engine):
+def test_a_prompt_can_have_a_single_token(engine):
     generation, _, _ = run(engine, prompt=[17], max_new_tokens=5)
     assert len(generation.tokens) == 5
 
 
-def test_the_first_root_may_be_all_there_is_for_tokenswift(tiny):
+def test_tokenswift_writes_the_plain_text_after_a_prompt_of_one_token(tiny):
     engine = longdraft.load(str(tiny["gqa"]), drafter="tokenswift")
     plain = longdraft.load(str(tiny["gqa"]), drafter="plain")
     assert run(engine, prompt=[17])[0].tokens.tolist() == run(plain, prompt=[17])[0].tokens.tolist()
@@ -168,7 +168,7 @@ def test_the_first_root_may_be_all_there_is_for_tokenswift(tiny):
     (PROMPT, {"max_new_tokens": 131_072}, "context limit"),
     (PROMPT, {"stop_token_ids": (4096,)}, "stop_token_ids is 4096"),
 ])
-def test_requests_that_cannot_be_served_say_why(engine, prompt, settings, message):
+def test_invalid_requests_raise_an_error_with_the_reason(engine, prompt, settings, message):
     with pytest.raises(UsageError, match=message):
         engine.generate(prompt, SamplingParams(**settings))
 
@@ -196,12 +196,12 @@ def test_requests_that_cannot_be_served_say_why(engine, prompt, settings, messag
     (dict(temperature=1e-8), "0, or 0.001 and more"),
     (dict(min_tokens_to_keep=0), "min_tokens_to_keep is 0"),
 ])
-def test_settings_out_of_range_name_the_value_and_the_range(settings, message):
+def test_settings_out_of_range_raise_an_error_with_value_and_range(settings, message):
     with pytest.raises(UsageError, match=message):
         SamplingParams(**settings)
 
 
-def test_spellings_of_other_tools_are_understood():
+def test_setting_names_of_other_libraries_are_accepted():
     assert SamplingParams.from_names({"max_tokens": 5, "stop": "x"}) == SamplingParams(max_new_tokens=5, stop=("x",))
     assert SamplingParams.from_names({"do_sample": False, "temperature": 0.7}).temperature == 0.0
     assert SamplingParams.from_names({"temperature": 0.7, "do_sample": True}).temperature == 0.7
@@ -222,7 +222,7 @@ def test_spellings_of_other_tools_are_understood():
     (dict(threads=0), UsageError, "threads is 0"),
     (dict(drafter="ngram", drafter_options={"x": 1}), UsageError, "no option 'x'; known"),
 ])
-def test_what_cannot_be_loaded_says_why(settings, error, message):
+def test_a_failed_load_raises_an_error_with_the_reason(settings, error, message):
     with pytest.raises(error, match=message):
         longdraft.load(**settings)
 
@@ -239,7 +239,7 @@ def test_auto_uses_the_heads_it_finds_and_reports_its_choices(tiny):
     assert sum(stats["tokens_by_choice"].values()) == 100
 
 
-def test_tokenswift_without_heads_says_where_to_get_them(tmp_path):
+def test_tokenswift_without_heads_raises_an_error_with_the_cure(tmp_path):
     from helpers.checkpoints import make_checkpoint
 
     make_checkpoint(tmp_path)
@@ -247,7 +247,7 @@ def test_tokenswift_without_heads_says_where_to_get_them(tmp_path):
         longdraft.load(str(tmp_path), drafter="tokenswift")
 
 
-def test_auto_goes_on_without_heads_that_do_not_fit(tiny, tmp_path, caplog):
+def test_auto_ignores_heads_trained_on_other_weights(tiny, tmp_path, caplog):
     from helpers.checkpoints import make_checkpoint, make_heads
 
     base = make_checkpoint(tmp_path)
@@ -258,7 +258,7 @@ def test_auto_goes_on_without_heads_that_do_not_fit(tiny, tmp_path, caplog):
         longdraft.load(str(tmp_path), drafter="tokenswift")
 
 
-def test_a_chat_prompt_has_the_special_tokens_its_template_writes_and_no_more(tmp_path):
+def test_a_chat_prompt_has_only_the_special_tokens_of_its_template(tmp_path):
     import json
 
     from tokenizers import Tokenizer, processors
@@ -283,7 +283,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
         longdraft.load(str(tmp_path))
 
 
-def test_a_context_grows_and_its_views_cannot_be_written():
+def test_a_context_grows_and_its_views_are_read_only():
     context = Context([1, 2, 3])
     context.extend(range(5000))
     assert len(context) == 5003 and context.last == 4999 and context.num_new == 5000
@@ -293,7 +293,7 @@ def test_a_context_grows_and_its_views_cannot_be_written():
 
 
 @pytest.mark.parametrize("drafter", ["plain", "ngram", "suffix"])
-def test_a_penalty_window_beyond_any_text_is_one_of_all_of_it(tiny, drafter):
+def test_a_penalty_window_longer_than_the_text_covers_the_whole_text(tiny, drafter):
     """Found by fuzzing: a number that C++ does not have. And it takes no memory before there is text."""
     before = run_statistics.peak_memory_bytes()
     engine = longdraft.load(str(tiny["mha"]), drafter=drafter)
@@ -305,7 +305,7 @@ def test_a_penalty_window_beyond_any_text_is_one_of_all_of_it(tiny, drafter):
     assert len(hashes) == 1 and run_statistics.peak_memory_bytes() - before < 1 << 30
 
 
-def test_tokens_behind_the_end_are_nobodys(tiny):
+def test_accepted_tokens_after_the_end_are_not_counted(tiny):
     """A text may end inside what was accepted; `auto` tells of no more tokens than there are."""
     engine = longdraft.load(str(tiny["mha"]), drafter="auto")
     _, events, _ = run(engine, temperature=0.0, max_new_tokens=150)

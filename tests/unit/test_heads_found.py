@@ -35,7 +35,7 @@ def write(engine: longdraft.Engine) -> dict[str, object]:
     return [event.stats for event in engine.generate(prompt, SamplingParams(max_new_tokens=40, seed=1))][-1]
 
 
-def test_whole_models_with_heads_are_served_with_them(tiny, tmp_path):
+def test_a_checkpoint_of_a_model_with_heads_loads_both(tiny, tmp_path):
     folder = released(tmp_path / "released", tiny["mha"])
     # Some say so in their config.json too, in Medusa's words.
     config = json.loads((folder / "config.json").read_text())
@@ -49,7 +49,7 @@ def test_whole_models_with_heads_are_served_with_them(tiny, tmp_path):
 
 @pytest.mark.parametrize("num_heads", [1, 3])
 @pytest.mark.parametrize("kind", ["medusa", "chained", "whole model", "beside a model"])
-def test_heads_of_every_kind_need_no_drafter_named(tiny, tmp_path, kind, num_heads):
+def test_heads_of_every_kind_load_without_a_named_drafter(tiny, tmp_path, kind, num_heads):
     bare = tmp_path / "bare"
     base = make_checkpoint(bare, num_key_value_heads=4, seed=4)
     where = tmp_path / "heads"
@@ -69,12 +69,12 @@ def test_heads_of_every_kind_need_no_drafter_named(tiny, tmp_path, kind, num_hea
     assert stats["sha256_tokens"] == write(longdraft.load(str(bare), drafter="plain"))["sha256_tokens"]
 
 
-def test_a_bundled_name_lends_its_heads():
+def test_heads_can_be_given_by_the_name_of_a_bundled_model():
     engine = longdraft.load("novelist", heads="novelist")
     assert isinstance(engine.heads, ChainedHeads) and len(engine.heads) == 3
 
 
-def test_a_folder_without_heads_says_what_heads_are(tiny, tmp_path):
+def test_a_folder_without_heads_raises_an_error_with_the_expected_files(tiny, tmp_path):
     make_checkpoint(tmp_path)
     with pytest.raises(ModelError, match=r"has no heads; give a folder with TokenSwift's .* or Medusa's"):
         longdraft.load(str(tiny["mha"]), heads=str(tmp_path))
@@ -88,7 +88,7 @@ def test_heads_of_a_whole_model_of_another_size_are_refused(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["medusa", "chained"])
-def test_heads_where_a_model_is_wanted_say_how_they_are_used(tiny, tmp_path, kind):
+def test_heads_given_as_a_model_raise_an_error_with_their_use(tiny, tmp_path, kind):
     if kind == "medusa":
         write_medusa(tmp_path)
     else:
@@ -98,7 +98,7 @@ def test_heads_where_a_model_is_wanted_say_how_they_are_used(tiny, tmp_path, kin
         longdraft.load(str(tmp_path))
 
 
-def test_damaged_heads_beside_a_model_cost_speed_only(tiny, tmp_path, caplog):
+def test_damaged_heads_in_a_model_folder_are_skipped(tiny, tmp_path, caplog):
     folder = released(tmp_path / "released", tiny["mha"])
     tensors = load_file(folder / "model.safetensors")
     tensors["model.medusa_layers.0.linear.weight"][0, 0] = torch.nan
@@ -110,7 +110,7 @@ def test_damaged_heads_beside_a_model_cost_speed_only(tiny, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("drafter", ["glide", "draft-model"])
-def test_a_part_that_cannot_be_used_is_left_out_unless_the_drafter_needs_it(tmp_path, caplog, drafter):
+def test_an_unusable_part_is_skipped_unless_the_drafter_needs_it(tmp_path, caplog, drafter):
     """... nor does it keep another drafter from its own part."""
     base = make_checkpoint(tmp_path / "model")
     make_heads(tmp_path / "model" / "heads", base)
@@ -146,13 +146,13 @@ def counted(monkeypatch, tmp_path):
     return computed
 
 
-def test_the_weights_are_hashed_once(tmp_path, counted):
+def test_weights_are_hashed_once(tmp_path, counted):
     make_checkpoint(tmp_path / "model")
     first = fingerprint.weights_sha256(TensorFiles(tmp_path / "model"))
     assert fingerprint.weights_sha256(TensorFiles(tmp_path / "model")) == first == counted[0] and len(counted) == 1
 
 
-def test_weights_that_changed_are_hashed_again_however_old_they_claim_to_be(tmp_path, counted):
+def test_changed_weights_are_hashed_again_regardless_of_their_modification_time(tmp_path, counted):
     make_checkpoint(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     before = fingerprint.weights_sha256(TensorFiles(tmp_path / "model"))
@@ -165,7 +165,7 @@ def test_weights_that_changed_are_hashed_again_however_old_they_claim_to_be(tmp_
     assert fingerprint.weights_sha256(TensorFiles(tmp_path / "model")) != before
 
 
-def test_a_hash_of_files_that_were_just_written_is_not_kept(tmp_path, counted, monkeypatch):
+def test_the_hash_of_recently_written_files_is_not_cached(tmp_path, counted, monkeypatch):
     monkeypatch.setattr(fingerprint, "_TICK_S", 60.0)
     make_checkpoint(tmp_path / "model")
     fingerprint.weights_sha256(TensorFiles(tmp_path / "model"))
@@ -174,7 +174,7 @@ def test_a_hash_of_files_that_were_just_written_is_not_kept(tmp_path, counted, m
 
 
 @pytest.mark.parametrize("damage", ["garbage", "folder"])
-def test_a_cache_that_is_of_no_use_costs_time_only(tmp_path, counted, damage):
+def test_an_unusable_hash_cache_is_ignored(tmp_path, counted, damage):
     make_checkpoint(tmp_path / "model")
     first = fingerprint.weights_sha256(TensorFiles(tmp_path / "model"))
     kept, = fingerprint.cache_dir().iterdir()
@@ -183,7 +183,7 @@ def test_a_cache_that_is_of_no_use_costs_time_only(tmp_path, counted, damage):
     assert fingerprint.weights_sha256(TensorFiles(tmp_path / "model")) == first and len(counted) == 2
 
 
-def test_a_user_without_a_home_has_no_cache(tmp_path, counted, monkeypatch):
+def test_a_user_without_a_home_folder_has_no_hash_cache(tmp_path, counted, monkeypatch):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
@@ -193,7 +193,7 @@ def test_a_user_without_a_home_has_no_cache(tmp_path, counted, monkeypatch):
     assert fingerprint.weights_sha256(TensorFiles(tmp_path / "model")) == counted[0]
 
 
-def test_weights_are_hashed_only_where_heads_say_whose_they_are(tiny, tmp_path, counted):
+def test_weights_are_hashed_only_for_heads_that_name_their_weights(tiny, tmp_path, counted):
     longdraft.load(str(tiny["mha"]))  # its heads do not say
     assert not counted
     shutil.copytree(tiny["mha"], tmp_path / "model")
@@ -202,6 +202,6 @@ def test_weights_are_hashed_only_where_heads_say_whose_they_are(tiny, tmp_path, 
     assert longdraft.load(str(tmp_path / "model")).heads is None and len(counted) == 1
 
 
-def test_the_heads_folder_is_found(tiny):
+def test_heads_in_the_heads_folder_of_a_model_are_found(tiny):
     assert heads.find_heads(tiny["mha"]) == tiny["mha"] / "heads" == heads.find_heads(tiny["mha"] / "heads")
     assert len(heads.load_heads(tiny["mha"], load(tiny["mha"]))) == 3

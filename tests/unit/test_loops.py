@@ -30,7 +30,7 @@ def prose(count: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 17, 100, 500, PERIODS])
-def test_an_exact_loop_is_noticed_and_its_period_told(period):
+def test_an_exact_loop_is_detected_with_its_period(period):
     once = prose(period, seed=1)
     text = prose(3000) + once * (20 + LEAST // period)
     loop = noticed(text)
@@ -39,15 +39,15 @@ def test_an_exact_loop_is_noticed_and_its_period_told(period):
     assert f"every {period:,} tokens" in str(loop)
 
 
-def test_the_shortest_period_is_told():
+def test_the_shortest_period_is_reported():
     assert noticed(prose(100) + [1, 2] * 2000).period == 2
 
 
-def test_a_period_beyond_the_longest_is_none_but_variety_falls_where_it_does():
+def test_a_loop_longer_than_the_longest_period_is_detected_only_by_low_variety():
     assert noticed(prose(PERIODS + 1) * 10) is None
 
 
-def test_a_loop_with_small_changes_is_noticed_by_its_poverty():
+def test_a_loop_with_small_changes_is_detected_by_its_low_variety():
     """`... he said . he said, and said. ...`: no period holds, and there are few different 4-grams."""
     chance = random.Random(2)
     text = prose(3000)
@@ -86,14 +86,14 @@ def code() -> str:
 
 
 @pytest.mark.parametrize("text", [table, ballad, code], ids=lambda text: text.__name__)
-def test_legitimate_repetition_is_no_loop(text):
+def test_legitimate_repetition_is_not_reported_as_a_loop(text):
     tokens = TOKENIZER.encode(text())
     assert len(tokens) > 800
     assert noticed(prose(3000) + tokens + prose(3000)) is None
     assert noticed(tokens) is None
 
 
-def test_a_text_that_was_never_various_is_not_called_poor():
+def test_a_text_with_constant_low_variety_is_not_reported_as_a_loop():
     """A matrix of zeros and ones has few different 4-grams from its beginning to its end."""
     chance = random.Random(5)
     assert noticed(chance.choices([7, 8], k=4 * WINDOW)) is None
@@ -112,7 +112,7 @@ def test_time_and_memory_do_not_grow_with_the_text():
     assert min(times[3:]) < 2 * min(times[:3]) and min(times) / 5000 < 200e-6
 
 
-def test_distinct_is_that_of_the_window():
+def test_distinct_n_is_computed_over_the_window():
     text = prose(500) + [1, 2, 3] * 900
     guard = LoopGuard()
     for end, token in enumerate(text, 1):
@@ -122,7 +122,7 @@ def test_distinct_is_that_of_the_window():
             assert guard.distinct == len(np.unique(grams, axis=0)) / len(grams)
 
 
-def test_drafts_that_are_always_right_are_noticed():
+def test_drafts_that_are_always_accepted_are_reported():
     drafts = FullAcceptance()
     for _ in range(400):
         drafts.push(4, 4)
@@ -141,7 +141,7 @@ def engines():
 GREEDY = dict(max_new_tokens=1500, temperature=0.0, seed=0)  # the bundled model, greedy, loops soon
 
 
-def test_a_looping_text_ends_where_it_is_noticed_whichever_drafter(engines):
+def test_a_looping_text_ends_at_the_same_token_with_every_drafter(engines):
     ends = set()
     for engine in engines.values():
         *_, last = engine.generate("It was", longdraft.SamplingParams(**GREEDY, on_loop="stop"))
@@ -151,7 +151,7 @@ def test_a_looping_text_ends_where_it_is_noticed_whichever_drafter(engines):
     assert len(ends) == 1
 
 
-def test_a_text_that_was_cut_in_its_loop_ends_where_the_uncut_one_does(engines, tmp_path):
+def test_a_text_resumed_inside_its_loop_ends_at_the_same_token(engines, tmp_path):
     params = longdraft.SamplingParams(**GREEDY, on_loop="stop")
     *_, uncut = engines["plain"].generate("It was", params)
     for engine, count in ((engines["plain"], 400), (engines["ngram"], 40)):
@@ -165,24 +165,24 @@ def test_a_text_that_was_cut_in_its_loop_ends_where_the_uncut_one_does(engines, 
         assert last.stats["loop"] == uncut.stats["loop"]
 
 
-def test_warn_tells_once_and_goes_on(engines, caplog):
+def test_on_loop_warn_warns_once_and_continues(engines, caplog):
     *_, last = engines["suffix"].generate("It was", longdraft.SamplingParams(**GREEDY))
     assert last.finish_reason == "length" and last.stats["loop"] and last.stats["recent_distinct_4"] < 0.5
     assert len([record for record in caplog.records if "the text repeats every" in record.message]) == 1
 
 
-def test_off_does_not_look(engines, caplog):
+def test_on_loop_off_disables_the_detection(engines, caplog):
     *_, last = engines["suffix"].generate("It was", longdraft.SamplingParams(**GREEDY, on_loop="off"))
     assert last.finish_reason == "length" and last.stats["loop"] is None and last.stats["recent_distinct_4"] is None
     assert not caplog.records
 
 
-def test_a_loop_ends_no_text_before_its_least_length(engines):
+def test_a_loop_does_not_end_a_text_before_its_minimum_length(engines):
     params = longdraft.SamplingParams(**GREEDY, on_loop="stop", min_new_tokens=700)
     *_, last = engines["suffix"].generate("It was", params)
     assert last.finish_reason == "loop" and last.stats["new_tokens"] == 700
 
 
-def test_other_choices_are_refused():
+def test_unknown_values_of_on_loop_are_refused():
     with pytest.raises(longdraft.UsageError, match="warn, stop or off"):
         longdraft.SamplingParams(on_loop="maybe")

@@ -26,24 +26,24 @@ def sizes_of(settings: dict[str, object], dtype: str = "bfloat16") -> sizing.Siz
 
 @pytest.mark.parametrize("settings, parameters", [  # as published
     (LLAMA_8B, 8_030_261_248), (LLAMA_2_7B, 6_738_415_616), (LLAMA_70B, 70_553_706_496)])
-def test_parameters_of_known_models(settings, parameters):
+def test_parameter_counts_of_known_models_match_their_publications(settings, parameters):
     assert sizes_of(settings).parameters == parameters
 
 
 @pytest.mark.parametrize("dtype, width", [("bfloat16", 2), ("float32", 4)])
-def test_bytes_follow_from_the_dtype(dtype, width):
+def test_the_size_in_bytes_depends_on_the_dtype(dtype, width):
     sizes = sizes_of(LLAMA_8B, dtype)
     assert sizes.weights_bytes == 8_030_261_248 * width
     assert sizes.read_bytes == (8_030_261_248 - 128256 * 4096) * width
     assert sizes.cache_bytes_per_token == 32 * 2 * 8 * 128 * width
 
 
-def test_a_tied_embedding_is_read_as_the_head():
+def test_a_tied_embedding_counts_as_the_output_head():
     sizes = sizes_of(LLAMA_8B | {"tie_word_embeddings": True})
     assert sizes.read_bytes == sizes.weights_bytes == (8_030_261_248 - 128256 * 4096) * 2
 
 
-def test_what_fits_is_memory_less_weights():
+def test_the_maximum_context_fits_beside_the_weights():
     sizes = sizes_of(LLAMA_8B)
     assert sizes.max_context(10 << 30) == 0
     assert sizes.max_context(1 << 40) == sizes.context_limit == 131072
@@ -52,14 +52,14 @@ def test_what_fits_is_memory_less_weights():
     assert 0 <= (20 << 30) * sizing.USABLE - needed < sizes.cache_bytes_per_token
 
 
-def test_time_is_bytes_over_bandwidth():
+def test_the_time_of_a_step_is_bytes_divided_by_bandwidth():
     sizes = sizes_of(LLAMA_8B)
     assert sizes.ms_per_token(0, 1e12) == pytest.approx(sizes.read_bytes / 1e9)
     assert sizes.ms_per_token(1000, 1e9) - sizes.ms_per_token(0, 1e9) == pytest.approx(131_072_000 / 1e6)
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "vocab_size"])
-def test_absurd_sizes_are_one_line_at_once(name):
+def test_absurd_sizes_raise_an_error_immediately(name):
     began = time.monotonic()
     with pytest.raises(ModelError, match=r"describes a model of 10\*\*\d+ parameters or more; allowed"):
         sizes_of(LLAMA_8B | {name: 10**300, "head_dim": 128})
@@ -73,7 +73,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(machine, "read_bandwidth", lambda memory: 20e9)
 
 
-def test_doctor_reads_no_weights(quick, capfd, tmp_path):
+def test_doctor_does_not_read_weights(quick, capfd, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     assert run(["doctor", "--model", str(tmp_path), "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
@@ -86,25 +86,25 @@ def test_doctor_reads_no_weights(quick, capfd, tmp_path):
     assert "141.11 GB in bfloat16" in shown and "335.5 MB for 1,024 tokens" in shown and "at 4,096 tokens" in shown
 
 
-def test_doctor_says_what_is_beyond_the_model(quick, capfd, tmp_path):
+def test_doctor_reports_the_context_limit_of_the_model(quick, capfd, tmp_path):
     make_checkpoint(tmp_path)
     assert run(["doctor", "--model", str(tmp_path)]) == 0
     shown = capfd.readouterr().out
     assert "the model's limit is 4,096" in shown and "4,096 tokens (the model's limit)" in shown
 
 
-def test_doctor_has_one_line_for_what_is_no_model(capfd, tmp_path):
+def test_doctor_prints_one_line_for_a_folder_without_a_model(capfd, tmp_path):
     assert run(["doctor", "--model", str(tmp_path)]) == 2
     assert "cannot read" in (line := capfd.readouterr().err) and line.count("\n") == 1
 
 
-def test_the_bandwidth_is_measured():
+def test_the_memory_bandwidth_is_measured():
     from longdraft import machine
 
     assert 1e8 < machine.read_bandwidth(1 << 24) < 1e13
 
 
-def test_random_models_are_what_they_are_said_to_be(script, tmp_path, monkeypatch):
+def test_random_models_have_the_requested_shape(script, tmp_path, monkeypatch):
     """Shards, tokenizer and heads of `benchmarks/random_model.py`, in small."""
     random_model = script("random_model")
     monkeypatch.setattr(random_model, "SHARD_BYTES", 1 << 19)
