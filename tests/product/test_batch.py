@@ -1,4 +1,4 @@
-"""Batch jobs: every row one record, the same bytes whoever writes them and however often the job is cut."""
+"""Batch jobs: each row becomes one record. Workers and interruptions do not change the bytes of the output."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_openai_requests_produce_openai_records(job, tmp_path):
     assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 9, "total_tokens": 17}
     assert answer["choices"][0]["finish_reason"] == "length" and isinstance(answer["created"], int)
     assert plain["response"]["body"]["object"] == "text_completion"
-    assert len({*plain["response"]["body"]["choices"][0]["text"]}) == 1  # a bias of 100 leaves no choice
+    assert len({*plain["response"]["body"]["choices"][0]["text"]}) == 1  # a bias of 100 forces this token
 
 
 @pytest.mark.parametrize("row, complaint", [
@@ -113,7 +113,7 @@ def test_an_openai_body_is_parsed_like_a_server_request():
     assert task.settings == {"max_new_tokens": 7, "min_p": 0.1, "penalty_window": 64}
 
 
-HALF = "\ud800"  # of a surrogate pair: JSON can name it, UTF-8 cannot
+HALF = "\ud800"  # a lone surrogate: JSON can escape it, UTF-8 cannot encode it
 VALUES = (st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=5)
           | st.sampled_from([10**400, -(2**70), HALF, "It was", 2**32, 0.5]))
 NAMES = [*(field.name for field in fields(longdraft.SamplingParams)), "max_tokens", "do_sample", "n", "metadata",
@@ -133,7 +133,7 @@ ROW = ANYTHING | st.builds(lambda asked, key: {**asked, "id": key}, ASKED, IDS) 
 
 @pytest.fixture(scope="module")
 def writer(chatty, tmp_path_factory) -> BatchWorker:
-    """Whose texts have two tokens."""
+    """A worker whose texts have two tokens."""
     job = BatchJob(tmp_path_factory.mktemp("one") / "work", {"model": str(chatty), "drafter": "suffix", "threads": 1},
               {"on_loop": "off", "max_new_tokens": 2}, 0, "tiny", fsync="never")
     return BatchWorker(job)
@@ -195,7 +195,7 @@ def test_a_job_interrupted_anywhere_writes_the_same_bytes(job, tmp_path):
             totals = run(rows, output, job, in_process, check=stop_after(35), on_progress=seen.append)
         except Interrupted:
             resumed += seen[-1].resumed if seen else 0
-            with output.open("ab") as file:  # what a power cut may leave
+            with output.open("ab") as file:  # a power cut may leave an incomplete line
                 file.write(b'{"id": "row 5", "te')
             continue
         break
@@ -251,19 +251,19 @@ def test_texts_written_in_a_batch_equal_texts_written_alone(job, tmp_path):
 
 def test_a_row_that_repeatedly_ends_its_worker_becomes_an_error_record(job, tmp_path):
     writer, task = BatchWorker(job), parse({**ROWS[0]}, 1, "tiny")
-    for _ in range(3):  # each ends before a token, as a process that is killed does
+    for _ in range(3):  # each attempt ends before its first token, as if the process was killed
         next(write(writer, task))
         job.journal(task.key).joinpath(FILE).unlink()
     (report,) = write(writer, task)
     assert report.record["error"]["code"] == "worker_lost"
     other = parse({**ROWS[1]}, 2, "tiny")
-    for _ in range(8):  # these get further every time
+    for _ in range(8):  # each attempt writes more tokens than the one before
         assert len(list(islice(write(writer, other), 2))) == 2
     assert list(write(writer, other))[-1].record["text"]
 
 
 def test_a_row_that_ends_its_worker_does_not_fail_the_rest_of_the_batch(job):
-    """Texts that were begun beside it are not taken for what ended the writer."""
+    """Other rows of the batch are not counted as the cause when their worker ends."""
     class Died(BaseException):
         pass
 
@@ -311,13 +311,13 @@ def test_only_a_damaged_journal_is_discarded(job, tmp_path):
     journal = job.journal("row 0") / FILE
     before = num_written(journal.parent)
     kept = journal.rename(tmp_path / "kept")
-    journal.symlink_to(journal)  # as good as a disk that gives nothing
+    journal.symlink_to(journal)  # a link to itself cannot be read, as on a failing disk
     with pytest.raises(JournalError, match="cannot be read: Too many levels of symbolic links"):
         run(rows, output, job, in_process)
     assert journal.is_symlink()
     journal.unlink()
     kept.rename(journal)
-    with journal.open("rb") as file:  # somebody looks at it
+    with journal.open("rb") as file:  # another process holds a shared lock
         fcntl.flock(file, fcntl.LOCK_SH)
         timer = Timer(0.5, fcntl.flock, (file, fcntl.LOCK_UN))
         timer.start()

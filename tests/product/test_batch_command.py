@@ -1,4 +1,4 @@
-"""`longdraft batch` as a user meets it: kill -9, mistakes, what it says of the time that is left."""
+"""The command `longdraft batch`: SIGKILL, usage errors, and the estimate of the remaining time."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ def test_remaining_time_is_estimated_from_finished_texts():
     totals.add(RowProgress("a", 100, 0, {"id": "a", "text": ""}))
     totals.add(RowProgress("b", 520, 500))
     assert totals.left == 2 and totals.new_tokens == 120
-    totals.add(RowProgress("b", 570, 550))  # another worker went on with what this run wrote
+    totals.add(RowProgress("b", 570, 550))  # another worker resumed tokens of this run
     assert totals.new_tokens == 170 and totals.seconds_left == 0
     assert "2 of 4 rows" in totals.live_line() and "1 of 4 rows written; 1 were done before" in totals.last_line()

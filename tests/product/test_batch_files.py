@@ -1,4 +1,4 @@
-"""A batch job's files: the work folder is one job's, what is others' stays, what the disk refuses ends the job."""
+"""The files of a batch job: a work folder belongs to one job, unrelated files are kept, disk errors end the job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from longdraft.errors import OutputError, UsageError
 
 
 def error_records_only(job: BatchJob, tasks: Iterator[BatchRequest], check) -> Iterator[RowProgress]:
-    """A execute without an engine, for rows that are none."""
+    """An executor without an engine: every row becomes an error record."""
     for task in tasks:
         yield RowProgress(task.key, 0, 0, error_record(task, "invalid_request", task.problem))
 
@@ -32,7 +32,7 @@ def error_records_only(job: BatchJob, tasks: Iterator[BatchRequest], check) -> I
 @pytest.mark.parametrize("execute", [in_process, worker_processes(1)], ids=["alone", "processes"])
 def test_an_unusable_work_folder_ends_the_job(job, execute):
     job.work_folder.mkdir()
-    (job.work_folder / "attempts").write_text("")  # where a folder belongs
+    (job.work_folder / "attempts").write_text("")  # a file in place of a folder
     started = time.monotonic()
 
     def check() -> None:
@@ -148,13 +148,13 @@ def test_a_full_disk_ends_the_job_without_failing_a_row(job, tmp_path, monkeypat
 
 
 def test_sending_more_than_the_pipe_buffer_does_not_block():
-    """If both processes send more than a pipe holds, neither may wait for the other."""
+    """Both processes may send more than the pipe's buffer holds; neither may block the other."""
     worker = object.__new__(local._WorkerProcess)
     worker._pipe, theirs = Pipe()
     worker.requests, worker._outbox = {}, SimpleQueue()
     sender = threading.Thread(target=worker._send, daemon=True)
     sender.start()
-    tasks = [BatchRequest(str(number), prompt="x" * 10_000) for number in range(100)]  # five times what it holds
+    tasks = [BatchRequest(str(number), prompt="x" * 10_000) for number in range(100)]  # five times the pipe's buffer
     for task in tasks:
         worker.send(task)
     assert [theirs.recv().key for _ in tasks] == [task.key for task in tasks] == list(worker.requests)

@@ -23,7 +23,7 @@ TIMES = {"ms", "ms_low", "ms_high"}
 
 
 def bench(capfd, tmp_path, *arguments: str) -> tuple[dict[str, object], str]:
-    """The JSON of a command and its output."""
+    """Run a command; returns its JSON report and its output."""
     output = tmp_path / "report.json"
     assert run(["bench", *arguments, "--output", str(output)]) == 0
     report = json.loads(output.read_text())
@@ -116,7 +116,7 @@ def test_bench_batch_measures_texts_written_at_the_same_time(capfd, tmp_path, ti
 
 @pytest.fixture
 def group(tiny):
-    """Two texts behind 20 tokens each; a turn has 4 tokens."""
+    """Measures two texts with prompts of 20 tokens, in turns of 4 tokens."""
     engine = longdraft.load(str(tiny["gqa"]), drafter="plain")
     ids = engine.encode("It was a dark and stormy night. " * 4)
     plan = batch.BatchPlan(ids, [20], [1, 2], ["plain"], 4, 3, {}, "", 1)
@@ -126,7 +126,7 @@ def group(tiny):
 
 
 def test_a_peer_that_fails_between_turns_is_compared_up_to_its_failure(group):
-    answers = [batch.TurnTime(8, 1.0, 1.0), batch.TurnTime(8, 2.0, 2.0)]  # the first warms up
+    answers = [batch.TurnTime(8, 1.0, 1.0), batch.TurnTime(8, 2.0, 2.0)]  # the first turn is the warm-up
     failing = SimpleNamespace(write=lambda count, steps: answers.pop(0) if answers else None)
     record = group({"failing": failing})
     assert [len(turns) for turns in record["turns"].values()] == [3, 3, 1]
@@ -144,7 +144,7 @@ def test_the_faster_variant_of_a_peer_is_reported(group):
 
 @pytest.mark.parametrize(("room", "turns"), [(10, 0), (28, 2)])
 def test_texts_that_end_early_are_measured_up_to_their_end(monkeypatch, request, room, turns):
-    """A round writes 9 tokens: a step, a turn side by side and a turn alone. The first round is the warm-up."""
+    """A round writes 9 tokens: a step, a turn in the batch and a turn alone. The first round is the warm-up."""
     monkeypatch.setattr(batch.BatchPlan, "num_new", room)
     record = request.getfixturevalue("group")({})
     if turns:

@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them; `longdraft chat` is a conversation with either end cut off."""
+"""Chat templates render the same text as in transformers; `longdraft chat` holds a conversation."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_piped_conversation_keeps_its_history_saves_and_resets_it(monkeypatch,
     saved = json.loads(first.read_text())["messages"]
     assert [message["role"] for message in saved] == ["system", "user", "assistant", "user", "assistant"]
     assert saved[0]["content"] == "Be kind" and saved[3]["content"] == "/two \nlines"
-    assert json.loads(second.read_text())["messages"] == saved[:3]  # greedy: the same question, the same answer
+    assert json.loads(second.read_text())["messages"] == saved[:3]  # greedy decoding gives the same answer after /reset
     captured = capfd.readouterr()
     assert captured.out == "".join(saved[i]["content"] + "\n" for i in (2, 4, 2)) and captured.err == ""
 
@@ -170,7 +170,7 @@ needs_dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="thi
 
 @needs_dev_full
 def test_a_full_disk_behind_stdout_ends_a_script_with_one_line(talker):
-    """In a process of its own: Python writes what is left of stdout when it exits."""
+    """Runs in a subprocess, because Python flushes the rest of stdout when it exits."""
     with open("/dev/full", "w") as full:
         work = subprocess.run(longdraft_chat(talker, "--max-new-tokens", "4"), input=b"Hello\n", stdout=full,
                               stderr=subprocess.PIPE, check=False)
@@ -218,7 +218,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_program_running(talker):
     time.sleep(1)
     assert work.poll() is None
     out, err = work.communicate(b"/help\n", timeout=60)
-    assert len(out) < 3900  # the answer went no further
+    assert len(out) < 3900  # the answer was stopped early
     assert work.returncode == 0 and b"/reset" in err and b"Traceback" not in err
 
 

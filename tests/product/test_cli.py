@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what it writes where, and one clear line for each mistake."""
+"""The command line: where each command writes its output, and one clear line for each usage error."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_prefill_takes_the_first_tokens_of_the_prompt(capfd, tmp_path):
     assert json.loads(stats.read_text())["prompt_tokens"] == 3
 
 
-WITHOUT_DRAFT = str(BUNDLED_DIR / "novelist" / "draft")  # itself a model
+WITHOUT_DRAFT = str(BUNDLED_DIR / "novelist" / "draft")  # a folder with a model but without a draft model
 MISTAKES = {
     "no prompt": (["generate"], "no prompt; give it as an argument or with --prompt-file"),
     "empty prompt": (["generate", ""], "the prompt is empty"),
@@ -147,7 +147,7 @@ def test_a_full_disk_prints_one_line(capfd):
 
 @needs_dev_full
 def test_a_full_disk_behind_stdout_prints_one_line():
-    """In a process of its own: Python writes what is left of stdout when it exits."""
+    """Runs in a subprocess, because Python flushes the rest of stdout when it exits."""
     with open("/dev/full", "w") as full:
         work = subprocess.run([*LONGDRAFT, *QUICK], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert work.returncode == 1
@@ -174,7 +174,7 @@ def test_a_usage_error_leaves_no_files_behind(capfd, tmp_path):
 
 
 def test_a_file_that_another_process_writes_is_left_alone(tmp_path, capfd):
-    """A second process that thinks the first one dead must not empty its file."""
+    """A second process must not truncate the file of a process that is still writing."""
     output = tmp_path / "text.txt"
     first = OutputFile(output, "--output")
     first.write(b"the beginning, ")
@@ -229,7 +229,7 @@ def test_a_closed_stdout_pipe_ends_the_command_quietly():
 
 @pytest.mark.parametrize("shares", [True, False], ids=["text on the terminal", "text in a file"])
 def test_a_terminal_shows_a_live_line_below_the_text(tmp_path, shares):
-    """On a real terminal: tokens, speed, mean accepted length and time left; `--quiet` silences it."""
+    """The live line shows tokens, speed, mean accepted length and remaining time; `--quiet` disables it."""
     shown = on_terminal([*QUICK, "--output", str(tmp_path / "x")] if not shares else QUICK)
     assert "tokens/s" in shown and "per step" in shown and "left" in shown
     quiet = on_terminal([*QUICK, "--quiet"])
@@ -240,12 +240,12 @@ def test_a_terminal_shows_a_live_line_below_the_text(tmp_path, shares):
 
 
 def summaries(shown: str) -> list[str]:
-    """Lines of the program's own, without the control sequences of the live line."""
+    """The lines that start with `longdraft:`, without the control sequences of the live line."""
     return re.findall(r"longdraft: [^\r\n\x1b]*", shown)
 
 
 def test_a_terminal_shows_one_summary_line_at_the_end_of_a_run(tmp_path):
-    """Tokens, time, speed, speed-up over plain decoding, mean accepted length, main drafter, and the text's place."""
+    """Tokens, time, speed, speed-up over plain decoding, mean accepted length, main drafter, and output files."""
     output, journal = tmp_path / "text.txt", tmp_path / "journal"
     long = ["generate", "It was", "--max-new-tokens", "200", "--seed", "1", "--min-p", "0.1", "--drafter", "suffix",
             "--output", str(output)]

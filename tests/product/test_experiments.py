@@ -1,5 +1,7 @@
-"""Experiments, their results, and the checks of comparisons. Only the test of a deliberately slow system depends on
-times."""
+"""Experiments, their results, and the checks of comparisons.
+
+Only the test of a deliberately slow system depends on measured times.
+"""
 
 from __future__ import annotations
 
@@ -90,8 +92,8 @@ def test_an_interrupted_run_measures_only_the_missing_turns(engine, output, tmp_
     lines = output.read_bytes().splitlines(keepends=True)
     before = [json.loads(line) for line in lines]
     cut = tmp_path / "cut.jsonl"
-    kept = [place for place, record in enumerate(before) if record["kind"] == "turn"][7]  # in the second round
-    cut.write_bytes(b"".join(lines[: kept + 1]) + lines[kept + 1][:40])  # and a line torn in its middle
+    kept = [place for place, record in enumerate(before) if record["kind"] == "turn"][7]  # a turn of the second round
+    cut.write_bytes(b"".join(lines[: kept + 1]) + lines[kept + 1][:40])  # and an incomplete line
     written = []
     monkeypatch.setattr(turns, "write_turn", lambda text, end, _write=turns.write_turn: (
         written.append(end) or _write(text, end)))
@@ -118,7 +120,7 @@ def test_more_tables_are_added_to_a_file_without_measuring_again(engine, tmp_pat
     written = []
     monkeypatch.setattr(turns, "start", lambda engine, system, *rest, _start=turns.start: written.append(
         (system.drafter, system.rule)) or _start(engine, system, *rest))
-    results = measured(engine, output)  # the first text's other systems, and the second text
+    results = measured(engine, output)  # measures the first text's other systems and the second text
     assert sorted(written) == [
         ("magicdec", "keyed"), ("plain", "keyed"), ("plain", "keyed"), ("tokenswift", "independent"),
         ("tokenswift", "keyed"), ("tokenswift", "per-path")]
@@ -179,7 +181,7 @@ def test_a_slowed_system_shows_up_as_slower(engine, monkeypatch):
     assert spent[0] > 40 * 0.05 > spent[1]
 
 
-# The experiments that come with the package.
+# The bundled experiments.
 
 
 @pytest.mark.parametrize("name", ["paper", "ablation", "segments"])

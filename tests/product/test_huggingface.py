@@ -1,4 +1,4 @@
-"""The doors for people who live in transformers: the same greedy text, streamers, and refusals by name."""
+"""The interface for transformers models: the same greedy text, streamers, and errors for unsupported options."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_model_can_be_deleted_and_changed_weights_are_used(tiny):
     options = {"max_new_tokens": 20, "do_sample": False}
     before = theirs(model, custom_generate=longdraft.hf_generate, **options)
     weight = model.model.layers[0].mlp.down_proj.weight
-    for written in (weight.detach(), weight.data):  # autograd does not see the second
+    for written in (weight.detach(), weight.data):  # autograd does not track changes of .data
         written.mul_(-3)
         after = theirs(model, custom_generate=longdraft.hf_generate, **options)
         assert after == theirs(model, **options) != before

@@ -1,4 +1,4 @@
-"""Whole texts by other engines, the llama.cpp worker's conversion, and drafters replayed on journals."""
+"""Whole texts written by other engines, the model conversion for llama.cpp, and drafters replayed on journals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def texts_of(model, names, draft=None, **changes):
 
 
 def test_peers_write_whole_texts(capfd, tmp_path, tiny, monkeypatch):
-    """Three modes only, because each starts a process."""
+    """Measures only three modes, because each starts a process."""
     for engine, chosen in (("transformers", [1]), ("longdraft", [0, 3])):
         program, modes = peers_text.MODES[engine]
         monkeypatch.setitem(peers_text.MODES, engine, (program, [modes[place] for place in chosen]))
@@ -38,7 +38,7 @@ def test_peers_write_whole_texts(capfd, tmp_path, tiny, monkeypatch):
         assert record["peak_memory_bytes"] > 1e7 and record["first_token_s"] > 0
         assert record["to_longdraft_plain"]["low"] <= record["to_longdraft_plain"]["high"]
         assert record["settings"] == min(record["tries"], key=lambda each: each["seconds"])["settings"]
-    assert draft["as_longdraft"] == draft["as_own_plain"] == 12  # the promise
+    assert draft["as_longdraft"] == draft["as_own_plain"] == 12  # the drafted text equals the plain one
     assert plain["to_own_plain"] == {"median": 1, "low": 1, "high": 1} and len(lookup["tries"]) == 3
     pytest.importorskip("matplotlib")
     machine = {"machine": {"processor": "x"}, "bench": "peers", "model": "m"}

@@ -1,6 +1,6 @@
-"""A batch job on a Ray cluster of several nodes in this machine: the same bytes, whatever is killed on the way.
+"""A batch job on a Ray cluster of several nodes on this machine: killed workers and nodes do not change the output.
 
-The tests that begin a cluster take a minute on two cores: `make cluster` runs them.
+The tests that start a cluster take a minute on two cores: `make cluster` runs them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ray = pytest.importorskip("ray", reason="needs ray; pip install 'longdraft[ray]'
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """A head without cores of its own and two nodes with one core each."""
+    """A Ray cluster: a head node without CPU cores, and two worker nodes with one core each."""
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
@@ -75,7 +75,7 @@ def parent_of(process: int) -> int:
 
 
 def work_on(folder: Path, num_rows: int, num_tokens: int) -> tuple[Path, BatchJob]:
-    """Rows and a job; the last row is none."""
+    """An input file and a job; the last row is invalid JSON."""
     make_checkpoint(folder / "tiny", num_key_value_heads=2)
     rows = [{"id": f"row {i}", "prompt": "It was", "max_new_tokens": num_tokens, "ignore_eos": True}
             for i in range(num_rows - 1)]
@@ -96,7 +96,7 @@ def test_progress_is_read_from_the_journals(tmp_path, monkeypatch):
 
     write(tasks[0], 5)
     progress = JournalProgress(job, tasks)
-    assert not list(progress.reports())  # the last look was a moment ago
+    assert not list(progress.reports())  # the journals were read a moment ago
     write(tasks[0], 10)
     write(tasks[1], 7)
     monkeypatch.setattr(on_ray_module, "_REPORT_S", 0.0)
@@ -104,7 +104,7 @@ def test_progress_is_read_from_the_journals(tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "_next", 0.0)
     (first, _, resumed, none), (second, *_) = sorted(progress.reports())
     assert first == "row 0" and resumed == 5 and none is None and second == "row 1"
-    # Going on, the first report tells of what was there.
+    # After a resume, the first report includes the tokens of the earlier run.
     assert {key: tokens for key, tokens, *_ in progress.reports()} == {"row 0": 14, "row 1": 7}
     progress.ended(RowProgress("row 0", 30, 5, {"text": ""}))
     assert [key for key, *_ in progress.reports()] == ["row 1"]
@@ -130,7 +130,7 @@ def test_every_row_is_written_once_after_a_worker_and_a_node_are_killed(cluster,
     killed: list[str] = []
 
     def kill() -> None:
-        """A worker in the middle of a text, then a node whose worker is in the middle of one."""
+        """Kill a worker that is writing a text, then remove a node whose worker is writing one."""
         while len(killed) < 2:
             time.sleep(0.02)
             for writer in writers(job.work_folder):
@@ -163,7 +163,7 @@ def test_every_row_is_written_once_after_a_worker_and_a_node_are_killed(cluster,
 def test_the_required_worker_identity_is_a_subset_of_the_engine_identity(tmp_path):
     _, job = work_on(tmp_path, 2, 5)
     expected = identity_of(job.load, "cpu")
-    with BatchWorker(replace(job, identity=expected)) as writer:  # the same: no error
+    with BatchWorker(replace(job, identity=expected)) as writer:  # the same identity raises no error
         found = writer._engine.identity
     assert expected.items() <= found.items()
     assert expected.keys() == {"longdraft_version", "torch_version", "weights", "tokenizer", "kernels", "dtype"}

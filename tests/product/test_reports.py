@@ -1,4 +1,4 @@
-"""What is made of results: tables, pages, figures, the documents, and what segments say of a whole text."""
+"""Reports made from results: tables, pages, figures, documents, and the extrapolation from segments."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ cases = [{ name = "magicdec", system = "magicdec" }]
     bench(capfd, "report", str(output), "--output", str(folder), "--experiment", str(tmp_path / "mine.toml"))
     page = (folder / "report.html").read_text()
     assert page.count("<img ") == page.count('src="data:image/svg+xml;base64,') >= 4
-    assert not re.search(r'(src|href)="http|<script|@import|url\(', page)  # whole in itself
+    assert not re.search(r'(src|href)="http|<script|@import|url\(', page)  # the page loads nothing from elsewhere
     assert "| magicdec, α  |" in (folder / "tables.md").read_text()
     assert r"\toprule" in (folder / "tables.tex").read_text()
     names = {path.name for path in folder.iterdir()}
@@ -127,7 +127,7 @@ def test_stored_results_can_be_compared_and_name_their_model():
 
 
 def test_the_time_of_a_whole_text_is_extrapolated_from_segments(script):
-    """Seconds that grow in straight lines are added up exactly, between the segments and beyond them."""
+    """A piecewise linear time per token is summed exactly, between the measured segments and beyond them."""
     bend = 5000
 
     def pace(context: float) -> float:

@@ -1,4 +1,4 @@
-"""`longdraft resume` and `inspect` as a user meets them: signals, a full disk, no memory, kill -9, mistakes."""
+"""`longdraft resume` and `inspect`: signals, a full disk, exhausted memory, SIGKILL and usage errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_signal_prints_the_resume_command_and_the_resumed_text_is_unchanged(un
     _, err = work.communicate(timeout=60)
     assert work.returncode == status
     assert err.count("\n") == 1 and f"go on with: longdraft resume '{journal}'" in err
-    assert not output.exists() and (tmp_path / "text.partial").stat().st_size > 0  # clearly partial
+    assert not output.exists() and (tmp_path / "text.partial").stat().st_size > 0  # the partial text has another name
     assert uncut["text"].startswith((tmp_path / "text.partial").read_text())
     assert run(["resume", str(journal), "--output", str(output), "--tokens-out", str(tmp_path / "ids.npy"),
                 "--stats", str(tmp_path / "stats.json"), "--drafter", "suffix", "--threads", "1"]) == 0
@@ -62,7 +62,7 @@ def test_a_signal_prints_the_resume_command_and_the_resumed_text_is_unchanged(un
 
 
 def test_a_second_signal_ends_the_command_immediately(tmp_path):
-    """In the middle of a step that takes forever: the first one waits for it, the second does not."""
+    """During a step that does not end, the first signal waits for the step and the second one does not."""
     code = ("import sys, time, longdraft.speculation.step as s\n"
             "s.Step.run = lambda *a: (print('stuck', file=sys.stderr, flush=True), time.sleep(60))\n"
             "from longdraft.__main__ import main; sys.argv[0] = 'longdraft'; main()")
@@ -92,7 +92,7 @@ def test_a_closed_stdout_pipe_leaves_a_journal_that_resumes(uncut, tmp_path):
 
 
 def test_a_full_disk_prints_one_line_and_leaves_a_journal_that_resumes(uncut, tmp_path):
-    """A limit on the size of files is a disk that fills up: writes fall short, then fail."""
+    """A limit on the file size acts like a disk that fills up: writes are short, then fail."""
     code = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"
             "from longdraft.__main__ import main; sys.argv[0] = 'longdraft'; main()")
     work = subprocess.run([sys.executable, "-c", code, *WRITE, "--journal", str(tmp_path / "j"), "--drafter", "plain"],
@@ -108,7 +108,7 @@ def test_a_full_disk_prints_one_line_and_leaves_a_journal_that_resumes(uncut, tm
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not tell its memory so")
 def test_running_out_of_memory_raises_memory_error_and_leaves_a_journal_that_resumes(uncut, tmp_path):
-    """The address space is limited while the text grows: whatever allocation fails first."""
+    """The address space is limited while the text grows, so that any allocation may fail first."""
     code = ("import sys, resource, longdraft\nfrom pathlib import Path\n"
             "engine = longdraft.load('novelist', drafter='suffix', threads=1)\n"
             "params = longdraft.SamplingParams(max_new_tokens=2500, seed=1, min_p=0.1, on_loop='off')\n"
@@ -124,7 +124,7 @@ def test_running_out_of_memory_raises_memory_error_and_leaves_a_journal_that_res
 
 
 def test_the_text_is_unchanged_after_sigkill_at_random_moments(tmp_path):
-    """The short version of what `benchmarks/soak.py` does a hundred times."""
+    """A short run of `benchmarks/soak.py`."""
     work = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "soak.py"), "kills", "--count", "12", "--tokens",
                            "400"], capture_output=True, text=True, check=False)
     assert work.returncode == 0, work.stderr

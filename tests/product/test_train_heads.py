@@ -1,4 +1,4 @@
-"""Training heads: they learn the right offsets, the losses are what they say, errors are one line."""
+"""Training of heads: the offsets they predict, the losses and their gradients, and error messages of one line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_loss_falls(base, tmp_path, recipe):
     result = job.train(settings(base, steps=60, learning_rate=2e-2, **RECIPES[recipe]), tmp_path / "heads")
-    if recipe == "distilled only":  # a random model says nothing of the text
+    if recipe == "distilled only":  # the random teacher predicts nothing about the text
         return
     assert result.step == 60 and result.tokens == 60 * 2 * 64
     first, last = losses(tmp_path / "heads")[0], losses(tmp_path / "heads")[-1]
@@ -53,7 +53,7 @@ def test_the_loss_falls(base, tmp_path, recipe):
 
 @pytest.mark.parametrize("kind", ["mlp", "tokenswift", "medusa"])
 def test_trained_heads_load_in_the_engine_and_predict_the_right_tokens(base, tmp_path, kind):
-    """Head j of row t must say token t + 1 + j: the letter j + 1 places on, and no other."""
+    """Head j at row t must predict token t + 1 + j, which is j + 1 letters further in the alphabet."""
     output = tmp_path / "heads"
     result = job.train(settings(base, kind=kind, distill=0.0, steps=200, learning_rate=0.1 if kind != "mlp" else 2e-2,
                                 gradient_accumulation=2), output)
@@ -113,7 +113,7 @@ def test_computing_rows_in_chunks_does_not_change_the_gradient(base, monkeypatch
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 1.0])
 def test_the_mixed_loss_has_the_gradient_of_its_two_losses(part):
-    """Beside the obvious: two losses and PyTorch's derivative of them."""
+    """The reference is the sum of two losses, differentiated by PyTorch."""
     draw = torch.Generator().manual_seed(5)
     taught = (3 * torch.randn(12, 40, generator=draw)).softmax(-1)
     wanted = torch.randint(40, (12,), generator=draw)
@@ -130,7 +130,7 @@ def test_the_mixed_loss_has_the_gradient_of_its_two_losses(part):
 
 
 def test_the_loss_equals_a_direct_computation(base):
-    """Beside the obvious: all logits at once, every head and row by itself."""
+    """The reference computes all logits at once, and the loss of each head and row separately."""
     trained = frozen.load_frozen_model(base, "auto", torch.device("cpu"))
     ids = np.random.default_rng(1).integers(2, 250, (2, 30))
     wanted = HeadSettings(data=("none",), heads=2, init="paper", distill=0.3, window=8, sinks=2)

@@ -1,4 +1,4 @@
-"""Training of language models and small drafters: they learn, jump, resume, and end as folders that load."""
+"""Training of language models and draft models: loss, position jumps, resuming, and loading of the result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def text(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
-    """A model whose tokenizer serves: training one needs hundreds of words."""
+    """A model folder with a tokenizer, because training a tokenizer needs hundreds of words."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     make_checkpoint(folder, initializer_range=0.15)
     return folder
@@ -59,7 +59,7 @@ def test_a_trained_model_loads_in_the_engine(text, tokens, tmp_path):
 
 
 def test_reduced_kv_heads_are_group_means(tokens):
-    """Where the heads of a group are equal nothing changes."""
+    """If the heads of each group are equal, the reduction does not change the logits."""
     wanted = LmSettings(data=("x",), **SMALL | {"num_heads": 4, "num_kv_heads": 4})
     model = lm.new_model(wanted, VOCAB, 0, 1)
     state = model.state_dict()
@@ -86,7 +86,7 @@ def test_a_tokenizer_is_trained_if_none_is_given(tmp_path):
     words = " ".join(f"word{i} stands beside line{i * 7}" for i in range(600))
     (tmp_path / "words.txt").write_text(words)
     wanted = LmSettings(data=(str(tmp_path / "words.txt"),), vocab_size=400, **SMALL)
-    with pytest.raises(UsageError, match="give more data"):  # which leaves a tokenizer of other settings
+    with pytest.raises(UsageError, match="give more data"):  # the failed run leaves a tokenizer of another size
         job.train(replace(wanted, vocab_size=300, sequence_length=10**6, context=10**6), tmp_path / "lm")
     job.train(wanted, tmp_path / "lm")
     engine = longdraft.load(str(tmp_path / "lm"))
@@ -187,7 +187,7 @@ def test_different_vocabularies_of_the_same_size_are_refused(text, tokens, tmp_p
 
 
 def test_a_checkpoint_with_ineffective_settings_resumes(text, tokens, tmp_path, monkeypatch):
-    """Versions before took them."""
+    """Earlier versions accepted such settings."""
     wanted = LmSettings(data=(text,), start=str(tokens), layers=3, **QUICK | {"steps": 4})
     stop = At(2, lambda: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(LmSettings, "require_effective", lambda settings: None)
@@ -207,8 +207,8 @@ def test_position_jumps_depend_on_the_index_of_the_sequence_only():
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 40])
 def test_tokens_after_a_position_jump_attend_to_tokens_before_it(text, tokens, monkeypatch, kept_bytes):
-    """`transformers` takes a jump for another text's start unless it is told otherwise."""
-    monkeypatch.setattr(lm, "_ACTIVATION_BYTES", kept_bytes)  # layers computed twice, as for long sequences, or once
+    """Without a mask, `transformers` takes a position jump for the start of another packed text."""
+    monkeypatch.setattr(lm, "_ACTIVATION_BYTES", kept_bytes)  # 0 enables gradient checkpointing, as for long sequences
     wanted = LmSettings(data=(text,), tokenizer=str(tokens), **SMALL)
     module = lm.prepare(lm.new_model(wanted, VOCAB, 0, 1), wanted, torch.device("cpu"))
     task = lm.LanguageModelTask(module, wanted, torch.device("cpu"), torch.float32, torch.float32, None, np.empty(0))
@@ -223,7 +223,7 @@ def test_tokens_after_a_position_jump_attend_to_tokens_before_it(text, tokens, m
 
 
 def test_training_computes_the_logits_of_the_model(text, tmp_path):
-    """A Granite's are divided, as its model does it and as ours will."""
+    """Granite divides its logits by a constant; the training must apply it too."""
     model = make_family(tmp_path, "granite")
     wanted = LmSettings(data=(text,), start=str(tmp_path), **QUICK)
     module = lm.prepare(model, wanted, torch.device("cpu"))
@@ -265,7 +265,7 @@ def test_invalid_settings_raise_an_error_that_names_them(text, tokens, tmp_path,
 
 
 def in_two_processes(folder: Path, commands: list[list[str]]) -> list[str]:
-    """The lines of stdout of these commands, which torchrun starts once, in two processes."""
+    """Run the commands in two processes that torchrun starts; returns the lines of stdout."""
     script = folder / "commands.py"
     script.write_text("import json, sys\nfrom longdraft.__main__ import run\n"
                       "sys.exit(max(run(command) for command in json.loads(sys.argv[1])))")
@@ -300,7 +300,7 @@ def test_two_processes_train_the_same_weights_as_one_and_only_one_reports(text, 
 
 
 def test_processes_wait_for_each_other_for_hours(monkeypatch):
-    """Text to learn from and the probe at the end are one process's work, and take longer than a collective may."""
+    """Only the main process writes training text and probes the result. Both take longer than the default timeout."""
     import accelerate
 
     given: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""A training that was cut in any way goes on, and ends as an uncut one; what the disk refuses is one line."""
+"""An interrupted training resumes and ends with the weights of an uninterrupted one; disk errors are one line."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_self_generated_text_saved_before_a_kill_is_reused(base, tmp_path, monke
     written = []
     generate = Engine.generate
     monkeypatch.setattr(Engine, "generate", lambda *given, **named: written.append(1) or generate(*given, **named))
-    stop = At(3, lambda: signal.raise_signal(signal.SIGTERM))  # two texts, then a step
+    stop = At(3, lambda: signal.raise_signal(signal.SIGTERM))  # after two more texts and one step
     assert job.train(wanted, tmp_path / "cut", stop).signal and len(written) == 2
     job.resume("heads", tmp_path / "cut", {})
     assert len(written) == 2 and losses(tmp_path / "cut") == losses(tmp_path / "whole")
@@ -98,12 +98,12 @@ def test_self_generated_text_saved_before_a_kill_is_reused(base, tmp_path, monke
         job.train(wanted, tmp_path / "other", At(7, kill))
     stop = At(8, kill)
     with pytest.raises(Killed):
-        job.train(settings(base, own_tokens=200, steps=2, seed=7), tmp_path / "other", stop)  # other texts
+        job.train(settings(base, own_tokens=200, steps=2, seed=7), tmp_path / "other", stop)  # needs other texts
     assert len(written) == 2 + 7 + 7
 
 
 def test_self_generated_text_of_an_earlier_version_is_found(base, tmp_path):
-    """Its checkpoints have own.npy beside them."""
+    """Earlier versions wrote own.npy beside the checkpoint."""
     texts = np.arange(3 * 64, dtype=np.int32).reshape(3, 64)
     np.save(tmp_path / "own.npy", texts)
     progress = TrainingProgress(sys.stderr, quiet=True)
@@ -114,7 +114,7 @@ def test_self_generated_text_of_an_earlier_version_is_found(base, tmp_path):
 
 
 def test_only_the_main_process_checks_that_files_can_be_written(base, tmp_path, monkeypatch):
-    """Several would take the file from one another."""
+    """Several processes would overwrite each other's test file."""
     job.train(settings(base), tmp_path / "cut", At(2, lambda: signal.raise_signal(signal.SIGTERM)))
     tried = []
     monkeypatch.setattr(job, "_check_writable", tried.append)
@@ -127,7 +127,7 @@ def test_only_the_main_process_checks_that_files_can_be_written(base, tmp_path, 
 
 
 def test_kept_metrics_are_not_rewritten(tmp_path, monkeypatch):
-    """So that neither a full disk nor a kill at that moment can lose them."""
+    """Truncating in place keeps them even if the disk is full or the process is killed."""
     path = tmp_path / job.METRICS
     lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 6)]
     path.write_text("".join(lines) + '{"step": 6, "lo')

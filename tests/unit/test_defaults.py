@@ -1,4 +1,4 @@
-"""Request over file over built-in: what generation_config.json says, and where a setting came from."""
+"""Sampling defaults from generation_config.json: which setting overrides which, and where a setting came from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILE = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repe
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model whose file has defaults; the ids of both ends of text are likely."""
+    """A model whose generation_config.json has defaults and two end-of-text tokens, both likely."""
     path = tmp_path_factory.mktemp("defaults")
     make_checkpoint(path)
     (path / "generation_config.json").write_text(json.dumps(FILE))
@@ -108,7 +108,7 @@ def test_an_engine_uses_the_file_unless_disabled(folder):
         "temperature", "top_k", "min_p", "eta_cutoff", "repetition_penalty"}
     with engine.generate("It was") as generation:
         assert generation.stats()["sampling"]["top_k"] == 20
-    with engine.generate("It was", SamplingParams()) as generation:  # settings that are given are taken as they are
+    with engine.generate("It was", SamplingParams()) as generation:  # explicit settings are not changed
         assert generation.stats()["sampling"]["top_k"] == 0
 
 

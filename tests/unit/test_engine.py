@@ -40,7 +40,7 @@ def test_the_tokens_of_all_events_are_the_generated_text(engine):
 def test_statistics_have_the_documented_names_and_consistent_sums(engine):
     _, events, _ = run(engine)
     stats = events[-1].stats
-    names = [  # scripts rely on them: renaming one is a breaking change
+    names = [  # users' scripts read these names: renaming one is a breaking change
         "prompt_tokens", "new_tokens", "finish_reason", "seed", "prefill_seconds", "decode_seconds",
         "tokens_per_second", "steps", "draft_tokens", "accepted_tokens", "mean_accepted_length", "by_source",
         "timings", "sha256_tokens", "distinct_1", "distinct_2", "distinct_3", "distinct_4", "exactness", "kernels",
@@ -83,14 +83,14 @@ def test_a_prompt_of_token_ids_equals_a_text_prompt(engine):
 
 
 def long_run(engine):
-    """A text whose steps write several tokens at once."""
+    """A text in which some steps accept several tokens."""
     _, events, text = run(engine, temperature=0.0, max_new_tokens=150)
     assert any(len(event.tokens) > 2 for event in events)
     return [list(event.tokens) for event in events], text
 
 
 def test_a_stop_token_among_accepted_tokens_ends_the_text(engine):
-    """For every token of the runs: make it a stop id; nothing behind its first place is given or counted."""
+    """With any accepted token as stop token, no token after its first occurrence is returned or counted."""
     steps, _ = long_run(engine)
     flat = [token for step in steps for token in step]
     for stop in {step[0] for step in steps if len(step) > 2} | {step[1] for step in steps if len(step) > 2}:
@@ -294,7 +294,7 @@ def test_a_context_grows_and_its_views_are_read_only():
 
 @pytest.mark.parametrize("drafter", ["plain", "ngram", "suffix"])
 def test_a_penalty_window_longer_than_the_text_covers_the_whole_text(tiny, drafter):
-    """Found by fuzzing: a number that C++ does not have. And it takes no memory before there is text."""
+    """Fuzzing found a window that overflows C++ integers. A large window must not allocate memory in advance."""
     before = run_statistics.peak_memory_bytes()
     engine = longdraft.load(str(tiny["mha"]), drafter=drafter)
     hashes = set()
@@ -306,7 +306,7 @@ def test_a_penalty_window_longer_than_the_text_covers_the_whole_text(tiny, draft
 
 
 def test_accepted_tokens_after_the_end_are_not_counted(tiny):
-    """A text may end inside what was accepted; `auto` tells of no more tokens than there are."""
+    """A text may end among the accepted tokens of a step; `auto` counts only the tokens of the text."""
     engine = longdraft.load(str(tiny["mha"]), drafter="auto")
     _, events, _ = run(engine, temperature=0.0, max_new_tokens=150)
     steps = [list(event.tokens) for event in events]

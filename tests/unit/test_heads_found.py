@@ -1,4 +1,4 @@
-"""Which heads belong to a model: in it, beside it, or named; and the hash that says whose they are."""
+"""Finding a model's heads: in its checkpoint, in its folder, or by name; and the hash of the weights they name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from longdraft.model.medusa import MedusaHeads
 
 
 def released(folder: Path, tiny: Path) -> Path:
-    """TokenSwift's files: the whole model plus model.medusa_layers.*, in one folder."""
+    """A folder in TokenSwift's release format: the model's tensors plus model.medusa_layers.*."""
     shutil.copytree(tiny, folder)
     shutil.rmtree(folder / "heads")
     save_file(load_file(tiny / "model.safetensors") | load_file(tiny / "heads" / "model.safetensors"),
@@ -37,7 +37,7 @@ def write(engine: longdraft.Engine) -> dict[str, object]:
 
 def test_a_checkpoint_of_a_model_with_heads_loads_both(tiny, tmp_path):
     folder = released(tmp_path / "released", tiny["mha"])
-    # Some say so in their config.json too, in Medusa's words.
+    # Some released checkpoints also have Medusa's keys in config.json.
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"medusa_num_heads": 3, "medusa_num_layers": 1}))
     engine = longdraft.load(str(folder))
@@ -111,7 +111,7 @@ def test_damaged_heads_in_a_model_folder_are_skipped(tiny, tmp_path, caplog):
 
 @pytest.mark.parametrize("drafter", ["glide", "draft-model"])
 def test_an_unusable_part_is_skipped_unless_the_drafter_needs_it(tmp_path, caplog, drafter):
-    """... nor does it keep another drafter from its own part."""
+    """An unusable part also does not affect drafters that use another part."""
     base = make_checkpoint(tmp_path / "model")
     make_heads(tmp_path / "model" / "heads", base)
     part = {"glide": "glide", "draft-model": "draft"}[drafter]
@@ -126,12 +126,12 @@ def test_an_unusable_part_is_skipped_unless_the_drafter_needs_it(tmp_path, caplo
         longdraft.load(str(tmp_path / "model"), drafter=drafter)
 
 
-# The hash of the weights
+# Hashes of the weights.
 
 
 @pytest.fixture
 def counted(monkeypatch, tmp_path):
-    """Hashes that were really computed; every model is large, and files are settled at once."""
+    """The hashes that were computed. Models of any size and files of any age are cached."""
     monkeypatch.setattr(fingerprint, "_MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(fingerprint, "_TICK_S", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -194,7 +194,7 @@ def test_a_user_without_a_home_folder_has_no_hash_cache(tmp_path, counted, monke
 
 
 def test_weights_are_hashed_only_for_heads_that_name_their_weights(tiny, tmp_path, counted):
-    longdraft.load(str(tiny["mha"]))  # its heads do not say
+    longdraft.load(str(tiny["mha"]))  # its heads name no weights
     assert not counted
     shutil.copytree(tiny["mha"], tmp_path / "model")
     config = json.loads((tmp_path / "model/heads/config.json").read_text())

@@ -1,4 +1,4 @@
-"""Loops are noticed where texts loop, and not where they only repeat; nothing but tokens decides."""
+"""Loop detection: loops are detected, legitimate repetition is not. The result depends on the tokens only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def noticed(tokens) -> loops.Loop | None:
 
 
 def prose(count: int, seed: int = 0) -> list[int]:
-    """Tokens as various as those of a novel."""
+    """Tokens with the variety of a novel."""
     return random.Random(seed).choices(range(4096), k=count)
 
 
@@ -48,7 +48,7 @@ def test_a_loop_longer_than_the_longest_period_is_detected_only_by_low_variety()
 
 
 def test_a_loop_with_small_changes_is_detected_by_its_low_variety():
-    """`... he said . he said, and said. ...`: no period holds, and there are few different 4-grams."""
+    """In `... he said . he said, and said. ...` no period repeats exactly, but there are few distinct 4-grams."""
     chance = random.Random(2)
     text = prose(3000)
     for _ in range(800):
@@ -59,7 +59,7 @@ def test_a_loop_with_small_changes_is_detected_by_its_low_variety():
 
 
 def table() -> str:
-    """Ten columns, a hundred rows, as a model would write them: names, numbers, the same rulers."""
+    """A table of names and numbers with a hundred rows."""
     chance = random.Random(3)
     rows = ["| name | 2019 | 2020 | 2021 |", "| --- | ---: | ---: | ---: |"]
     rows += [f"| {chance.choice(['Leeds', 'York', 'Hull'])} | {chance.randrange(100)} | {chance.randrange(100)} | 0 |"
@@ -77,7 +77,7 @@ def ballad() -> str:
 
 
 def code() -> str:
-    """Getters, a table of constants, rows of zeros: what programs repeat."""
+    """Typical repetition in programs: getters, and a table of zeros."""
     names = ["width", "height", "depth", "left", "right", "top", "bottom", "first", "last", "count", "size", "length",
              "rank", "weight", "value", "index", "start", "stop", "step", "scale"]
     getters = "".join(f"    def get_{name}(self) -> int:\n        return self._{name}\n\n" for name in names)
@@ -94,7 +94,7 @@ def test_legitimate_repetition_is_not_reported_as_a_loop(text):
 
 
 def test_a_text_with_constant_low_variety_is_not_reported_as_a_loop():
-    """A matrix of zeros and ones has few different 4-grams from its beginning to its end."""
+    """A matrix of zeros and ones has few distinct 4-grams from the first token to the last."""
     chance = random.Random(5)
     assert noticed(chance.choices([7, 8], k=4 * WINDOW)) is None
 
@@ -138,7 +138,7 @@ def engines():
     return {name: longdraft.load("novelist", drafter=name) for name in ("plain", "ngram", "suffix")}
 
 
-GREEDY = dict(max_new_tokens=1500, temperature=0.0, seed=0)  # the bundled model, greedy, loops soon
+GREEDY = dict(max_new_tokens=1500, temperature=0.0, seed=0)  # the bundled model soon loops with greedy decoding
 
 
 def test_a_looping_text_ends_at_the_same_token_with_every_drafter(engines):

@@ -1,4 +1,4 @@
-"""What a model needs, from its config.json alone."""
+"""The memory and time that a model needs, computed from its config.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sizes_of(settings: dict[str, object], dtype: str = "bfloat16") -> sizing.Siz
     return sizing.model_sizes(config.parse_config(settings), dtype)
 
 
-@pytest.mark.parametrize("settings, parameters", [  # as published
+@pytest.mark.parametrize("settings, parameters", [  # the published numbers
     (LLAMA_8B, 8_030_261_248), (LLAMA_2_7B, 6_738_415_616), (LLAMA_70B, 70_553_706_496)])
 def test_parameter_counts_of_known_models_match_their_publications(settings, parameters):
     assert sizes_of(settings).parameters == parameters
@@ -105,7 +105,7 @@ def test_the_memory_bandwidth_is_measured():
 
 
 def test_random_models_have_the_requested_shape(script, tmp_path, monkeypatch):
-    """Shards, tokenizer and heads of `benchmarks/random_model.py`, in small."""
+    """A small model of `benchmarks/random_model.py`, with shards, tokenizer and heads."""
     random_model = script("random_model")
     monkeypatch.setattr(random_model, "SHARD_BYTES", 1 << 19)
     shape = random_model.SHAPES["qwen2.5-1.5b"] | dict(
