@@ -37,7 +37,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Row | str]]:
-    """Each row with its line number (from 1), or a text that says why the line holds none. Empty lines are skipped."""
+    """Yield each line number (from 1) with its row, or with an error text if it has no row. Empty lines are skipped."""
     if is_parquet(path):
         return _table_rows(path)
     return _json_rows(path)
@@ -166,7 +166,7 @@ class RecordFile:
 
         Raises UsageError if the file holds something else, or another job writes it.
         """
-        if is_parquet(output) and os.path.exists(output):  # it was complete; JSON lines could be continued
+        if is_parquet(output) and os.path.exists(output):  # a Parquet output is complete once it exists
             raise UsageError(f"the output {output} exists and is complete; give another name, or remove it")
         records = cls(output, work)
         try:

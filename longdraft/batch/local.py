@@ -1,6 +1,6 @@
 """Executors on this machine: they write a job's rows in this process, or in worker processes with an engine each.
 
-An executor takes requests one by one as it can start them, and yields the progress of rows; None if there is none.
+An executor takes each request when it can start it, and yields the progress of rows, or None without progress.
 """
 
 from __future__ import annotations

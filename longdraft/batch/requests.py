@@ -67,7 +67,7 @@ class RowProgress(NamedTuple):
 
 
 def parse(row: Row | str, line: int, model: str) -> BatchRequest:
-    """The request of a row. A text instead of a row says why the line holds none.
+    """The request of a row. A text instead of a row is the reason why the line has no row.
 
     line   line number of the input, from 1; it names a row without an id
     model  the name that a body may give the job's model

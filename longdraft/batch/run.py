@@ -1,4 +1,4 @@
-"""A batch job from its input to its output: skip finished rows, give the others to an executor, collect the records.
+"""A batch job from its input to its output: skip finished rows, pass the rest to an executor, collect records.
 
     OUT          the records, in the order in which texts end
     OUT.work/    until the job is done: journals of unfinished texts, and more (longdraft/batch/work_folder.py)

@@ -117,13 +117,13 @@ def forget(work: Path, key: str) -> None:
 
 
 def forget_attempts(work: Path) -> None:
-    """Remove the attempts of earlier runs, which anything may have ended."""
+    """Remove the attempts of earlier runs, which may have ended for any reason."""
     for path in _matching(work / _ATTEMPTS, _HASH):
         path.unlink()
 
 
 def remove(work: Path) -> None:
-    """Remove the files of a finished job, its name last, and the folder if nothing else is in it."""
+    """Remove the files of a finished job, job.json last, and the folder if it is empty then."""
     with contextlib.suppress(OSError):  # the records are whole; remaining files do no harm
         for path in _matching(work / _JOURNALS, _HASH):
             shutil.rmtree(path)

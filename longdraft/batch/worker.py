@@ -42,7 +42,7 @@ class BatchJob:
     retries      how often a row may end its worker without a new token before it becomes an error record
     fingerprint  of the engine that wrote the existing records; None if there are none
     batch_size   texts that a worker writes at the same time, in shared forwards
-    identity     what workers must be: the part of `Engine.identity` that the driver knows; a difference ends the job
+    identity     the part of `Engine.identity` that workers must share with the driver; a difference ends the job
     """
 
     work_folder: Path
@@ -147,7 +147,7 @@ class BatchWorker:
             return _failed(request, "invalid_request", request.problem)
         try:
             ids, params = self._checked(request)
-        except (UsageError, ModelError) as error:  # a chat template is the model's, and may fail in any way
+        except (UsageError, ModelError) as error:  # a chat template comes with the model and may raise any error
             return _failed(request, "invalid_request", str(error))
         if self._has_failed_too_often(request.key):
             return _failed(request, "worker_lost", f"the row ended its worker {self._job.retries + 1} times without a "
@@ -233,7 +233,7 @@ class BatchWorker:
                 lines = work_folder.attempts(self._job.work_folder, key).read_bytes().split()
             except FileNotFoundError:
                 return []
-        return [int(line) for line in lines if line.isdigit()]  # a power cut may leave anything
+        return [int(line) for line in lines if line.isdigit()]  # a power cut may leave any content
 
 
 def identity_differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:

@@ -47,7 +47,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
         partial.touch()
         mode = stat.S_IMODE(partial.stat().st_mode)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, dict(header))
-        partial.chmod(mode)  # save_file makes a file that only its owner can read
+        partial.chmod(mode)  # save_file creates a file that only its owner can read
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -1,4 +1,4 @@
-"""`longdraft train ...`. Heavy imports wait inside the commands, so that --help is quick.
+"""`longdraft train ...`. Heavy imports are inside the commands, so that --help is fast.
 
     longdraft train heads --data books.parquet --output my-heads
 
@@ -56,7 +56,7 @@ def _command(kind: type[TrainingSettings], text: str, presets: bool = False) -> 
            for name, hint in _RUN.items()]
     preset = [_parameter("preset", _PRESET, "")] if presets else []
     settings = [_parameter(field.name, _option(field, hints[field.name]), _default(field)) for field in fields(kind)]
-    # Typer reads the parameters from here.
+    # Typer reads the parameters from this attribute.
     command.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
         inspect.Parameter("called", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
         *run, *preset, *settings])

@@ -52,7 +52,7 @@ def check_files(files: Sequence[str]) -> None:
 
 
 def read_documents(files: Sequence[str], column: str) -> Iterator[str]:
-    """The non-empty texts of the files, in order. Raises UsageError with the file's name and its fault."""
+    """The non-empty texts of the files, in order. Raises UsageError with the file's name and the reason."""
     check_files(files)
     for name in files:
         if is_hub_data(name):
@@ -84,7 +84,7 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
                                  "name another key with --text-column") from error
             if not isinstance(text, str):
                 raise UsageError(f"{path} line {number}: {column!r} is a {type(text).__name__}, not a text")
-            if (place := lone_surrogate(text)) is not None:  # only JSON can hold one
+            if (place := lone_surrogate(text)) is not None:  # only JSON can contain a lone surrogate
                 raise UsageError(f"{path} line {number}: {column!r} has a lone surrogate at character "
                                  f"{place}; correct or remove the document")
             yield text
@@ -126,7 +126,7 @@ def _hub(name: str, column: str) -> Iterator[str]:
             yield text
     except UsageError:
         raise
-    except Exception as error:  # the library raises many kinds: of files, of the network, its own
+    except Exception as error:  # the library raises errors of files, of the network and its own
         raise UsageError(f"cannot read {name}: {str(error).strip().splitlines()[0]}") from error
 
 

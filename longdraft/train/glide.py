@@ -1,13 +1,13 @@
 """Training of glide (LongSpec, arXiv 2502.17421): a layer that drafts from a window and the target's own keys.
 
-At inference the target's keys are behind the row that attends to them: by one for the first draft, by j for the j-th.
+At inference the target's keys lag behind the row that attends to them: by one for the first draft, by j for the j-th.
 In training every batch therefore draws a lag and shifts queries against keys by it, which needs no mask:
 
     keys       0 1 2 3 4 5 6 7 . .        lag 2: row i sees the target's keys up to i - 2,
     rows           2 3 4 5 6 7 8 9        and its own layer's up to i
 
-Positions are offset (anchor-offset indices): the first ones stay, the others start far out, so that short sequences
-train far positions.
+Positions are offset (anchor-offset indices): the first ones are unchanged, later ones get a large offset, so that short
+sequences train far positions.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def positions(settings: GlideSettings, most: int, place: int, count: int, length: int) -> Tensor:
-    """Positions [count, length] int64: up to `anchors` stay, the others get a random offset per sequence."""
+    """Positions [count, length] int64: up to `anchors` first ones are unchanged, later ones are offset at random."""
     found = np.tile(np.arange(length), (count, 1))
     room = (settings.positions or most) - length
     for row in range(count):

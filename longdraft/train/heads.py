@@ -127,7 +127,7 @@ class ChainedModule(nn.Module):
 
 
 class MedusaModule(nn.Module):
-    """Independent residual blocks, in float32; they begin as nothing and share the model's output head."""
+    """Independent residual blocks, in float32. They start at zero and share the model's output head."""
 
     def __init__(self, base: FrozenModel, settings: HeadSettings) -> None:
         super().__init__()
@@ -157,11 +157,11 @@ class MedusaModule(nn.Module):
 
 
 def targets(ids: Tensor, num_heads: int) -> Tensor:
-    """What each head should say: [heads, B * L], IGNORED where the sequence ends before it.
+    """Target tokens of each head: [heads, B * L] int64, IGNORED beyond the end of the sequence.
 
     ids            a b c d e f
-    head 1         c d e f . .      row t speaks of token t + 2
-    head 2         d e f . . .      row t speaks of token t + 3
+    head 1         c d e f . .      row t predicts token t + 2
+    head 2         d e f . . .      row t predicts token t + 3
     """
     rows = torch.full((num_heads, *ids.shape), IGNORED, dtype=torch.long, device=ids.device)
     for j in range(1, num_heads + 1):
@@ -171,7 +171,7 @@ def targets(ids: Tensor, num_heads: int) -> Tensor:
 
 @dataclass
 class HeadsTask:
-    """Heads over a frozen model, as the loop wants them."""
+    """The training task of heads over a frozen model."""
 
     module: ChainedModule | MedusaModule
     base: FrozenModel
@@ -182,7 +182,7 @@ class HeadsTask:
         return decayed(list(self.module.named_parameters()), weight_decay)
 
     def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
-        """The loss is the sum over heads of the mean over their rows; each head's mean [heads]."""
+        """Sum over heads of the mean loss over their rows; returns the mean of each head [heads]."""
         base, part, count = self.base, self.settings.distill, self.settings.heads
         ids = as_ids(sequences, base.device)
         wanted = targets(ids, count)
@@ -206,7 +206,7 @@ class HeadsTask:
         """The model's probabilities at the rows that follow those of a run: row i, shifted by j, is head j + 1's."""
         last = run.stop + self.settings.heads
         rows = hidden[run.start + 1 : last]
-        missing = last - (run.start + 1) - len(rows)  # behind the end, where no head wants anything
+        missing = last - (run.start + 1) - len(rows)  # rows beyond the end, where every target is IGNORED
         return self.base.logits(functional.pad(self.base.normed(rows), (0, 0, 0, missing))).softmax(-1)
 
     @torch.no_grad()
@@ -229,7 +229,7 @@ class HeadsTask:
 
 
 def new_task(base: FrozenModel, settings: HeadSettings, sample: Tokens, validation: Tokens) -> HeadsTask:
-    """Heads that have learnt nothing; `sample` is a sequence [1, L] of the training data."""
+    """The task of untrained heads; `sample` is a sequence [1, L] of the training data."""
     if settings.kind == "medusa":
         return HeadsTask(MedusaModule(base, settings), base, settings, validation)
     size = float(base.hidden(as_ids(sample, base.device)).square().mean(-1).sqrt().median())

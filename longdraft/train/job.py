@@ -58,7 +58,7 @@ class Result(NamedTuple):
 
 
 def _unfinished(output: Path) -> tuple[dict[str, Any], checkpoints.Checkpoint | None]:
-    """TrainingKind and settings of the training in `output`, and how far it came; no checkpoint: not to its first."""
+    """Saved state and last checkpoint of the training in `output`; the checkpoint is None before the first one."""
     if (output / checkpoints.FILE).is_file():
         saved = checkpoints.load(output / checkpoints.FILE)
         return saved.state, saved
@@ -81,7 +81,7 @@ def prepare_output(output: Path, settings: TrainingSettings) -> None:
         output.mkdir(parents=True, exist_ok=True)
         if any(output.iterdir()) and not (output / SETTINGS).exists():
             raise UsageError(f"{str(output)!r} is not empty; give another --output")
-        for name in lm.TOKENIZER_FILES:  # of an earlier training, perhaps
+        for name in lm.TOKENIZER_FILES:  # may be left by an earlier training
             (output / name).unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write to {str(output)!r}: {error.strerror or error}; "
@@ -123,7 +123,7 @@ def resume(kind: str, output: Path, given: Mapping[str, Any], progress: Training
     settings = resumed(from_dict(TRAININGS[kind].settings, state["settings"]), given)
     data.check_files(settings.local_files())
     processes = DistributedProcesses(settings.device)
-    if processes.is_main:  # the others would write the same file
+    if processes.is_main:  # all processes share the file
         _check_writable(output)
     return _train(settings, output, saved, progress, processes)
 
@@ -170,7 +170,7 @@ def _train(settings: TrainingSettings, output: Path, saved: checkpoints.Checkpoi
             if settings.probe_tokens and drafting:
                 shown.say("measuring the drafter on held-out prompts")
                 probed = probe(drafting, validation, settings.probe_tokens)
-        processes.wait_for_all()  # the launcher takes a process that exits early for a failed one
+        processes.wait_for_all()  # the launcher treats a process that exits early as failed
     return _result(output, settings, processes, outcome, parts, probed)
 
 
@@ -202,7 +202,7 @@ def load_data(settings: TrainingSettings, context: TrainingContext, output: Path
 
 
 def _main_process_first(processes: DistributedProcesses, work: Callable[[], list[Tokens]]) -> list[Tokens]:
-    """Run `work` on the main process, then on the others, which find its result on the disk."""
+    """Run `work` on the main process, then on the other processes, which find its result on the disk."""
     found = work() if processes.is_main else []
     processes.wait_for_all()
     return found if processes.is_main else work()

@@ -85,7 +85,7 @@ def with_fewer_kv_heads(model: Any, num: int) -> Any:
 def positions(settings: LmSettings, place: int, count: int, length: int) -> Tensor:
     """Positions [count, length] int64 of sequences `place`, `place` + 1, ...: some jump by a log-uniform distance.
 
-    They are functions of the seed and the sequence's place, and do not depend on the number of processes.
+    They depend on the seed and the index of the sequence, not on the number of processes.
     """
     found = np.tile(np.arange(length), (count, 1))
     room = settings.context - length

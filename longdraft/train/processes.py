@@ -18,8 +18,8 @@ from longdraft.errors import UsageError
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-# The main process may write training text for hours while the others wait; the default timeout of minutes would end
-# them. If a process dies, its launcher ends the others.
+# The main process may write training text for hours while the other processes wait. The default timeout of minutes
+# would end them. If a process dies, its launcher ends the remaining ones.
 _TIMEOUT = timedelta(days=7)
 
 

@@ -48,7 +48,7 @@ class TrainingProgress:
             self.say(f"{done:4.0%}  {text}")
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         if self._quiet:
             return
         if self._live is not None:
@@ -60,8 +60,8 @@ class TrainingProgress:
 class MetricsLog:
     """A file of JSON lines, each with its step, and TensorBoard's event files if `tensorboard`.
 
-    A resumed training removes the lines after its checkpoint. With `path` None nothing is written, as in all processes
-    but the main one.
+    A resumed training removes the lines after its checkpoint. With `path` None nothing is written: only the
+    main process has a path.
     """
 
     def __init__(self, path: Path | None, last_step: int, tensorboard: bool = False) -> None:

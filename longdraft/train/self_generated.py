@@ -1,4 +1,4 @@
-"""Training text that the model writes itself: a drafter predicts the model's own text, not books.
+"""Training text that the model writes itself: a drafter has to predict the model's own text.
 
 Writing can take hours, so the texts are saved every minute. The file's name is a hash of the model, the prompts and the
 settings: a training that is resumed or repeated uses the same texts and writes only the missing ones.
