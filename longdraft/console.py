@@ -1,4 +1,4 @@
-"""What the doors share: the first signal asks the work to end, stdout may end before it, how long a time is."""
+"""Shared by the command-line programs: signal handlers, failures of stdout, and the format of durations."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 
 
 class Interrupted(Exception):
-    """Raised where work may be left because a signal has arrived."""
+    """Raised where the work can be stopped in order after a signal has arrived."""
 
 
 class Terminated(BaseException):
-    """What KeyboardInterrupt is for SIGINT: SIGTERM ends the work at once."""
+    """The counterpart of KeyboardInterrupt for SIGTERM: ends the work at once."""
 
 
 class Interrupt:
-    """While entered, SIGINT and SIGTERM are remembered in `number`; a second one ends the work at once, whatever
-    is being done: it raises KeyboardInterrupt or Terminated, and a third does not even wait for that."""
+    """Context manager that stores the first SIGINT or SIGTERM in `number`. A second signal ends the work at once by
+    raising KeyboardInterrupt or Terminated. A third has the system's default effect: it kills the process."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the signal that arrived
+        self.number = 0  # of the first signal; 0: none has arrived
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():  # elsewhere the caller's handlers apply
+        if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
             self._before = {number: signal.signal(number, self._arrived) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
@@ -50,26 +50,26 @@ class Interrupt:
 
 
 def on_terminate(number: int, frame: FrameType | None) -> None:
-    """A handler for SIGTERM where nothing is under way that must be finished."""
+    """A handler for SIGTERM while there is no work to finish: raises Terminated."""
     raise Terminated
 
 
 def any_letter() -> None:
-    """A terminal that cannot show a letter shows '?'."""
+    """Make stdout print '?' for characters that its encoding does not have."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def stdout_lost(error: OSError) -> int:
-    """The exit status where stdout takes no more. Says why, unless the reader has gone."""
+    """Handle a failed write to stdout; returns the exit status. Prints the reason, except for a closed pipe."""
     if not isinstance(error, BrokenPipeError):
         print(f"longdraft: cannot write to stdout: {error.strerror or error}", file=sys.stderr)
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else Python tries again at exit
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else Python flushes the old one at exit
     return 1
 
 
 def clock(seconds: float) -> str:
-    """3661 -> 1:01:01"""
+    """Format a duration: 3661 -> 1:01:01, 61 -> 1:01"""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

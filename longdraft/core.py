@@ -1,4 +1,4 @@
-"""The plain data that every floor speaks: what is asked for, the text so far, what comes back.
+"""Plain data types of the whole package: sampling parameters, the text so far, and the events of a generation.
 
     params = SamplingParams(max_new_tokens=1000, min_p=0.1, seed=7)
 """
@@ -19,19 +19,19 @@ from longdraft.errors import UsageError, check
 
 Finish = Literal["length", "eos", "stop", "loop", "cancelled"]
 MAX_SEED = 2**64 - 1
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]]  # a text, or the ids of its tokens
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]  # a text, or its token ids
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Where the first half of a surrogate pair stands: JSON can name one, and Python hides bytes that are no UTF-8 in
-    them, but no text has one. None: there is none."""
+    """The index of the first lone surrogate, or None. JSON escapes can contain one, and Python represents bytes that
+    are not UTF-8 by them (PEP 383), but valid text has none."""
     found = _HALF_PAIR.search(text)
     return found and found.start()
 
 
-# Spellings of other tools, translated by SamplingParams.from_names.
+# Names that other tools use; SamplingParams.from_names translates them.
 ALIASES = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -45,25 +45,25 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose each token and when to stop. Checked on construction (UsageError).
+    """How to choose each token and when to stop. The constructor raises UsageError for an invalid value.
 
-    max_new_tokens      tokens to write at most, >= 1
-    min_new_tokens      end-of-text and stop ids are impossible before this many tokens
-    seed                0 .. 2**64-1; None: one is drawn and reported
-    temperature         0 takes the most likely token; else 0.001 or more
+    max_new_tokens      the largest number of tokens to generate, >= 1
+    min_new_tokens      end-of-text and stop ids have probability 0 before this many tokens
+    seed                0 .. 2**64-1; None: a random seed, which is reported
+    temperature         0: greedy decoding, the most likely token; else 0.001 or more
     top_k               keep the k most likely tokens; 0: all
-    top_p               keep the smallest set of tokens with this much probability, (0, 1]
-    min_p               keep tokens at least this fraction as likely as the likeliest, [0, 1)
+    top_p               keep the smallest set of tokens with at least this total probability, (0, 1]
+    min_p               keep tokens with at least this fraction of the highest probability, [0, 1)
     eta_cutoff          entropy-dependent threshold (Hewitt et al. 2022), [0, 1); 0: off
-    min_tokens_to_keep  min_p and eta_cutoff keep at least this many tokens (the paper's code: 20)
+    min_tokens_to_keep  min_p and eta_cutoff keep at least this many tokens (TokenSwift's code: 20)
     repetition_penalty  0.001 to 1000; tokens of the penalty window: positive logits / it, negative * it; 1: off
-    penalty_window      how many of the last tokens are penalised, prompt included, >= 1
-    stop                texts that end the generation; not part of the text
-    stop_token_ids      token ids that end it, beside the model's own end-of-text ids
-    logit_bias          (token id, what is added to its logit, -100 to 100) pairs, before everything else
-    ignore_eos          the model's end-of-text ids do not end it
-    on_loop             a text that repeats itself: warn | stop (finish reason "loop") | off; see longdraft/loops.py
-    from_model          names of the settings above that the model's own defaults gave; for the record
+    penalty_window      number of last tokens that are penalised, prompt included, >= 1
+    stop                strings that end the generation; they are not part of the text
+    stop_token_ids      token ids that end the generation, in addition to the model's end-of-text ids
+    logit_bias          pairs (token id, -100 to 100 to add to its logit), applied before everything else
+    ignore_eos          the model's end-of-text ids do not end the generation
+    on_loop             for a text that repeats itself: warn | stop (finish reason "loop") | off; see longdraft/loops.py
+    from_model          names of the settings above that come from the model's own defaults; informational
     """
 
     max_new_tokens: int = 1024
@@ -90,7 +90,7 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p", "eta_cutoff", "repetition_penalty"):
             value = getattr(self, name)
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            is_finite = is_number and abs(value) <= sys.float_info.max  # so for whole numbers that no float can hold
+            is_finite = is_number and abs(value) <= sys.float_info.max  # false for integers too large for a float
             check(is_finite, name, value, "a finite number")
         check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
         check(self.min_new_tokens >= 0, "min_new_tokens", self.min_new_tokens, "0 or more")
@@ -120,9 +120,9 @@ class SamplingParams:
 
     @classmethod
     def from_names(cls, settings: Mapping[str, Any]) -> SamplingParams:
-        """From a mapping with our names, Hugging Face's or OpenAI's.
+        """From a mapping with the names of longdraft, Hugging Face or OpenAI.
 
-        `do_sample=False` is temperature 0; `stop` may be one text. An unknown name is a UsageError.
+        `do_sample=False` sets temperature 0; `stop` may be one string. UsageError for unknown or contradictory names.
         """
         known = {entry.name for entry in fields(cls) if entry.compare}
         chosen: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def _is_int(value: object) -> bool:
 
 
 class Context:
-    """The text so far as token ids: prompt, then what was written. Append-only, amortised O(1)."""
+    """The text so far as token ids (int32): the prompt, then the new tokens. Append-only, amortised O(1)."""
 
     def __init__(self, prompt: Sequence[int] | NDArray[np.integer[Any]]) -> None:
         self.prompt_length = len(prompt)
@@ -180,7 +180,7 @@ class Context:
 
     @property
     def last(self) -> int:
-        """The root of the next tree: a token of the text whose cache row does not exist yet."""
+        """The last token: the root of the next tree. Its cache row does not exist yet."""
         return int(self._ids[self._length - 1])
 
     @property
@@ -202,7 +202,7 @@ class Context:
 
 
 class TokenLogprob(NamedTuple):
-    """A chosen token, its log-probability among those that the law could choose, and the likeliest of these."""
+    """A chosen token, its log-probability among the tokens that sampling could choose, and the likeliest of these."""
 
     token: int
     logprob: float
@@ -210,20 +210,20 @@ class TokenLogprob(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What one step of a generation gives to the reader.
+    """The result of one step of a generation.
 
     tokens         the new token ids
-    text           the new whole characters
-    finish_reason  why it ended; set on the last event only
+    text           the new complete characters
+    finish_reason  why the text ended; set on the last event only
     stats          the statistics of the run; set on the last event only
-    error          what cut a text that is written among others; set on the last event only, which has no finish
-                   reason then (alone, a text raises it)
-    pieces         `text` by token: what each one added to it
-    sources        who guessed each token; "" for one that the target itself added, and for those of an earlier run
-    drafted        guesses that were verified in this step
-    depth          how far ahead they went
-    logprobs       of each token, where they were asked for
-    seconds        wall-clock time of the step; in a batch it includes other texts' work
+    error          in a batch: the error that ended this text; set on the last event only, which has no finish
+                   reason then (a text that is generated alone raises it instead)
+    pieces         the part of `text` that each token added
+    sources        name of each token's drafter; "" for tokens that the target added, and for those of an earlier run
+    drafted        number of draft tokens verified in this step
+    depth          depth of the draft tree, tokens
+    logprobs       log-probabilities for each token, if requested
+    seconds        wall-clock time of the step; in a batch it includes the work on other texts
     """
 
     tokens: tuple[int, ...]
@@ -240,5 +240,5 @@ class Event(NamedTuple):
 
     @property
     def num_accepted(self) -> int:
-        """Guesses that became text."""
+        """Number of draft tokens that were accepted into the text."""
         return sum(source != "" for source in self.sources)

@@ -1,6 +1,6 @@
-"""Errors a user can cause. Each message is one line: what was given, what is allowed, how to cure it.
+"""Errors that a user can cause. Each message is one line: what was given, what is allowed, and the cure.
 
-The doors (command line, server) print the message and nothing else; a traceback means a bug of ours.
+The command line and the server print only the message. A traceback means a bug in longdraft.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 
 class LongdraftError(Exception):
-    """Base of every error that is the user's to cure."""
+    """Base class of all errors that the user can correct."""
 
 
 class UsageError(LongdraftError):
-    """An option, setting or prompt outside what is allowed. `name`: which one, where it is one."""
+    """An option, setting or prompt outside its allowed range. `name`: the option or setting, if it is a single one."""
 
     def __init__(self, message: str, name: str | None = None) -> None:
         super().__init__(message)
@@ -31,35 +31,35 @@ class JournalError(LongdraftError):
 
 
 class UnusableJournalError(JournalError):
-    """A journal whose content nobody can go on with: damaged, contradicting itself, or of another format. Other
-    journal errors say nothing about the content."""
+    """A journal whose text cannot be continued: it is damaged, contradicts itself, or has another format. Other
+    journal errors do not concern the content."""
 
 
 class BusyJournalError(JournalError):
-    """A journal that another process writes, or has locked for a moment."""
+    """A journal that another process is writing or has locked briefly."""
 
 
 class OutputError(LongdraftError):
-    """What was to be written could not be: the disk is full, the device is gone."""
+    """Output cannot be written, for example because the disk is full or the device is gone."""
 
 
 class NumericalError(LongdraftError):
-    """The model produced logits that are not numbers."""
+    """The model produced logits, or training a loss, that are not finite."""
 
 
 class WorkerError(LongdraftError):
-    """A process that was to help is gone, and nobody can take its place."""
+    """A worker or rank has ended or cannot continue, and no other process can replace it."""
 
 
 def check(condition: bool, name: str, value: object, allowed: str, cure: str = "") -> None:
-    """Raise :class:`UsageError` naming the value, the allowed range and the cure unless `condition`."""
+    """Raise :class:`UsageError` with the value, the allowed range and the cure unless `condition` is true."""
     if not condition:
         raise UsageError(f"{name} is {value!r}; allowed: {allowed}" + (f"; {cure}" if cure else ""), name)
 
 
 @contextmanager
 def translate_memory_errors() -> Iterator[None]:
-    """Whoever ran out of memory, it is a MemoryError."""
+    """Raise `MemoryError` regardless of which allocator failed."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Files that are either complete or clearly partial, and that are known to be writable before work begins."""
+"""Output files, which are complete or named `.partial` and are opened before work begins; and input texts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from longdraft.errors import OutputError, UsageError
 
 
 class OutputFile:
-    """Writes to `<path>.partial`; `finish` gives it its name. Devices and pipes are written directly."""
+    """Writes to `<path>.partial`, which `finish` renames to `path`. Devices and pipes are written directly."""
 
     def __init__(self, path: Path, option: str) -> None:
         self._option = option
         try:
-            # A link stays a link, and /dev/stdout the device it is: what they lead to is written.
+            # Write to the target of a symbolic link (/dev/stdout is one) instead of replacing the link.
             self.path = Path(os.path.realpath(path))
             is_special = str(path).startswith("/dev/") or (self.path.exists() and not self.path.is_file())
             if self.path.is_dir():
@@ -28,7 +28,7 @@ class OutputFile:
             if self.path.is_file() and not os.access(self.path, os.W_OK):
                 raise UsageError(f"{option} cannot write {path}: it is write-protected; choose another name")
             self._partial = path if is_special else self.path.with_name(self.path.name + ".partial")
-            # Held until `finish`.
+            # Open, and locked, until `finish` or `abandon`.
             self._file: IO[bytes] = open(self._partial, "wb") if is_special else _alone(self._partial)  # noqa: SIM115
         except BlockingIOError as error:
             raise UsageError(f"{option} cannot write {path}: another process is writing it; wait for that, or choose "
@@ -47,10 +47,10 @@ class OutputFile:
                               f"written so far is in {self._partial}") from error
 
     def finish(self) -> None:
-        """What was written is all there is: give the file its name (and the mode of the one it replaces)."""
+        """The file is complete: rename it to `path`. It gets the mode of the file that it replaces."""
         try:
             if not self._is_special:
-                os.fsync(self._file.fileno())  # else a power cut could leave the name without the content
+                os.fsync(self._file.fileno())  # else a power failure could leave an empty file of this name
             self._file.close()
             if not self._is_special:
                 if self.path.exists():
@@ -61,18 +61,18 @@ class OutputFile:
                               f"written so far is in {self._partial}") from error
 
     def abandon(self) -> None:
-        """Leave what was written as clearly partial; remove it if that is nothing."""
+        """Close the file under its `.partial` name, or delete it if it is empty."""
         if self._file.closed:
             return
         with contextlib.suppress(OSError):
             if not self._is_special and os.fstat(self._file.fileno()).st_size == 0:
-                self._partial.unlink()  # while it is still held: nobody else's
+                self._partial.unlink()  # while locked, so it is not another process's file
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def _alone(path: Path) -> IO[bytes]:
-    """The file, empty, and nobody else's until it is closed. BlockingIOError where somebody has it."""
+    """Open the file, empty, and lock it until it is closed. BlockingIOError if another process has locked it."""
     while True:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -83,7 +83,7 @@ def _alone(path: Path) -> IO[bytes]:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # who had it gave it its name meanwhile
+        os.close(file)  # another process renamed or deleted it meanwhile: try again
 
 
 def _lock(file: int) -> None:
@@ -96,7 +96,7 @@ def _lock(file: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """A name is on the disk when its folder is."""
+    """Call fsync on a folder, so that the names of files created or renamed in it are on the disk."""
     file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -105,7 +105,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_outputs(paths: Mapping[str, Path | None]) -> dict[str, OutputFile]:
-    """Option -> its file, for the options that are given. Two options may not name the same file."""
+    """Open the file of each option that has a path: option -> file. UsageError if two options name the same file."""
     files: dict[str, OutputFile] = {}
     try:
         for option, path in paths.items():
@@ -123,7 +123,7 @@ def open_outputs(paths: Mapping[str, Path | None]) -> dict[str, OutputFile]:
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt's text from the argument, a file, or standard input (`-`)."""
+    """The prompt's text from the argument, a file, or standard input (`-`). UsageError if there is not exactly one."""
     if prompt is not None and file is not None:
         raise UsageError("a prompt and --prompt-file are both given; give one of them")
     if prompt is not None:
@@ -135,7 +135,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
 
 
 def read_text(file: str, option: str) -> str:
-    """The text of a file that an option names, or of standard input (`-`)."""
+    """The text of the UTF-8 file that `option` names, or of standard input (`-`). UsageError if it cannot be read."""
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
@@ -147,6 +147,6 @@ def read_text(file: str, option: str) -> str:
 
 
 def require_text(text: str, name: str, cure: str) -> None:
-    """UsageError for an argument with bytes that are no UTF-8."""
+    """Raise UsageError if a command-line argument has bytes that are not UTF-8."""
     if lone_surrogate(text) is not None:
         raise UsageError(f"{name} is not UTF-8 text; {cure}")

@@ -5,9 +5,9 @@
 
     ids = model.generate(**inputs, max_new_tokens=20_000, custom_generate=longdraft.hf_generate, drafter="auto")
 
-Greedy texts equal those of `model.generate`. In bfloat16, rounding may change a token where two are about equally
-likely. Sampled texts have the same distribution and are reproducible with `seed`, or with torch's generator. Options
-that longdraft does not support raise a UsageError that names them.
+Greedy texts equal those of `model.generate`. In bfloat16, rounding may change a token if two are about equally likely.
+Sampled texts have the same distribution and are reproducible with `seed` or with torch's generator. Options that
+longdraft does not support raise a UsageError that names them.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _REFUSED: dict[str, tuple[Any, ...]] = defaults.FOREIGN | {
     "output_attentions": (False,), "output_hidden_states": (False,), "output_scores": (False,),
     "output_logits": (False,),
 }
-# The processors that `model.generate` makes from supported options; others are the caller's own.
+# The processors that `model.generate` creates from supported options. Others come from the caller and are refused.
 _KNOWN_PROCESSORS = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "EtaLogitsWarper",
     "RepetitionPenaltyLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
     "InfNanRemoveLogitsProcessor", "LogitNormalization",
 }
-_COMPARED_VALUES = 1024  # of each parameter, to notice changes
+_COMPARED_VALUES = 1024  # values of each parameter that are hashed to detect changes
 _KNOWN_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria"}
 
 
 class StateDict(checkpoint.TensorFiles):
     """The tensors of a model in memory, with the interface of tensors in files.
 
-    folder  the model's own folder; drafting parts in it are found as for `longdraft.load`
+    folder  the model's folder; drafting parts in it are found as by `longdraft.load`
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -146,13 +146,13 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
                       heads: str | None = None, quantize: str = "none") -> TransformersWriter:
     """A writer around a loaded model.
 
-    The kernels want weights in a layout of their own, so they are copied once: from then on `model` is not used and may
-    be deleted, which frees its memory.
+    The weights are copied once into the layout of the kernels. After that `model` is not used; deleting it frees its
+    memory.
 
-    tokenizer  needed for stop strings and for `writer.engine`'s texts; ids alone need none
+    tokenizer  needed for stop strings and for texts of `writer.engine`; not needed for token ids
     others     as for `longdraft.load`
 
-    Raises ModelError for an architecture that is not supported, UsageError for settings.
+    Raises ModelError for an unsupported architecture, UsageError for invalid settings.
     """
     _require_version()
     choice = DrafterChoice.parse(drafter, drafter_options)
@@ -165,7 +165,7 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     folder = Path(str(model.config.name_or_path or "model in memory"))
     tensors = model.state_dict()
     if config.is_tied:
-        tensors.pop("lm_head.weight", None)  # the embedding, by a name that checkpoints leave out
+        tensors.pop("lm_head.weight", None)  # a second name of the embedding, which checkpoints leave out
     files = StateDict(tensors, folder)
     target = checkpoint.load_transformer(files, config, chosen, quantize)
     words = _NoTokenizer() if tokenizer is None else _SavedTokenizer(tokenizer)
@@ -190,10 +190,10 @@ def hf_generate(model: PreTrainedModel, input_ids: Tensor, logits_processor: Any
                 generation_config: GenerationConfig | None = None, *, drafter: str = drafters.AUTO,
                 drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, seed: int | None = None,
                 penalty_window: int | None = None, text_streamer: Any = None, **model_kwargs: Any) -> Any:
-    """For `model.generate(..., custom_generate=longdraft.hf_generate)`; its keywords may be given to `generate`.
+    """For `model.generate(..., custom_generate=longdraft.hf_generate)`, which passes on the keywords of this function.
 
-    The packed weights are kept with the model and made anew when its parameters have changed. `generate` hands a
-    custom function no `streamer`: give it as `text_streamer`.
+    The packed weights are cached for each model and packed again if its parameters change. `generate` does not pass
+    `streamer` to a custom function: give it as `text_streamer`.
     """
     assert generation_config is not None, "model.generate prepares one"
     _require_plain_input(model_kwargs, input_ids.shape[-1])
@@ -260,7 +260,7 @@ class _SavedTokenizer(Tokenizer):
 
 
 def _require_plain_input(model_kwargs: Mapping[str, Any], length: int) -> None:
-    """UsageError for inputs other than ids and a mask. `generate` itself adds positions that count from 0."""
+    """UsageError for inputs other than token ids and a mask. `generate` itself adds positions that count from 0."""
     positions = model_kwargs.get("position_ids")
     given = [name for name in ("inputs_embeds", "token_type_ids") if model_kwargs.get(name) is not None]
     if positions is not None and positions.flatten().tolist() != list(range(length)):
@@ -311,7 +311,7 @@ def _prompt(input_ids: Tensor | Sequence[int], attention_mask: Tensor | None) ->
 
 def _params(config: GenerationConfig, prompt: int, vocabulary: int, seed: int | None,
             penalty_window: int | None) -> SamplingParams:
-    """What a GenerationConfig asks for; `prompt` is the prompt's length, `vocabulary` the model's."""
+    """Translate a GenerationConfig. `prompt`: length of the prompt, tokens; `vocabulary`: size of the model's."""
     refused = [f"{name}={getattr(config, name)!r}" for name, off in _REFUSED.items()
                if not defaults.is_off(getattr(config, name, None), off)]
     if refused:

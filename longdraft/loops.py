@@ -1,14 +1,14 @@
-"""Detects a text that repeats itself. It reads the tokens alone, so no drafter can change where a text ends.
+"""Detects a text that repeats itself. It uses only the tokens, so no drafter can change where a text ends.
 
-There are two signs, each with constant time and memory for each token:
+There are two signs. Each takes constant time and memory per token:
 
-    period   the last tokens repeat with a period of up to PERIODS: at least REPEATS times after the first time, and
+    period   the last tokens repeat with a period of up to PERIODS: at least REPEATS times after the first, and
              for at least LEAST tokens
-    poverty  fewer than POOR of the last WINDOW 4-grams are distinct, after more than RICH were
+    poverty  less than POOR of the last WINDOW 4-grams are distinct, after more than RICH were
 
-Tables, refrains and code repeat too, but not verbatim for so long (tests/unit/test_loops.py). If they are poor, they
-are poor from the beginning, or become richer within the window. A third sign, drafts that are always accepted whole,
-depends on the drafter, so it only adds a remark to the warning (`FullAcceptance`).
+Tables, refrains and code repeat too, but not verbatim for so long (tests/unit/test_loops.py). If few of their 4-grams
+are distinct, this is so from the beginning, or for less than the window. A third sign, drafts that are always accepted
+in full, depends on the drafter. It therefore only adds a remark to the warning (`FullAcceptance`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-PERIODS = 1024  # tokens; the longest period that is noticed
+PERIODS = 1024  # tokens; the longest period that is detected
 REPEATS = 4
 LEAST = 512  # tokens
 WINDOW = 2048  # 4-grams
 GRAM = 4
 POOR, RICH = 0.1, 0.5  # distinct 4-grams over 4-grams
-_HIGH_SHARE = 0.95  # of steps whose whole draft was accepted
+_HIGH_SHARE = 0.95  # of the steps whose draft was accepted in full
 _LAST_STEP_WEIGHT = 1 / 64  # in the moving average of that share
 
 
 class Loop(NamedTuple):
-    """A loop that was noticed.
+    """A detected loop.
 
-    token     new tokens that were written when it was
-    period    tokens after which the text repeats; 0: it only has become poor
-    repeated  tokens that have come again, by then
+    token     number of new tokens at detection
+    period    tokens after which the text repeats; 0: the sign was poverty
+    repeated  number of tokens that had repeated at detection
     distinct  distinct 4-grams over 4-grams of the window
     """
 
@@ -50,13 +50,13 @@ class Loop(NamedTuple):
 
 
 class LoopGuard:
-    """Sees every new token once. `loop` is the first loop that was noticed."""
+    """Checks each new token, in order. `loop` is the first loop detected, or None."""
 
     def __init__(self) -> None:
         self.loop: Loop | None = None
-        self.is_looping = False  # at the last token
+        self.is_looping = False  # whether the last token is part of a loop
         self._num = 0
-        # The last PERIODS tokens lie in order before `_at`; how long a period has held, likewise: the longest first.
+        # _last[_at - PERIODS : _at]: the last tokens; _held[i]: for how many tokens period PERIODS - i has held.
         self._last: NDArray[np.int32] = np.full(8 * PERIODS, -1, dtype=np.int32)
         self._at = PERIODS
         self._held: NDArray[np.int32] = np.zeros(PERIODS, dtype=np.int32)
@@ -68,7 +68,7 @@ class LoopGuard:
 
     @property
     def distinct(self) -> float:
-        """Distinct 4-grams over 4-grams of the window; 1 where there are none yet."""
+        """Distinct 4-grams over 4-grams of the window; 1 if there are none yet."""
         return len(self._counts) / len(self._grams) if self._grams else 1.0
 
     def push(self, token: int) -> None:
@@ -113,7 +113,7 @@ class LoopGuard:
 
 
 class FullAcceptance:
-    """The share of recent drafts that were accepted whole. It depends on the drafter, so it may only be printed."""
+    """The share of recent drafts that were accepted in full. It depends on the drafter, so it may only be printed."""
 
     def __init__(self) -> None:
         self._share = 0.0

@@ -1,11 +1,11 @@
-"""What request bodies in OpenAI's format may not ask for: one list for the server and for the rows of a batch."""
+"""Unsupported parameters of request bodies in OpenAI's format, for the server and for the rows of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# Parameters of others that nothing here does, with the values that ask for nothing.
+# Parameters that longdraft does not support, with the values that have no effect and are accepted.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "best_of": (1,), "continue_final_message": (False,), "add_generation_prompt": (True,),
     "frequency_penalty": (0,), "presence_penalty": (0,), "function_call": ("none",), "functions": ([],),
@@ -20,7 +20,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def unsupported(body: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]] = UNSUPPORTED) -> tuple[str, str] | None:
-    """The first parameter that asks for what is not done, and what it may be; None where all is well."""
+    """The first parameter with an unsupported value, and its allowed values; None if there is none."""
     for name, idle in known.items():
         if body.get(name) is not None and body[name] not in idle:
             return name, " or ".join(map(repr, idle)) or "leaving it out"

@@ -1,7 +1,7 @@
-"""A draft is a tree of guesses: tokens and parents. Everything else about it is derived here, once.
+"""A draft is a tree of tokens with parents. Depths, children and paths are derived from these two here.
 
-Node 0 is the root: the last token of the text, whose successor is asked for. Every other node guesses
-the token that follows its parent.
+Node 0 is the root: the last token of the text. Every other node is a guess of the token that follows
+its parent.
 
     root ── a ── b          tokens  (root, a, b, c)
          └─ c               parents (-1, 0, 1, 0)
@@ -16,13 +16,13 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Tree:
-    """Tokens with parents, in an order where parents come first.
+    """A draft tree. Its nodes are ordered so that each parent comes before its children.
 
     tokens   token id of each node; the root's is the last token of the context
     parents  index of each node's parent; -1 for the root, smaller than the node's own index otherwise
     sources  name of the drafter that guessed each node ("" for the root), for statistics only
 
-    Duplicate siblings are allowed (they cost time, never truth): the first one is followed.
+    Duplicate siblings are allowed. Verification follows the first one; the others only cost time.
     """
 
     tokens: tuple[int, ...]
@@ -66,7 +66,7 @@ class Tree:
         return self.kept([depth <= max_depth for depth in self.depths])
 
     def kept(self, wanted: Sequence[bool]) -> Tree:
-        """The tree of the wanted nodes whose ancestors are wanted too, and the root."""
+        """The tree of the root and all wanted nodes whose ancestors are wanted too."""
         if all(wanted[1:]):
             return self
         trie = Trie(self.tokens[0])
@@ -78,7 +78,7 @@ class Tree:
 
 
 class Trie:
-    """Grows a tree without duplicate siblings: a path added twice is one path, credited to the first."""
+    """Builds a tree without duplicate siblings. A path that is added twice is stored once, with its first source."""
 
     def __init__(self, root: int) -> None:
         self._tokens = [root]
@@ -90,7 +90,7 @@ class Trie:
         return len(self._tokens)
 
     def add(self, parent: int, token: int, source: str) -> int:
-        """The child of `parent` that guesses `token`, made if it was not there."""
+        """The child of `parent` with this token; created if it is missing."""
         node = self._child.setdefault((parent, token), len(self._tokens))
         if node == len(self._tokens):
             self._tokens.append(token)
@@ -109,17 +109,17 @@ class Trie:
 
 
 def root_only(token: int) -> Tree:
-    """The tree of plain decoding."""
+    """The tree of plain decoding, without guesses."""
     return Tree((token,), (-1,), ("",))
 
 
 def chain(root: int, tokens: Iterable[int], source: str) -> Tree:
-    """One guess after the other."""
+    """The tree of a single path: each token follows the one before."""
     return from_paths(root, [tuple(tokens)], source)
 
 
 def from_paths(root: int, paths: Iterable[Sequence[int]], source: str) -> Tree:
-    """The union of several continuations of the root."""
+    """The union of several paths that continue the root."""
     trie = Trie(root)
     for path in paths:
         trie.graft(0, path, source)

@@ -3,14 +3,14 @@
     file    MAGIC, then records; records are only appended
     record  kind (1 byte) | length of the payload (uint32) | payload | checksum (8 bytes); little-endian
 
-    H  JSON of `Header`: what the text depends on. The first record; the file never exists without it
-    R  JSON of `Run`: a process starts to write here
+    H  JSON of `Header`: the inputs that determine the text. Always the first record
+    R  JSON of `Run`: a process started to write at this point
     T  one step: its seconds (float64), number of drafted tokens (uint32), new token ids (int32 each)
     F  JSON: the finish reason. The last record
 
 A checksum is an 8-byte BLAKE2b hash of everything before it in the file except the other checksums. A record is valid
-only if it is complete, unchanged and in its place. Reading ends at the first invalid record, because records behind it
-may be older. Lost tokens cost time only: resuming writes the same tokens again.
+only if it is complete, unchanged and in its place. Reading ends at the first invalid record, because bytes after it
+may be out of date. Lost tokens only cost time: resuming generates the same tokens again.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MAGIC = b"LDJRNL1\n"
 FORMAT = 1
 HEADER, RUN, TOKENS, FINISH = b"HRTF"
 CHECKSUM = 8  # bytes
-MAX_RECORD = 1 << 28  # bytes of a payload; a header with a prompt of 10,000,000 tokens has a quarter
+MAX_RECORD = 1 << 28  # bytes of a payload; the header for a prompt of 10,000,000 tokens needs a quarter of this
 _HEAD = struct.Struct("<BI")
 _STEP = struct.Struct("<dI")
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a text depends on, and how it was started.
+    """The inputs that determine a text, and the drafter it was started with.
 
     model          a bundled name, an absolute folder or owner/model@commit
     weights, tokenizer, config, prompt_sha256   SHA-256 of the loaded files; of the prompt's ids as int32
@@ -53,9 +53,9 @@ class Header:
     sampling       every setting by its name in SamplingParams, with the seed
     eos_token_ids  the model's end-of-text ids
     quantize       none | int8 | int4
-    arithmetic     what the last bits of logits depend on: kernels, device, dtype and versions
+    arithmetic     what determines the last bits of the logits: kernels, device, dtype and versions
     exactness      bit-exact | distribution
-    drafter, drafter_options, heads             the text does not depend on these
+    drafter, drafter_options, heads             informational: the text does not depend on these
     """
 
     model: str
@@ -117,8 +117,8 @@ class JournalContent(NamedTuple):
     tokens         the new token ids, int32
     finish         the finish reason; None if the text is unfinished
     size           bytes of the valid part
-    damaged_bytes  bytes behind it
-    digest         the running hash of the valid part, for further records
+    damaged_bytes  bytes after the valid part
+    digest         the running hash of the valid part, needed to append records
     """
 
     header: Header
@@ -132,7 +132,7 @@ class JournalContent(NamedTuple):
 
 
 class RunningHash:
-    """The hash of all records so far, for their checksums."""
+    """The hash of all records so far, from which their checksums are computed."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(MAGIC, digest_size=CHECKSUM)
@@ -149,20 +149,20 @@ class RunningHash:
 
 
 def encode_record(kind: int, payload: bytes, digest: RunningHash) -> bytes:
-    """The bytes of the next record, which is added to `digest`."""
+    """Encode the next record and add it to `digest`."""
     assert len(payload) <= MAX_RECORD
     body = _HEAD.pack(kind, len(payload)) + payload
     return body + digest.add(body)
 
 
 def dump_payload(payload: Header | Run) -> bytes:
-    """The payload of a record."""
+    """The JSON payload of an H or R record."""
     content = {"format": FORMAT, **asdict(payload)} if isinstance(payload, Header) else asdict(payload)
     return json.dumps(content).encode()
 
 
 def dump_step(tokens: NDArray[np.int32], drafted: int, seconds: float) -> bytes:
-    """The payload of a step's record."""
+    """The payload of a T record. tokens: [N], at least one."""
     return _STEP.pack(seconds, drafted) + tokens.astype("<i4").tobytes()
 
 
@@ -190,7 +190,7 @@ def read_journal(folder: Path) -> JournalContent:
 
 
 def read_file(file: BinaryIO, path: Path) -> JournalContent:
-    """As `read_journal`, for an open file."""
+    """Like `read_journal`, for an open file."""
     size, digest = os.fstat(file.fileno()).st_size, RunningHash()
     file.seek(0)
     if file.read(len(MAGIC)) != MAGIC:
@@ -204,7 +204,7 @@ def read_file(file: BinaryIO, path: Path) -> JournalContent:
     runs: list[Run] = []
     steps: list[StepRecord] = []
     tokens, finish = array("i"), None
-    for end, kind, payload in records:  # noqa: B007 - the last end counts
+    for end, kind, payload in records:  # noqa: B007 - `end` is used after the loop
         if finish is not None:
             raise UnusableJournalError(f"{path}: there are records behind the end of the text; it cannot be used")
         if kind == RUN:
@@ -222,7 +222,7 @@ def read_file(file: BinaryIO, path: Path) -> JournalContent:
 
 
 def _records(file: BinaryIO, size: int, digest: RunningHash) -> Iterator[tuple[int, int, bytes]]:
-    """The valid records, each with its end in the file. `digest` covers exactly the yielded records."""
+    """Yield (end offset, kind, payload) of each valid record. `digest` covers exactly the yielded records."""
     at = file.tell()
     while True:
         head = file.read(_HEAD.size)
@@ -262,7 +262,7 @@ def _header(payload: bytes, path: Path) -> Header:
 
 
 def _tupled(value: Any) -> Any:
-    """JSON lists as tuples."""
+    """Convert JSON lists to tuples, nested ones too."""
     return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
@@ -288,7 +288,7 @@ _CHECKS = {
 
 
 def _typed(kind: type[_Record], content: dict[str, Any], path: Path) -> _Record:
-    """A dataclass from JSON. UnusableJournalError for a missing, surplus or mistyped field."""
+    """Build a dataclass from a JSON object. UnusableJournalError for a missing, surplus or mistyped field."""
     known = {field.name: str(field.type) for field in fields(kind)}
     if unlike := known.keys() ^ content.keys():
         raise UnusableJournalError(f"{path}: a record has missing or surplus fields: {', '.join(sorted(unlike))[:200]}")

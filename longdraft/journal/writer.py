@@ -1,8 +1,8 @@
-"""The one process that may write a journal.
+"""Writes a journal. Only one process at a time can open a journal for writing.
 
-Records go to the system before their tokens are shown, each in one write: a process that is killed loses nothing.
-What a power cut can lose is up to `fsync`. When a write fails, the half of a record that it may have left is taken
-back, and nothing more is written: what is there can be resumed.
+Each record is passed to the operating system in one write, before its tokens are shown, so killing the process loses no
+shown token. The `fsync` policy limits what a power failure can lose. If a write fails, the file is truncated to its
+last complete record and nothing more is written, so the text can be resumed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from longdraft.journal import format as form
 from longdraft.journal.format import Header, JournalContent, Run, RunningHash
 
 log = logging.getLogger(__name__)
-_LOOK_S = 1.0  # how often it is asked whether the file still lies where it did
+_LOOK_S = 1.0  # seconds between checks that the file is still at its path
 
 
 def resume_hint(folder: Path) -> str:
@@ -46,7 +46,7 @@ def is_being_written(folder: Path) -> bool:
 
 
 def parse_fsync(policy: str | float) -> float:
-    """Seconds between two calls of fsync: `always` is 0, `never` infinity, else a number above 0."""
+    """Seconds between two calls of fsync: `always` is 0, `never` infinity, else a number above 0. Raises UsageError."""
     names = {"always": 0.0, "never": math.inf}
     try:
         seconds = names[policy] if isinstance(policy, str) and policy in names else float(policy)
@@ -58,9 +58,9 @@ def parse_fsync(policy: str | float) -> float:
 
 
 class Journal:
-    """Appends to a journal, alone. Use as a context manager, or close it.
+    """Appends records to a journal and locks it against other writers. Use it as a context manager, or close it.
 
-    OutputError where the system does not take what is written. The journal can be resumed all the same.
+    Methods raise OutputError if the operating system cannot write. The journal can still be resumed.
     """
 
     def __init__(self, folder: Path, file: int, size: int, digest: RunningHash, fsync: float) -> None:
@@ -75,7 +75,7 @@ class Journal:
 
     @classmethod
     def create(cls, folder: Path, header: Header, run: Run, fsync: float = 1.0) -> Journal:
-        """A new journal; its folder may exist. JournalError if it holds one already, or another process makes one."""
+        """Create a journal; its folder may exist. JournalError if it holds one, or another process is creating one."""
         digest = RunningHash()
         content = form.MAGIC + form.encode_record(form.HEADER, form.dump_payload(header), digest)
         content += form.encode_record(form.RUN, form.dump_payload(run), digest)
@@ -88,11 +88,11 @@ class Journal:
 
     @classmethod
     def open(cls, folder: Path, fsync: float = 1.0) -> tuple[Journal, JournalContent]:
-        """The journal that is there, and what it holds. Nothing is changed before `begin`.
+        """Open an existing journal; returns it and its content. The file is not changed before `begin`.
 
-        JournalError where there is none, BusyJournalError where another process writes it.
+        JournalError if there is none or its header is damaged, BusyJournalError if another process is writing it.
         """
-        form.read_journal(folder)  # says what is wrong, before anything is locked
+        form.read_journal(folder)  # raises for a missing or damaged journal before it is locked
         path = folder / form.FILE
         try:
             file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
@@ -112,7 +112,7 @@ class Journal:
         return cls(folder, file, found.size, found.digest, fsync), found
 
     def begin(self, run: Run) -> None:
-        """A process goes on here: what is behind the good records is cut off."""
+        """Start a run of this process: truncate the file to its valid records and write the run's record."""
         try:
             os.ftruncate(self._file, self._size)
         except OSError as error:
@@ -120,16 +120,16 @@ class Journal:
         self._put(form.RUN, form.dump_payload(run))
 
     def append(self, tokens: Sequence[int], drafted: int, seconds: float) -> None:
-        """The tokens of one step, the guesses drafted for it and the seconds it took."""
+        """Write one step: its new token ids, the number of tokens drafted for it and the seconds it took."""
         assert len(tokens)
         self._put(form.TOKENS, form.dump_step(np.array(tokens, dtype=np.int32), drafted, seconds))
 
     def finish(self, reason: str) -> None:
-        """The text is whole."""
+        """Write the last record: the text is complete."""
         self._put(form.FINISH, json.dumps({"finish_reason": reason}).encode())
 
     def close(self) -> None:
-        """Let others write. What is there is on the disk then, unless `fsync` is never."""
+        """Release the lock. All records are on the disk then, unless `fsync` is `never`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -153,7 +153,7 @@ class Journal:
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True):  # a generation that was dropped before it began
+        if not getattr(self, "_is_closed", True):  # a generation that was discarded before its first step
             self._is_closed = True
             with contextlib.suppress(OSError):
                 os.close(self._file)
@@ -170,7 +170,7 @@ class Journal:
             raise self._failure(error) from error
 
     def _care(self) -> None:
-        """What is done from time to time, by a clock that does not jump."""
+        """Check the file's path and call fsync, each at its interval by the monotonic clock."""
         now = time.monotonic()
         if now - self._looked >= _LOOK_S:
             self._looked = now
@@ -180,7 +180,7 @@ class Journal:
             self._synced = time.monotonic()
 
     def _stay_in_place(self) -> None:
-        """A file whose folder somebody removed is written again, from what the system still holds of it."""
+        """If the file or its folder was removed, write the journal again from the file that is still open."""
         try:
             there, ours = os.stat(self._path), os.fstat(self._file)
         except (FileNotFoundError, NotADirectoryError):
@@ -194,12 +194,12 @@ class Journal:
             raise OSError(0, "another file lies in its place")
 
     def _failure(self, error: OSError) -> OutputError:
-        """Nothing more is written; what a failed write may have left half is taken back, if that can be done."""
+        """Allow no further record, and remove an incomplete one that the failed write may have left, if possible."""
         self._has_failed = True
         try:
             os.ftruncate(self._file, self._size)
         except OSError:
-            log.debug("the end of %s is torn; reading it stops there", self._path)
+            log.debug("%s ends in an incomplete record; reading stops there", self._path)
         return self._error(error)
 
     def _error(self, error: OSError) -> OutputError:
@@ -207,7 +207,7 @@ class Journal:
 
 
 def _place(folder: Path, content: bytes) -> int:
-    """A journal of this content: whole from the moment it has its name, and ours alone. Returns the open file."""
+    """Create a journal with this content, locked; returns the open file. It gets its name only when it is complete."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     if form.journal_exists(folder):
@@ -217,7 +217,7 @@ def _place(folder: Path, content: bytes) -> int:
     is_ours = False
     try:
         _lock(file, folder)
-        if form.journal_exists(folder):  # somebody was faster
+        if form.journal_exists(folder):  # another process created it meanwhile
             raise JournalError(f"{folder} holds a journal already; give another folder")
         is_ours = True
         os.ftruncate(file, 0)
@@ -236,7 +236,7 @@ def _place(folder: Path, content: bytes) -> int:
 
 
 def _lock(file: int, folder: Path) -> None:
-    """The system lets go of it when the process ends, however it does."""
+    """Lock the file. The operating system releases the lock when the process ends for any reason."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -245,7 +245,7 @@ def _lock(file: int, folder: Path) -> None:
 
 
 def _write(file: int, data: bytes) -> None:
-    """All of it: the system may take less at a time. (An interrupted call Python itself repeats.)"""
+    """Write all of `data`: one call may write only a part. (Python itself repeats interrupted calls.)"""
     rest = memoryview(data)
     while rest:
         taken = os.write(file, rest)
@@ -255,7 +255,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def _chunks(file: int, size: int) -> Iterator[bytes]:
-    """The first `size` bytes of a file."""
+    """The first `size` bytes of a file, at most 1 MiB at a time."""
     at = 0
     while at < size and (chunk := os.pread(file, min(size - at, 1 << 20), at)):
         at += len(chunk)

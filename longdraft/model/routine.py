@@ -1,8 +1,8 @@
 """Routines: generators that yield the forwards they need and are sent the results.
 
-Reading a prompt, drafting and verifying are routines. A routine that runs alone gets a forward of its own for each
-request. A batch runs several routines and answers their requests with one forward per model, so that the weights are
-read once for drafts, verifications and prompts of all texts:
+Prefill, drafting and verification are routines. A routine that runs alone gets one forward for each of its requests.
+A batch runs several routines and serves their requests with one forward per model. The weights are therefore read once
+for the drafts, verifications and prompts of all texts:
 
     def propose(self, context, max_depth):                      # a routine
         result = yield ForwardRequest(model, rows, cache, 1)    # suspended until the forward is done
@@ -25,7 +25,7 @@ Routine = Generator[ForwardRequest, Forward, T]
 
 
 def atomic(function: Callable[P, T]) -> Callable[P, Routine[T]]:
-    """Decorator: a plain function as a routine that needs no forward."""
+    """Decorator: turns a plain function into a routine that requests no forward."""
 
     @wraps(function)
     def routine(*args: P.args, **kwargs: P.kwargs) -> Routine[T]:
@@ -36,7 +36,7 @@ def atomic(function: Callable[P, T]) -> Callable[P, Routine[T]]:
 
 
 def run_alone(routine: Routine[T]) -> T:
-    """The routine's result. Each request is a forward of its own."""
+    """Run a routine with one forward for each request; returns the routine's result."""
     try:
         request = next(routine)
         while True:
@@ -50,10 +50,10 @@ def run_batched(requests: Sequence[ForwardRequest],
                 spent: Callable[[Sequence[int], float], None]) -> list[Forward | Exception]:
     """The result of each request, from one forward for each model. A request that fails gets its error instead.
 
-    spent  called after each forward with the indices of its requests, and its seconds
+    spent  called after each forward with the indices of its requests and its duration in seconds
 
     If a forward of several requests fails (for example because one cache has no memory left), each request is run
-    by itself. The failed forward has changed nothing: its cache rows are provisional.
+    by itself. The failed forward has changed nothing, because its cache rows are provisional.
     """
     results: dict[int, Forward | Exception] = {}
     groups: dict[object, list[int]] = {}
@@ -77,34 +77,34 @@ def _run_together(requests: Sequence[ForwardRequest]) -> Sequence[Forward | Exce
 
 
 class CostClock:
-    """Measures what one text costs: the time of its own work, and its share of the forwards that it takes part in.
+    """Measures the cost of one text: the time of its own work, and its share of the forwards that it takes part in.
 
-    batch_size  number of texts that share forwards now
+    batch_size  number of texts that currently share forwards
     """
 
     def __init__(self, always: bool = False, agree: Callable[[float], float] = lambda seconds: seconds) -> None:
-        """always: run from now on, for a text that is written alone; agree: returns the time that all ranks use."""
+        """always: start now, for a text generated alone; agree: maps this rank's time to the one that all ranks use."""
         self.batch_size = 1
         self._charged = 0.0
         self._agree = agree
         self._since = time.perf_counter() if always else None  # start of the text's own work; None: stopped
 
     def __call__(self) -> float:
-        """Seconds so far."""
+        """Cost so far, in seconds."""
         return self._agree(self._so_far())
 
     def _so_far(self) -> float:
         return self._charged + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def charge(self, seconds: float) -> None:
-        """Add the text's share of a forward."""
+        """Add the text's share of a forward, in seconds."""
         self._charged += seconds
 
     def start(self, batch_size: int = 1) -> None:
-        """The text's own work begins."""
+        """Start the clock of the text's own work."""
         self.batch_size = batch_size
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """The text's own work is suspended."""
+        """Stop the clock of the text's own work."""
         self._charged, self._since = self._so_far(), None

@@ -1,8 +1,8 @@
-"""Tensor parallelism: ranks that each hold a part of every weight, and work on one text together.
+"""Tensor parallelism: each rank holds a part of every weight, and all ranks work on the same text.
 
     torchrun --nproc-per-node 2 -m longdraft generate "It was" --tensor-parallel 2
 
-    shard.py       which part of a weight each rank has
+    shard.py       the part of a weight that each rank holds
     kernels.py     kernels whose weights are distributed over the ranks
     group.py       messages between ranks: sums in a fixed order, concatenated parts, broadcasts from rank 0
     rank_group.py  coordination: rank 0 leads, the other ranks follow

@@ -1,8 +1,8 @@
 """Messages between the ranks of a run: sums in a fixed order, concatenated parts, broadcasts from rank 0.
 
-The all-reduce of a library adds in an order that depends on a number's place in the buffer, and so on the number of
-rows. Here the ranks' parts are gathered and added in the order of ranks, whatever the number of rows. So row
-invariance, and with it the promise, holds across ranks too.
+A library's all-reduce adds in an order that depends on an element's position in the buffer, and so on the number of
+rows. Here the ranks' parts are gathered and added in the order of ranks, for any number of rows. Row invariance, and
+with it the equality of speculative and plain output, therefore holds across ranks.
 
     few numbers    every rank gathers all parts and adds them                                  one message
     many numbers   every rank gathers its share of all parts, adds it, and shares the sum      two smaller messages
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from longdraft.errors import UsageError, WorkerError, translate_memory_errors
 
-_MANY_NUMBERS = 1 << 18  # from here on, sending less outweighs the second message
+_MANY_NUMBERS = 1 << 18  # elements; from here on, sending less data outweighs the second message
 
 
 def in_torchrun() -> tuple[int, int]:
@@ -48,7 +48,7 @@ def join(size: int, device: str) -> ProcessGroup:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         try:
-            # Followers wait for requests without a limit; the connections of a rank that dies are closed.
+            # Followers wait for requests without a time limit. If a rank dies, its closed connections raise.
             dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
                                     timeout=datetime.timedelta(days=365))
             atexit.register(_leave)
@@ -90,7 +90,7 @@ class ProcessGroup:
         return self._gathered(_added(mine.view(self.size, share))).flatten()[:count].view(part.shape)
 
     def concatenate(self, part: Tensor) -> Tensor:
-        """All ranks' tensors [R, N] side by side: [R, ranks * N]."""
+        """Concatenate all ranks' tensors [R, N] in the order of ranks: [R, ranks * N]."""
         with _translate_rank_errors():
             return self._gathered(part).transpose(0, 1).flatten(1)
 
@@ -109,7 +109,7 @@ class ProcessGroup:
         return box[0]
 
     def require_same(self, facts: dict[str, str]) -> None:
-        """UsageError if these facts differ between ranks, because their texts would differ."""
+        """UsageError if these facts differ between ranks, because the ranks would generate different texts."""
         found: list[dict[str, str]] = [{}] * self.size
         with _translate_rank_errors():
             dist.all_gather_object(found, facts)

@@ -1,7 +1,7 @@
 """Kernels whose weights are distributed over ranks: each rank computes its part with its local kernels.
 
-One sum over the ranks after attention and one after the MLP make the rows whole again, with the same bits on every
-rank. So every rank takes the same decisions without a message.
+One sum over the ranks after attention and one after the MLP complete the rows, with the same bits on every rank. So
+all ranks make the same decisions without further messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from longdraft.parallel.shard import WHOLE, Shard
 
 
 class RowParallel:
-    """A weight of which each rank has some columns, `part`. The ranks' results are added up."""
+    """A weight whose columns are split over the ranks; this rank holds `part`. The ranks' results are added."""
 
     def __init__(self, part: Linear) -> None:
         self.part, self.out_features = part, part.out_features
@@ -29,7 +29,7 @@ class RowParallel:
 
 
 class ColumnParallel:
-    """A weight of which each rank has some rows, from `first` on. The ranks' results are concatenated."""
+    """A weight whose rows are split over the ranks; `part` starts at row `first`. The results are concatenated."""
 
     def __init__(self, part: Linear, first: int, out_features: int) -> None:
         self.part, self.first, self.out_features = part, first, out_features
@@ -76,7 +76,7 @@ class ParallelKernels:
         return self.group.sum(rows).to(self.dtype)  # exact: all ranks but one add zeros
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
-        if self.is_device:  # device kernels check themselves when they make a decoder
+        if self.is_device:  # device kernels run their self-check when they create a decoder
             first = layers[0]
             out, down = (each.part if isinstance(each, RowParallel) else each for each in (first.out, first.down))
             self.local.new_decoder([first._replace(out=out, down=down)], geometry)
@@ -85,7 +85,7 @@ class ParallelKernels:
 
 
 class _Layers:
-    """Runs one layer after the other, because each layer has two sums over the ranks."""
+    """Runs the layers one by one, because each layer needs two sums over the ranks."""
 
     def __init__(self, kernels: ParallelKernels, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
         self._kernels, self._layers, self._geometry = kernels, layers, geometry

@@ -1,7 +1,7 @@
 """Coordination of ranks: rank 0 leads, and the other ranks follow.
 
-Rank 0 broadcasts each request, and before each unit of work (a prefill forward or a step) whether it continues.
-Within a unit no messages are needed, because equal logits lead to equal decisions on all ranks. The clock is the
+Rank 0 broadcasts each request. Before each unit of work (a prefill forward or a step) it broadcasts whether to go on.
+Decisions within a unit need no messages, because equal logits lead to equal decisions on all ranks. The clock is the
 exception: where the drafter `auto` reads it, all ranks use rank 0's time.
 
 The message before each unit holds rank 0's position in the text. A rank at another position, because its machine
@@ -23,7 +23,7 @@ from longdraft.parallel.group import ProcessGroup
 
 
 class Request(NamedTuple):
-    """A text to write. `written`: new tokens of earlier runs."""
+    """A text to generate. `written`: the new token ids of earlier runs."""
 
     prompt: NDArray[np.int32]
     params: SamplingParams
@@ -35,32 +35,32 @@ class RequestStopped(Exception):
 
 
 class SingleProcess:
-    """A process that has the whole model: there is nothing to coordinate."""
+    """A process that holds the whole model. There are no other ranks to coordinate."""
 
     is_follower = False
 
     def agree(self, seconds: float) -> float:
-        """The time that all ranks base their decisions on: rank 0's."""
+        """The time that all ranks base their decisions on, in seconds: rank 0's."""
         return seconds
 
     def start_request(self, request: Request) -> None:
-        """A text begins. UsageError if the ranks work on another one."""
+        """Announce a text. UsageError if the ranks are working on another one."""
 
     def synchronized(self, context: Context) -> AbstractContextManager[None]:
         """Context manager around each unit of work on the text."""
         return nullcontext()
 
     def end_request(self, *, is_finished: bool) -> None:
-        """The text reached its end, or is stopped."""
+        """Announce that the text is finished or stopped."""
 
     def shut_down(self) -> None:
-        """There are no more requests."""
+        """Announce that there are no more requests."""
 
 
 class RankGroup(SingleProcess):
     """The ranks of a run.
 
-    Methods raise WorkerError if a rank is gone, and RequestStopped, on followers, if rank 0 stops the text.
+    Methods raise WorkerError if a rank has ended, and RequestStopped, on followers, if rank 0 stops the text.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -73,7 +73,7 @@ class RankGroup(SingleProcess):
         return self._group.broadcast_numbers((seconds,))[0]
 
     def next_request(self) -> Request | None:
-        """On followers: the next text. None if there are no more, or rank 0 is gone."""
+        """On followers: wait for the next request. None if there are no more, or rank 0 has ended."""
         try:
             request: Request | None = self._group.broadcast_object(None)
         except WorkerError:
@@ -112,6 +112,6 @@ class RankGroup(SingleProcess):
 
     def shut_down(self) -> None:
         if not self.is_follower and not self._is_shut_down and not self._is_busy:
-            with suppress(WorkerError):  # a rank that is gone needs no message
+            with suppress(WorkerError):  # a rank that has ended needs no message
                 self._group.broadcast_object(None)
         self._is_shut_down = True

@@ -1,4 +1,4 @@
-"""Which part of each weight a rank has (Megatron-LM, Shoeybi et al. 2019).
+"""The part of each weight that a rank holds (Megatron-LM, Shoeybi et al. 2019).
 
     qkv, gate and up     rows: whole heads, a share of the inner width           no message
     out, down            columns of those heads and of that width                a sum over ranks
@@ -18,13 +18,13 @@ Pick = Callable[[Tensor], Tensor]
 
 
 class Shard(NamedTuple):
-    """A rank's place among the ranks."""
+    """A rank, counted from 0, and the number of ranks."""
 
     rank: int = 0
     size: int = 1
 
     def rows(self, segments: Sequence[int]) -> Pick | None:
-        """Picks this rank's share of each segment of rows of a tensor; None: the whole tensor."""
+        """A function that returns this rank's rows of each segment; None: all rows. segments: their numbers of rows."""
         if self.size == 1:
             return None
 
@@ -35,11 +35,11 @@ class Shard(NamedTuple):
         return pick
 
     def columns(self) -> Pick | None:
-        """Picks this rank's share of the columns of a tensor; None: the whole tensor."""
+        """A function that returns this rank's share of the columns; None: the whole tensor."""
         return None if self.size == 1 else lambda whole: whole.chunk(self.size, 1)[self.rank]
 
     def vocabulary(self, size: int) -> slice:
-        """The token ids whose rows this rank has. All ranks have equally many; the last ones may have fewer."""
+        """The token ids whose rows this rank holds. All hold equally many, but the last ones may hold fewer."""
         each = -(-size // self.size)
         return slice(min(size, self.rank * each), min(size, (self.rank + 1) * each))
 
