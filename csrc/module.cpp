@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "choice.h"
+#include "draft.h"
 #include "layer.h"
 #include "layout.h"
 #include "partial_cache.h"
@@ -203,6 +204,16 @@ NB_MODULE(_cpu, m) {
             forward(k, decoder, {rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<void>(x), at<void>(q),
                                  at<void>(key), at<void>(value), at<void>(content), at<void>(attended), at<float>(lse)},
                     texts); }, free_gil)
+        .def("draft", [](const Kernels& k, const Decoder& decoder, const Linear& embedding, const Linear& head, Address norm,
+                         float logits_divisor, const std::vector<Store*>& stores, long length, Address remainder,
+                         const Choice& choice, long count, long position, long width, double within, long banned_depth,
+                         int32_t root, const std::vector<int32_t>& path, Address cos, Address sin) {
+            for (int32_t token : path) require(0 <= token && token < embedding.n, "token ids of the table");
+            require(0 <= root && root < embedding.n && stores.size() == decoder.layers.size(),
+                    "a token of the table, and a store for each layer");
+            return draft(k, {&decoder, &embedding, &head, at<void>(norm), logits_divisor},
+                         {stores, length, at<float>(remainder)}, choice, {count, position, width, within, banned_depth},
+                         root, path, at<float>(cos), at<float>(sin)); }, free_gil)
         .def("keep", [](const Kernels& k, const std::vector<Store*>& stores, long start,
                         const std::vector<int64_t>& rows, long num_rows, long layer_stride, Address key, Address value) {
             for (int64_t row : rows) require(0 <= row && row < num_rows, "row numbers below the number of rows");

@@ -41,6 +41,7 @@ from longdraft.cache.full import FullCache
 from longdraft.cache.remainder import Remainder
 from longdraft.errors import check
 from longdraft.kernels import AttentionOutput, Kernels, LayersKV
+from longdraft.kernels.native_draft import DraftStores
 
 CacheMode = Literal["dynamic", "static", "full"]
 _NUM_QUERIES = 8  # last verified rows whose queries select the heavy hitters
@@ -123,6 +124,16 @@ class PartialCache:
 
     def place(self, rows: Tensor, positions: Tensor) -> None:
         self._base.place(rows, positions)
+
+    @property
+    def draft_stores(self) -> DraftStores:
+        """The rows and the remainder, for a chain that the compiled module drafts."""
+        return DraftStores(self._base.stores, self.length, self._remainder)
+
+    def add_drafts(self, count: int) -> None:
+        """Keep `count` rows that the compiled module has written behind the others, until `drop_drafts`."""
+        self._base.length += count
+        self._num_drafted += count
 
     def drop_drafts(self) -> None:
         """Drop the drafted rows: verification computes the rows of the tokens that it accepts."""

@@ -129,7 +129,7 @@ def _build_suffix(options: SuffixOptions, resources: Resources) -> Drafter:
 def _build_self_draft(options: TokenSwiftOptions | MagicDecOptions, resources: Resources) -> Drafter:
     model, cache, sampler, params, heads, *_ = resources
     return SelfDrafter(options.settings(), model, cache, sampler, params, heads, resources.partial,
-                       resources.draft_copy)
+                       resources.draft_copy, resources.clock)
 
 
 def _build_medusa(options: MedusaOptions, resources: Resources) -> Drafter:

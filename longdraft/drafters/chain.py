@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longdraft.cache.partial import PartialCache
 from longdraft.core import Context
-from longdraft.model.routine import Routine
+from longdraft.model.routine import CostClock, Routine
 from longdraft.model.transformer import Forward, ForwardRequest, Rows, Transformer
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import Trie
@@ -54,6 +54,15 @@ class Chain(NamedTuple):
         guess.
         """
         node, path = 0, list(path)
+        if isinstance(self.draft_model, SelfDraftModel):
+            places = self.draft_model.draft_natively(context, path, length, self.sampler, self.width, self.margin)
+            if places is not None:
+                for guesses in places:
+                    if not guesses:
+                        break
+                    node, *_ = [trie.add(node, guess, self.source) for guess in guesses]
+                    path.append(guesses[0])
+                return node, path
         for _ in range(length):
             logits = yield from self.draft_model.next_logits(context, path)
             guesses = [] if logits is None else self.sampler.rank(logits[0], context, path[1:], self.width,
@@ -69,9 +78,26 @@ class SelfDraftModel:
     """The target on a partial cache. Each call computes the row of the last token of `path`; the rows of the tokens
     before it are in the cache until `PartialCache.drop_drafts`."""
 
-    def __init__(self, model: Transformer, cache: PartialCache) -> None:
+    def __init__(self, model: Transformer, cache: PartialCache, clock: CostClock | None = None) -> None:
+        """clock: of the request; None: the request runs alone."""
         self._model = model
         self._cache = cache
+        self._clock = clock
+
+    def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
+                       margin: float) -> list[list[int]] | None:
+        """The guesses of a chain behind `path`, place by place, drafted in one call. None where that is not possible,
+        or where the request shares its forwards with others, which read the weights once for all."""
+        if length < 1 or (self._clock and self._clock.batch_size > 1):
+            return None
+        ranking = sampler.native_ranking(context, self._model.config.vocab_size, width, margin)
+        if ranking is None:
+            return None
+        places = self._model.draft_chain(self._cache.draft_stores, ranking, path[0], path[1:],
+                                         len(context) + len(path) - 1, length)
+        if places is not None:
+            self._cache.add_drafts(len(places))
+        return places
 
     def next_logits(self, context: Context, path: Sequence[int]) -> Routine[Tensor | None]:
         return (yield from self.forward(context, path)).logits

@@ -43,7 +43,7 @@ from longdraft.errors import UsageError, check
 from longdraft.model.draft_copy import AUTO as AUTO_WEIGHTS
 from longdraft.model.draft_copy import check_draft_weights
 from longdraft.model.heads import Heads
-from longdraft.model.routine import Routine
+from longdraft.model.routine import CostClock, Routine
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Verified
@@ -221,13 +221,14 @@ class SelfDrafter:
     """Drafts with the target on a partial cache.
 
     copy     a quantised copy of the target that drafts in its place; None: the target itself
+    clock    of the request; None: the request runs alone
     heads    trained heads, which the template needs from its second depth on
     partial  a partial cache that several drafters of one request share; None: the drafter makes its own
     """
 
     def __init__(self, settings: SelfDraftSettings, model: Transformer, cache: FullCache, sampler: Sampler,
                  params: SamplingParams, heads: Heads | None = None, partial: PartialCache | None = None,
-                 copy: Transformer | None = None) -> None:
+                 copy: Transformer | None = None, clock: CostClock | None = None) -> None:
         num_heads = len(heads) if heads else 0
         if len(settings.tree) > num_heads + 1:
             raise UsageError(f"tree {list(settings.tree)} is {len(settings.tree)} deep; allowed: at most "
@@ -237,7 +238,7 @@ class SelfDrafter:
         self._heads = heads
         self._is_shared = partial is not None
         self.partial = partial or new_partial_cache(settings, model, cache)
-        self._draft_model = SelfDraftModel(copy or model, self.partial)
+        self._draft_model = SelfDraftModel(copy or model, self.partial, clock)
         self._chain = Chain(self._draft_model, sampler, settings.width, SELF, settings.margin)
         self._ngrams = NgramMatcher(settings.ngrams, params) if settings.ngrams else None
         self._suffix = SuffixMatcher(SuffixOptions(), params) if settings.suffix else None

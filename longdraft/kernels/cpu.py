@@ -266,11 +266,11 @@ class CpuDecoder:
         heads, kv_heads, dim = geometry[:3]
         self._hidden = len(layers[0].attention_norm)
         _require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
-        self._native = _cpu.Decoder(*geometry)
+        self.native = _cpu.Decoder(*geometry)
         for layer in self._layers:
             qkv, out, gate_up, down = self._checked_weights(layer)
             norms_heads = layer.q_norm is not None and layer.q_norm.shape == (dim,)
-            self._native.add(layer.attention_norm.data_ptr(), qkv, out, layer.mlp_norm.data_ptr(), gate_up, down,
+            self.native.add(layer.attention_norm.data_ptr(), qkv, out, layer.mlp_norm.data_ptr(), gate_up, down,
                              layer.window, _address(layer.q_norm), _address(layer.k_norm), norms_heads, layer.rotates)
 
     def _checked_weights(self, layer: LayerWeights) -> list[_cpu.Linear]:
@@ -309,11 +309,21 @@ class CpuDecoder:
         q, content, output = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(3))
         lse = torch.empty(num_layers, rows, heads)
         self._kernels.native.forward(
-            self._native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
+            self.native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
             [_remainder_address(kv.remainder, (num_layers, heads, dim + 1, dim + 1)) for kv in texts],
             result.data_ptr(), cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), q.data_ptr(), content.data_ptr(),
             k, v, output.data_ptr(), lse.data_ptr())
         return result, AttentionOutput(q, output, lse, content)
+
+    def draft_arguments(self, stores: Sequence[KVStore], length: int, remainder: Tensor | None, cos: Tensor,
+                        sin: Tensor) -> tuple[list[_cpu.Store], int]:
+        """The compiled stores and the remainder's address for a chain of drafts, checked as `forward` checks them."""
+        heads, kv_heads, dim = self._geometry[:3]
+        native = self._kernels.native_stores(stores, len(self._layers), kv_heads, dim)
+        _require_length(length, native)
+        _require_tensor("cos", cos, (len(cos), dim // 2), torch.float32)
+        _require_tensor("sin", sin, (len(cos), dim // 2), torch.float32)
+        return native, _remainder_address(remainder, (len(native), heads, dim + 1, dim + 1))
 
 
 def _are_layers(x: Tensor, layer_stride: int) -> bool:

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from longdraft.cache.full import FullCache, KVCache
-from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayerWeights, Linear
+from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayerWeights, Linear, native_draft
+from longdraft.kernels.native_draft import DraftStores, DraftWeights, Ranking
 from longdraft.model.config import ModelConfig
 from longdraft.model.rope import RopeTable, max_unscaled_length
 from longdraft.tree import Tree
@@ -144,7 +145,7 @@ class Transformer:
     @property
     def weights_in_tokens(self) -> float:
         """Number of context tokens whose cache is as large as the weights that a forward reads."""
-        return sum(linear.nbytes for linear in self.linears) / self.cache_bytes_per_token
+        return self.weights_bytes / self.cache_bytes_per_token
 
     @property
     def linears(self) -> list[Linear]:
@@ -193,6 +194,20 @@ class Transformer:
             return [Forward(hidden, attention_output, None, logits[0])]
         return [Forward(hidden, attention_output, slice(end - count, end), part)
                 for count, end, part in zip(counts, ends, logits, strict=True)]
+
+    def draft_chain(self, cache: DraftStores, ranking: Ranking, root: int, path: Sequence[int], position: int,
+                    count: int) -> list[list[int]] | None:
+        """Draft `count` tokens in one call (longdraft/kernels/native_draft.py). None where these kernels cannot.
+
+        position  of the first drafted token in the text
+        """
+        config = self.config
+        weights = DraftWeights(self.weights.embedding, self.weights.norm, self.weights.head, config.logits_divisor)
+        if config.embedding_factor != 1 or not native_draft.supports(self.kernels, self._decoder, weights):
+            return None
+        rotations = self.rotations(range(position - 1, position - 1 + count))
+        return native_draft.draft_chain(self.kernels, self._decoder, weights, cache, ranking, root, path, rotations,
+                                        position)
 
     def _last_logits(self, hidden: Tensor, wanted: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
         """Logits of each text's last rows. wanted: (end of the text's rows, number of logits)."""

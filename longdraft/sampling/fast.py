@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longdraft.core import Context, SamplingParams
 from longdraft.kernels import native
+from longdraft.kernels.native_draft import Ranking
 from longdraft.tree import Tree
 
 _MAX_WINDOW = 2**31 - 1  # tokens: the largest C++ int; no text is longer
@@ -55,6 +56,11 @@ class FastSampler:
         row, known = self._rows(logits[None]), len(path) + ahead
         return self._native.rank(row.data_ptr(), path, len(context) + known, known < self._left(context), num,
                                  within)
+
+    def ranking(self, context: Context, width: int, within: float) -> Ranking:
+        """See `Sampler.native_ranking`."""
+        self._update(context)
+        return Ranking(self._native, width, within, self._left(context))
 
     def _left(self, context: Context) -> int:
         """Tokens to write before the text may end."""

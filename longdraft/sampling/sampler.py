@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from longdraft.core import Context, SamplingParams
 from longdraft.kernels import Kernels, noise
+from longdraft.kernels.native_draft import Ranking
 from longdraft.sampling import process
 from longdraft.sampling.device import DeviceSampler
 from longdraft.sampling.fast import FastSampler
@@ -126,6 +127,12 @@ class Sampler:
         logits = logits.detach().to(torch.float32, copy=True)
         logits[..., tokens.to(logits.device)] += values.to(logits.device)
         return logits
+
+    def native_ranking(self, context: Context, vocabulary: int, width: int, within: float) -> Ranking | None:
+        """What the compiled module needs to rank a whole chain of guesses as `rank` does; None where it cannot."""
+        if not self._is_fast or len(self._bias[0]):
+            return None
+        return self._compiled(vocabulary).ranking(context, width, within)
 
     def _compiled(self, vocabulary: int) -> FastSampler:
         if self._fast is None:

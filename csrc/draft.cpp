@@ -1,0 +1,59 @@
+#include "draft.h"
+
+namespace longdraft {
+namespace {
+
+// Memory for one row's way through the model.
+struct RowBuffers {
+    std::vector<char> x, normed, q, k, v, content, attended;
+    std::vector<float> lse, logits;
+
+    RowBuffers(const Decoder& d, long hidden, long vocabulary, long size)
+        : x(bytes(hidden * size)), normed(bytes(hidden * size)), q(layers(d, d.heads * d.dim * size)),
+          k(layers(d, d.kv_heads * d.dim * size)), v(k.size()), content(q.size()), attended(q.size()),
+          lse(layers(d, d.heads)), logits(static_cast<size_t>(vocabulary)) {}
+
+  private:
+    static size_t bytes(long count) { return static_cast<size_t>(count); }
+    static size_t layers(const Decoder& d, long each) { return d.layers.size() * static_cast<size_t>(each); }
+};
+
+}  // namespace
+
+std::vector<std::vector<int64_t>> draft(const Kernels& kernels, const DraftModel& model, const DraftCache& cache,
+                                        const Choice& choice, const DraftRules& rules, int32_t root,
+                                        std::vector<int32_t> path, const float* cos, const float* sin) {
+    const Decoder& d = *model.decoder;
+    const bool bf16 = model.head->is_bf16;
+    const long size = bf16 ? 2 : 4, hidden = model.embedding->k, kv_width = d.kv_heads * d.dim;
+    RowBuffers row(d, hidden, model.head->n, size);
+    const int32_t parent = -1;
+    std::vector<std::vector<int64_t>> places;
+    for (long i = 0; i < rules.count; i++) {
+        const int64_t token = path.empty() ? root : path.back();
+        const long length = cache.length + i, half = d.dim / 2;
+        kernels.embed(*model.embedding, &token, 1, row.x.data());
+        forward(kernels, d, {1, cos + i * half, sin + i * half, &parent, row.x.data(), row.q.data(), row.k.data(),
+                             row.v.data(), row.content.data(), row.attended.data(), row.lse.data()},
+                {{cache.stores, length, 1, cache.remainder}});
+        for (size_t layer = 0; layer < cache.stores.size(); layer++) {
+            Store& store = *cache.stores[layer];
+            const long skipped = static_cast<long>(layer) * kv_width * size;
+            store.reserve(length + 1);
+            kernels.write(store, length, {row.k.data() + skipped, kv_width, d.dim}, {row.v.data() + skipped, kv_width, d.dim},
+                          nullptr, 1);
+        }
+        kernels.rms_norm(bf16, row.x.data(), model.norm, 1, hidden, d.eps, d.rounds_once, row.normed.data());
+        kernels.linear(*model.head, row.normed.data(), 1, row.logits.data(), true);
+        if (model.logits_divisor != 1.0f)
+            for (float& logit : row.logits) logit /= model.logits_divisor;
+        const long known = static_cast<long>(path.size());
+        places.push_back(choice.rank(row.logits.data(), path.data(), known, rules.position + i, known < rules.banned_depth,
+                                     rules.width, rules.within));
+        if (places.back().empty()) break;
+        path.push_back(static_cast<int32_t>(places.back()[0]));
+    }
+    return places;
+}
+
+}  // namespace longdraft

@@ -1,0 +1,46 @@
+// A chain of tokens drafted in one call: embedding, layers, head, ranking, next token, again. The step-by-step chain
+// in longdraft/drafters gives the same tokens, bit for bit; here nothing goes through Python between two tokens.
+#pragma once
+
+#include "choice.h"
+#include "layer.h"
+#include "layout.h"
+
+#include <vector>
+
+namespace longdraft {
+
+// What a row passes through before and after the layers.
+struct DraftModel {
+    const Decoder* decoder;
+    const Linear* embedding;
+    const Linear* head;
+    const void* norm;  // [hidden], before the head
+    float logits_divisor;
+};
+
+// What the chain continues: `length` rows in the stores of each layer, then the rows of drafted tokens, which are
+// written behind them.
+struct DraftCache {
+    std::vector<Store*> stores;
+    long length;
+    const float* remainder;  // [layers, heads, dim + 1, dim + 1] or null, as for TextRows
+};
+
+struct DraftRules {
+    long count;           // tokens to draft
+    long position;        // of the first drafted token in the text
+    long width;           // guesses at each place
+    double within;        // how far the score of a guess may be below the first one's
+    long banned_depth;    // places before this one may not be banned tokens
+};
+
+// Guesses for each place, best first; the chain follows the best. Stops early where logits are not finite.
+//   path      drafted tokens behind the text's last token, the chain follows the last of them; empty: the text's last
+//   root      the text's last token
+//   cos, sin  [count, dim / 2], of the rows
+std::vector<std::vector<int64_t>> draft(const Kernels& kernels, const DraftModel& model, const DraftCache& cache,
+                                        const Choice& choice, const DraftRules& rules, int32_t root,
+                                        std::vector<int32_t> path, const float* cos, const float* sin);
+
+}  // namespace longdraft

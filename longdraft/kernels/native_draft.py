@@ -1,0 +1,84 @@
+"""A whole chain of draft tokens in one call of the compiled module (csrc/draft.h).
+
+The step-by-step chain in longdraft/drafters/chain.py gives the same tokens, bit for bit. Between two tokens it returns
+to Python, which takes longer than the arithmetic of a small model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from torch import Tensor
+
+from longdraft.kernels.cpu import CpuDecoder, CpuKernels, CpuLinear
+from longdraft.kernels.interface import Decoder, Kernels, KVStore, Linear
+
+with suppress(ImportError):
+    from longdraft.kernels import _cpu
+
+
+class DraftWeights(NamedTuple):
+    """What a row passes through besides the layers. The norm [hidden] is the one before the head."""
+
+    embedding: Linear
+    norm: Tensor
+    head: Linear
+    logits_divisor: float
+
+
+class DraftStores(NamedTuple):
+    """The rows that a chain continues: `length` positions of each layer's store. Drafted rows are written behind them.
+
+    remainder  [L, H, D + 1, D + 1] float32, as in `LayersKV`, or None
+    """
+
+    stores: Sequence[KVStore]
+    length: int
+    remainder: Tensor | None
+
+
+class Ranking(NamedTuple):
+    """How the guesses of a chain are ranked.
+
+    choice        the request's compiled sampler, up to date with the text
+    width         guesses at each place at most
+    within        largest gap between a guess's score and the best one's
+    banned_depth  places before this one may not be ends of the text
+    """
+
+    choice: _cpu.Choice
+    width: int
+    within: float
+    banned_depth: int
+
+
+def supports(kernels: Kernels, decoder: Decoder, weights: DraftWeights) -> bool:
+    """Whether `draft_chain` can draft with this model."""
+    tables = (weights.embedding, weights.head)
+    return (isinstance(kernels, CpuKernels) and isinstance(decoder, CpuDecoder)
+            and all(isinstance(table, CpuLinear) for table in tables))
+
+
+def draft_chain(kernels: Kernels, decoder: Decoder, weights: DraftWeights, cache: DraftStores, ranking: Ranking,
+                root: int, path: Sequence[int], rotations: tuple[Tensor, Tensor], position: int) -> list[list[int]]:
+    """Draft one token for each row of `rotations`.
+
+    root       the last token of the text
+    path       drafted tokens behind it, which the chain continues
+    rotations  cos, sin [N, D / 2] float32 of the N rows
+    position   of the first drafted token in the text
+
+    Returns the guesses for each place, best first; the chain follows the best. The last list is empty where logits are
+    not finite. One row for each list was written to the stores.
+    """
+    assert isinstance(kernels, CpuKernels) and isinstance(decoder, CpuDecoder)
+    embedding, head = weights.embedding, weights.head
+    assert isinstance(embedding, CpuLinear) and isinstance(head, CpuLinear)
+    cos, sin = (part.contiguous() for part in rotations)
+    stores, remainder = decoder.draft_arguments(cache.stores, cache.length, cache.remainder, cos, sin)
+    return kernels.native.draft(
+        decoder.native, embedding.native, head.native, weights.norm.data_ptr(), weights.logits_divisor, stores,
+        cache.length, remainder, ranking.choice, len(cos), position, ranking.width, ranking.within,
+        ranking.banned_depth, root, path, cos.data_ptr(), sin.data_ptr())

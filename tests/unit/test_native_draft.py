@@ -1,0 +1,67 @@
+"""A chain that the compiled module drafts in one call has the tokens of the step-by-step chain, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.checkpoints import load
+from helpers.equality import SETTINGS, params_of, prompt_of
+from longdraft.core import Context
+from longdraft.drafters.chain import Chain, SelfDraftModel
+from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
+from longdraft.model.routine import run_alone
+from longdraft.model.transformer import chain_rows
+from longdraft.sampling.sampler import Sampler
+from longdraft.tree import Trie
+
+
+def drafts(model, params, prompt, *, budget, natively, width=2):
+    """The trees of several steps of a chain over a partial cache, and the rows that the last one left there."""
+    cache = model.new_cache()
+    context = Context(prompt)
+    sampler = Sampler(params, [1])
+    settings = MagicDecOptions(budget=budget, sinks=4, refresh=8, width=width).settings()
+    partial = new_partial_cache(settings, model, cache)
+    draft_model = SelfDraftModel(model, partial)
+    if not natively:
+        draft_model.draft_natively = lambda *given: None
+    chain = Chain(draft_model, sampler, width, "self", 0.5)
+    trees, rows = [], None
+    for _ in range(4):
+        forward = model.forward(chain_rows([int(t) for t in context.slice(cache.length, len(context) - 1)], cache.length),
+                                cache)
+        cache.commit(range(len(context) - 1 - cache.length))
+        partial.update(lambda forward=forward: forward.attention_output)
+        trie = Trie(context.last)
+        node, path = run_alone(chain.draft(trie, context, [context.last], 5))
+        tree = trie.tree()
+        trees.append((tree.tokens, tree.parents, node, path))
+        rows = [tensor for store in partial._base.stores
+                for tensor in store.read(torch.arange(partial.length).expand(model.config.num_kv_heads, -1))]
+        partial.drop_drafts()
+        context.extend(path[1:4] or [2, 3, 4])
+    return trees, rows
+
+
+@pytest.mark.parametrize("family", ["mha", "gqa"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("budget", [24, 4000], ids=["with a remainder", "whole"])
+def test_native_chains_equal_step_by_step_chains(tiny, family, dtype, budget):
+    model = load(tiny[family], dtype)
+    for name in SETTINGS:
+        step_by_step, native = (drafts(model, params_of(name), prompt_of(60), budget=budget, natively=way)
+                                for way in (False, True))
+        assert native[0] == step_by_step[0], name
+        assert all(torch.equal(*pair) for pair in zip(native[1], step_by_step[1], strict=True)), name
+
+
+def test_settings_that_need_python_are_drafted_step_by_step(tiny):
+    model = load(tiny["mha"])
+    draft_model = SelfDraftModel(model, None)
+    context = Context(prompt_of(20))
+    samplers = {name: Sampler(params_of(name), [1]) for name in SETTINGS}
+    supported = {name: sampler.native_ranking(context, model.config.vocab_size, 1, 0.0) is not None
+                 for name, sampler in samplers.items()}
+    assert supported["paper"] and not supported["top-k"]
+    assert draft_model.draft_natively(context, [context.last], 3, samplers["top-k"], 1, 0.0) is None
