@@ -215,7 +215,7 @@ def test_setting_names_of_other_libraries_are_accepted():
 
 
 @pytest.mark.parametrize("settings, error, message", [
-    (dict(model="no-such-model"), ModelError, "no model 'no-such-model'; give a bundled name"),
+    (dict(model="no-such-model"), ModelError, "no model 'no-such-model' exists; give a bundled name"),
     (dict(drafter="psychic"), UsageError, "unknown drafter 'psychic'; known: auto, plain, ngram, suffix, tokenswift"),
     (dict(dtype="float8"), UsageError, "dtype is 'float8'"),
     (dict(device="abacus"), UsageError, "device is 'abacus'"),

@@ -275,7 +275,7 @@ def test_a_bar_is_shown_of_large_models_only(monkeypatch, tmp_path):
     make_checkpoint(tmp_path)
     generate = ["generate", "It", "--max-new-tokens", "2", "--model", str(tmp_path), "--drafter", "plain"]
     for large, options, is_shown in ((1, [], True), (1, ["--quiet"], False), (1 << 30, [], False)):
-        monkeypatch.setattr(display, "_LARGE", large)
+        monkeypatch.setattr(display, "_LARGE_MODEL", large)
         with terminal("stderr") as shown:
             assert run([*generate, *options]) == 0
         assert ("kB" in shown()) == is_shown, shown()

@@ -29,9 +29,9 @@ def drafts(model, params, prompt, *, budget, natively, width=2):
     chain = Chain(draft_model, sampler, width, "self", 0.5)
     trees, rows = [], None
     for _ in range(4):
-        forward = model.forward(chain_rows([int(t) for t in context.slice(cache.length, len(context) - 1)], cache.length),
-                                cache)
-        cache.commit(range(len(context) - 1 - cache.length))
+        new = context.slice(cache.length, len(context) - 1).tolist()
+        forward = model.forward(chain_rows(new, cache.length), cache)
+        cache.commit(range(len(new)))
         partial.update(lambda forward=forward: forward.attention_output)
         trie = Trie(context.last)
         node, path = run_alone(chain.draft(trie, context, [context.last], 5))
