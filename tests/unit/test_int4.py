@@ -111,15 +111,10 @@ def test_int4_takes_nineteen_bits_for_four_weights(name):
     assert kernel.pack(weights(640, 256), quantize="int4").nbytes == 640 * 256 * 19 // 32
 
 
-MODELS = {"mha": ("mha", "bfloat16", None), "gqa, reference": ("gqa", "float32", "reference")}
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def quantised(request, tiny):
+@pytest.fixture(scope="module")
+def quantised(tiny):
     """An int4 model, another one to draft with, and the folder of its heads and glide layer."""
-    folder, dtype, name = MODELS[request.param]
-    model, another = (load(tiny[each], dtype, name, "int4") for each in sorted(tiny, key=lambda each: each != folder))
-    return model, another, tiny[folder]
+    return load(tiny["mha"], "bfloat16", None, "int4"), load(tiny["gqa"], "bfloat16", None, "int4"), tiny["mha"]
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +132,12 @@ def test_every_drafter_writes_the_plain_text_of_the_int4_model(quantised, plain,
     factory = by_name(name, *parts, **options)
     for settings_name, expected in plain.items():
         assert generate(model, prompt_of(90), params_of(settings_name), factory) == expected, settings_name
+
+
+@every_kernel
+@every_dtype
+def test_a_draft_chain_writes_the_plain_text_of_the_int4_model_on_every_kernel(tiny, name, dtype):
+    model = load(tiny["gqa"], dtype, name, "int4")
+    expected = generate(model, prompt_of(60), params_of("paper"), by_name("plain"))
+    assert generate(model, prompt_of(60), params_of("paper"), by_name("magicdec", budget=24, sinks=4)) == expected
+    assert generate(model, prompt_of(60), params_of("paper"), by_name("plain"), chunk=7) == expected
