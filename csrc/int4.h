@@ -1,4 +1,4 @@
-// Few rows times a packed four-bit weight (longdraft/kernels/int4.py defines the numbers).
+// The product of a few rows with a packed int4 weight. longdraft/kernels/int4.py defines the numbers.
 //
 // Both operands are whole numbers: the weight's nibbles, and each row quantised to int8 group by group. The sum over
 // a group of 32 is an integer, hence exact, hence the same on every processor and for every number of rows; what
@@ -28,7 +28,7 @@ namespace int4 {
 
 constexpr int WORDS = INT4_GROUP / 8;                  // 32-bit words of one output's nibbles
 constexpr int ZEROS = COLUMNS * 2, NIBBLES = ZEROS + COLUMNS;  // where they begin in a group
-constexpr long BLOCK_GROUPS = 16;  // groups that all rows read while they lie in the first-level cache (19 KB)
+constexpr long BLOCK_GROUPS = 16;  // groups that all rows read while they are in the first-level cache (19 KB)
 #if defined(__AVX512F__)
 constexpr int ROWS = 4;
 #else

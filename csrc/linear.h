@@ -183,6 +183,17 @@ void finish(const Linear& w, long tile, long row, int rows, float (*sums)[COLUMN
     }
 }
 
+// Call work(tile) for every tile of a weight, on all threads where there is enough to do; `around` is made once for each
+// piece of consecutive tiles that a thread takes.
+template <class Around, class F> void for_each_tile(const Linear& w, long rows, F work) {
+    const bool is_small = rows * w.k * w.n < MIN_PARALLEL_WORK;
+    const long tiles = w.tiles(), in_one = is_small ? tiles : std::max<long>(1, tiles / (4 * threads()));
+    parallel((tiles + in_one - 1) / in_one, [&](long job) {
+        [[maybe_unused]] Around around;
+        for (long tile = job * in_one; tile < std::min(tiles, (job + 1) * in_one); tile++) work(tile);
+    });
+}
+
 template <class T> void linear_as(const Linear& w, const void* x, long rows, void* out, bool keep_float) {
     using Element = typename T::Element;
     using Unit = Multiply<T>;
@@ -195,26 +206,21 @@ template <class T> void linear_as(const Linear& w, const void* x, long rows, voi
         for (long r = 0; r < rows; r++) std::copy_n(in + r * w.k, w.k, padded.data() + r * width);
         in = padded.data();
     }
-    const bool is_small = rows * w.k * w.n < MIN_PARALLEL_WORK;
-    const long tiles = w.tiles(), in_one = is_small ? tiles : std::max<long>(1, tiles / (4 * threads()));
-    parallel((tiles + in_one - 1) / in_one, [&](long job) {
+    for_each_tile<Unit>(w, rows, [&](long tile) {
         alignas(64) float sums[Unit::ROWS][COLUMNS];
-        [[maybe_unused]] Unit unit;
-        for (long tile = job * in_one; tile < std::min(tiles, (job + 1) * in_one); tile++) {
-            auto multiply = [&](auto&& weights) {
-                for (long r = 0; r < rows; r += Unit::ROWS) {
-                    int some = static_cast<int>(std::min<long>(Unit::ROWS, rows - r));
-                    Unit::tile(some, reinterpret_cast<const uint32_t*>(in + r * width), weights, w.steps, sums);
-                    finish<T>(w, tile, r, some, sums, out, keep_float);
-                }
-            };
-            if (!w.is_int8) multiply(StoredWords{w.tile<uint32_t>(tile)});
-            else if (rows <= Unit::ROWS) multiply(typename Unit::Int8Words(w.tile<int8_t>(tile), w.steps));
-            else {  // the tile is read several times, so it is converted once
-                auto* words = static_cast<uint32_t*>(workspace<4>(static_cast<size_t>(w.steps * COLUMNS) * 4));
-                unpack<T>(w.tile<int8_t>(tile), w.steps, words);
-                multiply(StoredWords{words});
+        auto multiply = [&](auto&& weights) {
+            for (long r = 0; r < rows; r += Unit::ROWS) {
+                int some = static_cast<int>(std::min<long>(Unit::ROWS, rows - r));
+                Unit::tile(some, reinterpret_cast<const uint32_t*>(in + r * width), weights, w.steps, sums);
+                finish<T>(w, tile, r, some, sums, out, keep_float);
             }
+        };
+        if (!w.is_int8) multiply(StoredWords{w.tile<uint32_t>(tile)});
+        else if (rows <= Unit::ROWS) multiply(typename Unit::Int8Words(w.tile<int8_t>(tile), w.steps));
+        else {  // the tile is read several times, so it is converted once
+            auto* words = static_cast<uint32_t*>(workspace<4>(static_cast<size_t>(w.steps * COLUMNS) * 4));
+            unpack<T>(w.tile<int8_t>(tile), w.steps, words);
+            multiply(StoredWords{words});
         }
     });
 }
@@ -222,13 +228,11 @@ template <class T> void linear_as(const Linear& w, const void* x, long rows, voi
 // Rows times a four-bit weight.
 template <class T> void linear_of_int4(const Linear& w, const void* x, long rows, void* out, bool keep_float) {
     const int4::Quantised quantised = int4::quantise_rows<T>(x, rows, w.k);
-    const long tiles = w.tiles(), in_one = rows * w.k * w.n < MIN_PARALLEL_WORK ? tiles : std::max<long>(1, tiles / (4 * threads()));
-    parallel((tiles + in_one - 1) / in_one, [&](long job) {
+    struct NoSetUp {};
+    for_each_tile<NoSetUp>(w, rows, [&](long tile) {
         auto* sums = static_cast<float(*)[COLUMNS]>(workspace<6>(static_cast<size_t>(rows) * COLUMNS * 4));
-        for (long tile = job * in_one; tile < std::min(tiles, (job + 1) * in_one); tile++) {
-            int4::multiply_tile(w.tile<uint8_t>(tile), quantised, rows, sums);
-            for (long r = 0; r < rows; r++) finish<T>(w, tile, r, 1, sums + r, out, keep_float);
-        }
+        int4::multiply_tile(w.tile<uint8_t>(tile), quantised, rows, sums);
+        for (long r = 0; r < rows; r++) finish<T>(w, tile, r, 1, sums + r, out, keep_float);
     });
 }
 

@@ -10,7 +10,7 @@ target itself on a partial KV cache, a smaller model with a cache of its own, or
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -54,19 +54,17 @@ class Chain(NamedTuple):
         guess.
         """
         node, path = 0, list(path)
+        places: Iterator[list[int]] | None = None
         if isinstance(self.draft_model, SelfDraftModel):
-            places = self.draft_model.draft_natively(context, path, length, self.sampler, self.width, self.margin)
-            if places is not None:
-                for guesses in places:
-                    if not guesses:
-                        break
-                    node, *_ = [trie.add(node, guess, self.source) for guess in guesses]
-                    path.append(guesses[0])
-                return node, path
+            natively = self.draft_model.draft_natively(context, path, length, self.sampler, self.width, self.margin)
+            places = None if natively is None else iter(natively)
         for _ in range(length):
-            logits = yield from self.draft_model.next_logits(context, path)
-            guesses = [] if logits is None else self.sampler.rank(logits[0], context, path[1:], self.width,
-                                                                    within=self.margin)
+            if places is not None:
+                guesses = next(places)
+            else:
+                logits = yield from self.draft_model.next_logits(context, path)
+                guesses = [] if logits is None else self.sampler.rank(logits[0], context, path[1:], self.width,
+                                                                      within=self.margin)
             if not guesses:
                 break
             node, *_ = [trie.add(node, guess, self.source) for guess in guesses]
