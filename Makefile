@@ -32,7 +32,7 @@ test: $(VENV)/.installed-dev
 # PyTorch for CUDA must be what the set-up found: see docs/cuda.md.
 test-cuda: $(VENV)/.installed-dev
 	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "PyTorch sees no CUDA device; docs/cuda.md says what is needed")'
-	$(BIN)/python -m pytest --timeout 900 tests/unit/test_cuda_kernels.py tests/unit/test_cuda_engine.py tests/product/test_cuda_bench.py
+	$(BIN)/python -m pytest --timeout 900 tests/unit/test_cuda_*.py tests/product/test_cuda_bench.py
 
 test-page: $(VENV)/.installed-dev
 	mkdir -p build/pictures

@@ -5,6 +5,7 @@ Without a device in Triton's interpreter, graphs off: a model of one layer, text
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 
@@ -12,29 +13,28 @@ import numpy as np
 import pytest
 import torch
 
-HAS_CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
-# ruff: noqa: E402
 import longdraft
 from helpers.checkpoints import load_glide, make_checkpoint, make_glide, make_heads
+from helpers.cuda import DEVICE, HAS_CUDA
 from helpers.equality import liar, prompt_of
 from helpers.generation import by_name
 from longdraft import drafters, kernels
+from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
 from longdraft.errors import UsageError
 from longdraft.kernels import noise
 from longdraft.model import checkpoint, heads
 from longdraft.model import config as model_config
 from longdraft.model.routine import run_alone
-from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.model.transformer import Forward, Transformer, chain_rows
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.drafter import Verified
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.speculation.verify import accepted_path
 from longdraft.tree import Tree
 
-DEVICE = "cuda" if HAS_CUDA else "cpu"
 NAME = "triton-64" if HAS_CUDA else "triton-16"
 NEW, LENGTH = (60, 70) if HAS_CUDA else (7, 50)  # new tokens; tokens of the prompt, more than a partial cache holds
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
@@ -127,19 +127,39 @@ def model(folders: dict[str, Path]) -> Transformer:
     return load(folders["model"])
 
 
-def generate(model: Transformer, prompt: list[int], params: SamplingParams, factory: object,
-             tally: Tally | None = None) -> list[int]:
-    """As helpers.generate, tokens chosen on the device."""
-    cache, context = model.new_cache(), Context(prompt)
+PROMPT = prompt_of(LENGTH)
+
+
+@functools.cache
+def prompt_forward(model: Transformer) -> tuple[FullCache, Forward]:
+    """The forward of PROMPT without its last token: the cache and the result."""
+    cache = model.new_cache()
+    result = model.forward(chain_rows(PROMPT[:-1], 0), cache, is_prompt=True)
+    cache.commit(range(len(PROMPT) - 1))
+    return cache, result
+
+
+def copy_of(cache: FullCache, model: Transformer) -> FullCache:
+    copied, rows = model.new_cache(), slice(cache.length)
+    copied.reserve(cache.length)
+    for new, store in zip(copied.stores, cache.stores, strict=True):
+        for part in ("k", "v", "k_scale", "v_scale"):
+            getattr(new, part)[:, rows] = getattr(store, part)[:, rows]
+    copied.length = cache.length
+    return copied
+
+
+def generate(model: Transformer, params: SamplingParams, factory: object, tally: Tally | None = None) -> list[int]:
+    """As helpers.generate behind PROMPT, tokens chosen on the device."""
+    cache, result = prompt_forward(model)
+    cache, context = copy_of(cache, model), Context(PROMPT)
     sampler = Sampler(params, [1], kernels=model.kernels)
     drafter = factory(drafters.Resources(model, cache, sampler, params, None))
-    result = model.forward(chain_rows(prompt[:-1], 0), cache, is_prompt=True)
-    cache.commit(range(len(prompt) - 1))
-    drafter.begin(context, Verified(result, [len(prompt) - 2]))
+    drafter.begin(context, Verified(result, [len(PROMPT) - 2]))
     step = Step(model, cache, drafter, sampler, context, Timings(), tally or Tally())
     while context.num_new < params.max_new_tokens:
         run_alone(step.run(params.max_new_tokens - context.num_new))
-    return context.slice(len(prompt), len(context)).tolist()
+    return context.slice(len(PROMPT), len(context)).tolist()
 
 
 PARAMS = SamplingParams(max_new_tokens=NEW, seed=11, min_p=0.05, repetition_penalty=1.3, penalty_window=7)
@@ -147,7 +167,7 @@ PARAMS = SamplingParams(max_new_tokens=NEW, seed=11, min_p=0.05, repetition_pena
 
 @pytest.fixture(scope="module")
 def plain(model: Transformer) -> list[int]:
-    return generate(model, prompt_of(LENGTH), PARAMS, by_name("plain"))
+    return generate(model, PARAMS, by_name("plain"))
 
 
 DRAFTERS = {
@@ -163,23 +183,23 @@ QUICK = ["suffix", "medusa", "tokenswift", "glide"]  # those that the interprete
 def test_every_drafter_writes_the_plain_text(model, plain, folders, drafter):
     trained = heads.load_heads(folders["model"] / "heads", model)
     factory = by_name(drafter, trained, None, load_glide(folders["model"] / "glide", model), **DRAFTERS[drafter])
-    assert generate(model, prompt_of(LENGTH), PARAMS, factory) == plain
+    assert generate(model, PARAMS, factory) == plain
 
 
 @pytest.mark.parametrize("kind", ["half true", "duplicated branches", "colliding with the penalty",
                                   *(["huge"] if HAS_CUDA else [])])
 def test_drafters_that_lie_change_nothing(model, plain, kind):
     tally, drafter = Tally(), liar(kind, plain, LENGTH)
-    assert generate(model, prompt_of(LENGTH), PARAMS, lambda given: drafter, tally) == plain
+    assert generate(model, PARAMS, lambda given: drafter, tally) == plain
     if kind == "half true":
         assert tally.accepted.total() > 0 and tally.steps < NEW
 
 
 def test_with_an_8_bit_cache_speculative_text_equals_plain_text(folders):
     model = load(folders["model"], NAME + "-fp8")
-    text = generate(model, prompt_of(LENGTH), PARAMS, by_name("plain"))
+    text = generate(model, PARAMS, by_name("plain"))
     drafter = liar("half true", text, LENGTH)
-    assert generate(model, prompt_of(LENGTH), PARAMS, lambda given: drafter) == text
+    assert generate(model, PARAMS, lambda given: drafter) == text
 
 
 def engine_of(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, drafter: str = "suffix") -> longdraft.Engine:
@@ -260,7 +280,7 @@ def test_kernel_names_that_the_device_cannot_run_are_refused(monkeypatch):
 def test_graphs_change_nothing(model, plain):
     model.kernels.graphs.is_on = False
     try:
-        assert generate(model, prompt_of(LENGTH), PARAMS, by_name("plain")) == plain
+        assert generate(model, PARAMS, by_name("plain")) == plain
     finally:
         model.kernels.graphs.is_on = True
 

@@ -1,57 +1,23 @@
-"""The CUDA kernels against the reference, and their row invariance to the bit.
-
-Where there is no CUDA device, Triton's interpreter runs them on the CPU: small shapes, float32 and float16 (it gets a
-bfloat16 product wrong). `make test-cuda` runs the same on a device, bfloat16 too.
-"""
+"""The layers of the CUDA kernels against the reference, and their row invariance to the bit (see helpers.cuda)."""
 
 from __future__ import annotations
 
 import gc
 import math
-import random
 import weakref
 
-import numpy as np
 import pytest
 import torch
 
-HAS_CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
-# ruff: noqa: E402
-from helpers.attention import obvious_attention, parents_of, path_of, random_parents
-from longdraft.kernels import KV, AttentionOutput, Geometry, LayersKV, LayerWeights
+from helpers.attention import parents_of
+from helpers.cuda import DEVICE, DTYPES, HAS_CUDA, close, every_dtype, kernels, reference, rows_of
+from longdraft.kernels import KV, Geometry, LayersKV, LayerWeights
 from longdraft.kernels.cuda import prefill
-from longdraft.kernels.cuda.attention import Splits
-from longdraft.kernels.cuda.kernels import NAMES, CudaKernels
+from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.row_invariance import is_row_invariant
-from longdraft.kernels.reference import ReferenceKernels
-
-DEVICE = "cuda" if HAS_CUDA else "cpu"
-SPLITS = Splits(128, 2, 256)  # so that few positions are several splits
-DTYPES = ["float32", "float16", *(["bfloat16"] if HAS_CUDA else [])]
-TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def kernels(dtype: str = "float32", name: str = "triton-16") -> CudaKernels:
-    return CudaKernels(DEVICE, dtype, name, SPLITS)
-
-
-def rows_of(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def reference(dtype: str) -> ReferenceKernels:
-    """The reference, with rounding to `dtype`: also float16, which `kernels.choose` does not offer on the CPU."""
-    kernel = ReferenceKernels(DEVICE, "float32")
-    kernel.dtype = getattr(torch, dtype)
-    return kernel
-
-
-def close(got: torch.Tensor, expected: torch.Tensor, dtype: str, times: float = 1.0) -> None:
-    torch.testing.assert_close(got.float(), expected.float(), atol=times * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @every_dtype
@@ -89,140 +55,6 @@ def test_norms_activations_and_rotations_agree_with_the_reference(dtype, rounds_
         close(operation(ours), operation(definition), dtype)
     gate_up = torch.full((1, 4), -3e4, device=DEVICE, dtype=ours.dtype)  # exp of the gate overflows
     assert ours.swiglu(gate_up).abs().max() == 0
-
-
-SHAPES = [  # length, rows, KV heads, group, dim, window
-    (0, 1, 1, 1, 16, 0), (1, 5, 2, 1, 64, 0), (64, 3, 2, 2, 80, 0), (100, 5, 1, 7, 96, 0), (126, 9, 1, 1, 16, 0),
-    (130, 4, 1, 2, 128, 0), (256, 2, 1, 4, 256, 0), (300, 3, 1, 3, 24, 40), (250, 9, 1, 17, 16, 0),
-    (90, 2, 1, 2, 32, 1),
-]
-CASES = [("float16", "triton-16", shape) for shape in SHAPES]
-CASES += [(dtype, name, (125, 6, 1, 4, 64, 0)) for dtype in DTYPES
-          for name in ("triton-16", "triton-64", "triton-16-fp8")]
-if HAS_CUDA:
-    CASES += [(dtype, name, (length, rows, 4, 4, dim, window)) for dtype in DTYPES for name in NAMES
-              for length, rows, dim, window in ((1, 150, 64, 0), (500, 64, 80, 0), (3000, 40, 128, 900),
-                                                (511, 33, 96, 0), (1025, 7, 256, 0))]
-
-
-@pytest.mark.parametrize("dtype, name, shape", CASES, ids=str)
-def test_a_tree_node_gets_the_bits_of_plain_decoding(dtype, name, shape):
-    """Compare nodes with the same text decoded one row at a time, and with the formula in double precision."""
-    length, rows, kv_heads, group, dim, window = shape
-    kernel, heads = kernels(dtype, name), kv_heads * group
-    prefix_k, prefix_v = (rows_of(length, kv_heads, dim, seed=s, dtype=kernel.dtype) for s in (1, 2))
-    k, v = (rows_of(rows, kv_heads, dim, seed=s, dtype=kernel.dtype) for s in (3, 4))
-    q = rows_of(rows, heads, dim, seed=5, dtype=kernel.dtype)
-    parents = random_parents(rows, length) if length % 3 else torch.arange(-1, rows - 1, dtype=torch.int32)
-    store = kernel.new_store(kv_heads, dim)
-    store.reserve(length + rows)
-    store.write(0, prefix_k, prefix_v)
-    got = kernel.attention(q, KV(store, length, k, v), parents, window)
-    for row in random.Random(0).sample(range(rows), min(rows, 9 if HAS_CUDA else 2)):
-        path = path_of(parents.tolist(), row)
-        flat = kernel.new_store(kv_heads, dim)
-        flat.reserve(length + len(path))
-        flat.write(0, torch.cat([prefix_k, k[path[:-1]]]), torch.cat([prefix_v, v[path[:-1]]]))
-        kv = KV(flat, length + len(path) - 1, k[[row]], v[[row]])
-        plain = kernel.attention(q[row : row + 1], kv, parents_of([-1]), window)
-        assert torch.equal(got.output[row], plain.output[0]) and torch.equal(got.lse[row], plain.lse[0])
-        flat.write(length + len(path) - 1, k[[row]], v[[row]])
-        every = torch.arange(length + len(path)).expand(kv_heads, -1)
-        held = (part.transpose(0, 1)[-window:].cpu() for part in flat.read(every))
-        exact = obvious_attention(q[row].cpu(), *held)
-        torch.testing.assert_close(got.output[row].float().cpu(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("name", ["triton-16", "triton-16-fp8"])
-def test_drafted_rows_change_no_committed_row(name):
-    """Also when the length is shorter than the text, as in glide's layer, which reads the target's cache."""
-    kernel = kernels("float16", name)
-    store = kernel.new_store(2, 16)
-    k, v = (rows_of(90, 2, 16, seed=s, dtype=kernel.dtype) for s in (1, 2))
-    store.write(0, k, v)
-    before = store.k.clone(), store.v.clone()
-    new = rows_of(9, 2, 16, seed=4, dtype=kernel.dtype)
-    kernel.attention(rows_of(9, 4, 16, seed=3, dtype=kernel.dtype), KV(store, 40, new, new), random_parents(9, 1))
-    for part, was in zip((store.k, store.v), before, strict=True):
-        assert torch.equal(part[:, : store.room].view(torch.uint8), was[:, : store.room].view(torch.uint8))
-
-
-@every_dtype
-def test_rows_are_read_kept_and_copied_as_they_were_written(dtype):
-    kernel = kernels(dtype)
-    full, part = ([kernel.new_store(2, 24) for _ in range(3)] for _ in range(2))
-    k, v = (rows_of(3, 50, 2, 24, seed=s, dtype=kernel.dtype) for s in (1, 2))
-    kernel.keep(LayersKV(full, 0, k, v), range(40))
-    kernel.keep(LayersKV(full, 40, k, v), [43, 45, 49])
-    chosen = torch.stack([torch.randperm(43, generator=torch.Generator().manual_seed(s))[:35] for s in range(6)])
-    kernel.copy(full, part, chosen.view(3, 2, 35), 5)
-    kept = torch.cat([torch.arange(40), torch.tensor([43, 45, 49])])
-    for layer in range(3):
-        read = part[layer].read(torch.arange(5, 40).expand(2, -1))
-        for rows, source in zip(read, (k, v), strict=True):
-            for head in range(2):
-                assert torch.equal(rows[head], source[layer, kept[chosen[2 * layer + head]], head])
-
-
-def test_a_store_that_grows_keeps_its_rows_and_their_positions():
-    kernel = kernels()
-    store = kernel.new_store(1, 16)
-    k = rows_of(1000, 1, 16)
-    for start in range(0, 1000, 90):
-        store.write(start, k[start : start + 90], k[start : start + 90])
-    store.reserve_drafts(700)
-    assert torch.equal(store.read(torch.arange(1000)[None])[0][0], k[:, 0])
-    assert store.room >= 1000 and store.capacity >= store.room + 700
-
-
-@pytest.mark.parametrize("name", ["triton-16", "triton-16-fp8"])
-def test_weights_are_the_attention_of_the_queries(name):
-    kernel, definition = kernels("float16", name), reference("float16")
-    k, q = rows_of(300, 2, 32, seed=1, dtype=kernel.dtype), rows_of(3, 6, 32, seed=2, dtype=kernel.dtype)
-    found = []
-    for each in (kernel, definition):
-        store = each.new_store(2, 32)
-        store.write(0, k, k)
-        k = store.read(torch.arange(300, device=DEVICE).expand(2, -1))[0].transpose(0, 1)  # as the cache has it
-        found.append(store.weights(q, 280))
-    torch.testing.assert_close(*found, atol=2e-3, rtol=0.02)
-
-
-def test_an_8_bit_cache_takes_half_the_memory_and_approximates_the_rows():
-    exact, small = kernels("float16"), kernels("float16", "triton-16-fp8")
-    k = rows_of(150, 2, 128, dtype=torch.float16)
-    stores = [kernel.new_store(2, 128) for kernel in (exact, small)]
-    for store in stores:
-        store.write(0, k, k)
-    near = stores[1].read(torch.arange(150).expand(2, -1))[0].transpose(0, 1)
-    # The interpreter of Triton 3.9 halves a number whose rounding carries into the exponent.
-    is_near = (near - k).abs() <= k.abs() / 16 + k.abs().amax(-1, keepdim=True) / 448 / 512
-    assert is_near.float().mean() > (1 - 1e-9 if HAS_CUDA else 0.95)
-    assert stores[1].nbytes < 0.54 * stores[0].nbytes
-
-
-@pytest.mark.parametrize("dtype, length", [("float16", 300), ("float32", 2), ("bfloat16", 300)] if HAS_CUDA else [
-    ("float16", 300), ("float32", 2)])  # 300 positions are three splits
-def test_remainders_agree_with_the_reference(dtype, length):
-    layers, kv_heads, heads, dim = 2, 2, 6, 24
-    k, v = (rows_of(layers, length, kv_heads, dim, seed=s) for s in (1, 2))
-    q = rows_of(layers, 2, heads, dim, seed=3)
-    pick = torch.Generator().manual_seed(4)
-    few = min(40, length)
-    chosen = torch.stack([torch.cat([torch.randperm(length - 2, generator=pick)[: few - 2],
-                                     torch.arange(length - 2, length)]) for _ in range(layers * kv_heads)])
-    results = []
-    for kernel in (kernels(dtype), reference(dtype)):
-        full, part = ([kernel.new_store(kv_heads, dim) for _ in range(layers)] for _ in range(2))
-        rows = LayersKV(full, 0, k.to(kernel.dtype), v.to(kernel.dtype))
-        kernel.keep(rows, range(length))
-        kernel.copy(full, part, chosen.view(layers, kv_heads, few), 0)
-        asked = q.to(kernel.dtype)
-        kv = [KV(full[i], length - 2, rows.k[i, -2:], rows.v[i, -2:]) for i in range(layers)]
-        whole = [kernel.attention(asked[i], kv[i], parents_of([-1, 0])) for i in range(layers)]
-        outputs = AttentionOutput(*(torch.stack(x) for x in zip(*whole, strict=True)))
-        results.append(kernel.remainder(part, few, outputs))
-    close(results[0], results[1], dtype, times=10)
 
 
 def layers_of(kernel, geometry: Geometry, num: int, norms: str, bias: bool,
@@ -358,38 +190,6 @@ def test_the_row_invariance_check_detects_a_wrong_product(monkeypatch):
 
     monkeypatch.setattr(CudaLinear, "partial_sums", wrong)
     assert not is_row_invariant(kernel, decoder, geometry, 48, 120, 9, 7)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nan_and_infinity_propagate_to_the_results(bad):
-    kernel = kernels("float16")
-    store = kernel.new_store(2, 16)
-    held = rows_of(300, 2, 16, dtype=kernel.dtype)
-    store.write(0, held, held)
-    q = rows_of(2, 2, 16, dtype=kernel.dtype)
-    q[1, 0, 3] = bad
-    kv = KV(store, 300, *(rows_of(2, 2, 16, seed=s, dtype=kernel.dtype) for s in (1, 2)))
-    with np.errstate(all="ignore"):
-        output = kernel.attention(q, kv, parents_of([-1, 0])).output
-    assert output[0].isfinite().all() and output[1, 1].isfinite().all()
-    assert output[1, 0].isnan().all()
-
-
-@pytest.mark.parametrize("parents", [[-1, 0, 1], [-1, 0, 0]])
-def test_a_drafted_row_that_is_not_finite_changes_no_other_row(parents):
-    kernel = kernels("float16")
-    store = kernel.new_store(1, 16)
-    prefix = rows_of(20, 1, 16, dtype=kernel.dtype)
-    store.write(0, prefix, prefix)
-    q, k, v = (rows_of(3, 1, 16, seed=s, dtype=kernel.dtype) for s in (1, 2, 3))
-    sound = kernel.attention(q, KV(store, 20, k, v), parents_of(parents)).output
-    v[1] = math.inf
-    with np.errstate(all="ignore"):
-        got = kernel.attention(q, KV(store, 20, k, v), parents_of(parents)).output
-    assert torch.equal(got[0], sound[0]) and not got[1].isfinite().all()
-    kernel.keep(LayersKV([store], 20, k[None], v[None]), [0])
-    later = kernel.attention(q[:1], KV(store, 21, k[:1], v[:1]), parents_of([-1])).output
-    assert later.isfinite().all()
 
 
 def test_arguments_that_do_not_fit_are_refused():
