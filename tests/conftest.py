@@ -9,17 +9,29 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
-import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read at Triton's first import, which some libraries below do
+if TYPE_CHECKING:
+    from longdraft.batch.worker import BatchJob
 
-from helpers.checkpoints import make_checkpoint, make_glide, make_heads
-from longdraft import kernels
-from longdraft.batch.worker import BatchJob
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Prepare a process that runs tests. One that only distributes them to others need not import PyTorch."""
+    if session.config.pluginmanager.has_plugin("dsession"):
+        return
+    import hypothesis
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # read at Triton's first import, which some libraries do
+    from longdraft import kernels
+
+    kernels.set_threads(1)  # tiny tensors: more threads only wait for one another
+    hypothesis.settings.register_profile("quiet", deadline=None)  # no test is about the machine's speed
+    hypothesis.settings.load_profile("quiet")
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +57,11 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
         sys.modules.pop(name, None)
 
 
-hypothesis.settings.register_profile("quiet", deadline=None)  # no test is about the machine's speed
-hypothesis.settings.load_profile("quiet")
-kernels.set_threads(1)  # tiny tensors: more threads only wait for one another
-
-
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Model folders with heads and glide: `mha` (4 key/value heads) and `gqa` (4 query heads per key/value head)."""
+    from helpers.checkpoints import make_checkpoint, make_glide, make_heads
+
     root = tmp_path_factory.mktemp("tiny")
     for name, kv_heads in (("mha", 4), ("gqa", 1)):
         base = make_checkpoint(root / name, num_key_value_heads=kv_heads, seed=kv_heads)
@@ -64,6 +73,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with a chat template."""
+    from helpers.checkpoints import make_checkpoint
+
     folder = tmp_path_factory.mktemp("chatty") / "tiny"
     make_checkpoint(folder, num_key_value_heads=2)
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if excited %}!{% endif %}"
@@ -74,5 +85,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def job(chatty: Path, tmp_path: Path) -> BatchJob:
     """A batch job of that model with its own work folder."""
+    from longdraft.batch.worker import BatchJob
+
     load = {"model": str(chatty), "drafter": "suffix", "threads": 1}
     return BatchJob(tmp_path / "work", load, {"on_loop": "off"}, 0, "tiny", fsync="never")

@@ -1,4 +1,4 @@
-"""The program of one rank in tests/unit/test_parallel.py: `python ranks.py FOLDER`, started once per rank.
+"""The program of each rank in tests/unit/test_parallel.py.
 
 Rank 0 prints one line of JSON: for every drafter and sampling setting the hash of the text.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -104,7 +103,3 @@ def batched(engine: longdraft.Engine) -> list[object]:
                 seen += len(told)
                 last = told[-1][1] if told else None
     return [last.stats["sha256_tokens"], last.stats["draft_tokens"], last.stats["exactness"]]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from helpers.jobs import ROWS, put, records, sorted_lines
+from helpers.processes import Fork, run_longdraft
 from longdraft.__main__ import run as longdraft_command
 from longdraft.batch.requests import RowProgress
 from longdraft.batch.run import Totals
@@ -25,17 +24,15 @@ def test_the_command_resumes_after_sigkill_and_counts_rows(chatty, tmp_path, cap
     assert json.loads((tmp_path / "s.json").read_text())["new_tokens"] == sum(
         record.get("new_tokens", 0) for record in records(uncut))
     output = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "longdraft", "batch", str(rows), str(output), *settings]
     for number in (signal.SIGKILL, signal.SIGINT):
-        child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        child = Fork(tmp_path / "child", run_longdraft, "batch", rows, output, *settings)
         before = sum(path.stat().st_size for path in tmp_path.glob("out.jsonl.work/journals/*/text.journal"))
-        while child.poll() is None and sum(path.stat().st_size for path in tmp_path.glob(
+        while child.is_running() and sum(path.stat().st_size for path in tmp_path.glob(
                 "out.jsonl.work/journals/*/text.journal")) <= before + 4000:
             time.sleep(0.005)
-        child.send_signal(number)
-        _, said = child.communicate()
-        assert child.returncode in (-signal.SIGKILL, 130), said
-    assert "interrupted" in said and "the same command continues the job" in said
+        child.kill(number)
+        assert child.wait() in (-signal.SIGKILL, 130), child.stderr
+    assert "interrupted" in child.stderr and "the same command continues the job" in child.stderr
     assert longdraft_command(["batch", str(rows), str(output), *settings]) == 1
     assert sorted_lines(output) == sorted_lines(uncut)
 

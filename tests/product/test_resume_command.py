@@ -8,20 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from helpers.processes import Fork, run_code, run_longdraft
 from longdraft.__main__ import run
 from longdraft.journal import FILE, read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
-LONGDRAFT = [sys.executable, "-m", "longdraft"]
-
-
-def command(*arguments: object) -> list[str]:
-    return [*LONGDRAFT, *map(str, arguments)]
+NUM_TOKENS = 800
+WRITE = ["generate", "It was", "--max-new-tokens", str(NUM_TOKENS), "--seed", "1", "--min-p", "0.1", "--on-loop", "off",
+         "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +31,21 @@ def uncut(tmp_path_factory) -> dict[str, object]:
     return {"text": (folder / "text").read_text(), "ids": np.load(folder / "ids.npy").tolist()}
 
 
-WRITE = ["generate", "It was", "--max-new-tokens", "2500", "--seed", "1", "--min-p", "0.1", "--on-loop", "off",
-         "--threads", "1"]
-
-
-def wait_for(path: Path, size: int) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while (not path.exists() or path.stat().st_size < size) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert path.exists()
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert condition()
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_prints_the_resume_command_and_the_resumed_text_is_unchanged(uncut, tmp_path, number, status):
     journal, output = tmp_path / "a journal", tmp_path / "text"
-    work = subprocess.Popen(command(*WRITE, "--journal", journal, "--output", output), stderr=subprocess.PIPE,
-                            text=True)
-    wait_for(journal / FILE, 4000)
-    work.send_signal(number)
-    _, err = work.communicate(timeout=60)
-    assert work.returncode == status
+    work = Fork(tmp_path / "work", run_longdraft, *WRITE, "--journal", journal, "--output", output)
+    wait_for(lambda: (journal / FILE).exists() and (journal / FILE).stat().st_size > 2500)
+    work.kill(number)
+    assert work.wait() == status
+    err = work.stderr
     assert err.count("\n") == 1 and f"go on with: longdraft resume '{journal}'" in err
     assert not output.exists() and (tmp_path / "text.partial").stat().st_size > 0  # the partial text has another name
     assert uncut["text"].startswith((tmp_path / "text.partial").read_text())
@@ -66,38 +61,34 @@ def test_a_second_signal_ends_the_command_immediately(tmp_path):
     code = ("import sys, time, longdraft.speculation.step as s\n"
             "s.Step.run = lambda *a: (print('stuck', file=sys.stderr, flush=True), time.sleep(60))\n"
             "from longdraft.__main__ import main; sys.argv[0] = 'longdraft'; main()")
-    work = subprocess.Popen([sys.executable, "-c", code, *WRITE, "--journal", str(tmp_path / "j")],
-                            stderr=subprocess.PIPE, text=True)
-    assert work.stderr.readline() == "stuck\n"
-    work.send_signal(signal.SIGTERM)
+    work = Fork(tmp_path / "work", run_code, code, *WRITE, "--journal", tmp_path / "j")
+    wait_for(lambda: work.stderr == "stuck\n")
+    work.kill(signal.SIGTERM)
     time.sleep(0.2)
-    assert work.poll() is None
-    began = time.monotonic()
-    work.send_signal(signal.SIGTERM)
-    err = work.communicate(timeout=30)[1]
-    assert work.returncode == 143 and time.monotonic() - began < 10
-    assert err.count("\n") == 1 and "terminated; go on with: longdraft resume" in err
+    assert work.is_running()
+    work.kill(signal.SIGTERM)
+    assert work.wait(timeout_s=10) == 143
+    assert work.stderr.count("\n") == 2 and "terminated; go on with: longdraft resume" in work.stderr
 
 
 def test_a_closed_stdout_pipe_leaves_a_journal_that_resumes(uncut, tmp_path):
-    work = subprocess.Popen(command(*WRITE, "--journal", tmp_path / "j"), stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)
+    work = subprocess.Popen([sys.executable, "-m", "longdraft", *WRITE, "--journal", str(tmp_path / "j")],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     work.stdout.read(20)
     work.stdout.close()
     err = work.stderr.read().decode()
     assert work.wait(timeout=60) == 1
     assert "Traceback" not in err and err.count("\n") == 1 and "go on with: longdraft resume" in err
-    done = subprocess.run(command("resume", tmp_path / "j", "--threads", 1), capture_output=True, text=True, check=True)
-    assert done.stdout == uncut["text"] and done.stderr == ""
+    done = Fork(tmp_path / "work", run_longdraft, "resume", tmp_path / "j", "--threads", 1)
+    assert done.wait() == 0 and done.stdout == uncut["text"] and done.stderr == ""
 
 
 def test_a_full_disk_prints_one_line_and_leaves_a_journal_that_resumes(uncut, tmp_path):
     """A limit on the file size acts like a disk that fills up: writes are short, then fail."""
     code = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"
             "from longdraft.__main__ import main; sys.argv[0] = 'longdraft'; main()")
-    work = subprocess.run([sys.executable, "-c", code, *WRITE, "--journal", str(tmp_path / "j"), "--drafter", "plain"],
-                          capture_output=True, text=True, check=False)
-    assert work.returncode == 1
+    work = Fork(tmp_path / "work", run_code, code, *WRITE, "--journal", tmp_path / "j", "--drafter", "plain")
+    assert work.wait() == 1
     assert work.stderr.count("\n") == 1 and "File too large; go on with: longdraft resume" in work.stderr
     found = read_journal(tmp_path / "j")
     assert found.tokens.tolist() == uncut["ids"][: len(found.tokens)] and len(found.tokens) > 100
@@ -111,23 +102,23 @@ def test_running_out_of_memory_raises_memory_error_and_leaves_a_journal_that_res
     """The address space is limited while the text grows, so that any allocation may fail first."""
     code = ("import sys, resource, longdraft\nfrom pathlib import Path\n"
             "engine = longdraft.load('novelist', drafter='suffix', threads=1)\n"
-            "params = longdraft.SamplingParams(max_new_tokens=2500, seed=1, min_p=0.1, on_loop='off')\n"
+            "params = longdraft.SamplingParams(max_new_tokens=800, seed=1, min_p=0.1, on_loop='off')\n"
             "next(engine.generate('It was', params))\n"
             "size = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
-            "resource.setrlimit(resource.RLIMIT_AS, (size + (8 << 20), -1))\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (size + (3 << 20), -1))\n"
             "try:\n    [0 for event in engine.generate('It was', params, journal=sys.argv[1])]\n"
             "except MemoryError:\n    sys.exit(42)")
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "j")], check=False).returncode == 42
-    assert 100 < len(read_journal(tmp_path / "j").tokens) < 2500
+    assert Fork(tmp_path / "work", run_code, code, tmp_path / "j").wait() == 42
+    assert 100 < len(read_journal(tmp_path / "j").tokens) < NUM_TOKENS
     assert run(["resume", str(tmp_path / "j"), "--output", str(tmp_path / "t"), "--threads", "1"]) == 0
     assert (tmp_path / "t").read_text() == uncut["text"]
 
 
 def test_the_text_is_unchanged_after_sigkill_at_random_moments(tmp_path):
     """A short run of `benchmarks/soak.py`."""
-    work = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "soak.py"), "kills", "--count", "12", "--tokens",
-                           "400"], capture_output=True, text=True, check=False)
-    assert work.returncode == 0, work.stderr
+    code = f"import runpy; runpy.run_path({str(ROOT / 'benchmarks' / 'soak.py')!r}, run_name='__main__')"
+    work = Fork(tmp_path / "work", run_code, code, "kills", "--count", 12, "--tokens", 250)
+    assert work.wait() == 0, work.stderr
     figures = json.loads(work.stdout.splitlines()[-1])
     assert figures["kills"] == 12 and figures["equal"] == figures["texts"] >= 1
 

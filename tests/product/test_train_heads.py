@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import torch
 
 from helpers import training
 from helpers.checkpoints import load, make_checkpoint
+from helpers.processes import Fork, run_longdraft
 from helpers.training import ALPHABET, At, losses, settings
 from longdraft.__main__ import run
 from longdraft.errors import LongdraftError, ModelError, UsageError
@@ -284,16 +282,13 @@ def test_the_command_writes_heads_and_ends_with_json(base, tmp_path, capsys):
 def test_ctrl_c_saves_a_checkpoint_and_prints_the_resume_command(base, tmp_path, capsys):
     output = tmp_path / "my heads"
     arguments = command(base, output, "--steps", "1000000")
-    child = subprocess.Popen([sys.executable, "-m", "longdraft", *arguments],
-                             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-                             env=os.environ | {"PYTHONPATH": str(Path(job.__file__).parents[2])})
+    child = Fork(tmp_path / "child", run_longdraft, *arguments)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not ((output / job.METRICS).exists() and losses_so_far(output)):
         time.sleep(0.05)
-    child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=60)
-    assert child.returncode == 130, said
-    assert said.splitlines()[-1].endswith(f"longdraft train heads --resume --output '{output}'")
+    child.kill(signal.SIGINT)
+    assert child.wait() == 130, child.stderr
+    assert child.stderr.splitlines()[-1].endswith(f"longdraft train heads --resume --output '{output}'")
     assert run(["train", "heads", "--resume", "--output", str(output), "--steps", "5"]) == 2
     assert "steps is 5, but the training to resume has 1000000" in capsys.readouterr().err
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +16,7 @@ from safetensors.torch import load_file
 import longdraft
 from helpers.checkpoints import VOCAB, make_checkpoint
 from helpers.families import make_family
+from helpers.processes import run_code, start_ranks
 from helpers.training import ALPHABET, At, losses
 from longdraft.__main__ import run
 from longdraft.core import SamplingParams
@@ -265,16 +263,12 @@ def test_invalid_settings_raise_an_error_that_names_them(text, tokens, tmp_path,
 
 
 def in_two_processes(folder: Path, commands: list[list[str]]) -> list[str]:
-    """Run the commands in two processes that torchrun starts; returns the lines of stdout."""
-    script = folder / "commands.py"
-    script.write_text("import json, sys\nfrom longdraft.__main__ import run\n"
-                      "sys.exit(max(run(command) for command in json.loads(sys.argv[1])))")
-    ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script),
-         json.dumps(commands)], capture_output=True, text=True, timeout=240,
-        env=os.environ | {"PYTHONPATH": str(Path(job.__file__).parents[2]), "OMP_NUM_THREADS": "1"})
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines()
+    """Run the commands in two processes, as torchrun starts them; returns the lines of stdout."""
+    code = ("import json, sys\nfrom longdraft.__main__ import run\n"
+            "sys.exit(max(run(command) for command in json.loads(sys.argv[1])))")
+    started = start_ranks(2, folder, run_code, code, json.dumps(commands))
+    assert [process.wait(240) for process in started] == [0, 0], [process.stderr for process in started]
+    return [line for process in started for line in process.stdout.splitlines()]
 
 
 def test_two_processes_train_the_same_weights_as_one_and_only_one_reports(text, tokens, tmp_path):

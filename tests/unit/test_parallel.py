@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import longdraft
 from helpers import ranks
 from helpers.checkpoints import make_checkpoint, make_glide, make_heads
 from helpers.families import make_family
+from helpers.processes import free_port, run_longdraft, start_ranks
 from longdraft.__main__ import run
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
@@ -44,28 +44,12 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def start(size: int, folder: Path) -> str:
-    """What rank 0 of so many says."""
-    shared = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(size),
-                  OMP_NUM_THREADS="1")
-    command = [sys.executable, ranks.__file__, str(folder)]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
-                                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)]
-    said = [process.communicate(timeout=240)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * size
-    assert not any(said[1:])
-    return said[0]
-
-
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_drafter_writes_the_plain_text_at_each_degree(folder, size):
-    found = json.loads(start(size, folder))
+def test_every_drafter_writes_the_plain_text_at_each_degree(folder, tmp_path, size):
+    started = start_ranks(size, tmp_path, ranks.main, folder)
+    assert [process.wait(240) for process in started] == [0] * size, [process.stderr for process in started]
+    assert not any(process.stdout for process in started[1:])
+    found = json.loads(started[0].stdout)
     wanted = {(f"{model} {sampling}", name) for model, name, _, samplings in ranks.PLAN[size] for sampling in samplings}
     assert wanted <= {(text, name) for text, names in found.items() for name in names}
     for text, written in found.items():
@@ -91,9 +75,8 @@ def test_a_rank_that_dies_is_one_line_and_the_journal_can_be_resumed(folder, tmp
     _, said = child.communicate(timeout=120)
     lines = [line for line in said.splitlines() if line.startswith("longdraft: ")]
     assert child.returncode and len(lines) == 1 and "go on with: longdraft resume" in lines[0], said
-    again = subprocess.run([*torchrun, str(free_port()), "-m", "longdraft", "resume", str(journal), "--output",
-                            str(output)], stderr=subprocess.PIPE, text=True, check=False)
-    assert again.returncode == 0, again.stderr
+    again = start_ranks(2, tmp_path, run_longdraft, "resume", journal, "--output", output)
+    assert [process.wait() for process in again] == [0, 0], [process.stderr for process in again]
     assert run(["inspect", str(journal), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["state"] == "finished" and len(report["runs"]) == 2 and report["exactness"] == "bit-exact"
