@@ -44,15 +44,17 @@ double exact_log(double x) {
     return n * 6.93147180369123816490e-01 + (n * 1.90821492927058770002e-10 + s * series);
 }
 
+int64_t id_of(const PartOfVocabulary* part, long place) { return part ? part->ids[static_cast<size_t>(place)] : place; }
+
 double gumbel(uint64_t bits) { return -exact_log(-exact_log((static_cast<double>(bits) + 0.5) * 0x1p-52)); }
 
 float penalised(float logit, float by) { return logit < 0 ? logit * by : logit / by; }
 
 struct Guess {
     double score;
-    int64_t token;
+    long place;  // of the token in the row of logits
     bool operator<(const Guess& other) const {  // sorts the better token first
-        return score > other.score || (score == other.score && token < other.token);
+        return score > other.score || (score == other.score && place < other.place);
     }
 };
 
@@ -115,23 +117,29 @@ Choice::WindowChange Choice::window_change(const int32_t* path, long length) con
 }
 
 // Apply penalty and bans to a row, and find its first highest logit. False where the logits are not finite.
-bool Choice::prepare(const float* logits, const WindowChange& change, bool is_banned, float* row, long& best) const {
-    std::copy_n(logits, vocabulary_, row);
+bool Choice::prepare(const float* logits, const PartOfVocabulary* part, const WindowChange& change, bool is_banned, float* row,
+                     long& best) const {
+    const long size = size_of(part);
+    // Calls set(place) for each of the tokens that the row has.
+    auto each = [&](const auto& tokens, auto set) {
+        for (auto token : tokens)
+            if (long place = part ? part->places[static_cast<size_t>(token)] : token; place >= 0) set(place);
+    };
+    std::copy_n(logits, size, row);
     if (penalises()) {
-        for (int32_t token : distinct_) row[token] = penalised(logits[token], rules_.penalty);
-        for (int64_t token : change.removed) row[token] = logits[token];
-        for (int64_t token : change.added) row[token] = penalised(logits[token], rules_.penalty);
+        each(distinct_, [&](long place) { row[place] = penalised(logits[place], rules_.penalty); });
+        each(change.removed, [&](long place) { row[place] = logits[place]; });
+        each(change.added, [&](long place) { row[place] = penalised(logits[place], rules_.penalty); });
     }
-    if (is_banned)
-        for (int64_t token : banned_) row[token] = LOWEST;
+    if (is_banned) each(banned_, [&](long place) { row[place] = LOWEST; });
     // Without branches, so that the compiler vectorises the loop.
     float highest = LOWEST, num_nan = 0;
-    for (long i = 0; i < vocabulary_; i++) {
+    for (long i = 0; i < size; i++) {
         highest = row[i] > highest ? row[i] : highest;
         num_nan += row[i] != row[i] ? 1.0f : 0.0f;
     }
     if (num_nan != 0 || !std::isfinite(highest)) return false;
-    best = std::find(row, row + vocabulary_, highest) - row;
+    best = std::find(row, row + size, highest) - row;
     return true;
 }
 
@@ -149,20 +157,20 @@ bool Choice::could_reach(uint64_t bits, double wanted) const {
     return bits >= min_bits_[std::min(step, min_bits_.size() - 1)];
 }
 
-int64_t Choice::best_of(const float* row, long best, uint64_t key) const {
-    if (rules_.temperature == 0) return best;
+int64_t Choice::best_of(const float* row, const PartOfVocabulary* part, long best, uint64_t key) const {
+    if (rules_.temperature == 0) return id_of(part, best);
     // The most likely token sets a mark. Another token needs noise that makes up for its lower score.
-    Guess first{row[best] / rules_.temperature + noise(key, best), best};
+    Guess first{row[best] / rules_.temperature + noise(key, id_of(part, best)), best};
     const float above = std::nextafter(static_cast<float>(row[best] + rules_.lowest), LOWEST);
-    for (long i = 0; i < vocabulary_; i++) {
+    for (long i = 0, size = size_of(part); i < size; i++) {
         if (row[i] < above || i == best || !is_in_support(row[i], row[best])) continue;
         const double score = row[i] / rules_.temperature;
-        const uint64_t bits = bits_of(key, i);
+        const uint64_t bits = bits_of(key, id_of(part, i));
         if (!could_reach(bits, first.score - score)) continue;
         Guess other{score + gumbel(bits), i};
         if (other < first) first = other;
     }
-    return first.token;
+    return id_of(part, first.place);
 }
 
 void Choice::choose(const float* logits, const int32_t* tokens, const int32_t* parents, long nodes, long position,
@@ -181,37 +189,38 @@ void Choice::choose(const float* logits, const int32_t* tokens, const int32_t* p
         float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(vocabulary_) * sizeof(float)));
         const long depth = static_cast<long>(paths[static_cast<size_t>(n)].size());
         long best;
-        const bool is_finite = prepare(logits + n * vocabulary_, changes[static_cast<size_t>(n)], depth < banned_depth,
-                                       row, best);
-        chosen[n] = is_finite ? best_of(row, best, key_of(rules_.seed, position + depth)) : -1;
+        const bool is_finite = prepare(logits + n * vocabulary_, nullptr, changes[static_cast<size_t>(n)],
+                                       depth < banned_depth, row, best);
+        chosen[n] = is_finite ? best_of(row, nullptr, best, key_of(rules_.seed, position + depth)) : -1;
     });
 }
 
 std::vector<int64_t> Choice::rank(const float* logits, const int32_t* path, long length, long position, bool is_banned,
-                                  long count, double within) const {
+                                  long count, double within, const PartOfVocabulary* part) const {
     float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(vocabulary_) * sizeof(float)));
     long best;
-    count = std::min(count, vocabulary_);
-    if (!prepare(logits, window_change(path, length), is_banned, row, best)) return {};
+    const long size = size_of(part);
+    count = std::min(count, size);
+    if (!prepare(logits, part, window_change(path, length), is_banned, row, best)) return {};
     const uint64_t key = key_of(rules_.seed, position);
-    if (count == 1) return {best_of(row, best, key)};
+    if (count == 1) return {best_of(row, part, best, key)};
 
     std::vector<Guess> guesses;
     if (rules_.temperature > 0)
-        for (long i = 0; i < vocabulary_; i++)
-            if (is_in_support(row[i], row[best])) guesses.push_back({row[i] / rules_.temperature + noise(key, i), i});
+        for (long i = 0; i < size; i++)
+            if (is_in_support(row[i], row[best])) guesses.push_back({row[i] / rules_.temperature + noise(key, id_of(part, i)), i});
     const long inside = static_cast<long>(guesses.size());
     std::partial_sort(guesses.begin(), guesses.begin() + std::min(inside, count), guesses.end());
     if (inside < count) {  // a drafter's logits are an estimate: tokens that min-p removes are ranked last
         std::vector<Guess> others;
-        for (long i = 0; i < vocabulary_; i++) others.push_back({row[i], i});
-        const long pool = std::min(vocabulary_, rules_.temperature == 0 ? count : std::max(POOL, count));
+        for (long i = 0; i < size; i++) others.push_back({row[i], i});
+        const long pool = std::min(size, rules_.temperature == 0 ? count : std::max(POOL, count));
         std::partial_sort(others.begin(), others.begin() + pool, others.end());
         others.resize(static_cast<size_t>(pool));
         if (rules_.temperature > 0) {
             others.erase(std::remove_if(others.begin(), others.end(), [&](const Guess& g) {
-                return is_in_support(row[g.token], row[best]); }), others.end());
-            for (Guess& g : others) g.score = row[g.token] / rules_.temperature + noise(key, g.token);
+                return is_in_support(row[g.place], row[best]); }), others.end());
+            for (Guess& g : others) g.score = row[g.place] / rules_.temperature + noise(key, id_of(part, g.place));
             std::sort(others.begin(), others.end());
         }
         guesses.insert(guesses.end(), others.begin(), others.end());
@@ -219,7 +228,7 @@ std::vector<int64_t> Choice::rank(const float* logits, const int32_t* path, long
     guesses.resize(std::min(guesses.size(), static_cast<size_t>(count)));
     std::vector<int64_t> tokens;
     for (const Guess& guess : guesses)
-        if (guess.score >= guesses[0].score - within) tokens.push_back(guess.token);
+        if (guess.score >= guesses[0].score - within) tokens.push_back(id_of(part, guess.place));
     return tokens;
 }
 

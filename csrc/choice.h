@@ -2,7 +2,9 @@
 // min-p. It chooses the same tokens as longdraft/sampling/sampler.py, which defines the result.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace longdraft {
@@ -14,6 +16,17 @@ struct ChoiceRules {
     float penalty;        // 1: off
     long window;          // the last `window` tokens of the text and the drafted path are penalised
     uint64_t seed;
+};
+
+// Some tokens of a vocabulary. Logits of these alone are in the order of `ids`.
+struct PartOfVocabulary {
+    std::vector<int64_t> ids;     // ascending, so that the order of the logits is the order of the ids
+    std::vector<int32_t> places;  // [vocabulary]: the place of a token in `ids`; -1: it has none
+
+    PartOfVocabulary(std::vector<int64_t> tokens, long vocabulary)
+        : ids(std::move(tokens)), places(static_cast<size_t>(vocabulary), -1) {
+        for (size_t i = 0; i < ids.size(); i++) places[static_cast<size_t>(ids[i])] = static_cast<int32_t>(i);
+    }
 };
 
 // The sampler of one request. It holds the penalty window; the caller passes the tokens of the text as it grows.
@@ -33,16 +46,19 @@ class Choice {
 
     // The up to `count` best tokens after `path` (the drafted tokens after the root) by a drafter's logits, best first.
     // Tokens whose score is more than `within` below the best score are left out.
+    //   part  the tokens that `logits` are of; null: the whole vocabulary
     std::vector<int64_t> rank(const float* logits, const int32_t* path, long length, long position, bool is_banned,
-                              long count, double within) const;
+                              long count, double within, const PartOfVocabulary* part = nullptr) const;
 
   private:
     struct WindowChange { std::vector<int64_t> added, removed; };
 
     bool penalises() const { return rules_.penalty != 1.0f; }
     WindowChange window_change(const int32_t* path, long length) const;
-    bool prepare(const float* logits, const WindowChange& change, bool is_banned, float* row, long& best) const;
-    int64_t best_of(const float* row, long best, uint64_t key) const;
+    long size_of(const PartOfVocabulary* part) const { return part ? static_cast<long>(part->ids.size()) : vocabulary_; }
+    bool prepare(const float* logits, const PartOfVocabulary* part, const WindowChange& change, bool is_banned, float* row,
+                 long& best) const;
+    int64_t best_of(const float* row, const PartOfVocabulary* part, long best, uint64_t key) const;
     bool is_in_support(float value, float best) const;
     double noise(uint64_t key, int64_t token) const;
     bool could_reach(uint64_t bits, double wanted) const;

@@ -49,7 +49,7 @@ std::vector<std::vector<int64_t>> draft(const Kernels& kernels, const DraftModel
             for (float& logit : row.logits) logit /= model.logits_divisor;
         const long known = static_cast<long>(path.size());
         places.push_back(choice.rank(row.logits.data(), path.data(), known, rules.position + i, known < rules.banned_depth,
-                                     rules.width, rules.within));
+                                     rules.width, rules.within, model.part));
         if (places.back().empty()) break;
         path.push_back(static_cast<int32_t>(places.back()[0]));
     }

@@ -17,6 +17,7 @@ struct DraftModel {
     const Linear* head;
     const void* norm;  // [hidden], before the head
     float logits_divisor;
+    const PartOfVocabulary* part;  // the tokens of the head's rows; null: the whole vocabulary
 };
 
 // What the chain continues: `length` rows in the stores of each layer, then the rows of drafted tokens, which are

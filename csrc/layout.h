@@ -187,6 +187,7 @@ struct Kernels {
     void (*quantise_int4)(bool bf16, const void* weight, long n, long k, uint8_t* values, uint16_t* scales, uint8_t* zeros);
     void (*linear)(const Linear&, const void* x, long rows, void* out, bool keep_float);
     void (*embed)(const Linear&, const int64_t* tokens, long rows, void* out);
+    void (*take_rows)(const Linear&, const int64_t* rows, Linear& out);
     void (*rms_norm)(bool bf16, const void* x, const void* weight, long rows, long width, float eps, bool rounds_once,
                      void* out);
     void (*add)(bool bf16, const void* a, const void* b, long count, void* out);

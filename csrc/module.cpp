@@ -19,6 +19,7 @@
 #endif
 
 namespace nb = nanobind;
+using namespace nb::literals;
 using Address = uintptr_t;
 
 namespace longdraft {
@@ -99,6 +100,33 @@ Linear* pack_int4(const Kernels& kernels, bool bf16, long n, long k, Address val
     return packed;
 }
 
+// A weight whose memory the caller fills (`memory_of`).
+Linear* new_linear(bool bf16, int bits, long n, long k, bool has_bias) {
+    require((bits == 4 || bits == 8) && n > 0 && k > 0, "4 or 8 bits and a shape");
+    auto* packed = new Linear(bf16, bits, n, k);
+    if (bits == 8) packed->scale.resize(static_cast<size_t>(n));
+    if (has_bias) packed->bias.resize(static_cast<size_t>(n));
+    return packed;
+}
+
+// Address and bytes of a weight's tiles, its scale and its bias: all that it consists of.
+std::vector<std::vector<Address>> memory_of(const Linear& w) {
+    auto floats = [](const std::vector<float>& x) {
+        return std::vector<Address>{reinterpret_cast<Address>(x.data()), x.size() * sizeof(float)};
+    };
+    const auto tiles = reinterpret_cast<Address>(w.data->words());
+    return {{tiles, static_cast<size_t>(w.tiles()) * w.tile_bytes()}, floats(w.scale), floats(w.bias)};
+}
+
+Linear* take_rows(const Kernels& kernels, const Linear& weight, const std::vector<int64_t>& rows) {
+    require(!weight.is_int4 && !rows.empty(), "a weight that is not int4, and one or more rows");
+    for (int64_t row : rows) require(0 <= row && row < weight.n, "rows of the weight");
+    const int bits = weight.is_int8 ? 8 : weight.is_bf16 ? 16 : 32;
+    auto* taken = new Linear(weight.is_bf16, bits, static_cast<long>(rows.size()), weight.k);
+    kernels.take_rows(weight, rows.data(), *taken);
+    return taken;
+}
+
 }  // namespace
 }  // namespace longdraft
 
@@ -119,7 +147,8 @@ NB_MODULE(_cpu, m) {
         .def_ro("is_int4", &Linear::is_int4)
         .def_ro("n", &Linear::n)
         .def_ro("k", &Linear::k)
-        .def_prop_ro("nbytes", &Linear::bytes);
+        .def_prop_ro("nbytes", &Linear::bytes)
+        .def_prop_ro("memory", &memory_of);
 
     nb::class_<Store>(m, "Store")
         .def(nb::init<bool, long, long>())
@@ -129,6 +158,12 @@ NB_MODULE(_cpu, m) {
         .def_ro("dim", &Store::dim)
         .def_prop_ro("capacity", &Store::capacity)
         .def_prop_ro("nbytes", &Store::bytes);
+
+    nb::class_<PartOfVocabulary>(m, "PartOfVocabulary")
+        .def("__init__", [](PartOfVocabulary* part, std::vector<int64_t> ids, long vocabulary) {
+            for (size_t i = 0; i < ids.size(); i++)
+                require((i ? ids[i - 1] : -1) < ids[i] && ids[i] < vocabulary, "ascending ids of the vocabulary");
+            new (part) PartOfVocabulary(std::move(ids), vocabulary); });
 
     nb::class_<Choice>(m, "Choice")
         .def("__init__", [](Choice* choice, double temperature, double lowest, double least, float penalty, long window,
@@ -165,6 +200,8 @@ NB_MODULE(_cpu, m) {
         .def_prop_ro("name", [](const Kernels& k) { return std::string(k.name); })
         .def("pack", &pack, nb::rv_policy::take_ownership)
         .def("pack_int4", &pack_int4, nb::rv_policy::take_ownership, free_gil)
+        .def_static("new_linear", &new_linear, nb::rv_policy::take_ownership)
+        .def("take_rows", &take_rows, nb::rv_policy::take_ownership, free_gil)
         .def("quantise_int4", [](const Kernels& k, bool bf16, Address weight, long rows, long columns, Address values,
                              Address scales, Address zeros) {
             k.quantise_int4(bf16, at<void>(weight), rows, columns, at<uint8_t>(values), at<uint16_t>(scales), at<uint8_t>(zeros)); }, free_gil)
@@ -207,13 +244,17 @@ NB_MODULE(_cpu, m) {
         .def("draft", [](const Kernels& k, const Decoder& decoder, const Linear& embedding, const Linear& head, Address norm,
                          float logits_divisor, const std::vector<Store*>& stores, long length, Address remainder,
                          const Choice& choice, long count, long position, long width, double within, long banned_depth,
-                         int32_t root, const std::vector<int32_t>& path, Address cos, Address sin) {
+                         int32_t root, const std::vector<int32_t>& path, Address cos, Address sin,
+                         const PartOfVocabulary* part) {
             for (int32_t token : path) require(0 <= token && token < embedding.n, "token ids of the table");
+            require(!part || static_cast<long>(part->ids.size()) == head.n, "a row of the head for each token of the part");
             require(0 <= root && root < embedding.n && stores.size() == decoder.layers.size(),
                     "a token of the table, and a store for each layer");
-            return draft(k, {&decoder, &embedding, &head, at<void>(norm), logits_divisor},
+            return draft(k, {&decoder, &embedding, &head, at<void>(norm), logits_divisor, part},
                          {stores, length, at<float>(remainder)}, choice, {count, position, width, within, banned_depth},
-                         root, path, at<float>(cos), at<float>(sin)); }, free_gil)
+                         root, path, at<float>(cos), at<float>(sin)); }, "decoder"_a, "embedding"_a, "head"_a, "norm"_a,
+             "logits_divisor"_a, "stores"_a, "length"_a, "remainder"_a, "choice"_a, "count"_a, "position"_a, "width"_a,
+             "within"_a, "banned_depth"_a, "root"_a, "path"_a, "cos"_a, "sin"_a, "part"_a.none(), free_gil)
         .def("keep", [](const Kernels& k, const std::vector<Store*>& stores, long start,
                         const std::vector<int64_t>& rows, long num_rows, long layer_stride, Address key, Address value) {
             for (int64_t row : rows) require(0 <= row && row < num_rows, "row numbers below the number of rows");

@@ -6,6 +6,7 @@
 #include "linear.h"
 #include "rows.h"
 #include "simd.h"
+#include "take_rows.h"
 
 #define STRINGIFY_(x) #x
 #define STRINGIFY(x) STRINGIFY_(x)
@@ -79,7 +80,7 @@ void attention(const Attention* texts, long count) {
 }  // namespace
 
 extern const Kernels table;
-const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, int4::pack, quantise_int4, linear, embed,
+const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, int4::pack, quantise_int4, linear, embed, take_rows,
                        rms_norm, add, swiglu, rope, write, read, weights, attention, map_remainder, scale};
 
 }  // namespace LONGDRAFT_VARIANT

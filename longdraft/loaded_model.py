@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ class LoadedModel:
     heads, glide       trained parts, if found
     draft, draft_name  a smaller draft model, and the name it was loaded by; "" for the one in the model's folder
     draft_copy         a quantised copy of the target for self-drafting chains, and the option it was made for
+    quantized_cache    folder of cached quantised weights; None: nothing is cached
     ranks              the processes that share the model
     """
 
@@ -97,12 +99,13 @@ class LoadedModel:
     draft_name: str = ""
     draft_copy: Transformer | None = None
     draft_weights: str = SAME
+    quantized_cache: Path | None = None
     ranks: parallel.SingleProcess = field(default_factory=parallel.SingleProcess)
 
     @classmethod
     def load_parts(cls, name: str, files: TensorFiles, target: Transformer, tokenizer: Tokenizer,
                    choice: DrafterChoice, *, heads_name: str | None, hub_options: hub.Hub, defaults: Defaults,
-                   ranks: parallel.SingleProcess | None = None) -> LoadedModel:
+                   ranks: parallel.SingleProcess | None = None, quantized_cache: Path | None = None) -> LoadedModel:
         """A target that is loaded already, with the parts that `choice` drafts with.
 
         ModelError or UsageError if a part that was asked for by name cannot be used; other parts are left out then.
@@ -115,7 +118,7 @@ class LoadedModel:
         corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), target.config.vocab_size)
         loaded = cls(name, files, target, tokenizer, defaults, hub_options, corpora,
                      SharedStatistics(target.weights_in_tokens), heads_name, parts.heads, parts.glide,
-                     ranks=ranks or parallel.SingleProcess())
+                     quantized_cache=quantized_cache, ranks=ranks or parallel.SingleProcess())
         return loaded.with_draft_for(choice)
 
     def with_draft_for(self, choice: DrafterChoice) -> LoadedModel:
@@ -132,7 +135,7 @@ class LoadedModel:
         if weights not in (SAME, self.draft_weights):
             is_other = True
             loaded = replace(loaded, draft_weights=weights,
-                             draft_copy=load_copy(self.files, self.target, weights))
+                             draft_copy=load_copy(self.files, self.target, weights, self.quantized_cache))
         if is_other:  # its costs and its acceptance differ
             loaded = replace(loaded, shared_statistics=SharedStatistics(self.target.weights_in_tokens))
         if choice.needs and getattr(loaded, choice.needs) is None:

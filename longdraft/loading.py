@@ -22,6 +22,7 @@ from longdraft.journal.resume import load_options
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model import checkpoint, defaults, hub, sizing
 from longdraft.model import config as model_config
+from longdraft.model import quantized_cache as quantized_cache_of
 from longdraft.model.auxiliary import require_ids_in_vocabulary
 from longdraft.model.heads import require_model
 from longdraft.model.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
          drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, device: str = "auto",
          dtype: str = "auto", quantize: str = "none", threads: int | None = None, revision: str | None = None,
          token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
-         kernels_name: str | None = None, tensor_parallel: int = 1,
+         kernels_name: str | None = None, tensor_parallel: int = 1, quantized_cache: str | Path | None = None,
          on_load: Callable[[int, int], None] | None = None) -> Engine:
     """An engine for a bundled name, a model folder or a hub id.
 
@@ -52,7 +53,10 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     kernels_name     kernels by name, as in LONGDRAFT_KERNELS; default: that variable, else the fastest
     tensor_parallel  number of ranks that share the model. torchrun starts them, all with the same arguments; ranks
                      other than the first call `Engine.follow`
-    on_load          called with (bytes read, bytes in all) while the weights are read
+    quantized_cache  folder of quantised weights, which are made once and read later; "none": no folder; default:
+                     LONGDRAFT_QUANTIZED_CACHE, else the user's cache folder
+    on_load          called with (bytes read, bytes in all) while the weights are read. The numbers start again when a
+                     quantised copy for drafts is made
 
     A drafting part that cannot be used is left out with one log line, unless the drafter or `heads` asks for it.
 
@@ -83,7 +87,9 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     tokenizer = Tokenizer(folder)
     require_ids_in_vocabulary(tokenizer, config.vocab_size, folder)
     files = checkpoint.TensorFiles(folder, on_read=on_load)
-    target = checkpoint.load_transformer(files, config, chosen, quantize)
+    cache = quantized_cache_of.chosen_folder(quantized_cache)
+    packed = quantized_cache_of.open_packed(cache, files, config, chosen, quantize, "target")
+    target = checkpoint.load_transformer(files, config, chosen, quantize, packed)
     sampling = defaults.read_defaults(folder)
     if sampling.ignored:
         log.warning("%s of %s: ignored %s", defaults.GENERATION_CONFIG, model, "; ".join(sampling.ignored))
@@ -91,7 +97,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
              chosen.device, quantize, drafter)
     loaded = LoadedModel.load_parts(
         model, files, target, tokenizer, choice, heads_name=heads, hub_options=replace(hub_options, revision=None),
-        defaults=sampling, ranks=parallel.RankGroup(group) if group else None)
+        defaults=sampling, ranks=parallel.RankGroup(group) if group else None, quantized_cache=cache)
     if group:
         group.require_same({**loaded.identity, "drafter": drafter, "drafter options": str(choice.options)})
     return Engine(loaded, choice)
@@ -109,6 +115,7 @@ def _checked_device(device: str) -> str:
 def load_for(header: Header, *, model: str | None = None, drafter: str | None = None,
              drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, threads: int | None = None,
              token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
+             quantized_cache: str | Path | None = None,
              on_load: Callable[[int, int], None] | None = None) -> Engine:
     """An engine like the one that a journal was begun with, on the same kernels if this machine has them.
 
@@ -119,7 +126,7 @@ def load_for(header: Header, *, model: str | None = None, drafter: str | None = 
     """
     options = load_options(header, drafter=drafter, drafter_options=drafter_options, heads=heads)
     return load(model or header.model, threads=threads, token=token, cache_dir=cache_dir, offline=offline,
-                on_load=on_load, **options)
+                quantized_cache=quantized_cache, on_load=on_load, **options)
 
 
 def resume(journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,

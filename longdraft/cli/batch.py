@@ -67,6 +67,7 @@ def batch(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = "none",
+    quantized_cache: options.QuantizedCache = None,
     tensor_parallel: options.TensorParallel = 1,
     threads: Annotated[int | None, option("CPU threads of each worker.", RUNNING, "--threads",
                                           show_default="the cores divided by the workers")] = None,
@@ -116,7 +117,8 @@ def batch(
         "model": from_anywhere(model), "revision": revision, "cache_dir": cache_dir and str(cache_dir),
         "offline": offline, "heads": heads and from_anywhere(heads), "drafter": drafter,
         "drafter_options": parse_pairs("--drafter-option", drafter_option or ()),
-        "device": device, "dtype": dtype, "quantize": quantize, "threads": threads, "tensor_parallel": tensor_parallel}
+        "device": device, "dtype": dtype, "quantize": quantize, "threads": threads, "tensor_parallel": tensor_parallel,
+        "quantized_cache": quantized_cache}
     options.require_one_process(tensor_parallel)
     if tensor_parallel > 1 and (workers or ray is not None):
         raise UsageError("--tensor-parallel writes one text at a time on all ranks; leave --workers and --ray out")

@@ -46,6 +46,7 @@ def chat(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = "none",
+    quantized_cache: options.QuantizedCache = None,
     threads: options.Threads = None,
     max_new_tokens: Annotated[int, option("Maximum number of tokens per answer.", SAMPLING)] = 4096,
     seed: options.Seed = None,
@@ -73,10 +74,10 @@ def chat(
     from longdraft.cli.display import LoadBar
     from longdraft.loading import load
 
-    with LoadBar(quiet=quiet) as bar:
+    with LoadBar(quiet=quiet, quantises=quantize != "none") as bar:
         engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,
                       quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
-                      on_load=bar.show)
+                      quantized_cache=quantized_cache, on_load=bar.show)
     params = engine.params(**given)
     conversation = Conversation(engine, params, system, chat_options)
     conversation.prompt("Hello")  # fail before the first message without a template, or for an unknown option

@@ -23,17 +23,22 @@ if TYPE_CHECKING:
 
 _REFRESH_RATE = 8  # per second
 _LARGE_MODEL = 1 << 30  # bytes of weights from which loading gets a progress bar
+_LARGE_TO_QUANTISE = 1 << 28
 
 
 class LoadBar:
-    """A progress bar on a terminal's stderr while a large model is loaded. Use it as a context manager."""
+    """A progress bar on a terminal's stderr while a large model is loaded. Use it as a context manager.
 
-    def __init__(self, *, quiet: bool) -> None:
+    quantises  the first reading of the weights quantises them; a second one always does
+    """
+
+    def __init__(self, *, quiet: bool, quantises: bool = False) -> None:
         console = Console(file=sys.stderr)
-        self._progress = Progress(TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
-                                  console=console, transient=True)
+        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+        self._progress = Progress(*columns, console=console, transient=True)
         self._is_shown = console.is_terminal and not quiet
-        self._task = self._progress.add_task("loading")
+        self._quantises, self._done = quantises, 0
+        self._task = self._progress.add_task("quantising" if quantises else "loading")
 
     def __enter__(self) -> LoadBar:
         return self
@@ -44,9 +49,13 @@ class LoadBar:
             self._progress.stop()
 
     def show(self, done: int, total: int) -> None:
-        if self._is_shown and total >= _LARGE_MODEL:
+        if done < self._done:  # a second reading
+            self._quantises = True
+        self._done = done
+        if self._is_shown and total >= (_LARGE_TO_QUANTISE if self._quantises else _LARGE_MODEL):
             self._progress.start()
-            self._progress.update(self._task, completed=done, total=total)
+            self._progress.update(self._task, completed=done, total=total,
+                                  description="quantising" if self._quantises else "loading")
 
 
 class TextDisplay:

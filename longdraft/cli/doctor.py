@@ -69,12 +69,14 @@ def doctor(
 def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
     """The memory that a model needs, and a lower bound of its time per token, in bfloat16 on the CPU."""
     from longdraft import machine
-    from longdraft.model import config, hub, sizing
+    from longdraft.model import config, draft_copy, hub, sizing
     from longdraft.model.heads import require_model
 
     folder = hub.resolve(model, hub.Hub(cache_dir=cache_dir, offline=offline), is_config_enough=True)
     require_model(folder)
-    sizes = sizing.model_sizes(config.read_config(folder))
+    parsed = config.read_config(folder)
+    sizes = sizing.model_sizes(parsed)
+    copy_bytes = draft_copy.copy_bytes(parsed, sizes)
     memory = _memory_bytes()
     bandwidth = machine.read_bandwidth(_READ_BYTES)
     return {
@@ -82,10 +84,12 @@ def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
         "dtype": "bfloat16",
         "parameters": sizes.parameters,
         "weights_bytes": sizes.weights_bytes,
+        "quantized_bytes": {name: sizing.quantized_bytes(parsed, name) for name in ("int8", "int4")},
+        "draft_copy_bytes": copy_bytes,
         "cache_bytes_per_1k_tokens": 1024 * sizes.cache_bytes_per_token,
         "context_limit": sizes.context_limit,
         "memory_bytes": memory,
-        "max_context_in_memory": None if memory is None else sizes.max_context(memory),
+        "max_context_in_memory": None if memory is None else sizes.max_context(memory, copy_bytes),
         "read_bandwidth_gb_per_s": bandwidth / 1e9,
         "ms_per_token": {str(context): sizes.ms_per_token(context, bandwidth) for context in _CONTEXTS},
     }
@@ -102,11 +106,15 @@ def _in_words(needs: dict[str, Any]) -> dict[str, str]:
     times = {f"at {int(context):,} tokens": f"{ms:,.1f} ms per token at least, without drafts"
              + (f"; the model's limit is {limit:,}" if int(context) > limit else "")
              for context, ms in needs["ms_per_token"].items()}
+    quantized = " and ".join(f"{size / 1e9:,.2f} GB in {name}" for name, size in needs["quantized_bytes"].items())
+    copy = (f"{needs['draft_copy_bytes'] / 1e9:,.2f} GB in int4, beside the weights" if needs["draft_copy_bytes"]
+            else "none: the weights are small beside the cache of a long text")
     memory = "" if needs["memory_bytes"] is None else f" ({needs['memory_bytes'] / 1e9:.1f} GB)"
     return {
         "model": needs["model"],
         "parameters": f"{needs['parameters']:,}",
-        "weights": f"{needs['weights_bytes'] / 1e9:,.2f} GB in bfloat16",
+        "weights": f"{needs['weights_bytes'] / 1e9:,.2f} GB in bfloat16, {quantized} quantised",
+        "draft copy": copy,
         "cache": f"{needs['cache_bytes_per_1k_tokens'] / 1e6:,.1f} MB for 1,024 tokens",
         f"fits here{memory}": room,
         "read bandwidth": f"{needs['read_bandwidth_gb_per_s']:.1f} GB/s, measured now",

@@ -38,6 +38,7 @@ def generate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = "none",
+    quantized_cache: options.QuantizedCache = None,
     threads: options.Threads = None,
     tensor_parallel: options.TensorParallel = 1,
     max_new_tokens: Annotated[int, option("Maximum number of new tokens.", SAMPLING)] = SamplingParams.max_new_tokens,
@@ -84,7 +85,7 @@ def generate(
     loading: dict[str, Any] = {
         "model": model, "drafter": drafter, "drafter_options": drafting, "heads": heads, "device": device,
         "dtype": dtype, "quantize": quantize, "threads": threads, "revision": revision, "cache_dir": cache_dir,
-        "offline": offline, "tensor_parallel": tensor_parallel}
+        "offline": offline, "tensor_parallel": tensor_parallel, "quantized_cache": quantized_cache}
     if options.is_follower():
         return follow(lambda: load(**loading))
     if journal and journal_exists(journal):
@@ -97,7 +98,7 @@ def generate(
         require_packages("--report")
     files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats, "--report": report})
     try:
-        with LoadBar(quiet=quiet) as bar:
+        with LoadBar(quiet=quiet, quantises=quantize != "none") as bar:
             engine = load(**loading, on_load=bar.show)
         params = engine.params(**given)
         options.print_model_defaults(params, quiet=quiet)

@@ -36,6 +36,7 @@ def resume(
     drafter_option: options.DrafterOption = None,
     heads: options.Heads = None,
     threads: options.Threads = None,
+    quantized_cache: options.QuantizedCache = None,
     allow_different_kernels: Annotated[bool, option(
         "Continue with other kernels or versions than the journal's. The statistics say so.", RUNNING,
         "--allow-different-kernels")] = False,
@@ -55,13 +56,13 @@ def resume(
     found = read_journal(journal)
     loading: dict[str, Any] = {
         "model": model, "drafter": drafter, "drafter_options": drafting, "heads": heads, "threads": threads,
-        "cache_dir": cache_dir, "offline": offline}
+        "cache_dir": cache_dir, "offline": offline, "quantized_cache": quantized_cache}
     options.require_one_process(int(found.header.arithmetic.get("tensor_parallel", "1")))
     if options.is_follower():
         return follow(lambda: load_for(found.header, **loading))
     files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats})
     try:
-        with LoadBar(quiet=quiet) as bar:
+        with LoadBar(quiet=quiet, quantises=found.header.quantize != "none") as bar:
             engine = load_for(found.header, **loading, on_load=bar.show)
         if found.finish and not quiet:
             print(f"longdraft: the text is complete ({len(found.tokens):,} tokens, finish reason {found.finish})",

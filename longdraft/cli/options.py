@@ -45,6 +45,9 @@ Dtype = Annotated[str, option("auto (the checkpoint's; float16 becomes bfloat16 
                               "CUDA float16.", RUNNING, "--dtype")]
 Quantize = Annotated[str, option("none, int8 or int4: weights in half or a third of the memory. The text "
                                  "differs from the unquantised model's.", RUNNING, "--quantize")]
+QuantizedCache = Annotated[str | None, option("Folder that keeps quantised weights for the next start, or none.",
+                                              RUNNING, "--quantized-cache", envvar="LONGDRAFT_QUANTIZED_CACHE",
+                                              show_default="the user's cache folder")]
 Threads = Annotated[int | None, option("CPU threads.", RUNNING, "--threads", show_default="PyTorch's choice")]
 TensorParallel = Annotated[int, option("Number of ranks that share the model. Start them with `torchrun "
                                        "--nproc-per-node N -m longdraft ...`.", RUNNING, "--tensor-parallel")]

@@ -63,6 +63,7 @@ def serve(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = "none",
+    quantized_cache: options.QuantizedCache = None,
     threads: options.Threads = None,
     quiet: Annotated[bool, option("Show no progress bar while the model is loaded.", RUNNING, "--quiet")] = False,
 ) -> int:
@@ -94,9 +95,9 @@ def serve(
     from longdraft.cli.display import LoadBar
     from longdraft.loading import load
 
-    with LoadBar(quiet=quiet) as bar:
+    with LoadBar(quiet=quiet, quantises=quantize != "none") as bar:
         engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,
                       quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
-                      on_load=bar.show)
+                      quantized_cache=quantized_cache, on_load=bar.show)
     given.setdefault("memory_bytes", cache_budget(engine.model.kernels.free_bytes()))
     return run.run_server(engine, ServerSettings(**given))

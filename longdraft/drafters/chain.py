@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longdraft.cache.partial import PartialCache
 from longdraft.core import Context
+from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.model.routine import CostClock, Routine
 from longdraft.model.transformer import Forward, ForwardRequest, Rows, Transformer
 from longdraft.sampling.sampler import Sampler
@@ -76,23 +77,35 @@ class SelfDraftModel:
     """The target on a partial cache. Each call computes the row of the last token of `path`; the rows of the tokens
     before it are in the cache until `PartialCache.drop_drafts`."""
 
-    def __init__(self, model: Transformer, cache: PartialCache, clock: CostClock | None = None) -> None:
-        """clock: of the request; None: the request runs alone."""
-        self._model = model
+    def __init__(self, model: Transformer, cache: PartialCache, clock: CostClock | None = None,
+                 vocabulary: DraftVocabulary | None = None) -> None:
+        """clock: of the request; None: the request runs alone. vocabulary: the tokens that are guessed; None: all."""
+        self._whole_model = model
         self._cache = cache
         self._clock = clock
+        self._vocabulary = vocabulary
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other request shares this one's forwards."""
+        return not (self._clock and self._clock.batch_size > 1)
+
+    def _model(self, context: Context) -> Transformer:
+        """The model that drafts now. In a batch it is the one with the whole vocabulary, which all requests share."""
+        return self._vocabulary.model(context) if self._vocabulary and self._is_alone else self._whole_model
 
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
                        margin: float) -> list[list[int]] | None:
         """The guesses of a chain behind `path`, place by place, drafted in one call. None where that is not possible,
         or where the request shares its forwards with others, which read the weights once for all."""
-        if length < 1 or (self._clock and self._clock.batch_size > 1):
+        if length < 1 or not self._is_alone:
             return None
-        ranking = sampler.native_ranking(context, self._model.config.vocab_size, width, margin)
+        model = self._model(context)
+        ranking = sampler.native_ranking(context, model.config.vocab_size, width, margin)
         if ranking is None:
             return None
-        places = self._model.draft_chain(self._cache.draft_stores, ranking, path[0], path[1:],
-                                         len(context) + len(path) - 1, length)
+        places = model.draft_chain(self._cache.draft_stores, ranking, path[0], path[1:],
+                                   len(context) + len(path) - 1, length)
         if places is not None:
             self._cache.add_drafts(len(places))
         return places
@@ -103,6 +116,6 @@ class SelfDraftModel:
     def forward(self, context: Context, path: Sequence[int]) -> Routine[Forward]:
         """The row of the last token of `path`, and its logits [1, V]."""
         position = len(context) - 2 + len(path)
-        result = yield ForwardRequest(self._model, Rows(path[-1:], [position], [-1]), self._cache, 1)
+        result = yield ForwardRequest(self._model(context), Rows(path[-1:], [position], [-1]), self._cache, 1)
         self._cache.commit([0])
         return result

@@ -98,6 +98,13 @@ def _bool(value: Any) -> bool:
     return value if isinstance(value, bool) else {"true": True, "false": False}[_text(value).lower()]
 
 
+def _integer_or_word(value: Any) -> int | str:
+    try:
+        return _integer(value)
+    except ValueError:
+        return _text(value)
+
+
 def _integers(value: Any) -> tuple[int, ...]:
     parts: Iterable[Any] = value.strip("[]").split(",") if isinstance(value, str) else value
     return tuple(_integer(part) for part in parts)
@@ -111,4 +118,5 @@ def _text(value: Any) -> str:
 
 _PARSERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     int: (_integer, "a whole number"), float: (_float, "a number"), bool: (_bool, "true or false"),
+    int | str: (_integer_or_word, "a whole number or a word"),
     tuple[int, ...]: (_integers, "whole numbers such as 1,3,3,3")}

@@ -7,6 +7,7 @@ compared with the reference, results agree within the rounding error of floating
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -93,6 +94,15 @@ class CpuLinear:
     def nbytes(self) -> int:
         return self.native.nbytes
 
+    def memory(self) -> list[memoryview]:
+        """The bytes of the tiles, the scale and the bias, in place; empty for what the weight has not."""
+        found = []
+        for address, size in self.native.memory:
+            array = (ctypes.c_ubyte * size).from_address(address) if size else (ctypes.c_ubyte * 0)()
+            array.owner = self.native  # type: ignore[attr-defined]  # lives as long as the view
+            found.append(memoryview(array).cast("B"))
+        return found
+
 
 class CpuKernels:
     """See :class:`longdraft.kernels.interface.Kernels` for shapes and meaning."""
@@ -119,6 +129,11 @@ class CpuKernels:
         packed, factor = int8.quantise(weight) if quantize == "int8" else (weight.to(self.dtype).contiguous(), None)
         return CpuLinear(self.native.pack(self._is_bf16, rows, columns, _address(packed), _address(factor),
                                           _address(bias)))
+
+    def new_linear(self, quantize: str, rows: int, columns: int, has_bias: bool) -> CpuLinear:
+        """A packed int8 or int4 weight whose `memory` the caller fills."""
+        bits = {"int8": 8, "int4": 4}[quantize]
+        return CpuLinear(self.native.new_linear(self._is_bf16, bits, rows, columns, has_bias))
 
     def quantise_int4(self, weight: Tensor) -> int4.Int4Weight:
         """`int4.quantise`, compiled: the same numbers."""

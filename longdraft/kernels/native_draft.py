@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from longdraft.kernels.cpu import CpuDecoder, CpuKernels, CpuLinear
@@ -19,13 +20,41 @@ with suppress(ImportError):
     from longdraft.kernels import _cpu
 
 
+class PartOfVocabulary:
+    """Some tokens of a vocabulary, and a head that gives logits of these alone.
+
+    ids   [N] int64, ascending
+    head  the rows of a model's head for these tokens: [N, hidden], packed
+    """
+
+    def __init__(self, kernels: CpuKernels, head: CpuLinear, ids: Tensor) -> None:
+        """The rows `ids` of a whole head. They are copied."""
+        tokens, self.ids, self._size = ids.tolist(), ids, head.out_features
+        self.head = CpuLinear(kernels.native.take_rows(head.native, tokens))
+        self.native = _cpu.PartOfVocabulary(tokens, self._size)
+
+    @property
+    def nbytes(self) -> int:
+        return self.head.nbytes + self.ids.nbytes + self._size * 4  # the place of each token
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits [R, N] of these tokens in a row of the whole vocabulary [R, V]: -inf elsewhere."""
+        row = logits.new_full((len(logits), self._size), -torch.inf)
+        row[:, self.ids] = logits
+        return row
+
+
 class DraftWeights(NamedTuple):
-    """What a row passes through besides the layers. The norm [hidden] is the one before the head."""
+    """What a row passes through besides the layers. The norm [hidden] is the one before the head.
+
+    part  the tokens of the head's rows; None: the whole vocabulary
+    """
 
     embedding: Linear
     norm: Tensor
     head: Linear
     logits_divisor: float
+    part: PartOfVocabulary | None = None
 
 
 class DraftStores(NamedTuple):
@@ -52,6 +81,17 @@ class Ranking(NamedTuple):
     width: int
     within: float
     banned_depth: int
+
+
+def can_part(kernels: Kernels, head: Linear) -> bool:
+    """Whether `part_of_vocabulary` can take rows of this head."""
+    return isinstance(kernels, CpuKernels) and isinstance(head, CpuLinear) and not head.native.is_int4
+
+
+def part_of_vocabulary(kernels: Kernels, head: Linear, ids: Tensor) -> PartOfVocabulary:
+    """The tokens `ids` [N] int64, ascending, of a head's vocabulary."""
+    assert isinstance(kernels, CpuKernels) and isinstance(head, CpuLinear)
+    return PartOfVocabulary(kernels, head, ids)
 
 
 def supports(kernels: Kernels, decoder: Decoder, weights: DraftWeights) -> bool:
@@ -81,4 +121,5 @@ def draft_chain(kernels: Kernels, decoder: Decoder, weights: DraftWeights, cache
     return kernels.native.draft(
         decoder.native, embedding.native, head.native, weights.norm.data_ptr(), weights.logits_divisor, stores,
         cache.length, remainder, ranking.choice, len(cos), position, ranking.width, ranking.within,
-        ranking.banned_depth, root, path, cos.data_ptr(), sin.data_ptr())
+        ranking.banned_depth, root, path, cos.data_ptr(), sin.data_ptr(),
+        None if weights.part is None else weights.part.native)

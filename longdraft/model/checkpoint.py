@@ -9,7 +9,8 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.model import rope
 from longdraft.model.config import ModelConfig, read_json
+from longdraft.model.packed_file import PackedFile
 from longdraft.model.sharding import shard_config
 from longdraft.model.tensor_file import FLOATS, TensorFile
 from longdraft.model.transformer import ModelWeights, Transformer
@@ -61,6 +63,13 @@ class TensorFiles:
     def nbytes(self) -> int:
         return sum(self._size(name) for name in self._file_of)
 
+    @contextmanager
+    def second_reading(self) -> Iterator[None]:
+        """A context in which the tensors are read again, for a quantised copy: `on_read` counts from 0."""
+        self._read = set()
+        yield
+        self._report(self.nbytes)
+
     def read(self, name: str, pick: Pick | None = None) -> Tensor:
         """A floating-point tensor, or the part that `pick` selects: a read-only view of the file, for immediate use.
 
@@ -75,10 +84,13 @@ class TensorFiles:
         if not tensor.sum().isfinite() and (bad := int((~tensor.isfinite()).sum())):
             raise ModelError(f"{file.path}: {name} has {bad} values that are NaN or infinite: the file is damaged, or "
                              "its training failed; get it again")
-        if self._on_read:
-            self._read.add(name)
-            self._on_read(sum(map(self._size, self._read)), self.nbytes)
+        self._read.add(name)
+        self._report(sum(map(self._size, self._read)))
         return tensor
+
+    def _report(self, done: int) -> None:
+        if self._on_read:
+            self._on_read(done, self.nbytes)
 
     def stack(self, names: Sequence[str], dtype: torch.dtype | None, picks: Sequence[Pick | None] = ()) -> Tensor:
         """Tensors, or the parts that `picks` select, concatenated along their rows in one dtype.
@@ -265,32 +277,38 @@ def _rotated_order(config: ModelConfig) -> Tensor | None:
     return torch.cat([(starts + head).flatten(), values])
 
 
-def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str = "none") -> Transformer:
+def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str = "none",
+                     packed: PackedFile | None = None) -> Transformer:
     """The transformer of a folder. Raises ModelError that lists missing, unexpected and misshapen tensors.
 
     kernels   kernels of a rank load this rank's share of each weight only
     quantize  none | int8 | int4: each matrix is quantised while it is packed. int4 leaves the embedding table and the
               head in int8
+    packed    a file of the quantised matrices, which are read from it, or written to it for the next time
     """
     _check(files, config)
-    return _Loader(files, config, kernels, quantize).transformer()
+    return _Loader(files, config, kernels, quantize, packed).transformer()
 
 
-def load_draft_copy(files: TensorFiles, target: Transformer, quantize: str) -> Transformer:
+def load_draft_copy(files: TensorFiles, target: Transformer, quantize: str,
+                    packed: PackedFile | None = None) -> Transformer:
     """A copy of `target` with quantised matrices, read from its files again, for drafts that the target verifies.
 
     quantize  int8 | int4, for the layers; the head is int8 with both
+    packed    as for `load_transformer`
 
     The copy shares the target's embedding table. Rows of its KV cache have the target's layout. Raises ModelError if
     the target's weights are divided among ranks.
     """
-    return _Loader(files, target.whole, target.kernels, quantize).transformer(target.weights.embedding)
+    return _Loader(files, target.whole, target.kernels, quantize, packed).transformer(target.weights.embedding)
 
 
 class _Loader:
     """Reads and packs the matrices of a checkpoint that `_check` has accepted."""
 
-    def __init__(self, files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str) -> None:
+    def __init__(self, files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str,
+                 packed: PackedFile | None) -> None:
+        self._packed = packed
         self._files, self._whole, self._kernels, self._quantize = files, config, kernels, quantize
         self._shard = shard_of(kernels)
         self._config = shard_config(config, self._shard, quantize)
@@ -308,6 +326,8 @@ class _Loader:
             head = self._table("lm_head.weight")
         layers = tuple(self._layer(index) for index in range(config.num_layers))
         weights = ModelWeights(table, layers, self._norm("model.norm.weight"), head, self._quantize)
+        if self._packed:
+            self._packed.save()
         return Transformer(config, weights, self._kernels, self._whole)
 
     def _layer(self, index: int) -> LayerWeights:
@@ -335,15 +355,25 @@ class _Loader:
         shard = self._shard
         is_row_parallel = stacked.is_row_parallel and shard.size > 1
         has_bias = stacked.has_bias and not (is_row_parallel and shard.rank)  # the first rank adds it
-        packed = self._kernels.pack(read("weight", self._dtype),
-                                    read("bias", self._kernels.dtype) if has_bias else None, quantize=self._quantize)
-        return RowParallel(packed) if is_row_parallel else packed
+        def pack() -> Linear:
+            bias = read("bias", self._kernels.dtype) if has_bias else None
+            return self._kernels.pack(read("weight", self._dtype), bias, quantize=self._quantize)
+
+        if self._packed:
+            rows = sum(sum(segments) for _, segments in stacked.parts)
+            name = f"{layer}{stacked.parts[0][0]}"
+            return self._packed.linear(name, self._quantize, (rows, stacked.columns), has_bias, pack)
+        return RowParallel(pack()) if is_row_parallel else pack()
 
     def _table(self, name: str) -> Linear:
         shard, whole = self._shard, self._whole
         quantize = "int8" if self._quantize == "int4" else self._quantize
         if shard.size == 1:
-            return self._kernels.pack(self._files.stack((name,), self._dtype), quantize=quantize)
+            def pack() -> Linear:
+                return self._kernels.pack(self._files.stack((name,), self._dtype), quantize=quantize)
+
+            shape = (whole.vocab_size, whole.hidden_size)
+            return self._packed.linear(name, quantize, shape, False, pack) if self._packed else pack()
         own = shard.vocabulary(whole.vocab_size)
         rows = self._files.stack((name,), self._dtype, [lambda rows: rows[own]])
         return ColumnParallel(self._kernels.pack(rows, quantize=quantize), own.start, whole.vocab_size)

@@ -59,10 +59,10 @@ def _require_unchanged(files: TensorFiles) -> None:
             raise ModelError(f"{file.path} was replaced after it was loaded; load the model again")
 
 
-def cache_dir() -> Path:
-    """Folder of the cached hashes. Raises RuntimeError if the user has no home folder."""
+def cache_dir(name: str = "fingerprints") -> Path:
+    """A folder of the user's cache, of the hashes or another. Raises RuntimeError if the user has no home folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "longdraft" / "fingerprints"
+    return Path(base) / "longdraft" / name
 
 
 def _status(files: TensorFiles) -> list[tuple[str, int, int, int, int, int]]:

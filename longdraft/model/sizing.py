@@ -21,6 +21,7 @@ USABLE = 0.9  # share of the memory that weights and cache may take; the rest is
 LARGEST_TREE = 1024  # rows that a reserved cache has for a draft tree, besides the text
 _MAX_PARAMETERS = 10**14  # a hundred times the largest public model
 _BYTES = {"bfloat16": 2, "float32": 4}
+_INT4_BYTES = 19 / 32  # of a weight: 32 of them have 16 bytes and 3 for scale and zero point
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,13 @@ class Sizes:
     cache_bytes_per_token: int
     context_limit: int
 
-    def max_context(self, memory_bytes: int) -> int:
-        """Tokens whose cache fits beside the weights, up to the context limit; 0 if the weights do not fit."""
+    def max_context(self, memory_bytes: int, copy_bytes: int = 0) -> int:
+        """Tokens whose cache fits beside the weights, up to the context limit; 0 if the weights do not fit.
+
+        copy_bytes  of a draft copy of the weights, which is left out where nothing else would fit
+        """
         free = int(memory_bytes * USABLE) - self.weights_bytes
+        free -= copy_bytes if free > copy_bytes else 0
         return max(0, min(self.context_limit, free // self.cache_bytes_per_token))
 
     def ms_per_token(self, context: int, bytes_per_s: float) -> float:
@@ -56,6 +61,15 @@ def model_sizes(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
                  2 * config.num_layers * config.num_kv_heads * config.head_dim * width, config.max_positions)
 
 
+def quantized_bytes(config: ModelConfig, quantize: str, *, is_draft_copy: bool = False) -> int:
+    """Bytes of the weights in int8 or int4. Tables are int8 in both; a draft copy shares the embedding table."""
+    shapes = expected_shapes(replace(config, num_layers=1))
+    matrices = [shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2]
+    layer = sum(rows * (columns * _INT4_BYTES if quantize == "int4" else columns + 4) for rows, columns in matrices)
+    tables = 1 if config.is_tied or is_draft_copy else 2
+    return int(config.num_layers * layer + tables * config.vocab_size * (config.hidden_size + 4))
+
+
 def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int) -> None:
     """Raise MemoryError if the weights do not fit in the device's free memory. The message says what would fit.
 
@@ -65,7 +79,7 @@ def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int
     if free is None:
         return
     share = model_sizes(config).parameters / parts
-    needed = share * (1 if quantize == "int8" else chosen.dtype.itemsize)
+    needed = share * chosen.dtype.itemsize if quantize == "none" else quantized_bytes(config, quantize) / parts
     if needed > free * USABLE:
         smaller = [f"{name} ({share * width / 2**30:.1f} GiB)"
                    for name, width in (("--dtype bfloat16", 2), ("--quantize int8", 1))

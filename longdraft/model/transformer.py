@@ -28,7 +28,7 @@ from torch import Tensor
 
 from longdraft.cache.full import FullCache, KVCache
 from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayerWeights, Linear, native_draft
-from longdraft.kernels.native_draft import DraftStores, DraftWeights, Ranking
+from longdraft.kernels.native_draft import DraftStores, DraftWeights, PartOfVocabulary, Ranking
 from longdraft.model.config import ModelConfig
 from longdraft.model.rope import RopeTable, max_unscaled_length
 from longdraft.tree import Tree
@@ -117,6 +117,7 @@ class Transformer:
         self._decoder = kernels.new_decoder(weights.layers, geometry)
         self._rope = RopeTable(config, 1, kernels.device)
         self._has_warned = False
+        self.part: PartOfVocabulary | None = None
 
     def for_length(self, length: int) -> Transformer:
         """The model with the rotations for a text of `length` tokens, prompt included. Weights are shared.
@@ -135,6 +136,15 @@ class Transformer:
             return self
         other = copy.copy(self)
         other._rope = RopeTable(config, length, self.kernels.device)
+        return other
+
+    def with_part_of_vocabulary(self, part: PartOfVocabulary) -> Transformer:
+        """The model with logits of some tokens; those of all others are -inf. The other weights are shared.
+
+        part  made from this model's head
+        """
+        other = copy.copy(self)
+        other.weights, other.part = self.weights._replace(head=part.head), part
         return other
 
     @property
@@ -169,7 +179,7 @@ class Transformer:
     @property
     def identity(self) -> object:
         """The same object for models that `forward_batch` may combine: copies of one model for different lengths."""
-        return self._decoder
+        return self.part or self._decoder
 
     def forward(self, rows: Rows, cache: KVCache, num_logits: int = 0, is_prompt: bool = False) -> Forward:
         """Run one text's rows. Their keys and values are provisional until `cache.commit`."""
@@ -202,7 +212,8 @@ class Transformer:
         position  of the first drafted token in the text
         """
         config = self.config
-        weights = DraftWeights(self.weights.embedding, self.weights.norm, self.weights.head, config.logits_divisor)
+        weights = DraftWeights(self.weights.embedding, self.weights.norm, self.weights.head, config.logits_divisor,
+                               self.part)
         if config.embedding_factor != 1 or not native_draft.supports(self.kernels, self._decoder, weights):
             return None
         rotations = self.rotations(range(position - 1, position - 1 + count))
@@ -239,7 +250,9 @@ class Transformer:
     def head(self, normed: Tensor) -> Tensor:
         """Logits [R, V] float32 of hidden states [R, hidden] after the final norm."""
         logits = self.kernels.linear(normed, self.weights.head, keep_float=True)
-        return logits if self.config.logits_divisor == 1 else logits.div_(self.config.logits_divisor)
+        if self.config.logits_divisor != 1:
+            logits.div_(self.config.logits_divisor)
+        return logits if self.part is None else self.part.whole(logits)
 
 
 def _split(x: Tensor, counts: Sequence[int], axis: int) -> Sequence[Tensor]:

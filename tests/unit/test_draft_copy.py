@@ -66,3 +66,5 @@ def test_a_copy_without_room_is_left_out_by_auto_and_refused_by_name(tiny, monke
 def test_an_unknown_format_is_one_clear_line(tiny):
     with pytest.raises(UsageError, match="draft_weights is 'int2'; allowed: auto, same, int8, int4"):
         longdraft.load(str(tiny["mha"]), drafter="magicdec", drafter_options={"draft_weights": "int2"})
+    with pytest.raises(UsageError, match=r"draft_weights is 'int3'; allowed: .*slowly than int4"):
+        draft_copy.check_draft_weights("int3")

@@ -8,7 +8,9 @@ import torch
 from helpers.checkpoints import load
 from helpers.equality import SETTINGS, params_of, prompt_of
 from longdraft.core import Context
+from longdraft.drafters import draft_vocabulary
 from longdraft.drafters.chain import Chain, SelfDraftModel
+from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
 from longdraft.model.routine import run_alone
 from longdraft.model.transformer import chain_rows
@@ -16,14 +18,14 @@ from longdraft.sampling.sampler import Sampler
 from longdraft.tree import Trie
 
 
-def drafts(model, params, prompt, *, budget, natively, width=2):
+def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None):
     """The trees of several steps of a chain over a partial cache, and the rows that the last one left there."""
     cache = model.new_cache()
     context = Context(prompt)
     sampler = Sampler(params, [1])
     settings = MagicDecOptions(budget=budget, sinks=4, refresh=8, width=width).settings()
     partial = new_partial_cache(settings, model, cache)
-    draft_model = SelfDraftModel(model, partial)
+    draft_model = SelfDraftModel(model, partial, vocabulary=vocabulary and DraftVocabulary(model, vocabulary))
     if not natively:
         draft_model.draft_natively = lambda *given: None
     chain = Chain(draft_model, sampler, width, "self", 0.5)
@@ -54,6 +56,17 @@ def test_native_chains_equal_step_by_step_chains(tiny, family, dtype, budget):
                                 for way in (False, True))
         assert native[0] == step_by_step[0], name
         assert all(torch.equal(*pair) for pair in zip(native[1], step_by_step[1], strict=True)), name
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chains_of_a_draft_vocabulary_are_the_same_natively(tiny, monkeypatch, quantize, dtype):
+    monkeypatch.setattr(draft_vocabulary, "_RENEW_AFTER", 2)  # the vocabulary changes between two steps
+    model = load(tiny["gqa"], dtype, quantize=quantize)
+    for name in SETTINGS:
+        step_by_step, native = (drafts(model, params_of(name), prompt_of(60), budget=24, natively=way, width=3,
+                                       vocabulary=64) for way in (False, True))
+        assert native[0] == step_by_step[0], name
 
 
 def test_settings_that_need_python_are_drafted_step_by_step(tiny):

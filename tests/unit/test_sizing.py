@@ -8,7 +8,7 @@ import time
 import pytest
 
 import longdraft
-from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints import load, make_checkpoint
 from longdraft.__main__ import run
 from longdraft.errors import ModelError
 from longdraft.model import config, sizing
@@ -84,6 +84,27 @@ def test_doctor_does_not_read_weights(quick, capfd, tmp_path):
     assert run(["doctor", "--model", str(tmp_path)]) == 0
     shown = capfd.readouterr().out
     assert "141.11 GB in bfloat16" in shown and "335.5 MB for 1,024 tokens" in shown and "at 4,096 tokens" in shown
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_the_bytes_of_quantised_weights_and_of_a_draft_copy(tmp_path, quantize):
+    make_checkpoint(tmp_path, hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
+    parsed = config.read_config(tmp_path)
+    weights = load(tmp_path, "bfloat16", quantize=quantize)
+    table = weights.weights.embedding.nbytes
+    assert sizing.quantized_bytes(parsed, quantize) == weights.weights_bytes + table
+    assert sizing.quantized_bytes(parsed, quantize, is_draft_copy=True) == weights.weights_bytes
+
+
+def test_doctor_counts_the_draft_copy_of_large_weights(quick, capfd, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert run(["doctor", "--model", str(tmp_path), "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert 0.27 < report["draft_copy_bytes"] / report["weights_bytes"] < 0.32
+    assert report["quantized_bytes"]["int4"] < 0.36 * report["weights_bytes"] < report["quantized_bytes"]["int8"]
+    make_checkpoint(tmp_path)
+    assert run(["doctor", "--model", str(tmp_path)]) == 0
+    assert "none: the weights are small beside the cache" in capfd.readouterr().out
 
 
 def test_doctor_reports_the_context_limit_of_the_model(quick, capfd, tmp_path):
