@@ -6,10 +6,19 @@
 namespace longdraft::LONGDRAFT_VARIANT {
 
 template <class T, class Element> void take_rows_as(const Linear& w, const int64_t* rows, Linear& out) {
+    const long stride = place<T>(w, 0, T::PER_WORD) - place<T>(w, 0, 0);  // from a step of a tile to the next one
     parallel(out.tiles(), [&](long tile) {
-        for (long n = tile * COLUMNS; n < std::min(out.n, (tile + 1) * COLUMNS); n++)
-            for (long k = 0; k < w.k; k++)
-                out.tile<Element>(0)[place<T>(out, n, k)] = w.tile<Element>(0)[place<T>(w, rows[n], k)];
+        const long first = tile * COLUMNS, count = std::min<long>(COLUMNS, out.n - first);
+        const Element* from[COLUMNS][T::PER_WORD];
+        Element* to[COLUMNS][T::PER_WORD];
+        for (long c = 0; c < count; c++)
+            for (long part = 0; part < T::PER_WORD; part++) {
+                from[c][part] = w.tile<Element>(0) + place<T>(w, rows[first + c], part);
+                to[c][part] = out.tile<Element>(0) + place<T>(out, first + c, part);
+            }
+        for (long at = 0; at < w.steps * stride; at += stride)  // all rows of a step: neighbours share cache lines
+            for (long c = 0; c < count; c++)
+                for (long part = 0; part < T::PER_WORD; part++) to[c][part][at] = from[c][part][at];
     });
 }
 
