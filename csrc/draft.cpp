@@ -35,7 +35,7 @@ std::vector<std::vector<int64_t>> draft(const Kernels& kernels, const DraftModel
         kernels.embed(*model.embedding, &token, 1, row.x.data());
         forward(kernels, d, {1, cos + i * half, sin + i * half, &parent, row.x.data(), row.q.data(), row.k.data(),
                              row.v.data(), row.content.data(), row.attended.data(), row.lse.data()},
-                {{cache.stores, length, 1, cache.remainder}});
+                {{cache.stores, length, 1, cache.remainder, {}}});
         for (size_t layer = 0; layer < cache.stores.size(); layer++) {
             Store& store = *cache.stores[layer];
             const long skipped = static_cast<long>(layer) * kv_width * size;

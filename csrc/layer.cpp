@@ -120,12 +120,23 @@ void layer_forward(const Kernels& kernels, const Decoder& d, size_t layer, const
     add_residual(l.mlp_norm);
 }
 
+// Copy the rows that enter a layer to where their texts want them.
+void tap(const Decoder& d, size_t layer, const DecoderRows& r, const std::vector<TextKV>& texts) {
+    const char* from = static_cast<const char*>(r.x);
+    for (const TextKV& text : texts) {
+        const long bytes = text.rows * d.layers[0].out->n * (text.stores[0]->is_bf16 ? 2 : 4);
+        if (!text.taps.empty() && text.taps[layer]) std::memcpy(text.taps[layer], from, static_cast<size_t>(bytes));
+        from += bytes;
+    }
+}
+
 }  // namespace
 
 void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, const std::vector<TextKV>& texts) {
     DecoderRows r = rows;
     auto skip = [](void*& at, long bytes) { at = static_cast<char*>(at) + bytes; };
     for (size_t i = 0; i < d.layers.size(); i++) {
+        tap(d, i, r, texts);
         layer_forward(kernels, d, i, r, texts);
         const long size = texts[0].stores[i]->is_bf16 ? 2 : 4, q_bytes = r.rows * d.heads * d.dim * size;
         skip(r.q, q_bytes);
@@ -135,6 +146,7 @@ void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, 
         skip(r.v, r.rows * d.kv_heads * d.dim * size);
         r.lse += r.rows * d.heads;
     }
+    tap(d, d.layers.size(), r, texts);
 }
 
 }  // namespace longdraft

@@ -33,6 +33,7 @@ struct TextKV {
     std::vector<Store*> stores;  // one for each layer
     long length, rows;           // committed positions, rows of the text
     const float* remainder;      // [layers, heads, dim + 1, dim + 1] or null: maps for map_remainder_as
+    std::vector<void*> taps;     // for each layer, and for the result: where to copy the rows that enter it, or null
 };
 
 // The rows of a forward, text after text. The results of each layer have the layers as their first axis.

@@ -229,13 +229,16 @@ NB_MODULE(_cpu, m) {
                     at<int64_t>(which), rows); })
         .def("forward", [](const Kernels& k, const Decoder& decoder, const std::vector<std::vector<Store*>>& stores,
                            const std::vector<long>& lengths, const std::vector<long>& counts,
-                           const std::vector<Address>& remainders, Address x, Address cos, Address sin, Address parent,
+                           const std::vector<Address>& remainders, const std::vector<std::vector<Address>>& taps, Address x, Address cos, Address sin, Address parent,
                            Address q, Address content, Address key, Address value, Address attended, Address lse) {
             std::vector<TextKV> texts;
             long rows = 0;
             for (size_t i = 0; i < stores.size(); i++) {
                 require_order(at<int32_t>(parent) + rows, counts[i]);
-                texts.push_back({stores[i], lengths[i], counts[i], at<float>(remainders[i])});
+                std::vector<void*> tapped;
+                for (Address tap : taps[i]) tapped.push_back(at<void>(tap));
+                require(tapped.empty() || tapped.size() == decoder.layers.size() + 1, "a tap for each layer and one more");
+                texts.push_back({stores[i], lengths[i], counts[i], at<float>(remainders[i]), std::move(tapped)});
                 rows += counts[i];
             }
             forward(k, decoder, {rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<void>(x), at<void>(q),

@@ -28,6 +28,7 @@ from longdraft.journal.provenance import provenance
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model.chat_template import Message
 from longdraft.model.defaults import Defaults
+from longdraft.model.eagle import Eagle
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer
@@ -84,6 +85,10 @@ class Engine:
         return self.loaded.glide
 
     @property
+    def eagle(self) -> Eagle | None:
+        return self.loaded.eagle
+
+    @property
     def draft(self) -> Transformer | None:
         """The smaller draft model."""
         return self.loaded.draft
@@ -135,8 +140,9 @@ class Engine:
     def with_drafter(self, name: str, options: Mapping[str, Any] | None = None) -> Engine:
         """An engine with another drafter on the same weights.
 
-        Heads and glide are those of this engine. A draft model that the options name is loaded; if they name none, it
-        is this engine's. UsageError for options; ModelError if a part that the drafter needs does not exist.
+        Heads of all kinds and glide are those of this engine. A draft model that the options name is loaded; if they
+        name none, it is this engine's. UsageError for options; ModelError if a part that the drafter needs does not
+        exist.
         """
         choice = DrafterChoice.parse(name, options)
         return Engine(self.loaded.with_draft_for(choice), choice)

@@ -71,6 +71,8 @@ class Generation(Iterator[Event]):
         self.is_closed = False
         length = len(prompt) + params.max_new_tokens
         target = model.target.for_length(length)
+        if model.eagle and drafter.name in drafters.WITH_EAGLE:
+            target = target.with_taps(model.eagle.taps)
         draft_length = drafter.options.draft_window or length
         draft = model.draft and model.draft.for_length(min(length, draft_length, model.draft.config.max_positions))
         self._text_stream = TextStream(model.tokenizer, params, target.config.eos_token_ids)
@@ -85,7 +87,7 @@ class Generation(Iterator[Event]):
         self._draft_copy = copy and copy.for_length(length)
         resources = drafters.Resources(target, cache, sampler, params, model.heads, model.glide, model.corpora, draft,
                                        clock=self.clock, shared_statistics=model.shared_statistics,
-                                       draft_copy=self._draft_copy)
+                                       draft_copy=self._draft_copy, eagle=model.eagle)
         context = Context(prompt)
         context.extend(int(token) for token in written)
         self._step = Step(target, cache, drafters.new_drafter(drafter.name, drafter.options, resources), sampler,

@@ -28,6 +28,7 @@ from longdraft.model.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_d
 from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.defaults import Defaults
 from longdraft.model.draft_copy import SAME, load_copy
+from longdraft.model.eagle import Eagle
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ class DrafterChoice:
 
     @property
     def needs(self) -> str:
-        """The part that this drafter cannot work without: "heads", "glide", "draft" or ""."""
+        """The part that this drafter cannot work without: "heads", "glide", "eagle", "draft" or ""."""
         return drafters.DRAFTERS[self.name].needs
 
     @property
@@ -76,8 +77,8 @@ class LoadedModel:
     hub_options        how names of further models are resolved
     corpora            texts of the drafter `suffix`, indexed when a request needs them
     shared_statistics  what the drafter `auto` has measured, shared by all requests
-    heads_name         the folder or hub id that the user named for heads or glide
-    heads, glide       trained parts, if found
+    heads_name         the folder or hub id that the user named for heads of any kind or glide
+    heads, glide, eagle  trained parts, if found
     draft, draft_name  a smaller draft model, and the name it was loaded by; "" for the one in the model's folder
     draft_copy         a quantised copy of the target for self-drafting chains, and the option it was made for
     quantized_cache    folder of cached quantised weights; None: nothing is cached
@@ -95,6 +96,7 @@ class LoadedModel:
     heads_name: str | None = None
     heads: Heads | None = None
     glide: Glide | None = None
+    eagle: Eagle | None = None
     draft: Transformer | None = None
     draft_name: str = ""
     draft_copy: Transformer | None = None
@@ -112,12 +114,13 @@ class LoadedModel:
         """
         parts = TrainedParts()
         if choice.name in drafters.WITH_HEADS:
-            owner = Target(target, partial(fingerprint.weights_sha256, files), tokenizer.vocabulary_sha256)
+            owner = Target(target, partial(fingerprint.weights_sha256, files), tokenizer.vocabulary_sha256,
+                           tokenizer.encode if tokenizer.vocabulary() else None)
             parts = (owner.find(files.folder, choice.needs) if heads_name is None
                      else owner.load(hub.resolve(heads_name, hub_options)))
         corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), target.config.vocab_size)
         loaded = cls(name, files, target, tokenizer, defaults, hub_options, corpora,
-                     SharedStatistics(target.weights_in_tokens), heads_name, parts.heads, parts.glide,
+                     SharedStatistics(target.weights_in_tokens), heads_name, *parts,
                      quantized_cache=quantized_cache, ranks=ranks or parallel.SingleProcess())
         return loaded.with_draft_for(choice)
 
@@ -140,7 +143,7 @@ class LoadedModel:
             loaded = replace(loaded, shared_statistics=SharedStatistics(self.target.weights_in_tokens))
         if choice.needs and getattr(loaded, choice.needs) is None:
             what, cure = (("a smaller model", "--drafter-option model=NAME") if choice.needs == "draft" else
-                          (f"trained {choice.needs}", "--heads"))
+                          ("an EAGLE head" if choice.needs == "eagle" else f"trained {choice.needs}", "--heads"))
             raise ModelError(f"drafter {choice.name!r} needs {what} and {self.files.folder} has none; give {cure}, "
                              f"train with `longdraft train {choice.needs}`, or use --drafter magicdec")
         return loaded

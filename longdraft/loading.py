@@ -38,9 +38,11 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
          on_load: Callable[[int, int], None] | None = None) -> Engine:
     """An engine for a bundled name, a model folder or a hub id.
 
-    drafter          auto | plain | ngram | suffix | tokenswift | medusa | magicdec | draft-model | glide | triforce
+    drafter          auto | plain | ngram | suffix | tokenswift | medusa | magicdec | draft-model | glide | eagle |
+                     triforce
     drafter_options  the drafter's options by name; values may be strings, as on the command line
-    heads            folder or hub id of trained heads or a glide layer; default: those in the model's own folder
+    heads            folder or hub id of trained heads (TokenSwift, Medusa, EAGLE) or a glide layer; default: those in
+                     the model's own folder
     device           auto | cpu | cuda
     dtype            auto (the checkpoint's) | float32 | bfloat16 | float16 (CUDA only)
     quantize         none | int8 | int4: weights take half or about a third of bfloat16's memory. The quantised model

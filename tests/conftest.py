@@ -59,14 +59,16 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Model folders with heads and glide: `mha` (4 key/value heads) and `gqa` (4 query heads per key/value head)."""
+    """Model folders with heads, glide and an EAGLE head: `mha` (4 KV heads) and `gqa` (4 query heads per KV head)."""
     from helpers.checkpoints import make_checkpoint, make_glide, make_heads
+    from helpers.eagle import make_eagle
 
     root = tmp_path_factory.mktemp("tiny")
     for name, kv_heads in (("mha", 4), ("gqa", 1)):
         base = make_checkpoint(root / name, num_key_value_heads=kv_heads, seed=kv_heads)
         make_heads(root / name / "heads", base)
         make_glide(root / name / "glide", root / name)
+        make_eagle(root / name / "eagle")
     return {name: root / name for name in ("mha", "gqa")}
 
 

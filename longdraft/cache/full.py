@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from longdraft.cache.taps import TapLog
 from longdraft.kernels import Kernels, KVStore, LayersKV
 
 
@@ -39,11 +40,13 @@ class FullCache:
     """Committed rows of all layers, in stores that grow by blocks (`KVStore.reserve`).
 
     windows  positions that each layer's attention sees; 0, or an empty sequence: all. Every row is held in any case
+    taps     holds the tapped states of the rows; None: no layer is tapped
     """
 
     def __init__(self, kernels: Kernels, num_layers: int, num_kv_heads: int, head_dim: int,
-                 windows: Sequence[int] = ()) -> None:
+                 windows: Sequence[int] = (), taps: TapLog | None = None) -> None:
         self._kernels = kernels
+        self.taps = taps
         self.windows = tuple(windows) or (0,) * num_layers
         self.stores: list[KVStore] = [kernels.new_store(num_kv_heads, head_dim) for _ in range(num_layers)]
         self.length = 0
@@ -57,13 +60,16 @@ class FullCache:
 
     def append(self, k: Tensor, v: Tensor) -> LayersKV:
         self.reserve(self.length + k.shape[1])
-        self._tail = LayersKV(self.stores, self.length, k, v)
+        taps = self.taps.append(k.shape[1]) if self.taps else None
+        self._tail = LayersKV(self.stores, self.length, k, v, taps=taps)
         return self._tail
 
     def commit(self, rows: Sequence[int]) -> None:
         assert self._tail is not None or not len(rows), "commit without a forward"
         if self._tail is not None and len(rows) and not self._is_placed:
             self._kernels.keep(self._tail, rows)
+        if self.taps:
+            self.taps.commit(rows)
         self._tail, self._is_placed = None, False
         self.length += len(rows)
 
@@ -74,7 +80,7 @@ class FullCache:
 
     def truncate(self, length: int) -> None:
         """Drop the rows from position `length` on."""
-        assert 0 <= length <= self.length
+        assert 0 <= length <= self.length and self.taps is None
         self.length = length
 
     @property

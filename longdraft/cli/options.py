@@ -34,8 +34,8 @@ Revision = Annotated[str | None, option("Branch, tag or commit of a hub id.", RU
 CacheDir = Annotated[Path | None, option("Cache folder for files from the hub.", RUNNING, "--cache-dir",
                                          show_default="that of HF_HOME")]
 Offline = Annotated[bool, option("Use files from the hub's cache only.", RUNNING, "--offline")]
-Drafter = Annotated[str, option("auto, plain, ngram, suffix, tokenswift, medusa, magicdec, draft-model, glide or "
-                                "triforce.", RUNNING, "--drafter")]
+Drafter = Annotated[str, option("auto, plain, ngram, suffix, tokenswift, medusa, magicdec, draft-model, glide, "
+                                "eagle or triforce.", RUNNING, "--drafter")]
 DrafterOption = Annotated[list[str] | None, option("KEY=VALUE for the drafter (see docs/drafters.md). Repeatable.",
                                                    RUNNING, "--drafter-option")]
 Heads = Annotated[str | None, option("Folder or hub id of trained heads or a glide layer.", RUNNING, "--heads",

@@ -13,6 +13,7 @@ returns a tree of guesses, which one forward of the target verifies. Each drafte
     medusa        medusa.py       trained heads on the last verified row
     draft-model   draft_model.py  a smaller model
     glide         glide.py        one trained layer that reads the target's cache
+    eagle         eagle.py        trained layers that read the target's own states
     triforce      triforce.py     a smaller model for the target on a partial cache for the target on the full cache
 
 **How to add a drafter.**
@@ -36,6 +37,7 @@ from longdraft.drafters.auto import AutoDrafter, AutoOptions
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.cost_model import SharedStatistics
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
+from longdraft.drafters.eagle import EagleDrafter, EagleOptions
 from longdraft.drafters.glide import GlideDrafter, GlideOptions
 from longdraft.drafters.medusa import MedusaDrafter, MedusaOptions
 from longdraft.drafters.ngram import NgramDrafter, NgramOptions
@@ -45,6 +47,7 @@ from longdraft.drafters.self_draft import MagicDecOptions, SelfDrafter, TokenSwi
 from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions
 from longdraft.drafters.triforce import TriForceDrafter, TriForceOptions
 from longdraft.errors import UsageError
+from longdraft.model.eagle import Eagle
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.routine import CostClock
@@ -60,7 +63,7 @@ class Resources(NamedTuple):
 
     model, cache        the target, and its KV cache of this text
     sampler, params     the request's sampler and settings
-    heads, glide        trained parts for the target, if any
+    heads, glide, eagle trained parts for the target, if any
     corpora             the engine's corpora
     draft               a smaller model with the target's tokenizer, if any
     partial             a partial cache that several drafters of this request share; None: a drafter makes its own
@@ -81,6 +84,7 @@ class Resources(NamedTuple):
     clock: CostClock | None = None
     shared_statistics: SharedStatistics | None = None
     draft_copy: Transformer | None = None
+    eagle: Eagle | None = None
 
 
 class DrafterSpec(NamedTuple):
@@ -94,7 +98,7 @@ class DrafterSpec(NamedTuple):
 
     options: type[DrafterOptions]
     build: Callable[[Any, Resources], Drafter]
-    needs: Literal["", "heads", "glide", "draft"] = ""
+    needs: Literal["", "heads", "glide", "eagle", "draft"] = ""
     in_auto: Mapping[str, Any] | None = None
 
 
@@ -148,6 +152,11 @@ def _build_glide(options: GlideOptions, resources: Resources) -> Drafter:
     return GlideDrafter(options, resources.glide, model, cache, sampler, params)
 
 
+def _build_eagle(options: EagleOptions, resources: Resources) -> Drafter:
+    assert resources.eagle is not None
+    return EagleDrafter(options, resources.eagle, resources.cache, resources.sampler, resources.params)
+
+
 def _build_triforce(options: TriForceOptions, resources: Resources) -> Drafter:
     model, cache, sampler, params, *_ = resources
     return TriForceDrafter(options, model, cache, sampler, params, resources.draft)
@@ -163,14 +172,17 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "magicdec": DrafterSpec(MagicDecOptions, _build_self_draft, in_auto={"chain": 16}),
     "draft-model": DrafterSpec(DraftModelOptions, _build_draft_model, needs="draft", in_auto={}),
     "glide": DrafterSpec(GlideOptions, _build_glide, needs="glide", in_auto={}),
+    "eagle": DrafterSpec(EagleOptions, _build_eagle, needs="eagle", in_auto={}),
     "triforce": DrafterSpec(TriForceOptions, _build_triforce),
 }
 
-WITH_HEADS = (AUTO, *(name for name, spec in DRAFTERS.items() if spec.needs in ("heads", "glide")))
+WITH_HEADS = (AUTO, *(name for name, spec in DRAFTERS.items() if spec.needs in ("heads", "glide", "eagle")))
+WITH_EAGLE = (AUTO, *(name for name, spec in DRAFTERS.items() if spec.needs == "eagle"))
 WITH_DRAFT = (AUTO, "draft-model", "triforce")
 
 _CURES = {"heads": "trained heads; give --heads or train them with `longdraft train heads`",
           "glide": "a trained layer; give --heads or train it with `longdraft train glide`",
+          "eagle": "an EAGLE head; give --heads or train it with `longdraft train eagle`",
           "draft": "a smaller model; give its option model"}
 
 

@@ -1,7 +1,7 @@
 """Draft chains: a model drafts one token after the other, each with a forward.
 
-`tokenswift`, `magicdec`, `draft-model`, `glide` and `triforce` draft chains. They differ in the model that drafts: the
-target itself on a partial KV cache, a smaller model with a cache of its own, or a trained layer.
+`tokenswift`, `magicdec`, `draft-model`, `glide`, `eagle` and `triforce` draft chains. They differ in the model that
+drafts: the target itself on a partial KV cache, a smaller model with a cache of its own, or a trained layer.
 
     root ─┬─ best ─┬─ best ── best        width 2: the chain continues with the best guess of each place;
           └─ next  └─ next                a second guess is added where its score is within `margin` of the best one's
@@ -22,6 +22,12 @@ from longdraft.model.routine import CostClock, Routine
 from longdraft.model.transformer import Forward, ForwardRequest, Rows, Transformer
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import Trie
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    shorter = min(len(one), len(other))
+    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
 class DraftModel(Protocol):

@@ -31,11 +31,12 @@ from longdraft.kernels.interface import (
     LayersKV,
     LayerWeights,
     Linear,
+    Taps,
 )
 from longdraft.kernels.reference import ReferenceKernels
 
 __all__ = ["KV", "AttentionOutput", "Decoder", "Geometry", "KVStore", "Kernels", "LayerWeights", "LayersKV", "Linear",
-           "available", "choose", "set_threads", "single_threaded_torch", "threads"]
+           "Taps", "available", "choose", "set_threads", "single_threaded_torch", "threads"]
 
 log = logging.getLogger(__name__)
 VARIABLE = "LONGDRAFT_KERNELS"  # the environment variable that selects the kernels

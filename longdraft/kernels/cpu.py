@@ -326,9 +326,23 @@ class CpuDecoder:
         self._kernels.native.forward(
             self.native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
             [_remainder_address(kv.remainder, (num_layers, heads, dim + 1, dim + 1)) for kv in texts],
+            [self._tap_addresses(kv) for kv in texts],
             result.data_ptr(), cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), q.data_ptr(), content.data_ptr(),
             k, v, output.data_ptr(), lse.data_ptr())
         return result, AttentionOutput(q, output, lse, content)
+
+    def _tap_addresses(self, kv: LayersKV) -> list[int]:
+        """For each layer, and for the result: where to copy the rows that enter it, or 0; empty without taps."""
+        if not kv.taps:
+            return []
+        layers, rows = kv.taps
+        _require(len(set(layers)) == len(layers) and all(0 <= layer <= len(self._layers) for layer in layers),
+                 f"different tapped layers, 0 to {len(self._layers)}", layers)
+        _require_tensor("tapped rows", rows, (len(layers), kv.k.shape[1], self._hidden), self._kernels.dtype)
+        where = [0] * (len(self._layers) + 1)
+        for layer, tapped in zip(layers, rows, strict=True):
+            where[layer] = tapped.data_ptr()
+        return where
 
     def draft_arguments(self, stores: Sequence[KVStore], length: int, remainder: Tensor | None, cos: Tensor,
                         sin: Tensor) -> tuple[list[_cpu.Store], int]:

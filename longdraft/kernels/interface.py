@@ -114,6 +114,17 @@ class KV(NamedTuple):
     remainder: Tensor | None = None
 
 
+class Taps(NamedTuple):
+    """The rows that enter some layers, before the layers' norms, for drafters that read them (EAGLE-3).
+
+    layers  numbers of those layers, without repetition; L stands for the rows that leave the last layer
+    rows    [len(layers), T, hidden], filled by a forward
+    """
+
+    layers: tuple[int, ...]
+    rows: Tensor
+
+
 class LayersKV(NamedTuple):
     """`KV` for all L layers of a model: k, v [L, T, Hkv, D], contiguous within each layer.
 
@@ -121,6 +132,7 @@ class LayersKV(NamedTuple):
                is the row of `KV.remainder`, for the row's query before its rotation (longdraft/cache/remainder.py)
     is_prompt  the rows are a chunk of a prompt. Every run cuts a prompt into the same chunks, so kernels may use faster
                operations that are not row-invariant, and may report the attention of the last rows only
+    taps       filled with the rows that enter these layers; None: with none
     """
 
     stores: Sequence[KVStore]
@@ -129,6 +141,12 @@ class LayersKV(NamedTuple):
     v: Tensor
     remainder: Tensor | None = None
     is_prompt: bool = False
+    taps: Taps | None = None
+
+    def tap(self, layer: int, x: Tensor) -> None:
+        """Copy the text's rows x [T, hidden], which enter `layer`, if the layer is tapped."""
+        if self.taps and layer in self.taps.layers:
+            self.taps.rows[self.taps.layers.index(layer)].copy_(x)
 
     def layer(self, index: int) -> KV:
         """The KV of one layer. Its `remainder` is still the map [H, D + 1, D + 1]."""
@@ -180,6 +198,8 @@ class Decoder(Protocol):
         texts       the KV of each text, in the order of the rows. Their k and v are consecutive slices [L, T, Hkv, D]
                     of one tensor [L, R, Hkv, D] each, and are filled by this call
         parents     [R] as for `Kernels.attention`, relative to the first row of the text
+
+        `LayersKV.taps` are filled too. They copy rows and change none.
         """
 
 

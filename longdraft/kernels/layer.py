@@ -1,4 +1,4 @@
-"""One decoder layer in terms of single operations. It defines what the fused kernels compute."""
+"""The layers of a decoder in terms of single operations. They define what the fused kernels compute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longdraft.kernels.interface import KV, AttentionOutput, Geometry, LayerWeights, Linear
+from longdraft.kernels.interface import KV, AttentionOutput, Geometry, LayersKV, LayerWeights, Linear
 
 
 class LayerOperations(Protocol):
@@ -26,8 +26,10 @@ class LayerOperations(Protocol):
 
 
 def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor,
-                  texts: Sequence[KV], parents: Tensor) -> tuple[Tensor, AttentionOutput]:
+                  texts: Sequence[KV], parents: Tensor, source: Tensor | None = None) -> tuple[Tensor, AttentionOutput]:
     """Run rows x [R, hidden] of one or more texts through one layer. Fills the k and v of `texts`.
+
+    source  [R, K], the input of queries, keys and values; None: x after the layer's first norm
 
     The remainder of a text is the map [H, D + 1, D + 1] of `LayersKV` here. Other arguments and the result are those of
     `longdraft.kernels.interface.Decoder.forward`, for a single layer.
@@ -48,7 +50,8 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
         output = norm(output, weight) if geometry.post_norm else output
         return x + (output if geometry.residual_factor == 1 else output * geometry.residual_factor)
 
-    qkv = ops.linear(pre_norm(x, layer.attention_norm), layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
+    source = pre_norm(x, layer.attention_norm) if source is None else source
+    qkv = ops.linear(source, layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
     content = norm(qkv[:, :heads], layer.q_norm)
     if not layer.rotates:
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
@@ -68,3 +71,26 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     x = add_residual(x, ops.linear(attended.output.flatten(1), layer.out), layer.attention_norm)
     gate_up = ops.linear(pre_norm(x, layer.mlp_norm), layer.gate_up)
     return add_residual(x, ops.linear(ops.swiglu(gate_up), layer.down), layer.mlp_norm), attended
+
+
+class LayerwiseDecoder:
+    """See :class:`longdraft.kernels.interface.Decoder`. Runs layer after layer, each by single operations."""
+
+    def __init__(self, ops: LayerOperations, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
+        self._ops, self._layers, self._geometry = ops, layers, geometry
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
+                parents: Tensor) -> tuple[Tensor, AttentionOutput]:
+        outputs = []
+        for index, layer in enumerate(self._layers):
+            self._tap(index, x, texts)
+            x, output = layer_forward(self._ops, x, layer, self._geometry, cos, sin, [kv.layer(index) for kv in texts],
+                                      parents)
+            outputs.append(output)
+        self._tap(len(self._layers), x, texts)
+        return x, AttentionOutput(*(torch.stack(part) for part in zip(*outputs, strict=True)))
+
+    @staticmethod
+    def _tap(layer: int, x: Tensor, texts: Sequence[LayersKV]) -> None:
+        for kv, rows in zip(texts, torch.split(x, [kv.k.shape[1] for kv in texts]), strict=True):
+            kv.tap(layer, rows)

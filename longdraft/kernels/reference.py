@@ -30,7 +30,7 @@ from longdraft.kernels.interface import (
     LayerWeights,
     Linear,
 )
-from longdraft.kernels.layer import layer_forward
+from longdraft.kernels.layer import LayerwiseDecoder
 
 SPLIT = 4096  # positions of a block of storage; one call reduces each, and the results are merged in order
 STEP = 256  # the last split is computed up to the next multiple of this many positions, with the excess masked
@@ -192,7 +192,7 @@ class ReferenceKernels:
         return ReferenceStore(num_kv_heads, head_dim, self.device)
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
-        return ReferenceDecoder(self, layers, geometry)
+        return LayerwiseDecoder(self, layers, geometry)
 
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
         for store, k, v in zip(kv.stores, kv.k, kv.v, strict=True):
@@ -261,24 +261,6 @@ def remainder_of(whole: AttentionOutput, output: Tensor, lse: Tensor) -> Tensor:
     output = ((whole.output.float() - share * output.float()) / left).masked_fill(is_negligible, 0.0)
     lse = (whole.lse[..., None] + left.clamp_min(NEGLIGIBLE_SHARE).log()).masked_fill(is_negligible, -math.inf)
     return torch.cat([output, lse], -1)
-
-
-class ReferenceDecoder:
-    """See :class:`longdraft.kernels.interface.Decoder`. Runs layer after layer, each by single operations."""
-
-    def __init__(self, kernels: ReferenceKernels, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
-        self._kernels = kernels
-        self._layers = layers
-        self._geometry = geometry
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
-                parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        outputs = []
-        for index, layer in enumerate(self._layers):
-            kvs = [kv.layer(index) for kv in texts]
-            x, output = layer_forward(self._kernels, x, layer, self._geometry, cos, sin, kvs, parents)
-            outputs.append(output)
-        return x, AttentionOutput(*(torch.stack(part) for part in zip(*outputs, strict=True)))
 
 
 class _Softmax(NamedTuple):

@@ -1,6 +1,7 @@
-"""Parts that draft for a target model: trained heads, a trained glide layer, a smaller draft model.
+"""Parts that draft for a target model: trained heads, a glide layer, an EAGLE head, a smaller draft model.
 
-Each part is either named by the user or found in the folder of the target model (`heads/`, `glide/`, `draft/`).
+Each part is either named by the user or found in the folder of the target model (`heads/`, `glide/`, `eagle/`,
+`draft/`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from longdraft.errors import ModelError, UsageError
-from longdraft.model import checkpoint, glide, heads
+from longdraft.model import checkpoint, eagle, eagle_config, glide, heads
 from longdraft.model import config as model_config
+from longdraft.model.eagle import Eagle
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tokenizer import Tokenizer, require_same_vocabulary
@@ -29,6 +31,7 @@ class TrainedParts(NamedTuple):
 
     heads: Heads | None = None
     glide: Glide | None = None
+    eagle: Eagle | None = None
 
 
 class Target(NamedTuple):
@@ -36,38 +39,49 @@ class Target(NamedTuple):
 
     fingerprint  SHA-256 of the target's weights
     vocabulary   SHA-256 of its tokenizer's vocabulary; "" if it has no tokenizer
+    encode       the tokenizer; None: there is none
     """
 
     model: Transformer
     fingerprint: Callable[[], str]
     vocabulary: Callable[[], str]
+    encode: Callable[[str], list[int]] | None = None
 
     def load(self, folder: Path) -> TrainedParts:
-        """The part in a folder that the user named. ModelError if it is neither, or belongs to another model."""
+        """The part in a folder that the user named. ModelError if it is none, or belongs to another model."""
         if glide.is_glide(folder):
             return TrainedParts(glide=self._glide(folder))
-        return TrainedParts(heads=heads.load_heads(folder, *self))
+        if eagle_config.is_eagle(folder):
+            return TrainedParts(eagle=self._eagle(folder))
+        return TrainedParts(heads=heads.load_heads(folder, *self[:3]))
 
     def find(self, folder: Path, required: str) -> TrainedParts:
         """The parts in the model's own folder. An unusable part is left out, unless it is the `required` one.
 
-        required  "heads", "glide" or "": the part that the drafter cannot work without
+        required  "heads", "glide", "eagle" or "": the part that the drafter cannot work without
         """
         def found_heads() -> Heads | None:
             found = heads.find_heads(folder)
-            return heads.load_heads(found, *self) if found else None
+            return heads.load_heads(found, *self[:3]) if found else None
 
         def found_glide() -> Glide | None:
             return self._glide(folder / "glide") if glide.is_glide(folder / "glide") else None
 
+        def found_eagle() -> Eagle | None:
+            return self._eagle(folder / "eagle") if eagle_config.is_eagle(folder / "eagle") else None
+
         return TrainedParts(optional_part("heads", found_heads, required),
-                            optional_part("glide", found_glide, required))
+                            optional_part("glide", found_glide, required),
+                            optional_part("eagle", found_eagle, required))
 
     def _glide(self, folder: Path) -> Glide:
-        def check(where: Path, config: dict[str, Any]) -> None:
-            heads.check_target(where, config, *self)
+        return glide.load_glide(folder, self.model, self._check)
 
-        return glide.load_glide(folder, self.model, check)
+    def _eagle(self, folder: Path) -> Eagle:
+        return eagle.load_eagle(folder, self.model, self._check, self.encode)
+
+    def _check(self, folder: Path, config: dict[str, Any]) -> None:
+        heads.check_target(folder, config, *self[:3])
 
 
 def optional_part(name: str, load: Callable[[], T], required: str) -> T | None:

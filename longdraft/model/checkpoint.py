@@ -92,6 +92,13 @@ class TensorFiles:
         if self._on_read:
             self._on_read(done, self.nbytes)
 
+    def integers(self, name: str) -> Tensor:
+        """A tensor of whole numbers or truth values as int64. Raises ModelError for floating-point numbers."""
+        tensor = self._view(name)
+        if tensor.is_floating_point():
+            raise ModelError(f"{self._file_of[name].path}: {name} has dtype {tensor.dtype}; allowed: whole numbers")
+        return tensor.to(torch.int64, copy=True)
+
     def stack(self, names: Sequence[str], dtype: torch.dtype | None, picks: Sequence[Pick | None] = ()) -> Tensor:
         """Tensors, or the parts that `picks` select, concatenated along their rows in one dtype.
 

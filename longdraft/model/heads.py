@@ -24,6 +24,7 @@ from longdraft.kernels import Linear
 from longdraft.model import medusa
 from longdraft.model.checkpoint import HEADS_PREFIX, INDEX, WEIGHTS, TensorFiles
 from longdraft.model.config import read_json
+from longdraft.model.eagle_config import is_eagle
 from longdraft.model.transformer import Transformer
 
 HEADS_KIND = "tokenswift-heads"
@@ -99,6 +100,9 @@ def _heads_kind(folder: Path) -> str | None:
 def require_model(folder: Path) -> None:
     """Raise ModelError if the folder has heads instead of a model. The message says how to use them."""
     config = read_json(folder / "config.json")
+    if is_eagle(folder):
+        raise ModelError(f"{folder} has a drafter, not a model; give the model that it was trained for as --model, and "
+                         f"--heads {folder} --drafter eagle")
     if "model_type" not in config and (config.get("kind") == HEADS_KIND or medusa.is_medusa(config)):
         base = config.get("base_model") or config.get("base_model_name_or_path") or "the model they were trained for"
         raise ModelError(f"{folder} has heads, not a model; give --model {base} --heads {folder}")
@@ -116,8 +120,8 @@ def load_heads(folder: Path, model: Transformer, fingerprint: Callable[[], str] 
     found = find_heads(folder)
     if found is None:
         raise ModelError(f"{folder} has no heads; give a folder with TokenSwift's heads (config.json with kind "
-                         f"{HEADS_KIND!r}, or tensors {HEADS_PREFIX}*) or Medusa's (medusa_num_heads and "
-                         f"{medusa.MEDUSA_FILE})")
+                         f"{HEADS_KIND!r}, or tensors {HEADS_PREFIX}*), Medusa's (medusa_num_heads and "
+                         f"{medusa.MEDUSA_FILE}), EAGLE's or a glide layer")
     folder, config = found, read_json(found / "config.json")
     if _heads_kind(folder) == "medusa":
         if "base_sha256" in config:  # heads that longdraft trained; public ones do not record it

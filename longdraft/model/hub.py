@@ -29,7 +29,8 @@ _CONFIG_FILES = ("config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
               "chat_template.json")
 _HEADS_FILES = ("medusa_lm_head.safetensors", "heads/config.json", "heads/model.safetensors",
-          "heads/medusa_lm_head.safetensors", "glide/config.json", "glide/model.safetensors")
+          "heads/medusa_lm_head.safetensors", "glide/config.json", "glide/model.safetensors",
+          "eagle/config.json", "eagle/model.safetensors")
 _DRAFT_FILES = tuple(f"draft/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json",
                                             "tokenizer_config.json"))
 

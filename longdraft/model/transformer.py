@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from longdraft.cache.full import FullCache, KVCache
+from longdraft.cache.taps import TapLog
 from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayerWeights, Linear, native_draft
 from longdraft.kernels.native_draft import DraftStores, DraftWeights, PartOfVocabulary, Ranking
 from longdraft.model.config import ModelConfig
@@ -118,6 +119,13 @@ class Transformer:
         self._rope = RopeTable(config, 1, kernels.device)
         self._has_warned = False
         self.part: PartOfVocabulary | None = None
+        self.taps: tuple[int, ...] = ()
+
+    def with_taps(self, layers: Sequence[int]) -> Transformer:
+        """This model, whose caches also hold the rows that enter these layers (`Taps`). Weights are shared."""
+        other = copy.copy(self)
+        other.taps = tuple(layers)
+        return other
 
     def for_length(self, length: int) -> Transformer:
         """The model with the rotations for a text of `length` tokens, prompt included. Weights are shared.
@@ -174,7 +182,8 @@ class Transformer:
         """An empty KV cache for one text."""
         config = self.config
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
-        return FullCache(self.kernels, config.num_layers, config.num_kv_heads, config.head_dim, windows)
+        taps = TapLog(self.kernels, self.taps, config.hidden_size) if self.taps else None
+        return FullCache(self.kernels, config.num_layers, config.num_kv_heads, config.head_dim, windows, taps)
 
     @property
     def identity(self) -> object:

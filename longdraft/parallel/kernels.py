@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longdraft.kernels import AttentionOutput, Decoder, Geometry, Kernels, LayersKV, LayerWeights, Linear
-from longdraft.kernels.layer import layer_forward
+from longdraft.kernels import Decoder, Geometry, Kernels, LayerWeights, Linear
+from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.parallel.group import ProcessGroup
 from longdraft.parallel.shard import WHOLE, Shard
 
@@ -81,23 +81,7 @@ class ParallelKernels:
             out, down = (each.part if isinstance(each, RowParallel) else each for each in (first.out, first.down))
             self.local.new_decoder([first._replace(out=out, down=down)], geometry)
             self.is_row_invariant = self.local.is_row_invariant
-        return _Layers(self, layers, geometry)
-
-
-class _Layers:
-    """Runs the layers one by one, because each layer needs two sums over the ranks."""
-
-    def __init__(self, kernels: ParallelKernels, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
-        self._kernels, self._layers, self._geometry = kernels, layers, geometry
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
-                parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        seen = []
-        for index, layer in enumerate(self._layers):
-            kv = [text.layer(index) for text in texts]
-            x, mixed = layer_forward(self._kernels, x, layer, self._geometry, cos, sin, kv, parents)
-            seen.append(mixed)
-        return x, AttentionOutput(*(torch.stack(part) for part in zip(*seen, strict=True)))
+        return LayerwiseDecoder(self, layers, geometry)  # each layer needs two sums over the ranks
 
 
 def shard_of(kernels: Kernels) -> Shard:

@@ -20,17 +20,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longdraft.errors import UsageError
-from longdraft.train.settings import PRESETS, DraftSettings, GlideSettings, HeadSettings, LmSettings, TrainingSettings
+from longdraft.train.settings import (
+    PRESETS,
+    DraftSettings,
+    EagleSettings,
+    GlideSettings,
+    HeadSettings,
+    LmSettings,
+    TrainingSettings,
+)
 
 if TYPE_CHECKING:
     from longdraft.train.job import Result
 
-app = typer.Typer(no_args_is_help=True, help="Train drafters: heads, a glide layer or a small model.")
+app = typer.Typer(no_args_is_help=True, help="Train drafters: heads, a glide layer, an EAGLE head or a small model.")
 
 
 @app.callback()
 def _group() -> None:
-    """Train drafters (heads, a glide layer, a small model) and small language models."""
+    """Train drafters (heads, a glide layer, an EAGLE head, a small model) and small language models."""
 
 
 # Options of the run, which are not settings of the training.
@@ -135,7 +143,9 @@ def _report(result: Result) -> None:
 
 
 def _part(kind: str, index: int, part: dict[str, float]) -> str:
-    """The token that a head predicts, or the lag of glide's keys."""
+    """The token that a head predicts, the lag of glide's keys, or the place in EAGLE's chain."""
+    if "draft" in part:
+        return f"t+{part['draft']:.0f}"
     return f"t+{1 + index}" if kind == "heads" else f"lag {part['lag']:.0f}" if "lag" in part else "t+1"
 
 
@@ -148,6 +158,10 @@ the heads' mean cross-entropies. {_STOPS}""", presets=True)
 _command(GlideSettings, f"""Train a one-layer drafter on a frozen model's cache, for --drafter glide.
 
 It combines self-attention over a short window with cross-attention to the model's last keys and values. {_STOPS}""")
+_command(EagleSettings, f"""Train an EAGLE-3 head on a frozen model's states, for --drafter eagle.
+
+It reads three layers of the model and drafts a chain by training-time test. The output has the format of
+speculators, which vLLM serves too. {_STOPS}""")
 _command(DraftSettings, f"""Train a small model with a model's tokenizer, for --drafter draft-model or triforce.
 
 It learns from the text and from the model's distribution. {_STOPS}""")

@@ -6,7 +6,7 @@ logits of one chunk at a time are computed, differentiated and freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +60,17 @@ class FrozenModel:
         keys, values = kept.found
         rows = hidden.last_hidden_state.float().to(self.device)
         return FrozenOutputs(rows, keys.to(self.device), values.to(self.device))
+
+    @torch.no_grad()
+    def states(self, ids: Tensor, positions: Tensor, layers: Sequence[int]) -> Tensor:
+        """The rows that enter these layers, [len(layers), B, L, hidden] float32, of ids and positions [B, L].
+
+        The number of layers stands for the rows that leave the last one, before the final norm.
+        """
+        kept = _last_layer(self.config.num_layers - 1)
+        found = self.body(input_ids=ids, position_ids=positions, past_key_values=kept, use_cache=False,
+                          output_hidden_states=True).hidden_states
+        return torch.stack([found[layer].float().to(self.device) for layer in layers])
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, window: int = 0, sinks: int = 0) -> Tensor:

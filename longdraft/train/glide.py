@@ -78,13 +78,13 @@ class GlideModule(nn.Module):
         row = torch.arange(x.shape[1], device=x.device)
         distance = row[:, None] - row
         mask = (distance >= 0) & (distance <= self._window)
-        out = functional.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, mask,
+        out = functional.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask,
                                                       enable_gqa=True)
         return self._merge(out, "self_attn.o_proj")
 
     def _cross(self, x: Tensor, cos: Tensor, sin: Tensor, seen: FrozenOutputs, lag: int) -> Tensor:
         """Cross-attention over the target's last layer, `lag` positions behind. The first `lag` rows have no keys."""
-        q = _rotate(self._heads(self._linear(x, "cross_attn.q_proj")), cos, sin)
+        q = rotate(self._heads(self._linear(x, "cross_attn.q_proj")), cos, sin)
         count = x.shape[1] - lag
         keys, values = (part[:, :, :count].to(q.dtype) for part in (seen.keys, seen.values))
         out = functional.scaled_dot_product_attention(q[:, :, lag:], keys, values, is_causal=True, enable_gqa=True)
@@ -105,7 +105,7 @@ class GlideModule(nn.Module):
         return functional.rms_norm(x, weight.shape, weight, self._base.config.rms_norm_eps)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [B, H, L, D] by cos, sin [B, L, D], with paired halves."""
     first, second = x.float().chunk(2, -1)
     turned = torch.cat([-second, first], -1)
@@ -113,15 +113,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
-def positions(settings: GlideSettings, most: int, place: int, count: int, length: int) -> Tensor:
-    """Positions [count, length] int64: up to `anchors` first ones are unchanged, later ones are offset at random."""
+def offset_positions(seed: int, anchors: int, most: int, place: int, count: int, length: int) -> Tensor:
+    """Positions [count, length] int64 below `most`: up to `anchors` first ones are unchanged, later ones are offset at
+    random."""
     found = np.tile(np.arange(length), (count, 1))
-    room = (settings.positions or most) - length
+    room = most - length
     for row in range(count):
-        draw = np.random.default_rng([settings.seed, 3, place + row])
-        anchors = int(draw.integers(settings.anchors + 1))
+        draw = np.random.default_rng([seed, 3, place + row])
+        kept = int(draw.integers(anchors + 1))
         if room > 0:
-            found[row, anchors:] += int(draw.integers(room + 1))
+            found[row, kept:] += int(draw.integers(room + 1))
     return torch.from_numpy(found)
 
 
@@ -141,7 +142,8 @@ class GlideTask:
         """Mean cross-entropy of the next token over all rows except the first `lag`, which have no target keys."""
         base, settings = self.base, self.settings
         ids = as_ids(sequences, base.device)
-        places = positions(settings, base.config.trained_positions, place, *ids.shape).to(base.device)
+        room = settings.positions or base.config.trained_positions
+        places = offset_positions(settings.seed, settings.anchors, room, place, *ids.shape).to(base.device)
         lag = int(np.random.default_rng([settings.seed, 5, place]).integers(1, settings.max_lag + 1))
         seen = base.outputs(ids, places)
         hidden = self.module(ids, places, seen, lag)[:, lag:-1].flatten(0, 1)

@@ -31,7 +31,14 @@ from longdraft.train.loop import Outcome, Position, TrainingLoop, make_optimizer
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.progress import MetricsLog, TrainingProgress
 from longdraft.train.registry import MODELS, TRAININGS, Drafting, TrainingContext
-from longdraft.train.settings import GlideSettings, HeadSettings, TrainingSettings, from_dict, resumed
+from longdraft.train.settings import (
+    EagleSettings,
+    GlideSettings,
+    HeadSettings,
+    TrainingSettings,
+    from_dict,
+    resumed,
+)
 
 METRICS = "metrics.jsonl"
 SETTINGS = "longdraft-training.json"  # of a training that has no checkpoint yet
@@ -135,7 +142,7 @@ def _train(settings: TrainingSettings, output: Path, saved: checkpoints.Checkpoi
         shown.say(f"reading {', '.join(data.names(settings.data))}")
         context = TRAININGS[settings.KIND].prepare(settings, output, processes)
         sequences, validation = load_data(settings, context, output, processes, shown)
-        task = context.task(sequences.packed[:1], validation)
+        task = context.task(sequences.packed, validation)
         optimizer = make_optimizer(task, settings)
         identity = {"kind": settings.KIND, "settings": settings.as_dict(), "data_sha256": sequences.fingerprint(),
                     "base_sha256": context.fingerprint, "processes": processes.size}
@@ -193,7 +200,7 @@ def load_data(settings: TrainingSettings, context: TrainingContext, output: Path
     length, seed = settings.sequence_length, settings.seed
     training = data.pack(split.training, length, seed, "training")
     validation = data.pack(split.validation, length, seed, "validation")
-    if isinstance(settings, HeadSettings | GlideSettings) and settings.own_tokens:
+    if isinstance(settings, HeadSettings | GlideSettings | EagleSettings) and settings.own_tokens:
         def write() -> list[Tokens]:
             return self_generated.write(settings, context.fingerprint, split.training, output, progress)
 

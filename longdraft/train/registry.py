@@ -13,12 +13,19 @@ from longdraft.errors import UsageError, check
 from longdraft.model.config import read_config
 from longdraft.model.hub import resolve
 from longdraft.model.tokenizer import vocabulary_sha256
-from longdraft.train import data, glide, heads, lm
+from longdraft.train import data, eagle, glide, heads, lm
 from longdraft.train.data import Tokens
 from longdraft.train.frozen_model import TORCH_DTYPES, FrozenModel, load_frozen_model, pretrained
 from longdraft.train.loop import TrainingTask
 from longdraft.train.processes import DistributedProcesses
-from longdraft.train.settings import DraftSettings, GlideSettings, HeadSettings, LmSettings, TrainingSettings
+from longdraft.train.settings import (
+    DraftSettings,
+    EagleSettings,
+    GlideSettings,
+    HeadSettings,
+    LmSettings,
+    TrainingSettings,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -52,7 +59,8 @@ class TrainingContext(Protocol):
     end_id: int | None  # token id at the end of a document
     fingerprint: str  # sha256 of the frozen model's weights; empty without one
 
-    def task(self, sample: Tokens, validation: Tokens) -> ExportableTask: ...
+    def task(self, tokens: Tokens, validation: Tokens) -> ExportableTask:
+        """The task of training on the packed sequences `tokens`."""
 
     def about(self) -> dict[str, Any]:
         """The record's entries about the frozen model."""
@@ -62,9 +70,10 @@ class TrainingContext(Protocol):
 
 
 class _FrozenModelContext:
-    """For heads and glide: a frozen model."""
+    """For heads, glide and EAGLE heads: a frozen model."""
 
-    def __init__(self, settings: HeadSettings | GlideSettings, output: Path, processes: DistributedProcesses) -> None:
+    def __init__(self, settings: HeadSettings | GlideSettings | EagleSettings, output: Path,
+                 processes: DistributedProcesses) -> None:
         self._settings = settings
         folder = resolve(settings.model)
         self._base = load_frozen_model(folder, settings.dtype, processes.device, shard=settings.shard)
@@ -73,9 +82,11 @@ class _FrozenModelContext:
         self.end_id = next(iter(config.eos_token_ids), None)
         self.fingerprint = self._base.fingerprint
 
-    def task(self, sample: Tokens, validation: Tokens) -> ExportableTask:
+    def task(self, tokens: Tokens, validation: Tokens) -> ExportableTask:
         if isinstance(self._settings, HeadSettings):
-            return heads.new_task(self._base, self._settings, sample, validation)
+            return heads.new_task(self._base, self._settings, tokens[:1], validation)
+        if isinstance(self._settings, EagleSettings):
+            return eagle.new_task(self._base, self._settings, tokens, validation)
         return glide.new_task(self._base, self._settings, validation)
 
     def about(self) -> dict[str, Any]:
@@ -86,8 +97,8 @@ class _FrozenModelContext:
 
     def drafting(self, output: Path) -> Drafting:
         settings = self._settings
-        if isinstance(settings, GlideSettings):
-            return Drafting(settings.model, "glide", {}, str(output))
+        if not isinstance(settings, HeadSettings):
+            return Drafting(settings.model, settings.KIND, {}, str(output))
         if settings.kind == "medusa":
             return Drafting(settings.model, "medusa", {"tree": ",".join(["1"] * settings.heads)}, str(output))
         depth = min(2, settings.heads + 1)
@@ -164,7 +175,7 @@ class _LanguageModelContext:
                              f"{self._settings.start!r}, if that is a Llama")
         return lm.with_fewer_kv_heads(model, wanted)
 
-    def task(self, sample: Tokens, validation: Tokens) -> ExportableTask:
+    def task(self, tokens: Tokens, validation: Tokens) -> ExportableTask:
         settings, device = self._settings, self._processes.device
         module = lm.prepare(self._start, settings, device)
         dtype = torch.bfloat16 if settings.dtype == "auto" else TORCH_DTYPES[settings.dtype]
@@ -212,6 +223,7 @@ class TrainingKind(NamedTuple):
 TRAININGS: dict[str, TrainingKind] = {
     "heads": TrainingKind(HeadSettings, _FrozenModelContext),
     "glide": TrainingKind(GlideSettings, _FrozenModelContext),
+    "eagle": TrainingKind(EagleSettings, _FrozenModelContext),
     "draft": TrainingKind(DraftSettings, _LanguageModelContext),
     "lm": TrainingKind(LmSettings, _LanguageModelContext),
 }

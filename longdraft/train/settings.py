@@ -192,6 +192,43 @@ class GlideSettings(TrainingSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EagleSettings(TrainingSettings):
+    """The settings of `longdraft train eagle`."""
+
+    KIND: ClassVar[str] = "eagle"
+
+    model: str = setting("novelist", "Frozen target model: bundled name, folder or hub id.")
+    passes: int = setting(5,
+        "Passes of training-time test over each sequence: the tokens of a chain that it is trained to draft; 1 to 16.")
+    decay: float = setting(0.8, "Weight of the loss of each pass, as a share of the pass before; above 0, at most 1.")
+    loss: str = setting("soft",
+        "soft: cross-entropy to the model's distribution; tv: their total variation, which bounds the acceptance.")
+    draft_vocab: int = setting(32000,
+        "Number of tokens that the head can guess, the commonest of the data; 0, or more than the model has: all.")
+    window: int = setting(2048, "Rows of the text that the head sees, in training and in drafting; 1 to 4096.")
+    positions: int = setting(0, "Sequences are offset to positions up to this one; 0: the model's context.")
+    anchors: int = setting(4, "Maximum number of first positions that are not offset.")
+    own_tokens: int = setting(0,
+        "Tokens of additional training text that the model writes first (temperature 1, min-p 0.1, penalty 1.2).")
+    shard: bool = setting(False, "Distribute the frozen model over all GPUs, in one process.")
+    learning_rate: float = setting(1e-3, "Peak learning rate of AdamW; above 0, at most 1.")
+    beta2: float = setting(0.95, "beta2 of AdamW; 0 to below 1.")
+    max_grad_norm: float = setting(0.5, "Gradients are clipped to this norm; 0: never.")
+
+    def __post_init__(self) -> None:
+        at_least(self, passes=1, draft_vocab=0, window=1, positions=0, anchors=0, own_tokens=0)
+        check(self.passes <= 16, "passes", self.passes, "1 to 16")
+        check(0 < self.decay <= 1, "decay", self.decay, "above 0, at most 1")
+        check(self.window <= 4096, "window", self.window, "1 to 4096")
+        one_of(self, loss=("soft", "tv"))
+        super().__post_init__()
+
+    @property
+    def shortest(self) -> int:
+        return self.passes + 2
+
+
+@dataclass(frozen=True, kw_only=True)
 class LmSettings(TrainingSettings):
     """The settings of `longdraft train lm` and `longdraft train draft`."""
 

@@ -38,6 +38,8 @@ DRAFTERS = {
                                                           recent=8, room=8, continuations=3, seen=1, delay=0)),
     "glide": ("glide", {}),
     "glide, long and wide": ("glide", dict(chain=20, width=3, margin=9, suffix="false")),
+    "eagle": ("eagle", {}),
+    "eagle, window": ("eagle", dict(window=9, sinks=2, chain=7, width=3, margin=9, suffix="false")),
     "medusa": ("medusa", dict(tree="3,2,1")),
     "medusa, choices": ("medusa", dict(tree="0 1 2 0.0 0.1 1.0 0.0.0")),
     "magicdec, streaming": ("magicdec", dict(budget=24, sinks=4, refresh=5, width=2)),

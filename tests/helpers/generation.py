@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -19,14 +20,21 @@ Factory = Callable[[drafters.Resources], Drafter]
 
 
 def by_name(name: str, heads: object = None, draft: Transformer | None = None, glide: object = None,
-            **options: object) -> Factory:
+            eagle: Any = None, **options: object) -> Factory:
     parsed = drafters.parse_options(name, options)
-    return lambda given: drafters.DRAFTERS[name].build(parsed, given._replace(heads=heads, draft=draft, glide=glide))
+
+    def factory(given: drafters.Resources) -> Drafter:
+        return drafters.DRAFTERS[name].build(
+            parsed, given._replace(heads=heads, draft=draft, glide=glide, eagle=eagle))
+
+    factory.taps = eagle.taps if eagle else ()  # of the target, which the drafter reads
+    return factory
 
 
 def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, factory: Factory, *,
              chunk: int = 512, banned: Sequence[int] = (), tally: Tally | None = None) -> list[int]:
     """Return exactly params.max_new_tokens new tokens (the engine handles stops). Fill `tally` if given."""
+    model = model.with_taps(getattr(factory, "taps", ()))
     cache = model.new_cache()
     sampler = Sampler(params, banned)
     drafter = factory(drafters.Resources(model, cache, sampler, params, None))

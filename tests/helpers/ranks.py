@@ -29,7 +29,7 @@ PLAN: dict[int, list[tuple[str, str, dict[str, object], tuple[str, ...]]]] = {
         ("llama", "magicdec", SMALL | dict(refresh=8), ("warm",)),
         ("llama", "triforce", dict(budget=64, chain=5), ("warm",)),
         ("llama", "draft-model", dict(model="small"), ("warm",)),
-        *(("llama", name, {}, ("warm",)) for name in ("ngram", "suffix", "medusa", "glide", "auto")),
+        *(("llama", name, {}, ("warm",)) for name in ("ngram", "suffix", "medusa", "glide", "eagle", "auto")),
         *((model, name, options, ("warm",)) for model in ("phi3", "qwen2")
           for name, options in (("plain", {}), ("magicdec", SMALL | dict(refresh=8))))],
     4: [("llama", "plain", {}, ("warm",)),

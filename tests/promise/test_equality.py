@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoints import load, load_glide
+from helpers.eagle import load_eagle
 from helpers.equality import DRAFTERS, LIARS, NEW, SETTINGS, liar, params_of, prompt_of
 from helpers.generation import by_name, generate
 from longdraft import kernels
@@ -64,7 +65,8 @@ def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafts, drafter
     folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]
     trained = heads.load_heads(folder / "heads", model)
     draft = drafts.get(options.get("model"))
-    factory = by_name(name, trained, draft, load_glide(folder / "glide", model), **options)
+    glide, eagle = load_glide(folder / "glide", model), load_eagle(folder / "eagle", model)
+    factory = by_name(name, trained, draft, glide, eagle, **options)
     for settings in settings_for(model, drafter):
         assert generate(model, prompt_of(90), params_of(settings), factory, banned=[1]) == plain[settings], settings
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 
 from helpers.attention import parents_of
 from helpers.cuda import DEVICE, DTYPES, HAS_CUDA, close, every_dtype, kernels, reference, rows_of
-from longdraft.kernels import KV, Geometry, LayersKV, LayerWeights
+from longdraft.kernels import KV, Geometry, LayersKV, LayerWeights, Taps
 from longdraft.kernels.cuda import prefill
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.linear import CudaLinear
@@ -114,9 +114,11 @@ def test_layers_agree_with_the_reference_and_are_row_invariant(dtype, family, ha
         def run(chosen: list[int], parents: torch.Tensor, decoder=decoder, stores=stores, remainder=remainder, x=x,
                 angles=angles, kernel=kernel) -> tuple[torch.Tensor, ...]:
             k, v = (torch.empty(num, len(chosen), kv_heads, dim, dtype=kernel.dtype, device=DEVICE) for _ in range(2))
+            taps = Taps((1, num), torch.empty(2, len(chosen), 48, dtype=kernel.dtype, device=DEVICE))
             out, attention_output = decoder.forward(x[chosen], angles[chosen].cos(), angles[chosen].sin(),
-                                            [LayersKV(stores, length, k, v, remainder)], parents)
-            return (out, k, v, *attention_output)
+                                            [LayersKV(stores, length, k, v, remainder, taps=taps)], parents)
+            assert torch.equal(taps.rows[1], out)
+            return (out, k, v, taps.rows, *attention_output)
 
         results.append(run(list(range(rows)), parents))
         if len(results) == 1:

@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import longdraft
 from helpers.checkpoints import load, load_glide, make_glide, make_heads
+from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import DRAFTERS, prompt_of
 from helpers.families import FAMILIES, make_family
 from helpers.generation import by_name, generate
@@ -36,6 +37,7 @@ class Made:
         self.has_glide = self.ours.config.rope.dims == self.ours.config.head_dim
         if self.has_glide:
             make_glide(folder / "glide", folder)
+            make_eagle(folder / "eagle")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -115,10 +117,11 @@ def test_every_drafter_writes_the_plain_text(made, dtype, settings):
     params = SamplingParams(max_new_tokens=32, seed=11, **SETTINGS[settings])
     plain = generate(model, prompt_of(90), params, by_name("plain"), banned=[1])
     layer = load_glide(made.folder / "glide", model) if made.has_glide else None
+    eagle = load_eagle(made.folder / "eagle", model) if made.has_glide else None
     for name, options in DRAFTERS.values():
-        if name == "glide" and layer is None:
+        if name in ("glide", "eagle") and layer is None:
             continue
-        factory = by_name(name, trained, model if "model" in options else None, layer, **options)
+        factory = by_name(name, trained, model if "model" in options else None, layer, eagle, **options)
         tally = Tally()
         assert generate(model, prompt_of(90), params, factory, banned=[1], tally=tally) == plain, (name, options)
         if options.get("model") == "itself":  # else this might be the equality of plain with plain

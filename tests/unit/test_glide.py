@@ -1,4 +1,4 @@
-"""Glide: the ring buffer, the layer compared with its training module, and reading of the text."""
+"""Glide: the layer compared with its training module, and reading of the text."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import longdraft
 from helpers.checkpoints import load, load_glide, make_checkpoint, make_glide
 from helpers.generation import by_name, generate
+from longdraft.cache.window import RowWindow
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.glide import GlideDraftModel, Ring
+from longdraft.drafters.glide import GlideDraftModel
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.routine import run_alone
 from longdraft.model.transformer import chain_rows
@@ -27,46 +26,6 @@ from longdraft.train.settings import GlideSettings
 @pytest.fixture(scope="module")
 def model(tiny):
     return load(tiny["gqa"])
-
-
-MOVES = st.one_of(st.tuples(st.just("text"), st.integers(1, 9)), st.tuples(st.just("drafts"), st.integers(1, 4)),
-                  st.tuples(st.just("keep"), st.integers(0, 4)))
-
-
-@given(st.lists(MOVES, max_size=20), st.integers(1, 7))
-@settings(max_examples=40, deadline=None)
-def test_the_ring_holds_the_latest_rows_and_the_drafts(model, moves, window):
-    """Compared with a list in which each row is one number."""
-    ring, text, drafts = Ring(model, window, 4), [], []
-    heads, dim, number = model.config.num_kv_heads, model.config.head_dim, 0
-
-    def rows(count):
-        nonlocal number
-        number += count
-        values = torch.arange(number - count, number).float()
-        return values, values[:, None, None].expand(-1, heads, dim).contiguous()
-
-    for move, count in moves:
-        if move == "text":
-            if drafts:
-                ring.keep(0)
-                drafts = []
-            values, k = rows(count)
-            ring.add_text(k, -k)
-            text += values.tolist()
-        elif move == "drafts":
-            for _ in range(min(count, 4 - len(drafts))):
-                values, k = rows(1)
-                ring.add_draft(k, -k)
-                drafts += values.tolist()
-        else:
-            kept = min(count, len(drafts))
-            ring.keep(kept)
-            text, drafts = text + drafts[:kept], []
-        slots = torch.arange(ring.length).expand(heads, -1)
-        k, v = ring.store.read(slots)
-        assert sorted(k[0, :, 0].tolist()) == sorted(text[-window:] + drafts) and torch.equal(k, -v)
-        assert ring.end == len(text)
 
 
 @pytest.mark.parametrize("lag", [1, 3])
@@ -88,12 +47,12 @@ def test_the_layer_computes_what_was_trained(tiny, tmp_path, name, lag):
     cache = target.new_cache()
     target.forward(chain_rows(ids, 0), cache)
     cache.commit(range(30))
-    ring = Ring(target, 5, 0)
+    rows = RowWindow(target.kernels, 1, target.config.num_kv_heads, target.config.head_dim, 5, 0)
     for position, token in enumerate(ids):
-        row = layer.forward([token], position, target, ring.store, ring.length, cache.stores[-1],
+        row = layer.forward([token], position, target, rows.stores[0], rows.length, cache.stores[-1],
                             max(0, position + 1 - lag))
         assert torch.allclose(layer.logits(row.hidden)[0], wanted[position], atol=1e-3)
-        ring.add_text(row.k, row.v)
+        rows.add_text(row.k[None], row.v[None])
 
 
 def test_logits_do_not_depend_on_earlier_drafts(tiny, model):
@@ -111,7 +70,7 @@ def test_logits_do_not_depend_on_earlier_drafts(tiny, model):
     for path in ([], [5], [5, 6], [5, 6, 7]):
         one, other = (run_alone(reader.next_logits(context, [text[-1], *path])) for reader in (straight, led))
         assert torch.allclose(one, other, atol=1e-4)
-        assert led.ring.num_drafts == len(path)
+        assert led.rows.num_drafts == len(path)
 
 
 def test_memory_does_not_grow_with_the_text(tiny, model):
@@ -124,15 +83,14 @@ def test_memory_does_not_grow_with_the_text(tiny, model):
         cache.commit(range(length - 1))
         reader = GlideDraftModel(layer, model, cache, 4)
         run_alone(reader.next_logits(Context(text), text[-1:]))
-        sizes.append(reader.ring.nbytes)
-        assert reader.ring.num_text == 12
+        sizes.append(reader.rows.nbytes)
+        assert reader.rows.num_text == 12
     assert sizes[0] == sizes[1]
 
 
 def test_training_positions_move_except_for_the_anchors():
-    wanted = GlideSettings(data=("none",), positions=1000, anchors=3)
-    found = training.positions(wanted, 4096, 7, 50, 20)
-    again = training.positions(wanted, 4096, 9, 1, 20)
+    found = training.offset_positions(42, 3, 1000, 7, 50, 20)
+    again = training.offset_positions(42, 3, 1000, 9, 1, 20)
     assert torch.equal(found[2], again[0])
     steps = found.diff(dim=1)
     assert found[:, -1].max() < 1000 and found[:, -1].max() > 500 and (steps >= 1).all()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import longdraft
 from helpers.checkpoints import load, load_glide, make_checkpoint
+from helpers.eagle import load_eagle
 from helpers.equality import DRAFTERS, params_of, prompt_of
 from helpers.generation import by_name, generate
 from longdraft import kernels
@@ -103,7 +104,8 @@ def test_every_drafter_writes_the_plain_text_of_the_quantised_model(quantised, p
     model, another, folder = quantised
     name, options = DRAFTERS[drafter]
     draft = {"another": another, "itself": model}.get(options.get("model"))
-    parts = heads.load_heads(folder / "heads", model), draft, load_glide(folder / "glide", model)
+    parts = [heads.load_heads(folder / "heads", model), draft, load_glide(folder / "glide", model),
+             load_eagle(folder / "eagle", model)]
     factory = by_name(name, *parts, **options)
     in_turn = list(plain)[list(DRAFTERS).index(drafter) % 2 :][:1]
     for sampling in in_turn if model.kernels.name == "reference" else plain:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import longdraft
 from helpers import ranks
 from helpers.checkpoints import make_checkpoint, make_glide, make_heads
+from helpers.eagle import make_eagle
 from helpers.families import make_family
 from helpers.processes import free_port, run_longdraft, start_ranks
 from longdraft.__main__ import run
@@ -37,6 +38,7 @@ def folder(tmp_path_factory) -> Path:
     base = make_checkpoint(root / "llama", num_key_value_heads=4, seed=4, vocab_size=322)  # not a multiple of 4
     make_heads(root / "llama" / "heads", base)
     make_glide(root / "llama" / "glide", root / "llama")
+    make_eagle(root / "llama" / "eagle", vocab=322)
     make_checkpoint(root / "small", seed=8, hidden_size=24, num_hidden_layers=1)
     make_family(root / "phi3", "phi3, longrope, part", num_key_value_heads=4, tie_word_embeddings=False)
     make_family(root / "qwen2", "qwen2", num_key_value_heads=4)

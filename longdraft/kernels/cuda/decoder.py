@@ -23,7 +23,7 @@ from longdraft.kernels.interface import AttentionOutput, Geometry, LayersKV, Lay
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows; a larger forward runs unpadded and without a graph
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
-Key = tuple[int, bool, tuple[int, ...]]  # bucket of rows, whether there is a remainder, serials of the stores
+Key = tuple[int, bool, tuple[int, ...], tuple[int, ...]]  # bucket of rows, whether there is a remainder, taps, serials
 
 
 class ForwardBuffers:
@@ -32,7 +32,8 @@ class ForwardBuffers:
     It holds no reference to the cache itself, which is freed when its request ends.
     """
 
-    def __init__(self, decoder: CudaDecoder, rows: int, stores: Sequence[CudaStore], has_remainder: bool) -> None:
+    def __init__(self, decoder: CudaDecoder, rows: int, stores: Sequence[CudaStore], has_remainder: bool,
+                 taps: tuple[int, ...] = ()) -> None:
         heads, kv_heads, dim = decoder.geometry[:3]
         layers, device, model_dtype = decoder.layers, decoder.ops.device, decoder.ops.dtype
 
@@ -56,6 +57,8 @@ class ForwardBuffers:
         self.remainder = zeros(num, heads, dim + 1, dim + 1, dtype=torch.float32) if has_remainder else None
         self.row_remainder = zeros(rows, heads, dim + 1, dtype=torch.float32) if has_remainder else None
         self._remainder_source: Tensor | None = None
+        self.taps = taps
+        self.tapped = zeros(len(taps), rows, decoder.hidden)
 
     def load(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> None:
         """Copy the inputs of a forward. The padding rows follow the committed part; their results are not read."""
@@ -110,7 +113,7 @@ class CudaDecoder:
             return prefill(self.ops, self.layers, self.geometry, x, cos, sin, kv, parents)
         for store in stores:
             store.reserve_drafts(max(rows, BUCKETS[-1]))
-        buffers = self._buffers_for(rows, stores, kv.remainder is not None)
+        buffers = self._buffers_for(rows, stores, kv.remainder is not None, kv.taps.layers if kv.taps else ())
         buffers.load(x, cos, sin, kv, parents)
         if buffers.rows in BUCKETS:
             self.ops.graphs.run(buffers, lambda: self._run(buffers, stores))
@@ -118,16 +121,19 @@ class CudaDecoder:
             self._run(buffers, stores)
         kv.k.copy_(buffers.k[:, :rows])
         kv.v.copy_(buffers.v[:, :rows])
+        if kv.taps:
+            kv.taps.rows.copy_(buffers.tapped[:, :rows])
         parts = (part[:, :rows].clone() for part in (buffers.q, buffers.output, buffers.lse, buffers.content))
         return buffers.x[:rows].clone(), AttentionOutput(*parts)
 
-    def _buffers_for(self, rows: int, stores: Sequence[CudaStore], has_remainder: bool) -> ForwardBuffers:
+    def _buffers_for(self, rows: int, stores: Sequence[CudaStore], has_remainder: bool,
+                     taps: tuple[int, ...]) -> ForwardBuffers:
         """The buffers for `rows` rows over these stores. The most recently used ones are kept."""
         bucket = next((size for size in BUCKETS if size >= rows), rows)
-        key = (bucket, has_remainder, tuple(store.serial for store in stores))
+        key = (bucket, has_remainder, taps, tuple(store.serial for store in stores))
         buffers = self._buffers.pop(key, None)
         if buffers is None:
-            buffers = ForwardBuffers(self, bucket, stores, has_remainder)
+            buffers = ForwardBuffers(self, bucket, stores, has_remainder, taps)
             if bucket in BUCKETS:
                 weakref.finalize(stores[0], _drop_buffers, weakref.ref(self), key).atexit = False
         if bucket in BUCKETS:
@@ -150,6 +156,7 @@ class CudaDecoder:
             source = self.ops.rms_norm_into(x, self.layers[0].attention_norm, geometry.eps, geometry.rounds_once,
                                             buffers.normed)
         for index, layer in enumerate(self.layers):
+            self._tap(buffers, index, x)
             qkv, out, gate_up, down = self.weights_of(layer)
             self._finish_qkv(buffers, stores[index], index, layer, self._product(buffers, source, qkv))
             self._attention(buffers, stores[index], index, layer.window)
@@ -160,6 +167,12 @@ class CudaDecoder:
             is_last = index + 1 == len(self.layers)
             self._add_and_norm(buffers, x, self._product(buffers, inner, down), layer.mlp_norm,
                                None if is_last else self.layers[index + 1].attention_norm)
+        self._tap(buffers, len(self.layers), x)
+
+    @staticmethod
+    def _tap(buffers: ForwardBuffers, layer: int, x: Tensor) -> None:
+        if layer in buffers.taps:
+            buffers.tapped[buffers.taps.index(layer)].copy_(x)
 
     def _product(self, buffers: ForwardBuffers, x: Tensor, weight: CudaLinear) -> PartialSums:
         return weight.partial_sums(x, self.ops.tile, buffers.sums)

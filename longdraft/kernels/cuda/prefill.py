@@ -87,8 +87,10 @@ def prefill(ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geome
     reported = min(_REPORTED_ROWS, len(x))
     outputs = []
     for index, layer in enumerate(layers):
+        kv.tap(index, x)
         x, output = layer_forward(prefill_ops, x, layer, geometry, cos, sin, [kv.layer(index)], parents)
         outputs.append(output)
+    kv.tap(len(layers), x)
     shape = (len(layers), len(x))
     parts = []
     for part in zip(*outputs, strict=True):

@@ -11,7 +11,7 @@ const $ = (id) => document.getElementById(id);
 const number = (id) => ($(id).value.trim() === "" ? undefined : Number($(id).value));
 
 const SOURCES = { "": "the model itself", self: "the model, on a partial cache", heads: "trained heads", suffix: "suffix matching",
-  ngram: "n-grams", draft: "a draft model", glide: "a glide layer", retrieval: "the model, on retrieved chunks", earlier: "generated earlier" };
+  ngram: "n-grams", draft: "a draft model", glide: "a glide layer", eagle: "an EAGLE head", retrieval: "the model, on retrieved chunks", earlier: "generated earlier" };
 const view = new TextView($("text"), (follows) => { $("follow").hidden = follows || !view.length; });
 const speed = new Chart($("speed-chart"), { unit: "tokens/s", plain: "plain decoding", describe: (value, plain, at) =>
   `${value.toFixed(0)} tokens per second at a context of ${at} tokens${plain ? `; plain decoding ${plain.toFixed(0)}` : ""}` });

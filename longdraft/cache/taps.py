@@ -1,0 +1,76 @@
+"""The tapped states of a text (`Taps`), from the forwards that compute them to the drafter that reads them.
+
+The full cache appends and commits them with its keys and values. So they are those of the text's rows, whoever drafted
+them, and a drafter that has not drafted for a while finds what it has missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels import Kernels, Taps
+
+LATEST = 4096  # rows of the text that are held until they are taken, at least
+FIRST = 64  # first rows of the text that are held as well
+
+
+class TappedRows(NamedTuple):
+    """States [layers, T, hidden] of consecutive rows, the first of which is at position `start` of the text."""
+
+    start: int
+    states: Tensor
+
+    def cut(self, start: int, stop: int) -> TappedRows:
+        """The rows at positions start .. stop - 1."""
+        return TappedRows(start, self.states[:, start - self.start : stop - self.start])
+
+
+class TapLog:
+    """The tapped states of the rows that were committed and not yet taken: the first ones of the text and the latest.
+
+    layers  that are tapped, as for `Taps`
+    width   of a row
+    """
+
+    def __init__(self, kernels: Kernels, layers: Sequence[int], width: int) -> None:
+        self.layers = tuple(layers)
+        self._kernels, self._width = kernels, width
+        self._first: list[TappedRows] = []
+        self._runs: list[TappedRows] = []
+        self._end = 0
+        self._tail: Taps | None = None
+
+    def append(self, count: int) -> Taps:
+        """Provisional rows, for a forward to fill."""
+        shape = (len(self.layers), count, self._width)
+        self._tail = Taps(self.layers, torch.empty(shape, dtype=self._kernels.dtype, device=self._kernels.device))
+        return self._tail
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep these provisional rows, in this order; drop the others."""
+        if self._tail is not None and len(rows):
+            self._runs.append(TappedRows(self._end, self._tail.rows[:, list(rows)]))
+            self._end += len(rows)
+            self._forget()
+        self._tail = None
+
+    def take(self) -> list[TappedRows]:
+        """All rows that are held, in order; the log forgets them."""
+        runs = [*self._first, *self._runs]
+        self._first, self._runs = [], []
+        return runs
+
+    def _forget(self) -> None:
+        """Drop the runs before the latest rows. Of the run at the text's beginning, the first rows stay."""
+        while len(self._runs) > 1 and self._runs[1].start <= self._end - LATEST:
+            start, states = self._runs.pop(0)
+            if start == 0:
+                self._first = [TappedRows(0, states[:, :FIRST].clone())]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(run.states.nbytes for run in [*self._first, *self._runs])

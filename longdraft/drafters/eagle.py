@@ -1,0 +1,155 @@
+"""The drafter `eagle`: a chain from trained layers that read the target's own states (EAGLE-3, -2 and -1).
+
+longdraft/model/eagle.py has the head. The states of every row of the text come from the target's cache
+(longdraft/cache/taps.py). The rows that the head computes for its own drafts are dropped after each step: when their
+tokens became text, their true states replace them.
+
+Public heads were trained on 2,000 to 4,000 tokens, and their guesses become useless at 16,000. So the head sees a
+window of the text, and all distances stay in the range that it was trained with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longdraft.cache.full import FullCache
+from longdraft.cache.taps import FIRST, LATEST, TappedRows
+from longdraft.cache.window import RowWindow
+from longdraft.core import Context, SamplingParams
+from longdraft.drafters.chain import Chain, common_prefix
+from longdraft.drafters.options import DrafterOptions, check_chain
+from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
+from longdraft.errors import check
+from longdraft.model.eagle import Eagle
+from longdraft.model.routine import Routine, atomic
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Accepted, Verified
+from longdraft.tree import Tree, Trie
+
+EAGLE = "eagle"  # the source of the guesses in the statistics
+_READ_CHUNK = 256  # rows of text read in one forward
+_USUAL_WINDOW = 2048  # of a head that was trained without one
+_USUAL_SINKS = 4
+
+
+@dataclass(frozen=True)
+class EagleOptions(DrafterOptions):
+    """Options of `eagle`.
+
+    chain   tokens drafted, one after the other
+    width   guesses at each place of the chain at most; the chain continues with the best one
+    margin  largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
+    suffix  add what followed the longest suffix of the text earlier, behind the root
+    window  latest rows of the text that the head sees; 0: those that it was trained with, or 2048
+    sinks   first rows of the text that it sees as well; -1: 4, or none for a head that was trained with a window
+    """
+
+    chain: int = 5
+    width: int = 2
+    margin: float = 0.5
+    suffix: bool = True
+    window: int = 0
+    sinks: int = -1
+
+    def __post_init__(self) -> None:
+        check_chain(self.chain, self.width, self.margin)
+        check(0 <= self.window <= LATEST, "window", self.window, f"0 to {LATEST}")
+        check(-1 <= self.sinks <= FIRST, "sinks", self.sinks, f"-1 to {FIRST}")
+
+
+class EagleDraftModel:
+    """Reads the text and drafts with a head. Implements `DraftModel` (longdraft/drafters/chain.py).
+
+    cache    of the target, which holds the tapped states of the text
+    window   latest rows of the text that the head sees
+    sinks    first rows of the text that it sees as well
+    longest  tokens drafted in a step at most
+    """
+
+    def __init__(self, head: Eagle, cache: FullCache, window: int, sinks: int, longest: int) -> None:
+        layer = head.config.layer
+        assert cache.taps is not None and cache.taps.layers == head.taps, "the target's cache holds the head's states"
+        self._head, self._taps, self._window, self._sinks = head, cache.taps, window, sinks
+        self.rows = RowWindow(head.kernels, layer.num_layers, layer.num_kv_heads, layer.head_dim, window, longest,
+                              sinks)
+        self._drafts: list[int] = []  # tokens of the drafts in `rows`
+        self._outputs: list[Tensor] = []  # [1, hidden] of the text's last row and of each draft
+
+    @atomic
+    def next_logits(self, context: Context, path: Sequence[int]) -> Tensor | None:
+        """Logits [1, V] behind `path`: the root, which is the text's last token, then drafted tokens."""
+        self._read_text(context)
+        if not self._outputs:
+            return None
+        wanted = path[1:]
+        common = common_prefix(wanted, self._drafts)
+        self.rows.num_drafts = common
+        del self._drafts[common:], self._outputs[common + 1 :]
+        for token in wanted[common:]:
+            self._forward(self._head.fed_back(self._outputs[-1]), [token], self.rows.end + self.rows.num_drafts)
+            self._drafts.append(token)
+        return self._head.logits(self._outputs[-1])
+
+    def _read_text(self, context: Context) -> None:
+        """Read the rows whose states are new: of many, the first and the latest ones that the head can see."""
+        runs = self._taps.take()
+        if not runs:
+            return
+        self.rows.num_drafts, self._drafts = 0, []
+        first_seen, chunk = len(context) - 1 - self._window, min(_READ_CHUNK, self._window)
+        for run in runs:
+            end = run.start + run.states.shape[1]
+            for start, stop in ((run.start, min(end, self._sinks)), (max(run.start, first_seen, self._sinks), end)):
+                for place in range(start, stop, chunk):
+                    self._read(context, run.cut(place, min(place + chunk, stop)))
+
+    def _read(self, context: Context, run: TappedRows) -> None:
+        count = run.states.shape[1]
+        if run.start != self.rows.end:
+            self.rows.restart(run.start)
+        self.rows.make_room(count)
+        self.rows.turn_sinks(self._head.rotations)
+        tokens = context.slice(run.start + 1, run.start + 1 + count).tolist()
+        self._outputs = []
+        self._forward(self._head.fuse(run.states), tokens, run.start, is_text=True)
+
+    def _forward(self, y: Tensor, tokens: Sequence[int], start: int, is_text: bool = False) -> None:
+        rows, positions = self.rows, range(start, start + len(tokens))
+        parents = torch.arange(-1, len(tokens) - 1, dtype=torch.int32)
+        result = self._head.forward(y, tokens, positions, rows.stores, rows.length, parents)
+        (rows.add_text if is_text else rows.add_drafts)(result.k, result.v)
+        self._outputs.append(result.hidden[-1:])
+
+
+class EagleDrafter:
+    def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler,
+                 params: SamplingParams) -> None:
+        trained = head.config.window
+        window = options.window or min(trained or _USUAL_WINDOW, LATEST)
+        sinks = options.sinks if options.sinks >= 0 else 0 if trained else _USUAL_SINKS
+        self._length = options.chain
+        self._draft_model = EagleDraftModel(head, cache, window, sinks, options.chain)
+        self._chain = Chain(self._draft_model, sampler, options.width, EAGLE, options.margin)
+        self._suffix = SuffixMatcher(SuffixOptions(), params) if options.suffix else None
+
+    @property
+    def nbytes(self) -> int:
+        return self._draft_model.rows.nbytes + (self._suffix.nbytes if self._suffix else 0)
+
+    def begin(self, context: Context, verified: Verified | None) -> None:
+        if self._suffix:
+            self._suffix.update(context)
+
+    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
+        trie = Trie(context.last)
+        yield from self._chain.draft(trie, context, [context.last], min(self._length, max_depth))
+        if self._suffix:
+            self._suffix.add_matches(trie, 0, context, (), max_depth)
+        return trie.tree()
+
+    def observe(self, context: Context, accepted: Accepted) -> None:
+        self.begin(context, None)

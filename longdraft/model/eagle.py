@@ -1,0 +1,345 @@
+"""EAGLE heads (EAGLE-3, arXiv 2503.01840; EAGLE-1 and -2, 2401.15077, 2406.16858): layers that draft from the target's
+own states.
+
+Row i has the target's states of position i and the token of position i + 1, and predicts the token of position i + 2:
+
+    y = fc(states of three layers)       in the text; behind it, the row that the head computed one token before
+    x = [RMSNorm(embedding of the token) | RMSNorm(y)]            twice the layer's width: queries, keys and values
+    a = y + attention(x) + MLP(...)      then plain layers, if there are more; a is the next row's y
+    logits = head(RMSNorm(a))            over the head's own vocabulary, whose j-th token is `ids[j]`
+
+EAGLE-1 has y = the target's last row after its final norm, x = fc([embedding | y]), a = x + ... and the target's head.
+longdraft/model/eagle_config.py has the dialects. Rows are rotated at i; only differences of positions matter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdraft.errors import ModelError
+from longdraft.kernels import KV, Geometry, KVStore, LayerWeights, Linear
+from longdraft.kernels.layer import layer_forward
+from longdraft.model.checkpoint import INDEX, WEIGHTS, TensorFiles
+from longdraft.model.config import read_json
+from longdraft.model.eagle_config import FC, EagleConfig, canonical_names, layer_readings, read_eagle_config
+from longdraft.model.rope import RopeTable
+from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.parallel import local_kernels
+
+log = logging.getLogger(__name__)
+OWN_KEY = "longdraft"  # entry of config.json that longdraft's own trainings add
+_MAPS = ("d2t", "t2d")
+_PROBE = (
+    "The rain had stopped before dawn, and the road to the village shone between the hedges. Nobody had expected the "
+    "old man to come back. He carried a small bag, a stick, and a letter that he had not opened. At the bridge he "
+    "waited for a while and looked at the water, which was brown and fast after the storm. A boy with two dogs came "
+    "down the hill and asked him whether he was lost. No, said the old man, I was born in the third house behind the "
+    "church, and I only want to know who lives there now. The boy thought about it. My aunt does, he said at last, but "
+    "she does not like visitors in the morning. Then I will wait until the afternoon, said the old man, and he sat "
+    "down on the wall, put the letter on his knees, and began to tell the boy how the bridge had been built.")
+
+
+class EagleWeights(NamedTuple):
+    """The packed weights. None: the dialect, or this head, does not have the part.
+
+    embedding  the head's own table; None: the target's
+    fc         of the tapped rows, or of embedding and row (EAGLE-1)
+    fc_norms   before fc: one for all tapped rows together, or one for each
+    norms      of the token's embedding and of the row y
+    ids        [draft vocabulary] int64: the target's id of each token; None: the same ids
+    """
+
+    embedding: Linear | None
+    fc: Linear | None
+    fc_norms: tuple[Tensor, ...]
+    norms: tuple[Tensor, ...]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor | None
+    head: Linear | None
+    ids: Tensor | None
+
+
+class EagleRows(NamedTuple):
+    """Output [T, hidden] of the layers for T rows, and their keys and values [L, T, Hkv, D]."""
+
+    hidden: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Eagle:
+    """A head of one target model. It holds no state of any text.
+
+    layers  the target's layers that it reads, as for `Taps`; the same one may stand twice
+    """
+
+    def __init__(self, config: EagleConfig, weights: EagleWeights, target: Transformer,
+                 layers: Sequence[int]) -> None:
+        self.config, self.layers = config, tuple(layers)
+        self.taps = tuple(sorted(set(layers)))  # for `Transformer.with_taps`
+        self.kernels = local_kernels(target.kernels)  # every rank has the head whole
+        self._weights, self._target = weights, target
+        layer = config.layer
+        self._geometry = Geometry(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rms_norm_eps)
+        self._rope = RopeTable(layer, 1, self.kernels.device)
+
+    def reading(self, layers: Sequence[int], norm_before_residual: bool) -> Eagle:
+        """This head with another meaning of its config.json. Weights are shared."""
+        config = replace(self.config, norm_before_residual=norm_before_residual)
+        return Eagle(config, self._weights, self._target, layers)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """The rows y [T, hidden] of the target's states [taps, T, target's hidden] of T positions."""
+        config, weights = self.config, self._weights
+        if not config.uses_taps:
+            return self._target.normed(states[-1])
+        rows = [states[self.taps.index(layer)] for layer in self.layers]
+        if config.fc_norm:
+            rows = [self._norm(row, weight) for row, weight in zip(rows, weights.fc_norms, strict=True)]
+        joined = torch.cat(rows, 1)
+        if config.norm_before_fc:
+            joined = self._norm(joined, weights.fc_norms[0])
+        assert weights.fc is not None
+        return self.kernels.linear(joined, weights.fc)
+
+    def forward(self, y: Tensor, tokens: Sequence[int], positions: Sequence[int], stores: Sequence[KVStore],
+                length: int, parents: Tensor) -> EagleRows:
+        """Run rows y [T, hidden] with the tokens behind them.
+
+        stores   keys and values of each layer, of which the first `length` rows are visible
+        parents  [T] as for `Kernels.attention`
+        """
+        kernels, weights = self.kernels, self._weights
+        cos, sin = self.rotations(positions)
+        x, source = self._inputs(y, tokens)
+        shape = (len(weights.layers), len(y), self._geometry.num_kv_heads, self._geometry.head_dim)
+        k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
+        for index, layer in enumerate(weights.layers):
+            kv = KV(stores[index], length, k[index], v[index])
+            x, _ = layer_forward(kernels, x, layer, self._geometry, cos, sin, [kv], parents,
+                                 None if index else source)
+        return EagleRows(x, k, v)
+
+    def _inputs(self, y: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The residual of the first layer, and the input of its queries, keys and values."""
+        weights, kernels = self._weights, self.kernels
+        e = self._target.embed(tokens) if weights.embedding is None else kernels.embed(weights.embedding, tokens)
+        if self.config.version == 1:
+            assert weights.fc is not None
+            x = kernels.linear(torch.cat([e, y], 1), weights.fc)
+            return x, x
+        m = self._norm(y, weights.norms[1])
+        return (m if self.config.norm_before_residual else y), torch.cat([self._norm(e, weights.norms[0]), m], 1)
+
+    def fed_back(self, hidden: Tensor) -> Tensor:
+        """The next row's y, from the layers' output."""
+        return self._normed(hidden) if self.config.norm_output else hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] float32 over the target's vocabulary, of the layers' output [R, hidden]; -inf for tokens that
+        the head does not have."""
+        weights, normed = self._weights, self._normed(hidden)
+        logits = (self._target.head(normed) if weights.head is None
+                  else self.kernels.linear(normed, weights.head, keep_float=True))
+        if weights.ids is None:
+            return logits
+        spread = logits.new_full((len(logits), self._target.config.vocab_size), -torch.inf)
+        spread[:, weights.ids] = logits
+        return spread
+
+    def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """cos and sin [R, D / 2] float32 of positions."""
+        return self._rope.at(positions)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return hidden if self._weights.norm is None else self._norm(hidden, self._weights.norm)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, weight, self.config.layer.rms_norm_eps)
+
+
+def eagle_shapes(config: EagleConfig, present: set[str], vocabulary: int) -> dict[str, tuple[int, ...]]:
+    """Shape of every floating-point tensor of a head, by our names. present: names in the file, of parts that may be
+    missing; vocabulary: size of the target's."""
+    layer = config.layer
+    hidden, inner, width = layer.hidden_size, layer.intermediate_size, config.num_taps * config.target_width
+    q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(layer.num_layers):
+        part = f"layers.{index}."
+        columns = 2 * hidden if config.version == 3 and index == 0 else hidden
+        shapes |= {
+            f"{part}self_attn.q_proj.weight": (q, columns), f"{part}self_attn.k_proj.weight": (kv, columns),
+            f"{part}self_attn.v_proj.weight": (kv, columns), f"{part}self_attn.o_proj.weight": (hidden, q),
+            f"{part}mlp.gate_proj.weight": (inner, hidden), f"{part}mlp.up_proj.weight": (inner, hidden),
+            f"{part}mlp.down_proj.weight": (hidden, inner), f"{part}post_attention_layernorm.weight": (hidden,)}
+        if config.version == 3 or index:
+            shapes[f"{part}input_layernorm.weight"] = (hidden,)
+        if layer.head_norms != "none":
+            shapes |= {f"{part}self_attn.{name}.weight": (layer.head_dim,) for name in ("q_norm", "k_norm")}
+    optional: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocabulary, hidden)}
+    if config.version == 1:
+        shapes[FC] = (hidden, 2 * hidden)
+        optional["fc.bias"] = (hidden,)
+    else:
+        shapes |= {"layers.0.hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+        optional["lm_head.weight"] = (config.draft_vocab_size, hidden)
+        if config.uses_taps:
+            shapes[FC] = (hidden, width)
+        if config.norm_before_fc:
+            shapes["input_norm.weight"] = (width,)
+        if config.fc_norm:
+            shapes |= {f"fc_norm.{i}.weight": (config.target_width,) for i in range(config.num_taps)}
+    return shapes | {name: shape for name, shape in optional.items() if name in present}
+
+
+def load_eagle(folder: Path, target: Transformer, check: Callable[[Path, dict[str, Any]], None],
+               encode: Callable[[str], list[int]] | None = None) -> Eagle:
+    """The head in a folder, which `is_eagle` has accepted. Raises ModelError for a head that does not fit the target.
+
+    check   raises ModelError if the head's own record (`OWN_KEY`) names another target
+    encode  the target's tokenizer, for the short text that settles what config.json leaves open; None: the likeliest
+            meaning is taken
+    """
+    if not ((folder / WEIGHTS).exists() or (folder / INDEX).exists()):
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        raise ModelError(f"{folder / WEIGHTS} is missing" + ("" if not pickles else (
+            f"; {pickles[0]} is a pickle, which can run code, and is not loaded; convert it with "
+            f"safetensors.torch.save_file(torch.load({pickles[0]!r}, weights_only=True), {WEIGHTS!r})")))
+    files = TensorFiles(folder)
+    config = read_eagle_config(folder, files)
+    own = read_json(folder / "config.json").get(OWN_KEY)
+    if isinstance(own, dict):
+        check(folder, own)
+        readings = [config.tapped_ids]  # our own exports number boundaries, as vLLM does
+    else:
+        readings = layer_readings(config, target.config.num_layers)
+    _check_sizes(folder, config, readings, target)
+    weights = _read_weights(files, config, target)
+    head = Eagle(config, weights, target, readings[0])
+    found = _likeliest(head, readings, target, encode)
+    log.info("%s: EAGLE-%d, reads layers %s, window %s, guesses %s of the model's %s tokens", folder, config.version,
+             ", ".join(map(str, found.layers)), config.window or "none", f"{config.draft_vocab_size:,}",
+             f"{target.whole.vocab_size:,}")
+    return found
+
+
+def _check_sizes(folder: Path, config: EagleConfig, readings: Sequence[Sequence[int]], target: Transformer) -> None:
+    width, vocabulary, layers = target.whole.hidden_size, target.whole.vocab_size, target.whole.num_layers
+    cure = "use a head that was trained for this model"
+    if config.target_width != width:
+        raise ModelError(f"{folder}: the head reads rows of {config.target_width} numbers, the model's have {width}; "
+                         f"{cure}")
+    if not readings or not readings[0] or not 0 <= min(readings[0]) <= max(readings[0]) <= layers:
+        raise ModelError(f"{folder}: the head reads layers {list(config.tapped_ids) or 'by default'}, which a model of "
+                         f"{layers} layers does not have; {cure}")
+    if config.layer.vocab_size != vocabulary or config.draft_vocab_size > vocabulary:
+        raise ModelError(f"{folder}: the head was trained for a vocabulary of {config.layer.vocab_size} (guesses "
+                         f"{config.draft_vocab_size}), but the model's has {vocabulary}; {cure}")
+
+
+def _read_weights(files: TensorFiles, config: EagleConfig, target: Transformer) -> EagleWeights:
+    kernels, names, layer = local_kernels(target.kernels), canonical_names(files), config.layer
+    shapes = eagle_shapes(config, set(names), target.whole.vocab_size)
+    known = {names.get(name, name): shape for name, shape in shapes.items()}
+    files.check(known, files.names() - {names[name] for name in _MAPS if name in names}, "its config.json")
+    ids = _draft_ids(files, names, config, target.whole.vocab_size)
+    hidden = layer.hidden_size
+    if "embed_tokens.weight" not in shapes and hidden != target.whole.hidden_size:
+        raise ModelError(f"{files.folder}: the head's rows have {hidden} numbers and the model's embeddings "
+                         f"{target.whole.hidden_size}; a head with rows of its own size needs embed_tokens")
+    if config.version == 3 and "lm_head.weight" not in shapes and (
+            ids is not None or hidden != target.whole.hidden_size):
+        raise ModelError(f"{files.folder} has no lm_head.weight, and the model's own does not fit the head's "
+                         "vocabulary and width; get the file again")
+
+    def pack(*parts: str) -> Linear:
+        return kernels.pack(files.stack([names[f"{part}.weight"] for part in parts], kernels.dtype))
+
+    def norm(part: str) -> Tensor:
+        return files.read(names[f"{part}.weight"]).to(kernels.device, kernels.dtype, copy=True)
+
+    def read_layer(index: int) -> LayerWeights:
+        part = f"layers.{index}"
+        mlp_norm = norm(f"{part}.post_attention_layernorm")
+        first = f"{part}.input_layernorm.weight"
+        q_norm, k_norm = ((norm(f"{part}.self_attn.{name}") for name in ("q_norm", "k_norm"))
+                          if layer.head_norms != "none" else (None, None))
+        return LayerWeights(
+            norm(f"{part}.input_layernorm") if first in shapes else mlp_norm,  # the first layer's is not used
+            pack(*(f"{part}.self_attn.{name}_proj" for name in "qkv")), pack(f"{part}.self_attn.o_proj"), mlp_norm,
+            pack(f"{part}.mlp.gate_proj", f"{part}.mlp.up_proj"), pack(f"{part}.mlp.down_proj"), 0, q_norm, k_norm)
+
+    fc = None
+    if FC in shapes:
+        bias = files.read(names["fc.bias"]) if "fc.bias" in shapes else None
+        fc = kernels.pack(files.stack([names[FC]], kernels.dtype), bias)
+    is_third = config.version == 3
+    fc_norms = [f"fc_norm.{i}" for i in range(config.num_taps)] if config.fc_norm else []
+    fc_norms = ["input_norm"] if config.norm_before_fc else fc_norms
+    return EagleWeights(
+        pack("embed_tokens") if "embed_tokens.weight" in shapes else None, fc,
+        tuple(norm(name) for name in fc_norms),
+        (norm("layers.0.input_layernorm"), norm("layers.0.hidden_norm")) if is_third else (),
+        tuple(read_layer(index) for index in range(layer.num_layers)),
+        norm("norm") if is_third else None, pack("lm_head") if "lm_head.weight" in shapes else None,
+        None if ids is None else ids.to(kernels.device))
+
+
+def _draft_ids(files: TensorFiles, names: dict[str, str], config: EagleConfig, vocabulary: int) -> Tensor | None:
+    """The target's id of each token of the head, checked; None: the same ids. `d2t` has differences, not ids."""
+    count = config.draft_vocab_size
+    if not names.keys() & set(_MAPS):
+        if count != vocabulary:
+            raise ModelError(f"{files.folder} guesses {count} of {vocabulary} tokens, but has neither d2t nor t2d to "
+                             "say which ones; get the file again")
+        return None
+    chosen = files.integers(names["t2d"]).bool().flatten().nonzero()[:, 0] if "t2d" in names else None
+    if "d2t" not in names:
+        assert chosen is not None
+        ids = chosen
+    else:
+        differences = files.integers(names["d2t"]).flatten()
+        ids = torch.arange(len(differences)) + differences
+    is_sound = len(ids) == count and bool((ids.diff() > 0).all()) and 0 <= int(ids[0]) <= int(ids[-1]) < vocabulary
+    if not is_sound or (chosen is not None and not torch.equal(ids, chosen)):
+        raise ModelError(f"{files.folder}: d2t and t2d do not name the same {count} tokens below {vocabulary}, in "
+                         "ascending order; the file is damaged, or d2t has ids where differences are expected")
+    return None if count == vocabulary else ids
+
+
+def _likeliest(head: Eagle, readings: Sequence[Sequence[int]], target: Transformer,
+               encode: Callable[[str], list[int]] | None) -> Eagle:
+    """The reading of config.json under which the head predicts the target best on a short text."""
+    norms = (head.config.norm_before_residual,) if head.config.norm_before_residual is not None else (True, False)
+    heads = [head.reading(layers, bool(norm)) for layers in readings for norm in norms]
+    if len(heads) == 1 or encode is None:
+        return heads[0]
+    ids = encode(_PROBE)[:256]
+    tapped = target.with_taps(sorted({layer for each in heads for layer in each.taps}))
+    cache = tapped.new_cache()
+    result = tapped.forward(chain_rows(ids, 0), cache, len(ids))
+    cache.commit(range(len(ids)))
+    assert cache.taps is not None
+    states = torch.cat([run.states for run in cache.taps.take()], 1)
+    choices = result.logits.argmax(-1)
+    scores = []
+    for each in heads:
+        own = states[[tapped.taps.index(layer) for layer in each.taps]]
+        store = [each.kernels.new_store(each.config.layer.num_kv_heads, each.config.layer.head_dim)
+                 for _ in range(each.config.layer.num_layers)]
+        rows = each.forward(each.fuse(own)[:-1], ids[1:], range(len(ids) - 1), store, 0,
+                            torch.arange(-1, len(ids) - 2, dtype=torch.int32))
+        said = each.logits(rows.hidden).log_softmax(-1).gather(1, choices[1:, None])[:, 0]
+        scores.append(float(said[said.isfinite()].mean()) if said.isfinite().any() else -torch.inf)
+    best = max(range(len(heads)), key=lambda index: scores[index] - 0.02 * index)  # among equal ones the first
+    log.info("the head's config.json has %d meanings; log-likelihoods of the model's tokens: %s; taken: layers %s",
+             len(heads), ", ".join(f"{score:.2f}" for score in scores), list(heads[best].layers))
+    return heads[best]

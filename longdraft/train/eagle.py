@@ -1,0 +1,278 @@
+"""Training of EAGLE-3 heads (arXiv 2503.01840) by training-time test: several passes over one sequence.
+
+A pass s > 0 stands for the s-th draft of a step: row i has the head's own output of the pass before instead of the
+target's states, and the token s places later.
+
+    pass 0   row i: y = fc(states of position i)      token i + 1       keys: rows 0 .. i of pass 0
+    pass s   row i: y = output of row i in pass s - 1, token i + 1 + s  keys: the same, and row i of the passes 1 .. s
+
+The loss compares each row with the target's distribution behind its token. The target's states are computed on the fly:
+stored, they would take 24 KB for each token of an 8B model. The head sees a window of rows, and positions are offset as
+in the training of glide, so that it drafts behind long texts as behind short ones. Its output matrix is a frozen copy
+of the target's rows for the commonest tokens.
+
+The result has the `speculators` format, which vLLM serves too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longdraft.model.checkpoint import WEIGHTS, dump_json
+from longdraft.model.config import ModelConfig, RopeConfig, read_json
+from longdraft.model.eagle import OWN_KEY, eagle_shapes
+from longdraft.model.eagle_config import EagleConfig
+from longdraft.model.rope import frequencies
+from longdraft.train.checkpoint import write_tensors
+from longdraft.train.data import Tokens
+from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, row_chunks
+from longdraft.train.glide import offset_positions, rotate
+from longdraft.train.loop import decayed
+from longdraft.train.settings import EagleSettings
+
+_FORMAT = "0.9.0"  # version of speculators whose format is written
+
+
+def head_config(settings: EagleSettings, target: ModelConfig) -> EagleConfig:
+    """A head with one layer of the target's sizes. RoPE is the plain kind: distances stay within the window."""
+    rope = RopeConfig("default", target.rope.theta, {}, target.head_dim)
+    layer = replace(target, num_layers=1, rope=rope, is_tied=False, qkv_bias=False, out_bias=False, mlp_bias=False,
+                    head_norms="none", post_norm=False, is_fused=False, window=0, windowed=(), rotated=(),
+                    skip_rope_every=0, embedding_factor=1.0, residual_factor=1.0, query_factor=1.0, logits_divisor=1.0)
+    count = settings.draft_vocab or target.vocab_size
+    return EagleConfig(
+        version=3, layer=layer, target_width=target.hidden_size, tapped_ids=tapped_layers(target.num_layers),
+        uses_taps=True, draft_vocab_size=min(count, target.vocab_size), norm_before_residual=True,
+        norm_before_fc=False, fc_norm=True, norm_output=True, window=settings.window)
+
+
+def tapped_layers(num_layers: int) -> tuple[int, ...]:
+    """EAGLE's default, rows that enter a low, a middle and a high layer; nearer to the ends in small models."""
+    low, high = (2, num_layers - 3) if num_layers >= 8 else (1 if num_layers > 2 else 0, num_layers)
+    return tuple(sorted({low, num_layers // 2, high}))
+
+
+def commonest(tokens: Tokens, count: int, vocabulary: int) -> Tensor:
+    """The `count` commonest token ids [count], ascending; of equally common ones the smaller ids."""
+    often = np.argsort(-np.bincount(tokens.ravel(), minlength=vocabulary), kind="stable")[:count]
+    return torch.from_numpy(np.sort(often))
+
+
+class EagleModule(nn.Module):
+    """The head, in float32, with the names of its file. Its output maps start at zero."""
+
+    def __init__(self, base: FrozenModel, config: EagleConfig, ids: Tensor, seed: int) -> None:
+        super().__init__()
+        self.config, self._base = config, base
+        self.ids = ids.to(base.device)
+        generator = torch.Generator().manual_seed(seed)
+        self.weights = nn.ParameterDict()
+        for name, shape in eagle_shapes(config, set(), config.layer.vocab_size).items():
+            tensor = torch.ones(shape)
+            if len(shape) > 1:
+                is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+                tensor = torch.zeros(shape) if is_output else torch.randn(shape, generator=generator) * shape[1] ** -0.5
+            self.weights[name.replace(".", "/")] = nn.Parameter(tensor)
+        with torch.no_grad():
+            self._weight("norm").copy_(base.final_norm)
+        self.head = base.head_weight[self.ids].detach()
+        inverse, _ = frequencies(config.layer.rope, config.layer.trained_positions, 1)
+        self._inverse = inverse.to(base.device)
+        self.to(base.device)
+
+    def _weight(self, name: str) -> Tensor:
+        weight: Tensor = self.weights[f"{name}.weight".replace(".", "/")]
+        return weight
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name.replace("/", "."), p) for name, p in self.weights.items()]
+
+    def forward(self, ids: Tensor, positions: Tensor, states: Tensor, passes: int) -> list[Tensor]:
+        """Normalised rows of each pass: of pass s [B, L - 1 - s, hidden] float32, for ids and positions [B, L].
+
+        states  [taps, B, L, target's hidden] float32 of the target
+        """
+        parts = [self._norm(part, f"fc_norm.{i}") for i, part in enumerate(states)]
+        y = self._linear(torch.cat(parts, -1), "fc").float()
+        keys: list[tuple[Tensor, Tensor]] = []
+        outputs = []
+        for place in range(passes):
+            count = ids.shape[1] - 1 - place
+            y = y[:, :count]
+            y = self._norm(self._layer(y, ids[:, 1 + place :], positions[:, :count] + place, keys), "norm")
+            outputs.append(y)
+        return outputs
+
+    def _layer(self, y: Tensor, ids: Tensor, positions: Tensor, keys: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The layer over the rows of a pass; adds their keys and values to those of the passes before."""
+        body: Any = self._base.body
+        e = body.embed_tokens(ids).to(y.device).float() * self._base.config.embedding_factor
+        m = self._norm(y, "layers.0.hidden_norm")
+        source = torch.cat([self._norm(e, "layers.0.input_layernorm"), m], -1)
+        angles = positions[..., None].float() * self._inverse
+        cos, sin = (torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
+        q, k, v = (self._linear(source, f"layers.0.self_attn.{name}_proj").view(
+            *ids.shape, -1, self.config.layer.head_dim).transpose(1, 2) for name in "qkv")
+        keys.append((rotate(k, cos, sin), v))
+        out = self._attention(rotate(q, cos, sin), keys)
+        x = m + self._linear(out.transpose(1, 2).flatten(2), "layers.0.self_attn.o_proj").float()
+        normed = self._norm(x, "layers.0.post_attention_layernorm")
+        gate, up = (self._linear(normed, f"layers.0.mlp.{name}_proj") for name in ("gate", "up"))
+        return x + self._linear(functional.silu(gate) * up, "layers.0.mlp.down_proj").float()
+
+    def _attention(self, q: Tensor, keys: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Rows q [B, H, T, D] of the last pass over the window of pass 0, and over their own rows of the others."""
+        count, group = q.shape[2], self.config.layer.num_heads // self.config.layer.num_kv_heads
+        (k, v), *own = [tuple(part[:, :, :count].repeat_interleave(group, 1) for part in pair) for pair in keys]
+        row = torch.arange(count, device=q.device)
+        distance = row[:, None] - row
+        seen = (distance >= 0) & (distance < self.config.window)
+        q = q * q.shape[-1] ** -0.5
+        scores = [(q @ k.transpose(2, 3)).float().masked_fill(~seen, -torch.inf)]
+        scores += [(q * mine).sum(-1, keepdim=True).float() for mine, _ in own]
+        weights = torch.cat(scores, -1).softmax(-1).to(v.dtype)
+        out = weights[..., :count] @ v
+        for place, (_, values) in enumerate(own):
+            out = out + weights[..., count + place, None] * values
+        return out
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Logits [R, draft vocabulary] float32 of normalised rows [R, hidden]."""
+        return functional.linear(rows.to(self.head.dtype), self.head).float() / self._base.config.logits_divisor
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        dtype = self._base.head_weight.dtype
+        return functional.linear(x.to(dtype), self._weight(name).to(dtype))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self._weight(name)
+        return functional.rms_norm(x, weight.shape, weight, self.config.layer.rms_norm_eps)
+
+
+@dataclass
+class EagleTask:
+    """The training task of a head over a frozen model."""
+
+    module: EagleModule
+    base: FrozenModel
+    settings: EagleSettings
+    validation: Tokens
+
+    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        return decayed(list(self.module.named()), weight_decay)
+
+    def _states(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The tapped states [taps, B, L, hidden] and the last rows, normalised [B, L, hidden]."""
+        layers = self.module.config.tapped_ids
+        states = self.base.states(ids, positions, (*layers, self.base.config.num_layers))
+        return states[:-1], self.base.normed(states[-1])
+
+    def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
+        """The loss of each pass, averaged over the rows whose token, as the target would choose it, the head has."""
+        settings, module = self.settings, self.module
+        ids = as_ids(sequences, self.base.device)
+        room = settings.positions or self.base.config.trained_positions
+        places = offset_positions(settings.seed, settings.anchors, room, place, *ids.shape).to(self.base.device)
+        states, taught = self._states(ids, places)
+        outputs = module(ids, places, states, settings.passes)
+        rows = [output.detach().requires_grad_() for output in outputs]
+        losses = torch.zeros(settings.passes, device=self.base.device)
+        for text in range(len(ids)):
+            for run in row_chunks(self.base.device, self.base.config.vocab_size, ids.shape[1] - 1):
+                with torch.no_grad():
+                    logits = self.base.logits(taught[text, 1:][run])
+                    said, is_known = logits[:, module.ids].softmax(-1), self._is_known(logits.argmax(-1))
+                for s in range(settings.passes):  # the row of pass s with the token of position p is p - 1 - s
+                    skipped = max(0, s - run.start)
+                    own = rows[s][text, run.start + skipped - s : run.stop - s]
+                    if len(own):
+                        loss = self._loss(module.logits(own), said[skipped:], is_known[skipped:])
+                        loss = loss / rows[s].shape[:2].numel()
+                        (loss * scale * settings.decay**s).backward()
+                        losses[s] += loss.detach()
+        torch.autograd.backward(outputs, [row.grad for row in rows])
+        return losses
+
+    def _is_known(self, tokens: Tensor) -> Tensor:
+        return torch.isin(tokens, self.module.ids)
+
+    def _loss(self, logits: Tensor, said: Tensor, is_known: Tensor) -> Tensor:
+        """Summed over the rows that count: cross-entropy to the target's distribution, or the total variation."""
+        if self.settings.loss == "tv":
+            each = 0.5 * (logits.softmax(-1) - said).abs().sum(-1)
+        else:
+            each = -(said * logits.log_softmax(-1)).sum(-1)
+        return each[is_known].sum()
+
+    @torch.no_grad()
+    def validate(self) -> list[dict[str, float]]:
+        """Of each pass: the text's tokens that the head has."""
+        passes = self.settings.passes
+        scores = Scores(passes)
+        place_of = torch.full((self.base.config.vocab_size,), -1, device=self.base.device)
+        place_of[self.module.ids] = torch.arange(len(self.module.ids), device=self.base.device)
+        for sequence in self.validation:
+            ids = as_ids(sequence[None], self.base.device)
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+            states, _ = self._states(ids, positions)
+            for s, output in enumerate(self.module(ids, positions, states, passes)):
+                rows, wanted = output[0, :-1], place_of[ids[0, 2 + s :]]
+                for run in self.base.row_chunks(len(rows)):
+                    known = wanted[run] >= 0
+                    scores.add(s, self.module.logits(rows[run][known]), wanted[run][known])
+        return [{"draft": float(s + 1)} | found for s, found in enumerate(scores.metrics())]
+
+    def export(self, folder: Path, record: dict[str, Any]) -> None:
+        """Write a folder in the format of speculators. Our own record is an entry of its config.json."""
+        config, module, dtype = self.module.config, self.module, self.base.saved_dtype
+        ids, vocabulary = module.ids.cpu(), config.layer.vocab_size
+        tensors = {name: p.detach().to("cpu", dtype) for name, p in module.named()}
+        tensors["lm_head.weight"] = (module.head.float() / self.base.config.logits_divisor).to("cpu", dtype)
+        if len(ids) < vocabulary:
+            tensors["d2t"] = ids - torch.arange(len(ids))
+            tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
+        write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+        verifier = {"name_or_path": record.get("base_model"),
+                    "architectures": read_json(self.base.folder / "config.json").get("architectures")}
+        dump_json(folder / "config.json",
+                  speculators_config(config, verifier, dtype, self.settings.passes) | {OWN_KEY: record})
+
+
+def speculators_config(config: EagleConfig, verifier: dict[str, Any], dtype: torch.dtype,
+                       drafts: int) -> dict[str, Any]:
+    """The config.json of a head in the format of speculators."""
+    layer, name = config.layer, str(dtype).removeprefix("torch.")
+    sizes = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size, "num_hidden_layers": layer.num_layers,
+        "num_attention_heads": layer.num_heads, "num_key_value_heads": layer.num_kv_heads, "head_dim": layer.head_dim,
+        "vocab_size": layer.vocab_size, "rms_norm_eps": layer.rms_norm_eps, "hidden_act": "silu",
+        "max_position_embeddings": layer.trained_positions, "tie_word_embeddings": False, "attention_bias": False,
+        "mlp_bias": False, "dtype": name, "rope_parameters": {"rope_type": "default", "rope_theta": layer.rope.theta},
+        "layer_types": ["sliding_attention"] * layer.num_layers, "sliding_window": config.window}
+    return {
+        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "speculators_version": _FORMAT,
+        "dtype": name, "draft_vocab_size": config.draft_vocab_size, "target_hidden_size": config.target_width,
+        "eagle_aux_hidden_state_layer_ids": list(config.tapped_ids), "norm_before_fc": config.norm_before_fc,
+        "norm_before_residual": config.norm_before_residual, "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output, "embed_requires_grad": False, "tie_word_embeddings": False,
+        "transformer_layer_config": sizes,
+        "speculators_config": {
+            "algorithm": "eagle3", "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts, "verifier_accept_k": 1,
+                                  "accept_tolerance": 0.0}],
+            "verifier": verifier}}
+
+
+def new_task(base: FrozenModel, settings: EagleSettings, tokens: Tokens, validation: Tokens) -> EagleTask:
+    """tokens: the training text, whose commonest tokens are the head's vocabulary."""
+    config = head_config(settings, base.config)
+    ids = commonest(tokens, config.draft_vocab_size, base.config.vocab_size)
+    return EagleTask(EagleModule(base, config, ids, settings.seed), base, settings, validation)
