@@ -5,8 +5,8 @@
 Losses are those of each head at the end of its training. The drafters then write `--new-tokens` tokens behind the first
 N tokens of each text, for each N of `--contexts`, at T = 0 and at T = 1 with min-p 0.1. Chained heads draft as in the
 paper: one token of the model itself on its partial cache, one of each head, no n-grams (tree 1,1,...). Independent
-heads draft the same without the model's token; glide and small models draft with their defaults. The mean accepted
-length depends on weights and prompt only, not on the load of the machine.
+heads draft the same without the model's token; glide, EAGLE heads and small models draft with their defaults. The mean
+accepted length depends on weights and prompt only, not on the load of the machine.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ SAMPLING: tuple[dict[str, float], ...] = ({"temperature": 0.0}, {"temperature": 
 def drafting(folder: Path) -> tuple[str, dict[str, Any], str | None, list[dict[str, float]]]:
     """Drafter, options, heads, and the losses at the end of the training."""
     config = json.loads((folder / "config.json").read_text())
+    if config.get("speculators_model_type") == "eagle3":
+        return "eagle", {}, str(folder), config["longdraft"]["training"]["validation_metrics"]
     if "architectures" in config:  # a whole model
         training = json.loads((folder / "training.json").read_text())["training"]
         return "draft-model", {"model": str(folder)}, None, training["validation_metrics"]

@@ -79,6 +79,11 @@ class EagleDraftModel:
         self._drafts: list[int] = []  # tokens of the drafts in `rows`
         self._outputs: list[Tensor] = []  # [1, hidden] of the text's last row and of each draft
 
+    @property
+    def nbytes(self) -> int:
+        """Of the rows and of the states that are not yet read."""
+        return self.rows.nbytes + self._taps.nbytes
+
     @atomic
     def next_logits(self, context: Context, path: Sequence[int]) -> Tensor | None:
         """Logits [1, V] behind `path`: the root, which is the text's last token, then drafted tokens."""
@@ -138,7 +143,7 @@ class EagleDrafter:
 
     @property
     def nbytes(self) -> int:
-        return self._draft_model.rows.nbytes + (self._suffix.nbytes if self._suffix else 0)
+        return self._draft_model.nbytes + (self._suffix.nbytes if self._suffix else 0)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
         if self._suffix:

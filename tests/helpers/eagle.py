@@ -22,9 +22,11 @@ LAYERS = (0, 1, 2)  # of a model with two layers: what enters both, and what lea
 
 @dataclass
 class Shape:
-    """A head's sizes and flags, with the names of speculators' config.json."""
+    """A head's sizes and flags, with the names of speculators' config.json. `target` is the width of its rows."""
 
     version: int = 3
+    target: int = HIDDEN
+    taps: tuple[int, ...] = LAYERS
     hidden: int = HIDDEN
     heads: int = 4
     kv_heads: int = 2
@@ -47,7 +49,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         torch.manual_seed(13)
-        width, h = 3 * HIDDEN, self.hidden
+        width, h = len(self.taps) * self.target, self.hidden
         q, kv = self.heads * self.dim, self.kv_heads * self.dim
 
         def matrix(rows: int, columns: int) -> Tensor:
@@ -79,7 +81,7 @@ class Shape:
         if self.norm_before_fc:
             t["input_norm.weight"] = norm(width)
         if self.fc_norm:
-            t |= {f"fc_norm.{i}.weight": norm(HIDDEN) for i in range(3)}
+            t |= {f"fc_norm.{i}.weight": norm(self.target) for i in range(len(self.taps))}
         if self.has_own_embedding:
             t["embed_tokens.weight"] = torch.randn(self.vocab, h)
         if self.draft_vocab != self.vocab:
@@ -104,8 +106,9 @@ class Shape:
 
 def write_eagle(folder: Path, shape: Shape, layout: str = "speculators", **changes: object) -> None:
     """A head's folder: `speculators`, `bare` (SpecForge), `modelopt` (names with a prefix), or `eagle1`."""
-    config: dict[str, object] = {"eagle_aux_hidden_state_layer_ids": list(LAYERS), "target_hidden_size": HIDDEN,
-                                 eagle.OWN_KEY: {"hidden_size": HIDDEN, "vocab_size": shape.vocab}}
+    config: dict[str, object] = {"eagle_aux_hidden_state_layer_ids": list(shape.taps),
+                                 "target_hidden_size": shape.target,
+                                 eagle.OWN_KEY: {"hidden_size": shape.target, "vocab_size": shape.vocab}}
     flags: dict[str, object] = {name: getattr(shape, name) for name in (
         "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
     flags["use_aux_hidden_state"] = shape.uses_taps

@@ -27,7 +27,7 @@ def by_name(name: str, heads: object = None, draft: Transformer | None = None, g
         return drafters.DRAFTERS[name].build(
             parsed, given._replace(heads=heads, draft=draft, glide=glide, eagle=eagle))
 
-    factory.taps = eagle.taps if eagle else ()  # of the target, which the drafter reads
+    factory.taps = eagle.taps if eagle and name in drafters.WITH_EAGLE else ()  # of the target, for the drafter
     return factory
 
 

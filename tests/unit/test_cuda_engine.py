@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 import longdraft
 from helpers.checkpoints import load_glide, make_checkpoint, make_glide, make_heads
 from helpers.cuda import DEVICE, HAS_CUDA
+from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import liar, prompt_of
 from helpers.generation import by_name
 from longdraft import drafters, kernels
@@ -113,6 +114,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                                num_attention_heads=2, num_key_value_heads=1)
         make_heads(root / name / "heads", base)
         make_glide(root / name / "glide", root / name)
+        make_eagle(root / name / "eagle", target=32, taps=(0, 1), hidden=32, heads=2, kv_heads=1, dim=16, inner=48)
         found[name] = root / name
     return found
 
@@ -146,11 +148,15 @@ def copy_of(cache: FullCache, model: Transformer) -> FullCache:
         for part in ("k", "v", "k_scale", "v_scale"):
             getattr(new, part)[:, rows] = getattr(store, part)[:, rows]
     copied.length = cache.length
+    if cache.taps and copied.taps:
+        copied.taps.append(cache.length).rows.copy_(cache.taps.take()[0].states)
+        copied.taps.commit(range(cache.length))
     return copied
 
 
 def generate(model: Transformer, params: SamplingParams, factory: object, tally: Tally | None = None) -> list[int]:
     """As helpers.generate behind PROMPT, tokens chosen on the device."""
+    model = model.with_taps(factory.taps) if getattr(factory, "taps", ()) else model
     cache, result = prompt_forward(model)
     cache, context = copy_of(cache, model), Context(PROMPT)
     sampler = Sampler(params, [1], kernels=model.kernels)
@@ -173,16 +179,17 @@ def plain(model: Transformer) -> list[int]:
 DRAFTERS = {
     "suffix": dict(min_probability=0, min_match=1), "ngram": dict(seen=1, delay=0), "medusa": dict(tree="2,1"),
     "tokenswift": dict(chain=2, tree="2,1", budget=40, sinks=4, recent=8, room=8),
-    "magicdec": dict(budget=24, sinks=4, refresh=5, chain=2), "glide": dict(chain=2),
+    "magicdec": dict(budget=24, sinks=4, refresh=5, chain=2), "glide": dict(chain=2), "eagle": dict(chain=2),
     "triforce": dict(budget=48, stride=10, chain=2), "auto": {},
 }
-QUICK = ["suffix", "medusa", "tokenswift", "glide"]  # those that the interpreter has time for
+QUICK = ["suffix", "medusa", "tokenswift", "glide", "eagle"]  # those that the interpreter has time for
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS if HAS_CUDA else QUICK)
 def test_every_drafter_writes_the_plain_text(model, plain, folders, drafter):
     trained = heads.load_heads(folders["model"] / "heads", model)
-    factory = by_name(drafter, trained, None, load_glide(folders["model"] / "glide", model), **DRAFTERS[drafter])
+    glide, eagle = load_glide(folders["model"] / "glide", model), load_eagle(folders["model"] / "eagle", model)
+    factory = by_name(drafter, trained, None, glide, eagle, **DRAFTERS[drafter])
     assert generate(model, PARAMS, factory) == plain
 
 
