@@ -120,8 +120,8 @@ def load_heads(folder: Path, model: Transformer, fingerprint: Callable[[], str] 
     found = find_heads(folder)
     if found is None:
         raise ModelError(f"{folder} has no heads; give a folder with TokenSwift's heads (config.json with kind "
-                         f"{HEADS_KIND!r}, or tensors {HEADS_PREFIX}*), Medusa's (medusa_num_heads and "
-                         f"{medusa.MEDUSA_FILE}), EAGLE's or a glide layer")
+                         f"{HEADS_KIND!r}, or tensors {HEADS_PREFIX}*) or Medusa's (medusa_num_heads and "
+                         f"{medusa.MEDUSA_FILE}), with an EAGLE head or with a glide layer")
     folder, config = found, read_json(found / "config.json")
     if _heads_kind(folder) == "medusa":
         if "base_sha256" in config:  # heads that longdraft trained; public ones do not record it
