@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 
 namespace longdraft {
@@ -13,6 +14,7 @@ namespace {
 constexpr double NOISE_MIN = -4.0, NOISE_STEP = 0.25, NOISE_MAX = 37.0;  // the range of Gumbel noise from 52 bits
 constexpr long POOL = 128;  // number of best logits from which tokens outside the support are ranked
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+constexpr long LANES = 16;  // values that are compared together, in loops of which the compiler makes vector instructions
 
 // Bit-identical to longdraft/kernels/noise.py.
 uint64_t splitmix64(uint64_t x) {
@@ -57,6 +59,41 @@ struct Guess {
         return score > other.score || (score == other.score && place < other.place);
     }
 };
+
+// Call f(i) for each value that is `mark` or more, in order. Without branches for most values.
+template <class F> void for_each_reaching(float mark, const float* values, long count, F f) {
+    for (long start = 0; start < count; start += LANES) {
+        const long some = std::min(LANES, count - start);
+        int32_t reaches = 0;
+        if (some == LANES)
+            for (long i = 0; i < LANES; i++) reaches |= values[start + i] >= mark;
+        for (long i = start; i < start + some && (reaches || some < LANES); i++)
+            if (values[i] >= mark) f(i);
+    }
+}
+
+// The `wanted` highest values, or all if there are fewer, in order.
+std::vector<Guess> highest_of(const float* values, long count, long wanted) {
+    wanted = std::min(wanted, count);
+    float mark = LOWEST;
+    if (count / LANES / LANES * LANES >= wanted) {
+        std::vector<float> bests;  // of 16 values each; `wanted` of them are `mark` or more, so no lower value is wanted
+        for (long start = 0; start + LANES * LANES <= count; start += LANES * LANES) {
+            float most[LANES];
+            std::copy_n(values + start, LANES, most);
+            for (long i = LANES; i < LANES * LANES; i++)
+                most[i % LANES] = values[start + i] > most[i % LANES] ? values[start + i] : most[i % LANES];
+            bests.insert(bests.end(), most, most + LANES);
+        }
+        std::nth_element(bests.begin(), bests.begin() + wanted - 1, bests.end(), std::greater<>());
+        mark = bests[static_cast<size_t>(wanted) - 1];
+    }
+    std::vector<Guess> found;
+    for_each_reaching(mark, values, count, [&](long i) { found.push_back({values[i], i}); });
+    std::partial_sort(found.begin(), found.begin() + wanted, found.end());
+    found.resize(static_cast<size_t>(wanted));
+    return found;
+}
 
 }  // namespace
 
@@ -132,13 +169,20 @@ bool Choice::prepare(const float* logits, const PartOfVocabulary* part, const Wi
         each(change.added, [&](long place) { row[place] = penalised(logits[place], rules_.penalty); });
     }
     if (is_banned) each(banned_, [&](long place) { row[place] = LOWEST; });
-    // Without branches, so that the compiler vectorises the loop.
-    float highest = LOWEST, num_nan = 0;
-    for (long i = 0; i < size; i++) {
-        highest = row[i] > highest ? row[i] : highest;
-        num_nan += row[i] != row[i] ? 1.0f : 0.0f;
-    }
-    if (num_nan != 0 || !std::isfinite(highest)) return false;
+    float most[LANES];
+    int32_t is_nan[LANES] = {};
+    std::fill_n(most, LANES, LOWEST);
+    auto compare = [&](const float* values, long count) {
+        for (long i = 0; i < count; i++) {
+            most[i] = values[i] > most[i] ? values[i] : most[i];
+            is_nan[i] |= values[i] != values[i];
+        }
+    };
+    long at = 0;
+    for (; at + LANES <= size; at += LANES) compare(row + at, LANES);
+    compare(row + at, size - at);
+    const float highest = *std::max_element(most, most + LANES);
+    if (std::any_of(is_nan, is_nan + LANES, [](int32_t lane) { return lane != 0; }) || !std::isfinite(highest)) return false;
     best = std::find(row, row + size, highest) - row;
     return true;
 }
@@ -146,6 +190,11 @@ bool Choice::prepare(const float* logits, const PartOfVocabulary* part, const Wi
 bool Choice::is_in_support(float value, float best) const {
     if (!(static_cast<double>(value) > static_cast<double>(best) + rules_.lowest)) return false;
     return value / rules_.temperature >= best / rules_.temperature + rules_.least;
+}
+
+// A value that no token of the support is below.
+float Choice::least_value(float best) const {
+    return std::nextafter(static_cast<float>(best + rules_.lowest), LOWEST);
 }
 
 double Choice::noise(uint64_t key, int64_t token) const { return gumbel(bits_of(key, token)); }
@@ -161,15 +210,14 @@ int64_t Choice::best_of(const float* row, const PartOfVocabulary* part, long bes
     if (rules_.temperature == 0) return id_of(part, best);
     // The most likely token sets a mark. Another token needs noise that makes up for its lower score.
     Guess first{row[best] / rules_.temperature + noise(key, id_of(part, best)), best};
-    const float above = std::nextafter(static_cast<float>(row[best] + rules_.lowest), LOWEST);
-    for (long i = 0, size = size_of(part); i < size; i++) {
-        if (row[i] < above || i == best || !is_in_support(row[i], row[best])) continue;
+    for_each_reaching(least_value(row[best]), row, size_of(part), [&](long i) {
+        if (i == best || !is_in_support(row[i], row[best])) return;
         const double score = row[i] / rules_.temperature;
         const uint64_t bits = bits_of(key, id_of(part, i));
-        if (!could_reach(bits, first.score - score)) continue;
-        Guess other{score + gumbel(bits), i};
+        if (!could_reach(bits, first.score - score)) return;
+        const Guess other{score + gumbel(bits), i};
         if (other < first) first = other;
-    }
+    });
     return id_of(part, first.place);
 }
 
@@ -207,16 +255,13 @@ std::vector<int64_t> Choice::rank(const float* logits, const int32_t* path, long
 
     std::vector<Guess> guesses;
     if (rules_.temperature > 0)
-        for (long i = 0; i < size; i++)
+        for_each_reaching(least_value(row[best]), row, size, [&](long i) {
             if (is_in_support(row[i], row[best])) guesses.push_back({row[i] / rules_.temperature + noise(key, id_of(part, i)), i});
+        });
     const long inside = static_cast<long>(guesses.size());
     std::partial_sort(guesses.begin(), guesses.begin() + std::min(inside, count), guesses.end());
     if (inside < count) {  // a drafter's logits are an estimate: tokens that min-p removes are ranked last
-        std::vector<Guess> others;
-        for (long i = 0; i < size; i++) others.push_back({row[i], i});
-        const long pool = std::min(size, rules_.temperature == 0 ? count : std::max(POOL, count));
-        std::partial_sort(others.begin(), others.begin() + pool, others.end());
-        others.resize(static_cast<size_t>(pool));
+        std::vector<Guess> others = highest_of(row, size, rules_.temperature == 0 ? count : std::max(POOL, count));
         if (rules_.temperature > 0) {
             others.erase(std::remove_if(others.begin(), others.end(), [&](const Guess& g) {
                 return is_in_support(row[g.place], row[best]); }), others.end());

@@ -60,6 +60,7 @@ class Choice {
                  long& best) const;
     int64_t best_of(const float* row, const PartOfVocabulary* part, long best, uint64_t key) const;
     bool is_in_support(float value, float best) const;
+    float least_value(float best) const;
     double noise(uint64_t key, int64_t token) const;
     bool could_reach(uint64_t bits, double wanted) const;
 

@@ -67,6 +67,13 @@ inline uint16_t to_half(float x) {  // nearest, ties to even
 inline Floats from_halves(const uint16_t* p) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+    Floats x;
+    for (int half = 0; half < 2; half++) {
+        const __m256 eight = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + half));
+        std::memcpy(reinterpret_cast<char*>(&x) + 32 * half, &eight, sizeof eight);
+    }
+    return x;
 #else
     Floats x;
     for (int i = 0; i < LANES; i++) x[i] = from_half(p[i]);
@@ -90,16 +97,16 @@ inline void quantise_group(Floats low, Floats high, int8_t* values, float* step,
     const float damage = sum((low - low) + (high - high));  // NaN where anything is not finite, else 0
     const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
     const Floats shifter = broadcast(12582912.0f);
-    Ints parts[2] = {(Ints)(low * inverse + shifter) - (Ints)shifter, (Ints)(high * inverse + shifter) - (Ints)shifter};
-    int32_t total = 0;
-    for (int half = 0; half < 2; half++)
-        for (int i = 0; i < LANES; i++) {
-            const int32_t value = damage == 0 ? parts[half][i] : 0;
-            values[half * LANES + i] = static_cast<int8_t>(value);
-            total += value;
-        }
+    Ints total = {};
+    for (int half = 0; half < 2; half++) {
+        Ints whole = (Ints)((half ? high : low) * inverse + shifter) - (Ints)shifter;
+        whole = damage == 0 ? whole : Ints{};
+        const Bytes bytes = __builtin_convertvector(whole, Bytes);
+        std::memcpy(values + half * LANES, &bytes, sizeof bytes);
+        total += whole;
+    }
     *step = largest / 127.0f + damage;
-    *minus_sum = -total;
+    *minus_sum = -static_cast<int32_t>(sum(__builtin_convertvector(total, Floats)));  // below 2^12: exact
 }
 
 template <class T> Quantised quantise_rows(const void* x, long rows, long k) {
@@ -190,8 +197,9 @@ void add_groups(const uint8_t* tile, long from, long to, const Quantised& x, lon
         for (int v = 0; v < VECTORS; v++) totals[r][v] = load(sums[r] + v * LANES);
     for (long g = from; g < to; g++) {
         const uint8_t* group = tile + g * INT4_GROUP_BYTES;
+        prefetch<0>(group, NIBBLES);  // used after the first nibbles
         for (int v = 0; v < VECTORS; v++) {
-            prefetch(group + v * 5 * 64, 5 * 64);  // a quarter of a group's lines
+            if constexpr (COUNT > 1 || !FETCHES_ASCENDING_LINES) prefetch(group + v * 5 * 64, 5 * 64);  // a quarter of its lines
             Raw low[WORDS], high[WORDS];
             for (int j = 0; j < WORDS; j++) {
                 std::memcpy(&low[j], group + NIBBLES + (v * WORDS + j) * 64, 64);

@@ -64,6 +64,7 @@ struct StoredWords {
     const uint32_t* words;
     const uint32_t* at(long step) const { return words + step * COLUMNS; }
     template <int STEPS> void ahead(long step, int part) const {
+        if constexpr (FETCHES_ASCENDING_LINES) return;
         for (int i = 0; i < STEPS; i++) prefetch(words + (step + i) * COLUMNS + part * LANES, 64);
     }
 };

@@ -173,6 +173,13 @@ struct BF16 {
     }
 };
 
+// Whether loads of ascending lines come faster without software prefetches. AMD's processors with BF16 fetch such lines
+// ahead by themselves, and prefetches get in their way: bfloat16 products of 1 to 6 rows take 5 to 20 % less time without.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr bool FETCHES_ASCENDING_LINES = true;
+#else
+constexpr bool FETCHES_ASCENDING_LINES = false;
+#endif
 constexpr long PREFETCH_DISTANCE = 4096;  // bytes from the data that is multiplied to the data that is prefetched
 
 template <long DISTANCE = PREFETCH_DISTANCE> void prefetch(const void* from, long bytes) {

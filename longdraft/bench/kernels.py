@@ -59,7 +59,10 @@ class KernelPlan(NamedTuple):
 
 
 LINEAR_SHAPES = {  # name -> rows and columns of the weight [N, K]
+    "0.5B qkv": (1152, 896), "0.5B out": (896, 896), "0.5B gate_up": (9728, 896), "0.5B down": (896, 4864),
+    "0.5B head": (151936, 896),
     "1.5B qkv": (2048, 1536), "1.5B out": (1536, 1536), "1.5B gate_up": (17920, 1536), "1.5B down": (1536, 8960),
+    "1.5B head": (151936, 1536),
     "8B qkv": (6144, 4096), "8B out": (4096, 4096), "8B gate_up": (28672, 4096), "8B down": (4096, 14336),
 }
 

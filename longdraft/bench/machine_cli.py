@@ -57,7 +57,7 @@ def kernels(
     rows: Annotated[str, typer.Option(help="Numbers of rows.")] = "1,2,4,8,16,32",
     prefill_rows: Annotated[int, typer.Option(help="Rows of a prompt's chunk, measured too; 0: none.")] = 512,
     shapes: Annotated[str | None, typer.Option(
-        help="Weights as NxK,NxK; default: the model's and those of a 1.5B and an 8B model.")] = None,
+        help="Weights as NxK,NxK; default: the model's and those of models of 0.5B, 1.5B and 8B.")] = None,
     contexts: ContextsOption = _CONTEXTS,
     quantize: QuantizeOption = "none",
     threads: ThreadsOption = None, repeats: RepeatsOption = 9, memory: MemoryOption = 2.0,
