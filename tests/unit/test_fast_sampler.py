@@ -82,3 +82,16 @@ def test_they_agree_on_large_vocabularies_without_a_filter(seed, size, spread):
     compiled, obvious = (Sampler(SamplingParams(seed=seed), (), is_fast).choose(rows, root, context)
                          for is_fast in (True, False))
     assert compiled == obvious
+
+
+@given(seed=st.integers(0, 2**31), size=st.integers(1000, 200_000), temperature=st.sampled_from([0.0, 1.0]),
+       min_p=st.sampled_from([0.001, 0.9]), num=st.integers(1, 150))
+@settings(max_examples=25, deadline=None)
+def test_they_agree_on_large_vocabularies_of_which_few_tokens_pass_the_filter(seed, size, temperature, min_p, num):
+    """Most guesses of the ranking are tokens that min-p removes. All logits differ."""
+    logits = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).float() * (20 / size)
+    params, context = SamplingParams(seed=seed, temperature=temperature, min_p=min_p), Context([3, 4])
+    compiled, obvious = (Sampler(params, (), is_fast) for is_fast in (True, False))
+    assert compiled.rank(logits, context, [], num) == obvious.rank(logits, context, [], num)
+    root = Tree((4,), (-1,), ("",))
+    assert compiled.choose(logits[None], root, context) == obvious.choose(logits[None], root, context)
