@@ -31,14 +31,7 @@ from longdraft.train.loop import Outcome, Position, TrainingLoop, make_optimizer
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.progress import MetricsLog, TrainingProgress
 from longdraft.train.registry import MODELS, TRAININGS, Drafting, TrainingContext
-from longdraft.train.settings import (
-    EagleSettings,
-    GlideSettings,
-    HeadSettings,
-    TrainingSettings,
-    from_dict,
-    resumed,
-)
+from longdraft.train.settings import FrozenTargetSettings, TrainingSettings, from_dict, resumed
 
 METRICS = "metrics.jsonl"
 SETTINGS = "longdraft-training.json"  # of a training that has no checkpoint yet
@@ -200,7 +193,7 @@ def load_data(settings: TrainingSettings, context: TrainingContext, output: Path
     length, seed = settings.sequence_length, settings.seed
     training = data.pack(split.training, length, seed, "training")
     validation = data.pack(split.validation, length, seed, "validation")
-    if isinstance(settings, HeadSettings | GlideSettings | EagleSettings) and settings.own_tokens:
+    if isinstance(settings, FrozenTargetSettings) and settings.own_tokens:
         def write() -> list[Tokens]:
             return self_generated.write(settings, context.fingerprint, split.training, output, progress)
 

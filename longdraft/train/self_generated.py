@@ -24,7 +24,7 @@ from longdraft.model.hub import resolve
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
 from longdraft.train.progress import TrainingProgress
-from longdraft.train.settings import EagleSettings, GlideSettings, HeadSettings
+from longdraft.train.settings import FrozenTargetSettings
 
 _TENSOR = "texts"  # [texts, tokens of the longest] int32
 _PADDING = -1  # after the end of a shorter text
@@ -34,7 +34,7 @@ _PROMPT_LENGTH = 256  # tokens of a document before each text
 _SAMPLING: dict[str, Any] = {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.2, "penalty_window": 1024}
 
 
-def write(settings: HeadSettings | GlideSettings | EagleSettings, fingerprint: str, documents: list[Tokens],
+def write(settings: FrozenTargetSettings, fingerprint: str, documents: list[Tokens],
           output: Path, progress: TrainingProgress) -> list[Tokens]:
     """About `own_tokens` new tokens, in texts of the sequences' length that each begin with a part of a document.
 
@@ -81,7 +81,7 @@ def _prompts(documents: list[Tokens], length: int, count: int, seed: int) -> lis
     return found
 
 
-def _identity(settings: HeadSettings | GlideSettings | EagleSettings, fingerprint: str, documents: list[Tokens]) -> str:
+def _identity(settings: FrozenTargetSettings, fingerprint: str, documents: list[Tokens]) -> str:
     """A hash of everything that the texts depend on, except their number."""
     digest = hashlib.sha256(f"{fingerprint} {settings.sequence_length} {settings.seed}".encode())
     for document in documents:

@@ -119,12 +119,25 @@ def one_of(settings: TrainingSettings, **known: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadSettings(TrainingSettings):
+class FrozenTargetSettings(TrainingSettings):
+    """The settings of all trainings of a part that drafts for a frozen model."""
+
+    model: str = setting("novelist", "Frozen target model: bundled name, folder or hub id.")
+    own_tokens: int = setting(0,
+        "Tokens of additional training text that the model writes first (temperature 1, min-p 0.1, penalty 1.2).")
+    shard: bool = setting(False, "Distribute the frozen model over all GPUs, in one process.")
+
+    def __post_init__(self) -> None:
+        at_least(self, own_tokens=0)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings(FrozenTargetSettings):
     """The settings of `longdraft train heads`."""
 
     KIND: ClassVar[str] = "heads"
 
-    model: str = setting("novelist", "Frozen target model: bundled name, folder or hub id.")
     heads: int = setting(3, "Number of heads; 1 to 16.")
     kind: str = setting("mlp",
         "mlp: chained residual MLPs; tokenswift: the paper's chained linear maps; medusa: independent residual "
@@ -133,16 +146,13 @@ class HeadSettings(TrainingSettings):
         "Initialisation of chained heads. identity: the model's own prediction; paper: norms 1, random maps.")
     distill: float = setting(0.5,
         "Share of the loss against the model's own distribution, 0 to 1; the rest is against the text's token.")
-    own_tokens: int = setting(0,
-        "Tokens of additional training text that the model writes first (temperature 1, min-p 0.1, penalty 1.2).")
     window: int = setting(0,
         "Train on hidden states of a model that attends to the first --sinks and this many latest positions, as with "
         "a partial KV cache; 0: all positions.")
     sinks: int = setting(16, "First positions that are attended to with --window.")
-    shard: bool = setting(False, "Distribute the frozen model over all GPUs, in one process.")
 
     def __post_init__(self) -> None:
-        at_least(self, heads=1, own_tokens=0, window=0, sinks=0)
+        at_least(self, heads=1, window=0, sinks=0)
         check(self.heads <= MAX_HEADS, "heads", self.heads, f"1 to {MAX_HEADS}")
         check(0 <= self.distill <= 1, "distill", self.distill, "0 to 1")
         one_of(self, kind=("mlp", "tokenswift", "medusa"), init=("identity", "paper"))
@@ -161,12 +171,11 @@ class HeadSettings(TrainingSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlideSettings(TrainingSettings):
+class GlideSettings(FrozenTargetSettings):
     """The settings of `longdraft train glide`."""
 
     KIND: ClassVar[str] = "glide"
 
-    model: str = setting("novelist", "Frozen target model: bundled name, folder or hub id.")
     window: int = setting(512, "Positions of the drafter's self-attention; 1 to 4096.")
     max_lag: int = setting(8,
         "Maximum distance in tokens between a row and the target's latest keys; 1 to 64. Use the number of tokens "
@@ -175,12 +184,9 @@ class GlideSettings(TrainingSettings):
     anchors: int = setting(4, "Maximum number of first positions that are not offset.")
     distill: float = setting(0.5,
         "Share of the loss against the model's own distribution, 0 to 1; the rest is against the text's token.")
-    own_tokens: int = setting(0,
-        "Tokens of additional training text that the model writes first (temperature 1, min-p 0.1, penalty 1.2).")
-    shard: bool = setting(False, "Distribute the frozen model over all GPUs, in one process.")
 
     def __post_init__(self) -> None:
-        at_least(self, window=1, max_lag=1, positions=0, anchors=0, own_tokens=0)
+        at_least(self, window=1, max_lag=1, positions=0, anchors=0)
         check(self.window <= 4096, "window", self.window, "1 to 4096")
         check(self.max_lag <= 64, "max_lag", self.max_lag, "1 to 64")
         check(0 <= self.distill <= 1, "distill", self.distill, "0 to 1")
@@ -192,12 +198,11 @@ class GlideSettings(TrainingSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleSettings(TrainingSettings):
+class EagleSettings(FrozenTargetSettings):
     """The settings of `longdraft train eagle`."""
 
     KIND: ClassVar[str] = "eagle"
 
-    model: str = setting("novelist", "Frozen target model: bundled name, folder or hub id.")
     passes: int = setting(5,
         "Passes of training-time test over each sequence: the tokens of a chain that it is trained to draft; 1 to 16.")
     decay: float = setting(0.8, "Weight of the loss of each pass, as a share of the pass before; above 0, at most 1.")
@@ -208,15 +213,12 @@ class EagleSettings(TrainingSettings):
     window: int = setting(2048, "Rows of the text that the head sees, in training and in drafting; 1 to 4096.")
     positions: int = setting(0, "Sequences are offset to positions up to this one; 0: the model's context.")
     anchors: int = setting(4, "Maximum number of first positions that are not offset.")
-    own_tokens: int = setting(0,
-        "Tokens of additional training text that the model writes first (temperature 1, min-p 0.1, penalty 1.2).")
-    shard: bool = setting(False, "Distribute the frozen model over all GPUs, in one process.")
     learning_rate: float = setting(1e-3, "Peak learning rate of AdamW; above 0, at most 1.")
     beta2: float = setting(0.95, "beta2 of AdamW; 0 to below 1.")
     max_grad_norm: float = setting(0.5, "Gradients are clipped to this norm; 0: never.")
 
     def __post_init__(self) -> None:
-        at_least(self, passes=1, draft_vocab=0, window=1, positions=0, anchors=0, own_tokens=0)
+        at_least(self, passes=1, draft_vocab=0, window=1, positions=0, anchors=0)
         check(self.passes <= 16, "passes", self.passes, "1 to 16")
         check(0 < self.decay <= 1, "decay", self.decay, "above 0, at most 1")
         check(self.window <= 4096, "window", self.window, "1 to 4096")
@@ -338,19 +340,3 @@ def resumed(stored: AnySettings, given: Mapping[str, Any]) -> AnySettings:
                              f"{getattr(stored, name)!r}; leave the option out, or start again in another "
                              "--output")
     return from_dict(type(stored), stored.as_dict() | {n: value for n, value in given.items() if n in MAY_CHANGE})
-
-
-# The recipes of the paper (TokenSwift, table 9 and its scripts). A step has 983,040 tokens, on 4 GPUs with 3 sequences
-# each. Start as many processes with `torchrun`, or raise --gradient-accumulation.
-_PAPER: dict[str, Any] = {
-    "kind": "tokenswift", "init": "paper", "distill": 0.0, "heads": 3, "sequence_length": 8192, "steps": 200,
-    "batch_size": 3, "gradient_accumulation": 10, "learning_rate": 5e-3, "warmup_steps": 50, "weight_decay": 0.1,
-    "beta2": 0.999, "max_grad_norm": 1.0, "seed": 42, "dtype": "bfloat16",
-}
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper-llama3.1-8b": _PAPER | {"model": "meta-llama/Llama-3.1-8B"},
-    "paper-yarn-llama2-7b-128k": _PAPER | {"model": "NousResearch/Yarn-Llama-2-7b-128k"},
-    "paper-qwen2.5-1.5b": _PAPER | {"model": "Qwen/Qwen2.5-1.5B"},
-    "paper-qwen2.5-7b": _PAPER | {"model": "Qwen/Qwen2.5-7B"},
-    "paper-qwen2.5-14b": _PAPER | {"model": "Qwen/Qwen2.5-14B", "learning_rate": 1e-3, "steps": 600, "batch_size": 1},
-}
