@@ -45,6 +45,7 @@ class LoadBar:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
+        self._is_shown = False  # a drafter that is chosen later may read the weights again
         if self._progress.live.is_started:
             self._progress.stop()
 

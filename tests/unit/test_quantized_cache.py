@@ -8,9 +8,11 @@ import shutil
 
 import pytest
 import torch
+from rich.console import Console
 
 import longdraft
 from helpers.equality import params_of, prompt_of
+from longdraft.cli.display import LoadBar
 from longdraft.kernels import Kernels
 from longdraft.kernels.cpu import CpuKernels
 from longdraft.model import packed_file, quantized_cache
@@ -160,6 +162,21 @@ def test_small_weights_unquantised_weights_and_the_reference_kernels_are_not_cac
     text_of(tiny["gqa"], tmp_path, "none")
     text_of(tiny["gqa"], tmp_path, kernels_name="reference")
     assert not os.listdir(tmp_path)
+
+
+def test_the_bar_says_what_is_done_and_ends_with_loading(monkeypatch):
+    monkeypatch.setattr(Console, "is_terminal", True)
+    large, bar = 1 << 31, LoadBar(quiet=False)
+    with bar:
+        shown = []
+        for done in (large // 2, large, 5, large):  # the second reading quantises
+            bar.show(done, large)
+            task, = bar._progress.tasks
+            shown.append((task.description, task.completed))
+        assert shown == [("loading", large // 2), ("loading", large), ("quantising", 5), ("quantising", large)]
+        assert bar._progress.live.is_started
+    bar.show(5, large)
+    assert not bar._progress.live.is_started
 
 
 def test_a_copy_is_read_with_progress_from_the_beginning(tiny):
