@@ -199,6 +199,7 @@ struct Kernels {
     void (*attention)(const Attention*, long count);  // of `count` texts, each with its own store
     void (*map_remainder)(bool bf16, const void* content, const float* map, long rows, long heads, long dim, float* out);
     void (*scale)(bool bf16, void* x, long count, float by);
+    void (*solve_spd)(const float* a, float* x, long count, long n);
 };
 
 }  // namespace longdraft

@@ -285,6 +285,8 @@ NB_MODULE(_cpu, m) {
                 remainder(k, *parts[i], length, rows, heads, at<void>(q + offset), at<void>(whole + offset),
                           at<float>(lse) + before, at<float>(out) + before * (parts[i]->dim + 1));
             } }, free_gil)
+        .def("solve_spd", [](const Kernels& k, Address a, Address x, long count, long n) {
+            k.solve_spd(at<float>(a), at<float>(x), count, n); }, free_gil)
         .def("read", [](const Kernels& k, const Store& s, Address positions, long count, Address key, Address value) {
             k.read(s, at<int64_t>(positions), count, at<void>(key), at<void>(value)); })
         .def("weights", [](const Kernels& k, const Store& s, long length, Address q, long rows, long heads, float scale,

@@ -6,6 +6,7 @@
 #include "linear.h"
 #include "rows.h"
 #include "simd.h"
+#include "solve.h"
 #include "take_rows.h"
 
 #define STRINGIFY_(x) #x
@@ -81,7 +82,8 @@ void attention(const Attention* texts, long count) {
 
 extern const Kernels table;
 const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, int4::pack, quantise_int4, linear, embed, take_rows,
-                       rms_norm, add, swiglu, rope, write, read, weights, attention, map_remainder, scale};
+                       rms_norm, add, swiglu, rope, write, read, weights, attention, map_remainder, scale,
+                       solve_spd};
 
 }  // namespace LONGDRAFT_VARIANT
 }  // namespace longdraft

@@ -21,13 +21,11 @@ from typing import Any
 
 from longdraft import kernels
 from longdraft.core import Event, Prompt, SamplingParams
-from longdraft.drafters.cost_model import ForwardCost
 from longdraft.errors import LongdraftError, UsageError
 from longdraft.generation import Generation
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model.routine import run_batched
 from longdraft.model.transformer import Forward, ForwardRequest
-from longdraft.speculation.prefill import PREFILL_SHARED
 
 
 class Batch:
@@ -42,7 +40,6 @@ class Batch:
         self._texts: dict[int, Generation] = {}
         self._requests: dict[int, ForwardRequest] = {}  # the forward that each text needs next; none between two steps
         self._numbers = count()
-        self._cost = ForwardCost(model.target.weights_in_tokens)
 
     def __len__(self) -> int:
         """Number of texts in the batch."""
@@ -135,15 +132,14 @@ class Batch:
     def _charge(self, requests: dict[int, ForwardRequest], seconds: float) -> None:
         """Charge a forward's time to the texts it served: reading the weights in equal parts, the rest by rows.
 
-        Forwards of smaller draft models are charged by rows, and do not update the cost model of the target.
+        Forwards of smaller draft models are charged by rows.
         """
         parts = [(len(request.rows.tokens), request.cache.length) for request in requests.values()]
         is_target = next(iter(requests.values())).model.identity is self._model.target.identity
-        if is_target and max(rows for rows, _ in parts) < PREFILL_SHARED:
-            self._cost.add(parts, seconds)
-        shares = [self._cost.at(rows, context, len(parts)) if is_target else rows for rows, context in parts]
+        costs = self._model.knowledge.forward
+        shares = [costs.at([rows], context, len(parts))[0] if is_target else rows for rows, context in parts]
         for text, share in zip(requests, shares, strict=True):
-            self._texts[text].clock.charge(seconds * share / sum(shares) if sum(shares) else seconds / len(shares))
+            self._texts[text].clock.charge(seconds * share / sum(shares))
 
     def close(self) -> None:
         """Stop all texts."""

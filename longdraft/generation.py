@@ -86,7 +86,7 @@ class Generation(Iterator[Event]):
         copy = model.draft_copy if drafter.options.copy_weights != SAME else None
         self._draft_copy = copy and copy.for_length(length)
         resources = drafters.Resources(target, cache, sampler, params, model.heads, model.glide, model.corpora, draft,
-                                       clock=self.clock, shared_statistics=model.shared_statistics,
+                                       clock=self.clock, knowledge=model.knowledge,
                                        draft_copy=self._draft_copy, eagle=model.eagle)
         context = Context(prompt)
         context.extend(int(token) for token in written)

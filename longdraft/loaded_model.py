@@ -19,8 +19,8 @@ import torch
 
 from longdraft import drafters, parallel
 from longdraft.core import Prompt, SamplingParams
+from longdraft.drafters.auto import SharedKnowledge
 from longdraft.drafters.corpus import Corpora
-from longdraft.drafters.cost_model import SharedStatistics
 from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.model import fingerprint, hub
@@ -76,7 +76,7 @@ class LoadedModel:
     defaults           the model's own sampling defaults
     hub_options        how names of further models are resolved
     corpora            texts of the drafter `suffix`, indexed when a request needs them
-    shared_statistics  what the drafter `auto` has measured, shared by all requests
+    knowledge          what the requests know of the candidates of the drafter `auto`
     heads_name         the folder or hub id that the user named for heads of any kind or glide
     heads, glide, eagle  trained parts, if found
     draft, draft_name  a smaller draft model, and the name it was loaded by; "" for the one in the model's folder
@@ -92,7 +92,7 @@ class LoadedModel:
     defaults: Defaults
     hub_options: hub.Hub
     corpora: Corpora
-    shared_statistics: SharedStatistics
+    knowledge: SharedKnowledge
     heads_name: str | None = None
     heads: Heads | None = None
     glide: Glide | None = None
@@ -120,7 +120,7 @@ class LoadedModel:
                      else owner.load(hub.resolve(heads_name, hub_options)))
         corpora = Corpora(partial(tokenizer.encode, add_special_tokens=False), target.config.vocab_size)
         loaded = cls(name, files, target, tokenizer, defaults, hub_options, corpora,
-                     SharedStatistics(target.weights_in_tokens), heads_name, *parts,
+                     SharedKnowledge(target.weights_in_tokens), heads_name, *parts,
                      quantized_cache=quantized_cache, ranks=ranks or parallel.SingleProcess())
         return loaded.with_draft_for(choice)
 
@@ -140,7 +140,7 @@ class LoadedModel:
             loaded = replace(loaded, draft_weights=weights,
                              draft_copy=load_copy(self.files, self.target, weights, self.quantized_cache))
         if is_other:  # its costs and its acceptance differ
-            loaded = replace(loaded, shared_statistics=SharedStatistics(self.target.weights_in_tokens))
+            loaded = replace(loaded, knowledge=SharedKnowledge(self.target.weights_in_tokens))
         if choice.needs and getattr(loaded, choice.needs) is None:
             what, cure = (("a smaller model", "--drafter-option model=NAME") if choice.needs == "draft" else
                           ("an EAGLE head" if choice.needs == "eagle" else f"trained {choice.needs}", "--heads"))

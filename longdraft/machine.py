@@ -95,7 +95,7 @@ def description(kernels: Kernels | None = None) -> dict[str, Any]:
     """The machine and the software versions that a measurement depends on."""
     about = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
@@ -126,7 +126,7 @@ def available_memory() -> int:
     return _meminfo("MemAvailable") or 1 << 30
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's name and its vector units that the kernels can use."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -34,6 +34,14 @@ def pytest_collection(session: pytest.Session) -> None:
     hypothesis.settings.load_profile("quiet")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests keep nothing in the user's cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def restore_log_level() -> Iterator[None]:
     """Restore the log level, which a server started by a test sets for the whole process."""

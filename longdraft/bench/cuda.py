@@ -22,7 +22,6 @@ import torch
 
 from longdraft import kernels, machine
 from longdraft.bench import cuda_models as models
-from longdraft.bench.decode import random_cache
 from longdraft.bench.shapes import SHAPES
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
@@ -217,7 +216,7 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _verifies(model: Transformer, context: int, rows: int) -> Callable[[], object]:
     """A verification of `rows` rows behind `context` random ones: forward, logits and sampling. Commits nothing."""
-    cache, text = random_cache(model, context, _ROOM), Context([5] * (context + 1))
+    cache, text = model.random_cache(context, _ROOM), Context([5] * (context + 1))
     sampler = Sampler(_SAMPLING, kernels=model.kernels)
     tree = chain(5, [5] * (rows - 1), "guess")
 
@@ -252,7 +251,7 @@ def steps(plan: CudaPlan, model: Transformer, context: int, rate: float | None) 
 
 def _wall_ms(model: Transformer, context: int, count: int) -> float:
     """Milliseconds of a step of plain decoding while a text is written."""
-    cache = random_cache(model, context, _ROOM)
+    cache = model.random_cache(context, _ROOM)
     sampler = Sampler(_SAMPLING, kernels=model.kernels)
     step = Step(model, cache, PlainDrafter(), sampler, Context([5] * (context + 1)), Timings(), Tally())
     for _ in range(3):
@@ -292,7 +291,7 @@ def equality(plan: CudaPlan, model: Transformer, context: int) -> dict[str, Any]
     texts: list[list[int]] = []
     taken = 0
     for is_plain in (True, False):
-        cache, text, tally = random_cache(model, context, _ROOM), Context([5] * (context + 1)), Tally()
+        cache, text, tally = model.random_cache(context, _ROOM), Context([5] * (context + 1)), Tally()
         drafter = PlainDrafter() if is_plain else _LyingDrafter(texts[0], len(text))
         step = Step(model, cache, drafter, Sampler(_SAMPLING, kernels=model.kernels), text, Timings(), tally)
         while len(text) - context - 1 < plan.equality_tokens:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longdraft.bench.kernels import fill_store, num_copies
+from longdraft.bench.kernels import num_copies
 from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
@@ -69,24 +69,13 @@ class ModelCopies:
         count = num_copies(self.bytes_of_step(context), memory)
         while len(self._loaded) < count:
             self._loaded.append(checkpoint.load_transformer(self._files, self.config, self.kernels, self.quantize))
-        return [CachedText(model, random_cache(model, context)) for model in self._loaded[:count]]
+        return [CachedText(model, model.random_cache(context)) for model in self._loaded[:count]]
 
     def check(self, contexts: Sequence[int], steps: int) -> None:
         """Raise UsageError if the contexts and the steps behind them exceed the model's context limit."""
         if max(contexts) + steps > self.config.max_positions:
             raise UsageError(f"--contexts is {max(contexts)}, and {steps} steps follow; allowed: "
                              f"{self.config.max_positions} in all (the model's context limit)")
-
-
-def random_cache(model: Transformer, context: int, room: int = 0) -> FullCache:
-    """A cache of `context` random positions, with memory reserved for `room` more."""
-    config, kernels, cache = model.config, model.kernels, model.new_cache()
-    cache.reserve(context + room)
-    generator = torch.Generator(kernels.device).manual_seed(1)
-    for store in cache.stores:
-        fill_store(store, context, (config.num_kv_heads, config.head_dim), kernels, generator)
-    cache.length = context
-    return cache
 
 
 def measure_roofline(models: ModelCopies, context: int, rows: Sequence[int], memory: int, repeats: int,

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longdraft.cache.full import fill_randomly
 from longdraft.core import Context, SamplingParams
-from longdraft.kernels import KV, Kernels, KVStore, Linear
+from longdraft.kernels import KV, Kernels, Linear
 from longdraft.machine import Limits, dtype_name
 from longdraft.model.config import ModelConfig
 from longdraft.report.table import Table
 from longdraft.sampling.sampler import Sampler
 from longdraft.timing import Call, Timing, interleaved
 from longdraft.tree import chain
-
-_STORE_BLOCK = 4096  # random positions
 
 
 class AttentionShape(NamedTuple):
@@ -80,26 +79,15 @@ def num_copies(nbytes: int, memory: int) -> int:
     return max(1, math.ceil(memory / nbytes))
 
 
-def fill_store(store: KVStore, positions: int, shape: tuple[int, int], kernels: Kernels,
-               generator: torch.Generator) -> None:
-    """Write random keys and values [positions, *shape]. They repeat every 4,096 positions."""
-    store.reserve(positions)
-    k, v = (torch.randn(min(positions, _STORE_BLOCK), *shape, generator=generator, device=kernels.device).to(
-        kernels.dtype) for _ in range(2))
-    for start in range(0, positions, _STORE_BLOCK):
-        count = min(_STORE_BLOCK, positions - start)
-        store.write(start, k[:count], v[:count])
-
-
 def measure_attention(kernels: Kernels, shape: AttentionShape, plan: KernelPlan, limits: Limits
                       ) -> list[dict[str, Any]]:
     """One layer's attention: a chain of rows behind `plan.positions` random keys and values."""
     heads, kv_heads, dim = shape
     nbytes = 2 * plan.positions * kv_heads * dim * kernels.dtype.itemsize
     stores = [kernels.new_store(kv_heads, dim) for _ in range(num_copies(nbytes, plan.memory))]
-    generator = torch.Generator(kernels.device).manual_seed(1)
     for store in stores:
-        fill_store(store, plan.positions, (kv_heads, dim), kernels, generator)
+        store.reserve(plan.positions)
+        fill_randomly(store, plan.positions, (kv_heads, dim), kernels)
     turn = cycle(stores)
 
     def call_with(rows: int) -> Call:

@@ -41,7 +41,7 @@ def by_quantization(models: Sequence[ModelCopies], ids: Sequence[int], context: 
 
     The settings take turns in decoding, so that a slow moment of the machine affects all.
     """
-    texts = [CachedText(each.model, decode.random_cache(each.model, context)) for each in models]
+    texts = [CachedText(each.model, each.model.random_cache(context)) for each in models]
     rounds = [[decode.time_steps(text, STEPS_PER_TURN)["step_ms"] for text in texts] for _ in range(repeats)]
     records = []
     for each, times in zip(models, zip(*rounds, strict=True), strict=True):

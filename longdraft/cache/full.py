@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from longdraft.cache.taps import TapLog
@@ -86,3 +87,17 @@ class FullCache:
     @property
     def nbytes(self) -> int:
         return sum(store.nbytes for store in self.stores)
+
+
+_RANDOM_BLOCK = 4096  # positions
+
+
+def fill_randomly(store: KVStore, positions: int, shape: tuple[int, int], kernels: Kernels) -> None:
+    """Write random keys and values [positions, *shape] to a store, to time what reads them. They repeat every 4,096
+    positions and are the same each time."""
+    generator = torch.Generator(kernels.device).manual_seed(1)
+    k, v = (torch.randn(min(positions, _RANDOM_BLOCK), *shape, generator=generator, device=kernels.device).to(
+        kernels.dtype) for _ in range(2))
+    for start in range(0, positions, _RANDOM_BLOCK):
+        count = min(_RANDOM_BLOCK, positions - start)
+        store.write(start, k[:count], v[:count])

@@ -18,6 +18,8 @@ import math
 import torch
 from torch import Tensor
 
+from longdraft.kernels import native
+
 _DECAY_ROWS = 128.0  # rows after which a row's weight is 1 / e
 _RIDGE = 0.05  # ridge penalty, relative to the queries' mean variance
 _RIDGE_ROWS = 4.0  # rows' worth of further penalty: it keeps the slope small while few rows are known
@@ -34,37 +36,44 @@ class Remainder:
         count = num_layers * num_heads
         # Decayed sums over rows of x^T x and x^T y with x = (u, 1) and y = r; and the solution (W, b) [L H, D+1, D+1].
         self._gram, self._cross, self._fit = (torch.zeros(count, *self._shape[2:], device=device) for _ in range(3))
-        self._unfitted = _FIT_EVERY  # rows added since the last solution
+        self._base = self._fit[:, -1:].clone()  # b, to which the last row's error is added
+        self._new: list[tuple[Tensor, Tensor]] = []  # rows (x, y) that are not in the sums yet
+        self._has_fit = False
 
     @property
     def nbytes(self) -> int:
         return self._gram.nbytes + self._cross.nbytes + self._fit.nbytes
 
     def learn(self, content: Tensor, remainders: Tensor) -> Tensor:
-        """Add verified rows, and return the function [L, H, D + 1, D + 1] for the next drafts.
+        """Add verified rows, and return the function [L, H, D + 1, D + 1] for the next drafts. The next call changes it.
 
         content     the rows' queries before rotation [L, T, H, D]
         remainders  the rows' exact remainders [L, T, H, D + 1], from `Kernels.remainder`
         """
-        rows = content.shape[1]
         x, y = (part.transpose(1, 2).flatten(0, 1).float() for part in (content, remainders))  # [L H, T, ...]
         x = torch.cat([x, torch.ones_like(y[..., -1:])], -1)
         # Skip rows for which no key was left out, and rows with NaN: a NaN would never leave the sums.
-        is_valid = (x.isfinite() & y.isfinite()).all(-1, keepdim=True)
+        is_valid = torch.isfinite(x.sum(-1, keepdim=True) + y.sum(-1, keepdim=True))
         x, y = torch.where(is_valid, x, 0.0), torch.where(is_valid, y, 0.0)
+        self._new.append((x, y))
+        if not self._has_fit or sum(x.shape[1] for x, _ in self._new) >= _FIT_EVERY:
+            self._add_new_rows()
+            self._fit = self._solve()
+            self._base = self._fit[:, -1:].clone()
+            self._has_fit = True
+        last = x[:, -1:, :-1]
+        error = y[:, -1:] - (last @ self._fit[:, :-1] + self._base)
+        self._fit[:, -1:] = self._base + _LAST_ERROR * error * is_valid[:, -1:]
+        return self._fit.view(self._shape)
+
+    def _add_new_rows(self) -> None:
+        x, y = (torch.cat(parts, 1) for parts in zip(*self._new, strict=True))
+        self._new.clear()
+        rows = x.shape[1]
         fade = torch.exp(torch.arange(1 - rows, 1, device=x.device) / _DECAY_ROWS)
-        weighted = (x * fade[:, None]).transpose(1, 2)
-        before = math.exp(-rows / _DECAY_ROWS)
+        weighted, before = (x * fade[:, None]).transpose(1, 2), math.exp(-rows / _DECAY_ROWS)
         self._gram.baddbmm_(weighted, x, beta=before)
         self._cross.baddbmm_(weighted, y, beta=before)
-        self._unfitted += rows
-        if self._unfitted >= _FIT_EVERY:
-            self._fit = self._solve()
-            self._unfitted = 0
-        mapped = self._fit.clone()
-        last = x[:, -1:]
-        mapped[:, -1:] += _LAST_ERROR * (y[:, -1:] - last @ self._fit) * is_valid[:, -1:]
-        return mapped.view(self._shape)
 
     def _solve(self) -> Tensor:
         """The solution of the normal equations, by layer and head."""
@@ -76,6 +85,6 @@ class Remainder:
         ridge = torch.zeros_like(self._gram[:, 0])
         ridge[:, :-1] = ((_RIDGE * mass + _RIDGE_ROWS) * spread)[:, None]
         ridge[:, -1] = 1e-6
-        fit: Tensor = torch.linalg.solve_ex(self._gram + torch.diag_embed(ridge), self._cross)[0]
+        fit = native.solve_spd(self._gram + torch.diag_embed(ridge), self._cross)
         fit[:, -1, -1].masked_fill_(mass < 1e-3, _LOG_ZERO)  # heads of which nothing was ever left out
-        return fit.contiguous()
+        return fit

@@ -50,6 +50,13 @@ class TapLog:
         self._tail = Taps(self.layers, torch.empty(shape, dtype=self._kernels.dtype, device=self._kernels.device))
         return self._tail
 
+    def fill(self, count: int) -> None:
+        """Commit `count` rows of zeros."""
+        for start in range(0, count, LATEST):
+            size = min(LATEST, count - start)
+            self.append(size).rows.zero_()
+            self.commit(range(size))
+
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these provisional rows, in this order; drop the others."""
         if self._tail is not None and len(rows):

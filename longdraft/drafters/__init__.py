@@ -29,13 +29,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+from longdraft import kernels, machine
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialCache
 from longdraft.core import SamplingParams
+from longdraft.drafters import costs
 from longdraft.drafters import options as drafter_options
-from longdraft.drafters.auto import AutoDrafter, AutoOptions
+from longdraft.drafters.auto import AutoDrafter, AutoOptions, SharedKnowledge
 from longdraft.drafters.corpus import Corpora
-from longdraft.drafters.cost_model import SharedStatistics
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
 from longdraft.drafters.eagle import EagleDrafter, EagleOptions
 from longdraft.drafters.glide import GlideDrafter, GlideOptions
@@ -54,6 +55,7 @@ from longdraft.model.routine import CostClock
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Drafter
+from longdraft.version import __version__
 
 AUTO = "auto"
 
@@ -69,7 +71,7 @@ class Resources(NamedTuple):
     partial             a partial cache that several drafters of this request share; None: a drafter makes its own
     clock               the time that this request takes; None: the wall clock, if no other request runs
     draft_copy          a quantised copy of the target for self-drafting chains; None: they draft with the target
-    shared_statistics   what the engine's requests have measured for `auto`
+    knowledge           what the engine's requests know of the candidates of `auto`
     """
 
     model: Transformer
@@ -82,7 +84,7 @@ class Resources(NamedTuple):
     draft: Transformer | None = None
     partial: PartialCache | None = None
     clock: CostClock | None = None
-    shared_statistics: SharedStatistics | None = None
+    knowledge: SharedKnowledge | None = None
     draft_copy: Transformer | None = None
     eagle: Eagle | None = None
 
@@ -94,24 +96,61 @@ class DrafterSpec(NamedTuple):
     build    makes the drafter of one request from options and resources
     needs    the part of `Resources` without which it cannot draft
     in_auto  options with which `auto` tries it, if the part that it needs is there; None: `auto` does not try it
+    prior    share of right guesses that `auto` expects before it has drafted
     """
 
     options: type[DrafterOptions]
     build: Callable[[Any, Resources], Drafter]
     needs: Literal["", "heads", "glide", "eagle", "draft"] = ""
     in_auto: Mapping[str, Any] | None = None
+    prior: float = 0.6
 
 
 def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
-    """All candidates for which the parts are there. Those that draft with the target share one partial cache, so that
-    it is up to date whichever of them drafts next."""
-    shared = new_partial_cache(MagicDecOptions().settings(), resources.model, resources.cache)
-    resources = resources._replace(partial=shared)
     if resources.draft is not None and resources.draft.config.max_positions < options.draft_window:
         resources = resources._replace(draft=None)
-    candidates = {name: spec.build(spec.options(**spec.in_auto), resources) for name, spec in DRAFTERS.items()
-                  if spec.in_auto is not None and (not spec.needs or getattr(resources, spec.needs))}
-    return AutoDrafter(candidates, resources.shared_statistics, resources.clock, shared)
+    resources = _with_shared_cache(resources)
+    candidates = _candidates(resources)
+    knowledge, clock = resources.knowledge or SharedKnowledge(), resources.clock or CostClock(always=True)
+
+    def random_text_candidates(cache: FullCache, sampler: Sampler) -> dict[str, Drafter]:
+        return _candidates(_with_shared_cache(resources._replace(cache=cache, sampler=sampler)))
+
+    def calibrate() -> None:
+        found = costs.load_or_measure(
+            _costs_identity(resources), list(candidates), clock.agree,
+            lambda: costs.measure(resources.model, resources.sampler, random_text_candidates))
+        knowledge.begin(found, {name: DRAFTERS[name].prior for name in candidates})
+
+    def forget() -> None:
+        costs.forget(_costs_identity(resources))
+
+    return AutoDrafter(candidates, calibrate, forget, knowledge, clock, resources.partial)
+
+
+def _with_shared_cache(resources: Resources) -> Resources:
+    """Candidates that draft with the target share one partial cache, so that it is up to date whichever drafts next."""
+    return resources._replace(partial=new_partial_cache(MagicDecOptions().settings(), resources.model,
+                                                        resources.cache))
+
+
+def _candidates(resources: Resources) -> dict[str, Drafter]:
+    """The drafters that `auto` tries, by name: all for which the parts are there."""
+    return {name: spec.build(spec.options(**spec.in_auto), resources) for name, spec in DRAFTERS.items()
+            if spec.in_auto is not None and (not spec.needs or getattr(resources, spec.needs))}
+
+
+def _costs_identity(resources: Resources) -> dict[str, Any]:
+    """What the costs of the candidates depend on."""
+    model, draft, copy = resources.model, resources.draft, resources.draft_copy
+    return {
+        "machine": machine.processor(), "threads": kernels.threads(model.kernels), "version": __version__,
+        "kernels": model.kernels.name, "device": str(model.kernels.device), "dtype": str(model.kernels.dtype),
+        "model": model.config.sha256(), "quantize": model.weights.quantize,
+        "copy": copy and copy.weights.quantize, "draft": draft and draft.config.sha256(),
+        "heads": resources.heads and len(resources.heads), "glide": resources.glide is not None,
+        "eagle": resources.eagle is not None,
+    }
 
 
 def _build_plain(options: PlainOptions, resources: Resources) -> Drafter:
@@ -164,15 +203,15 @@ def _build_triforce(options: TriForceOptions, resources: Resources) -> Drafter:
 
 DRAFTERS: dict[str, DrafterSpec] = {
     AUTO: DrafterSpec(AutoOptions, _build_auto),
-    "plain": DrafterSpec(PlainOptions, _build_plain, in_auto={}),
+    "plain": DrafterSpec(PlainOptions, _build_plain, in_auto={}, prior=0.0),
     "ngram": DrafterSpec(NgramOptions, _build_ngram),
-    "suffix": DrafterSpec(SuffixOptions, _build_suffix, in_auto={}),
-    "tokenswift": DrafterSpec(TokenSwiftOptions, _build_self_draft, needs="heads", in_auto={"chain": 16}),
+    "suffix": DrafterSpec(SuffixOptions, _build_suffix, in_auto={}, prior=0.2),
+    "tokenswift": DrafterSpec(TokenSwiftOptions, _build_self_draft, needs="heads", in_auto={"chain": 16}, prior=0.85),
     "medusa": DrafterSpec(MedusaOptions, _build_medusa, needs="heads", in_auto={}),
-    "magicdec": DrafterSpec(MagicDecOptions, _build_self_draft, in_auto={"chain": 16}),
+    "magicdec": DrafterSpec(MagicDecOptions, _build_self_draft, in_auto={"chain": 16}, prior=0.85),
     "draft-model": DrafterSpec(DraftModelOptions, _build_draft_model, needs="draft", in_auto={}),
     "glide": DrafterSpec(GlideOptions, _build_glide, needs="glide", in_auto={}),
-    "eagle": DrafterSpec(EagleOptions, _build_eagle, needs="eagle", in_auto={}),
+    "eagle": DrafterSpec(EagleOptions, _build_eagle, needs="eagle", in_auto={}, prior=0.7),
     "triforce": DrafterSpec(TriForceOptions, _build_triforce),
 }
 

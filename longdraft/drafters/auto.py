@@ -1,30 +1,34 @@
-"""The default drafter: it measures all candidates while writing, and drafts with the fastest one.
+"""The default drafter: it drafts with the fastest of all candidates, plain decoding among them.
 
-Each step uses the candidate and the depth with the fewest expected seconds for each token, plain decoding among them
-(longdraft/drafters/cost_model.py has the equations). Guesses whose expected gain is below the cost of their row are
-removed before verification. So drafting begins when the text is long enough for it to pay, and becomes deeper as the
+Costs belong to the machine and are measured once (longdraft/drafters/costs.py). Acceptance belongs to the text and is
+counted while writing (longdraft/drafters/acceptance.py). Together they rate each candidate c at each depth d:
+
+    seconds for each token  =  (forward(rows_c(d)) + draft_c(d))  /  (1 + P_c(1) + ... + P_c(d))
+
+The candidate and the depth with the fewest seconds draft next. Of the tree, as many of the likeliest guesses are
+verified as pay for their rows. So drafting begins when the text is long enough for it to pay, and becomes deeper as the
 text grows. Measured times may decide, because no choice can change the text.
 
-Candidates that are not in use are *probed* for a few steps now and then:
-
-- A candidate with measurements is probed when the time since its last probe, times `probe_budget`, exceeds the time
-  that the probe is expected to lose. All probes together so cost at most that share of the time.
-- A candidate without measurements gets a first probe. First probes follow each other at once while they gain time, and
-  wait while they have lost more than `first_probe_budget` of the time. Requests of one engine share what they measure:
-  one of them makes the first probe, and a new request starts with what the earlier ones have measured.
+The acceptance of a candidate is only seen while it drafts. Candidates that could be the fastest are *probed* for a few
+steps now and then. All requests of an engine share a budget of time that probes may lose. A probe that gains costs
+nothing of it, and a candidate that would lose even if all its guesses were right is not probed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from longdraft.cache.partial import PartialCache
 from longdraft.core import Context
-from longdraft.drafters.cost_model import AUTO_SETTINGS, NodeAcceptance, Rating, SharedStatistics
+from longdraft.drafters.acceptance import AcceptanceByDepth, NodeAcceptance
+from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts, Pace
 from longdraft.drafters.draft_model import DraftModelOptions
 from longdraft.drafters.options import DrafterOptions
 from longdraft.model.draft_copy import AUTO as AUTO_WEIGHTS
@@ -55,102 +59,252 @@ class AutoOptions(DrafterOptions):
         return DraftModelOptions().draft_window
 
 
-class Selector:
-    """Decides which candidate drafts next, and how deep, from what one request and all requests have measured.
+@dataclass(frozen=True)
+class AutoSettings:
+    """The constants of `auto`. They set how fast it learns and what it may spend on that; none changes a text.
 
-    names  of the candidates, plain decoding first
+    max_depth              deepest draft
+    max_rows               most rows of a verification
+    switch_ratio           another candidate must take at most this share of the leader's time for each token
+    steps_per_decision     steps between two decisions while plain decoding leads; they are short
+    drafts_per_decision    steps between two decisions while another candidate leads
+    steps_per_exploration  every so many steps a draft is `exploration_depth` tokens deeper than the best depth
+    first_steps            steps that a candidate is probed before it may be chosen
+    probe_steps            steps of a later probe
+    probe_budget           share of the time that probes may lose
+    allowance              steps of plain decoding that first probes may lose besides
+    least_loss             steps of plain decoding that each step of a probe is expected to lose at least
+    tokens_per_report      new tokens over which `choices` of the statistics are counted
     """
 
-    def __init__(self, names: list[str], shared: SharedStatistics, clock: CostClock) -> None:
+    max_depth: int = 16
+    max_rows: int = 64
+    switch_ratio: float = 0.97
+    steps_per_decision: int = 8
+    drafts_per_decision: int = 2
+    steps_per_exploration: int = 32
+    exploration_depth: int = 2
+    first_steps: int = 4
+    probe_steps: int = 3
+    probe_budget: float = 0.005
+    allowance: float = 4.0
+    least_loss: float = 0.5
+    tokens_per_report: int = 1024
+
+
+AUTO_SETTINGS = AutoSettings()
+
+_SIZES = [rows.bit_length() for rows in range(1 + AUTO_SETTINGS.max_rows)]  # forwards of a size share a pace
+_TYPICAL = 0.05  # share of a step that a draft must take to tell the pace of drafts
+
+FloatArray = NDArray[np.float64]
+
+
+class Rating(NamedTuple):
+    """What to expect of a candidate.
+
+    seconds  for each token at its best depth
+    depth    that depth; 0 for plain decoding
+    least    seconds for each token if all guesses were right
+    tokens   expected of a step
+    """
+
+    seconds: float
+    depth: int
+    least: float
+    tokens: float
+
+
+class Candidate:
+    """What the requests of an engine know of one drafter.
+
+    costs  as they were measured on this machine
+    prior  share of right guesses to expect before it has drafted
+    """
+
+    def __init__(self, costs: DraftCosts, prior: float) -> None:
+        self.costs = costs
+        self.acceptance = AcceptanceByDepth(AUTO_SETTINGS.max_depth, prior)
+        self.steps = 0
+        self._nodes = costs.nodes  # guesses that are verified, for each token of depth
+
+    def add(self, tree: Tree, allowed: int, accepted: int) -> None:
+        """A step that could draft `allowed` deep and verified `tree`."""
+        self.steps += 1
+        self.acceptance.add(allowed, accepted)
+        self._nodes += 0.05 * ((len(tree) - 1) / max(1, allowed) - self._nodes)
+
+    def rate(self, steps: FloatArray, draft_factor: float, reached: list[float]) -> Rating:
+        """steps: seconds of a step without its draft, by rows from 0 on; draft_factor: of the seconds of a draft;
+        reached: P(1), P(2), ..."""
+        depths = np.arange(1, 1 + (self.costs.depth or AUTO_SETTINGS.max_depth))
+        rows = np.minimum(len(steps) - 1, 1 + np.rint(self._nodes * depths)).astype(np.int64)
+        seconds = steps[rows] + draft_factor * (self.costs.base + self.costs.token * depths)
+        tokens = 1 + np.cumsum(reached[: len(depths)])
+        best = int((seconds / tokens).argmin())
+        return Rating(float(seconds[best] / tokens[best]), best + 1, float((seconds / (1 + depths)).min()),
+                      float(tokens[best]))
+
+
+class SharedKnowledge:
+    """What the requests of an engine know, and what their probes may lose. One thread runs the requests of an engine.
+
+    weights_in_tokens  tokens of context whose KV cache is as large as the model's weights
+    """
+
+    def __init__(self, weights_in_tokens: float = 1.0) -> None:
+        self.forward = ForwardCosts.by_size(weights_in_tokens)
+        self.candidates: dict[str, Candidate] = {}
+        self.pace = Pace()
+        self.seconds = 0.0  # of all steps
+        self.lost = 0.0  # by probes, and reserved for those that are being made
+
+    def begin(self, costs: Costs, priors: Mapping[str, float]) -> None:
+        """Take over the measured costs. priors: share of right guesses to expect of each candidate"""
+        self.forward = costs.forward
+        self.candidates = {name: Candidate(draft, priors[name]) for name, draft in costs.drafts.items()}
+
+
+class Selector:
+    """Decides which candidate drafts next, and how deep, for one request. The first candidate is plain decoding."""
+
+    def __init__(self, shared: SharedKnowledge, clock: CostClock, context: Context) -> None:
         self._shared, self._clock = shared, clock
-        self._plain = names[0]
-        depths = {name: AUTO_SETTINGS.max_depth if name != self._plain else 0 for name in names}
-        self._known = {name: shared.candidate(name, max_depth) for name, max_depth in depths.items()}
-        self.acceptance = {name: known.acceptance_by_depth.of_a_request() for name, known in self._known.items()}
-        self._ratings: dict[str, Rating] = {}  # of the candidates with measurements
-        self._turns = cycle([*names[1:], self._plain])  # plain decoding was just measured
-        self.active = self._leader = self._plain  # the leader drafts while nothing is probed
-        self.probe_steps_left = AUTO_SETTINGS.first_probe_steps  # the first steps of all measure plain decoding
-        self.is_early_probe = False  # the probed candidate has few measurements
-
-    def begin(self, context: Context) -> None:
-        """Start with what earlier requests have measured, if there were any."""
-        if self._known[self._plain].steps:
-            for name in self._known:
-                self._rate(name, context)
-            self.active = self._leader = min(self._ratings, key=self._ratings.__getitem__)
-            self.probe_steps_left = 0
+        self._plain, *others = shared.candidates
+        self._turns = cycle(others or [self._plain])
+        self._acceptance = {name: known.acceptance.of_a_request() for name, known in shared.candidates.items()}
+        self._ratings: dict[str, Rating] = {}
+        self._probe_steps, self._reserved = 0, 0.0  # steps and seconds that are left to the current probe
+        self._look(context)
+        for name in shared.candidates:
+            self._rate(name)
+        self.active = self._leader = self._best()  # the leader drafts while nothing is probed
+        for name in sorted(self._ratings, key=self._ratings.__getitem__):
+            if not self.is_probing and not self._is_trusted(name):
+                self._probe(name)
 
     @property
-    def rating(self) -> Rating:
-        """Of the active candidate, which is not being probed for the first time."""
-        return self._ratings[self.active]
+    def is_probing(self) -> bool:
+        return self._probe_steps > 0
 
     @property
-    def plain_seconds(self) -> float:
-        """Expected seconds for each token of plain decoding."""
-        return self._ratings[self._plain].seconds
+    def steps_per_decision(self) -> int:
+        if self.is_probing:
+            return 1
+        is_plain = self.active == self._plain
+        return AUTO_SETTINGS.steps_per_decision if is_plain else AUTO_SETTINGS.drafts_per_decision
 
-    def decide(self, context: Context, has_switched: bool) -> None:
-        """Choose the active candidate. has_switched: the last step was the active candidate's first since a switch."""
+    @property
+    def depth(self) -> int:
+        """How deep the active candidate drafts. Its first drafts are short: they may all be wrong."""
+        return min(self._ratings[self.active].depth, 2 << min(8, self._shared.candidates[self.active].steps))
+
+    def decide(self, context: Context) -> None:
+        """Choose the active candidate."""
+        self._look(context)
         turn = next(self._turns)  # one other candidate is rated at a time: rating all would cost a part of a short step
-        self._rate(self.active, context)
-        self._rate(turn, context)
-        if not self._ratings:
-            return
-        best = min(self._ratings, key=self._ratings.__getitem__)
-        if best == self._plain or self._leader not in self._ratings or self._is_faster(best):
-            self._leader = best
-        if self.probe_steps_left:
-            self.probe_steps_left -= 1
-            if self.probe_steps_left and not self._is_hopeless(best, has_switched):
+        for name in {self._plain, self._leader, self.active, turn}:
+            self._rate(name)
+        if self.is_probing:
+            self._probe_steps -= 1
+            if self.is_probing and self._reserved > 0:
                 return
-            self.probe_steps_left, self.is_early_probe = 0, False
-        unknown = next((name for name in self._known
-                        if name not in self._ratings and self._shared.claim_first_probe(name)), None)
-        if unknown:
-            self._probe(unknown, AUTO_SETTINGS.first_probe_steps)
-        elif turn != self._leader and turn in self._ratings and self._probe_credit(turn, context) > 0:
-            self._probe(turn, AUTO_SETTINGS.probe_steps)
+            self._probe_steps = 0
+            self._shared.lost = max(0.0, self._shared.lost - self._reserved)
+        self._rate(self._best())  # its rating may be old
+        best = self._best()
+        if best == self._plain or self._ratings[best].seconds < (
+                AUTO_SETTINGS.switch_ratio * self._ratings[self._leader].seconds):
+            self._leader = best
+        self.active = self._leader
+        if turn != self._leader:
+            self._probe(turn)
+
+    def learn(self, tree: Tree, allowed: int, accepted: int) -> None:
+        """The outcome of a step of the active candidate, which could draft `allowed` deep."""
+        self._shared.candidates[self.active].add(tree, allowed, accepted)
+        self._acceptance[self.active].add(allowed, accepted)
+
+    def spend(self, tokens: int, rows: int, step: float, drafted: int, draft: float, is_typical: bool) -> None:
+        """A step wrote `tokens` tokens. It took `step` seconds with so many rows, after `draft` seconds for a draft
+        `drafted` tokens deep. is_typical: the draft did nothing else"""
+        shared = self._shared
+        shared.seconds += step + draft
+        if self.is_probing:
+            self._reserved -= step + draft - tokens * self._ratings[self._leader].seconds
+        if rows < len(self._steps):
+            shared.pace.add(self._forward_kind(_SIZES[rows]), step / self._steps[rows], is_forward=True)
+        expected = self._draft_factor(self.active) * shared.candidates[self.active].costs.at(drafted)
+        if is_typical and expected > _TYPICAL * step:
+            shared.pace.add(self._draft_kind(self.active), draft / expected)
+
+    def num_guesses(self, reach: Sequence[float]) -> int:
+        """How many of the likeliest guesses are worth their rows. reach: P(guess becomes text), falling"""
+        most = min(len(reach), len(self._steps) - 2)
+        if not most:
+            return 0
+        gain = np.cumsum(reach[:most]) * self._ratings[self.active].seconds - self._steps[2 : most + 2]
+        best = int(gain.argmax())
+        return best + 1 if gain[best] > -self._steps[1] else 0
+
+    def _look(self, context: Context) -> None:
+        """Seconds of a step without its draft, by rows, behind the text as it is now."""
+        factors = [self._shared.pace[self._forward_kind(size)] for size in range(_SIZES[-1] + 1)]
+        forward, requests = self._shared.forward, self._clock.batch_size
+        self._steps = np.take(factors, _SIZES) * forward.at(np.arange(len(_SIZES)), len(context), requests)
+        self._share = forward.share(requests)
+
+    def _forward_kind(self, size: int) -> tuple[object, ...]:
+        return size, self._clock.batch_size > 1
+
+    def _draft_kind(self, name: str) -> tuple[object, ...]:
+        return name, self._clock.batch_size > 1
+
+    def _draft_factor(self, name: str) -> float:
+        return self._share * self._shared.pace[self._draft_kind(name)]
+
+    def _rate(self, name: str) -> None:
+        if name == self._plain:
+            plain = float(self._steps[1])
+            self._ratings[name] = Rating(plain, 0, plain, 1.0)
         else:
-            self.active = self._leader
+            self._ratings[name] = self._shared.candidates[name].rate(
+                self._steps, self._draft_factor(name), self._acceptance[name].reached())
 
-    def _rate(self, name: str, context: Context) -> None:
-        known = self._known[name]
-        if known.steps:
-            self._ratings[name] = known.rate(self._shared.forward, len(context), self._clock.batch_size,
-                                             self.acceptance[name])
+    def _is_trusted(self, name: str) -> bool:
+        """Whether the acceptance of a candidate is known well enough to choose it."""
+        return name == self._plain or self._shared.candidates[name].steps >= AUTO_SETTINGS.first_steps
 
-    def _is_faster(self, name: str) -> bool:
-        """Than the leader, by enough to pay for the switch. (A switch to plain decoding costs nothing.)"""
-        return self._ratings[name].seconds < AUTO_SETTINGS.switch_ratio * self._ratings[self._leader].seconds
+    def _best(self) -> str:
+        return min(filter(self._is_trusted, self._ratings), key=self._ratings.__getitem__)
 
-    def _is_hopeless(self, best: str, has_switched: bool) -> bool:
-        """Whether a first probe has shown in its first two measured steps that the candidate is much too slow."""
-        if has_switched or self._known[self.active].steps != 2:
-            return False
-        return self._ratings[self.active].seconds > AUTO_SETTINGS.hopeless_ratio * self._ratings[best].seconds
-
-    def _probe(self, name: str, steps: int) -> None:
-        self.active, self.probe_steps_left = name, steps
-        self.is_early_probe = self._known[name].trust < 1
-        self._shared.last_probe[name] = self._shared.seconds
-
-    def _probe_credit(self, name: str, context: Context) -> float:
-        """Seconds that a probe may lose, minus those that it is expected to lose."""
-        known, rating = self._known[name], self._ratings[name]
-        step = known.seconds(self._shared.forward, len(context), rating.depth, self._clock.batch_size)
-        slower = step * (1 - self._ratings[self._leader].seconds / rating.seconds) * AUTO_SETTINGS.probe_steps
-        trust = known.trust if self._shared.can_lose else 1.0
-        switch = trust * step + max(0.0, known.switch_seconds - step)  # at least the time of a step
-        elapsed = self._shared.seconds - self._shared.last_probe[name]
-        return elapsed * AUTO_SETTINGS.probe_budget / max(1, len(self._known) - 1) - (trust * slower + switch)
+    def _probe(self, name: str) -> None:
+        """Probe a candidate, if it could be the fastest and what it may lose is within the budget."""
+        leader, rating, plain = self._ratings[self._leader], self._ratings[name], self._ratings[self._plain].seconds
+        if rating.least > leader.seconds and name != self._plain:
+            return
+        budget = AUTO_SETTINGS.probe_budget * self._shared.seconds
+        if self._is_trusted(name):
+            steps = AUTO_SETTINGS.probe_steps
+        else:
+            steps = AUTO_SETTINGS.first_steps
+            budget += AUTO_SETTINGS.allowance * plain
+        loss = steps * max(AUTO_SETTINGS.least_loss * plain, rating.tokens * (rating.seconds - leader.seconds))
+        if self._shared.lost + loss <= budget:
+            self.active, self._probe_steps, self._reserved = name, steps, loss
+            self._shared.lost += loss
 
 
 class Proposal(NamedTuple):
-    """A tree that is being verified: the depth that it was allowed, and when drafting began and ended, in seconds."""
+    """A tree that is being verified.
+
+    drafted  depth that the draft was allowed
+    allowed  depth up to which its guesses were kept
+    began, ended  of drafting, in seconds
+    """
 
     tree: Tree
+    drafted: int
     allowed: int
     began: float
     ended: float
@@ -160,31 +314,33 @@ class AutoDrafter:
     """Drafts with one of `candidates` at a time.
 
     candidates  name -> drafter, plain decoding first
-    statistics  shared with the engine's other requests; None: this request's own
-    clock       the time that this request takes and how many requests share its forwards; None: the wall clock
+    calibrate   gives `shared` the costs of the candidates, when an engine writes its first text
+    forget      have the costs measured anew by the next engine, because they are off
+    shared      with the engine's other requests
+    clock       the time that this request takes and how many requests share its forwards
     partial     a partial cache that candidates share, for its memory
     """
 
-    def __init__(self, candidates: Mapping[str, Drafter], statistics: SharedStatistics | None = None,
-                 clock: CostClock | None = None, partial: PartialCache | None = None) -> None:
+    def __init__(self, candidates: Mapping[str, Drafter], calibrate: Callable[[], None], forget: Callable[[], None],
+                 shared: SharedKnowledge, clock: CostClock, partial: PartialCache | None = None) -> None:
         self._drafters = dict(candidates)
+        self._calibrate, self._forget = calibrate, forget
         self._partial = partial
-        self._clock = clock or CostClock(always=True)
-        self._shared = statistics or SharedStatistics()
-        self._selector = Selector(list(self._drafters), self._shared, self._clock)
+        self._clock = clock
+        self._shared = shared
+        self._selector: Selector | None = None
         self._node_acceptance = NodeAcceptance()
         self._proposal: Proposal | None = None
         self._num_steps = 0
-        self._has_switched = False  # the next step is the active candidate's first since a switch
-        self._switch_seconds = 0.0  # that it took to bring the active candidate up to date
+        self._has_switched = True  # the next step is the active candidate's first since a switch
         self._last_writer = ""
         self.turns: Counter[str] = Counter(dict.fromkeys(self._drafters, 0))  # tokens written with each candidate
         self.choices: list[Counter[str]] = []  # the same for each `tokens_per_report` new tokens
 
     @property
-    def active(self) -> str:
-        """Name of the candidate that drafts the next step."""
-        return self._selector.active
+    def selector(self) -> Selector:
+        assert self._selector is not None, "propose before begin"
+        return self._selector
 
     @property
     def nbytes(self) -> int:
@@ -194,72 +350,61 @@ class AutoDrafter:
     def begin(self, context: Context, verified: Verified | None) -> None:
         for drafter in self._drafters.values():
             drafter.begin(context, verified)
-        self._selector.begin(context)
+        if not self._shared.candidates:
+            self._calibrate()
+        self._selector = Selector(self._shared, self._clock, context)
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
-        began, probe_steps = self._clock(), self._selector.probe_steps_left
-        is_exploring = probe_steps > 0 or self._num_steps % AUTO_SETTINGS.steps_per_exploration == 0
-        if probe_steps:  # alternate between two depths, to measure what depth costs
-            depth = AUTO_SETTINGS.max_depth if probe_steps % 2 else AUTO_SETTINGS.max_depth // 4
-        else:
-            depth = max(1, self._selector.rating.depth) + AUTO_SETTINGS.exploration_depth * is_exploring
-        allowed = min(max_depth, depth)
-        tree = yield from self._drafters[self.active].propose(context, allowed)
-        if not is_exploring and len(tree) > 1:
-            whole, tree = tree, self._pruned(tree, context)
+        began, selector = self._clock(), self.selector
+        is_exploring = self._num_steps % AUTO_SETTINGS.steps_per_exploration == 0 and not selector.is_probing
+        drafted = allowed = min(max_depth, selector.depth + AUTO_SETTINGS.exploration_depth * is_exploring)
+        tree = yield from self._drafters[selector.active].propose(context, drafted)
+        if not is_exploring and not selector.is_probing and len(tree) > 1:
+            whole, tree = tree, self._worthwhile(tree)
             if tree is not whole:  # the step will show nothing about the depths that were cut off
                 allowed = max(tree.depths)
-        self._proposal = Proposal(tree, allowed, began, self._clock())
+        self._proposal = Proposal(tree, drafted, allowed, began, self._clock())
         return tree
 
-    def _pruned(self, tree: Tree, context: Context) -> Tree:
-        """The tree without the guesses whose row costs more than their probability times the time of a token."""
-        seconds, row = self._selector.rating.seconds, self._shared.forward.per_row(len(context))
-        return tree.kept([reach * seconds >= row for reach in self._node_acceptance.reach(tree)])
+    def _worthwhile(self, tree: Tree) -> Tree:
+        """The tree of the guesses that pay for their rows."""
+        reach = self._node_acceptance.reach(tree)
+        falling = sorted(reach[1:], reverse=True)
+        count = self.selector.num_guesses(falling)
+        least = falling[count - 1] if count else 1.0
+        return tree.kept([at_all >= least for at_all in reach])
 
     def observe(self, context: Context, accepted: Accepted) -> None:
-        verified_at, active = self._clock(), self.active
+        verified_at, active = self._clock(), self.selector.active
         self._drafters[active].observe(context, accepted)
-        self._measure(context, accepted, verified_at)
+        self._measure(accepted, verified_at)
         self._report(context, len(accepted.tokens))
-        if self._selector.probe_steps_left or self._num_steps % AUTO_SETTINGS.steps_per_decision == 0:
-            self._selector.decide(context, self._has_switched)
-        self._has_switched = self.active != active
-        if self._has_switched:  # the new candidate has not seen the latest tokens
-            began = self._clock()
-            self._drafters[self.active].observe(context, accepted)
-            self._switch_seconds = self._clock() - began
-
-    def _measure(self, context: Context, accepted: Accepted, verified_at: float) -> None:
-        """Add the step to the measurements."""
-        assert self._proposal is not None, "observe without propose"
-        tree, allowed, began, drafted_at = self._proposal
-        ended, num_accepted, requests = self._clock(), len(accepted.tokens) - 1, self._clock.batch_size
-        shared, known = self._shared, self._shared.candidates[self.active]
-        seconds = ended - began
         self._num_steps += 1
-        shared.seconds += seconds
-        if self._selector.is_early_probe:
-            switch = self._switch_seconds if self._has_switched else 0.0
-            shared.seconds_lost += seconds + switch - len(accepted.tokens) * self._selector.plain_seconds
+        if self._num_steps % self.selector.steps_per_decision == 0:
+            self.selector.decide(context)
+        self._has_switched = self.selector.active != active
+        if self._has_switched:  # the new candidate has not seen the latest tokens
+            self._drafters[self.selector.active].observe(context, accepted)
+
+    def _measure(self, accepted: Accepted, verified_at: float) -> None:
+        """Count the step's guesses and time."""
+        assert self._proposal is not None, "observe without propose"
+        tree, drafted, allowed, began, drafted_at = self._proposal
+        draft = drafted_at - began + self._clock() - verified_at
         if len(tree) > 1:
             self._node_acceptance.add(tree, accepted.rows)
-        if self._has_switched:  # some drafters catch up in `propose`, some in `observe`
-            ordinary = known.seconds(shared.forward, len(context), allowed, requests)
-            known.switch_seconds = max(0.0, self._switch_seconds + seconds - ordinary)
-        if self._has_switched or self._num_steps == 1:
-            return  # not typical: the candidate caught up, or the machine woke up
-        shared.forward.add_part(len(tree), len(context), requests, verified_at - drafted_at)
-        draft_seconds = ((drafted_at - began) + (ended - verified_at)) / shared.forward.share(requests)
-        self._selector.acceptance[self.active].add(allowed, num_accepted)
-        known.add(allowed, tree, num_accepted, draft_seconds)
+        self.selector.learn(tree, allowed, len(accepted.tokens) - 1)
+        self.selector.spend(len(accepted.tokens), len(tree), verified_at - drafted_at, drafted, draft,
+                            is_typical=not self._has_switched)  # some candidates catch up first
 
     def _report(self, context: Context, written: int) -> None:
-        self._last_writer = self.active
-        self.turns[self.active] += written
+        self._last_writer = self.selector.active
+        self.turns[self._last_writer] += written
         while len(self.choices) <= context.num_new // AUTO_SETTINGS.tokens_per_report:
             self.choices.append(Counter())
-        self.choices[-1][self.active] += written
+            if self._shared.pace.is_off:
+                self._forget()
+        self.choices[-1][self._last_writer] += written
 
     def summary(self, num_tokens: int) -> dict[str, Any]:
         """The tokens written with each candidate, in all and for each part of the text, for the statistics."""

@@ -83,15 +83,15 @@ class CostClock:
     """
 
     def __init__(self, always: bool = False, agree: Callable[[float], float] = lambda seconds: seconds) -> None:
-        """always: start now, for a text generated alone; agree: maps this rank's time to the one that all ranks use."""
+        """always: start now, for a text generated alone; agree: maps this rank's number to that of all ranks."""
         self.batch_size = 1
         self._charged = 0.0
-        self._agree = agree
+        self.agree = agree
         self._since = time.perf_counter() if always else None  # start of the text's own work; None: stopped
 
     def __call__(self) -> float:
         """Cost so far, in seconds."""
-        return self._agree(self._so_far())
+        return self.agree(self._so_far())
 
     def _so_far(self) -> float:
         return self._charged + (0.0 if self._since is None else time.perf_counter() - self._since)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.cache.full import FullCache, KVCache
+from longdraft.cache.full import FullCache, KVCache, fill_randomly
 from longdraft.cache.taps import TapLog
 from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayerWeights, Linear, native_draft
 from longdraft.kernels.native_draft import DraftStores, DraftWeights, PartOfVocabulary, Ranking
@@ -184,6 +184,20 @@ class Transformer:
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
         taps = TapLog(self.kernels, self.taps, config.hidden_size) if self.taps else None
         return FullCache(self.kernels, config.num_layers, config.num_kv_heads, config.head_dim, windows, taps)
+
+    def random_cache(self, positions: int, room: int = 0) -> FullCache:
+        """A cache of random keys and values, to time forwards behind so many positions.
+
+        room  positions for which memory is reserved besides
+        """
+        config, cache = self.config, self.new_cache()
+        cache.reserve(positions + room)
+        for store in cache.stores:
+            fill_randomly(store, positions, (config.num_kv_heads, config.head_dim), self.kernels)
+        cache.length = positions
+        if cache.taps:
+            cache.taps.fill(positions)
+        return cache
 
     @property
     def identity(self) -> object:

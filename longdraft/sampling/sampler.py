@@ -43,9 +43,10 @@ class Sampler:
     def __init__(self, params: SamplingParams, banned: Iterable[int] = (), is_fast: bool = True,
                  kernels: Kernels | None = None) -> None:
         assert params.seed is not None or params.temperature == 0
+        self._settings = params, tuple(banned), is_fast, kernels
         self.params = params
         self._seed = params.seed or 0
-        self._banned = np.array(sorted(set(banned)), dtype=np.int64)
+        self._banned = np.array(sorted(set(self._settings[1])), dtype=np.int64)
         self._window = PenaltyWindow(params.penalty_window) if params.repetition_penalty != 1 else None
         tokens, values = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
         self._bias = torch.tensor(tokens, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
@@ -54,6 +55,10 @@ class Sampler:
         self.on_device: DeviceSampler | None = None
         if kernels is not None and DeviceSampler.supports(params, kernels):
             self.on_device = DeviceSampler(params, self._banned.tolist(), kernels)
+
+    def of_another_text(self) -> Sampler:
+        """A sampler with the same settings. A sampler remembers the text that it was used with."""
+        return Sampler(*self._settings)
 
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
         """The target's token behind each node, from its logits [nodes, V] float32.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from helpers.equality import DRAFTERS, LIARS, NEW, SETTINGS, liar, params_of, pr
 from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.core import SamplingParams
-from longdraft.drafters import cost_model
+from longdraft.drafters import costs
+from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts
 from longdraft.model import checkpoint, heads
 from longdraft.model import config as model_config
 from longdraft.model.transformer import Transformer
@@ -72,12 +72,15 @@ def test_every_drafter_writes_the_plain_text(model, plain, tiny, drafts, drafter
 
 
 @pytest.fixture
-def unlimited_first_probes(monkeypatch):
-    """`auto` probes all candidates at once, whatever that costs."""
-    monkeypatch.setattr(cost_model, "AUTO_SETTINGS", replace(cost_model.AUTO_SETTINGS, first_probe_budget=1e9))
+def free_drafts(monkeypatch):
+    """`auto` believes that drafts cost nothing, so it drafts."""
+    def believed(identity, names, agree, measured):
+        return Costs(ForwardCosts.by_size(1e6), {name: DraftCosts(0.0, 0.0, 1.0, 4) for name in names})
+
+    monkeypatch.setattr(costs, "load_or_measure", believed)
 
 
-@pytest.mark.usefixtures("unlimited_first_probes")
+@pytest.mark.usefixtures("free_drafts")
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "tokenswift", "auto"])
 def test_drafts_are_accepted_so_equality_does_not_compare_plain_with_plain(model, plain, tiny, drafter):
     folder = tiny["mha" if model.config.num_kv_heads == 4 else "gqa"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from longdraft import kernels
-from longdraft.bench.decode import ModelCopies, random_cache
+from longdraft.bench.decode import ModelCopies
 from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
@@ -39,7 +39,7 @@ class StepEngine:
         self._begin(cache, tokens)
 
     def fill(self, length: int, limit_s: float) -> tuple[str, int]:
-        self._begin(random_cache(self._model, length), [5] * length)
+        self._begin(self._model.random_cache(length), [5] * length)
         return "random", length
 
     def step(self, token: int) -> int:

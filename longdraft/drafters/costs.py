@@ -1,0 +1,285 @@
+"""What a step costs on this machine, measured once for each model and kept in the user's cache folder.
+
+    seconds of a step  =  ForwardCosts.at(rows, context, requests)  +  share of a draft(requests) * DraftCosts.at(depth)
+
+`measure` runs real steps over a cache of random keys and values: trees of 1 to 16 guesses that no drafter drafted, then
+each drafter at two depths. It takes a second or two for a model of 500 million parameters. Times do not depend on what
+the tokens are, so these costs serve every text. `Pace` notices while writing that they are off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longdraft.cache.full import FullCache
+from longdraft.core import Context
+from longdraft.model.fingerprint import cache_dir
+from longdraft.model.routine import atomic, run_alone
+from longdraft.model.transformer import Transformer
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Accepted, Drafter, Verified
+from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.tree import Tree, chain
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16)  # rows of the forwards that are timed
+_DEPTHS = (4, 12)  # depths of the drafts that are timed
+_SHORT = 256  # positions of the text behind which they are timed
+_MOST_BYTES = 1 << 28  # of the cache of random positions
+_REPEATS = 2  # the fastest one counts
+_MOST_WARM_UPS = 4  # steps in which a drafter may read the text before it drafts
+_FORMAT = 1
+
+_OUTLIER = 3.0  # a measured time counts as at most this many times the expected one, and at least 1 / 3 of it
+_MACHINE_RATE, _KIND_RATE = 0.2, 0.05  # how much of a ratio is taken over at once
+_ENOUGH, _TOLERANCE = 200, 1.5  # pieces of work after which a factor beyond this one means that costs are off
+
+
+class ForwardCosts(NamedTuple):
+    """Seconds of a step without its draft: the forward, the sampler and the commit.
+
+    host       seconds of a request's own work, which no other request shares
+    rows       seconds of a forward of ROWS rows behind an empty text, without `host`
+    positions  number of positions of the text that take as long to read as the weights
+    """
+
+    host: float
+    rows: tuple[float, ...]
+    positions: float
+
+    @classmethod
+    def by_size(cls, weights_in_tokens: float) -> ForwardCosts:
+        """Before anything was measured: a forward that reads its bytes once, and whose rows cost little."""
+        return cls(0.0, tuple(1 + 0.02 * rows for rows in ROWS), weights_in_tokens)
+
+    def at(self, rows: Sequence[int] | NDArray[np.int64], context: int, requests: float = 1) -> NDArray[np.float64]:
+        """Seconds of one request's part of a forward, for each number of rows, behind `context` tokens, if each of
+        `requests` requests has so many rows: its own keys and values, and an equal share of the weights."""
+        own = np.asarray(rows, dtype=np.float64)
+        return self.host + self._line(own * requests) / requests + self._line(own) * (context / self.positions)
+
+    def share(self, requests: float) -> float:
+        """Cost of a forward of one row of each of `requests` requests, for one of them, relative to its cost alone."""
+        return float(self._line(np.array([requests]))[0] / requests / self.rows[0])
+
+    def _line(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds behind an empty text, along straight lines through the measurements."""
+        beyond = (self.rows[-1] - self.rows[-2]) / (ROWS[-1] - ROWS[-2]) * np.maximum(0.0, rows - ROWS[-1])
+        return np.interp(rows, ROWS, self.rows) + beyond
+
+
+class DraftCosts(NamedTuple):
+    """What drafts of one drafter cost.
+
+    base   seconds of a draft of no tokens
+    token  seconds for each token of depth
+    nodes  guesses in the tree for each token of depth
+    depth  depth of the deepest tree
+    """
+
+    base: float
+    token: float
+    nodes: float
+    depth: int
+
+    def at(self, depth: int) -> float:
+        return self.base + self.token * depth
+
+
+class Costs(NamedTuple):
+    """Of a model and its drafters, by the drafters' names."""
+
+    forward: ForwardCosts
+    drafts: dict[str, DraftCosts]
+
+    def numbers(self) -> list[float]:
+        """All of them, in an order that `from_numbers` knows."""
+        forward = [self.forward.host, *self.forward.rows, self.forward.positions]
+        return [*forward, *(float(number) for costs in self.drafts.values() for number in costs)]
+
+    @classmethod
+    def from_numbers(cls, names: Iterable[str], numbers: Sequence[float]) -> Costs:
+        """ValueError if these are not numbers of costs of these drafters."""
+        names, size = list(names), len(DraftCosts._fields)
+        end = len(ROWS) + 2
+        if len(numbers) != end + size * len(names) or not all(
+                isinstance(number, float) and 0 <= number < 1e6 for number in numbers):
+            raise ValueError("not the costs of these drafters")
+        drafts = {}
+        for place, name in enumerate(names):
+            base, token, nodes, depth = numbers[end + size * place : end + size * (place + 1)]
+            drafts[name] = DraftCosts(base, token, nodes, int(depth))
+        return cls(ForwardCosts(numbers[0], tuple(numbers[1 : end - 1]), numbers[end - 1]), drafts)
+
+
+class Pace:
+    """Measured seconds over expected seconds, for each kind of work, relative to how fast the machine is now.
+
+    A machine that is busy with other work makes all kinds slower, and that changes no decision. How fast it is now is
+    seen in the latest forwards. What a kind deviates from them in the long run is the error of its costs.
+    """
+
+    def __init__(self) -> None:
+        self._machine = 1.0
+        self._of: dict[object, float] = {}
+        self._counts: defaultdict[object, int] = defaultdict(int)
+
+    def __getitem__(self, kind: object) -> float:
+        """Factor for the expected seconds of this kind of work."""
+        return self._of.get(kind, 1.0)
+
+    def add(self, kind: object, ratio: float, *, is_forward: bool = False) -> None:
+        """A piece of work took `ratio` times the expected seconds, this kind's factor included."""
+        self._counts[kind] += 1
+        ratio = min(_OUTLIER, max(1 / _OUTLIER, ratio / self._machine))
+        if is_forward:
+            self._machine *= ratio ** _MACHINE_RATE
+        self._of[kind] = self[kind] * ratio ** _KIND_RATE
+
+    @property
+    def is_off(self) -> bool:
+        """Whether some kind of work takes much longer, or shorter, than its costs say."""
+        return any(self._counts[kind] >= _ENOUGH and not 1 / _TOLERANCE < factor < _TOLERANCE
+                   for kind, factor in self._of.items())
+
+
+class _Guesses:
+    """A drafter that proposes a chain of given tokens, at no cost."""
+
+    def begin(self, context: Context, verified: Verified | None) -> None:
+        """Nothing: the chain does not depend on the text."""
+
+    @atomic
+    def propose(self, context: Context, max_depth: int) -> Tree:
+        return chain(context.last, [1] * max_depth, "")
+
+    def observe(self, context: Context, accepted: Accepted) -> None:
+        """Nothing, likewise."""
+
+
+class _RandomText:
+    """A text of random keys and values, and steps behind it."""
+
+    def __init__(self, model: Transformer, sampler: Sampler, positions: int) -> None:
+        self.model, self.sampler = model, sampler.of_another_text()
+        self.cache = model.random_cache(positions, 1024)
+        self.context = Context([1] * (positions + 1))
+
+    def step(self, drafter: Drafter, depth: int) -> tuple[Accepted, Timings]:
+        timings = Timings()
+        step = Step(self.model, self.cache, drafter, self.sampler, self.context, timings, Tally())
+        return run_alone(step.run(depth + 1)), timings
+
+    def seconds(self, rows: int) -> Timings:
+        """The fastest step with so many rows."""
+        guesses = _Guesses()
+        found = [self.step(guesses, rows - 1)[1] for _ in range(1 + _REPEATS)]
+        return min(found[1:], key=lambda timings: timings.verify)
+
+    def draft(self, drafter: Drafter, depth: int) -> tuple[Accepted, float]:
+        """The fastest draft, and what it drafted."""
+        found = [self.step(drafter, depth) for _ in range(_REPEATS)]
+        accepted, timings = min(found, key=lambda each: each[1].draft)
+        return accepted, timings.draft
+
+
+def measure(model: Transformer, sampler: Sampler, candidates: Callable[[FullCache, Sampler], Mapping[str, Drafter]]
+            ) -> Costs:
+    """Time steps of plain decoding, and drafts.
+
+    candidates  makes the drafters for a text with this cache and this sampler
+    """
+    short = _RandomText(model, sampler, 0)
+    by_rows = [short.seconds(rows) for rows in ROWS]
+    host = by_rows[0].sample + by_rows[0].commit
+    seconds = [timings.verify + timings.sample + timings.commit - host for timings in by_rows]
+    forward = ForwardCosts(host, tuple(float(each) for each in np.maximum.accumulate(seconds)), _positions(
+        model, sampler, seconds[0]))
+    text = _RandomText(model, sampler, min(_SHORT, model.config.max_positions // 2))
+    drafters = candidates(text.cache, text.sampler)
+    return Costs(forward, {name: _of_drafter(text, drafter) for name, drafter in drafters.items()})
+
+
+def _positions(model: Transformer, sampler: Sampler, seconds: float) -> float:
+    """`ForwardCosts.positions`: by measurement where a cache of moderate size takes a good part of a step, else by
+    size. seconds: of a forward behind an empty text"""
+    most = min(_MOST_BYTES // model.cache_bytes_per_token, model.config.max_positions // 2)
+    positions = int(min(model.weights_in_tokens, most))
+    if positions < model.weights_in_tokens / 4 or positions < _SHORT:
+        return model.weights_in_tokens
+    timings = _RandomText(model, sampler, positions).seconds(1)
+    more = timings.verify - seconds
+    return positions * seconds / max(more, 0.1 * seconds)
+
+
+def _of_drafter(text: _RandomText, drafter: Drafter) -> DraftCosts:
+    drafter.begin(text.context, None)
+    for _ in range(_MOST_WARM_UPS):
+        if text.step(drafter, _DEPTHS[0])[0].drafted:
+            break
+    (short, low), (long, high) = (text.draft(drafter, depth) for depth in _DEPTHS)
+    if long.depth > short.depth:
+        token = max(0.0, (high - low) / (long.depth - short.depth))
+        base = max(0.0, low - token * short.depth)
+    else:
+        base, token = min(low, high), 0.0
+    return DraftCosts(base, token, long.drafted / max(1, long.depth), long.depth)
+
+
+def load_or_measure(identity: Mapping[str, Any], names: Sequence[str], agree: Callable[[float], float],
+                    measured: Callable[[], Costs]) -> Costs:
+    """The costs that an earlier run of the same `identity` measured on this machine, else those of `measured()`, which
+    are kept in the user's cache folder where that is possible. All ranks of a run get rank 0's costs."""
+    file = _file(identity)
+    found = _load(file, names)
+    if not agree(float(found is not None)):
+        log.info("timing the drafters, once for this model on this machine")
+        found = measured()
+        if file:
+            _save(file, found)
+    numbers = (found or Costs(ForwardCosts.by_size(1.0), {name: DraftCosts(0, 0, 0, 0) for name in names})).numbers()
+    return Costs.from_numbers(names, [agree(number) for number in numbers])
+
+
+def forget(identity: Mapping[str, Any]) -> None:
+    """Have the next engine measure anew."""
+    if file := _file(identity):
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def _file(identity: Mapping[str, Any]) -> Path | None:
+    """None where the user has no home folder."""
+    name = hashlib.sha256(json.dumps([_FORMAT, identity], sort_keys=True).encode()).hexdigest()[:32]
+    with contextlib.suppress(RuntimeError):
+        return cache_dir().parent / "drafting-costs" / f"{name}.json"
+    return None
+
+
+def _load(file: Path | None, names: Sequence[str]) -> Costs | None:
+    """None for a file that is missing or damaged."""
+    if file:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return Costs.from_numbers(names, json.loads(file.read_text(encoding="utf-8")))
+    return None
+
+
+def _save(file: Path, costs: Costs) -> None:
+    """A cache folder that is not writable costs only time."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(costs.numbers()), encoding="utf-8")
+        os.replace(partial, file)

@@ -1,0 +1,107 @@
+"""What steps and drafts cost on this machine: the model of a forward, the measurement, and the file that keeps it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import longdraft
+from longdraft.core import SamplingParams
+from longdraft.drafters import costs
+from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts, Pace, load_or_measure
+
+FORWARD = ForwardCosts(0.5, (10.0, 10.0, 11.0, 14.0, 20.0), 1000.0)
+COSTS = Costs(FORWARD, {"plain": DraftCosts(0.0, 0.0, 0.0, 0), "magicdec": DraftCosts(0.1, 2.0, 1.5, 12)})
+
+
+def alone(number: float) -> float:
+    return number
+
+
+def test_a_forward_costs_its_rows_and_its_text():
+    assert FORWARD.at([1, 4, 6, 16, 32], 0).tolist() == pytest.approx([10.5, 11.5, 13.0, 20.5, 32.5])
+    assert FORWARD.at([1], 1000)[0] == pytest.approx(20.5), "1,000 positions take as long as the weights"
+
+
+def test_the_parts_of_requests_that_do_the_same_add_up_to_the_forward():
+    parts = 4 * FORWARD.at([2], 100, 4)[0]
+    assert parts == pytest.approx(4 * 0.5 + 14.0 + 4 * 10.0 * 0.1), "own work, weights, texts"
+    assert FORWARD.share(1) == 1 and FORWARD.share(4) == pytest.approx(11 / 40)
+
+
+def test_measured_costs_are_kept_and_found_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names, identity = list(COSTS.drafts), {"model": "a"}
+    assert load_or_measure(identity, names, alone, lambda: COSTS) == COSTS
+
+    def never() -> Costs:
+        raise AssertionError("measured again")
+
+    assert load_or_measure(identity, names, alone, never) == COSTS
+    with pytest.raises(AssertionError):
+        load_or_measure({"model": "b"}, names, alone, never)
+    costs.forget(identity)
+    with pytest.raises(AssertionError):
+        load_or_measure(identity, names, alone, never)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1, 2]", '["x"]', "[NaN]", json.dumps([-1.0] * 15)])
+def test_a_damaged_file_is_measured_anew(monkeypatch, tmp_path, content):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = list(COSTS.drafts)
+    load_or_measure({}, names, alone, lambda: COSTS)
+    file, = (tmp_path / "longdraft" / "drafting-costs").iterdir()
+    file.write_text(content, encoding="utf-8")
+    assert load_or_measure({}, names, alone, lambda: COSTS) == COSTS
+    assert json.loads(file.read_text(encoding="utf-8")) == COSTS.numbers()
+
+
+def test_a_cache_folder_that_cannot_be_made_costs_only_time(monkeypatch, tmp_path):
+    (tmp_path / "longdraft").write_text("a file where the folder should be", encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_or_measure({}, list(COSTS.drafts), alone, lambda: COSTS) == COSTS
+    costs.forget({})
+
+
+def test_ranks_use_the_first_ranks_costs(monkeypatch, tmp_path):
+    """Rank 0 has them in its cache folder, so no rank measures; a follower has its own folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sent = [1.0, *COSTS.numbers()]
+    answers = iter(sent)
+    found = load_or_measure({}, list(COSTS.drafts), lambda own: next(answers), lambda: pytest.fail("measured"))
+    assert found == COSTS
+
+
+def test_a_busy_machine_changes_no_comparison():
+    pace = Pace()
+    for _ in range(100):
+        for kind in ("forward", "draft"):
+            pace.add(kind, 2.0 / pace[kind], is_forward=kind == "forward")
+    assert pace["forward"] == pytest.approx(pace["draft"], rel=0.1)
+    assert not pace.is_off and pace["unknown"] == 1
+
+
+def test_a_kind_of_work_that_takes_longer_than_the_others_is_corrected():
+    pace = Pace()
+    for _ in range(400):
+        pace.add("forward", 1.0 / pace["forward"], is_forward=True)
+        pace.add("draft", 4.0 / pace["draft"])
+    assert pace["draft"] / pace["forward"] == pytest.approx(4, rel=0.1)
+    assert pace.is_off
+
+
+def test_the_costs_of_every_candidate_are_measured(monkeypatch, tmp_path, tiny):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = longdraft.load(str(tiny["gqa"]), drafter="auto")
+    prompt, params = "abcabc" * 9, SamplingParams(max_new_tokens=12, seed=1)
+    texts = [[event.tokens for event in engine.generate(prompt, params)] for _ in range(2)]
+    assert sum(texts[0], ()) == sum(texts[1], ()), "measuring leaves no trace in the text"
+    knowledge = engine.loaded.knowledge
+    assert {"plain", "suffix", "magicdec", "tokenswift", "medusa", "glide"} <= set(knowledge.candidates)
+    assert all(np.diff(knowledge.forward.rows) >= 0) and knowledge.forward.rows[0] > 0
+    for name in ("magicdec", "tokenswift", "medusa", "glide"):
+        drafted = knowledge.candidates[name].costs
+        assert drafted.depth >= 1 and drafted.nodes > 0 and drafted.at(drafted.depth) > 0, name
+    assert len(list((tmp_path / "longdraft" / "drafting-costs").iterdir())) == 1
