@@ -45,7 +45,7 @@ class Remainder:
         return self._gram.nbytes + self._cross.nbytes + self._fit.nbytes
 
     def learn(self, content: Tensor, remainders: Tensor) -> Tensor:
-        """Add verified rows, and return the function [L, H, D + 1, D + 1] for the next drafts. The next call changes it.
+        """Add verified rows. Returns the function [L, H, D + 1, D + 1] for the next drafts; the next call changes it.
 
         content     the rows' queries before rotation [L, T, H, D]
         remainders  the rows' exact remainders [L, T, H, D + 1], from `Kernels.remainder`

@@ -264,7 +264,7 @@ def _file(identity: Mapping[str, Any]) -> Path | None:
     """None where the user has no home folder."""
     name = hashlib.sha256(json.dumps([_FORMAT, identity], sort_keys=True).encode()).hexdigest()[:32]
     with contextlib.suppress(RuntimeError):
-        return cache_dir().parent / "drafting-costs" / f"{name}.json"
+        return cache_dir("drafting-costs") / f"{name}.json"
     return None
 
 
