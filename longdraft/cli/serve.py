@@ -44,8 +44,11 @@ def serve(
     max_body_mib: Annotated[float, _env("Largest request body in MiB; larger ones get status 413.", "MAX_BODY_MIB",
                                          limits=True)] = 8,
     max_choices: Annotated[int, _env("Maximum number of texts per request.", "MAX_CHOICES", limits=True)] = 32,
+    max_connections: Annotated[int, _env("Open connections, at most.", "MAX_CONNECTIONS", limits=True)] = 1024,
+    max_connections_per_address: Annotated[int, _env(
+        "Open connections of one client address, at most.", "MAX_CONNECTIONS_PER_ADDRESS", limits=True)] = 512,
     timeout: Annotated[float, _env("Time limit of a request in seconds; 0: none.", "TIMEOUT", limits=True)] = 0,
-    stall: Annotated[float, _env("Seconds before a client that neither reads nor sends is disconnected.", "STALL",
+    stall: Annotated[float, _env("Seconds for a client to read the next part of a stream, or to send a body.", "STALL",
                                   limits=True)] = 60,
     drain: Annotated[float, _env("Seconds that running texts get after SIGTERM.", "DRAIN", limits=True)] = 30,
     journal_from: Annotated[int, _env("Texts of at least this many tokens always have a journal.", "JOURNAL_FROM",
@@ -85,7 +88,8 @@ def serve(
         host=host, port=port, model_name=served_model_name or model,
         api_keys=read_keys(tuple(api_key or ()), api_key_file), journals=root, journal_from=journal_from,
         keep_finished=keep_finished, max_running=max_running, max_queued=max_queued,
-        max_body_bytes=int(max_body_mib * MiB), max_choices=max_choices, timeout_s=timeout, stall_s=stall,
+        max_body_bytes=int(max_body_mib * MiB), max_choices=max_choices, max_connections=max_connections,
+        max_connections_per_address=max_connections_per_address, timeout_s=timeout, stall_s=stall,
         drain_s=drain, progress_s=progress, cors_origins=tuple(cors_origin or ()),
         allowed_hosts=tuple(allowed_host or ()))
     if memory_mib is not None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ _REPLACEMENT = "\ufffd"  # what a decoder returns for bytes that do not form a c
 _MAX_LISTED = 3  # differing tokens that an error message lists
 _MAX_CHARACTER = 4  # bytes, and therefore tokens, of one character
 _MAX_PENDING = 16  # tokens held back; a longer sequence is not a character
+_BLOCK = 1 << 18  # characters; tokenising them takes some 30 MB
+_MAX_CUT = 256  # tokens that cutting a text may add
+_LONG_TEXT = 1 << 14  # characters or tokens; for more, the calls that leave the interpreter to other threads
 _OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _CONVERT = ("`pip install transformers sentencepiece tiktoken protobuf`, then `python -c \"from transformers import "
@@ -54,6 +57,11 @@ class Tokenizer:
         found: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return found
 
+    @cached_property
+    def longest_token(self) -> int:
+        """The length in characters of the longest token."""
+        return max(map(len, self.vocabulary()), default=1)
+
     def vocabulary_sha256(self) -> str:
         """Hash of the vocabulary; see `vocabulary_sha256`."""
         return vocabulary_sha256(self.vocabulary())
@@ -63,13 +71,30 @@ class Tokenizer:
         if (place := lone_surrogate(text)) is not None:
             raise UsageError(f"the text has half of a surrogate pair, {text[place]!a}, as character {place + 1}; "
                              "allowed: whole characters")
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG_TEXT:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            encoding, = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
+
+    def has_more_tokens(self, text: str, limit: int) -> bool:
+        """Whether a text has more than `limit` tokens, tokenising no more of it than that takes.
+
+        May be false for texts with slightly more: blocks of the text are tokenised one by one, and the cuts add tokens.
+        """
+        found = 0
+        for start in range(0, len(text), _BLOCK):
+            found += len(self.encode(text[start : start + _BLOCK], add_special_tokens=False)) - _MAX_CUT
+            if found > limit:
+                return True
+        return False
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens. Bytes that do not form a character become U+FFFD."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
+        if len(ids) < _LONG_TEXT:
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0])
 
     def text_of(self, token: int) -> str:
         """The text that a token adds after another token.
@@ -189,26 +214,74 @@ class IncrementalDecoder:
 
 
 class StopText:
-    """Finds stop texts in a stream of text. Holds back what may be the beginning of one."""
+    """Finds stop texts in a stream of text. Holds back what may be the beginning of one.
+
+    The text ends where the first stop text is complete; of several that are complete there, the longest counts. Each
+    character takes constant time on average, however many stop texts there are (Aho and Corasick 1975).
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+        self._states = _stop_states(tuple(stops))
+        self._state = self._states[0]
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text to emit, and whether a stop text was found. The stop text and what follows are dropped."""
+        if len(self._states) == 1:
+            return text, False
+        state = self._state
+        for place, letter in enumerate(text, 1):
+            while letter not in state.next and state.depth:
+                state = state.fallback
+            state = state.next.get(letter, state)
+            if state.stop_length:
+                emitted = (self._held + text[:place])[: -state.stop_length]
+                self._state, self._held = self._states[0], ""
+                return emitted, True
         text = self._held + text
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            self._held = ""
-            return text[: min(found)], True
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        keep = next((n for n in range(min(longest, len(text)), 0, -1)
-                     if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
-        self._held = text[len(text) - keep:]
-        return text[: len(text) - keep], False
+        self._state, self._held = state, text[len(text) - state.depth :]
+        return text[: len(text) - state.depth], False
 
     def flush(self) -> str:
         """The text held back, at the end of the stream or while stop texts do not apply yet."""
-        held, self._held = self._held, ""
+        held, self._state, self._held = self._held, self._states[0], ""
         return held
+
+
+class _StopState:
+    """The longest end of the text so far that begins a stop text.
+
+    depth        its length in characters
+    next         the state after one more character of a stop text
+    fallback     the state of the next shorter such end
+    stop_length  length of the longest stop text that ends here; 0: none does
+    """
+
+    __slots__ = ("depth", "fallback", "next", "stop_length")
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.next: dict[str, _StopState] = {}
+        self.fallback = self
+        self.stop_length = 0
+
+
+@lru_cache(maxsize=4)  # the texts of one request have the same stop texts
+def _stop_states(stops: tuple[str, ...]) -> list[_StopState]:
+    """The states of the stop texts by depth, the start first. Takes time in proportion to the length of the texts."""
+    start = _StopState(0)
+    for stop in stops:
+        state = start
+        for letter in stop:
+            state = state.next.setdefault(letter, _StopState(state.depth + 1))
+        state.stop_length = len(stop)
+    states = [start]
+    for state in states:  # grows: shorter states come first, and fallbacks are shorter
+        for letter, following in state.next.items():
+            states.append(following)
+            shorter = state.fallback
+            while letter not in shorter.next and shorter.depth:
+                shorter = shorter.fallback
+            following.fallback = shorter.next.get(letter, start) if state.depth else start
+            following.stop_length = following.stop_length or following.fallback.stop_length
+    return states

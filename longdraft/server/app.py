@@ -24,6 +24,7 @@ from longdraft.server import routes
 from longdraft.server.errors import ApiError, Cancelled, from_validation_error, to_api_error
 from longdraft.server.logs import log
 from longdraft.server.middleware import RequestMiddleware
+from longdraft.server.schemas import body_schemas
 from longdraft.server.service import Service
 from longdraft.server.settings import ServerSettings
 from longdraft.version import __version__
@@ -68,7 +69,7 @@ class App:
         for exception in (LongdraftError, MemoryError, Cancelled, Exception):
             api.add_exception_handler(exception, _handle_error)
         schema = api.openapi
-        api.openapi = lambda: _without_422(schema())  # type: ignore[method-assign]
+        api.openapi = lambda: _complete_schema(schema())  # type: ignore[method-assign]
         return api
 
     @contextlib.asynccontextmanager
@@ -109,7 +110,7 @@ def _static_endpoint(content: bytes, media_type: str) -> Callable[[], Awaitable[
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return from_validation_error(error).response
+    return from_validation_error(error.errors()[0]).response
 
 
 async def _handle_http_error(request: Request, error: Exception) -> Response:
@@ -127,8 +128,9 @@ async def _handle_error(request: Request, error: Exception) -> Response:
     return api_error.response
 
 
-def _without_422(schema: dict[str, Any]) -> dict[str, Any]:
-    """The OpenAPI schema without FastAPI's 422: invalid bodies get 400 in OpenAI's format."""
+def _complete_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """The OpenAPI schema with the bodies, which FastAPI does not parse, and without its 422: the status is 400."""
+    schema.setdefault("components", {}).setdefault("schemas", {}).update(body_schemas())
     for operations in schema.get("paths", {}).values():
         for operation in operations.values():
             operation.get("responses", {}).pop("422", None)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -13,6 +13,9 @@ from longdraft.errors import JournalError, LongdraftError, ModelError, UsageErro
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
           429: "rate_limit_error"}
 RETRY_AFTER_S = 5
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; only the log and the metrics show it
+_MAX_NAME = 100  # characters of a parameter
+_MAX_MESSAGE = 1000  # characters: messages quote what the client sent
 
 
 class Cancelled(Exception):
@@ -31,7 +34,8 @@ class ApiError(HTTPException):
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
                  headers: dict[str, str] | None = None) -> None:
-        super().__init__(status, message, headers or {})
+        shown = message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + "…"
+        super().__init__(status, shown, headers or {})
         self.param = param
         self.code = code
 
@@ -72,17 +76,14 @@ def to_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
-def from_validation_error(error: RequestValidationError) -> ApiError:
-    """The first error of a body or a path, with the name of the parameter."""
-    first = error.errors()[0]
-    location = [str(part) for part in first["loc"] if part != "body"]
+def from_validation_error(first: Mapping[str, Any]) -> ApiError:
+    """The error of a body or a path: the first of pydantic's list. `param` is the name of the parameter."""
+    location = [str(part)[:_MAX_NAME] for part in first["loc"] if part != "body"]
     context = first.get("ctx") or {}
     param = str(context.get("param") or ".".join(part for part in location if part.isidentifier())) or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter {'.'.join(location)!r}; remove it", param=param,
                         code="unknown_parameter")
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {context.get('error', first['msg'])}", code="invalid_json")
     message = first["msg"] if "param" in context else f"{'.'.join(location) or 'the body'}: {first['msg']}"
     code = "missing_parameter" if first["type"] == "missing" else "invalid_value"
     return ApiError(400, message, param=param, code=code)

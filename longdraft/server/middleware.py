@@ -1,12 +1,11 @@
-"""What every request passes through: access checks, limits for its body, security headers, its line in the log.
+"""What every request passes through: access checks, security headers, its line in the log.
 
-This is plain ASGI, so that streams pass unchanged. Starlette has no limit for bodies or for slow senders, and its
-TrustedHostMiddleware does not answer in OpenAI's error format.
+This is plain ASGI, so that streams pass unchanged. Starlette's TrustedHostMiddleware does not answer in OpenAI's error
+format.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import hashlib
@@ -19,13 +18,13 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longdraft.server.errors import ApiError
+from longdraft.server.errors import CLIENT_CLOSED, ApiError, retry_later
 from longdraft.server.logs import log_event
 from longdraft.server.metrics import ServerMetrics
 from longdraft.server.settings import ServerSettings
 
-CLIENT_CLOSED = 499  # nginx's status for a client that disconnected; only the log and the metrics show it
 _PATHS_WITHOUT_KEY = ("/health",)
+_PATHS_OF_SURPLUS = ("/health", "/ready", "/metrics")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _METHODS = (*_SAFE_METHODS, "POST", "PUT", "PATCH", "DELETE")
@@ -39,7 +38,7 @@ _SECURITY_HEADERS = {
 
 
 class RequestMiddleware:
-    """Checks each request, limits its body and logs it."""
+    """Checks each request and logs it."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
@@ -66,10 +65,7 @@ class RequestMiddleware:
             if (refusal := self._refusal(scope, headers)) is not None:
                 await refusal.response(scope, receive, send_with_headers)
             else:
-                await self._app(scope, LimitedBody(receive, headers, self._settings), send_with_headers)
-        except ApiError as error:  # from LimitedBody
-            if not status:
-                await error.response(scope, receive, send_with_headers)
+                await self._app(scope, receive, send_with_headers)
         finally:
             self._record(scope, request_id, status or CLIENT_CLOSED, time.monotonic() - start)
 
@@ -83,6 +79,10 @@ class RequestMiddleware:
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         """The error of a request that may not use the server; None if it may."""
+        if scope.get("state", {}).get("is_surplus") and scope["path"] not in _PATHS_OF_SURPLUS:
+            error = retry_later("too many connections are open; retry later", "too_many_connections", 503)
+            error.headers = {**(error.headers or {}), "Connection": "close"}
+            return error
         if scope["path"] in _PATHS_WITHOUT_KEY:
             return None
         # A browser attaches saved passwords to requests of any web page, but names the page's origin.
@@ -132,34 +132,3 @@ def _missing_key(headers: Headers) -> ApiError:
     scheme = "Basic" if "text/html" in headers.get("accept", "") else "Bearer"
     return ApiError(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
                     code="invalid_api_key", headers={"WWW-Authenticate": f'{scheme} realm="longdraft"'})
-
-
-class LimitedBody:
-    """An ASGI `receive` that raises ApiError for a body that is too large (413) or stalls (408)."""
-
-    def __init__(self, receive: Receive, headers: Headers, settings: ServerSettings) -> None:
-        self._receive, self._settings = receive, settings
-        self._declared = headers.get("content-length", "0")
-        self._num_bytes = 0
-        self._is_complete = False
-
-    async def __call__(self) -> Message:
-        if self._is_complete:  # from here on only a disconnect arrives
-            return await self._receive()
-        if self._declared.isdigit() and int(self._declared[:20]) > self._settings.max_body_bytes:
-            raise self._too_large()
-        try:
-            async with asyncio.timeout(self._settings.stall_s):
-                message = await self._receive()
-        except TimeoutError:
-            raise ApiError(408, f"the rest of the body did not arrive within {self._settings.stall_s:g} s",
-                           code="body_timeout", headers={"Connection": "close"}) from None
-        self._num_bytes += len(message.get("body", b""))
-        if self._num_bytes > self._settings.max_body_bytes:
-            raise self._too_large()
-        self._is_complete = message["type"] == "http.request" and not message.get("more_body", False)
-        return message
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._settings.max_body_bytes:,} bytes; send less, or raise "
-                        "--max-body-mib", code="request_too_large", headers={"Connection": "close"})

@@ -23,7 +23,15 @@ from longdraft.server.errors import ApiError
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import prompt_excerpt
 from longdraft.server.replies import ResponseOptions
-from longdraft.server.schemas import ChatRequest, CompletionRequest, ResumeRequest, SamplingRequest
+from longdraft.server.schemas import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResumeRequest,
+    SamplingRequest,
+    TokenizeRequest,
+)
 from longdraft.server.settings import ServerSettings
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
@@ -75,8 +83,8 @@ class Preparer:
 
     def chat(self, request: ChatRequest, events: EventQueue) -> PreparedRequest:
         self._require_few(request.n, "n")
-        request_id, variables = f"chatcmpl-{secrets.token_hex(12)}", request.chat_template_kwargs or {}
-        ids = self.engine.chat([message.for_template() for message in request.messages], **variables)
+        request_id = f"chatcmpl-{secrets.token_hex(12)}"
+        ids = self._encode_chat(request.messages, request.chat_template_kwargs or {})
         room = max(1, self.context_limit - len(ids))
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         jobs = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id, logprobs, events)
@@ -101,16 +109,52 @@ class Preparer:
                                   request.includes_usage, details=request.details)
         return PreparedRequest([job], options, events)
 
+    def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        self.require_model(request.model)
+        if request.messages is not None:
+            ids = self._encode_chat(request.messages, {})
+        else:
+            assert request.prompt is not None, "TokenizeRequest has a prompt or messages"
+            self._require_short([request.prompt], "prompt")
+            ids = self.engine.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.context_limit}
+
+    def detokenize(self, request: DetokenizeRequest) -> dict[str, str]:
+        self.require_model(request.model)
+        vocab_size = self.engine.model.config.vocab_size
+        bad = next((token for token in request.tokens if not 0 <= token < vocab_size), None)
+        if bad is not None:
+            raise ApiError(400, f"tokens holds {bad}; allowed: 0 to {vocab_size - 1}", param="tokens",
+                           code="invalid_value")
+        return {"prompt": self.engine.tokenizer.decode(request.tokens)}
+
     def require_model(self, name: str | None) -> None:
         if name not in (None, self.settings.model_name):
             raise ApiError(404, f"the model {name!r} is not served here; use {self.settings.model_name!r}",
                            param="model", code="model_not_found")
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            self._require_short([prompt], "prompt")
         try:
             return self._require_room(self.engine.encode(prompt))
         except UsageError as error:
             raise ApiError(400, str(error), param="prompt", code="invalid_value") from error
+
+    def _encode_chat(self, messages: list[ChatMessage], variables: Mapping[str, Any]) -> list[int]:
+        plain = [message.for_template() for message in messages]
+        self._require_short([message["content"] for message in plain], "messages")
+        return self.engine.chat(plain, **variables)
+
+    def _require_short(self, texts: list[str], param: str) -> None:
+        """Refuse texts that are too long for the context without tokenising all of them."""
+        tokenizer, num_characters = self.engine.tokenizer, sum(map(len, texts))
+        most = self.context_limit * tokenizer.longest_token
+        if num_characters > most or (num_characters > self.context_limit and any(
+                tokenizer.has_more_tokens(text, self.context_limit) for text in texts)):
+            raise ApiError(400, f"the {param} has {num_characters:,} characters, which are more than "
+                           f"{self.context_limit - 1:,} tokens (the model's context limit, less one new token); "
+                           "shorten it", param=param, code="context_length_exceeded")
 
     def _require_room(self, ids: list[int]) -> list[int]:
         if len(ids) >= self.context_limit:

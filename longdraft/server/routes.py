@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,9 @@ from longdraft.server.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     ResumeRequest,
+    StrictModel,
     TokenizeRequest,
+    body_reference,
 )
 from longdraft.server.service import Service, ServiceDependency
 from longdraft.version import __version__
@@ -33,14 +36,15 @@ _GENERATIONS = "/v1/longdraft/generations"
 # Texts, models, tokens
 
 
-@router.post("/v1/completions", summary="Continue a prompt.")
-async def completions(body: CompletionRequest, request: Request, service: ServiceDependency) -> Response:
-    return await service.respond(request, partial(service.preparer.completion, body))
+@router.post("/v1/completions", summary="Continue a prompt.", openapi_extra=body_reference(CompletionRequest))
+async def completions(request: Request, service: ServiceDependency) -> Response:
+    return await service.respond(request, CompletionRequest, service.preparer.completion)
 
 
-@router.post("/v1/chat/completions", summary="Answer a conversation, with the model's chat template.")
-async def chat(body: ChatRequest, request: Request, service: ServiceDependency) -> Response:
-    return await service.respond(request, partial(service.preparer.chat, body))
+@router.post("/v1/chat/completions", summary="Answer a conversation, with the model's chat template.",
+             openapi_extra=body_reference(ChatRequest))
+async def chat(request: Request, service: ServiceDependency) -> Response:
+    return await service.respond(request, ChatRequest, service.preparer.chat)
 
 
 @router.get("/v1/models", summary="List the served model.")
@@ -54,28 +58,20 @@ async def model(model: str, service: ServiceDependency) -> dict[str, Any]:
     return _model_object(service)
 
 
-@router.post("/tokenize", summary="Token ids of a text or a conversation.")
-async def tokenize(body: TokenizeRequest, service: ServiceDependency) -> dict[str, Any]:
-    service.preparer.require_model(body.model)
-    if body.messages is not None:
-        messages = [message.for_template() for message in body.messages]
-        ids = await service.run_in_thread(service.engine.chat, messages)
-    else:
-        assert body.prompt is not None, "TokenizeRequest has a prompt or messages"
-        ids = await service.run_in_thread(service.engine.tokenizer.encode, body.prompt,
-                                          add_special_tokens=body.add_special_tokens)
-    return {"tokens": ids, "count": len(ids), "max_model_len": service.preparer.context_limit}
+@router.post("/tokenize", summary="Token ids of a text or a conversation.",
+             openapi_extra=body_reference(TokenizeRequest))
+async def tokenize(request: Request, service: ServiceDependency) -> Response:
+    return await service.admission.prepare(request, TokenizeRequest, partial(_as_json, service.preparer.tokenize))
 
 
-@router.post("/detokenize", summary="The text of token ids.")
-async def detokenize(body: DetokenizeRequest, service: ServiceDependency) -> dict[str, str]:
-    service.preparer.require_model(body.model)
-    vocab_size = service.engine.model.config.vocab_size
-    bad = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
-    if bad is not None:
-        raise ApiError(400, f"tokens holds {bad}; allowed: 0 to {vocab_size - 1}", param="tokens",
-                       code="invalid_value")
-    return {"prompt": await service.run_in_thread(service.engine.tokenizer.decode, body.tokens)}
+@router.post("/detokenize", summary="The text of token ids.", openapi_extra=body_reference(DetokenizeRequest))
+async def detokenize(request: Request, service: ServiceDependency) -> Response:
+    return await service.admission.prepare(request, DetokenizeRequest, partial(_as_json, service.preparer.detokenize))
+
+
+def _as_json(work: Callable[[Any], dict[str, Any]], body: StrictModel) -> Response:
+    """The response, encoded here: this runs in a thread."""
+    return JSONResponse(work(body))
 
 
 def _model_object(service: Service) -> dict[str, Any]:
@@ -88,11 +84,11 @@ def _model_object(service: Service) -> dict[str, Any]:
 
 
 @router.get(_GENERATIONS, summary="List texts and journals, newest first.")
-async def generations(service: ServiceDependency) -> dict[str, Any]:
+async def generations(request: Request, service: ServiceDependency) -> dict[str, Any]:
     journals = service.journals
     latest = {job.resume_id or job.id: job for job in reversed(service.scheduler.jobs())}
     jobs = [_generation_object(job) for job in latest.values()]
-    on_disk = await service.run_in_thread(journals.list) if journals else []
+    on_disk = await service.files.run(request, journals.list) if journals else []
     active = {job["id"] for job in jobs if job["state"] in ("queued", "prefill", "running")}
     with_journal = {summary["id"] for summary in on_disk}
     found = [job for job in jobs if job["id"] in active or job["id"] not in with_journal]
@@ -101,12 +97,12 @@ async def generations(service: ServiceDependency) -> dict[str, Any]:
 
 
 @router.get(_GENERATIONS + "/{name}", summary="One text: settings, progress, and the content of its journal.")
-async def generation(name: GenerationId, service: ServiceDependency) -> dict[str, Any]:
+async def generation(name: GenerationId, request: Request, service: ServiceDependency) -> dict[str, Any]:
     job, journals = _find_job(service, name), service.journals
     on_disk = journals is not None and journal_exists(journals.root / name)
     if job is None and not on_disk:
         raise _not_found(name)
-    detail = await service.run_in_thread(journals.detail, name) if journals and on_disk else {}
+    detail = await service.files.run(request, partial(journals.detail, name)) if journals and on_disk else {}
     if job is not None:
         detail |= _generation_object(job) | {"sampling": dataclasses.asdict(job.params), "stats": job.stats}
     return detail
@@ -122,22 +118,22 @@ async def cancel(name: GenerationId, service: ServiceDependency) -> dict[str, An
 
 
 @router.delete(_GENERATIONS + "/{name}", summary="Remove the journal of a text that is not being written.")
-async def remove(name: GenerationId, service: ServiceDependency) -> dict[str, Any]:
+async def remove(name: GenerationId, request: Request, service: ServiceDependency) -> dict[str, Any]:
     folder = _journal_of(service, name)
     if is_being_written(folder):
         raise ApiError(409, f"{name!r} is being written; cancel it first", code="running")
     assert service.journals is not None
-    await service.run_in_thread(service.journals.remove, name)
+    await service.files.run(request, partial(service.journals.remove, name))
     return {"id": name, "deleted": True}
 
 
-@router.post(_GENERATIONS + "/{name}/resume",
+@router.post(_GENERATIONS + "/{name}/resume", openapi_extra=body_reference(ResumeRequest),
              summary="Continue an unfinished text. The reply is a completion with the whole text.")
-async def resume(name: GenerationId, body: ResumeRequest, request: Request, service: ServiceDependency) -> Response:
+async def resume(name: GenerationId, request: Request, service: ServiceDependency) -> Response:
     folder = _journal_of(service, name)
     if is_being_written(folder):
         raise ApiError(409, f"{name!r} is being written; wait for its end, or cancel it first", code="running")
-    return await service.respond(request, partial(service.preparer.resume, folder, body))
+    return await service.respond(request, ResumeRequest, partial(service.preparer.resume, folder))
 
 
 def _find_job(service: Service, name: str) -> GenerationJob | None:

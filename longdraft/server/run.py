@@ -5,86 +5,40 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from longdraft.engine import Engine
 from longdraft.errors import UsageError
 from longdraft.server.app import App
+from longdraft.server.connections import ConnectionTable, HttpProtocol
 from longdraft.server.logs import log_event
 from longdraft.server.settings import ServerSettings
 
 _MAX_HEADER_BYTES = 65_536  # of the request line and the headers
-_HEADER_TIMEOUT_S = 30.0
 _KEEP_ALIVE_S = 75
-_UNACKNOWLEDGED_S = 300  # the system closes a connection whose client acknowledges no data for so long
-_MAX_CONNECTIONS = 1024
-_SWITCH_INTERVAL_S = 0.001  # of Python's threads: requests need many short turns beside the engine thread
+_SWITCH_INTERVAL_S = 0.00005  # of Python's threads: requests need many short turns beside the engine thread
 _SHUTDOWN_S = 5  # for open responses, after all texts have ended
-
-
-class HttpProtocol(H11Protocol):
-    """uvicorn's protocol, with a time limit for the headers of a request.
-
-    uvicorn limits only the idle time between requests. This limit also holds for a new connection, and for the headers
-    of a later request once its first byte has arrived.
-    """
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # otherwise a closing connection waits for its client without limit
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT,
-                                                          _UNACKNOWLEDGED_S * 1000)
-        self._header_timer: asyncio.TimerHandle | None = None
-        self._start_timer()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._start_timer()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    @property
-    def _is_answering(self) -> bool:
-        cycle: RequestResponseCycle | None = self.cycle
-        return cycle is not None and not cycle.response_complete
-
-    def _start_timer(self) -> None:
-        if self._is_answering:
-            self._stop_timer()
-        elif self._header_timer is None:
-            self._header_timer = self.loop.call_later(_HEADER_TIMEOUT_S, self._on_header_timeout)
-
-    def _stop_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-    def _on_header_timeout(self) -> None:
-        self._header_timer = None
-        if not self._is_answering:
-            self.transport.abort()
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn's server, which drains at the first SIGTERM or SIGINT and ends immediately at the second."""
 
     def __init__(self, app: App, settings: ServerSettings) -> None:
+        table = ConnectionTable(settings.max_connections, settings.max_connections_per_address)
+        protocol = cast("type[asyncio.Protocol]", partial(HttpProtocol, table=table))
         super().__init__(uvicorn.Config(
-            app, host=settings.host, port=settings.port, http=HttpProtocol, ws="none", lifespan="on", log_config=None,
+            app, host=settings.host, port=settings.port, http=protocol, ws="none", lifespan="on", log_config=None,
             access_log=False, server_header=False, h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-            timeout_keep_alive=_KEEP_ALIVE_S, limit_concurrency=_MAX_CONNECTIONS,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_SHUTDOWN_S))
         self._scheduler, self._settings = app.service.scheduler, settings
         self._drain_until: float | None = None  # monotonic time

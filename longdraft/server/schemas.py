@@ -1,19 +1,42 @@
-"""Request bodies. The server honours every parameter listed here and refuses every other one by name."""
+"""Request bodies. The server honours every parameter listed here and refuses every other one by name.
+
+Lists and objects have a largest length, and the first wrong item of a list ends its validation: a body of wrong items
+costs no more than a good one.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticCustomError
 
 from longdraft.errors import UsageError
 from longdraft.files import require_text
 from longdraft.openai_body import UNSUPPORTED, unsupported
+from longdraft.server.errors import ApiError, from_validation_error
 
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
 MAX_LOGPROBS = 20
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1024  # texts, characters of each
+_MAX_NAME = 256  # characters of a model's name, a drafter's or a label
+_MAX_MEMBERS = 128  # of an object
+_MAX_IDS = 1024  # of stop_token_ids and logit_bias
+_MAX_MESSAGES, _MAX_PARTS = 4096, 1024
+_MAX_TOKENS = 1 << 24  # of /detokenize, within the limit for bodies
 
 
 def _check_utf8(text: str) -> str:
@@ -25,6 +48,22 @@ def _check_utf8(text: str) -> str:
 
 
 Utf8Text = Annotated[str, AfterValidator(_check_utf8)]
+Name = Annotated[Utf8Text, Field(max_length=_MAX_NAME)]
+StopString = Annotated[Utf8Text, Field(max_length=MAX_STOP_LENGTH)]
+Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
+TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=_MAX_IDS)]
+AnyObject = Annotated[dict[str, Any], Field(max_length=_MAX_MEMBERS)]
+
+
+def _check_bias(value: object) -> object:
+    if isinstance(value, dict) and len(value) > _MAX_IDS:
+        raise PydanticCustomError("too_long", "has {count} entries; allowed: {limit}",
+                                  {"count": len(value), "limit": _MAX_IDS})
+    return value
+
+
+# Checked before its values: pydantic would report an error for each of them.
+LogitBias = Annotated[dict[str, float], BeforeValidator(_check_bias), Field(max_length=_MAX_IDS)]
 
 
 def _check_prompt(value: object) -> object:
@@ -53,12 +92,21 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_many_members(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Before the other checks: pydantic would report an error for each unknown member."""
+        if isinstance(body, Mapping) and len(body) > _MAX_MEMBERS:
+            raise PydanticCustomError("too_long", "the object has {count} members; allowed: {limit}",
+                                      {"count": len(body), "limit": _MAX_MEMBERS})
+        return handler(body)
+
 
 class LongdraftOptions(StrictModel):
     """The `longdraft` object of a request: options for which OpenAI's API has no name."""
 
-    drafter: Utf8Text | None = Field(default=None, description="Drafter. Does not change the text.")
-    drafter_options: dict[str, Any] | None = Field(default=None, description="As --drafter-option of the command line.")
+    drafter: Name | None = Field(default=None, description="Drafter. Does not change the text.")
+    drafter_options: AnyObject | None = Field(default=None, description="As --drafter-option of the command line.")
     min_p: float | None = None
     top_k: int | None = None
     eta_cutoff: float | None = None
@@ -66,7 +114,7 @@ class LongdraftOptions(StrictModel):
     repetition_penalty: float | None = None
     penalty_window: int | None = None
     min_new_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     on_loop: Literal["warn", "stop", "off"] | None = None
     journal: bool | Annotated[str, Field(pattern=ID_PATTERN)] | None = Field(
@@ -83,7 +131,7 @@ class StreamOptions(StrictModel):
 class SamplingRequest(StrictModel):
     """The parameters that completions and chat have in common."""
 
-    model: Utf8Text | None = None
+    model: Name | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(default=1, ge=1, description="Number of texts per prompt. Text i has the seed `seed` + i.")
@@ -97,11 +145,11 @@ class SamplingRequest(StrictModel):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop: Utf8Text | list[Utf8Text] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: StopString | Stops | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    user: Utf8Text | None = Field(default=None, max_length=256, description="Label for the server's log.")
+    logit_bias: LogitBias | None = None
+    user: Name | None = Field(default=None, description="Label for the server's log.")
     longdraft: LongdraftOptions = LongdraftOptions()
 
     @property
@@ -153,8 +201,8 @@ class ContentPart(StrictModel):
 
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Utf8Text | list[ContentPart]
-    name: Utf8Text | None = None
+    content: Utf8Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=_MAX_PARTS)]
+    name: Name | None = None
 
     def for_template(self) -> dict[str, str]:
         """The message as a chat template expects it, with its parts joined."""
@@ -162,11 +210,14 @@ class ChatMessage(StrictModel):
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=_MAX_MESSAGES)]
+
+
 class ChatRequest(SamplingRequest):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
+    chat_template_kwargs: AnyObject | None = Field(default=None, description="Variables of the chat template.")
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatRequest:
@@ -176,9 +227,9 @@ class ChatRequest(SamplingRequest):
 
 
 class TokenizeRequest(StrictModel):
-    model: Utf8Text | None = None
+    model: Name | None = None
     prompt: Utf8Text | None = None
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -189,8 +240,8 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    model: Utf8Text | None = None
-    tokens: list[int]
+    model: Name | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True, max_length=_MAX_TOKENS)]
 
 
 class ResumeRequest(StrictModel):
@@ -198,11 +249,40 @@ class ResumeRequest(StrictModel):
 
     stream: bool = False
     stream_options: StreamOptions | None = None
-    drafter: Utf8Text | None = None
-    drafter_options: dict[str, Any] | None = None
+    drafter: Name | None = None
+    drafter_options: AnyObject | None = None
     timeout: float | None = Field(default=None, gt=0)
     details: bool = False
 
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+
+BODIES = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, ResumeRequest)
+_SCHEMAS = "#/components/schemas/"
+Model = TypeVar("Model", bound=StrictModel)
+
+
+def parse_body(model: type[Model], body: bytes | bytearray) -> Model:
+    """The request of a JSON body. Raises ApiError (400) for the first thing that is wrong."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise from_validation_error(error.errors(include_url=False, include_input=False)[0]) from None
+
+
+def body_reference(model: type[StrictModel]) -> dict[str, Any]:
+    """The part of a route's OpenAPI description that names its body."""
+    content = {"application/json": {"schema": {"$ref": _SCHEMAS + model.__name__}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def body_schemas() -> dict[str, Any]:
+    """The JSON schemas of all bodies and their parts, by name."""
+    _, found = models_json_schema([(model, "validation") for model in BODIES], ref_template=_SCHEMAS + "{model}")
+    return dict(found["$defs"])

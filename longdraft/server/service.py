@@ -5,30 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Annotated, ParamSpec, TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 from longdraft.core import Event
 from longdraft.engine import Engine
-from longdraft.server.errors import to_api_error
+from longdraft.server.admission import Admission, BoundedThreads
+from longdraft.server.errors import CLIENT_CLOSED, to_api_error
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import JournalFolder
 from longdraft.server.metrics import ServerMetrics
-from longdraft.server.middleware import CLIENT_CLOSED
 from longdraft.server.prepare import PreparedRequest, Preparer
 from longdraft.server.replies import DONE, EventStream, ReplyBuilder, data_event, progress_comment
 from longdraft.server.scheduler import Scheduler
+from longdraft.server.schemas import StrictModel
 from longdraft.server.settings import ServerSettings
 
-_NUM_THREADS = 2  # for prompts and journals; more would starve the event loop
+_MIN_VALUES = 1 << 18  # of a body: a parser takes some 20 ms for so many
+_MAX_FILES = 32  # requests that read the folder of journals
 _CHUNK_INTERVAL_S = 0.01  # steps of a text that come faster than this share a chunk
 _DISCONNECT_POLL_S = 0.25  # how often to check that the client of a non-streaming request is still connected
-P = ParamSpec("P")
-T = TypeVar("T")
+Model = TypeVar("Model", bound=StrictModel)
 
 
 class Service:
@@ -41,20 +40,20 @@ class Service:
         self.scheduler = Scheduler(engine, settings, self.metrics)
         self.journals = JournalFolder(settings.journals, engine.tokenizer) if settings.journals else None
         self.started = time.time()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "request")
+        self.admission = Admission(settings, max(_MIN_VALUES, 2 * self.preparer.context_limit), self.metrics)
+        self.files = BoundedThreads("file", 1, _MAX_FILES, self.metrics)
 
-    async def run_in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run slow work outside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
-
-    async def respond(self, request: Request, prepare: Callable[[EventQueue], PreparedRequest]) -> Response:
+    async def respond(self, request: Request, model: type[Model],
+                      prepare: Callable[[Model, EventQueue], PreparedRequest]) -> Response:
         """Generate a request's texts and send them, as a stream or whole.
 
-        prepare  turns the request into jobs, which write to the given queue; runs in a thread
+        model    of the body
+        prepare  turns the body into jobs, which write to the given queue; runs in a thread
 
         Raises ApiError where the request is invalid, or the server has no room for it.
         """
-        prepared = await self.run_in_thread(prepare, EventQueue(asyncio.get_running_loop()))
+        events = EventQueue(asyncio.get_running_loop())
+        prepared = await self.admission.prepare(request, model, lambda body: prepare(body, events))
         jobs = prepared.jobs
         reply = ReplyBuilder(prepared.options, self.settings.model_name, self.engine.tokenizer, jobs)
         self.scheduler.submit(jobs)

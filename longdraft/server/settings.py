@@ -31,8 +31,10 @@ class ServerSettings:
     memory_bytes       budget for the caches of all running texts
     max_body_bytes     largest request body; larger ones get 413
     max_choices        texts of one request: number of prompts times n
+    max_connections    open connections
+    max_connections_per_address  of them, from one IPv4 address or one IPv6 network of 64 bits
     timeout_s          limit for a request, including its time in the queue; 0: none
-    stall_s            limit for a client to read from a stream, or to send the next part of a body
+    stall_s            limit for a client to read from a stream, or to send a whole body
     drain_s            time that running texts get after SIGTERM
     progress_s         interval of the progress comments in a stream
     cors_origins       origins of other web pages that may call this server
@@ -51,6 +53,8 @@ class ServerSettings:
     memory_bytes: int = 1 << 30
     max_body_bytes: int = 8 * MiB
     max_choices: int = 32
+    max_connections: int = 1024
+    max_connections_per_address: int = 512
     timeout_s: float = 0.0
     stall_s: float = 60.0
     drain_s: float = 30.0
@@ -60,7 +64,8 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         for name, least in (("port", 0), ("journal_from", 1), ("keep_finished", 0), ("max_running", 1),
-                            ("max_queued", 0), ("max_body_bytes", 1024), ("max_choices", 1), ("memory_bytes", MiB)):
+                            ("max_queued", 0), ("max_body_bytes", 1024), ("max_choices", 1), ("memory_bytes", MiB),
+                            ("max_connections", 1), ("max_connections_per_address", 1)):
             check(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
         check(self.port <= 65535, "port", self.port, "0 to 65535", "0 takes a free port")
         for name in ("timeout_s", "drain_s"):

@@ -14,7 +14,7 @@ import pytest
 
 from helpers import serving
 from longdraft.errors import UsageError
-from longdraft.server import run as running
+from longdraft.server import connections
 from longdraft.server.settings import ServerSettings, read_keys
 
 engine = pytest.fixture(scope="module")(serving.talker)
@@ -98,7 +98,7 @@ ASKED = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 @pytest.mark.parametrize("before, beginning", [(b"", b""), (b"", b"GET /hea"), (ASKED, b"G")])
 def test_a_connection_with_incomplete_headers_is_closed(server, monkeypatch, before, beginning):
     """For the first request of a connection, and for a later one."""
-    monkeypatch.setattr(running, "_HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connections, "_HEADER_TIMEOUT_S", 0.3)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(before)
         if before:
@@ -110,7 +110,7 @@ def test_a_connection_with_incomplete_headers_is_closed(server, monkeypatch, bef
 
 
 def test_a_connection_stays_open_while_its_response_is_generated(server, monkeypatch):
-    monkeypatch.setattr(running, "_HEADER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connections, "_HEADER_TIMEOUT_S", 0.05)
     body = {"prompt": "It was", "max_tokens": 2000, "ignore_eos": True, "longdraft": {"drafter": "plain"}}
     with httpx.Client() as client:
         reply = client.post(server.url + "/v1/completions", json=body, timeout=60)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -162,6 +165,22 @@ def test_the_first_stop_text_ends_the_stream_however_it_is_cut(text, stops, data
         assert any(text.startswith(shown + stop) for stop in stops)
     else:
         assert shown + matcher.flush() == text
+
+
+def test_many_stop_texts_take_no_longer_than_one():
+    """Each nearly occurs at every character, which is the worst case of most other methods."""
+    many = [f"{'a' * 1000}{i:04}" for i in range(16)] + ["a" * 500 + "b" * 500]
+
+    def seconds(stops):
+        matcher, best = StopText(stops), math.inf
+        for _ in range(5):
+            began = time.perf_counter()
+            for _ in range(1000):
+                assert not matcher.push("a" * 20)[1]
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    assert seconds(many) < 3 * seconds(many[:1])
 
 
 def test_without_stop_texts_nothing_is_held_back():

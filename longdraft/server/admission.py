@@ -1,0 +1,182 @@
+"""What the server takes on before a text is queued: bodies in memory, and work in threads. The rest gets 429.
+
+    ids = await admission.prepare(request, TokenizeRequest, lambda body: engine.encode(body.prompt))
+
+Small bodies have threads of their own, so that no small request waits behind large ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from fastapi import Request
+
+from longdraft.server.errors import CLIENT_CLOSED, ApiError, retry_later
+from longdraft.server.metrics import ServerMetrics
+from longdraft.server.schemas import StrictModel, parse_body
+from longdraft.server.settings import ServerSettings
+
+_SMALL_BODY = 1 << 16  # bytes; preparing a larger one may take seconds
+_SMALL_THREADS, _MAX_SMALL = 2, 128  # more threads would starve the event loop; requests in the threads and their queue
+_MAX_LARGE = 4
+_MAX_LARGE_BODIES = 16  # that are read or prepared at the same time
+_BODIES = 8  # largest bodies that may be in memory together
+_DISCONNECT_POLL_S = 0.25  # how often to check that a waiting client is still connected
+_JSON_TYPES = ("json", "+json")
+_CLOSE = {"Connection": "close"}
+
+Model = TypeVar("Model", bound=StrictModel)
+T = TypeVar("T")
+
+
+class BoundedThreads:
+    """Threads for slow work, with a bounded queue. Its methods belong to the event loop.
+
+    rests  whether a thread rests after its work for as long as that took, so that others have half of the processor
+    """
+
+    def __init__(self, name: str, num_threads: int, max_pending: int, metrics: ServerMetrics, *,
+                 rests: bool = False) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, name)
+        self._name, self._max_pending, self._metrics = name, max_pending, metrics
+        self._num_pending = 0
+        self._rests, self._rests_until = rests, 0.0  # monotonic time
+
+    def require_room(self) -> None:
+        """Raise ApiError (429) if the queue is full."""
+        if self._num_pending >= self._max_pending:
+            self._metrics.count_failure("overloaded")
+            raise retry_later(f"{self._num_pending} {self._name} requests are being prepared; allowed: "
+                              f"{self._max_pending}; retry later", "too_many_requests")
+
+    async def run(self, request: Request, work: Callable[[], T]) -> T:
+        """The result of `work`, which is not begun if the client disconnects while it waits in the queue."""
+        self.require_room()
+        loop = asyncio.get_running_loop()
+
+        def leave(future: Future[T]) -> None:
+            loop.call_soon_threadsafe(self._leave)
+
+        self._num_pending += 1
+        task = self._executor.submit(self._do, work)
+        task.add_done_callback(leave)
+        result = asyncio.wrap_future(task)
+        try:
+            while not (await asyncio.wait([result], timeout=_DISCONNECT_POLL_S))[0]:
+                if await request.is_disconnected():
+                    raise _client_closed()
+            return result.result()
+        finally:
+            result.cancel()  # does nothing once the work has begun
+
+    def _do(self, work: Callable[[], T]) -> T:
+        """Do the work, not before the thread has rested as long as it worked last time, if it must."""
+        time.sleep(max(0.0, self._rests_until - time.monotonic()))
+        began = time.monotonic()
+        try:
+            return work()
+        finally:
+            now = time.monotonic()
+            self._rests_until = now + (now - began) * self._rests
+
+    def _leave(self) -> None:
+        self._num_pending -= 1
+
+
+class Admission:
+    """Reads and prepares requests within the server's limits."""
+
+    def __init__(self, settings: ServerSettings, max_values: int, metrics: ServerMetrics) -> None:
+        """max_values: of all lists and objects of a body together, about."""
+        self._settings, self._max_values, self._metrics = settings, max_values, metrics
+        self._num_bytes = 0  # of all bodies that are being read or prepared
+        self._num_large = 0  # of them, those that were announced as large
+        self._small = BoundedThreads("small", _SMALL_THREADS, _MAX_SMALL, metrics)
+        self._large = BoundedThreads("large", 1, _MAX_LARGE, metrics, rests=True)
+
+    async def prepare(self, request: Request, model: type[Model], work: Callable[[Model], T]) -> T:
+        """The result of `work` for a request's body. Reading is limited in size and time; `work` runs in a thread.
+
+        Raises ApiError: 400 for an invalid body, 408 for a slow one, 413 for a large one, 429 for too many.
+        """
+        declared = request.headers.get("content-length", "0")
+        if len(declared) > 20 or int(declared) > self._settings.max_body_bytes:  # h11 accepts digits only
+            raise self._too_large()
+        self._require_room(int(declared))
+        body, is_large = bytearray(), int(declared) > _SMALL_BODY
+        self._num_large += is_large
+        try:
+            await self._read(request, body)
+            _require_json(request)
+            return await self._threads_for(len(body)).run(
+                request, lambda: work(parse_body(model, body)))
+        finally:
+            self._num_bytes -= len(body)
+            self._num_large -= is_large
+
+    async def _read(self, request: Request, body: bytearray) -> None:
+        """Append the request's body to `body`, and count its bytes."""
+        try:
+            async with asyncio.timeout(self._settings.stall_s):
+                num_values, is_whole = 0, False
+                while not is_whole:  # `request.stream()` does the same, at several times the cost for a refused body
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise _client_closed()
+                    part = message.get("body", b"")
+                    is_whole = not message.get("more_body", False)
+                    body += part
+                    self._num_bytes += len(part)
+                    num_values += part.count(b",")
+                    if len(body) > self._settings.max_body_bytes:
+                        raise self._too_large()
+                    if num_values > self._max_values:  # parsing them would hold up all other requests
+                        raise ApiError(400, f"the body has more than {self._max_values:,} values; send several "
+                                       "requests", code="too_many_values", headers=_CLOSE)
+                    if part:
+                        self._require_memory(self._num_bytes)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {self._settings.stall_s:g} s", code="body_timeout",
+                           headers=_CLOSE) from None
+
+    def _require_room(self, num_bytes: int) -> None:
+        """Raise ApiError (429) if there is no room for one more body, of `num_bytes`."""
+        try:
+            self._require_memory(self._num_bytes + num_bytes)
+            self._threads_for(num_bytes).require_room()
+            if num_bytes > _SMALL_BODY and self._num_large >= _MAX_LARGE_BODIES:
+                self._metrics.count_failure("overloaded")
+                raise retry_later(f"{self._num_large} large bodies are being read; retry later", "too_many_requests")
+        except ApiError as error:
+            if num_bytes > _SMALL_BODY:  # otherwise the server would read the rest of the body to drop it
+                error.headers = {**(error.headers or {}), **_CLOSE}
+            raise
+
+    def _require_memory(self, num_bytes: int) -> None:
+        """Raise ApiError (429) if all bodies together may not have `num_bytes`."""
+        if num_bytes > _BODIES * self._settings.max_body_bytes:
+            self._metrics.count_failure("overloaded")
+            raise retry_later("the bodies of other requests fill the memory for bodies; retry later",
+                              "too_many_requests")
+
+    def _threads_for(self, num_bytes: int) -> BoundedThreads:
+        return self._large if num_bytes > _SMALL_BODY else self._small
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._settings.max_body_bytes:,} bytes; send less, or raise "
+                        "--max-body-mib", code="request_too_large", headers=_CLOSE)
+
+
+def _require_json(request: Request) -> None:
+    """Other types are refused: a web page could send them to this server without the browser's permission."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not (media_type.startswith("application/") and media_type.endswith(_JSON_TYPES)):
+        raise ApiError(400, "the body is not JSON; send Content-Type: application/json", code="invalid_json")
+
+
+def _client_closed() -> ApiError:
+    return ApiError(CLIENT_CLOSED, "the client has disconnected", code="disconnected")

@@ -1,0 +1,154 @@
+"""Connections: a largest number for each client address and in all, and time limits for the headers of a request.
+
+A new connection beyond a limit takes the place of the one that has been without a request for longest. If all of them
+have a request, the new one is surplus: it is served /health, /ready and /metrics only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import resource
+import socket
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+_HEADER_TIMEOUT_S = 30.0
+_UNACKNOWLEDGED_S = 300  # the system closes a connection whose client acknowledges no data for so long
+_MAX_READ = 1 << 15  # bytes that asyncio reads at once: other connections wait meanwhile
+_RESERVE = 64  # surplus connections
+_OTHER_FILES = 256  # file descriptors for everything but connections: weights, journals, libraries
+_IPV6_NETWORK = 64  # bits: a client has all addresses of such a network
+
+
+class ConnectionTable:
+    """The open connections by client address, those without a request for longest first."""
+
+    def __init__(self, max_total: int, max_per_address: int) -> None:
+        """Raises the process's limit of open files as far as the system allows, and stays within it."""
+        self._max_total = max(1, min(max_total, raise_file_limit() - _OTHER_FILES - _RESERVE))
+        self._max_per_address = max_per_address
+        self._by_address: dict[str, dict[HttpProtocol, None]] = {}
+        self._total = 0
+
+    def add(self, connection: HttpProtocol) -> bool:
+        """Add a connection, closing an idle one for it if necessary. Returns False if it is surplus.
+
+        If all surplus connections are in use too, this one is closed at once.
+        """
+        group = self._by_address.get(connection.network, {})
+        is_room = True
+        if len(group) >= self._max_per_address:
+            is_room = self._close_idle(group)
+        elif self._total >= self._max_total:
+            is_room = self._close_idle(max(self._by_address.values(), key=len))
+        self._by_address.setdefault(connection.network, {})[connection] = None
+        self._total += 1
+        if self._total > self._max_total + _RESERVE:
+            connection.transport.abort()
+        return is_room
+
+    def touch(self, connection: HttpProtocol) -> None:
+        """A request of the connection has ended."""
+        group = self._by_address.get(connection.network, {})
+        if connection in group:
+            group[connection] = group.pop(connection)
+
+    def remove(self, connection: HttpProtocol) -> None:
+        group = self._by_address.get(connection.network, {})
+        if connection in group:
+            del group[connection]
+            self._total -= 1
+            if not group:
+                self._by_address.pop(connection.network)
+
+    def _close_idle(self, group: dict[HttpProtocol, None]) -> bool:
+        """Close the connection that has been idle for longest; returns whether there is one."""
+        idle = next((each for each in group if not each.is_answering), None)
+        if idle is not None:
+            self.remove(idle)
+            idle.transport.abort()
+        return idle is not None
+
+
+class HttpProtocol(H11Protocol):
+    """uvicorn's protocol, with an entry in a ConnectionTable and a time limit for the headers of a request.
+
+    uvicorn limits only the idle time between requests. This limit also holds for a new connection, and for the headers
+    of a later request once its first byte has arrived. It is for all of the headers, however they arrive.
+    """
+
+    def __init__(self, *args: Any, table: ConnectionTable, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._table = table
+        self.network = ""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # otherwise a closing connection waits for its client without limit
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT,
+                                                          _UNACKNOWLEDGED_S * 1000)
+        transport.max_size = _MAX_READ
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._start_timer()
+        self.network = _network_of(self.client[0] if self.client else "")
+        if not self._table.add(self):
+            self.app_state = {**self.app_state, "is_surplus": True}  # part of each request's scope
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._start_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._table.touch(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._table.remove(self)
+        super().connection_lost(exc)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the headers of a request have arrived, and its response is not complete."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def _start_timer(self) -> None:
+        if self.is_answering:
+            self._stop_timer()
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(_HEADER_TIMEOUT_S, self._on_header_timeout)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _on_header_timeout(self) -> None:
+        self._header_timer = None
+        if not self.is_answering:
+            self.transport.abort()
+
+
+def _network_of(address: str) -> str:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return address
+    return str(parsed.ipv4_mapped or ipaddress.ip_network((int(parsed), _IPV6_NETWORK), strict=False))
+
+
+def raise_file_limit() -> int:
+    """Raise the limit of open files to the largest one that the process may have; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (OSError, ValueError):  # macOS has a lower limit that it does not report
+            pass
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,340 @@
+"""Hostile load: bodies that cost more than they should, too many requests, idle and slow connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from helpers import serving
+from longdraft.server import admission, connections
+from longdraft.server.admission import BoundedThreads
+from longdraft.server.app import App
+from longdraft.server.errors import ApiError
+from longdraft.server.metrics import ServerMetrics
+from longdraft.server.schemas import (
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from longdraft.server.settings import ServerSettings
+
+COUNT = 100_000  # items of a hostile list
+MESSAGE = {"role": "user", "content": "a"}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return serving.load("novelist")
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with serving.running(engine, max_connections_per_address=8, stall_s=0.5) as found:
+        yield found
+
+
+def send(app: App, path: str, body: bytes, **headers: str) -> httpx.Response:
+    """A request to the application without a socket."""
+    async def post() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.post(path, content=body, headers={"Content-Type": "application/json", **headers})
+
+    return asyncio.run(post())
+
+
+# Bodies
+
+
+@pytest.mark.parametrize("model, body", [
+    (DetokenizeRequest, {"tokens": [None] * COUNT}),
+    (CompletionRequest, {"prompt": "a", "stop": [None] * COUNT}),
+    (CompletionRequest, {"prompt": "a", "stop": ["x"] * COUNT}),
+    (CompletionRequest, {"prompt": "a", "stop_token_ids": ["x"] * COUNT}),
+    (CompletionRequest, {"prompt": "a", "longdraft": {"stop_token_ids": [None] * COUNT}}),
+    (CompletionRequest, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(COUNT)), "x")}),
+    (CompletionRequest, {"prompt": "a", "longdraft": {"drafter_options": dict.fromkeys(map(str, range(COUNT)))}}),
+    (CompletionRequest, {"prompt": "a", **dict.fromkeys(map(str, range(COUNT)))}),
+    (CompletionRequest, {"prompt": [None] * COUNT}),
+    (ChatRequest, {"messages": [None] * COUNT}),
+    (ChatRequest, {"messages": [MESSAGE] * COUNT}),
+    (ChatRequest, {"messages": [{"role": "user", "content": [None] * COUNT}]}),
+    (ChatRequest, {"messages": [MESSAGE], "chat_template_kwargs": dict.fromkeys(map(str, range(COUNT)))}),
+    (TokenizeRequest, {"messages": [{}] * COUNT}),
+], ids=lambda value: str(value)[:60])
+def test_a_long_list_or_object_gives_few_errors(model, body):
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() <= 4
+
+
+def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(engine, monkeypatch):
+    monkeypatch.setattr(admission, "parse_body", lambda *given: pytest.fail("it was parsed"))
+    reply = send(App(engine, ServerSettings()), "/detokenize", b'{"tokens": [' + b"{}," * 300_000 + b"{}]}")
+    assert reply.status_code == 400 and reply.json()["error"]["code"] == "too_many_values"
+
+
+def test_an_error_quotes_little_of_the_body(engine):
+    app = App(engine, ServerSettings())
+    for body in ({"prompt": "a", "x" * 100_000: 1}, {"prompt": "a", "model": "x" * 200},
+                 {"prompt": "a", "longdraft": {"drafter": "suffix", "drafter_options": {"x" * 100_000: 1}}}):
+        reply = send(app, "/v1/completions", json.dumps(body).encode())
+        assert reply.status_code in (400, 404) and len(reply.content) < 2000
+
+
+@pytest.mark.parametrize("stop", [["x"] * (MAX_STOPS + 1), "x" * (MAX_STOP_LENGTH + 1), ["x" * (MAX_STOP_LENGTH + 1)]])
+def test_stop_texts_have_a_largest_number_and_length(engine, stop):
+    reply = send(App(engine, ServerSettings()), "/v1/completions", json.dumps({"prompt": "a", "stop": stop}).encode())
+    assert reply.status_code == 400 and reply.json()["error"]["param"].startswith("stop")
+
+
+def test_a_text_beyond_the_context_is_refused_before_it_is_tokenised(engine, monkeypatch):
+    monkeypatch.setattr(type(engine.tokenizer), "encode", lambda *a, **o: pytest.fail("it was tokenised"))
+    app, text = App(engine, ServerSettings()), "a " * (engine.model.config.max_positions * 8)
+    assert len(text) > engine.model.config.max_positions * engine.tokenizer.longest_token
+    for path, body in (("/v1/completions", {"prompt": text}), ("/tokenize", {"prompt": text}),
+                       ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})):
+        reply = send(app, path, json.dumps(body).encode())
+        assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded", reply.text
+
+
+def test_a_long_text_is_tokenised_in_blocks_until_it_exceeds_the_context(engine, monkeypatch):
+    tokenizer, lengths = engine.tokenizer, []
+    encode = type(tokenizer).encode
+    monkeypatch.setattr(type(tokenizer), "encode", lambda self, text, **o: lengths.append(len(text)) or encode(
+        self, text, **o))
+    text = "The ship sailed on. " * 50_000
+    count = len(encode(tokenizer, text))
+    assert tokenizer.has_more_tokens(text, 1000) and sum(lengths) < len(text) / 2
+    assert tokenizer.has_more_tokens(text, count - 2000)
+    assert not tokenizer.has_more_tokens(text, count) and max(lengths) <= len(text) / 4
+    app = App(engine, ServerSettings())
+    lengths.clear()
+    reply = send(app, "/v1/completions", json.dumps({"prompt": "a b " * 200_000}).encode())
+    assert reply.json()["error"]["code"] == "context_length_exceeded" and sum(lengths) < 800_000
+
+
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_tokenised(engine, work):
+    text = "The ship sailed on. " * 20_000
+    ids = engine.tokenizer.encode(text)
+    ended, ticks = threading.Event(), []
+    thread = threading.Thread(target=lambda: [ticks.append(1) for _ in iter(lambda: ended.wait(1e-3), True)])
+    thread.start()
+    before = len(ticks)
+    for _ in range(1 if work == "encode" else 10):
+        engine.tokenizer.encode(text) if work == "encode" else engine.tokenizer.decode(ids)
+    found = len(ticks) - before
+    ended.set()
+    thread.join()
+    assert found > 10
+
+
+# Too many requests
+
+
+class Caller:
+    """A request of a client that hangs up when told."""
+
+    def __init__(self) -> None:
+        self.has_left = False
+
+    async def is_disconnected(self) -> bool:
+        return self.has_left
+
+
+def test_work_beyond_the_queue_gets_429_and_that_of_a_client_who_left_is_not_done(monkeypatch):
+    monkeypatch.setattr(admission, "_DISCONNECT_POLL_S", 0.01)
+
+    async def main():
+        threads, gate, done = BoundedThreads("small", 1, 2, ServerMetrics("m")), threading.Event(), []
+        stays, leaves = Caller(), Caller()
+        first = asyncio.create_task(threads.run(stays, lambda: gate.wait(10) and done.append("first")))
+        second = asyncio.create_task(threads.run(leaves, lambda: done.append("second")))
+        await asyncio.sleep(0.02)
+        with pytest.raises(ApiError) as refused:
+            await threads.run(stays, lambda: done.append("third"))
+        assert refused.value.status_code == 429 and int(refused.value.headers["Retry-After"]) > 0
+        leaves.has_left = True
+        with pytest.raises(ApiError) as left:
+            await second
+        assert left.value.status_code == 499
+        await asyncio.sleep(0)
+        third = asyncio.create_task(threads.run(stays, lambda: done.append("third")))
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(first, third)
+        assert done == ["first", "third"]
+        await asyncio.sleep(0.01)
+        threads.require_room()
+
+    asyncio.run(main())
+
+
+def test_small_requests_do_not_wait_for_large_ones(engine, monkeypatch):
+    """Large ones get 429 when their queue is full, before their bodies are read."""
+    app, gate = App(engine, ServerSettings()), threading.Event()
+    small, large = b'{"prompt": "a"}', json.dumps({"prompt": "a" * 100_000}).encode()
+    encode = type(engine.tokenizer).encode
+    monkeypatch.setattr(type(engine.tokenizer), "encode",
+                        lambda self, text, **o: encode(self, text, **o) if len(text) < 99 or gate.wait(20) else None)
+
+    async def main():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=30,
+                                     headers={"Content-Type": "application/json"}) as client:
+            held = [asyncio.create_task(client.post("/tokenize", content=large)) for _ in range(admission._MAX_LARGE)]
+            while app.service.admission._large._num_pending < admission._MAX_LARGE:
+                await asyncio.sleep(0.01)
+            refused = await client.post("/tokenize", content=large)
+            assert refused.status_code == 429 and refused.headers["retry-after"]
+            assert (await client.post("/tokenize", content=small)).json()["count"] == 1
+            gate.set()
+            assert {(await each).status_code for each in held} == {200}
+        assert app.service.admission._num_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_bodies_share_a_bounded_memory(engine, monkeypatch):
+    monkeypatch.setattr(admission, "_BODIES", 1)
+    app = App(engine, ServerSettings(max_body_bytes=10_000))
+
+    async def main():
+        held, half = asyncio.Event(), b" " * 6000
+
+        async def slow():
+            yield half
+            await held.wait()
+            yield b'{"prompt": "a"}'
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost",
+                                     headers={"Content-Type": "application/json"}) as client:
+            first = asyncio.create_task(client.post("/tokenize", content=slow()))
+            while app.service.admission._num_bytes < len(half):
+                await asyncio.sleep(0.001)
+            assert (await client.post("/tokenize", content=half)).status_code == 429
+            held.set()
+            assert (await first).status_code == 200
+            assert (await client.post("/tokenize", content=half)).status_code == 400  # read, and found to be empty
+        assert app.service.admission._num_bytes == 0
+
+    asyncio.run(main())
+
+
+# Connections
+
+
+def connect(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(65536) == b""
+    return True
+
+
+def test_idle_connections_give_way_to_new_ones(server):
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connect(server)) for _ in range(40)]
+        for _ in range(3):
+            assert httpx.get(server.url + "/health").status_code == 200
+        body = {"prompt": "a", "max_tokens": 1}
+        assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
+        assert all(is_closed(each) for each in idle[:32])
+
+
+def test_slow_requests_leave_room_for_health(server):
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(connect(server)).sendall(head)
+        for path in ("/health", "/ready", "/metrics"):
+            assert httpx.get(server.url + path).status_code == 200
+        refused = httpx.get(server.url + "/version")
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_connections"
+    serving.wait_for(lambda: httpx.get(server.url + "/version").status_code == 200)
+
+
+def trickle(server, first: bytes, seconds: float) -> tuple[bytes, float]:
+    """Send a byte each 50 ms until the server answers or closes: its answer, and the time it took."""
+    began = time.monotonic()
+    with connect(server) as connection:
+        connection.sendall(first)
+        connection.settimeout(0.05)
+        while time.monotonic() - began < seconds:
+            try:
+                return connection.recv(65536), time.monotonic() - began
+            except TimeoutError:
+                connection.sendall(b"a")
+            except ConnectionResetError:
+                return b"", time.monotonic() - began
+    raise AssertionError("the server waited too long")
+
+
+def test_the_deadlines_of_headers_and_bodies_are_totals(server, monkeypatch):
+    monkeypatch.setattr(connections, "_HEADER_TIMEOUT_S", 0.4)
+    answer, seconds = trickle(server, b"GET /health HTTP/1.1\r\nX: ", 5)
+    assert answer == b"" and 0.2 < seconds < 3
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"
+    answer, seconds = trickle(server, head, 5)
+    assert b" 408 " in answer and 0.4 < seconds < 3
+
+
+def table(monkeypatch, total: int, each: int, limit: int = 1 << 20) -> connections.ConnectionTable:
+    monkeypatch.setattr(connections, "raise_file_limit", lambda: limit)
+    return connections.ConnectionTable(total, each)
+
+
+class FakeConnection:
+    def __init__(self, network: str, is_answering: bool = False) -> None:
+        self.network, self.is_answering, self.is_open, self.transport = network, is_answering, True, self
+
+    def abort(self) -> None:
+        self.is_open = False
+
+
+def test_the_address_with_most_connections_gives_way(monkeypatch):
+    found = table(monkeypatch, 5, 4)
+    first = [FakeConnection("a") for _ in range(3)]
+    other = FakeConnection("b")
+    assert all(found.add(each) for each in [*first, other])
+    found.touch(first[0])
+    assert all(found.add(FakeConnection("c")) for _ in range(2))
+    assert [each.is_open for each in first] == [True, False, True] and other.is_open
+
+
+def test_busy_connections_stay_and_surplus_ones_are_bounded(monkeypatch):
+    found = table(monkeypatch, 5, 4)
+    assert all(found.add(FakeConnection("a", is_answering=True)) for _ in range(4))
+    surplus = [FakeConnection("a", is_answering=True) for _ in range(connections._RESERVE + 2)]
+    assert not any(found.add(each) for each in surplus)
+    assert [each.is_open for each in surplus] == [True] * (connections._RESERVE + 1) + [False]
+
+
+def test_connections_stay_within_the_limit_of_open_files(monkeypatch):
+    assert table(monkeypatch, 10_000, 10_000, 1024)._max_total == 1024 - 256 - 64
+    asked = []
+    monkeypatch.undo()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append((kind, limits)))
+    assert connections.raise_file_limit() == 4096
+    assert asked == [(resource.RLIMIT_NOFILE, (4096, 4096))]
+
+
+@pytest.mark.parametrize("first, second, is_one", [
+    ("192.0.2.1", "192.0.2.2", False), ("2001:db8::1", "2001:db8::2:3", True),
+    ("2001:db8::1", "2001:db8:0:1::1", False), ("::ffff:192.0.2.1", "192.0.2.1", True), ("", "", True)])
+def test_an_ipv6_network_counts_as_one_address(first, second, is_one):
+    assert (connections._network_of(first) == connections._network_of(second)) is is_one
