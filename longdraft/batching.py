@@ -123,7 +123,7 @@ class Batch:
         except StopIteration:
             self.remove(text)
         except Exception as error:  # ends this text only, as the error of its last event
-            last = Event((), "", stats=generation.stats())
+            last = Event((), "", stats=_stats(generation))
             if events and events[-1][0] == text and events[-1][1].finish_reason:  # its journal could not be closed
                 last = events.pop()[1]
             events.append((text, last._replace(finish_reason=None, error=error)))
@@ -152,6 +152,14 @@ class Batch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.close()
+
+
+def _stats(generation: Generation) -> dict[str, Any] | None:
+    """The statistics of a text that failed; None if these fail as well, which must not end other texts."""
+    try:
+        return generation.stats()
+    except Exception:
+        return None
 
 
 def generate_many(model: LoadedModel, drafter: DrafterChoice, prompts: Iterator[Prompt],

@@ -146,17 +146,14 @@ class RecordFile:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             is_new = not self._path.exists()
-            self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = _open_locked(self._path)
+            if is_new:
+                sync_folder(self._path.parent)
+        except BlockingIOError as error:
+            raise UsageError(f"another job writes {output}; wait for it, or give another output") from error
         except OSError as error:
             raise UsageError(f"cannot write the output {output}: {error.strerror or error}; choose another "
                              "path") from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._file)
-            raise UsageError(f"another job writes {output}; wait for it, or give another output") from error
-        if is_new:
-            sync_folder(self._path.parent)
 
     @classmethod
     def open(cls, output: Path, work: Path, *, without_errors: bool = False) -> RecordFile:
@@ -181,13 +178,16 @@ class RecordFile:
 
     def _read(self) -> int:
         """Count the existing records; returns the offset in bytes where the last whole line ends."""
-        size = 0
+        size, end = 0, os.fstat(self._file).st_size
         for number, line in enumerate(self._lines(), 1):
             if not line.endswith(b"\n") and (size or _is_torn_record(line)):
                 break
             try:
                 self._count(json.loads(line))
             except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                # A power cut may keep the last sectors of a line, its end included, and lose those before.
+                if size and size + len(line) == end and not _is_json(line):
+                    break
                 raise UsageError(f"line {number} of the output {self._output} is no record of a job; give another "
                                  "name, or remove the file") from error
             size += len(line)
@@ -276,6 +276,28 @@ class RecordFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.close()
+
+
+def _open_locked(path: Path) -> int:
+    """Open a file, created if necessary, and lock it. BlockingIOError if another process has it locked."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(path) and os.path.samestat(os.fstat(file), os.stat(path)):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # another process replaced it meanwhile, to drop its errors: try again
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _is_torn_record(line: bytes) -> bool:

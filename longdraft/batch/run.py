@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -120,24 +121,26 @@ def run(rows: Path, output: Path, job: BatchJob, executor: Executor, *, check: C
     work_folder.require_same_job(job.work_folder, output, settings, begin=False)
     with RecordFile.open(output, job.work_folder, without_errors=retry_errors) as records:
         work_folder.require_same_job(job.work_folder, output, settings, begin=True)
-        with work_folder.translate_storage_errors(job.work_folder):
-            work_folder.forget_attempts(job.work_folder)
         totals = Totals(num_rows, len(records.done), records.failed)
         requests = _pending(rows, job.model, frozenset(records.done))
-        if (first := next(requests, None)) is not None:
-            updates = executor(replace(job, fingerprint=records.fingerprint), chain([first], requests), check)
-            for progress in updates:
-                if progress is None:
+        try:
+            if (first := next(requests, None)) is not None:
+                updates = executor(replace(job, fingerprint=records.fingerprint), chain([first], requests), check)
+                for progress in updates:
+                    if progress is None:
+                        on_progress(totals)
+                        continue
+                    if progress.key in records.done:
+                        continue  # a worker was lost after it sent this record, and the row was written again
+                    if progress.record is not None:
+                        records.add(progress.record)
+                        with work_folder.translate_storage_errors(job.work_folder):
+                            work_folder.forget(job.work_folder, progress.key)
+                    totals.add(progress)
                     on_progress(totals)
-                    continue
-                if progress.key in records.done:
-                    continue  # a worker was lost after it sent this record, and the row was written again
-                if progress.record is not None:
-                    records.add(progress.record)
-                    with work_folder.translate_storage_errors(job.work_folder):
-                        work_folder.forget(job.work_folder, progress.key)
-                totals.add(progress)
-                on_progress(totals)
+        finally:  # reached unless this process is killed, perhaps by a row: then its attempts count next time
+            with contextlib.suppress(OSError):
+                work_folder.forget_attempts(job.work_folder)
         records.finish()
     work_folder.remove(job.work_folder)
     return totals

@@ -13,13 +13,13 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from longdraft.errors import OutputError, UsageError
+from longdraft.errors import JournalError, OutputError, UsageError
+from longdraft.journal import remove_journal
 
 _JOB, ENGINE = "job.json", "engine.json"
 _JOURNALS, _ATTEMPTS = "journals", "attempts"
@@ -75,7 +75,7 @@ def require_same_job(work: Path, output: Path, settings: Mapping[str, Any], *, b
 def write_once(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a JSON file, which the first process of the job writes. Raises OSError, or UsageError if the file
     holds something else."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # journals have prompts
     partial = path.with_suffix(f".{uuid.uuid4().hex}")
     try:
         partial.write_text(json.dumps(content), encoding="utf-8")
@@ -112,7 +112,8 @@ def translate_storage_errors(work: Path) -> Iterator[None]:
 
 def forget(work: Path, key: str) -> None:
     """Remove a row's files after its record is on the disk."""
-    shutil.rmtree(journal(work, key), ignore_errors=True)
+    with contextlib.suppress(OSError, JournalError):
+        remove_journal(journal(work, key))
     attempts(work, key).unlink(missing_ok=True)
 
 
@@ -124,9 +125,9 @@ def forget_attempts(work: Path) -> None:
 
 def remove(work: Path) -> None:
     """Remove the files of a finished job, job.json last, and the folder if it is empty then."""
-    with contextlib.suppress(OSError):  # the records are whole; remaining files do no harm
+    with contextlib.suppress(OSError, JournalError):  # the records are whole; remaining files do no harm
         for path in _matching(work / _JOURNALS, _HASH):
-            shutil.rmtree(path)
+            remove_journal(path)
         forget_attempts(work)
         for path in [*_matching(work, _PARTIAL), work / ENGINE, work / _JOB]:
             path.unlink(missing_ok=True)

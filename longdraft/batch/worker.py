@@ -6,7 +6,6 @@ Each text has a journal in the job's work folder. A worker that is given a row r
 from __future__ import annotations
 
 import logging
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ from longdraft.batch.requests import BatchRequest, RowProgress, error_record, se
 from longdraft.core import Event, SamplingParams
 from longdraft.errors import BusyJournalError, ModelError, NumericalError, UnusableJournalError, UsageError
 from longdraft.generation import Generation
-from longdraft.journal import is_being_written, journal_exists, read_journal
+from longdraft.journal import is_being_written, journal_exists, read_journal, remove_journal
 
 log = logging.getLogger(__name__)
 _BUSY_JOURNAL_S = 30.0  # how long to wait for the row's previous worker to exit
@@ -208,7 +207,7 @@ class BatchWorker:
             if is_being_written(folder):
                 raise BusyJournalError(f"the journal {folder} is being written by a process of another job; end it")
             log.warning("row %s starts again: %s", key, reason)
-            shutil.rmtree(folder)
+            remove_journal(folder)
         return self._engine.generate(ids, params, journal=folder, fsync=fsync)
 
     def _is_suspect(self, key: str) -> bool:

@@ -32,8 +32,10 @@ def serve(
     cors_origin: Annotated[list[str] | None, option("Web origin that may call this server. Repeatable.", _SERVING,
                                                     "--cors-origin")] = None,
     allowed_host: Annotated[list[str] | None, option(
-        "Host name that requests to a local server without keys may use. Repeatable.", _SERVING,
+        "Host name that requests to a server without keys may use. Repeatable.", _SERVING,
         "--allowed-host")] = None,
+    no_key: Annotated[bool, option("Let anyone who can reach --host use the server, without a key.", _SERVING,
+                                   "--no-key")] = False,
     log_format: Annotated[str, _env("json or text.", "LOG_FORMAT")] = "text",
     log_level: Annotated[str, _env("debug, info, warning or error.", "LOG_LEVEL")] = "info",
     max_running: Annotated[int, _env("Texts written at the same time, at most.", "MAX_RUNNING", limits=True)] = 8,
@@ -54,6 +56,12 @@ def serve(
     journal_from: Annotated[int, _env("Texts of at least this many tokens always have a journal.", "JOURNAL_FROM",
                                       limits=True)] = 1024,
     keep_finished: Annotated[int, _env("Number of finished journals to keep.", "KEEP_FINISHED", limits=True)] = 200,
+    keep_cut_days: Annotated[float, _env("Days to keep journals of unfinished texts.", "KEEP_CUT_DAYS",
+                                         limits=True)] = 30,
+    journals_mib: Annotated[int, _env("MiB of all journals; beyond it the oldest are removed.", "JOURNALS_MIB",
+                                      limits=True)] = 10240,
+    disk_floor_mib: Annotated[int, _env("Free MiB of the disk below which no journal begins.", "DISK_FLOOR_MIB",
+                                        limits=True)] = 256,
     progress: Annotated[float, _env("Seconds between progress comments in a stream.", "PROGRESS",
                                     limits=True)] = 5,
     model: options.Model = "novelist",
@@ -87,11 +95,12 @@ def serve(
     given: dict[str, Any] = dict(
         host=host, port=port, model_name=served_model_name or model,
         api_keys=read_keys(tuple(api_key or ()), api_key_file), journals=root, journal_from=journal_from,
-        keep_finished=keep_finished, max_running=max_running, max_queued=max_queued,
+        keep_finished=keep_finished, keep_cut_s=keep_cut_days * 86400, journals_bytes=journals_mib * MiB,
+        disk_floor_bytes=disk_floor_mib * MiB, max_running=max_running, max_queued=max_queued,
         max_body_bytes=int(max_body_mib * MiB), max_choices=max_choices, max_connections=max_connections,
         max_connections_per_address=max_connections_per_address, timeout_s=timeout, stall_s=stall,
         drain_s=drain, progress_s=progress, cors_origins=tuple(cors_origin or ()),
-        allowed_hosts=tuple(allowed_host or ()))
+        allowed_hosts=tuple(allowed_host or ()), allows_no_key=no_key)
     if memory_mib is not None:
         given["memory_bytes"] = memory_mib * MiB
     ServerSettings(**given)  # fail before the model is loaded

@@ -12,7 +12,7 @@
 """
 
 from longdraft.journal.format import FILE, Header, JournalContent, Run, StepRecord, journal_exists, read_journal
-from longdraft.journal.writer import Journal, is_being_written, parse_fsync, resume_hint
+from longdraft.journal.writer import Journal, is_being_written, parse_fsync, remove_journal, resume_hint
 
 __all__ = ["FILE", "Header", "Journal", "JournalContent", "Run", "StepRecord", "is_being_written", "journal_exists",
-           "parse_fsync", "read_journal", "resume_hint"]
+           "parse_fsync", "read_journal", "remove_journal", "resume_hint"]

@@ -150,7 +150,9 @@ class RunningHash:
 
 def encode_record(kind: int, payload: bytes, digest: RunningHash) -> bytes:
     """Encode the next record and add it to `digest`."""
-    assert len(payload) <= MAX_RECORD
+    if len(payload) > MAX_RECORD:
+        raise UsageError(f"a record of the journal has {len(payload):,} bytes; allowed: {MAX_RECORD:,}; shorten the "
+                         "prompt")
     body = _HEAD.pack(kind, len(payload)) + payload
     return body + digest.add(body)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from longdraft import kernels
 from longdraft.core import SamplingParams
-from longdraft.errors import JournalError
+from longdraft.errors import JournalError, UnusableJournalError
 from longdraft.journal.format import Header, JournalContent, Run, read_journal
 from longdraft.journal.provenance import differences, new_header, new_run
 from longdraft.journal.writer import Journal
@@ -90,4 +91,12 @@ def load_options(header: Header, *, drafter: str | None, drafter_options: Mappin
     return {"drafter": drafter or header.drafter, "drafter_options": drafter_options, "heads": heads,
             "device": device, "dtype": header.arithmetic.get("dtype", "auto"), "quantize": header.quantize,
             "kernels_name": name if is_available else None,
-            "tensor_parallel": int(header.arithmetic.get("tensor_parallel", "1"))}
+            "tensor_parallel": _tensor_parallel(header)}
+
+
+def _tensor_parallel(header: Header) -> int:
+    given = header.arithmetic.get("tensor_parallel", "1")
+    if not re.fullmatch("[1-9][0-9]{0,3}", given):
+        raise UnusableJournalError(f"the journal's tensor_parallel is {given[:80]!r}, not a number of ranks; it cannot "
+                                   "be used")
+    return int(given)

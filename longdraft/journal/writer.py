@@ -28,6 +28,9 @@ from longdraft.journal import format as form
 from longdraft.journal.format import Header, JournalContent, Run, RunningHash
 
 log = logging.getLogger(__name__)
+_PARTIAL = form.FILE + ".partial"  # the name until the header is complete
+_LOCK_ATTEMPTS, _LOCK_PAUSE_S = 40, 0.005  # `is_being_written` holds a shared lock for an instant
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _LOOK_S = 1.0  # seconds between checks that the file is still at its path
 
 
@@ -42,7 +45,25 @@ def is_being_written(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
     return False
+
+
+def remove_journal(folder: Path) -> None:
+    """Remove a journal, and its folder if nothing else is in it. Other files in the folder stay.
+
+    BusyJournalError if a process is writing the journal, OSError if it cannot be removed.
+    """
+    with contextlib.suppress(FileNotFoundError), (folder / form.FILE).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _busy(folder) from error
+        for name in (_PARTIAL, form.FILE):
+            (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def parse_fsync(policy: str | float) -> float:
@@ -75,7 +96,11 @@ class Journal:
 
     @classmethod
     def create(cls, folder: Path, header: Header, run: Run, fsync: float = 1.0) -> Journal:
-        """Create a journal; its folder may exist. JournalError if it holds one, or another process is creating one."""
+        """Create a journal; its folder may exist. Only its owner may read it, because it has the prompt.
+
+        JournalError if the folder holds one, or another process is creating one; OutputError if the disk is full or
+        fails; UsageError if the place cannot be used.
+        """
         digest = RunningHash()
         content = form.MAGIC + form.encode_record(form.HEADER, form.dump_payload(header), digest)
         content += form.encode_record(form.RUN, form.dump_payload(run), digest)
@@ -83,6 +108,8 @@ class Journal:
             file = _place(folder, content)
         except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
             reason = error.strerror if isinstance(error, OSError) else error
+            if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
+                raise OutputError(f"the journal {folder} cannot be written: {reason}; free some space") from error
             raise UsageError(f"the journal {folder} cannot be written: {reason}; choose another place") from error
         return cls(folder, file, len(content), digest, fsync)
 
@@ -209,11 +236,11 @@ class Journal:
 def _place(folder: Path, content: bytes) -> int:
     """Create a journal with this content, locked; returns the open file. It gets its name only when it is complete."""
     is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if form.journal_exists(folder):
         raise JournalError(f"{folder} holds a journal already; {resume_hint(folder)}, or give another folder")
-    partial = folder / (form.FILE + ".partial")
-    file = os.open(partial, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    partial = folder / _PARTIAL
+    file = os.open(partial, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     is_ours = False
     try:
         _lock(file, folder)
@@ -237,11 +264,19 @@ def _place(folder: Path, content: bytes) -> int:
 
 def _lock(file: int, folder: Path) -> None:
     """Lock the file. The operating system releases the lock when the process ends for any reason."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise BusyJournalError(f"the journal {folder} is being written, by another process or a generation that was "
-                               "not closed; wait for it, or end it") from error
+    for attempt in range(_LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if attempt == _LOCK_ATTEMPTS - 1:
+                raise _busy(folder) from error
+        time.sleep(_LOCK_PAUSE_S)
+
+
+def _busy(folder: Path) -> BusyJournalError:
+    return BusyJournalError(f"the journal {folder} is being written, by another process or a generation that was not "
+                            "closed; wait for it, or end it")
 
 
 def _write(file: int, data: bytes) -> None:

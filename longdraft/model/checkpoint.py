@@ -43,6 +43,8 @@ class TensorFiles:
     on_read  called with (bytes read, bytes in all) after each tensor
     """
 
+    sha256: str | None = None  # set by `fingerprint.weights_sha256`
+
     def __init__(self, folder: Path, single: str = WEIGHTS, on_read: ReadCallback | None = None) -> None:
         self.folder = folder
         self.files = [TensorFile(path) for path in _weight_files(folder, single)]

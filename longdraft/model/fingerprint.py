@@ -22,10 +22,16 @@ _TICK_S = 2.0  # longer than the time resolution of any file system
 
 
 def weights_sha256(files: TensorFiles) -> str:
-    """SHA-256 of the weights: `files.fingerprint()`, cached while the files do not change.
+    """SHA-256 of the weights: `files.fingerprint()`, computed once in a process, and cached on the disk.
 
-    Raises ModelError if the files have been replaced since they were opened.
+    Raises ModelError if the files have been replaced between their opening and the first call.
     """
+    if files.sha256 is None:
+        files.sha256 = _hash(files)
+    return files.sha256
+
+
+def _hash(files: TensorFiles) -> str:
     _require_unchanged(files)
     if not files.files or files.nbytes < _MIN_CACHED_BYTES:
         return files.fingerprint()

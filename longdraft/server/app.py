@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from longdraft.engine import Engine
 from longdraft.errors import LongdraftError
 from longdraft.server import routes
-from longdraft.server.errors import ApiError, Cancelled, from_validation_error, to_api_error
+from longdraft.server.errors import ApiError, Cancelled, from_validation_error
 from longdraft.server.logs import log
 from longdraft.server.middleware import RequestMiddleware
 from longdraft.server.schemas import body_schemas
@@ -86,8 +86,8 @@ class App:
         """Remove old journals at intervals."""
         while self.service.journals:
             try:
-                await asyncio.to_thread(self.service.journals.prune, self.service.settings.keep_finished)
-            except OSError as error:
+                await asyncio.to_thread(self.service.journals.prune, self.service.settings)
+            except Exception as error:  # the next round may find the reason gone
                 log.warning("old journals cannot be removed: %s", error)
             await asyncio.sleep(_PRUNE_INTERVAL_S)
 
@@ -122,7 +122,8 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
-    api_error = to_api_error(error)
+    service: Service = request.app.state.service
+    api_error = service.api_error(error)
     if api_error.status_code == 500:
         log.error("a request failed: %s", type(error).__name__, exc_info=error)
     return api_error.response

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from longdraft.errors import JournalError, LongdraftError, ModelError, UsageError
+from longdraft.errors import JournalError, LongdraftError, ModelError, OutputError, UsageError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
           429: "rate_limit_error"}
@@ -71,6 +71,8 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), code="model_error")
     if isinstance(error, JournalError):
         return ApiError(409, str(error), code="journal")
+    if isinstance(error, OutputError):
+        return retry_later(str(error), "storage", 503)
     if isinstance(error, LongdraftError):
         return ApiError(500, str(error), code=type(error).__name__)
     return ApiError(500, "internal error; see the server's log", code="internal_error")

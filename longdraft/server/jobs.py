@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +69,7 @@ class GenerationJob:
     title          end of the prompt, for lists of texts
     journal        folder of the journal, if the text has one
     keeps_journal  the journal remains when the text is finished
+    may_journal    a journal may be made if the server itself ends the text
     times_plain    measure plain decoding now and then, for comparison
     deadline       monotonic time at which the text is cancelled
     user           label for the log
@@ -83,6 +85,7 @@ class GenerationJob:
     title: str = ""
     journal: Path | None = None
     keeps_journal: bool = False
+    may_journal: bool = True
     times_plain: bool = False
     deadline: float | None = None
     user: str | None = None
@@ -109,6 +112,11 @@ class GenerationJob:
         self.state = "prefill"
         self.generation = self.start(on_prefill=self._on_prefill)
         return self.generation
+
+    def drop_journal(self) -> None:
+        """Begin without a journal."""
+        assert not self.keeps_journal
+        self.start, self.journal = partial(self.start, journal=None), None
 
     def _on_prefill(self, done: int, total: int) -> None:
         self.prefill = done, total

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
+import time
+from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from longdraft.errors import JournalError
-from longdraft.journal import FILE, JournalContent, is_being_written, read_journal
+from longdraft.errors import BusyJournalError, JournalError
+from longdraft.journal import FILE, JournalContent, is_being_written, read_journal, remove_journal
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.server.logs import log_event
+from longdraft.server.settings import ServerSettings
 from longdraft.text_stream import TextStream
 
 _EXCERPT = 80  # length of an excerpt in characters; it is taken from as many tokens
@@ -36,9 +40,12 @@ class JournalFolder:
                 continue
         return [name for _, name in sorted(found, reverse=True)]
 
-    def list(self) -> list[dict[str, Any]]:
-        """A summary of each journal, newest first."""
-        names = self.names()
+    def list(self, active: Collection[str] = ()) -> list[dict[str, Any]]:
+        """A summary of each journal, newest first.
+
+        active  names to leave out: texts that are being written here
+        """
+        names = [name for name in self.names() if name not in active]
         existing = set(names)
         with self._lock:
             self._summaries = {name: known for name, known in self._summaries.items() if name in existing}
@@ -52,14 +59,15 @@ class JournalFolder:
             version = (stat.st_mtime_ns, stat.st_size)
             with self._lock:
                 known, summary = self._summaries.get(name, (None, {}))
-            if known != version:
+            is_live = known is not None and known != version and is_being_written(self.root / name)
+            if known != version and not is_live:  # a live one would be read again each time
                 summary = self._summarise(name, read_journal(self.root / name))
                 with self._lock:
                     self._summaries[name] = version, summary
-            if summary["state"] == "cut" and is_being_written(self.root / name):
+            if summary["state"] == "cut" and (is_live or is_being_written(self.root / name)):
                 return summary | {"state": "running", "resumable": False}
             return summary
-        except (JournalError, OSError) as error:
+        except (JournalError, OSError, ValueError, OverflowError) as error:  # a damaged header may have any content
             message = str(error).replace(f"{self.root}/", "")  # the server's folders are not the client's business
             return {"id": name, "state": "unreadable", "resumable": False, "error": message}
 
@@ -96,14 +104,36 @@ class JournalFolder:
         return detail
 
     def remove(self, name: str) -> None:
-        shutil.rmtree(self.root / name)
+        """Remove a journal. JournalError if it is being written, OSError if it cannot be removed."""
+        remove_journal(self.root / name)
         log_event("journal_removed", id=name)
 
-    def prune(self, keep: int) -> None:
-        """Remove the journals of finished texts except the newest `keep`. Unfinished texts remain."""
-        finished = [summary["id"] for summary in self.list() if summary["state"] == "finished"]
-        for name in finished[keep:]:
-            self.remove(name)
+    def prune(self, settings: ServerSettings) -> None:
+        """Remove journals beyond the settings' number, age and size. Those that are being written remain."""
+        states = {summary["id"]: summary["state"] for summary in self.list()}
+        ages, sizes = {}, {}
+        for name in states:
+            with contextlib.suppress(OSError):
+                stat = (self.root / name / FILE).stat()
+                ages[name], sizes[name] = time.time() - stat.st_mtime, stat.st_size
+        finished, cut = ([name for name in ages if states[name] == state] for state in ("finished", "cut"))
+        removed = finished[settings.keep_finished :] + [name for name in cut if ages[name] > settings.keep_cut_s]
+        excess = sum(sizes.values()) - sum(sizes[name] for name in removed) - settings.journals_bytes
+        for name in (*reversed(finished), *reversed(cut)):  # the oldest first
+            if excess > 0 and name not in removed:
+                removed.append(name)
+                excess -= sizes[name]
+        for name in removed:
+            with contextlib.suppress(BusyJournalError):  # resumed meanwhile
+                self.remove(name)
+
+
+def has_space(folder: Path, floor: int) -> bool:
+    """Whether the disk of a folder has at least `floor` free bytes. An unknown amount counts as enough."""
+    try:
+        return shutil.disk_usage(folder).free >= floor
+    except OSError:
+        return True
 
 
 def prompt_excerpt(tokenizer: Tokenizer, ids: list[int]) -> str:

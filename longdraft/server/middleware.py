@@ -94,10 +94,11 @@ class RequestMiddleware:
         if self._keys:
             return None if self._has_key(headers) else _missing_key(headers)
         # Without a key, a web page could reach a local server through a host name of its own (DNS rebinding).
-        if self._settings.is_local:
-            name = _host_of(f"//{host}")[1]
-            if name not in (*_LOCAL_NAMES, self._settings.host, *self._settings.allowed_hosts):
-                return ApiError(403, "the Host header does not name this machine; --allowed-host allows other names",
+        settings = self._settings
+        if settings.is_local or settings.allowed_hosts:
+            names = (settings.host, *settings.allowed_hosts, *(_LOCAL_NAMES if settings.is_local else ()))
+            if _host_of(f"//{host}")[1] not in names:
+                return ApiError(403, "the Host header does not name this server; --allowed-host allows other names",
                                 code="host_not_allowed")
         return None
 

@@ -19,9 +19,10 @@ from longdraft.errors import JournalError, UsageError
 from longdraft.journal import journal_exists, read_journal
 from longdraft.loaded_model import DrafterChoice
 from longdraft.model.sizing import LARGEST_TREE
-from longdraft.server.errors import ApiError
+from longdraft.server.errors import ApiError, retry_later
 from longdraft.server.jobs import EventQueue, GenerationJob
-from longdraft.server.journals import prompt_excerpt
+from longdraft.server.journals import has_space, prompt_excerpt
+from longdraft.server.logs import log_event
 from longdraft.server.replies import ResponseOptions
 from longdraft.server.schemas import (
     ChatMessage,
@@ -38,6 +39,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CHAT_TOKENS = 4096  # as `longdraft chat`; less where the context has less room
 _FILE_OPTIONS = ("corpus", "model")  # drafter options that name files, which clients may not choose
 _SCRATCH_BYTES = 32 << 20  # memory of a text besides caches: scratch buffers, n-gram tables
+_LOGPROB_BYTES, _TOP_LOGPROB_BYTES = 320, 160  # of a token in an event, and of each likeliest token beside it
 _GROWTH = 1.15  # caches grow by blocks, beyond the length in use
 # Sampling settings at a request's top level, and those of its `longdraft` object.
 _TOP_LEVEL_SETTINGS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens", "temperature", "top_p",
@@ -190,8 +192,10 @@ class Preparer:
             journal = self._journal(extension.journal, job_id, own, count)
             jobs.append(GenerationJob(
                 job_id, i, events, partial(engine.generate, ids, own, journal=journal, logprobs=logprobs), own,
-                len(ids), self._num_bytes(engine, len(ids) + own.max_new_tokens), prompt_excerpt(engine.tokenizer, ids),
-                journal, keeps_journal=bool(extension.journal), times_plain=extension.details, deadline=deadline,
+                len(ids), self._num_bytes(engine, len(ids) + own.max_new_tokens)
+                + logprob_bytes(own.max_new_tokens, logprobs), prompt_excerpt(engine.tokenizer, ids),
+                journal, keeps_journal=bool(extension.journal), may_journal=extension.journal is not False,
+                times_plain=extension.details, deadline=deadline,
                 user=request.user))
         return jobs
 
@@ -242,6 +246,12 @@ class Preparer:
                            param="longdraft.journal", code="invalid_value")
         if requested is False or (not requested and params.max_new_tokens < self.settings.journal_from):
             return None
+        if not has_space(root, self.settings.disk_floor_bytes):
+            if requested:
+                raise retry_later("the disk of the journals is nearly full; leave longdraft.journal out, or retry "
+                                  "later", "disk_full", 503)
+            log_event("journal_left_out", id=job_id, reason="the disk is nearly full")
+            return None
         folder = root / (requested if isinstance(requested, str) else job_id)
         if journal_exists(folder):
             raise ApiError(409, f"the journal {folder.name!r} exists; resume it with POST "
@@ -258,6 +268,11 @@ class Preparer:
         """Monotonic time at which a request ends: after its own timeout or the server's, whichever is shorter."""
         limits = [limit for limit in (timeout_s, self.settings.timeout_s) if limit]
         return time.monotonic() + min(limits) if limits else None
+
+
+def logprob_bytes(tokens: int, logprobs: int | None) -> int:
+    """Upper bound of the memory for the log-probabilities of a text, which wait for the client."""
+    return 0 if logprobs is None else tokens * (_LOGPROB_BYTES + logprobs * _TOP_LOGPROB_BYTES)
 
 
 def _logit_bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,6 +19,9 @@ from longdraft.core import Event, TokenLogprob
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.server.jobs import GenerationJob
 
+_LARGE = 8192  # tokens of a reply, or entries of its log-probabilities
+_LOGPROB_COST = 16  # entries that encoding the log-probabilities of a token costs, about
+_SLICE = 256  # tokens whose log-probabilities are encoded at a time
 ObjectType = Literal["text_completion", "chat.completion"]
 _FINISH_REASONS = {"length": "length", "eos": "stop", "stop": "stop", "loop": "loop"}
 # GPT-2's byte-level alphabet: printable bytes are written as themselves, the others as characters from 256 on.
@@ -112,14 +116,52 @@ class ReplyBuilder:
             if event.finish_reason:
                 choice.finish_reason = _FINISH_REASONS[event.finish_reason]
 
-    def whole(self) -> dict[str, Any]:
-        """The reply of a request without `stream`."""
+    @property
+    def is_large(self) -> bool:
+        """Whether encoding the whole reply would keep the event loop from other requests."""
+        return sum(job.num_tokens * (_LOGPROB_COST if self._options.logprobs else 1) for job in self._choices) > _LARGE
+
+    def whole(self) -> Iterator[bytes]:
+        """The reply of a request without `stream`, as JSON in pieces of limited size."""
+        mark = secrets.token_hex(16)  # in the place of log-probabilities, which are encoded one slice after the other
+        reply = json.dumps(self._whole(mark), ensure_ascii=False, separators=(",", ":"))
+        *parts, last = reply.split(f'"{mark}"')
+        choices = [choice for choice in self._choices.values() if choice.logprobs]
+        for part, choice in zip(parts, choices, strict=False):
+            yield part.encode()
+            yield from self._logprob_pieces(choice)
+        yield last.encode()
+
+    def _logprob_pieces(self, choice: Choice) -> Iterator[bytes]:
+        """The log-probabilities of a whole text as JSON."""
+        entries, choice.num_sent = choice.logprobs, 0
+        shape = self._logprobs(choice, entries[:1]) or {}
+        separator = "{"
+        for key, value in shape.items():
+            yield f"{separator}{json.dumps(key)}:".encode()
+            separator = ","
+            if not isinstance(value, list):
+                yield json.dumps(value).encode()
+                continue
+            offset, opening = 0, "["
+            for start in range(0, len(entries), _SLICE):
+                choice.num_sent = offset
+                found = (self._logprobs(choice, entries[start : start + _SLICE]) or {})[key]
+                yield (opening + json.dumps(found, ensure_ascii=False, separators=(",", ":"))[1:-1]).encode()
+                offset += sum(len(self._tokenizer.text_of(e.token)) for e in entries[start : start + _SLICE])
+                opening = ","
+            yield b"]"
+        yield b"}"
+
+    def _whole(self, mark: str) -> dict[str, Any]:
+        """The reply, with `mark` in the place of log-probabilities."""
         choices = []
         for job, choice in self._choices.items():
             text = self._echo.get(job, "") + "".join(choice.text)
             content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._is_chat else {
                 "text": text}
-            choices.append({"index": job.index, **content, "logprobs": self._logprobs(choice, choice.logprobs),
+            has_logprobs = self._options.logprobs and choice.logprobs
+            choices.append({"index": job.index, **content, "logprobs": mark if has_logprobs else None,
                             "finish_reason": choice.finish_reason, "longdraft": self._summary(job),
                             "metrics": {"speculative_decoding": job.acceptance.report()}})
         reply = self._envelope("") | {"choices": choices, "usage": self._usage()}

@@ -88,11 +88,11 @@ async def generations(request: Request, service: ServiceDependency) -> dict[str,
     journals = service.journals
     latest = {job.resume_id or job.id: job for job in reversed(service.scheduler.jobs())}
     jobs = [_generation_object(job) for job in latest.values()]
-    on_disk = await service.files.run(request, journals.list) if journals else []
     active = {job["id"] for job in jobs if job["state"] in ("queued", "prefill", "running")}
+    on_disk = await service.files.run(request, partial(journals.list, active)) if journals else []
     with_journal = {summary["id"] for summary in on_disk}
     found = [job for job in jobs if job["id"] in active or job["id"] not in with_journal]
-    found += [summary for summary in on_disk if summary["id"] not in active]
+    found += on_disk
     return {"object": "list", "data": sorted(found, key=lambda each: each.get("created") or 0.0, reverse=True)}
 
 
@@ -170,7 +170,7 @@ async def health(service: ServiceDependency) -> JSONResponse:
 @router.get("/ready", summary="Whether the server accepts new texts.")
 async def ready(service: ServiceDependency) -> JSONResponse:
     load = service.scheduler.load()
-    is_ready = service.scheduler.is_alive and not load["draining"]
+    is_ready = load["problem"] is None
     return JSONResponse({"ready": is_ready, **load}, 200 if is_ready else 503)
 
 

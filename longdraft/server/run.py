@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import threading
@@ -42,7 +43,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=_SHUTDOWN_S))
         self._scheduler, self._settings = app.service.scheduler, settings
         self._drain_until: float | None = None  # monotonic time
-        self._closing: asyncio.Future[None] | None = None
+        self._closing: threading.Thread | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -59,8 +60,7 @@ class HttpServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drain_until is not None:
-            self.should_exit = self.force_exit = True
-            return
+            os._exit(128 + sig)  # at once: whatever was shown is in the journals
         self._drain_until = time.monotonic() + self._settings.drain_s
         self._scheduler.drain()
         log_event("draining", signal=signal.Signals(sig).name, texts=self._scheduler.num_jobs,
@@ -78,8 +78,9 @@ class HttpServer(uvicorn.Server):
         """uvicorn calls this ten times a second: exit once all texts have ended, or the time for them is over."""
         if self._drain_until is not None and self._closing is None and (
                 not self._scheduler.num_jobs or time.monotonic() > self._drain_until):
-            self._closing = asyncio.ensure_future(asyncio.to_thread(self._scheduler.close))
-        if self._closing is not None and self._closing.done():
+            self._closing = threading.Thread(target=self._scheduler.close, daemon=True)
+            self._closing.start()
+        if self._closing is not None and not self._closing.is_alive():
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -95,9 +96,12 @@ def run_server(engine: Engine, settings: ServerSettings) -> int:
         except OSError as error:
             raise UsageError(f"--journals {settings.journals} cannot be created: {error.strerror}; choose another "
                              "folder, or `none`") from error
+        if settings.journals.stat().st_mode & 0o077:
+            log_event("journals_readable", level=logging.WARNING, folder=str(settings.journals),
+                      warning="other users can list the journals; chmod 700 prevents that")
     if not settings.is_local and not settings.api_keys:
         log_event("open_to_all", level=logging.WARNING, host=settings.host,
-                  warning="anyone who can reach this port can use the server; set --api-key")
+                  warning="anyone who can reach this port can use the server")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     server = HttpServer(App(engine, settings), settings)
     with suppress(SystemExit):  # raised by uvicorn if the port is taken

@@ -7,23 +7,27 @@ jobs join and leave.
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 from longdraft.core import Event
 from longdraft.engine import Engine
-from longdraft.errors import LongdraftError
-from longdraft.journal import journal_exists
+from longdraft.errors import JournalError, LongdraftError, OutputError, UsageError
+from longdraft.generation import Generation
+from longdraft.journal import journal_exists, remove_journal
 from longdraft.server.errors import ApiError, Cancelled, retry_later
 from longdraft.server.jobs import GenerationJob, JobEnd
+from longdraft.server.journals import has_space
 from longdraft.server.logs import log, log_event
 from longdraft.server.metrics import ServerMetrics
 from longdraft.server.settings import ServerSettings
 
 _MAX_ENDED = 100  # ended jobs that remain visible
+_STALLED_S = 60.0  # without a round, although texts run: something is wrong
 
 
 class Scheduler:
@@ -40,6 +44,7 @@ class Scheduler:
         self._ended: deque[GenerationJob] = deque(maxlen=_MAX_ENDED)
         self._reserved = 0  # bytes, of the running jobs
         self._is_closing = False
+        self._last_round = time.monotonic()  # when the last round ended, or the engine thread last had nothing to do
         self._batch = engine.batch()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._add_gauges()
@@ -83,7 +88,19 @@ class Scheduler:
         """Jobs and memory in use, for /ready and the page."""
         with self._changed:
             return {"running": len(self._running), "waiting": len(self._waiting), "draining": self.is_draining,
+                    "problem": self._problem(),
                     "reserved_bytes": self._reserved, "memory_bytes": self._settings.memory_bytes}
+
+    def _problem(self) -> str | None:
+        """Why new texts would not be written now; None if they would."""
+        if not self.is_alive:
+            return "the engine thread has ended"
+        if self.is_draining:
+            return "the server is shutting down"
+        seconds = time.monotonic() - self._last_round
+        if self._running and seconds > _STALLED_S:
+            return f"no step has ended for {seconds:.0f} s"
+        return None
 
     def submit(self, jobs: list[GenerationJob]) -> None:
         """Admit all jobs of a request. Raises ApiError, and admits none, when they do not fit."""
@@ -128,14 +145,19 @@ class Scheduler:
             self._is_closing = True
             self._changed.notify()
         if self.is_alive:
-            self._thread.join(timeout=30)
+            self._thread.join()  # each journal is saved; a second signal ends the process before that
 
     # The rest runs in the engine thread, except that `cancel` may call `_end`.
 
     def _work(self) -> None:
         try:
             while self._wait_for_jobs():
-                self._round()
+                try:
+                    self._round()
+                except Exception as error:  # a bug: the texts of this round end, and the thread goes on
+                    for job in list(self._running):
+                        self._fail(job, error)
+                self._last_round = time.monotonic()
         except BaseException:
             log.exception("the engine thread has failed; the server cannot generate any more")
             raise
@@ -161,6 +183,7 @@ class Scheduler:
                 if self._is_closing:
                     return False
                 self._changed.wait(timeout=1.0 if self._waiting else None)
+                self._last_round = time.monotonic()
 
     def _fits(self, job: GenerationJob) -> bool:
         return (len(self._running) < self._settings.max_running
@@ -200,9 +223,19 @@ class Scheduler:
 
     def _begin(self, job: GenerationJob) -> None:
         try:
-            job.number = self._batch.admit(job.begin())
+            job.number = self._batch.admit(self._start(job))
         except Exception as error:
             self._fail(job, error)
+
+    def _start(self, job: GenerationJob) -> Generation:
+        try:
+            return job.begin()
+        except (OutputError, UsageError) as error:
+            if job.journal is None or job.keeps_journal:
+                raise
+            job.drop_journal()  # nobody asked for it: the text is written without
+            log_event("journal_left_out", id=job.id, reason=str(error))
+            return job.begin()
 
     def _deliver(self, job: GenerationJob, event: Event) -> None:
         """Pass an event on to the client. The last one ends the job."""
@@ -223,7 +256,7 @@ class Scheduler:
             metrics.total_time.observe(now - job.arrived)
             self._close(job)
             if job.journal and not job.keeps_journal:
-                shutil.rmtree(job.journal, ignore_errors=True)
+                _remove(job.journal)
             self._end(job, "finished", None)
 
     def _stop(self, job: GenerationJob, reason: BaseException) -> None:
@@ -235,18 +268,26 @@ class Scheduler:
         generation = job.generation
         self._close(job)
         if isinstance(reason, ApiError):
-            if generation is not None and job.journal is None and self._settings.journals:
-                try:
-                    generation.save_journal(self._settings.journals / job.id)
-                    job.journal = self._settings.journals / job.id
-                except LongdraftError as error:
-                    log_event("journal_failed", id=job.id, error=str(error))
+            if generation is not None and job.journal is None and job.may_journal:
+                self._save(job, generation)
             if job.journal and "resume" not in str(reason):
                 reason = ApiError(reason.status_code, f"{reason}{_resume_hint(job)}", code=reason.code,
                                   headers=dict(reason.headers or {}))
         elif job.journal and not (job.keeps_journal or getattr(reason, "keeps_journal", False)):
-            shutil.rmtree(job.journal, ignore_errors=True)
+            _remove(job.journal)
         self._end(job, "cancelled", reason)
+
+    def _save(self, job: GenerationJob, generation: Generation) -> None:
+        """Give a text a journal. At the end of the process it gets one even if the disk is nearly full."""
+        root = self._settings.journals
+        if root is None or not (self._is_closing or self.is_draining or has_space(
+                root, self._settings.disk_floor_bytes)):
+            return
+        try:
+            generation.save_journal(root / job.id)
+            job.journal = root / job.id
+        except Exception as error:  # such as no memory: this must not cost the other texts theirs
+            log_event("journal_failed", id=job.id, error=str(error))
 
     def _fail(self, job: GenerationJob, error: Exception) -> None:
         """End a job with an error. The log gets a traceback for unexpected errors, and one line for others."""
@@ -285,6 +326,11 @@ class Scheduler:
     def _cache_bytes(self) -> float:
         generations = [job.generation for job in list(self._running)]
         return float(sum(generation.cache_bytes for generation in generations if generation is not None))
+
+
+def _remove(journal: Path) -> None:
+    with contextlib.suppress(OSError, JournalError):
+        remove_journal(journal)
 
 
 def _resume_hint(job: GenerationJob) -> str:

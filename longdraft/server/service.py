@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response, StreamingResponse
 
 from longdraft.core import Event
 from longdraft.engine import Engine
+from longdraft.errors import LongdraftError
 from longdraft.server.admission import Admission, BoundedThreads
-from longdraft.server.errors import CLIENT_CLOSED, to_api_error
+from longdraft.server.errors import CLIENT_CLOSED, ApiError, to_api_error
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import JournalFolder
 from longdraft.server.metrics import ServerMetrics
@@ -25,6 +28,7 @@ from longdraft.server.settings import ServerSettings
 
 _MIN_VALUES = 1 << 18  # of a body: a parser takes some 20 ms for so many
 _MAX_FILES = 32  # requests that read the folder of journals
+_MAX_EVENTS = 256  # steps of a chunk: a client that was slow gets several chunks
 _CHUNK_INTERVAL_S = 0.01  # steps of a text that come faster than this share a chunk
 _DISCONNECT_POLL_S = 0.25  # how often to check that the client of a non-streaming request is still connected
 Model = TypeVar("Model", bound=StrictModel)
@@ -40,8 +44,15 @@ class Service:
         self.scheduler = Scheduler(engine, settings, self.metrics)
         self.journals = JournalFolder(settings.journals, engine.tokenizer) if settings.journals else None
         self.started = time.time()
+        self._prepare_engine()
         self.admission = Admission(settings, max(_MIN_VALUES, 2 * self.preparer.context_limit), self.metrics)
         self.files = BoundedThreads("file", 1, _MAX_FILES, self.metrics)
+
+    def _prepare_engine(self) -> None:
+        """Do now what would otherwise delay the first texts: hash the weights, compile the chat template."""
+        tokenizer = self.engine.tokenizer
+        with contextlib.suppress(LongdraftError):  # a request that needs it is refused with the reason
+            _ = self.engine.fingerprint, tokenizer.longest_token, tokenizer.chat_template
 
     async def respond(self, request: Request, model: type[Model],
                       prepare: Callable[[Model, EventQueue], PreparedRequest]) -> Response:
@@ -65,6 +76,15 @@ class Service:
         finally:
             self._cancel(jobs)
 
+    def api_error(self, error: BaseException) -> ApiError:
+        """The client's view of an exception, without the server's folders."""
+        found = to_api_error(error)
+        names = [(str(self.engine.loaded.files.folder), self.settings.model_name)]
+        names += [(f"{self.settings.journals}{os.sep}", ""), (str(self.settings.journals), "the folder of journals")]
+        for path, name in names:
+            found.detail = found.detail.replace(path, name)
+        return found
+
     def _cancel(self, jobs: list[GenerationJob]) -> None:
         """Free the engine of a request's jobs. Finished jobs ignore this."""
         for job in jobs:
@@ -79,10 +99,12 @@ class Service:
             for job, error in ended.items():
                 pending.discard(job)
                 if error is not None:
-                    raise to_api_error(error)
+                    raise self.api_error(error)
             if pending and await request.is_disconnected():
                 return Response(status_code=CLIENT_CLOSED)
-        return JSONResponse(reply.whole())
+        if reply.is_large:  # Starlette takes the pieces in a thread
+            return StreamingResponse(reply.whole(), media_type="application/json")
+        return Response(b"".join(reply.whole()), media_type="application/json")
 
     async def _stream(self, prepared: PreparedRequest, reply: ReplyBuilder) -> AsyncIterator[bytes]:
         for chunk in reply.first_chunks():
@@ -93,11 +115,13 @@ class Service:
             next_progress = last_progress + self.settings.progress_s
             events, ended = await _next_events(prepared.events, max(0.0, next_progress - time.monotonic()))
             for job, new in events.items():
-                yield data_event(reply.chunk(job, new))
+                for start in range(0, len(new), _MAX_EVENTS):
+                    yield data_event(reply.chunk(job, new[start : start + _MAX_EVENTS]))
+                    await asyncio.sleep(0)
             for job, error in ended.items():
                 pending.discard(job)
                 if error is not None:
-                    yield data_event(to_api_error(error).body)
+                    yield data_event(self.api_error(error).body)
                     yield DONE
                     return
             if time.monotonic() >= next_progress:

@@ -26,6 +26,9 @@ class ServerSettings:
     journals           folder of the journals; None: nothing is kept on disk
     journal_from       texts with at least this max_new_tokens have a journal even if the request asks for none
     keep_finished      number of journals of finished texts to keep, newest first
+    keep_cut_s         time in seconds that journals of unfinished texts are kept after their last token
+    journals_bytes     size of all journals together; beyond it the oldest are removed, those of finished texts first
+    disk_floor_bytes   free space of the disk below which no journal begins
     max_running        texts that are written at the same time
     max_queued         texts that may wait; beyond that requests get 429
     memory_bytes       budget for the caches of all running texts
@@ -38,7 +41,9 @@ class ServerSettings:
     drain_s            time that running texts get after SIGTERM
     progress_s         interval of the progress comments in a stream
     cors_origins       origins of other web pages that may call this server
-    allowed_hosts      host names that a local server without a key accepts, besides those of this machine
+    allowed_hosts      host names that a server without a key accepts, besides its address and, if it is local, this
+                       machine's; none: a local server accepts this machine's, any other accepts all
+    allows_no_key      listen on an address that other machines can reach without a key
     """
 
     host: str = "127.0.0.1"
@@ -48,6 +53,9 @@ class ServerSettings:
     journals: Path | None = None
     journal_from: int = 1024
     keep_finished: int = 200
+    keep_cut_s: float = 30 * 86400.0
+    journals_bytes: int = 10 << 30
+    disk_floor_bytes: int = 256 * MiB
     max_running: int = 8
     max_queued: int = 64
     memory_bytes: int = 1 << 30
@@ -61,6 +69,7 @@ class ServerSettings:
     progress_s: float = 5.0
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    allows_no_key: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("port", 0), ("journal_from", 1), ("keep_finished", 0), ("max_running", 1),
@@ -68,10 +77,13 @@ class ServerSettings:
                             ("max_connections", 1), ("max_connections_per_address", 1)):
             check(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
         check(self.port <= 65535, "port", self.port, "0 to 65535", "0 takes a free port")
-        for name in ("timeout_s", "drain_s"):
-            check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more seconds")
+        for name in ("timeout_s", "drain_s", "keep_cut_s", "journals_bytes", "disk_floor_bytes"):
+            check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("stall_s", "progress_s"):
             check(getattr(self, name) > 0, name, getattr(self, name), "more than 0 seconds")
+        if not self.is_local and not self.api_keys and not self.allows_no_key:
+            raise UsageError(f"--host {self.host} is open to other machines, and there is no key; set "
+                             "LONGDRAFT_API_KEY or --api-key-file, or confirm with --no-key that anyone may use it")
         for origin in self.cors_origins:
             check(bool(_ORIGIN.fullmatch(origin)), "--cors-origin", origin, "an origin such as https://example.org",
                   "list each origin; wildcards would let any web page use the server")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +17,7 @@ from queue import SimpleQueue
 import pytest
 
 from helpers.jobs import ROWS, put, records, stop_after
-from longdraft.batch import local
+from longdraft.batch import job_files, local
 from longdraft.batch.job_files import RecordFile
 from longdraft.batch.local import in_process, worker_processes
 from longdraft.batch.requests import BatchRequest, RowProgress, error_record, parse
@@ -161,3 +165,59 @@ def test_sending_more_than_the_pipe_buffer_does_not_block():
     worker._outbox.put(None)
     sender.join(10)
     assert not sender.is_alive()
+
+
+def test_a_last_record_of_which_only_the_end_survived_is_written_again(job, tmp_path):
+    """A power cut may lose any sector that was not synced, and keep later ones."""
+    rows, out = put(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    run(rows, out, job, in_process)
+    whole = out.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:-1]) + bytes(20) + lines[-1][20:])
+    run(rows, out, job, in_process)
+    assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
+    out.write_bytes(lines[0] + bytes(20) + lines[1][20:] + lines[2])
+    with pytest.raises(UsageError, match="line 2"):
+        run(rows, out, job, in_process)
+
+
+def test_a_record_file_that_is_replaced_while_it_is_opened_is_opened_again(job, tmp_path, monkeypatch):
+    """Another job with --retry-errors replaces the file between our opening and our lock."""
+    out, flock = tmp_path / "out.jsonl", job_files.fcntl.flock
+    out.write_bytes(b"")
+
+    def replacing(file, how):
+        if not (tmp_path / "old").exists():
+            os.rename(out, tmp_path / "old")
+            out.write_bytes(b"")
+        flock(file, how)
+
+    monkeypatch.setattr(job_files.fcntl, "flock", replacing)
+    with RecordFile.open(out, job.work_folder) as records:
+        records.add({"id": "a", "text": "b"})
+    assert b'"a"' in out.read_bytes() and (tmp_path / "old").read_bytes() == b""
+
+
+def test_a_row_that_kills_the_process_ends_after_the_retries_of_several_runs(job, tmp_path):
+    """... in the default batch, without worker processes, where the attempts are kept over restarts."""
+    rows, out, job = put(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl", replace(job, retries=0)
+    code = textwrap.dedent(f"""
+        import os, sys
+        from longdraft import batching
+        from longdraft.batch.local import in_process
+        from longdraft.batch.run import run
+        from longdraft.batch.worker import BatchJob
+        from pathlib import Path
+        step = batching.Batch.step
+        def deadly(batch, only=None):
+            if any(batch[text].params.max_new_tokens == {ROWS[1]["max_new_tokens"]} for text in batch):
+                os._exit(9)
+            return step(batch, only)
+        batching.Batch.step = deadly
+        run(Path({str(rows)!r}), Path({str(out)!r}), {job!r}, in_process)
+        """).replace("PosixPath", "Path")
+    statuses = [subprocess.run([sys.executable, "-c", code], check=False).returncode for _ in range(2)]
+    assert statuses == [9, 0]
+    found = {record["id"]: record for record in map(json.loads, out.read_text().splitlines())}
+    assert found[ROWS[1]["id"]]["error"]["code"] == "worker_lost"
+    assert all("text" in found[row["id"]] for row in ROWS if row is not ROWS[1])

@@ -79,7 +79,7 @@ def test_keys_are_read_from_options_a_file_and_the_environment(tmp_path, monkeyp
 @pytest.mark.parametrize("host, is_local", [("127.0.0.1", True), ("::1", True), ("localhost", True),
                                             ("0.0.0.0", False), ("example.org", False)])
 def test_loopback_addresses_are_local(host, is_local):
-    assert ServerSettings(host=host).is_local is is_local
+    assert ServerSettings(host=host, api_keys=("key",)).is_local is is_local
 
 
 def test_the_dashboard_uses_existing_series(server):

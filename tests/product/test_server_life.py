@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import json
 import signal
@@ -168,7 +169,8 @@ def test_old_journals_are_pruned_and_unfinished_ones_kept(server):
         httpx.post(server.url + "/v1/completions", json=body(3, journal=f"whole-{i}"), timeout=30)
     read_some(server.url, body(journal="cut"), least=1)
     serving.wait_for(lambda: server.scheduler.num_jobs == 0)
-    server.app.service.journals.prune(1)
+    settings = dataclasses.replace(server.app.service.settings, keep_finished=1)
+    server.app.service.journals.prune(settings)
     assert {path.name for path in server.app.service.journals.root.iterdir()} == {"whole-2", "cut"}
 
 

@@ -83,9 +83,9 @@ def test_requests_wait_for_the_memory_budget(engine):
             assert server.scheduler.load()["waiting"] == 1  # there is a free place, but no memory
 
 
-def bytes_of(engine, tokens: int, **extension) -> int:
+def bytes_of(engine, tokens: int, logprobs: int | None = None, **extension) -> int:
     """The memory that a text of so many tokens reserves."""
-    request = CompletionRequest(prompt=[5] * 10, max_tokens=tokens - 10, longdraft=extension)
+    request = CompletionRequest(prompt=[5] * 10, max_tokens=tokens - 10, longdraft=extension, logprobs=logprobs)
     with asyncio.Runner() as runner:
         return Preparer(engine, ServerSettings()).completion(request, EventQueue(runner.get_loop())).jobs[0].num_bytes
 
@@ -105,6 +105,11 @@ def test_the_budget_counts_the_drafters_memory(engine):
         options = {"drafter": "magicdec", "drafter_options": {"budget": budget}}
         assert bytes_of(engine, 5000, **options) - plain == rows * each
     assert bytes_of(engine, 5000, drafter="auto") > plain, "its draft model has a cache too"
+
+
+def test_the_budget_counts_log_probabilities(engine):
+    plain, few, many = (bytes_of(engine, 5000, given) for given in (None, 0, 20))
+    assert few > plain and many - plain > 4990 * 20 * 100
 
 
 def test_a_text_that_times_out_in_the_queue_cannot_be_resumed(engine, tmp_path):

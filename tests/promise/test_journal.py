@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from helpers.journals import HEADER, RUN, STEPS, TOKENS, check_one_line, finish_journal, is_true_prefix, written
+from helpers.journals import (
+    ARITHMETIC,
+    HEADER,
+    RUN,
+    STEPS,
+    TOKENS,
+    check_one_line,
+    finish_journal,
+    is_true_prefix,
+    written,
+)
 from longdraft.core import SamplingParams
-from longdraft.errors import JournalError, UsageError
-from longdraft.journal import FILE, Journal, is_being_written, parse_fsync, read_journal
+from longdraft.errors import BusyJournalError, JournalError, UnusableJournalError, UsageError
+from longdraft.journal import FILE, Journal, is_being_written, parse_fsync, read_journal, remove_journal
 from longdraft.journal import format as form
 from longdraft.journal import writer as writing
+from longdraft.journal.resume import load_options
 
 
 def test_what_was_written_is_read_back(tmp_path):
@@ -314,3 +326,36 @@ def test_random_records_never_crash_the_reader(tmp_path, data):
         read_journal(tmp_path)
     except JournalError as error:
         check_one_line(error)
+
+
+def test_removing_a_journal_leaves_other_files_and_refuses_a_live_one(tmp_path):
+    written(tmp_path / "a")
+    (tmp_path / "a" / "notes").write_text("mine")
+    remove_journal(tmp_path / "a")
+    remove_journal(tmp_path / "a")  # again
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["notes"]
+    with Journal.create(tmp_path / "b", HEADER, RUN), pytest.raises(BusyJournalError):
+        remove_journal(tmp_path / "b")
+    remove_journal(tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_probing_a_journal_makes_no_resume_fail(tmp_path):
+    written(tmp_path, is_finished=False)
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: [is_being_written(tmp_path) for _ in iter(ended.is_set, True)])
+    thread.start()
+    try:
+        for _ in range(200):
+            Journal.open(tmp_path)[0].close()
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("degree", ["many", "-1", "", "1" * 5000, "1.0"])
+def test_a_tensor_parallel_degree_that_is_no_number_is_refused(degree):
+    header = replace(HEADER, arithmetic=ARITHMETIC | {"tensor_parallel": degree})
+    with pytest.raises(UnusableJournalError) as caught:
+        load_options(header, drafter=None, drafter_options=None, heads=None)
+    check_one_line(caught.value, "tensor_parallel")

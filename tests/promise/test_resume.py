@@ -304,6 +304,15 @@ def test_replacing_the_model_folder_while_it_writes_changes_nothing(folder, tmp_
     weights = tmp_path / "m" / checkpoint.WEIGHTS
     weights.write_bytes(bytes(weights.stat().st_size))  # in place: whoever still read from it would see zeros
     assert tokens + written(generation)[1] == expected
+    engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path / "k").close()
+    assert read_journal(tmp_path / "k").header.weights == read_journal(tmp_path / "j").header.weights
+
+
+def test_weights_that_were_replaced_before_they_were_hashed_have_no_hash(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "m")
+    engine = longdraft.load(str(tmp_path / "m"), drafter="plain")
+    weights = tmp_path / "m" / checkpoint.WEIGHTS
+    weights.write_bytes(bytes(weights.stat().st_size))
     with pytest.raises(longdraft.ModelError, match="was replaced after it was loaded"):
         engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path / "k")
     assert not (tmp_path / "k").exists()

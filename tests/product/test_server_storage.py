@@ -1,0 +1,277 @@
+"""Journals of a server: what is removed, full disks, privacy; and what must not end the engine's thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from helpers import serving
+from helpers.journals import HEADER, RUN
+from longdraft.generation import Generation
+from longdraft.journal import FILE, Journal, read_journal
+from longdraft.journal import writer as writing
+from longdraft.model.checkpoint import TensorFiles
+from longdraft.server import journals, replies, scheduler
+from longdraft.server.journals import JournalFolder
+from longdraft.server.settings import ServerSettings
+
+URL = "/v1/longdraft/generations"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return serving.load(serving.talkative(tmp_path_factory.mktemp("model") / "talker"))
+
+
+@pytest.fixture
+def server(engine, tmp_path):
+    with serving.running(engine, journals=tmp_path / "journals", journal_from=10) as found:
+        yield found
+
+
+def post(server, count=20, **body):
+    extension = {"min_p": 0.1, **body.pop("longdraft", {})}
+    body = {"prompt": "The ship", "max_tokens": count, "seed": 7, "longdraft": extension, **body}
+    return httpx.post(server.url + "/v1/completions", json=body, timeout=60)
+
+
+def text_of(reply) -> str:
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["text"]
+
+
+def put_journal(folder: Path, days_old: float = 0.0, tokens: int = 5, is_finished: bool = False, header=HEADER,
+                run=RUN) -> None:
+    with Journal.create(folder, header, run) as journal:
+        journal.append([5] * tokens, 0, 0.1)
+        if is_finished:
+            journal.finish("length")
+    when = time.time() - days_old * 86400
+    os.utime(folder / FILE, (when, when))
+
+
+# What is removed
+
+
+def test_delete_and_pruning_remove_the_journal_and_nothing_else(server):
+    root = server.app.service.journals.root
+    for name in ("one", "two"):
+        put_journal(root / name, is_finished=True)
+        (root / name / "notes.txt").write_text("mine")
+    (root / "text.txt").write_text("mine")
+    assert httpx.delete(f"{server.url}{URL}/one").json()["deleted"]
+    server.app.service.journals.prune(dataclasses.replace(server.app.service.settings, keep_finished=0))
+    assert sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()) == [
+        "one/notes.txt", "text.txt", "two/notes.txt"]
+
+
+def test_cut_journals_are_pruned_by_age_and_all_by_size(engine, tmp_path):
+    folder = JournalFolder(tmp_path, engine.tokenizer)
+    for days in range(1, 5):
+        put_journal(tmp_path / f"cut-{days}", days)
+        put_journal(tmp_path / f"finished-{days}", days + 0.5, is_finished=True)
+    size = (tmp_path / "cut-1" / FILE).stat().st_size
+    folder.prune(ServerSettings(keep_cut_s=3.5 * 86400))
+    assert not (tmp_path / "cut-4").exists() and len(folder.names()) == 7
+    journal, _ = Journal.open(tmp_path / "cut-3")
+    with journal:
+        folder.prune(ServerSettings(journals_bytes=3 * size))
+        assert sorted(folder.names()) == ["cut-1", "cut-2", "cut-3"], "finished ones first"
+        folder.prune(ServerSettings(journals_bytes=0, keep_cut_s=0))
+        assert folder.names() == ["cut-3"], "it is being written"
+
+
+def test_a_journal_that_is_live_is_read_once(engine, tmp_path, monkeypatch):
+    put_journal(tmp_path / "live")
+    folder, reads = JournalFolder(tmp_path, engine.tokenizer), []
+    monkeypatch.setattr(journals, "read_journal", lambda path: reads.append(path) or read_journal(path))
+    journal, _ = Journal.open(tmp_path / "live")
+    with journal:
+        for _ in range(3):
+            journal.append([5], 0, 0.0)
+            (summary,) = folder.list()
+            assert summary["state"] == "running"
+    assert len(reads) == 1 and folder.list()[0]["new_tokens"] == 5 + 3 and folder.list(["live"]) == []
+
+
+@pytest.mark.parametrize("header, run", [
+    (HEADER, dataclasses.replace(RUN, began="yesterday")),
+    (dataclasses.replace(HEADER, prompt=[2**31 - 1]), RUN)])
+def test_a_damaged_journal_does_not_spoil_the_list(engine, tmp_path, header, run):
+    put_journal(tmp_path / "good")
+    put_journal(tmp_path / "bad", header=header, run=run)
+    found = {each["id"]: each["state"] for each in JournalFolder(tmp_path, engine.tokenizer).list()}
+    assert found["good"] == "cut" and found["bad"] in ("cut", "unreadable")
+
+
+def test_journal_false_is_honoured_when_a_text_times_out(engine, tmp_path):
+    with serving.running(engine, journals=tmp_path / "j", journal_from=10**6, timeout_s=0.3) as server:
+        assert post(server, 50_000, longdraft={"journal": False}).status_code == 408
+        assert list((tmp_path / "j").rglob("*")) == []
+        assert post(server, 50_000).status_code == 408
+        assert len(list((tmp_path / "j").iterdir())) == 1
+
+
+# Full disks
+
+
+def test_no_journal_begins_on_a_disk_that_is_nearly_full(server, engine, monkeypatch):
+    monkeypatch.setattr(journals.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100 << 20))
+    reply = post(server, longdraft={"journal": "mine"})
+    assert reply.status_code == 503 and reply.headers["retry-after"] and reply.json()["error"]["code"] == "disk_full"
+    assert text_of(post(server)) == serving.written(engine, "The ship", max_new_tokens=20)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("call", ["mkdir", "write"])
+def test_a_journal_that_cannot_be_created(server, engine, monkeypatch, number, call):
+    """An automatic one is left out; one that was asked for is an error, which does not show the server's folders."""
+    def fail(*given, **options):
+        raise OSError(number, os.strerror(number))
+
+    if call == "mkdir":
+        monkeypatch.setattr(Path, "mkdir", fail)
+    else:
+        monkeypatch.setattr(writing, "_write", fail)
+    assert text_of(post(server)) == serving.written(engine, "The ship", max_new_tokens=20)
+    reply = post(server, longdraft={"journal": "mine"})
+    assert reply.status_code == (400 if number == errno.EROFS else 503)
+    assert str(server.app.service.journals.root) not in reply.text
+
+
+def test_errors_do_not_show_the_servers_folders(tmp_path, engine):
+    plain = serving.load("novelist")  # without a chat template
+    with serving.running(plain, journals=tmp_path) as server:
+        reply = httpx.post(server.url + "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+        assert reply.status_code == 400 and str(plain.loaded.files.folder) not in reply.text
+        put_journal(tmp_path / "foreign")
+        reply = httpx.post(f"{server.url}{URL}/foreign/resume", json={})
+        assert reply.status_code == 409 and str(tmp_path) not in reply.text
+
+
+def test_journals_are_readable_by_their_owner_only(server):
+    post(server, longdraft={"journal": "mine"})
+    root = server.app.service.journals.root
+    assert (root / "mine").stat().st_mode & 0o777 == 0o700
+    assert (root / "mine" / FILE).stat().st_mode & 0o777 == 0o600
+
+
+# The engine's thread
+
+
+def test_weights_are_hashed_once_and_not_by_the_engine(tmp_path, monkeypatch):
+    fingerprint, threads = TensorFiles.fingerprint, []
+    monkeypatch.setattr(TensorFiles, "fingerprint",
+                        lambda self: threads.append(threading.current_thread().name) or fingerprint(self))
+    engine = serving.load("novelist")
+    with serving.running(engine, journals=tmp_path, journal_from=1) as server:
+        for _ in range(3):
+            text_of(post(server))
+    assert len(threads) == 1 and threads != ["engine"]
+
+
+def test_the_drain_keeps_every_journal(engine, tmp_path, monkeypatch):
+    """One that cannot be saved costs no other text its own."""
+    save = Generation.save_journal
+
+    def failing(self, folder):
+        if self.params.seed == 3:
+            raise MemoryError
+        save(self, folder)
+
+    monkeypatch.setattr(Generation, "save_journal", failing)
+    monkeypatch.setattr(journals.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    with serving.running(engine, journals=tmp_path, journal_from=10**6) as server, httpx.Client() as client:
+        bodies = [{"prompt": "It was", "max_tokens": 4000, "seed": seed, "stream": True} for seed in range(6)]
+        requests = [client.build_request("POST", server.url + "/v1/completions", json=body) for body in bodies]
+        streams = [client.send(request, stream=True) for request in requests]
+        serving.wait_for(lambda: sum(job.num_tokens > 0 for job in server.scheduler.jobs()) == 6)
+        server.scheduler.close()
+        for stream in streams:
+            stream.close()
+    found = [read_journal(folder) for folder in tmp_path.iterdir()]
+    assert sorted(content.header.params.seed for content in found) == [0, 1, 2, 4, 5]
+    assert all(len(content.tokens) for content in found)
+
+
+def test_nothing_that_one_text_does_ends_the_engines_thread(server, engine, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.Scheduler, "_begin", lambda self, job: 1 / 0)
+        assert post(server).status_code == 500
+    with monkeypatch.context() as patch:
+        patch.setattr(Generation, "advance", lambda *given, **options: 1 / 0)
+        patch.setattr(Generation, "stats", lambda self: 1 / 0)
+        assert post(server).status_code == 500
+    assert text_of(post(server)) == serving.written(engine, "The ship", max_new_tokens=20)
+    assert server.scheduler.load()["reserved_bytes"] == 0
+
+
+def test_ready_says_no_and_why_when_no_round_ends(server, monkeypatch):
+    monkeypatch.setattr(scheduler, "_STALLED_S", 0.1)
+    gate, advance = threading.Event(), Generation.advance
+    monkeypatch.setattr(Generation, "advance", lambda self, *a, **o: gate.wait(20) and advance(self, *a, **o))
+    thread = threading.Thread(target=post, args=(server,))
+    thread.start()
+    try:
+        serving.wait_for(lambda: httpx.get(server.url + "/ready").status_code == 503)
+        assert "no step has ended" in httpx.get(server.url + "/ready").json()["problem"]
+        assert httpx.get(server.url + "/health").status_code == 200
+    finally:
+        gate.set()
+        thread.join()
+    assert httpx.get(server.url + "/ready").json()["problem"] is None
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path):
+    body = {"prompt": "It was", "max_tokens": 50_000, "stream": True}
+    with serving.process("--journals", str(tmp_path), "--drain", "60") as server, httpx.stream(
+            "POST", server.url + "/v1/completions", timeout=30, json=body) as reply:
+        lines = reply.iter_lines()
+        while not next(lines).startswith("data: {"):
+            pass
+        server.child.send_signal(signal.SIGTERM)
+        serving.wait_for(lambda: any("draining" in line for line in server.lines))
+        server.child.send_signal(signal.SIGTERM)
+        assert server.child.wait(timeout=2) == 128 + signal.SIGTERM
+    (folder,) = tmp_path.iterdir()
+    assert len(read_journal(folder).tokens) > 0
+
+
+# Large replies
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/v1/completions", {"prompt": ["The ship", "It was"], "logprobs": 2}),
+    ("/v1/completions", {"prompt": "The ship"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2})])
+def test_a_large_reply_is_encoded_in_pieces_and_is_the_same(server, monkeypatch, path, body):
+    def choices():
+        reply = httpx.post(server.url + path, json={"max_tokens": 20, "seed": 7, **body}, timeout=60)
+        assert reply.headers["content-type"] == "application/json"
+        return [{key: value for key, value in choice.items() if key in ("text", "message", "logprobs")}
+                for choice in reply.json()["choices"]]
+
+    whole = choices()
+    assert ("logprobs" not in body) or all(choice["logprobs"] for choice in whole)
+    monkeypatch.setattr(replies, "_SLICE", 3)
+    monkeypatch.setattr(replies, "_LARGE", 0)
+    assert choices() == whole
+
+
+# Access
+
+
+def test_an_open_server_without_a_key_must_be_confirmed(engine, capfd):
+    from longdraft.__main__ import run
+    assert run(["serve", "--host", "0.0.0.0", "--journals", "none"]) == 2
+    assert "--no-key" in capfd.readouterr().err
+    assert ServerSettings(host="0.0.0.0", allows_no_key=True).host
