@@ -235,7 +235,7 @@ class Journal:
 
 def _place(folder: Path, content: bytes) -> int:
     """Create a journal with this content, locked; returns the open file. It gets its name only when it is complete."""
-    is_new = not folder.exists()
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if form.journal_exists(folder):
         raise JournalError(f"{folder} holds a journal already; {resume_hint(folder)}, or give another folder")
@@ -243,7 +243,11 @@ def _place(folder: Path, content: bytes) -> int:
     file = os.open(partial, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     is_ours = False
     try:
-        _lock(file, folder)
+        try:
+            _lock(file, folder)
+        except OSError:  # a file system without locks: no process can be creating a journal there
+            is_ours = True
+            raise
         if form.journal_exists(folder):  # another process created it meanwhile
             raise JournalError(f"{folder} holds a journal already; give another folder")
         is_ours = True
@@ -252,8 +256,8 @@ def _place(folder: Path, content: bytes) -> int:
         os.fsync(file)
         os.replace(partial, folder / form.FILE)
         sync_folder(folder)
-        if is_new:
-            sync_folder(folder.parent)
+        for each in new:  # a folder's own name is in its parent
+            sync_folder(each.parent)
     except BaseException:
         if is_ours:
             partial.unlink(missing_ok=True)

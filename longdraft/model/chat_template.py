@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes
@@ -26,6 +30,7 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 _DEFAULT_NAME = "default"  # of the template to use if a model has several
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _RESERVED = ("messages", "add_generation_prompt", "tools", "documents")  # variables that requests may not set
+_LIMIT_S = 5.0  # for rendering
 _THINKING_TAG = re.compile(r"<(?P<tag>think|thinking|reasoning)>\s*\Z")
 
 
@@ -72,10 +77,14 @@ class ChatTemplate:
                              f"available: {', '.join(self.options) or 'none'}")
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
-            return self._template.render(messages=plain, add_generation_prompt=True, tools=None, documents=None,
-                                         **self._tokens, **options)
+            with _time_limit(_LIMIT_S):
+                return self._template.render(messages=plain, add_generation_prompt=True, tools=None, documents=None,
+                                             **self._tokens, **options)
         except _RefusedError as error:
             raise UsageError(f"the model's chat template refuses these messages: {error}") from error
+        except _TooSlowError:
+            raise ModelError(f"the model's chat template takes more than {_LIMIT_S:g} s; send fewer messages, or "
+                             "replace it by chat_template.jinja in the model's folder") from None
         except Exception as error:  # untrusted code may fail in any way
             raise ModelError(f"the model's chat template fails: {type(error).__name__}: {error}") from error
 
@@ -92,6 +101,27 @@ def parse_option(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return {"True": True, "False": False, "None": None}.get(text, text)
+
+
+class _TooSlowError(BaseException):
+    """Not an Exception: no handler in a template's helpers may catch it."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise _TooSlowError in this thread's Python code after a time. A single long operation is not interrupted."""
+    before, deadline = sys.gettrace(), time.monotonic() + seconds
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if time.monotonic() > deadline:
+            raise _TooSlowError
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 class _RefusedError(TemplateError):

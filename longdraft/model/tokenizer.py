@@ -20,6 +20,7 @@ _REPLACEMENT = "\ufffd"  # what a decoder returns for bytes that do not form a c
 _MAX_LISTED = 3  # differing tokens that an error message lists
 _MAX_CHARACTER = 4  # bytes, and therefore tokens, of one character
 _MAX_PENDING = 16  # tokens held back; a longer sequence is not a character
+_MAX_FILE = 1 << 28  # bytes; the largest known have a sixth of this
 _BLOCK = 1 << 18  # characters; tokenising them takes some 30 MB
 _MAX_CUT = 256  # tokens that cutting a text may add
 _LONG_TEXT = 1 << 14  # characters or tokens; for more, the calls that leave the interpreter to other threads
@@ -40,6 +41,8 @@ class Tokenizer:
             raise ModelError(f"{path} is missing" + (f" (the folder has {other})" if other else "")
                              + f"; longdraft reads no other format; to create it: {_CONVERT}")
         try:
+            if (size := path.stat().st_size) > _MAX_FILE:
+                raise ValueError(f"the file has {size:,} bytes; allowed: {_MAX_FILE:,}")
             content = path.read_bytes()
             self._tokenizer = HFTokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception for every malformed file

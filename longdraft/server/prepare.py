@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from longdraft.core import ALIASES, MAX_SEED, SamplingParams
 from longdraft.engine import Engine
-from longdraft.errors import JournalError, UsageError
+from longdraft.errors import JournalError, UsageError, check
 from longdraft.journal import journal_exists, read_journal
 from longdraft.loaded_model import DrafterChoice
 from longdraft.model.sizing import LARGEST_TREE
@@ -37,6 +37,8 @@ from longdraft.server.settings import ServerSettings
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CHAT_TOKENS = 4096  # as `longdraft chat`; less where the context has less room
+# Largest values of drafter options in requests: they take memory and rows of forwards from all texts.
+_MOST = {"": {"capacity": 262_144}, "suffix": {"capacity": 262_144, "budget": 64}}
 _FILE_OPTIONS = ("corpus", "model")  # drafter options that name files, which clients may not choose
 _SCRATCH_BYTES = 32 << 20  # memory of a text besides caches: scratch buffers, n-gram tables
 _LOGPROB_BYTES, _TOP_LOGPROB_BYTES = 320, 160  # of a token in an event, and of each likeliest token beside it
@@ -228,7 +230,12 @@ class Preparer:
             if forbidden:
                 raise UsageError(f"drafter option {forbidden!r} names files of the server; set it when you start the "
                                  "server")
-            return Engine(self.engine.loaded, DrafterChoice.parse(drafter or self.engine.drafter, options))
+            choice = DrafterChoice.parse(drafter or self.engine.drafter, options)
+            for name, most in _MOST.get(choice.name, _MOST[""]).items():
+                value = getattr(choice.options, name, 0)
+                check(value <= most or value == getattr(self.engine.options, name, 0), name, value,
+                      f"at most {most:,} in a request")
+            return Engine(self.engine.loaded, choice)
         except UsageError as error:
             param = "longdraft.drafter_options" if options else "longdraft.drafter"
             raise ApiError(400, str(error), param=param, code="invalid_value") from error

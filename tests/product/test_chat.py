@@ -17,6 +17,7 @@ from helpers.checkpoints import make_checkpoint, write_tokenizer
 from helpers.terminal import terminal
 from longdraft.__main__ import run
 from longdraft.errors import ModelError, UsageError
+from longdraft.model import chat_template
 from longdraft.model.chat_template import ChatTemplate, opened_thinking, parse_option
 from longdraft.model.tokenizer import Tokenizer
 
@@ -228,3 +229,13 @@ def test_stats_prints_a_summary_of_each_answer_on_a_terminal(monkeypatch, capfd,
         assert talk(monkeypatch, talker, ["Hello", "Why"], "--stop-token-id", "1", *options) == 0
     assert shown().count("longdraft: 8 tokens · ") == shown().count("tokens/s") == count
     assert "longdraft" not in capfd.readouterr().out
+
+
+def test_a_template_has_a_time_limit(monkeypatch):
+    monkeypatch.setattr(chat_template, "_LIMIT_S", 0.2)
+    endless = ("{% for a in range(10000) %}{% for b in range(10000) %}{% for c in range(10000) %}{{ a }}{% endfor %}"
+               "{% endfor %}{% endfor %}")
+    began = time.monotonic()
+    with pytest.raises(ModelError, match="takes more than"):
+        ChatTemplate(endless, {}).render([{"role": "user", "content": "a"}])
+    assert time.monotonic() - began < 5 and sys.gettrace() is None

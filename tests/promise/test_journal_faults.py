@@ -33,7 +33,7 @@ def life(folder: Path, done: list[int]) -> None:
         journal.finish("length")
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EINTR])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EINTR])
 def test_a_fault_of_any_system_call_loses_nothing_confirmed(tmp_path, monkeypatch, number):
     faults = 0
     for at in range(1, 1000):
@@ -124,3 +124,49 @@ def test_a_file_in_place_of_the_journal_is_not_overwritten(tmp_path, monkeypatch
     assert (tmp_path / FILE).read_text() == "mine"
     (tmp_path / "moved").rename(tmp_path / FILE)
     finish_journal(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.ENAMETOOLONG])
+def test_a_folder_that_cannot_be_made_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, number):
+    def fail(self, *given, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(LongdraftError) as caught:
+        Journal.create(tmp_path / "a" / "b", HEADER, RUN)
+    check_one_line(caught.value, os.strerror(number))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_refused_with_one_line(tmp_path, monkeypatch):
+    Journal.create(tmp_path / "a", HEADER, RUN).close()
+
+    def fail(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(writing.fcntl, "flock", fail)
+    for begin in (lambda: Journal.create(tmp_path / "b", HEADER, RUN), lambda: Journal.open(tmp_path / "a")):
+        with pytest.raises(LongdraftError) as caught:
+            begin()
+        check_one_line(caught.value, os.strerror(errno.ENOLCK))
+    assert not list((tmp_path / "b").iterdir()), "nothing half-written"
+
+
+def test_every_new_folder_is_synced_in_its_parent(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(writing, "sync_folder", synced.append)
+    Journal.create(tmp_path / "a" / "b" / "c", HEADER, RUN).close()
+    assert set(synced) == {tmp_path / "a" / "b" / "c", tmp_path / "a" / "b", tmp_path / "a", tmp_path}
+
+
+def test_a_slow_step_is_synced_with_its_record(tmp_path, monkeypatch):
+    """A step that is slower than the interval delays the sync of earlier records, but not its own."""
+    now, synced = [100.0], []
+    monkeypatch.setattr(writing.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(writing.os, "fsync", lambda file: synced.append(now[0]))
+    with Journal.create(tmp_path, HEADER, RUN, 1.0) as journal:
+        synced.clear()
+        for when in (100.5, 160.0, 160.2, 161.1):
+            now[0] = when
+            journal.append([5], 0, 0.0)
+        assert synced == [160.0, 161.1]

@@ -8,6 +8,8 @@ import os
 import random
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -306,6 +308,26 @@ def test_replacing_the_model_folder_while_it_writes_changes_nothing(folder, tmp_
     assert tokens + written(generation)[1] == expected
     engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path / "k").close()
     assert read_journal(tmp_path / "k").header.weights == read_journal(tmp_path / "j").header.weights
+
+
+def test_truncating_the_models_files_after_loading_changes_nothing(folder, tmp_path):
+    """In another process: the system ends one that reads a page which its file no longer has."""
+    shutil.copytree(folder, tmp_path / "m")
+    code = f"""
+import hashlib, os, sys, longdraft
+params = longdraft.SamplingParams(max_new_tokens=20, seed=7)
+for kernels in ("reference", "portable"):
+    os.environ["LONGDRAFT_KERNELS"] = kernels
+    whole = longdraft.load({str(folder)!r}, drafter="auto")
+    engine = longdraft.load({str(tmp_path / "m")!r}, drafter="auto")
+    expected = [token for event in whole.generate("It was", params) for token in event.tokens]
+    size = os.path.getsize({str(tmp_path / "m" / checkpoint.WEIGHTS)!r})
+    os.truncate({str(tmp_path / "m" / checkpoint.WEIGHTS)!r}, 0)
+    assert [token for event in engine.generate("It was", params) for token in event.tokens] == expected
+    import shutil
+    shutil.copyfile({str(folder / checkpoint.WEIGHTS)!r}, {str(tmp_path / "m" / checkpoint.WEIGHTS)!r})
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_weights_that_were_replaced_before_they_were_hashed_have_no_hash(folder, tmp_path):

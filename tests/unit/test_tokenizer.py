@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -210,3 +211,11 @@ def test_what_a_token_adds_is_told_with_the_space_in_front_of_it(kinds, kind):
     tokenizer = kinds[kind]
     ids = tokenizer.encode("So it was a ban, and", add_special_tokens=False)
     assert "".join(map(tokenizer.text_of, ids)).lstrip(" ") == tokenizer.decode(ids).lstrip(" ")
+
+
+def test_a_tokenizer_of_absurd_size_is_not_read(tmp_path, monkeypatch):
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(1 << 40)  # a sparse file
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("it was read"))
+    with pytest.raises(ModelError, match="bytes; allowed"):
+        Tokenizer(tmp_path)
