@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import re
 import socket
+import urllib.error
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+import yaml
 
 from helpers import serving
+from longdraft.cli.serve import serve
 from longdraft.errors import UsageError
 from longdraft.server import connections
 from longdraft.server.settings import ServerSettings, read_keys
@@ -116,3 +120,23 @@ def test_a_connection_stays_open_while_its_response_is_generated(server, monkeyp
         reply = client.post(server.url + "/v1/completions", json=body, timeout=60)
         assert reply.json()["usage"]["completion_tokens"] == 2000
         assert client.get(server.url + "/health").status_code == 200
+
+
+def test_the_kubernetes_example_has_probes_that_work_and_time_to_drain(engine, monkeypatch):
+    manifest = (Path(__file__).parents[2] / "examples" / "kubernetes.yaml").read_text()
+    found = {each["kind"]: each["spec"] for each in yaml.safe_load_all(manifest)}
+    pod = found["Deployment"]["template"]["spec"]
+    (container,) = pod["containers"]
+    arguments = container["args"]
+    assert pod["terminationGracePeriodSeconds"] >= int(arguments[arguments.index("--drain") + 1]) + 15
+    options = "".join(str(each) for each in inspect.signature(serve).parameters)
+    assert all(each[2:].replace("-", "_") in options for each in arguments if each.startswith("--"))
+    with serving.running(engine, api_keys=("secret",)) as server:
+        for probe in ("startupProbe", "livenessProbe"):
+            assert httpx.get(server.url + container[probe]["httpGet"]["path"]).status_code == 200
+        code = container["readinessProbe"]["exec"]["command"][2].replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+        monkeypatch.setenv("LONGDRAFT_API_KEY", "secret")
+        exec(compile(code, "probe", "exec"), {})
+        server.scheduler.drain()
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            exec(compile(code, "probe", "exec"), {})
