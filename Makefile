@@ -59,7 +59,8 @@ sanitize:
 	test -x $(WATCHED)/bin/python || $(PYTHON) -m venv $(WATCHED)
 	$(WATCHED)/bin/python -m pip install --quiet --disable-pip-version-check --config-settings cmake.define.LONGDRAFT_SANITIZE=ON --editable '.[dev]'
 	LD_PRELOAD="$(RUNTIME)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(WATCHED)/bin/python -m pytest \
-	    --timeout 900 tests/unit/test_kernels.py tests/unit/test_cache.py tests/unit/test_fast_sampler.py tests/promise/test_equality.py
+	    --timeout 900 tests/unit/test_kernels.py tests/unit/test_cache.py tests/unit/test_fast_sampler.py tests/unit/test_int4.py \
+	    tests/unit/test_native_draft.py tests/promise/test_equality.py
 
 cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m cluster tests/product/test_ray.py

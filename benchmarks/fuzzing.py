@@ -35,6 +35,7 @@ from longdraft.journal import FILE, read_journal
 from longdraft.journal import format as form
 from longdraft.model import checkpoint
 from longdraft.model import config as model_config
+from longdraft.model.tensor_files import WEIGHTS, TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 
 SECONDS = 20  # for one input, on a busy machine
@@ -122,7 +123,7 @@ class Tries:
         self.header, self.tokens = found.header, found.tokens.tolist()
         self.begins = self.journal.index(b'"began"')
         self.files = {name: (self.sound / name).read_bytes() for name in ("config.json", "generation_config.json",
-                                                                          "tokenizer.json", checkpoint.WEIGHTS)}
+                                                                          "tokenizer.json", WEIGHTS)}
 
     def run(self, start: int, count: int) -> dict[str, Any]:
         counts: Counter[str] = Counter()
@@ -227,16 +228,16 @@ def _config(tries: Tries, rng: random.Random) -> None:
 
 
 def _weights(tries: Tries, rng: random.Random) -> None:
-    data = tries.files[checkpoint.WEIGHTS]
+    data = tries.files[WEIGHTS]
     length = 8 + int.from_bytes(data[:8], "little")
     if rng.random() < 0.5:
         header = changed(rng, json.loads(data[8:length]))
         data = len(header).to_bytes(8, "little") + header + data[length:]
     else:
         data = mutated(rng, data, 0, length)
-    (tries.model / checkpoint.WEIGHTS).write_bytes(data)
+    (tries.model / WEIGHTS).write_bytes(data)
     config = model_config.read_config(tries.sound)
-    checkpoint.load_transformer(checkpoint.TensorFiles(tries.model), config, tries.engine.model.kernels)
+    checkpoint.load_transformer(TensorFiles(tries.model), config, tries.engine.model.kernels)
 
 
 def _tokenizer(tries: Tries, rng: random.Random) -> None:

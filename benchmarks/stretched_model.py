@@ -38,8 +38,8 @@ from torch import Tensor
 from longdraft.bench.shapes import SHAPES
 from longdraft.model import config as model_config
 from longdraft.model import hub
-from longdraft.model.checkpoint import INDEX, dump_json
 from longdraft.model.config import ModelConfig
+from longdraft.model.tensor_files import INDEX, dump_json
 
 CONSTANT = 1e-3  # of the constant channel
 NEVER = -3e5  # weight of the constant channel in the logit of a new token

@@ -54,7 +54,7 @@ def on_terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def any_letter() -> None:
+def replace_unencodable() -> None:
     """Make stdout print '?' for characters that its encoding does not have."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

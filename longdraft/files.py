@@ -29,7 +29,7 @@ class OutputFile:
                 raise UsageError(f"{option} cannot write {path}: it is write-protected; choose another name")
             self._partial = path if is_special else self.path.with_name(self.path.name + ".partial")
             # Open, and locked, until `finish` or `abandon`.
-            self._file: IO[bytes] = open(self._partial, "wb") if is_special else _alone(self._partial)  # noqa: SIM115
+            self._file: IO[bytes] = open(self._partial, "wb") if is_special else _open_locked(self._partial)  # noqa: SIM115
         except BlockingIOError as error:
             raise UsageError(f"{option} cannot write {path}: another process is writing it; wait for that, or choose "
                              "another name") from error
@@ -71,7 +71,7 @@ class OutputFile:
             self._file.close()
 
 
-def _alone(path: Path) -> IO[bytes]:
+def _open_locked(path: Path) -> IO[bytes]:
     """Open the file, empty, and lock it until it is closed. BlockingIOError if another process has locked it."""
     while True:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -32,6 +32,7 @@ from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model import checkpoint, defaults, hub
 from longdraft.model import config as model_config
 from longdraft.model.chat_template import ChatTemplate
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.parallel import Pick
 
@@ -54,7 +55,7 @@ _COMPARED_VALUES = 1024  # values of each parameter that are hashed to detect ch
 _KNOWN_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria"}
 
 
-class StateDict(checkpoint.TensorFiles):
+class StateDict(TensorFiles):
     """The tensors of a model in memory, with the interface of tensors in files.
 
     folder  the model's folder; drafting parts in it are found as by `longdraft.load`

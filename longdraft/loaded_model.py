@@ -25,12 +25,12 @@ from longdraft.drafters.options import DrafterOptions
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.model import fingerprint, hub
 from longdraft.model.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_draft_model, optional_part
-from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.defaults import Defaults
 from longdraft.model.draft_copy import SAME, load_copy
 from longdraft.model.eagle import Eagle
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import Transformer
 from longdraft.version import __version__

@@ -25,6 +25,7 @@ from longdraft.model import config as model_config
 from longdraft.model import quantized_cache as quantized_cache_of
 from longdraft.model.auxiliary import require_ids_in_vocabulary
 from longdraft.model.heads import require_model
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
         chosen = parallel.ParallelKernels(chosen, group)
     tokenizer = Tokenizer(folder)
     require_ids_in_vocabulary(tokenizer, config.vocab_size, folder)
-    files = checkpoint.TensorFiles(folder, on_read=on_load)
+    files = TensorFiles(folder, on_read=on_load)
     cache = quantized_cache_of.chosen_folder(quantized_cache)
     packed = quantized_cache_of.open_packed(cache, files, config, chosen, quantize, "target")
     target = checkpoint.load_transformer(files, config, chosen, quantize, packed)

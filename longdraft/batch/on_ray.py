@@ -37,7 +37,7 @@ from longdraft.batch.worker import BatchJob, BatchWorker, num_written
 from longdraft.errors import JournalError, LongdraftError, ModelError, UsageError, WorkerError
 from longdraft.model import config as model_config
 from longdraft.model import fingerprint, hub
-from longdraft.model.checkpoint import TensorFiles
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.version import __version__
 

@@ -142,7 +142,7 @@ def run(rows: Path, output: Path, job: BatchJob, executor: Executor, *, check: C
             with contextlib.suppress(OSError):
                 work_folder.forget_attempts(job.work_folder)
         records.finish()
-    work_folder.remove(job.work_folder)
+    work_folder.remove_work_folder(job.work_folder)
     return totals
 
 

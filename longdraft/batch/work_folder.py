@@ -123,7 +123,7 @@ def forget_attempts(work: Path) -> None:
         path.unlink()
 
 
-def remove(work: Path) -> None:
+def remove_work_folder(work: Path) -> None:
     """Remove the files of a finished job, job.json last, and the folder if it is empty then."""
     with contextlib.suppress(OSError, JournalError):  # the records are whole; remaining files do no harm
         for path in _matching(work / _JOURNALS, _HASH):

@@ -26,6 +26,7 @@ from longdraft.model import checkpoint, hub
 from longdraft.model import config as model_config
 from longdraft.model.config import ModelConfig
 from longdraft.model.routine import run_alone
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.report.table import Table
 from longdraft.sampling.sampler import Sampler
@@ -52,7 +53,7 @@ class ModelCopies:
         self.kernels = kernels
         self.quantize = quantize
         self.config: ModelConfig = model_config.read_config(folder)
-        self._files = checkpoint.TensorFiles(folder)
+        self._files = TensorFiles(folder)
         self.model = checkpoint.load_transformer(self._files, self.config, kernels, quantize)
         self._loaded = [self.model]
         self.weights_bytes = self.model.weights_bytes

@@ -211,6 +211,7 @@ def context(
     from longdraft.kernels import single_threaded_torch
     from longdraft.model import checkpoint, hub
     from longdraft.model import config as model_config
+    from longdraft.model.tensor_files import TensorFiles
 
     places = numbers("--edges", edges)
     check(places == sorted(set(places)), "--edges", edges, "numbers that rise")
@@ -222,7 +223,7 @@ def context(
     check(last < config.max_positions, "--edges", last, f"less than the model's context ({config.max_positions})")
     texts = [perplexity.encode_file(model, path, last + 1, last + 1, f"at least {last + 1}, one beyond the edges")
              for path in text]
-    loaded = checkpoint.load_transformer(checkpoint.TensorFiles(folder), config, chosen)
+    loaded = checkpoint.load_transformer(TensorFiles(folder), config, chosen)
     with document("context", output, chosen, model=model, texts=len(texts)) as filled:
         with status("context"), single_threaded_torch(chosen):
             filled["stretches"] = perplexity.by_place(loaded, texts, places)

@@ -24,7 +24,7 @@ import torch
 from longdraft.errors import UsageError, check
 from longdraft.model import config as model_config
 from longdraft.model import fingerprint
-from longdraft.model.checkpoint import TensorFiles
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.report.table import Table
 from longdraft.report.turns import Record

@@ -36,7 +36,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from longdraft.cache import select
+from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
 from longdraft.cache.remainder import Remainder
 from longdraft.errors import check
@@ -88,14 +88,14 @@ class PartialCache:
 
     def __init__(self, full: FullCache, kernels: Kernels, num_kv_heads: int, head_dim: int,
                  size: PartialBudget, mode: CacheMode = "dynamic", has_remainder: bool = True,
-                 selection: select.Selection | None = None) -> None:
+                 selection: row_selection.Selection | None = None) -> None:
         self._full = full
         self._kernels = kernels
         self._has_remainder = has_remainder and mode != "full"
         self._fit: Remainder | None = None  # fits the remainder to verified rows
         self._remainder: Tensor | None = None  # the current fit, as the kernels take it
         self._size = size
-        self._selection = selection or select.heavy_hitters(size.selected, size.sinks, size.recent)
+        self._selection = selection or row_selection.heavy_hitters(size.selected, size.sinks, size.recent)
         self._must_select = False  # at the next update
         self._mode = mode
         self._rows = FullCache(kernels, len(full.stores), num_kv_heads, head_dim)
@@ -177,7 +177,7 @@ class PartialCache:
         elif attention_output is not None:
             self._select(attention_output().last(_NUM_QUERIES).queries)
         else:  # without queries: sinks and the latest rows
-            latest = select.latest(self._full.length, self._size.selected, self._size.sinks)
+            latest = row_selection.latest(self._full.length, self._size.selected, self._size.sinks)
             self._replace_rows(lambda layer: latest.expand(self._num_kv_heads, -1))
         self._must_select = False
         self._num_seen = self._full.length

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from longdraft.cli import options
 from longdraft.cli.options import FILES, SAMPLING, option, parse_pairs
-from longdraft.console import Interrupt, Interrupted, any_letter, stdout_lost
+from longdraft.console import Interrupt, Interrupted, replace_unencodable, stdout_lost
 from longdraft.core import SamplingParams
 from longdraft.errors import OutputError, UsageError
 from longdraft.files import OutputFile, require_text
@@ -82,7 +82,7 @@ def chat(
     conversation = Conversation(engine, params, system, chat_options)
     conversation.prompt("Hello")  # fail before the first message without a template, or for an unknown option
     options.print_model_defaults(params, quiet=quiet)
-    any_letter()
+    replace_unencodable()
     return _loop(conversation, stats or sys.stdin.isatty(), quiet)
 
 

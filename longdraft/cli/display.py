@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from longdraft.console import any_letter, clock
+from longdraft.console import clock, replace_unencodable
 from longdraft.core import Event
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class TextDisplay:
                           get_renderable=self._render) if is_live else None
 
     def __enter__(self) -> TextDisplay:
-        any_letter()
+        replace_unencodable()
         if self._live:
             self._live.start()
         return self

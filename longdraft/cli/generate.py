@@ -63,7 +63,7 @@ def generate(
     The text depends on the model, prompt, seed and sampling settings only, never on the drafter.
     """
     from longdraft.cli.display import LoadBar
-    from longdraft.cli.stream import TextRun, follow, write
+    from longdraft.cli.stream import TextRun, follow, write_generation
     from longdraft.files import open_outputs, read_prompt
     from longdraft.journal import journal_exists, parse_fsync, resume_hint
     from longdraft.loading import load
@@ -104,9 +104,9 @@ def generate(
         options.print_model_defaults(params, quiet=quiet)
         ids = _shortened(engine.chat(text, **chat_options) if chat else engine.encode(text), prefill)
         with engine:
-            return write(TextRun(lambda progress: engine.generate(ids, params, journal=journal, fsync=fsync,
-                                                              on_prefill=progress),
-                             params.max_new_tokens, files, journal, quiet, engine))
+            return write_generation(TextRun(
+                lambda progress: engine.generate(ids, params, journal=journal, fsync=fsync, on_prefill=progress),
+                params.max_new_tokens, files, journal, quiet, engine))
     finally:
         for file in files.values():
             file.abandon()

@@ -46,7 +46,7 @@ def resume(
     Settings, seed and prompt are the journal's. The model's location and the drafter may be others.
     """
     from longdraft.cli.display import LoadBar
-    from longdraft.cli.stream import TextRun, follow, write
+    from longdraft.cli.stream import TextRun, follow, write_generation
     from longdraft.files import open_outputs
     from longdraft.journal import parse_fsync, read_journal
     from longdraft.loading import load_for
@@ -68,9 +68,10 @@ def resume(
             print(f"longdraft: the text is complete ({len(found.tokens):,} tokens, finish reason {found.finish})",
                   file=sys.stderr)
         with engine:
-            return write(TextRun(lambda progress: engine.resume(journal, fsync=fsync, on_prefill=progress,
-                                                            allow_different_kernels=allow_different_kernels),
-                             found.header.params.max_new_tokens, files, journal, quiet))
+            return write_generation(TextRun(
+                lambda progress: engine.resume(journal, fsync=fsync, on_prefill=progress,
+                                               allow_different_kernels=allow_different_kernels),
+                found.header.params.max_new_tokens, files, journal, quiet))
     finally:
         for file in files.values():
             file.abandon()

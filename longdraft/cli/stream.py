@@ -48,7 +48,7 @@ class TextRun:
     engine: Engine | None = None
 
 
-def write(run: TextRun) -> int:
+def write_generation(run: TextRun) -> int:
     """Run a generation to its end or to the first signal; returns the exit status."""
     status = 0
     with Interrupt() as interrupt:

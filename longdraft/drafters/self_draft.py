@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from longdraft.cache import select
+from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import CacheMode, PartialBudget, PartialCache
 from longdraft.core import Context, SamplingParams
@@ -225,9 +225,9 @@ def new_partial_cache(settings: SelfDraftSettings, model: Transformer, cache: Fu
     """The partial cache over `cache` that the settings describe."""
     config, size = model.config, settings.budget
     if settings.selection == "streaming":
-        selection = select.streaming(config.num_kv_heads, size.selected, size.sinks)
+        selection = row_selection.streaming(config.num_kv_heads, size.selected, size.sinks)
     else:
-        select_by_weight = select.pooled if settings.selection == "snapkv" else select.heavy_hitters
+        select_by_weight = row_selection.pooled if settings.selection == "snapkv" else row_selection.heavy_hitters
         selection = select_by_weight(size.selected, size.sinks, size.recent)
     return PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size, settings.mode,
                         settings.remainder, selection)

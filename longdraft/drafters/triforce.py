@@ -24,7 +24,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from longdraft.cache import select
+from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialBudget, PartialCache
 from longdraft.core import Context, SamplingParams
@@ -164,7 +164,8 @@ class TriForceDrafter:
             small = windowed(draft, model, options.window, options.sinks, options.refresh)
             self._first_level = FirstLevelModel(small, sampler)
         config = model.config
-        self._chunks = select.Chunks(config.num_layers, config.num_kv_heads, options.budget, _RECENT, RETRIEVAL_CHUNK)
+        self._chunks = row_selection.Chunks(config.num_layers, config.num_kv_heads, options.budget, _RECENT,
+                                           RETRIEVAL_CHUNK)
         size = PartialBudget(options.budget + options.stride, RETRIEVAL_CHUNK, _RECENT, options.stride)
         self.partial = PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size,
                                     has_remainder=options.remainder, selection=self._chunks)

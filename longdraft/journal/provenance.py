@@ -15,7 +15,8 @@ from longdraft import kernels, run_statistics
 from longdraft.core import SamplingParams
 from longdraft.journal.format import Header, Run
 from longdraft.loaded_model import DrafterChoice, LoadedModel
-from longdraft.model import checkpoint, hub
+from longdraft.model import hub
+from longdraft.model.tensor_files import WEIGHTS
 
 
 def new_header(model: LoadedModel, drafter: DrafterChoice, prompt: Sequence[int], params: SamplingParams) -> Header:
@@ -64,7 +65,7 @@ def differences(began: Header, now: Header) -> tuple[list[str], list[str]]:
 def provenance(model: LoadedModel) -> dict[str, Any]:
     """What was loaded: names and hashes of the model's parts, and the bytes that decoding reads."""
     folder = model.files.folder
-    files = {part: folder / part / checkpoint.WEIGHTS for part in ("heads", "glide", "eagle", "draft")}
+    files = {part: folder / part / WEIGHTS for part in ("heads", "glide", "eagle", "draft")}
     parts = {f"{part}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for part, file in files.items()
              if not model.heads_name and file.exists()}
     identity = model.identity

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _PARTIAL = form.FILE + ".partial"  # the name until the header is complete
 _LOCK_ATTEMPTS, _LOCK_PAUSE_S = 40, 0.005  # `is_being_written` holds a shared lock for an instant
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-_LOOK_S = 1.0  # seconds between checks that the file is still at its path
+_PATH_CHECK_INTERVAL_S = 1.0  # between checks that the file is still at its path
 
 
 def resume_hint(folder: Path) -> str:
@@ -199,7 +199,7 @@ class Journal:
     def _care(self) -> None:
         """Check the file's path and call fsync, each at its interval by the monotonic clock."""
         now = time.monotonic()
-        if now - self._looked >= _LOOK_S:
+        if now - self._looked >= _PATH_CHECK_INTERVAL_S:
             self._looked = now
             self._stay_in_place()
         if now - self._synced >= self._interval:

@@ -17,6 +17,7 @@ from longdraft.model import config as model_config
 from longdraft.model.eagle import Eagle
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer, require_same_vocabulary
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
@@ -109,7 +110,7 @@ def load_draft_model(folder: Path, name: str, target: Transformer, tokenizer: To
     config = model_config.read_config(folder)
     require_same_vocabulary(tokenizer, Tokenizer(folder), name)
     require_ids_in_vocabulary(tokenizer, config.vocab_size, folder)
-    return checkpoint.load_transformer(checkpoint.TensorFiles(folder), config, local_kernels(target.kernels),
+    return checkpoint.load_transformer(TensorFiles(folder), config, local_kernels(target.kernels),
                                        target.weights.quantize)
 
 

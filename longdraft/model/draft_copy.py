@@ -11,10 +11,11 @@ from pathlib import Path
 
 from longdraft.errors import UsageError, check
 from longdraft.machine import available_memory
-from longdraft.model.checkpoint import TensorFiles, load_draft_copy
+from longdraft.model.checkpoint import load_draft_copy
 from longdraft.model.config import ModelConfig
 from longdraft.model.quantized_cache import open_packed
 from longdraft.model.sizing import USABLE, Sizes, quantized_bytes
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import shard_of
 

@@ -26,10 +26,10 @@ from torch import Tensor
 from longdraft.errors import ModelError
 from longdraft.kernels import KV, Geometry, KVStore, LayerWeights, Linear
 from longdraft.kernels.layer import layer_forward
-from longdraft.model.checkpoint import INDEX, WEIGHTS, TensorFiles
 from longdraft.model.config import read_json
 from longdraft.model.eagle_config import FC, EagleConfig, canonical_names, layer_readings, read_eagle_config
 from longdraft.model.rope import RopeTable
+from longdraft.model.tensor_files import INDEX, WEIGHTS, TensorFiles
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.parallel import local_kernels
 

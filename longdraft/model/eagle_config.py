@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.errors import ModelError
-from longdraft.model.checkpoint import INDEX, WEIGHTS, TensorFiles
 from longdraft.model.config import ModelConfig, parse_config, read_json
+from longdraft.model.tensor_files import INDEX, WEIGHTS, TensorFiles
 
 FC = "fc.weight"
 _FIRST_Q = "layers.0.self_attn.q_proj.weight"

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from longdraft.errors import ModelError
-from longdraft.model.checkpoint import TensorFiles
+from longdraft.model.tensor_files import TensorFiles
 
 _MIN_CACHED_BYTES = 1 << 27  # smaller weights are hashed in a fraction of a second
 _TICK_S = 2.0  # longer than the time resolution of any file system

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.kernels import KV, KVStore, Linear
-from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.config import ModelConfig, read_json
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import RowParallel, shard_of
 

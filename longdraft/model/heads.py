@@ -22,9 +22,9 @@ from torch.nn import functional
 from longdraft.errors import ModelError
 from longdraft.kernels import Linear
 from longdraft.model import medusa
-from longdraft.model.checkpoint import HEADS_PREFIX, INDEX, WEIGHTS, TensorFiles
 from longdraft.model.config import read_json
 from longdraft.model.eagle_config import is_eagle
+from longdraft.model.tensor_files import HEADS_PREFIX, INDEX, WEIGHTS, TensorFiles
 from longdraft.model.transformer import Transformer
 
 HEADS_KIND = "tokenswift-heads"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longdraft.errors import ModelError, UsageError
-from longdraft.model.checkpoint import INDEX, WEIGHTS, shard_names
+from longdraft.model.tensor_files import INDEX, WEIGHTS, shard_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

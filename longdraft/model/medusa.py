@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from longdraft.errors import ModelError
 from longdraft.kernels import Linear
-from longdraft.model.checkpoint import TensorFiles
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"

@@ -14,10 +14,10 @@ import torch
 
 from longdraft.kernels import Kernels
 from longdraft.kernels.cpu import CpuKernels
-from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.config import ModelConfig
 from longdraft.model.fingerprint import cache_dir, weights_sha256
 from longdraft.model.packed_file import PackedFile
+from longdraft.model.tensor_files import TensorFiles
 
 VARIABLE = "LONGDRAFT_QUANTIZED_CACHE"  # the environment variable that names the folder, or "none"
 NONE = "none"

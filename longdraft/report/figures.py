@@ -174,7 +174,9 @@ def roofline(document: Record) -> Figure:
         axes.set(xscale="log", yscale="log")
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.set_xticks([], minor=True)
-        axes.legend(fontsize=8)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        _legend(axes)
     figure.suptitle(f"{document['model']}: {_machine(document)}")
     return figure
 
@@ -186,7 +188,7 @@ def length(document: Record) -> Figure:
         for place, (drafter, found) in enumerate(document["drafters"].items()):
             _line(axes, _ends(found["buckets"]), [bucket[key] for bucket in found["buckets"]], drafter, place)
         axes.set_ylim(bottom=0)
-        axes.legend(fontsize=8)
+    _legend(panels[-1])
     figure.suptitle(f"behind {document['prefill']:,} tokens of prompt: {_machine(document)}")
     return figure
 
@@ -270,7 +272,8 @@ def _legend(axes: Axes) -> None:
 
 def _machine(document: Record) -> str:
     machine = document["machine"]
-    return f"{machine['kernels']}, {machine['dtype']}, {machine['threads']} threads"
+    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    return f"{machine['kernels']}, {machine['dtype']}, {threads}"
 
 
 def _turns(text: MeasuredText, system: str) -> list[Record]:

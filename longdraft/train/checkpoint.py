@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from longdraft.errors import ModelError, OutputError
 
-FILE = "checkpoint.safetensors"
-FORMAT = 1
+CHECKPOINT_FILE = "checkpoint.safetensors"
+CHECKPOINT_FORMAT = 1
 _PARAMETER, _OPTIMIZER = "parameter.", "optimizer."
 
 
@@ -35,7 +35,7 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, state:
     tensors = {_PARAMETER + name: p.detach().cpu() for name, p in module.named_parameters()}
     for index, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"{_OPTIMIZER}{index}.{name}": value.detach().cpu() for name, value in moments.items()}
-    header = {"longdraft": json.dumps({"format": FORMAT, **state})}
+    header = {"longdraft": json.dumps({"format": CHECKPOINT_FORMAT, **state})}
     write_tensors(path, tensors, header)
 
 
@@ -67,8 +67,9 @@ def load(path: Path) -> Checkpoint:
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise ModelError(f"{path} is not a readable checkpoint ({error}); "
                          "start again in another --output") from error
-    if state.get("format") != FORMAT:
-        raise ModelError(f"{path} has checkpoint format {state.get('format')!r}, this version reads {FORMAT}")
+    if state.get("format") != CHECKPOINT_FORMAT:
+        raise ModelError(f"{path} has checkpoint format {state.get('format')!r}, this version reads "
+                         f"{CHECKPOINT_FORMAT}")
     return Checkpoint(tensors, state)
 
 

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longdraft.model.checkpoint import WEIGHTS, dump_json
 from longdraft.model.config import ModelConfig, RopeConfig, read_json
 from longdraft.model.eagle import OWN_KEY, eagle_shapes
 from longdraft.model.eagle_config import EagleConfig
 from longdraft.model.rope import frequencies
+from longdraft.model.tensor_files import WEIGHTS, dump_json
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
 from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, row_chunks

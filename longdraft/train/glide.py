@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longdraft.errors import ModelError
-from longdraft.model.checkpoint import WEIGHTS, dump_json
 from longdraft.model.glide import GLIDE_KIND, glide_shapes
+from longdraft.model.tensor_files import WEIGHTS, dump_json
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
 from longdraft.train.frozen_model import FrozenModel, FrozenOutputs, Scores, as_ids, mixed_loss

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longdraft.model import medusa
-from longdraft.model.checkpoint import HEADS_PREFIX, dump_json
 from longdraft.model.heads import HEADS_KIND
+from longdraft.model.tensor_files import HEADS_PREFIX, dump_json
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
 from longdraft.train.frozen_model import IGNORED, FrozenModel, Scores, as_ids, mixed_loss

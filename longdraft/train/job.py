@@ -23,7 +23,7 @@ from longdraft.core import SamplingParams
 from longdraft.engine import Engine
 from longdraft.errors import LongdraftError, OutputError, UsageError
 from longdraft.loading import load
-from longdraft.model.checkpoint import dump_json
+from longdraft.model.tensor_files import dump_json
 from longdraft.train import checkpoint as checkpoints
 from longdraft.train import data, lm, self_generated
 from longdraft.train.data import Sequences, Tokens
@@ -59,8 +59,8 @@ class Result(NamedTuple):
 
 def _unfinished(output: Path) -> tuple[dict[str, Any], checkpoints.Checkpoint | None]:
     """Saved state and last checkpoint of the training in `output`; the checkpoint is None before the first one."""
-    if (output / checkpoints.FILE).is_file():
-        saved = checkpoints.load(output / checkpoints.FILE)
+    if (output / checkpoints.CHECKPOINT_FILE).is_file():
+        saved = checkpoints.load(output / checkpoints.CHECKPOINT_FILE)
         return saved.state, saved
     try:
         return dict(json.loads((output / SETTINGS).read_text(encoding="utf-8"))), None
@@ -74,7 +74,7 @@ def prepare_output(output: Path, settings: TrainingSettings) -> None:
     Raises UsageError unless it is writable, and new, empty or left by a training that ended before its first
     checkpoint.
     """
-    if (output / checkpoints.FILE).exists():
+    if (output / checkpoints.CHECKPOINT_FILE).exists():
         raise UsageError(f"{str(output)!r} holds an unfinished training; continue it with --resume, "
                          "or give another --output")
     try:
@@ -146,7 +146,7 @@ def _train(settings: TrainingSettings, output: Path, saved: checkpoints.Checkpoi
 
         def save(at: Position) -> None:
             if processes.is_main:
-                checkpoints.save(output / checkpoints.FILE, task.module, optimizer,
+                checkpoints.save(output / checkpoints.CHECKPOINT_FILE, task.module, optimizer,
                                  identity | {"step": at.step, "elapsed_s": at.seconds})
                 (output / SETTINGS).unlink(missing_ok=True)
             processes.wait_for_all()
@@ -164,7 +164,7 @@ def _train(settings: TrainingSettings, output: Path, saved: checkpoints.Checkpoi
         if processes.is_main:
             result = _result(output, settings, processes, outcome, parts, probed)
             task.export(output, context.about() | {"training": _record(settings, result, outcome, validation)})
-            (output / checkpoints.FILE).unlink()
+            (output / checkpoints.CHECKPOINT_FILE).unlink()
             self_generated.remove(output)
             drafting = context.drafting(output)
             if settings.probe_tokens and drafting:

@@ -82,7 +82,7 @@ def with_fewer_kv_heads(model: Any, num: int) -> Any:
     return fewer
 
 
-def positions(settings: LmSettings, place: int, count: int, length: int) -> Tensor:
+def jumping_positions(settings: LmSettings, place: int, count: int, length: int) -> Tensor:
     """Positions [count, length] int64 of sequences `place`, `place` + 1, ...: some jump by a log-uniform distance.
 
     They depend on the seed and the index of the sequence, not on the number of processes.
@@ -114,7 +114,7 @@ class LanguageModelTask:
     def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
         """Mean cross-entropy of all tokens except the first of each sequence."""
         ids = as_ids(sequences, self.device)
-        places = positions(self.settings, place, *ids[:, :-1].shape).to(self.device)
+        places = jumping_positions(self.settings, place, *ids[:, :-1].shape).to(self.device)
         hidden = self._hidden(ids[:, :-1], places)
         wanted = ids[:, 1:].flatten()
         taught = self._taught(ids[:, :-1], places)
@@ -171,7 +171,7 @@ class LanguageModelTask:
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:
         """A Hugging Face model folder, with `training.json` beside it."""
-        from longdraft.model.checkpoint import dump_json
+        from longdraft.model.tensor_files import dump_json
 
         module: Any = self.module
         module.to(self.saved_dtype).save_pretrained(folder)

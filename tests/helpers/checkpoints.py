@@ -14,6 +14,7 @@ from longdraft import kernels
 from longdraft.model import checkpoint, glide
 from longdraft.model import config as model_config
 from longdraft.model.heads import HEADS_KIND
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer
 
 VOCAB = 320  # 256 bytes, two specials, some room
@@ -84,7 +85,7 @@ def load(folder: Path, dtype: str = "float32", name: str | None = None, quantize
     """Load a model on the fastest kernels, or on the kernels with this name."""
     chosen = kernels.choose("cpu", dtype, name)
     config = model_config.read_config(folder)
-    return checkpoint.load_transformer(checkpoint.TensorFiles(folder), config, chosen, quantize)
+    return checkpoint.load_transformer(TensorFiles(folder), config, chosen, quantize)
 
 
 def write_medusa(folder: Path, num_heads: int = 2, num_blocks: int = 2, *, own: bool = True) -> dict[str, torch.Tensor]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from longdraft.batch.requests import BatchRequest, RowProgress
+from longdraft.batch.worker import BatchWorker
 from longdraft.console import Interrupted
 
 ROWS = [{"id": f"row {i}", "prompt": "It was"[: 1 + i % 6], "max_new_tokens": 20 + i, "ignore_eos": True}
@@ -47,3 +50,9 @@ def writers(work: Path) -> list[int]:
         if any(name.startswith(str(work / "journals")) for name in opened):
             found.append(int(process.name))
     return found
+
+
+def write_row(writer: BatchWorker, task: BatchRequest) -> Iterator[RowProgress]:
+    """Write one row with a worker."""
+    tasks = iter([task])
+    return filter(None, writer.write(lambda is_idle: next(tasks, None)))

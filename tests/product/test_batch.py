@@ -6,28 +6,24 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
 from itertools import islice
 from threading import Timer
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import longdraft
-from helpers.jobs import ROWS, put, records, sorted_lines, stop_after, writers
+from helpers.jobs import ROWS, put, records, sorted_lines, stop_after, write_row, writers
 from longdraft import batching
 from longdraft.__main__ import run as longdraft_command
-from longdraft.batch import job_files, work_folder
-from longdraft.batch.job_files import _line
+from longdraft.batch import job_files
 from longdraft.batch.local import in_process, worker_processes
-from longdraft.batch.requests import BatchRequest, RowProgress, key_of, parse, seed_of
+from longdraft.batch.requests import parse, seed_of
 from longdraft.batch.run import Totals, run
-from longdraft.batch.worker import BatchJob, BatchWorker, num_written
+from longdraft.batch.worker import BatchWorker, num_written
 from longdraft.console import Interrupted
 from longdraft.errors import JournalError, UsageError
 from longdraft.journal import FILE
@@ -69,118 +65,6 @@ def test_openai_requests_produce_openai_records(job, tmp_path):
     assert answer["choices"][0]["finish_reason"] == "length" and isinstance(answer["created"], int)
     assert plain["response"]["body"]["object"] == "text_completion"
     assert len({*plain["response"]["body"]["choices"][0]["text"]}) == 1  # a bias of 100 forces this token
-
-
-@pytest.mark.parametrize("row, complaint", [
-    ("{", "not valid JSON"),
-    ("[1]", "allowed: an object"),
-    ({"prompt": "x"}, "id is 'None'"),
-    ({"id": "", "prompt": "x"}, "id is ''"),
-    ({"id": "line 3", "prompt": "x"}, "except 'line N'"),
-    ({"id": "a"}, "both prompt and messages, or neither"),
-    ({"id": "a", "prompt": ""}, "prompt is ''"),
-    ({"id": "a", "prompt": ["x", "y"]}, "one text, or token ids"),
-    ({"id": "a", "prompt": "x", "temprature": 1}, "unknown sampling setting 'temprature'"),
-    ({"id": "a", "prompt": "x", "top_p": 7}, "top_p is 7"),
-    ({"id": "a", "prompt": "x", "stop": 3}, "of the wrong kind"),
-    ({"id": "a", "prompt": "x", "logit_bias": {"the": 3}}, "of the wrong kind"),
-    ({"id": "a", "prompt": "x", "logit_bias": {"7": 300}}, "logit_bias is 300"),
-    ({"id": "a", "messages": "x"}, "a list of objects with role and content"),
-    ({"id": "a", "messages": [{"role": "user", "content": "x"}], "chat_options": 3}, "chat_options is '3'"),
-    ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "POST /v1/chat/completions or /v1/completions"),
-    ({"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}, "the request is GET"),
-    ({"custom_id": "a", "url": "/v1/completions"}, "body is a NoneType"),
-    ({"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}, "has prompt, and no messages"),
-    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "model": "other"}}, "--served-model-name"),
-    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "n": 2}}, "n is '2'; supported: 1"),
-    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "tools": [{}]}}, "tools"),
-    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "prediction": {}}}, "leaving it out"),
-    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "longdraft": {"journal": True}}},
-     "'journal'"),
-    ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "longdraft": 3}}, "longdraft is '3'"),
-])
-def test_the_problem_of_an_invalid_row_is_reported(tmp_path, row, complaint):
-    rows = put(tmp_path / "in.jsonl", [row])
-    ((line, read),) = job_files.read_rows(rows)
-    assert line == 1 == job_files.count_rows(rows) and complaint in parse(read, line, "tiny").problem
-
-
-def test_an_openai_body_is_parsed_like_a_server_request():
-    body = {"prompt": "x", "max_tokens": 7, "stream": False, "tools": [], "verbosity": None, "user": "me",
-            "longdraft": {"min_p": 0.1, "penalty_window": 64}}
-    task = parse({"custom_id": "a", "url": "/v1/completions", "body": body}, 1, "tiny")
-    assert not task.problem
-    assert task.settings == {"max_new_tokens": 7, "min_p": 0.1, "penalty_window": 64}
-
-
-HALF = "\ud800"  # a lone surrogate: JSON can escape it, UTF-8 cannot encode it
-VALUES = (st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=5)
-          | st.sampled_from([10**400, -(2**70), HALF, "It was", 2**32, 0.5]))
-NAMES = [*(field.name for field in fields(longdraft.SamplingParams)), "max_tokens", "do_sample", "n", "metadata",
-         "chat_options", "chat_template_kwargs", "longdraft", "model", "method", "temprature", HALF]
-ANYTHING = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-    st.sampled_from([*NAMES, "id", "prompt", "messages", "body", "role"]), inner, max_size=3), max_leaves=6)
-MESSAGES = st.lists(st.fixed_dictionaries({"role": st.text(max_size=3)}, optional={"content": VALUES}), max_size=2)
-OPTIONS = st.dictionaries(st.sampled_from(["messages", "self", "excited"]), VALUES, max_size=1)
-TEXTS = st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=2)
-ASKED = st.one_of(TEXTS, *(st.builds(dict.__or__, TEXTS, st.fixed_dictionaries(each)) for each in (
-    {"prompt": ANYTHING}, {"prompt": VALUES}, {"messages": ANYTHING},
-    {"messages": MESSAGES, "chat_options": OPTIONS}, {"messages": MESSAGES, "chat_template_kwargs": OPTIONS})))
-IDS = st.sampled_from(["a", "a", HALF, "", 7, None, 1.5])
-ROW = ANYTHING | st.builds(lambda asked, key: {**asked, "id": key}, ASKED, IDS) | st.fixed_dictionaries(
-    {"custom_id": IDS, "url": st.sampled_from(["/v1/completions", "/v1/chat/completions"]), "body": ASKED | ANYTHING})
-
-
-@pytest.fixture(scope="module")
-def writer(chatty, tmp_path_factory) -> BatchWorker:
-    """A worker whose texts have two tokens."""
-    job = BatchJob(tmp_path_factory.mktemp("one") / "work", {"model": str(chatty), "drafter": "suffix", "threads": 1},
-              {"on_loop": "off", "max_new_tokens": 2}, 0, "tiny", fsync="never")
-    return BatchWorker(job)
-
-
-@given(row=ROW)
-@settings(max_examples=250)
-def test_any_row_becomes_a_valid_record(writer, row):
-    task = parse(row if isinstance(row, dict) else "no row", 1, "tiny")
-    assert task.key and (task.problem or task.prompt)
-    record = list(write(writer, task))[-1].record
-    work_folder.forget(writer._job.work_folder, task.key)
-    line = _line(record)
-    assert key_of(record) == task.key and json.loads(line.decode()) == record and b"NaN" not in line
-
-
-@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
-def test_rows_that_json_or_utf8_cannot_represent_become_records(job, tmp_path, output):
-    deep: list = []
-    for _ in range(300):
-        deep = [deep]
-    chat = {"messages": [{"role": "user", "content": "x"}]}
-    bad = [{"id": "hot", "prompt": "x", "temperature": 10**400, "metadata": {"page": HALF}},
-           {"id": "half", "prompt": HALF}, {"id": HALF, "prompt": "x"}, {"id": "said", "messages": [{"role": HALF}]},
-           {"id": "twice", **chat, "chat_options": {"messages": 1}}, {"id": "me", **chat, "chat_options": {"self": 1}},
-           {"id": "deep", "prompt": "x", "metadata": deep}, {"id": "name", "prompt": "x", HALF: 1},
-           {"custom_id": "method", "method": HALF, "url": "/v1/completions", "body": {"prompt": "x"}}]
-    rows = put(tmp_path / "in.jsonl", [ROWS[0], *bad, {**ROWS[1], "metadata": HALF}])
-    totals = run(rows, tmp_path / output, job, in_process)
-    assert (totals.done, totals.failed) == (11, 9)
-    if output == "out.jsonl":
-        found = {record.get("id"): record for record in records(tmp_path / output)}
-        assert found["row 1"]["metadata"] == HALF and found["hot"]["metadata"] == {"page": HALF}
-        assert "id is not UTF-8 text" in found["line 4"]["error"]["message"]
-        assert "more than 64 deep" in found["deep"]["error"]["message"]
-        assert "no variable 'messages'" in found["twice"]["error"]["message"]
-
-
-def test_an_invalid_row_becomes_an_error_record_and_valid_rows_are_written(job, tmp_path):
-    rows = put(tmp_path / "in.jsonl", [ROWS[0], "{", {"id": "long", "prompt": "x", "max_new_tokens": 10**6},
-                                       {"id": "far", "prompt": [10**6]}, "", ROWS[0], ROWS[1]])
-    totals = run(rows, tmp_path / "out.jsonl", job, in_process)
-    found = {record["id"]: record for record in records(tmp_path / "out.jsonl")}
-    assert set(found) == {"row 0", "row 1", "line 2", "long", "far", "line 6"} and totals.failed == 4
-    assert "context limit" in found["long"]["error"]["message"] and found["far"]["error"]["code"] == "invalid_request"
-    assert "is that of line 1 too" in found["line 6"]["error"]["message"]
-    assert not job.work_folder.exists()
 
 
 def test_a_job_interrupted_anywhere_writes_the_same_bytes(job, tmp_path):
@@ -233,11 +117,6 @@ def test_worker_processes_write_the_same_records_after_one_is_killed(job, tmp_pa
     assert sorted_lines(tmp_path / "out.jsonl") == sorted_lines(tmp_path / "alone.jsonl")
 
 
-def write(writer: BatchWorker, task: BatchRequest) -> Iterator[RowProgress]:
-    tasks = iter([task])
-    return filter(None, writer.write(lambda is_idle: next(tasks, None)))
-
-
 def test_texts_written_in_a_batch_equal_texts_written_alone(job, tmp_path):
     rows = put(tmp_path / "in.jsonl", [*ROWS, "{", {**ROWS[0], "id": "far", "prompt": [10**6]}])
     run(rows, tmp_path / "one.jsonl", job, in_process)
@@ -252,14 +131,14 @@ def test_texts_written_in_a_batch_equal_texts_written_alone(job, tmp_path):
 def test_a_row_that_repeatedly_ends_its_worker_becomes_an_error_record(job, tmp_path):
     writer, task = BatchWorker(job), parse({**ROWS[0]}, 1, "tiny")
     for _ in range(3):  # each attempt ends before its first token, as if the process was killed
-        next(write(writer, task))
+        next(write_row(writer, task))
         job.journal(task.key).joinpath(FILE).unlink()
-    (report,) = write(writer, task)
+    (report,) = write_row(writer, task)
     assert report.record["error"]["code"] == "worker_lost"
     other = parse({**ROWS[1]}, 2, "tiny")
     for _ in range(8):  # each attempt writes more tokens than the one before
-        assert len(list(islice(write(writer, other), 2))) == 2
-    assert list(write(writer, other))[-1].record["text"]
+        assert len(list(islice(write_row(writer, other), 2))) == 2
+    assert list(write_row(writer, other))[-1].record["text"]
 
 
 def test_a_row_that_ends_its_worker_does_not_fail_the_rest_of_the_batch(job):

@@ -15,7 +15,6 @@ import pytest
 
 from helpers import serving
 
-playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 CHROMIUM = os.environ.get("LONGDRAFT_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here; install it, or name it in LONGDRAFT_CHROMIUM")
 SHOTS = os.environ.get("LONGDRAFT_SCREENSHOTS")  # a folder: keep pictures of what was seen
@@ -31,6 +30,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     with playwright.sync_playwright() as runner:
         browser = runner.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser

@@ -19,7 +19,7 @@ from helpers.journals import HEADER, RUN
 from longdraft.generation import Generation
 from longdraft.journal import FILE, Journal, read_journal
 from longdraft.journal import writer as writing
-from longdraft.model.checkpoint import TensorFiles
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.server import journals, replies, scheduler
 from longdraft.server.journals import JournalFolder
 from longdraft.server.settings import ServerSettings

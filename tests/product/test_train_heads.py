@@ -18,7 +18,7 @@ from helpers.training import ALPHABET, At, losses, settings
 from longdraft.__main__ import run
 from longdraft.errors import LongdraftError, ModelError, UsageError
 from longdraft.model import heads as trained_heads
-from longdraft.model.checkpoint import TensorFiles
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import chain_rows
 from longdraft.train import data, heads, job

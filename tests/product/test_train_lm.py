@@ -124,13 +124,13 @@ def test_training_from_a_model_keeps_its_shape_and_vocabulary(text, tokens, tmp_
 
 def test_training_from_a_model_uses_the_positions_of_its_declared_context(text, tokens, tmp_path, monkeypatch):
     shown = []
-    positions = lm.positions
+    positions = lm.jumping_positions
 
     def told(*given):
         shown.append(positions(*given))
         return shown[-1]
 
-    monkeypatch.setattr(lm, "positions", told)
+    monkeypatch.setattr(lm, "jumping_positions", told)
     wanted = LmSettings(data=(text,), start=str(tokens), skip=1.0, **QUICK | {"steps": 6})
     job.train(wanted, tmp_path / "lm")
     assert 1000 < max(int(places.max()) for places in shown) < 4096
@@ -196,8 +196,8 @@ def test_a_checkpoint_with_ineffective_settings_resumes(text, tokens, tmp_path, 
 
 def test_position_jumps_depend_on_the_index_of_the_sequence_only():
     wanted = LmSettings(data=("none",), skip=0.5, **SMALL | {"context": 4096})
-    found = lm.positions(wanted, 10, 200, 20)
-    assert torch.equal(lm.positions(wanted, 13, 1, 20)[0], found[3])
+    found = lm.jumping_positions(wanted, 10, 200, 20)
+    assert torch.equal(lm.jumping_positions(wanted, 13, 1, 20)[0], found[3])
     jumps = (found.diff(dim=1) > 1).sum(1)
     assert set(jumps.tolist()) == {0, 1} and 60 < int(jumps.sum()) < 140
     assert found.max() < 4096 and found.max() > 2000
@@ -241,7 +241,7 @@ def test_the_loss_is_the_mean_over_all_tokens(text, tokens):
     gradients = [p.grad.clone() for p in module.parameters()]
     module.zero_grad()
     tokens_ = torch.from_numpy(ids)
-    logits = module(tokens_[:, :-1], position_ids=lm.positions(wanted, 0, 3, 19),
+    logits = module(tokens_[:, :-1], position_ids=lm.jumping_positions(wanted, 0, 3, 19),
                     attention_mask=torch.ones(3, 19)).logits
     whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_[:, 1:].flatten())
     whole.backward()

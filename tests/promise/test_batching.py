@@ -24,6 +24,7 @@ from longdraft.generation import Generation
 from longdraft.loaded_model import DrafterChoice
 from longdraft.model import checkpoint
 from longdraft.model import config as model_config
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import ForwardRequest, Rows, Transformer
 from longdraft.speculation.prefill import PREFILL_SHARED
 
@@ -67,7 +68,7 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     make_checkpoint(folder, num_key_value_heads=2)
     name, dtype = request.param
     chosen = kernels.choose("cpu", dtype, name)
-    model = checkpoint.load_transformer(checkpoint.TensorFiles(folder), model_config.read_config(folder), chosen)
+    model = checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen)
     layers = model.weights.layers
     weights = model.weights._replace(layers=(layers[0], layers[1]._replace(window=40)))
     return Transformer(model.config, weights, chosen)
@@ -127,7 +128,7 @@ def engine(request: pytest.FixtureRequest, tiny) -> longdraft.Engine:
 @pytest.fixture(scope="module")
 def drafts(engine, tiny) -> dict[str, Transformer]:
     folder = tiny["mha" if engine.model.config.num_kv_heads == 1 else "gqa"]
-    files, config = checkpoint.TensorFiles(folder), model_config.read_config(folder)
+    files, config = TensorFiles(folder), model_config.read_config(folder)
     another = checkpoint.load_transformer(files, config, engine.model.kernels)
     return {"another": another, "itself": engine.model}
 

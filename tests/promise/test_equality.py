@@ -17,6 +17,7 @@ from longdraft.drafters import costs
 from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts
 from longdraft.model import checkpoint, heads
 from longdraft.model import config as model_config
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer
 from longdraft.speculation.step import Tally
 
@@ -55,7 +56,7 @@ def plain(model: Transformer) -> dict[str, list[int]]:
 def drafts(model: Transformer, tiny: dict[str, Path]) -> dict[str, Transformer]:
     """Draft models on the target's kernels: another model, which is mostly wrong, and the target itself."""
     other = tiny["mha" if model.config.num_kv_heads == 1 else "gqa"]
-    another = checkpoint.load_transformer(checkpoint.TensorFiles(other), model_config.read_config(other), model.kernels)
+    another = checkpoint.load_transformer(TensorFiles(other), model_config.read_config(other), model.kernels)
     return {"another": another, "itself": model}
 
 
@@ -146,10 +147,11 @@ def test_every_kernel_keeps_the_promise(tiny, name, dtype):
 @pytest.mark.parametrize("kind", LIARS)
 def test_a_lying_drafter_changes_nothing(model, plain, kind):
     prompt = prompt_of(90)
+    tokens = NEW // 2 if kind == "huge" else NEW  # 150 drafted tokens in each step, of which few are true
     for settings in settings_for(model, kind):
-        drafter = liar(kind, plain[settings], len(prompt))
-        text = generate(model, prompt, params_of(settings), lambda given, drafter=drafter: drafter, banned=[1])
-        assert text == plain[settings], settings
+        drafter, params = liar(kind, plain[settings], len(prompt)), replace(params_of(settings), max_new_tokens=tokens)
+        text = generate(model, prompt, params, lambda given, drafter=drafter: drafter, banned=[1])
+        assert text == plain[settings][:tokens], settings
 
 
 @pytest.mark.parametrize("name", [None, "reference"])
@@ -158,9 +160,9 @@ def test_a_text_that_crosses_a_cache_block_is_the_same_text(tiny, name):
     model = load(tiny["gqa"], name=name)
     from longdraft.kernels.reference import SPLIT
 
-    params = SamplingParams(max_new_tokens=16, seed=5, temperature=1.0, min_p=0.05)
+    params = SamplingParams(max_new_tokens=12, seed=5, temperature=1.0, min_p=0.05)
     prompt = prompt_of(SPLIT - 6)
     truth = generate(model, prompt, params, by_name("plain"))
-    for kind in ("perfect", "half true"):
+    for kind in ("perfect", "half true") if name is None else ("half true",):
         drafter = liar(kind, truth, len(prompt))
         assert generate(model, prompt, params, lambda given, drafter=drafter: drafter) == truth

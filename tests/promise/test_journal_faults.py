@@ -41,7 +41,7 @@ def test_a_fault_of_any_system_call_loses_nothing_confirmed(tmp_path, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(writing, "os", faulty)
             patch.setattr(writing, "fcntl", SimpleNamespace(flock=faulty.flock, LOCK_EX=2, LOCK_NB=4))
-            patch.setattr(writing, "_LOOK_S", 0.0)
+            patch.setattr(writing, "_PATH_CHECK_INTERVAL_S", 0.0)
             try:
                 life(folder, done)
             except LongdraftError as error:
@@ -102,7 +102,7 @@ def test_a_failed_write_leaves_no_partial_record(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_vanishes_is_created_again(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(writing, "_LOOK_S", 0.0)
+    monkeypatch.setattr(writing, "_PATH_CHECK_INTERVAL_S", 0.0)
     with Journal.create(tmp_path / "a" / "b", HEADER, RUN) as journal:
         journal.append(STEPS[0], 0, 0.0)
         shutil.rmtree(tmp_path / "a")
@@ -115,7 +115,7 @@ def test_a_folder_that_vanishes_is_created_again(tmp_path, monkeypatch, caplog):
 
 
 def test_a_file_in_place_of_the_journal_is_not_overwritten(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "_LOOK_S", 0.0)
+    monkeypatch.setattr(writing, "_PATH_CHECK_INTERVAL_S", 0.0)
     with Journal.create(tmp_path, HEADER, RUN) as journal:
         (tmp_path / FILE).rename(tmp_path / "moved")
         (tmp_path / FILE).write_text("mine")

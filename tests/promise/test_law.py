@@ -79,13 +79,15 @@ def first_two(seed: int, params: SamplingParams, propose) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("propose", [lambda context: root_only(context.last), adversarial], ids=["plain", "tree"])
-def test_the_first_two_tokens_follow_the_processed_softmax(settings, propose):
+def test_the_first_two_tokens_follow_the_processed_softmax(settings):
+    """With drafts. Without drafts the tokens are the same, seed by seed, which every tenth seed shows."""
     params = SamplingParams(**settings)
     counts = np.zeros(VOCAB * VOCAB)
     for seed in range(SEEDS):
-        first, second = first_two(seed, params, propose)
+        first, second = first_two(seed, params, adversarial)
         counts[first * VOCAB + second] += 1
+        if seed % 10 == 0:
+            assert first_two(seed, params, lambda context: root_only(context.last)) == (first, second)
     assert departure(counts, pair_law(params)) > ALPHA
     first_counts = counts.reshape(VOCAB, VOCAB).sum(1)
     assert departure(first_counts, next_law(PROMPT, params)) > ALPHA

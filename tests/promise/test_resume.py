@@ -23,7 +23,7 @@ from longdraft.__main__ import run
 from longdraft.errors import JournalError, OutputError, UsageError
 from longdraft.journal import FILE, read_journal
 from longdraft.journal import writer as writing
-from longdraft.model import checkpoint
+from longdraft.model.tensor_files import WEIGHTS
 
 SETTINGS = dict(max_new_tokens=60, seed=3, temperature=1.0, repetition_penalty=1.1, penalty_window=40)
 
@@ -303,7 +303,7 @@ def test_replacing_the_model_folder_while_it_writes_changes_nothing(folder, tmp_
     expected = written(engine.generate("It was", longdraft.SamplingParams(**SETTINGS)))[1]
     generation = engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path / "j")
     tokens = [*next(generation).tokens]
-    weights = tmp_path / "m" / checkpoint.WEIGHTS
+    weights = tmp_path / "m" / WEIGHTS
     weights.write_bytes(bytes(weights.stat().st_size))  # in place: whoever still read from it would see zeros
     assert tokens + written(generation)[1] == expected
     engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path / "k").close()
@@ -321,11 +321,11 @@ for kernels in ("reference", "portable"):
     whole = longdraft.load({str(folder)!r}, drafter="auto")
     engine = longdraft.load({str(tmp_path / "m")!r}, drafter="auto")
     expected = [token for event in whole.generate("It was", params) for token in event.tokens]
-    size = os.path.getsize({str(tmp_path / "m" / checkpoint.WEIGHTS)!r})
-    os.truncate({str(tmp_path / "m" / checkpoint.WEIGHTS)!r}, 0)
+    size = os.path.getsize({str(tmp_path / "m" / WEIGHTS)!r})
+    os.truncate({str(tmp_path / "m" / WEIGHTS)!r}, 0)
     assert [token for event in engine.generate("It was", params) for token in event.tokens] == expected
     import shutil
-    shutil.copyfile({str(folder / checkpoint.WEIGHTS)!r}, {str(tmp_path / "m" / checkpoint.WEIGHTS)!r})
+    shutil.copyfile({str(folder / WEIGHTS)!r}, {str(tmp_path / "m" / WEIGHTS)!r})
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -333,7 +333,7 @@ for kernels in ("reference", "portable"):
 def test_weights_that_were_replaced_before_they_were_hashed_have_no_hash(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "m")
     engine = longdraft.load(str(tmp_path / "m"), drafter="plain")
-    weights = tmp_path / "m" / checkpoint.WEIGHTS
+    weights = tmp_path / "m" / WEIGHTS
     weights.write_bytes(bytes(weights.stat().st_size))
     with pytest.raises(longdraft.ModelError, match="was replaced after it was loaded"):
         engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path / "k")

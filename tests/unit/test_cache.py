@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft import kernels
-from longdraft.cache import select
+from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import PartialBudget, PartialCache
-from longdraft.cache.remainder import Remainder
 from longdraft.errors import UsageError
 
 LAYERS, HEADS, DIM = 2, 2, 8
@@ -70,7 +69,7 @@ def test_growing_does_not_move_existing_rows():
 def test_selection_holds_sinks_recent_and_the_heaviest_between(length, sinks, recent, heavy, seed):
     weights = torch.rand(3, length, generator=torch.Generator().manual_seed(seed))
     budget = sinks + recent + heavy
-    chosen = select.heaviest_positions(weights, budget, sinks, recent)
+    chosen = row_selection.heaviest_positions(weights, budget, sinks, recent)
     assert chosen.shape == (3, min(budget, length))
     for head in range(3):
         got = chosen[head].tolist()
@@ -201,66 +200,6 @@ def test_a_layer_with_a_window_holds_the_latest_rows():
         assert [positions_held(full, partial, layer, 0) == latest for layer in range(2)] == [False, full.length > 60]
 
 
-def random_rests(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_the_fit_is_the_weighted_ridge_regression_of_all_rows_so_far():
-    """Compared with a fit to all rows at once, centred, one head at a time."""
-    steps, layers, heads, dim = [5, 3, 1, 7, 9, 4, 3] * 3, 2, 3, 6
-    fit = Remainder(layers, heads, dim, torch.device("cpu"))
-    contents = [random_rests(layers, rows, heads, dim, seed=i) for i, rows in enumerate(steps)]
-    rests = [random_rests(layers, rows, heads, dim + 1, seed=100 + i) for i, rows in enumerate(steps)]
-    total, fitted, seen = 0, 0, 0
-    for rows, content, remainder in zip(steps, contents, rests, strict=True):
-        got = fit.learn(content, remainder)
-        total, seen = total + rows, seen + rows
-        if seen >= 32 or total == rows:
-            fitted, seen = total, 0
-    x, y = (torch.cat(parts, 1).double() for parts in (contents, rests))
-    age = torch.arange(fitted - 1, -1, -1).double()
-    weight = (-age / 128).exp()
-    for layer in range(layers):
-        for head in range(heads):
-            u, r = x[layer, :fitted, head], y[layer, :fitted, head]
-            mean_u, mean_r = ((weight[:, None] * part).sum(0) / weight.sum() for part in (u, r))
-            spread = (weight[:, None] * (u - mean_u) ** 2).sum(0).mean() / weight.sum()
-            gram = (weight[:, None] * (u - mean_u)).T @ (u - mean_u)
-            gram += (0.05 * weight.sum() + 4) * spread * torch.eye(dim)
-            slope = torch.linalg.solve(gram, (weight[:, None] * (u - mean_u)).T @ (r - mean_r))
-            base = mean_r - mean_u @ slope
-            base = base + 0.4 * (y[layer, -1, head] - x[layer, -1, head] @ slope - base)
-            torch.testing.assert_close(got[layer, head, :dim].double(), slope, atol=1e-4, rtol=1e-3)
-            torch.testing.assert_close(got[layer, head, dim].double(), base, atol=1e-4, rtol=1e-3)
-
-
-def test_rows_with_nan_do_not_change_the_fit():
-    content, rests = random_rests(2, 40, 3, 6, seed=1), random_rests(2, 40, 3, 7, seed=2)
-    fits = [Remainder(2, 3, 6, torch.device("cpu")) for _ in range(2)]
-    damaged, others = content.clone(), rests.clone()
-    damaged[:, 5], others[:, 9, :, 2], others[:, 12] = torch.nan, torch.inf, torch.nan
-    content[:, [5, 9, 12]], rests[:, [5, 9, 12], :, -1] = 0.0, -torch.inf
-    assert torch.equal(fits[0].learn(damaged, others), fits[1].learn(content, rests))
-    assert fits[0].learn(damaged, others).isfinite().all()
-
-
-def test_the_fit_is_exact_for_linear_remainders_and_for_heads_without_omitted_keys():
-    dim = 4
-    truth, base = random_rests(2, dim, dim + 1, seed=1), random_rests(2, dim + 1, seed=2)
-    fit = Remainder(1, 3, dim, torch.device("cpu"))
-    for step in range(200):
-        content = random_rests(1, 5, 3, dim, seed=3 + step)
-        rests = torch.empty(1, 5, 3, dim + 1)
-        rests[:, :, :2] = torch.einsum("lthd,hde->lthe", content[:, :, :2], truth) + base
-        rests[:, :, 2] = 0.0
-        rests[:, :, 2, -1] = -torch.inf  # nothing is left out for this head
-        got = fit.learn(content, rests)
-    torch.testing.assert_close(got[0, :2, :dim], truth, atol=0.2, rtol=0.1)
-    torch.testing.assert_close(got[0, :2, dim], base, atol=0.3, rtol=0.1)
-    assert got.isfinite().all()
-    assert (got[0, 2, dim] @ torch.eye(dim + 1))[-1] < -1e20, "the weight is 0"
-
-
 def test_without_queries_the_sinks_and_the_latest_rows_are_held():
     full = new_full()
     partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
@@ -279,11 +218,11 @@ def test_an_impossible_budget_is_refused(sizes):
 
 
 def test_streaming_holds_the_first_and_the_last():
-    assert select.latest(10, 20, 4).tolist() == list(range(10))
-    assert select.latest(100, 20, 4).tolist() == [*range(4), *range(84, 100)]
+    assert row_selection.latest(10, 20, 4).tolist() == list(range(10))
+    assert row_selection.latest(100, 20, 4).tolist() == [*range(4), *range(84, 100)]
     full = new_full()
     write(full, 100, 1)
-    chosen = select.streaming(HEADS, 20, 4)(0, full.stores[0], 100, queries(1).queries[0])
+    chosen = row_selection.streaming(HEADS, 20, 4)(0, full.stores[0], 100, queries(1).queries[0])
     assert chosen.tolist() == [[*range(4), *range(84, 100)]] * HEADS
 
 
@@ -292,7 +231,7 @@ def test_pooled_weights_select_neighbours_too():
     write(full, 100, 1)
     asked = queries(1).queries[0]
     weights = full.stores[0].weights(asked, 100)
-    chosen = select.pooled(30, 4, 8)(0, full.stores[0], 100, asked)
+    chosen = row_selection.pooled(30, 4, 8)(0, full.stores[0], 100, asked)
     for head in range(HEADS):
         mean = [weights[head, max(0, i - 2) : i + 3].sum().item() for i in range(100)]
         heavy = sorted(range(4, 92), key=lambda i: -mean[i])[:18]
@@ -318,7 +257,7 @@ def reference_chunks(keys: torch.Tensor, query: torch.Tensor, budget: int, recen
 @pytest.mark.parametrize("recent", [8, 11])
 def test_chunks_are_selected_by_their_mean_key_however_the_text_grew(length, recent):
     full = new_full()
-    chunks = select.Chunks(LAYERS, HEADS, 48, recent)
+    chunks = row_selection.Chunks(LAYERS, HEADS, 48, recent)
     for number, count in enumerate([length // 2, length - length // 2]):
         write(full, count, 10 * number)
         for layer, asked in enumerate(queries(number).queries):
@@ -333,7 +272,7 @@ def test_chunks_are_selected_by_their_mean_key_however_the_text_grew(length, rec
 
 def test_the_means_of_old_chunks_are_not_computed_again(monkeypatch):
     full = new_full()
-    chunks = select.Chunks(1, HEADS, 48, 8)
+    chunks = row_selection.Chunks(1, HEADS, 48, 8)
     read = []
     original = type(full.stores[0]).read
     monkeypatch.setattr(type(full.stores[0]), "read",

@@ -29,6 +29,7 @@ from longdraft.kernels import noise
 from longdraft.model import checkpoint, heads
 from longdraft.model import config as model_config
 from longdraft.model.routine import run_alone
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Forward, Transformer, chain_rows
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.drafter import Verified
@@ -121,7 +122,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def load(folder: Path, name: str = NAME) -> Transformer:
     chosen = kernels.choose(DEVICE, "float32", name)
-    return checkpoint.load_transformer(checkpoint.TensorFiles(folder), model_config.read_config(folder), chosen)
+    return checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen)
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.errors import LongdraftError, ModelError
 from longdraft.model import eagle, eagle_config
-from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.routine import run_alone
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.speculation.step import Tally
 

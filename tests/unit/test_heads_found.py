@@ -16,9 +16,9 @@ from helpers.checkpoints import load, make_checkpoint, make_heads, write_medusa
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.model import fingerprint, glide, heads
-from longdraft.model.checkpoint import TensorFiles
 from longdraft.model.heads import ChainedHeads
 from longdraft.model.medusa import MedusaHeads
+from longdraft.model.tensor_files import TensorFiles
 
 
 def released(folder: Path, tiny: Path) -> Path:

@@ -208,6 +208,7 @@ import os, sys, torch
 from pathlib import Path
 from longdraft import kernels
 from longdraft.model import checkpoint, config
+from longdraft.model.tensor_files import TensorFiles
 
 def kilobytes(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name + ":"))
@@ -217,7 +218,7 @@ def measure(folder, dtype):
     kernels.set_threads(1)
     chosen.linear(torch.ones(1, 64, dtype=chosen.dtype), chosen.pack(torch.ones(64, 64)))
     torch.ones(4, dtype=torch.float16).sum().isfinite()
-    files, parsed = checkpoint.TensorFiles(folder), config.read_config(folder)
+    files, parsed = TensorFiles(folder), config.read_config(folder)
     Path("/proc/self/clear_refs").write_text("5")
     before = kilobytes("VmRSS")
     model = checkpoint.load_transformer(files, parsed, chosen)

@@ -17,8 +17,8 @@ from helpers.generation import by_name, generate
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError, UsageError
 from longdraft.model import config as model_config
-from longdraft.model.checkpoint import dump_json
 from longdraft.model.rope import _CHUNK_SIZE, _MAX_CHUNKS, RopeTable, frequencies
+from longdraft.model.tensor_files import dump_json
 from longdraft.model.transformer import Transformer, chain_rows
 
 TRAINED = 128

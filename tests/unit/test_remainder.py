@@ -1,0 +1,67 @@
+"""The remainder of a partial cache: a function fitted to the attention to the rows that the cache omits."""
+
+from __future__ import annotations
+
+import torch
+
+from longdraft.cache.remainder import Remainder
+
+
+def random_rests(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_fit_is_the_weighted_ridge_regression_of_all_rows_so_far():
+    """Compared with a fit to all rows at once, centred, one head at a time."""
+    steps, layers, heads, dim = [5, 3, 1, 7, 9, 4, 3] * 3, 2, 3, 6
+    fit = Remainder(layers, heads, dim, torch.device("cpu"))
+    contents = [random_rests(layers, rows, heads, dim, seed=i) for i, rows in enumerate(steps)]
+    rests = [random_rests(layers, rows, heads, dim + 1, seed=100 + i) for i, rows in enumerate(steps)]
+    total, fitted, seen = 0, 0, 0
+    for rows, content, remainder in zip(steps, contents, rests, strict=True):
+        got = fit.learn(content, remainder)
+        total, seen = total + rows, seen + rows
+        if seen >= 32 or total == rows:
+            fitted, seen = total, 0
+    x, y = (torch.cat(parts, 1).double() for parts in (contents, rests))
+    age = torch.arange(fitted - 1, -1, -1).double()
+    weight = (-age / 128).exp()
+    for layer in range(layers):
+        for head in range(heads):
+            u, r = x[layer, :fitted, head], y[layer, :fitted, head]
+            mean_u, mean_r = ((weight[:, None] * part).sum(0) / weight.sum() for part in (u, r))
+            spread = (weight[:, None] * (u - mean_u) ** 2).sum(0).mean() / weight.sum()
+            gram = (weight[:, None] * (u - mean_u)).T @ (u - mean_u)
+            gram += (0.05 * weight.sum() + 4) * spread * torch.eye(dim)
+            slope = torch.linalg.solve(gram, (weight[:, None] * (u - mean_u)).T @ (r - mean_r))
+            base = mean_r - mean_u @ slope
+            base = base + 0.4 * (y[layer, -1, head] - x[layer, -1, head] @ slope - base)
+            torch.testing.assert_close(got[layer, head, :dim].double(), slope, atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(got[layer, head, dim].double(), base, atol=1e-4, rtol=1e-3)
+
+
+def test_rows_with_nan_do_not_change_the_fit():
+    content, rests = random_rests(2, 40, 3, 6, seed=1), random_rests(2, 40, 3, 7, seed=2)
+    fits = [Remainder(2, 3, 6, torch.device("cpu")) for _ in range(2)]
+    damaged, others = content.clone(), rests.clone()
+    damaged[:, 5], others[:, 9, :, 2], others[:, 12] = torch.nan, torch.inf, torch.nan
+    content[:, [5, 9, 12]], rests[:, [5, 9, 12], :, -1] = 0.0, -torch.inf
+    assert torch.equal(fits[0].learn(damaged, others), fits[1].learn(content, rests))
+    assert fits[0].learn(damaged, others).isfinite().all()
+
+
+def test_the_fit_is_exact_for_linear_remainders_and_for_heads_without_omitted_keys():
+    dim = 4
+    truth, base = random_rests(2, dim, dim + 1, seed=1), random_rests(2, dim + 1, seed=2)
+    fit = Remainder(1, 3, dim, torch.device("cpu"))
+    for step in range(200):
+        content = random_rests(1, 5, 3, dim, seed=3 + step)
+        rests = torch.empty(1, 5, 3, dim + 1)
+        rests[:, :, :2] = torch.einsum("lthd,hde->lthe", content[:, :, :2], truth) + base
+        rests[:, :, 2] = 0.0
+        rests[:, :, 2, -1] = -torch.inf  # nothing is left out for this head
+        got = fit.learn(content, rests)
+    torch.testing.assert_close(got[0, :2, :dim], truth, atol=0.2, rtol=0.1)
+    torch.testing.assert_close(got[0, :2, dim], base, atol=0.3, rtol=0.1)
+    assert got.isfinite().all()
+    assert (got[0, 2, dim] @ torch.eye(dim + 1))[-1] < -1e20, "the weight is 0"
