@@ -82,8 +82,23 @@ class SelfDraftSettings(NamedTuple):
     mode: CacheMode = "dynamic"
 
 
+class _SelfDraftOptions(DrafterOptions):
+    """What both kinds of options give the engine. The fields are those of the dataclasses below."""
+
+    budget: int
+    draft_weights: str
+
+    @property
+    def partial_rows(self) -> int:
+        return self.budget
+
+    @property
+    def copy_weights(self) -> str:
+        return self.draft_weights
+
+
 @dataclass(frozen=True)
-class TokenSwiftOptions(DrafterOptions):
+class TokenSwiftOptions(_SelfDraftOptions):
     """Options of `tokenswift`.
 
     chain          tokens drafted by forwards on the partial cache, one after the other (the paper: 1)
@@ -150,14 +165,6 @@ class TokenSwiftOptions(DrafterOptions):
                 break
         return total
 
-    @property
-    def partial_rows(self) -> int:
-        return self.budget
-
-    @property
-    def copy_weights(self) -> str:
-        return self.draft_weights
-
     def settings(self) -> SelfDraftSettings:
         ngrams = NgramOptions(max(1, self.continuations), self.seen, self.order, self.capacity, self.delay)
         budget = PartialBudget(self.budget, self.sinks, self.recent, self.room)
@@ -167,7 +174,7 @@ class TokenSwiftOptions(DrafterOptions):
 
 
 @dataclass(frozen=True)
-class MagicDecOptions(DrafterOptions):
+class MagicDecOptions(_SelfDraftOptions):
     """Options of `magicdec`.
 
     chain      tokens drafted in each step (the paper: 3 to 7, without the remainder)
@@ -205,14 +212,6 @@ class MagicDecOptions(DrafterOptions):
         check(self.refresh >= 1, "refresh", self.refresh, "1 or more")
         least = self.sinks + (_SNAPKV_RECENT if self.selection == "snapkv" else 1)
         check(self.budget >= least, "budget", self.budget, f"at least {least} (sinks and the latest rows)")
-
-    @property
-    def partial_rows(self) -> int:
-        return self.budget
-
-    @property
-    def copy_weights(self) -> str:
-        return self.draft_weights
 
     def settings(self) -> SelfDraftSettings:
         recent = _SNAPKV_RECENT if self.selection == "snapkv" else self.budget - self.sinks
