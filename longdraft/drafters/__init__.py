@@ -27,6 +27,7 @@ returns a tree of guesses, which one forward of the target verifies. Each drafte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from longdraft import kernels, machine
@@ -110,20 +111,21 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
     if resources.draft is not None and resources.draft.config.max_positions < options.draft_window:
         resources = resources._replace(draft=None)
     resources = _with_shared_cache(resources)
-    candidates = _candidates(resources)
+    candidates = _candidates(options, resources)
+    identity = {**_costs_identity(resources), "vocabulary": options.draft_vocabulary}
     knowledge, clock = resources.knowledge or SharedKnowledge(), resources.clock or CostClock(always=True)
 
     def random_text_candidates(cache: FullCache, sampler: Sampler) -> dict[str, Drafter]:
-        return _candidates(_with_shared_cache(resources._replace(cache=cache, sampler=sampler)))
+        return _candidates(options, _with_shared_cache(resources._replace(cache=cache, sampler=sampler)))
 
     def calibrate() -> None:
         found = costs.load_or_measure(
-            _costs_identity(resources), list(candidates), clock.agree,
+            identity, list(candidates), clock.agree,
             lambda: costs.measure(resources.model, resources.sampler, random_text_candidates))
         knowledge.begin(found, {name: DRAFTERS[name].prior for name in candidates})
 
     def forget() -> None:
-        costs.forget(_costs_identity(resources))
+        costs.forget(identity)
 
     return AutoDrafter(candidates, calibrate, forget, knowledge, clock, resources.partial)
 
@@ -134,10 +136,16 @@ def _with_shared_cache(resources: Resources) -> Resources:
                                                         resources.cache))
 
 
-def _candidates(resources: Resources) -> dict[str, Drafter]:
+def _candidates(options: AutoOptions, resources: Resources) -> dict[str, Drafter]:
     """The drafters that `auto` tries, by name: all for which the parts are there."""
-    return {name: spec.build(spec.options(**spec.in_auto), resources) for name, spec in DRAFTERS.items()
-            if spec.in_auto is not None and (not spec.needs or getattr(resources, spec.needs))}
+    found = {}
+    for name, spec in DRAFTERS.items():
+        if spec.in_auto is not None and (not spec.needs or getattr(resources, spec.needs)):
+            given: Any = spec.options(**spec.in_auto)
+            if hasattr(given, "draft_vocabulary"):
+                given = replace(given, draft_vocabulary=options.draft_vocabulary)
+            found[name] = spec.build(given, resources)
+    return found
 
 
 def _costs_identity(resources: Resources) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from longdraft.core import Context
 from longdraft.drafters.acceptance import AcceptanceByDepth, NodeAcceptance
 from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts, Pace
 from longdraft.drafters.draft_model import DraftModelOptions
+from longdraft.drafters.draft_vocabulary import AUTO as AUTO_VOCABULARY
+from longdraft.drafters.draft_vocabulary import VocabularySize, check_draft_vocabulary
 from longdraft.drafters.options import DrafterOptions
 from longdraft.model.draft_copy import AUTO as AUTO_WEIGHTS
 from longdraft.model.draft_copy import check_draft_weights
@@ -42,13 +44,16 @@ from longdraft.tree import Tree
 class AutoOptions(DrafterOptions):
     """Options of `auto`.
 
-    draft_weights  as for `tokenswift`: weights that its self-drafting candidate drafts with
+    draft_weights     as for `tokenswift`: weights that its self-drafting candidates draft with
+    draft_vocabulary  as for `tokenswift`: tokens that they can guess
     """
 
     draft_weights: str = AUTO_WEIGHTS
+    draft_vocabulary: VocabularySize = AUTO_VOCABULARY
 
     def __post_init__(self) -> None:
         check_draft_weights(self.draft_weights)
+        check_draft_vocabulary(self.draft_vocabulary)
 
     @property
     def copy_weights(self) -> str:
