@@ -19,9 +19,9 @@ import torch
 
 from longdraft import drafters, parallel
 from longdraft.core import Prompt, SamplingParams
-from longdraft.drafters.auto import SharedKnowledge
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.options import DrafterOptions
+from longdraft.drafters.selector import SharedKnowledge
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.model import fingerprint, hub
 from longdraft.model.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_draft_model, optional_part

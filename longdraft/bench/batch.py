@@ -61,7 +61,7 @@ class BatchPlan(NamedTuple):
     @property
     def num_new(self) -> int:
         """Tokens that a text may write: per repeat one step and two turns, each with the surplus of its last step."""
-        longest_step = drafters.auto.AUTO_SETTINGS.max_depth
+        longest_step = drafters.selector.AUTO_SETTINGS.max_depth
         return len(self.texts) * (self.repeats + 1) * (1 + 2 * self.turn + 3 * longest_step)
 
     def prompt(self, context: int, place: int) -> list[int]:

@@ -36,7 +36,7 @@ from longdraft.cache.partial import PartialCache
 from longdraft.core import SamplingParams
 from longdraft.drafters import costs
 from longdraft.drafters import options as drafter_options
-from longdraft.drafters.auto import AutoDrafter, AutoOptions, SharedKnowledge
+from longdraft.drafters.auto import AutoDrafter, AutoOptions
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.draft_model import DraftModelDrafter, DraftModelOptions
 from longdraft.drafters.eagle import EagleDrafter, EagleOptions
@@ -45,6 +45,7 @@ from longdraft.drafters.medusa import MedusaDrafter, MedusaOptions
 from longdraft.drafters.ngram import NgramDrafter, NgramOptions
 from longdraft.drafters.options import DrafterOptions
 from longdraft.drafters.plain import PlainDrafter, PlainOptions
+from longdraft.drafters.selector import SharedKnowledge
 from longdraft.drafters.self_draft import MagicDecOptions, SelfDrafter, TokenSwiftOptions, new_partial_cache
 from longdraft.drafters.suffix import SuffixDrafter, SuffixOptions
 from longdraft.drafters.triforce import TriForceDrafter, TriForceOptions

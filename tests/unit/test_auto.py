@@ -12,8 +12,9 @@ import longdraft
 from helpers.checkpoints import make_checkpoint
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.acceptance import AcceptanceByDepth, NodeAcceptance
-from longdraft.drafters.auto import AUTO_SETTINGS, AutoDrafter, Candidate, SharedKnowledge
+from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts
+from longdraft.drafters.selector import AUTO_SETTINGS, Candidate, SharedKnowledge
 from longdraft.model.routine import atomic, run_alone
 from longdraft.speculation.drafter import Accepted
 from longdraft.tree import chain, from_paths, root_only

@@ -1,0 +1,253 @@
+"""What the drafter `auto` (longdraft/drafters/auto.py) knows of its candidates, and how it decides between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longdraft.core import Context
+from longdraft.drafters.acceptance import AcceptanceByDepth
+from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts, Pace
+from longdraft.model.routine import CostClock
+from longdraft.tree import Tree
+
+
+@dataclass(frozen=True)
+class AutoSettings:
+    """The constants of `auto`. They set how fast it learns and what it may spend on that; none changes a text.
+
+    max_depth              deepest draft
+    max_rows               most rows of a verification
+    switch_ratio           another candidate must take at most this share of the leader's time for each token
+    steps_per_decision     steps between two decisions while plain decoding leads; they are short
+    drafts_per_decision    steps between two decisions while another candidate leads
+    steps_per_exploration  every so many steps a draft is `exploration_depth` tokens deeper than the best depth
+    first_steps            steps that a candidate is probed before it may be chosen
+    probe_steps            steps of a later probe
+    probe_budget           share of the time that probes may lose
+    allowance              steps of plain decoding that first probes may lose besides
+    least_loss             steps of plain decoding that each step of a probe is expected to lose at least
+    tokens_per_report      new tokens over which `choices` of the statistics are counted
+    """
+
+    max_depth: int = 16
+    max_rows: int = 64
+    switch_ratio: float = 0.97
+    steps_per_decision: int = 8
+    drafts_per_decision: int = 2
+    steps_per_exploration: int = 32
+    exploration_depth: int = 2
+    first_steps: int = 4
+    probe_steps: int = 3
+    probe_budget: float = 0.005
+    allowance: float = 4.0
+    least_loss: float = 0.5
+    tokens_per_report: int = 1024
+
+
+AUTO_SETTINGS = AutoSettings()
+
+_SIZES = [rows.bit_length() for rows in range(1 + AUTO_SETTINGS.max_rows)]  # forwards of a size share a pace
+_TYPICAL = 0.05  # share of a step that a draft must take to tell the pace of drafts
+
+FloatArray = NDArray[np.float64]
+
+
+class Rating(NamedTuple):
+    """What to expect of a candidate.
+
+    seconds  for each token at its best depth
+    depth    that depth; 0 for plain decoding
+    least    seconds for each token if all guesses were right
+    tokens   expected of a step
+    """
+
+    seconds: float
+    depth: int
+    least: float
+    tokens: float
+
+
+class Candidate:
+    """What the requests of an engine know of one drafter.
+
+    costs  as they were measured on this machine
+    prior  share of right guesses to expect before it has drafted
+    """
+
+    def __init__(self, costs: DraftCosts, prior: float) -> None:
+        self.costs = costs
+        self.acceptance = AcceptanceByDepth(AUTO_SETTINGS.max_depth, prior)
+        self.steps = 0
+        self._nodes = costs.nodes  # guesses that are verified, for each token of depth
+
+    def add(self, tree: Tree, allowed: int, accepted: int) -> None:
+        """A step that could draft `allowed` deep and verified `tree`."""
+        self.steps += 1
+        self.acceptance.add(allowed, accepted)
+        self._nodes += 0.05 * ((len(tree) - 1) / max(1, allowed) - self._nodes)
+
+    def rate(self, steps: FloatArray, draft_factor: float, reached: list[float]) -> Rating:
+        """steps: seconds of a step without its draft, by rows from 0 on; draft_factor: of the seconds of a draft;
+        reached: P(1), P(2), ..."""
+        depths = np.arange(1, 1 + (self.costs.depth or AUTO_SETTINGS.max_depth))
+        rows = np.minimum(len(steps) - 1, 1 + np.rint(self._nodes * depths)).astype(np.int64)
+        seconds = steps[rows] + draft_factor * (self.costs.base + self.costs.token * depths)
+        tokens = 1 + np.cumsum(reached[: len(depths)])
+        best = int((seconds / tokens).argmin())
+        return Rating(float(seconds[best] / tokens[best]), best + 1, float((seconds / (1 + depths)).min()),
+                      float(tokens[best]))
+
+
+class SharedKnowledge:
+    """What the requests of an engine know, and what their probes may lose. One thread runs the requests of an engine.
+
+    weights_in_tokens  tokens of context whose KV cache is as large as the model's weights
+    """
+
+    def __init__(self, weights_in_tokens: float = 1.0) -> None:
+        self.forward = ForwardCosts.by_size(weights_in_tokens)
+        self.candidates: dict[str, Candidate] = {}
+        self.pace = Pace()
+        self.seconds = 0.0  # of all steps
+        self.lost = 0.0  # by probes, and reserved for those that are being made
+
+    def begin(self, costs: Costs, priors: Mapping[str, float]) -> None:
+        """Take over the measured costs. priors: share of right guesses to expect of each candidate"""
+        self.forward = costs.forward
+        self.candidates = {name: Candidate(draft, priors[name]) for name, draft in costs.drafts.items()}
+
+
+class Selector:
+    """Decides which candidate drafts next, and how deep, for one request. The first candidate is plain decoding."""
+
+    def __init__(self, shared: SharedKnowledge, clock: CostClock, context: Context) -> None:
+        self._shared, self._clock = shared, clock
+        self._plain, *others = shared.candidates
+        self._turns = cycle(others or [self._plain])
+        self._acceptance = {name: known.acceptance.of_a_request() for name, known in shared.candidates.items()}
+        self._ratings: dict[str, Rating] = {}
+        self._probe_steps, self._reserved = 0, 0.0  # steps and seconds that are left to the current probe
+        self._look(context)
+        for name in shared.candidates:
+            self._rate(name)
+        self.active = self._leader = self._best()  # the leader drafts while nothing is probed
+        for name in sorted(self._ratings, key=self._ratings.__getitem__):
+            if not self.is_probing and not self._is_trusted(name):
+                self._probe(name)
+
+    @property
+    def is_probing(self) -> bool:
+        return self._probe_steps > 0
+
+    @property
+    def steps_per_decision(self) -> int:
+        if self.is_probing:
+            return 1
+        is_plain = self.active == self._plain
+        return AUTO_SETTINGS.steps_per_decision if is_plain else AUTO_SETTINGS.drafts_per_decision
+
+    @property
+    def depth(self) -> int:
+        """How deep the active candidate drafts. Its first drafts are short: they may all be wrong."""
+        return min(self._ratings[self.active].depth, 2 << min(8, self._shared.candidates[self.active].steps))
+
+    def decide(self, context: Context) -> None:
+        """Choose the active candidate."""
+        self._look(context)
+        turn = next(self._turns)  # one other candidate is rated at a time: rating all would cost a part of a short step
+        for name in {self._plain, self._leader, self.active, turn}:
+            self._rate(name)
+        if self.is_probing:
+            self._probe_steps -= 1
+            if self.is_probing and self._reserved > 0:
+                return
+            self._probe_steps = 0
+            self._shared.lost = max(0.0, self._shared.lost - self._reserved)
+        self._rate(self._best())  # its rating may be old
+        best = self._best()
+        if best == self._plain or self._ratings[best].seconds < (
+                AUTO_SETTINGS.switch_ratio * self._ratings[self._leader].seconds):
+            self._leader = best
+        self.active = self._leader
+        if turn != self._leader:
+            self._probe(turn)
+
+    def learn(self, tree: Tree, allowed: int, accepted: int) -> None:
+        """The outcome of a step of the active candidate, which could draft `allowed` deep."""
+        self._shared.candidates[self.active].add(tree, allowed, accepted)
+        self._acceptance[self.active].add(allowed, accepted)
+
+    def spend(self, tokens: int, rows: int, step: float, drafted: int, draft: float, is_typical: bool) -> None:
+        """A step wrote `tokens` tokens. It took `step` seconds with so many rows, after `draft` seconds for a draft
+        `drafted` tokens deep. is_typical: the draft did nothing else"""
+        shared = self._shared
+        shared.seconds += step + draft
+        if self.is_probing:
+            self._reserved -= step + draft - tokens * self._ratings[self._leader].seconds
+        if rows < len(self._steps):
+            shared.pace.add(self._forward_kind(_SIZES[rows]), step / self._steps[rows], is_forward=True)
+        expected = self._draft_factor(self.active) * shared.candidates[self.active].costs.at(drafted)
+        if is_typical and expected > _TYPICAL * step:
+            shared.pace.add(self._draft_kind(self.active), draft / expected)
+
+    def num_guesses(self, reach: Sequence[float]) -> int:
+        """How many of the likeliest guesses are worth their rows. reach: P(guess becomes text), falling"""
+        most = min(len(reach), len(self._steps) - 2)
+        if not most:
+            return 0
+        gain = np.cumsum(reach[:most]) * self._ratings[self.active].seconds - self._steps[2 : most + 2]
+        best = int(gain.argmax())
+        return best + 1 if gain[best] > -self._steps[1] else 0
+
+    def _look(self, context: Context) -> None:
+        """Seconds of a step without its draft, by rows, behind the text as it is now."""
+        factors = [self._shared.pace[self._forward_kind(size)] for size in range(_SIZES[-1] + 1)]
+        forward, requests = self._shared.forward, self._clock.batch_size
+        self._steps = np.take(factors, _SIZES) * forward.at(np.arange(len(_SIZES)), len(context), requests)
+        self._share = forward.share(requests)
+
+    def _forward_kind(self, size: int) -> tuple[object, ...]:
+        return size, self._clock.batch_size > 1
+
+    def _draft_kind(self, name: str) -> tuple[object, ...]:
+        return name, self._clock.batch_size > 1
+
+    def _draft_factor(self, name: str) -> float:
+        return self._share * self._shared.pace[self._draft_kind(name)]
+
+    def _rate(self, name: str) -> None:
+        if name == self._plain:
+            plain = float(self._steps[1])
+            self._ratings[name] = Rating(plain, 0, plain, 1.0)
+        else:
+            self._ratings[name] = self._shared.candidates[name].rate(
+                self._steps, self._draft_factor(name), self._acceptance[name].reached())
+
+    def _is_trusted(self, name: str) -> bool:
+        """Whether the acceptance of a candidate is known well enough to choose it."""
+        return name == self._plain or self._shared.candidates[name].steps >= AUTO_SETTINGS.first_steps
+
+    def _best(self) -> str:
+        return min(filter(self._is_trusted, self._ratings), key=self._ratings.__getitem__)
+
+    def _probe(self, name: str) -> None:
+        """Probe a candidate, if it could be the fastest and what it may lose is within the budget."""
+        leader, rating, plain = self._ratings[self._leader], self._ratings[name], self._ratings[self._plain].seconds
+        if rating.least > leader.seconds and name != self._plain:
+            return
+        budget = AUTO_SETTINGS.probe_budget * self._shared.seconds
+        if self._is_trusted(name):
+            steps = AUTO_SETTINGS.probe_steps
+        else:
+            steps = AUTO_SETTINGS.first_steps
+            budget += AUTO_SETTINGS.allowance * plain
+        loss = steps * max(AUTO_SETTINGS.least_loss * plain, rating.tokens * (rating.seconds - leader.seconds))
+        if self._shared.lost + loss <= budget:
+            self.active, self._probe_steps, self._reserved = name, steps, loss
+            self._shared.lost += loss
