@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import int4, int8
+from longdraft.kernels.cpu_store import CpuStore, address, require, require_length, require_tensor, strided
 from longdraft.kernels.interface import (
     KV,
     AttentionOutput,
@@ -29,58 +30,6 @@ from longdraft.kernels.interface import (
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels import _cpu
-
-
-class CpuStore:
-    """See :class:`longdraft.kernels.interface.KVStore`. `csrc/layout.h` draws the layout."""
-
-    def __init__(self, kernels: _cpu.Kernels, dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> None:
-        self._kernels = kernels
-        self._dtype = dtype
-        self._heads, self._dim = num_kv_heads, head_dim
-        self.native = _cpu.Store(dtype == torch.bfloat16, num_kv_heads, head_dim)
-
-    def reserve(self, length: int) -> None:
-        self.native.reserve(length)
-
-    def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        k, v = self.as_rows(k), self.as_rows(v)
-        _require(start >= 0 and len(k) == len(v), "a start of 0 or more and as many values as keys",
-                 (start, k.shape, v.shape))
-        self._kernels.write(self.native, start, 0, len(k), *_strided(k), *_strided(v), len(k))
-
-    def write_heads(self, start: int, k: Tensor, v: Tensor) -> None:
-        self.write(start, k.transpose(0, 1), v.transpose(0, 1))
-
-    def as_rows(self, x: Tensor) -> Tensor:
-        """Check x [T, Hkv, D] and convert it to the store's dtype, with contiguous heads; a view where possible."""
-        x = x.to(self._dtype)
-        _require(x.shape[1:] == (self._heads, self._dim), f"[T, {self._heads}, {self._dim}]", x.shape)
-        return x if x.stride(-1) == 1 else x.contiguous()
-
-    def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        positions = positions.to(torch.int64).contiguous()
-        _require(positions.ndim == 2 and len(positions) == self._heads, f"[{self._heads}, N]", positions.shape)
-        if positions.numel():
-            low, high = (int(bound) for bound in positions.aminmax())
-            _require(low >= 0 and high < self.native.capacity, f"positions below {self.native.capacity}", (low, high))
-        k = torch.empty(*positions.shape, self._dim, dtype=self._dtype)
-        v = torch.empty_like(k)
-        self._kernels.read(self.native, positions.data_ptr(), positions.shape[1], k.data_ptr(), v.data_ptr())
-        return k, v
-
-    def weights(self, queries: Tensor, length: int) -> Tensor:
-        queries = queries.to(self._dtype).contiguous()
-        num, heads, dim = queries.shape
-        _require(dim == self._dim and heads % self._heads == 0, "queries [Q, H, D] of the store's heads", queries.shape)
-        _require(0 < length <= self.native.capacity, f"1 to {self.native.capacity} positions", length)
-        out = torch.empty(self._heads, length)
-        self._kernels.weights(self.native, length, queries.data_ptr(), num, heads, 1 / math.sqrt(dim), out.data_ptr())
-        return out
-
-    @property
-    def nbytes(self) -> int:
-        return self.native.nbytes
 
 
 class CpuLinear:
@@ -97,8 +46,8 @@ class CpuLinear:
     def memory(self) -> list[memoryview]:
         """The bytes of the tiles, the scale and the bias, in place; empty for what the weight has not."""
         found = []
-        for address, size in self.native.memory:
-            array = (ctypes.c_ubyte * size).from_address(address) if size else (ctypes.c_ubyte * 0)()
+        for start, size in self.native.memory:
+            array = (ctypes.c_ubyte * size).from_address(start) if size else (ctypes.c_ubyte * 0)()
             array.owner = self.native  # type: ignore[attr-defined]  # lives as long as the view
             found.append(memoryview(array).cast("B"))
         return found
@@ -121,14 +70,14 @@ class CpuKernels:
         rows, columns = weight.shape
         if bias is not None:
             bias = bias.to(self.dtype).float().contiguous()
-            _require(bias.shape == (rows,), f"a bias [{rows}]", bias.shape)
+            require(bias.shape == (rows,), f"a bias [{rows}]", bias.shape)
         if quantize == "int4":
             values, scale, zero = self.quantise_int4(weight)
-            return CpuLinear(self.native.pack_int4(self._is_bf16, rows, columns, _address(values), _address(scale),
-                                                   _address(zero), _address(bias)))
+            return CpuLinear(self.native.pack_int4(self._is_bf16, rows, columns, address(values), address(scale),
+                                                   address(zero), address(bias)))
         packed, factor = int8.quantise(weight) if quantize == "int8" else (weight.to(self.dtype).contiguous(), None)
-        return CpuLinear(self.native.pack(self._is_bf16, rows, columns, _address(packed), _address(factor),
-                                          _address(bias)))
+        return CpuLinear(self.native.pack(self._is_bf16, rows, columns, address(packed), address(factor),
+                                          address(bias)))
 
     def new_linear(self, quantize: str, rows: int, columns: int, has_bias: bool) -> CpuLinear:
         """A packed int8 or int4 weight whose `memory` the caller fills."""
@@ -148,15 +97,15 @@ class CpuKernels:
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, CpuLinear)
-        _require(table.native.is_bf16 == self._is_bf16, f"a table packed as {self.dtype}", table.native)
-        _require(len(tokens) > 0, "one or more tokens", tokens)
+        require(table.native.is_bf16 == self._is_bf16, f"a table packed as {self.dtype}", table.native)
+        require(len(tokens) > 0, "one or more tokens", tokens)
         out = torch.empty(len(tokens), table.native.k, dtype=self.dtype)
         self.native.embed(table.native, tokens, out.data_ptr())  # raises ValueError for ids that the table lacks
         return out
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, CpuLinear)
-        _require(weight.native.is_bf16 == self._is_bf16, f"a weight packed as {self.dtype}", weight.native)
+        require(weight.native.is_bf16 == self._is_bf16, f"a weight packed as {self.dtype}", weight.native)
         x = self._input(x, weight.native.k)
         out = torch.empty(len(x), weight.out_features, dtype=torch.float32 if keep_float else self.dtype)
         self.native.linear(weight.native, x.data_ptr(), len(x), out.data_ptr(), keep_float)
@@ -165,7 +114,7 @@ class CpuKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor:
         rows, width = x.shape
         x, weight = self._input(x, width), self._aligned(weight)
-        _require(weight.shape == (width,), f"a norm [{width}]", weight.shape)
+        require(weight.shape == (width,), f"a norm [{width}]", weight.shape)
         out = torch.empty_like(x)
         self.native.rms_norm(self._is_bf16, x.data_ptr(), weight.data_ptr(), rows, width, eps, rounds_once,
                              out.data_ptr())
@@ -174,7 +123,7 @@ class CpuKernels:
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate_up = self._input(gate_up, gate_up.shape[1])
         width = gate_up.shape[1] // 2
-        _require(gate_up.shape[1] == 2 * width, "an even width", gate_up.shape)
+        require(gate_up.shape[1] == 2 * width, "an even width", gate_up.shape)
         out = torch.empty(len(gate_up), width, dtype=self.dtype)
         self.native.swiglu(self._is_bf16, gate_up.data_ptr(), len(gate_up), width, out.data_ptr())
         return out
@@ -182,11 +131,11 @@ class CpuKernels:
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows, heads, dim = x.shape
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
-        _require(cos.shape == sin.shape == (rows, dim // 2) and dim % 2 == 0, "cos, sin [R, D / 2]", cos.shape)
+        require(cos.shape == sin.shape == (rows, dim // 2) and dim % 2 == 0, "cos, sin [R, D / 2]", cos.shape)
         x = x.to(self.dtype)
         x = x if x.stride(-1) == 1 else x.contiguous()
         out = torch.empty(rows, heads, dim, dtype=self.dtype)
-        self.native.rope(self._is_bf16, *_strided(x), cos.data_ptr(), sin.data_ptr(), rows, heads, dim, out.data_ptr())
+        self.native.rope(self._is_bf16, *strided(x), cos.data_ptr(), sin.data_ptr(), rows, heads, dim, out.data_ptr())
         return out
 
     def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
@@ -199,9 +148,9 @@ class CpuKernels:
         num_layers, num_rows, heads, dim = kv.k.shape
         for x in (kv.k, kv.v):
             fits = x.shape == kv.k.shape and x.dtype == self.dtype and _are_layers(x, kv.k.stride(0))
-            _require(fits, f"{self.dtype} [L, T, Hkv, D]", (x.shape, x.dtype))
+            require(fits, f"{self.dtype} [L, T, Hkv, D]", (x.shape, x.dtype))
         stores = self.native_stores(kv.stores, num_layers, heads, dim)
-        _require(kv.length >= 0, "positions of 0 or more", kv.length)
+        require(kv.length >= 0, "positions of 0 or more", kv.length)
         if len(rows):
             self.native.keep(stores, kv.length, rows, num_rows, kv.k.stride(0), kv.k.data_ptr(), kv.v.data_ptr())
 
@@ -218,16 +167,16 @@ class CpuKernels:
         num_layers, heads, count = positions.shape
         positions = positions.to(torch.int64).contiguous()
         source, target = (self.native_stores(stores, num_layers, heads) for stores in (sources, targets))
-        _require(start >= 0 and len({store.dim for store in (*source, *target)}) == 1, "stores of one shape", start)
+        require(start >= 0 and len({store.dim for store in (*source, *target)}) == 1, "stores of one shape", start)
         self.native.copy(source, target, positions.data_ptr(), count, start)
 
     def remainder(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
         num_layers, rows, heads, dim = whole.queries.shape
         q, output, lse = (part.contiguous() for part in (whole.queries, whole.output, whole.lse))
-        _require(q.dtype == output.dtype == self.dtype and lse.dtype == torch.float32, f"rows of {self.dtype}", q.dtype)
+        require(q.dtype == output.dtype == self.dtype and lse.dtype == torch.float32, f"rows of {self.dtype}", q.dtype)
         native = self.native_stores(stores, num_layers, None, dim)
         fits = all(heads % store.heads == 0 and 0 < rows <= length <= store.capacity for store in native)
-        _require(fits, "query heads in groups of KV heads, and rows within the stores' positions", (heads, length))
+        require(fits, "query heads in groups of KV heads, and rows within the stores' positions", (heads, length))
         remainder = torch.empty(num_layers, rows, heads, dim + 1)
         self.native.remainder(native, length, rows, heads, q.data_ptr(), output.data_ptr(), lse.data_ptr(),
                               remainder.data_ptr())
@@ -240,7 +189,7 @@ class CpuKernels:
         fits = len(native) == num_layers and all(
             store.is_bf16 == self._is_bf16 and heads in (None, store.heads) and dim in (None, store.dim)
             for store in native)
-        _require(fits, f"{num_layers} stores of {self.dtype}, {heads} heads of {dim}", len(native))
+        require(fits, f"{num_layers} stores of {self.dtype}, {heads} heads of {dim}", len(native))
         return native
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
@@ -249,20 +198,20 @@ class CpuKernels:
         rows, heads, dim = q.shape
         q = q.to(self.dtype).contiguous()
         k, v = store.as_rows(kv.k), store.as_rows(kv.v)
-        _require(len(k) == len(v) == rows > 0, f"{rows} (one or more) keys and values", (k.shape, v.shape))
-        _require(heads % k.shape[1] == 0 and dim == k.shape[2], "query heads in groups of KV heads", q.shape)
-        _require_tensor("parents", parents, (rows,), torch.int32)
-        _require_length(length, [store.native])
-        _require(window >= 0, "a window of 0 or more positions", window)
+        require(len(k) == len(v) == rows > 0, f"{rows} (one or more) keys and values", (k.shape, v.shape))
+        require(heads % k.shape[1] == 0 and dim == k.shape[2], "query heads in groups of KV heads", q.shape)
+        require_tensor("parents", parents, (rows,), torch.int32)
+        require_length(length, [store.native])
+        require(window >= 0, "a window of 0 or more positions", window)
         out, lse = torch.empty_like(q), torch.empty(rows, heads)
-        self.native.attention(store.native, length, rows, heads, q.data_ptr(), *_strided(k), *_strided(v),
+        self.native.attention(store.native, length, rows, heads, q.data_ptr(), *strided(k), *strided(v),
                               parents.data_ptr(), 1 / math.sqrt(dim), window,
                               _remainder_address(kv.remainder, (rows, heads, dim + 1)), out.data_ptr(), lse.data_ptr())
         return AttentionOutput(q, out, lse, q)
 
     def _input(self, x: Tensor, width: int) -> Tensor:
         """Check x [R, width], and convert it as `_aligned` does."""
-        _require(x.ndim == 2 and x.shape[1] == width, f"[R, {width}]", x.shape)
+        require(x.ndim == 2 and x.shape[1] == width, f"[R, {width}]", x.shape)
         return self._aligned(x)
 
     def _aligned(self, x: Tensor) -> Tensor:
@@ -280,13 +229,13 @@ class CpuDecoder:
         self._geometry = geometry
         heads, kv_heads, dim = geometry[:3]
         self._hidden = len(layers[0].attention_norm)
-        _require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
+        require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
         self.native = _cpu.Decoder(*geometry)
         for layer in self._layers:
             qkv, out, gate_up, down = self._checked_weights(layer)
             norms_heads = layer.q_norm is not None and layer.q_norm.shape == (dim,)
             self.native.add(layer.attention_norm.data_ptr(), qkv, out, layer.mlp_norm.data_ptr(), gate_up, down,
-                             layer.window, _address(layer.q_norm), _address(layer.k_norm), norms_heads, layer.rotates)
+                             layer.window, address(layer.q_norm), address(layer.k_norm), norms_heads, layer.rotates)
 
     def _checked_weights(self, layer: LayerWeights) -> list[_cpu.Linear]:
         """qkv, out, gate_up and down. ValueError where they, or the norms, do not fit together."""
@@ -295,31 +244,31 @@ class CpuDecoder:
         weights = [w.native for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CpuLinear)]
         shapes = [(w.n, w.k) for w in weights]
         wanted = [((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)]
-        _require(shapes == wanted, f"weights {wanted}", shapes)
-        _require(all(w.is_bf16 == (dtype == torch.bfloat16) for w in weights), f"weights of {dtype}", "another dtype")
-        _require_tensor("attention_norm", layer.attention_norm, (hidden,), dtype)
-        _require_tensor("mlp_norm", layer.mlp_norm, (hidden,), dtype)
-        _require((layer.q_norm is None) == (layer.k_norm is None), "both a q_norm and a k_norm, or neither", "one")
+        require(shapes == wanted, f"weights {wanted}", shapes)
+        require(all(w.is_bf16 == (dtype == torch.bfloat16) for w in weights), f"weights of {dtype}", "another dtype")
+        require_tensor("attention_norm", layer.attention_norm, (hidden,), dtype)
+        require_tensor("mlp_norm", layer.mlp_norm, (hidden,), dtype)
+        require((layer.q_norm is None) == (layer.k_norm is None), "both a q_norm and a k_norm, or neither", "one")
         if layer.q_norm is not None and layer.k_norm is not None:
             q_units, k_units = (1, 1) if layer.q_norm.shape == (dim,) else (heads, kv_heads)
-            _require_tensor("q_norm", layer.q_norm, (q_units * dim,), dtype)
-            _require_tensor("k_norm", layer.k_norm, (k_units * dim,), dtype)
-        _require(layer.window >= 0, "a window of 0 or more positions", layer.window)
+            require_tensor("q_norm", layer.q_norm, (q_units * dim,), dtype)
+            require_tensor("k_norm", layer.k_norm, (k_units * dim,), dtype)
+        require(layer.window >= 0, "a window of 0 or more positions", layer.window)
         return weights
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         heads, kv_heads, dim = self._geometry[:3]
         num_layers, rows, dtype = len(self._layers), x.shape[0], self._kernels.dtype
-        _require(x.shape == (rows, self._hidden), f"rows [R, {self._hidden}]", x.shape)
-        _require_tensor("cos", cos, (rows, dim // 2), torch.float32)
-        _require_tensor("sin", sin, (rows, dim // 2), torch.float32)
-        _require_tensor("parents", parents, (rows,), torch.int32)
+        require(x.shape == (rows, self._hidden), f"rows [R, {self._hidden}]", x.shape)
+        require_tensor("cos", cos, (rows, dim // 2), torch.float32)
+        require_tensor("sin", sin, (rows, dim // 2), torch.float32)
+        require_tensor("parents", parents, (rows,), torch.int32)
         shape = (num_layers, rows, kv_heads, dim)
         k, v = (_whole_address(parts, shape, dtype) for parts in ([kv.k for kv in texts], [kv.v for kv in texts]))
         stores = [self._kernels.native_stores(kv.stores, num_layers, kv_heads, dim) for kv in texts]
         for kv, native in zip(texts, stores, strict=True):
-            _require_length(kv.length, native)
+            require_length(kv.length, native)
         result = x.to(dtype, copy=True).contiguous()
         q, content, output = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(3))
         lse = torch.empty(num_layers, rows, heads)
@@ -336,9 +285,9 @@ class CpuDecoder:
         if not kv.taps:
             return []
         layers, rows = kv.taps
-        _require(len(set(layers)) == len(layers) and all(0 <= layer <= len(self._layers) for layer in layers),
+        require(len(set(layers)) == len(layers) and all(0 <= layer <= len(self._layers) for layer in layers),
                  f"different tapped layers, 0 to {len(self._layers)}", layers)
-        _require_tensor("tapped rows", rows, (len(layers), kv.k.shape[1], self._hidden), self._kernels.dtype)
+        require_tensor("tapped rows", rows, (len(layers), kv.k.shape[1], self._hidden), self._kernels.dtype)
         where = [0] * (len(self._layers) + 1)
         for layer, tapped in zip(layers, rows, strict=True):
             where[layer] = tapped.data_ptr()
@@ -349,9 +298,9 @@ class CpuDecoder:
         """The compiled stores and the remainder's address for a chain of drafts, checked as `forward` checks them."""
         heads, kv_heads, dim = self._geometry[:3]
         native = self._kernels.native_stores(stores, len(self._layers), kv_heads, dim)
-        _require_length(length, native)
-        _require_tensor("cos", cos, (len(cos), dim // 2), torch.float32)
-        _require_tensor("sin", sin, (len(cos), dim // 2), torch.float32)
+        require_length(length, native)
+        require_tensor("cos", cos, (len(cos), dim // 2), torch.float32)
+        require_tensor("sin", sin, (len(cos), dim // 2), torch.float32)
         return native, _remainder_address(remainder, (len(native), heads, dim + 1, dim + 1))
 
 
@@ -372,37 +321,13 @@ def _whole_address(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch
         fits = (part.dtype == dtype and count > 0 and part.shape == (num_layers, count, heads, dim)
                 and part.data_ptr() == start + row * size and _are_layers(part, rows * width))
         if not fits:
-            _require(False, f"keys and values {shape} of {dtype}, a slice for each text", (part.shape, part.dtype))
+            require(False, f"keys and values {shape} of {dtype}, a slice for each text", (part.shape, part.dtype))
         row += count
-    _require(row == rows, f"keys and values of {rows} rows", row)
+    require(row == rows, f"keys and values of {rows} rows", row)
     return start
 
 
 def _remainder_address(remainder: Tensor | None, shape: tuple[int, ...]) -> int:
     if remainder is not None:
-        _require_tensor("a remainder", remainder, shape, torch.float32)
-    return _address(remainder)
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def _strided(x: Tensor) -> tuple[int, int, int]:
-    """Address, row stride and head stride, as the compiled module takes them."""
-    return x.data_ptr(), x.stride(0), x.stride(1)
-
-
-def _require_length(length: int, stores: Sequence[_cpu.Store]) -> None:
-    capacity = min(store.capacity for store in stores)
-    _require(0 <= length <= capacity, f"a length of 0 to {capacity} positions", length)
-
-
-def _require_tensor(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if not (x.shape == shape and x.dtype == dtype and x.is_contiguous()):
-        _require(False, f"{name} {shape} of {dtype}, contiguous", (x.shape, x.dtype, x.stride()))
-
-
-def _require(condition: bool, wanted: str, got: object) -> None:
-    if not condition:
-        raise ValueError(f"CPU kernels want {wanted}, got {got}")
+        require_tensor("a remainder", remainder, shape, torch.float32)
+    return address(remainder)

@@ -1,0 +1,96 @@
+"""The compiled module's stores of keys and values, and the checks of what is passed to the module.
+
+The C++ code relies on these checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+with suppress(ImportError):  # the reference is used instead; native.py has the reason
+    from longdraft.kernels import _cpu
+
+
+class CpuStore:
+    """See :class:`longdraft.kernels.interface.KVStore`. `csrc/layout.h` draws the layout."""
+
+    def __init__(self, kernels: _cpu.Kernels, dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> None:
+        self._kernels = kernels
+        self._dtype = dtype
+        self._heads, self._dim = num_kv_heads, head_dim
+        self.native = _cpu.Store(dtype == torch.bfloat16, num_kv_heads, head_dim)
+
+    def reserve(self, length: int) -> None:
+        self.native.reserve(length)
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        k, v = self.as_rows(k), self.as_rows(v)
+        require(start >= 0 and len(k) == len(v), "a start of 0 or more and as many values as keys",
+                 (start, k.shape, v.shape))
+        self._kernels.write(self.native, start, 0, len(k), *strided(k), *strided(v), len(k))
+
+    def write_heads(self, start: int, k: Tensor, v: Tensor) -> None:
+        self.write(start, k.transpose(0, 1), v.transpose(0, 1))
+
+    def as_rows(self, x: Tensor) -> Tensor:
+        """Check x [T, Hkv, D] and convert it to the store's dtype, with contiguous heads; a view where possible."""
+        x = x.to(self._dtype)
+        require(x.shape[1:] == (self._heads, self._dim), f"[T, {self._heads}, {self._dim}]", x.shape)
+        return x if x.stride(-1) == 1 else x.contiguous()
+
+    def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        positions = positions.to(torch.int64).contiguous()
+        require(positions.ndim == 2 and len(positions) == self._heads, f"[{self._heads}, N]", positions.shape)
+        if positions.numel():
+            low, high = (int(bound) for bound in positions.aminmax())
+            require(low >= 0 and high < self.native.capacity, f"positions below {self.native.capacity}", (low, high))
+        k = torch.empty(*positions.shape, self._dim, dtype=self._dtype)
+        v = torch.empty_like(k)
+        self._kernels.read(self.native, positions.data_ptr(), positions.shape[1], k.data_ptr(), v.data_ptr())
+        return k, v
+
+    def weights(self, queries: Tensor, length: int) -> Tensor:
+        queries = queries.to(self._dtype).contiguous()
+        num, heads, dim = queries.shape
+        require(dim == self._dim and heads % self._heads == 0, "queries [Q, H, D] of the store's heads", queries.shape)
+        require(0 < length <= self.native.capacity, f"1 to {self.native.capacity} positions", length)
+        out = torch.empty(self._heads, length)
+        self._kernels.weights(self.native, length, queries.data_ptr(), num, heads, 1 / math.sqrt(dim), out.data_ptr())
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        return self.native.nbytes
+
+
+def address(x: Tensor | None) -> int:
+    """Of a tensor's data; 0 for None."""
+    return 0 if x is None else x.data_ptr()
+
+
+def strided(x: Tensor) -> tuple[int, int, int]:
+    """Address, row stride and head stride, as the compiled module takes them."""
+    return x.data_ptr(), x.stride(0), x.stride(1)
+
+
+def require_length(length: int, stores: Sequence[_cpu.Store]) -> None:
+    """ValueError unless all stores hold so many positions."""
+    capacity = min(store.capacity for store in stores)
+    require(0 <= length <= capacity, f"a length of 0 to {capacity} positions", length)
+
+
+def require_tensor(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """ValueError unless x has this shape and dtype and is contiguous."""
+    if not (x.shape == shape and x.dtype == dtype and x.is_contiguous()):
+        require(False, f"{name} {shape} of {dtype}, contiguous", (x.shape, x.dtype, x.stride()))
+
+
+def require(condition: bool, wanted: str, got: object) -> None:
+    """ValueError unless the condition holds."""
+    if not condition:
+        raise ValueError(f"CPU kernels want {wanted}, got {got}")
