@@ -107,10 +107,15 @@ void linear_rows(int rows, const uint32_t* x, long stride, Weights& weights, lon
     linear_tile<T, ROWS>(x, stride, weights, steps, out);
 }
 
-// How a variant multiplies: the number of rows that share one reading of the weights, how int8 weights become words, and
-// (as constructor and destructor) the set-up of a thread.
+// How a variant multiplies: the number of rows that share one reading of the weights, how int8 weights become words, up
+// to how many rows each reading converts them anew, and (as constructor and destructor) the set-up of a thread.
 template <class T> struct Multiply {
     static constexpr int ROWS = TILE_ROWS;
+#if defined(__AVX512F__)
+    static constexpr long CONVERTING_ROWS = 3 * ROWS;
+#else
+    static constexpr long CONVERTING_ROWS = ROWS;
+#endif
     static constexpr bool READS_ALL_ROWS = false;  // whether memory for ROWS rows must exist, even if fewer are wanted
     using Int8Words = UnpackedWords<T>;
     template <class Weights>
@@ -144,6 +149,7 @@ class UnpackedWordsAhead {
 
 template <> struct Multiply<BF16> : amx::Unit {
     static constexpr int ROWS = amx::ROWS;
+    static constexpr long CONVERTING_ROWS = ROWS;
     static constexpr bool READS_ALL_ROWS = true;
     using Int8Words = UnpackedWordsAhead;
     template <class Weights>
@@ -217,8 +223,8 @@ template <class T> void linear_as(const Linear& w, const void* x, long rows, voi
             }
         };
         if (!w.is_int8) multiply(StoredWords{w.tile<uint32_t>(tile)});
-        else if (rows <= Unit::ROWS) multiply(typename Unit::Int8Words(w.tile<int8_t>(tile), w.steps));
-        else {  // the tile is read several times, so it is converted once
+        else if (rows <= Unit::CONVERTING_ROWS) multiply(typename Unit::Int8Words(w.tile<int8_t>(tile), w.steps));
+        else {  // the tile is read many times, so it is converted once
             auto* words = static_cast<uint32_t*>(workspace<4>(static_cast<size_t>(w.steps * COLUMNS) * 4));
             unpack<T>(w.tile<int8_t>(tile), w.steps, words);
             multiply(StoredWords{words});
