@@ -69,6 +69,7 @@ class StateDict(TensorFiles):
     def release_tensors(self) -> None:
         """Drop the references to the tensors, so that the caller can free them."""
         self._tensors = {}
+        self.sha256 = None  # their owner may change them from here on
 
     def names(self) -> set[str]:
         return set(self._tensors)

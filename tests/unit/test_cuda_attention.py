@@ -1,6 +1,6 @@
 """Attention and the key/value store of the CUDA kernels: the bits of plain decoding, and the reference's results.
 
-See helpers.cuda for the device.
+See helpers.cuda_kernels for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 from helpers.attention import obvious_attention, parents_of, path_of, random_parents
-from helpers.cuda import DEVICE, DTYPES, HAS_CUDA, TOLERANCE, close, every_dtype, kernels, reference, rows_of
+from helpers.cuda_kernels import DEVICE, DTYPES, HAS_CUDA, TOLERANCE, close, every_dtype, kernels, reference, rows_of
 from longdraft.kernels import KV, AttentionOutput, LayersKV
 from longdraft.kernels.cuda.kernels import NAMES
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 
 import longdraft
 from helpers.checkpoints import load_glide, make_checkpoint, make_glide, make_heads
-from helpers.cuda import DEVICE, HAS_CUDA
+from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import liar, prompt_of
 from helpers.generation import by_name

@@ -1,4 +1,4 @@
-"""The layers of the CUDA kernels against the reference, and their row invariance to the bit (see helpers.cuda)."""
+"""The layers of the CUDA kernels against the reference, and their row invariance (see helpers.cuda_kernels)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 from helpers.attention import parents_of
-from helpers.cuda import DEVICE, DTYPES, HAS_CUDA, close, every_dtype, kernels, reference, rows_of
+from helpers.cuda_kernels import DEVICE, DTYPES, HAS_CUDA, close, every_dtype, kernels, reference, rows_of
 from longdraft.kernels import KV, Geometry, LayersKV, LayerWeights, Taps
 from longdraft.kernels.cuda import prefill
 from longdraft.kernels.cuda.kernels import CudaKernels

@@ -235,7 +235,7 @@ def test_heads_for_a_drafter_without_heads_are_refused():
 def test_auto_uses_the_heads_it_finds_and_reports_its_choices(tiny):
     engine = longdraft.load(str(tiny["gqa"]))
     stats = run(engine, max_new_tokens=100)[1][-1].stats
-    assert set(stats["tokens_by_choice"]) == {"plain", "suffix", "tokenswift", "medusa", "magicdec", "glide"}
+    assert set(stats["tokens_by_choice"]) == {"plain", "suffix", "tokenswift", "medusa", "magicdec", "glide", "eagle"}
     assert sum(stats["tokens_by_choice"].values()) == 100
 
 
