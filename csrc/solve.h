@@ -1,7 +1,6 @@
 // Linear systems of the remainder's fit (longdraft/cache/remainder.py).
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -19,11 +18,12 @@ inline void subtract(float* __restrict row, const float* __restrict other, float
 // Solve A X = B for a symmetric positive definite A [n, n] and B [n, n], in place of B, by Cholesky's A = U^T U. All loops run
 // along rows, so that they are vectors. `factor` [n, n] is scratch.
 inline void solve_spd_one(const float* a, float* x, long n, float* factor) {
-    constexpr float LEAST = 1e-12f;  // a pivot that rounding errors would make zero or negative
+    constexpr float LEAST = 1e-6f;  // pivots below this share of their diagonal are rounding errors: their unknowns become 0
     std::memcpy(factor, a, sizeof(float) * static_cast<size_t>(n * n));
     for (long k = 0; k < n; k++) {
         float* u = factor + k * n;
-        const float inverse = 1.0f / std::sqrt(std::max(u[k], LEAST));
+        const float diagonal = a[k * n + k];
+        const float inverse = u[k] > LEAST * diagonal ? 1.0f / std::sqrt(u[k]) : 0.0f;
         for (long j = k; j < n; j++) u[j] *= inverse;
         u[k] = inverse;  // the diagonal holds inverses from here on
         for (long i = k + 1; i < n; i++) subtract(factor + i * n, u, u[i], i, n);

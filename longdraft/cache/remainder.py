@@ -23,6 +23,7 @@ from longdraft.kernels import native
 _DECAY_ROWS = 128.0  # rows after which a row's weight is 1 / e
 _RIDGE = 0.05  # ridge penalty, relative to the queries' mean variance
 _RIDGE_ROWS = 4.0  # rows' worth of further penalty: it keeps the slope small while few rows are known
+_LEAST_SPREAD = 1e-3  # of the queries' mean square
 _LAST_ERROR = 0.4  # share of the last row's error that is added
 _FIT_EVERY = 32  # rows between two solutions of the normal equations
 _LOG_ZERO = -1e30  # log-sum-exp of no keys
@@ -81,7 +82,9 @@ class Remainder:
         diagonal = self._gram.diagonal(dim1=1, dim2=2)[:, :-1]
         count = mass.clamp_min(1e-6)
         mean = self._gram[:, :-1, -1] / count[:, None]
-        spread = (diagonal / count[:, None] - mean.square()).mean(-1).clamp_min(1e-6)
+        spread = (diagonal / count[:, None] - mean.square()).mean(-1)
+        # Rows that are nearly equal would make the equations singular in float32.
+        spread = torch.maximum(spread, _LEAST_SPREAD * diagonal.mean(-1) / count).clamp_min(1e-6)
         ridge = torch.zeros_like(self._gram[:, 0])
         ridge[:, :-1] = ((_RIDGE * mass + _RIDGE_ROWS) * spread)[:, None]
         ridge[:, -1] = 1e-6

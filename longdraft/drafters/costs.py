@@ -144,9 +144,12 @@ class Pace:
         """A piece of work took `ratio` times the expected seconds, this kind's factor included."""
         self._counts[kind] += 1
         ratio = min(_OUTLIER, max(1 / _OUTLIER, ratio / self._machine))
+        rate = _KIND_RATE
         if is_forward:
             self._machine *= ratio ** _MACHINE_RATE
-        self._of[kind] = self[kind] * ratio ** _KIND_RATE
+        else:  # the first drafts tell much
+            rate = max(rate, 1 / (1 + self._counts[kind]))
+        self._of[kind] = self[kind] * ratio ** rate
 
     @property
     def is_off(self) -> bool:

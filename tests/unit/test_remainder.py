@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from longdraft.cache.remainder import Remainder
+from longdraft.kernels import native
 
 
 def random_rests(*shape: int, seed: int) -> torch.Tensor:
@@ -48,6 +50,22 @@ def test_rows_with_nan_do_not_change_the_fit():
     content[:, [5, 9, 12]], rests[:, [5, 9, 12], :, -1] = 0.0, -torch.inf
     assert torch.equal(fits[0].learn(damaged, others), fits[1].learn(content, rests))
     assert fits[0].learn(damaged, others).isfinite().all()
+
+
+@pytest.mark.parametrize("dim", [6, 64, 128])
+def test_nearly_equal_rows_give_a_finite_fit(dim):
+    fit = Remainder(2, 3, dim, torch.device("cpu"))
+    same, noise = random_rests(2, 1, 3, dim, seed=1), random_rests(2, 5, 3, dim, seed=2)
+    rests = 1 + 0.01 * random_rests(2, 5, 3, dim + 1, seed=3)
+    for _ in range(9):
+        got = fit.learn(20 * same + 1e-3 * noise, rests)
+    assert got.isfinite().all() and got.abs().max() < 10
+
+
+def test_small_systems_are_solved_as_pytorch_solves_them():
+    roots = random_rests(7, 33, 40, seed=1)
+    a, b = roots @ roots.transpose(1, 2) + torch.eye(33), random_rests(7, 33, 33, seed=2)
+    torch.testing.assert_close(native.solve_spd(a, b), torch.linalg.solve(a, b), atol=1e-3, rtol=1e-3)
 
 
 def test_the_fit_is_exact_for_linear_remainders_and_for_heads_without_omitted_keys():
