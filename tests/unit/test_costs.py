@@ -105,3 +105,14 @@ def test_the_costs_of_every_candidate_are_measured(monkeypatch, tmp_path, tiny):
         drafted = knowledge.candidates[name].costs
         assert drafted.depth >= 1 and drafted.nodes > 0 and drafted.at(drafted.depth) > 0, name
     assert len(list((tmp_path / "longdraft" / "drafting-costs").iterdir())) == 1
+
+
+def test_a_measurement_that_takes_long_is_announced_and_times_each_step_once(monkeypatch, tmp_path, tiny, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(costs, "_LONG_S", 0.0)
+    monkeypatch.setattr(costs, "_SLOW_S", 0.0)
+    engine = longdraft.load(str(tiny["gqa"]), drafter="auto")
+    for _ in engine.generate("abc", SamplingParams(max_new_tokens=4, seed=1)):
+        pass
+    assert "timing the drafters of this model on this machine, once" in caplog.text
+    assert engine.loaded.knowledge.candidates["magicdec"].costs.token > 0
