@@ -39,6 +39,7 @@ ray = pytest.importorskip("ray", reason="needs ray; pip install 'longdraft[ray]'
 @pytest.fixture
 def cluster(monkeypatch):
     """A Ray cluster: a head node without CPU cores, and two worker nodes with one core each."""
+    from ray._private import worker
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
@@ -50,6 +51,7 @@ def cluster(monkeypatch):
     ray.init(address=nodes.address, logging_level=logging.ERROR, log_to_driver=False)
     yield nodes
     ray.shutdown()
+    worker.global_worker.node = None  # Ray keeps the node of an ended connection and then refuses to remove it
     nodes.shutdown()
 
 
