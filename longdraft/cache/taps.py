@@ -1,7 +1,7 @@
 """The tapped states of a text (`Taps`), from the forwards that compute them to the drafter that reads them.
 
-The full cache appends and commits them with its keys and values. So they are those of the text's rows, whoever drafted
-them, and a drafter that has not drafted for a while finds what it has missed.
+The full cache appends and commits them with its keys and values. So they are those of the text's rows, whichever
+drafter guessed the tokens, and a drafter that has not drafted for a while finds what it has missed.
 """
 
 from __future__ import annotations

@@ -20,15 +20,13 @@ from longdraft.cache.full import FullCache
 from longdraft.cache.taps import FIRST, LATEST, TappedRows
 from longdraft.cache.window import RowWindow
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.chain import Chain, common_prefix
+from longdraft.drafters.chain import common_prefix
+from longdraft.drafters.layer_drafter import LayerDrafter
 from longdraft.drafters.options import DrafterOptions, check_chain
-from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
 from longdraft.errors import check
 from longdraft.model.eagle import Eagle
-from longdraft.model.routine import Routine, atomic
+from longdraft.model.routine import atomic
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.tree import Tree, Trie
 
 EAGLE = "eagle"  # the source of the guesses in the statistics
 _READ_CHUNK = 256  # rows of text read in one forward
@@ -130,31 +128,10 @@ class EagleDraftModel:
         self._outputs.append(result.hidden[-1:])
 
 
-class EagleDrafter:
+class EagleDrafter(LayerDrafter):
     def __init__(self, options: EagleOptions, head: Eagle, cache: FullCache, sampler: Sampler,
                  params: SamplingParams) -> None:
         trained = head.config.window
         window = options.window or min(trained or _USUAL_WINDOW, LATEST)
         sinks = options.sinks if options.sinks >= 0 else 0 if trained else _USUAL_SINKS
-        self._length = options.chain
-        self._draft_model = EagleDraftModel(head, cache, window, sinks, options.chain)
-        self._chain = Chain(self._draft_model, sampler, options.width, EAGLE, options.margin)
-        self._suffix = SuffixMatcher(SuffixOptions(), params) if options.suffix else None
-
-    @property
-    def nbytes(self) -> int:
-        return self._draft_model.nbytes + (self._suffix.nbytes if self._suffix else 0)
-
-    def begin(self, context: Context, verified: Verified | None) -> None:
-        if self._suffix:
-            self._suffix.update(context)
-
-    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
-        trie = Trie(context.last)
-        yield from self._chain.draft(trie, context, [context.last], min(self._length, max_depth))
-        if self._suffix:
-            self._suffix.add_matches(trie, 0, context, (), max_depth)
-        return trie.tree()
-
-    def observe(self, context: Context, accepted: Accepted) -> None:
-        self.begin(context, None)
+        super().__init__(EagleDraftModel(head, cache, window, sinks, options.chain), EAGLE, options, sampler, params)

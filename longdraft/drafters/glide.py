@@ -14,15 +14,13 @@ from torch import Tensor
 from longdraft.cache.full import FullCache
 from longdraft.cache.window import RowWindow
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.chain import Chain, common_prefix
+from longdraft.drafters.chain import common_prefix
+from longdraft.drafters.layer_drafter import LayerDrafter
 from longdraft.drafters.options import DrafterOptions, check_chain
-from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
 from longdraft.model.glide import Glide, GlideRows
-from longdraft.model.routine import Routine, atomic
+from longdraft.model.routine import atomic
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Accepted, Verified
-from longdraft.tree import Tree, Trie
 
 GLIDE = "glide"  # the source of the guesses in the statistics
 _READ_CHUNK = 8  # rows of text read in one forward: the largest lag between a row and the target's keys in training
@@ -57,6 +55,10 @@ class GlideDraftModel:
         self.rows = RowWindow(model.kernels, 1, config.num_kv_heads, config.head_dim, glide.window, longest)
         self._drafts: list[int] = []  # tokens of the drafts in `rows`
         self._hidden: list[Tensor] = []  # [1, hidden] of the text's last token and of each draft
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
 
     @atomic
     def next_logits(self, context: Context, path: Sequence[int]) -> Tensor | None:
@@ -97,28 +99,7 @@ class GlideDraftModel:
                                    num_keys)
 
 
-class GlideDrafter:
+class GlideDrafter(LayerDrafter):
     def __init__(self, options: GlideOptions, glide: Glide, model: Transformer, cache: FullCache, sampler: Sampler,
                  params: SamplingParams) -> None:
-        self._length = options.chain
-        self._draft_model = GlideDraftModel(glide, model, cache, options.chain)
-        self._chain = Chain(self._draft_model, sampler, options.width, GLIDE, options.margin)
-        self._suffix = SuffixMatcher(SuffixOptions(), params) if options.suffix else None
-
-    @property
-    def nbytes(self) -> int:
-        return self._draft_model.rows.nbytes + (self._suffix.nbytes if self._suffix else 0)
-
-    def begin(self, context: Context, verified: Verified | None) -> None:
-        if self._suffix:
-            self._suffix.update(context)
-
-    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
-        trie = Trie(context.last)
-        yield from self._chain.draft(trie, context, [context.last], min(self._length, max_depth))
-        if self._suffix:
-            self._suffix.add_matches(trie, 0, context, (), max_depth)
-        return trie.tree()
-
-    def observe(self, context: Context, accepted: Accepted) -> None:
-        self.begin(context, None)
+        super().__init__(GlideDraftModel(glide, model, cache, options.chain), GLIDE, options, sampler, params)

@@ -233,7 +233,7 @@ class Scheduler:
         except (OutputError, UsageError) as error:
             if job.journal is None or job.keeps_journal:
                 raise
-            job.drop_journal()  # nobody asked for it: the text is written without
+            job.drop_journal()  # the request did not ask for it: the text is written without
             log_event("journal_left_out", id=job.id, reason=str(error))
             return job.begin()
 

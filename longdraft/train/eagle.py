@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from longdraft.model.config import ModelConfig, RopeConfig, read_json
@@ -32,7 +32,7 @@ from longdraft.model.rope import frequencies
 from longdraft.model.tensor_files import WEIGHTS, dump_json
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
-from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, row_chunks
+from longdraft.train.frozen_model import FrozenModel, LayerModule, Scores, as_ids, row_chunks
 from longdraft.train.glide import offset_positions, rotate
 from longdraft.train.loop import decayed
 from longdraft.train.settings import EagleSettings
@@ -65,34 +65,17 @@ def commonest(tokens: Tokens, count: int, vocabulary: int) -> Tensor:
     return torch.from_numpy(np.sort(often))
 
 
-class EagleModule(nn.Module):
-    """The head, in float32, with the names of its file. Its output maps start at zero."""
+class EagleModule(LayerModule):
+    """The head. `ids` are the tokens of its vocabulary."""
 
     def __init__(self, base: FrozenModel, config: EagleConfig, ids: Tensor, seed: int) -> None:
-        super().__init__()
-        self.config, self._base = config, base
+        super().__init__(base, eagle_shapes(config, set(), config.layer.vocab_size), seed)
+        self.config = config
         self.ids = ids.to(base.device)
-        generator = torch.Generator().manual_seed(seed)
-        self.weights = nn.ParameterDict()
-        for name, shape in eagle_shapes(config, set(), config.layer.vocab_size).items():
-            tensor = torch.ones(shape)
-            if len(shape) > 1:
-                is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
-                tensor = torch.zeros(shape) if is_output else torch.randn(shape, generator=generator) * shape[1] ** -0.5
-            self.weights[name.replace(".", "/")] = nn.Parameter(tensor)
-        with torch.no_grad():
-            self._weight("norm").copy_(base.final_norm)
         self.head = base.head_weight[self.ids].detach()
         inverse, _ = frequencies(config.layer.rope, config.layer.trained_positions, 1)
         self._inverse = inverse.to(base.device)
         self.to(base.device)
-
-    def _weight(self, name: str) -> Tensor:
-        weight: Tensor = self.weights[f"{name}.weight".replace(".", "/")]
-        return weight
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name.replace("/", "."), p) for name, p in self.weights.items()]
 
     def forward(self, ids: Tensor, positions: Tensor, states: Tensor, passes: int) -> list[Tensor]:
         """Normalised rows of each pass: of pass s [B, L - 1 - s, hidden] float32, for ids and positions [B, L].
@@ -146,10 +129,6 @@ class EagleModule(nn.Module):
     def logits(self, rows: Tensor) -> Tensor:
         """Logits [R, draft vocabulary] float32 of normalised rows [R, hidden]."""
         return functional.linear(rows.to(self.head.dtype), self.head).float() / self._base.config.logits_divisor
-
-    def _linear(self, x: Tensor, name: str) -> Tensor:
-        dtype = self._base.head_weight.dtype
-        return functional.linear(x.to(dtype), self._weight(name).to(dtype))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight = self._weight(name)

@@ -6,7 +6,7 @@ logits of one chunk at a time are computed, differentiated and freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,3 +226,35 @@ class Scores:
 
     def metrics(self) -> list[dict[str, float]]:
         return [PartMetrics(*(row[:3] / row[3]).tolist())._asdict() for row in self._sums]
+
+
+class LayerModule(nn.Module):
+    """Trained layers that draft for a frozen model, in float32, with the names of their file.
+
+    shapes  of the tensors, by name. Vectors start as ones, output maps as zeros, other matrices are random by `seed`
+    """
+
+    def __init__(self, base: FrozenModel, shapes: Mapping[str, Sequence[int]], seed: int) -> None:
+        super().__init__()
+        self._base = base
+        generator = torch.Generator().manual_seed(seed)
+        self.weights = nn.ParameterDict()
+        for name, shape in shapes.items():
+            tensor = torch.ones(shape)
+            if len(shape) > 1:
+                is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+                tensor = torch.zeros(shape) if is_output else torch.randn(shape, generator=generator) * shape[1] ** -0.5
+            self.weights[name.replace(".", "/")] = nn.Parameter(tensor)
+        with torch.no_grad():
+            self._weight("norm").copy_(base.final_norm)
+
+    def _weight(self, name: str) -> Tensor:
+        weight: Tensor = self.weights[f"{name}.weight".replace(".", "/")]
+        return weight
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name.replace("/", "."), p) for name, p in self.weights.items()]
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        dtype = self._base.head_weight.dtype
+        return functional.linear(x.to(dtype), self._weight(name).to(dtype))

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from longdraft.errors import ModelError
@@ -26,38 +26,21 @@ from longdraft.model.glide import GLIDE_KIND, glide_shapes
 from longdraft.model.tensor_files import WEIGHTS, dump_json
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
-from longdraft.train.frozen_model import FrozenModel, FrozenOutputs, Scores, as_ids, mixed_loss
+from longdraft.train.frozen_model import FrozenModel, FrozenOutputs, LayerModule, Scores, as_ids, mixed_loss
 from longdraft.train.loop import decayed
 from longdraft.train.settings import GlideSettings
 
 
-class GlideModule(nn.Module):
-    """The layer, in float32, with the names of its file (longdraft/model/glide.py). Its output maps start at zero."""
+class GlideModule(LayerModule):
+    """The layer. longdraft/model/glide.py has the names of its file."""
 
     def __init__(self, base: FrozenModel, settings: GlideSettings) -> None:
-        super().__init__()
         config = base.config
         if config.rope.dims != config.head_dim:
             raise ModelError("glide needs a model that rotates whole heads; this one rotates a part of each")
-        self._base, self._window = base, settings.window
-        generator = torch.Generator().manual_seed(settings.seed)
-        self.weights = nn.ParameterDict()
-        for name, shape in glide_shapes(config).items():
-            tensor = torch.ones(shape)
-            if len(shape) > 1:
-                is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
-                tensor = torch.zeros(shape) if is_output else torch.randn(shape, generator=generator) * shape[1] ** -0.5
-            self.weights[name.replace(".", "/")] = nn.Parameter(tensor)
-        with torch.no_grad():
-            self._weight("norm.weight").copy_(base.final_norm)
+        super().__init__(base, glide_shapes(config), settings.seed)
+        self._window = settings.window
         self.to(base.device)
-
-    def _weight(self, name: str) -> Tensor:
-        weight: Tensor = self.weights[name.replace(".", "/")]
-        return weight
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name.replace("/", "."), p) for name, p in self.weights.items()]
 
     def forward(self, ids: Tensor, positions: Tensor, seen: FrozenOutputs, lag: int) -> Tensor:
         """Normalised rows [B, L, hidden] float32 for ids [B, L]; `seen` are the target's outputs for them."""
@@ -96,12 +79,8 @@ class GlideModule(nn.Module):
     def _merge(self, out: Tensor, name: str) -> Tensor:
         return self._linear(out.transpose(1, 2).flatten(2), name).float()
 
-    def _linear(self, x: Tensor, name: str) -> Tensor:
-        dtype = self._base.head_weight.dtype
-        return functional.linear(x.to(dtype), self._weight(f"{name}.weight").to(dtype))
-
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        weight = self._weight(f"{name}.weight")
+        weight = self._weight(name)
         return functional.rms_norm(x, weight.shape, weight, self._base.config.rms_norm_eps)
 
 

@@ -1,0 +1,72 @@
+"""What the drafters of trained layers share: a chain from a layer that reads the text, and suffix guesses.
+
+`glide` and `eagle` are such drafters. They differ in the layer, which is the `DraftModel` of the chain.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from longdraft.core import Context, SamplingParams
+from longdraft.drafters.chain import Chain, DraftModel
+from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
+from longdraft.model.routine import Routine
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Accepted, Verified
+from longdraft.tree import Tree, Trie
+
+
+class LayerModel(DraftModel, Protocol):
+    """A trained layer with the rows of the text that it has read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these rows."""
+
+
+class LayerOptions(Protocol):
+    """The options that both kinds of drafters have. See `EagleOptions` or `GlideOptions`."""
+
+    @property
+    def chain(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def margin(self) -> float: ...
+
+    @property
+    def suffix(self) -> bool: ...
+
+
+class LayerDrafter:
+    """Drafts a chain with `draft_model`, and adds what followed the longest suffix of the text behind the root.
+
+    source  name of the guesses in the statistics
+    """
+
+    def __init__(self, draft_model: LayerModel, source: str, options: LayerOptions, sampler: Sampler,
+                 params: SamplingParams) -> None:
+        self._length = options.chain
+        self._draft_model = draft_model
+        self._chain = Chain(draft_model, sampler, options.width, source, options.margin)
+        self._suffix = SuffixMatcher(SuffixOptions(), params) if options.suffix else None
+
+    @property
+    def nbytes(self) -> int:
+        return self._draft_model.nbytes + (self._suffix.nbytes if self._suffix else 0)
+
+    def begin(self, context: Context, verified: Verified | None) -> None:
+        if self._suffix:
+            self._suffix.update(context)
+
+    def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
+        trie = Trie(context.last)
+        yield from self._chain.draft(trie, context, [context.last], min(self._length, max_depth))
+        if self._suffix:
+            self._suffix.add_matches(trie, 0, context, (), max_depth)
+        return trie.tree()
+
+    def observe(self, context: Context, accepted: Accepted) -> None:
+        self.begin(context, None)
