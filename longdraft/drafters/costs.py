@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 
 from longdraft.cache.full import FullCache
 from longdraft.core import Context
-from longdraft.model.fingerprint import cache_dir
+from longdraft.model.fingerprint import cache_dir, write_cached
 from longdraft.model.routine import atomic, run_alone
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
@@ -260,7 +259,7 @@ def load_or_measure(identity: Mapping[str, Any], names: Sequence[str], agree: Ca
         log.info("timing the drafters, once for this model on this machine")
         found = measured()
         if file:
-            _save(file, found)
+            write_cached(file, found.numbers())
     numbers = (found or Costs(ForwardCosts.by_size(1.0), {name: DraftCosts(0, 0, 0, 0) for name in names})).numbers()
     return Costs.from_numbers(names, [agree(number) for number in numbers])
 
@@ -286,12 +285,3 @@ def _load(file: Path | None, names: Sequence[str]) -> Costs | None:
         with contextlib.suppress(OSError, ValueError, TypeError):
             return Costs.from_numbers(names, json.loads(file.read_text(encoding="utf-8")))
     return None
-
-
-def _save(file: Path, costs: Costs) -> None:
-    """A cache folder that is not writable costs only time."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(costs.numbers()), encoding="utf-8")
-        os.replace(partial, file)

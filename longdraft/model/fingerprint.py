@@ -46,11 +46,7 @@ def _hash(files: TensorFiles) -> str:
     found = files.fingerprint()
     is_settled = max(ctime for *_, ctime in state) < (time.time() - _TICK_S) * 1e9
     if is_settled and _status(files) == state:
-        with contextlib.suppress(OSError):  # a cache folder that is not writable costs only time
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            partial = kept.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps({"sha256": found, "files": state}), encoding="utf-8")
-            os.replace(partial, kept)
+        write_cached(kept, {"sha256": found, "files": state})
     return found
 
 
@@ -69,6 +65,16 @@ def cache_dir(name: str = "fingerprints") -> Path:
     """A folder of the user's cache, of the hashes or another. Raises RuntimeError if the user has no home folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "longdraft" / name
+
+
+def write_cached(file: Path, content: object) -> None:
+    """Write JSON to a file of the user's cache folder, all of it or nothing. A folder that is not writable costs only
+    time."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(partial, file)
 
 
 def _status(files: TensorFiles) -> list[tuple[str, int, int, int, int, int]]:
