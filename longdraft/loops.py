@@ -3,7 +3,7 @@
 There are two signs. Each takes constant time and memory per token:
 
     period   the last tokens repeat with a period of up to PERIODS: at least REPEATS times after the first, and
-             for at least LEAST tokens
+             for at least LEAST_LOOP tokens
     poverty  less than POOR of the last WINDOW 4-grams are distinct, after more than RICH were
 
 Tables, refrains and code repeat too, but not verbatim for so long (tests/unit/test_loops.py). If few of their 4-grams
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 PERIODS = 1024  # tokens; the longest period that is detected
 REPEATS = 4
-LEAST = 512  # tokens
+LEAST_LOOP = 512  # tokens
 WINDOW = 2048  # 4-grams
 GRAM = 4
 POOR, RICH = 0.1, 0.5  # distinct 4-grams over 4-grams
@@ -60,7 +60,7 @@ class LoopGuard:
         self._last: NDArray[np.int32] = np.full(8 * PERIODS, -1, dtype=np.int32)
         self._at = PERIODS
         self._held: NDArray[np.int32] = np.zeros(PERIODS, dtype=np.int32)
-        self._needed = np.maximum(LEAST, REPEATS * np.arange(PERIODS, 0, -1)).astype(np.int32)
+        self._needed = np.maximum(LEAST_LOOP, REPEATS * np.arange(PERIODS, 0, -1)).astype(np.int32)
         self._gram: deque[int] = deque(maxlen=GRAM)
         self._grams: deque[tuple[int, ...]] = deque()
         self._counts: Counter[tuple[int, ...]] = Counter()

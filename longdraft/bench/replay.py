@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from longdraft import drafters, journal
 from longdraft.bench.experiment import System
@@ -28,6 +27,7 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.ngram import NgramDrafter
 from longdraft.drafters.suffix import SuffixDrafter
+from longdraft.drafters.suffix_index import TokenArray
 from longdraft.errors import UsageError, check
 from longdraft.model import config, hub
 from longdraft.model.routine import run_alone
@@ -35,7 +35,6 @@ from longdraft.model.tokenizer import Tokenizer
 from longdraft.report.table import Table
 from longdraft.speculation.drafter import Accepted, Drafter
 
-TokenArray = NDArray[np.int32]
 REPLAYABLE = ("ngram", "suffix")
 DEFAULT_SETTINGS = (
     "ngram", "ngram,seen=1,continuations=20", "suffix", "suffix,min_probability=0.5", "suffix,min_probability=0.1",

@@ -34,7 +34,7 @@ def resume(
     drafter: Annotated[str | None, option("As for generate.", RUNNING, "--drafter",
                                           show_default="the journal's")] = None,
     drafter_option: options.DrafterOption = None,
-    heads: options.Heads = None,
+    heads: options.HeadsSource = None,
     threads: options.Threads = None,
     quantized_cache: options.QuantizedCache = None,
     allow_different_kernels: Annotated[bool, option(

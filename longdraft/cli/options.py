@@ -27,19 +27,19 @@ def _of_model(text: str, built_in: str, name: str) -> Any:
     return option(text, SAMPLING, name, show_default=f"the model's, else {built_in}")
 
 
-Model = Annotated[str, option("Bundled name, folder, or hub id (owner/model or owner/model@revision).", RUNNING,
-                              "--model")]
+ModelName = Annotated[str, option("Bundled name, folder, or hub id (owner/model or owner/model@revision).", RUNNING,
+                                  "--model")]
 Revision = Annotated[str | None, option("Branch, tag or commit of a hub id.", RUNNING, "--revision",
                                         show_default="main")]
 CacheDir = Annotated[Path | None, option("Cache folder for files from the hub.", RUNNING, "--cache-dir",
                                          show_default="that of HF_HOME")]
 Offline = Annotated[bool, option("Use files from the hub's cache only.", RUNNING, "--offline")]
-Drafter = Annotated[str, option("auto, plain, ngram, suffix, tokenswift, medusa, magicdec, draft-model, glide, "
-                                "eagle or triforce.", RUNNING, "--drafter")]
+DrafterName = Annotated[str, option("auto, plain, ngram, suffix, tokenswift, medusa, magicdec, draft-model, glide, "
+                                    "eagle or triforce.", RUNNING, "--drafter")]
 DrafterOption = Annotated[list[str] | None, option("KEY=VALUE for the drafter (see docs/drafters.md). Repeatable.",
                                                    RUNNING, "--drafter-option")]
-Heads = Annotated[str | None, option("Folder or hub id of trained heads or a glide layer.", RUNNING, "--heads",
-                                     show_default="the model's")]
+HeadsSource = Annotated[str | None, option("Folder or hub id of trained heads or a glide layer.", RUNNING, "--heads",
+                                           show_default="the model's")]
 Device = Annotated[str, option("auto (a GPU if there is one), cpu or cuda.", RUNNING, "--device")]
 Dtype = Annotated[str, option("auto (the checkpoint's; float16 becomes bfloat16 on the CPU), float32, bfloat16, or on "
                               "CUDA float16.", RUNNING, "--dtype")]
@@ -69,7 +69,8 @@ MinTokensToKeep = Annotated[int, option("Tokens that --min-p and --eta-cutoff ke
                                         "--min-tokens-to-keep")]
 RepetitionPenalty = Annotated[float | None, _of_model("Penalty on tokens in the penalty window; 1: off.", "1",
                                                       "--repetition-penalty")]
-PenaltyWindow = Annotated[int, option("Number of latest tokens that are penalised.", SAMPLING, "--penalty-window")]
+PenaltyWindowLength = Annotated[int, option("Number of latest tokens that are penalised.", SAMPLING,
+                                            "--penalty-window")]
 OnLoop = Annotated[str, option("If the text repeats itself: warn, stop (finish reason 'loop') or off.", SAMPLING,
                                "--on-loop")]
 Fsync = Annotated[str, option("When the journal is synced to the disk, to survive a power cut: always, never, or an "
@@ -78,8 +79,8 @@ Stop = Annotated[list[str] | None, option("Text that ends the generation. Repeat
 StopTokenId = Annotated[list[int] | None, option("Token id that ends the generation. Repeatable.", SAMPLING,
                                                  "--stop-token-id")]
 IgnoreEos = Annotated[bool, option("Continue after the model's end-of-text token.", SAMPLING, "--ignore-eos")]
-LogitBias = Annotated[list[str] | None, option("ID=VALUE: add VALUE, -100 to 100, to a token's logit. Repeatable.",
-                                               SAMPLING, "--logit-bias")]
+LogitBiasPairs = Annotated[list[str] | None, option("ID=VALUE: add VALUE, -100 to 100, to a token's logit. Repeatable.",
+                                                    SAMPLING, "--logit-bias")]
 
 
 def parse_bias(pairs: Iterable[str]) -> dict[int, float] | None:

@@ -29,7 +29,7 @@ from longdraft.speculation.drafter import Verified
 
 AUTO, ALL = "auto", "all"
 VocabularySize = int | str  # auto | all | number of tokens
-LEAST = 64
+LEAST_SIZE = 64
 _AUTO_SIZE = 32_768
 _AUTO_MIN_VOCABULARY = 65_536
 _AUTO_MIN_SAVED = 0.2  # share of the bytes that a draft token reads
@@ -41,9 +41,9 @@ _MAX_CANDIDATES = 256  # of a row; a row with more of them tells little
 
 def check_draft_vocabulary(value: VocabularySize) -> None:
     """UsageError unless `value` is auto, all, or a number of tokens that some vocabulary can have."""
-    is_size = isinstance(value, int) and not isinstance(value, bool) and value >= LEAST
+    is_size = isinstance(value, int) and not isinstance(value, bool) and value >= LEAST_SIZE
     check(is_size or value in (AUTO, ALL), "draft_vocabulary", value,
-          f"auto, all, or {LEAST} to the model's number of tokens")
+          f"auto, all, or {LEAST_SIZE} to the model's number of tokens")
 
 
 def vocabulary_size(asked: VocabularySize, model: Transformer) -> int | None:
@@ -60,7 +60,7 @@ def vocabulary_size(asked: VocabularySize, model: Transformer) -> int | None:
         pays = total > _AUTO_MIN_VOCABULARY and saved >= _AUTO_MIN_SAVED and outweighs_cache(model)
         return _AUTO_SIZE if pays and is_possible else None
     check(isinstance(asked, int) and asked <= total, "draft_vocabulary", asked,
-          f"auto, all, or {LEAST} to {total} (the model's number of tokens)")
+          f"auto, all, or {LEAST_SIZE} to {total} (the model's number of tokens)")
     if not is_possible:
         raise UsageError(f"draft_vocabulary is {asked!r}, which needs the compiled CPU kernels and weights that are "
                          "not divided among ranks; allowed here: auto, all")

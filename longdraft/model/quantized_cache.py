@@ -19,7 +19,7 @@ from longdraft.model.fingerprint import cache_dir, weights_sha256
 from longdraft.model.packed_file import PackedFile
 from longdraft.model.tensor_files import TensorFiles
 
-VARIABLE = "LONGDRAFT_QUANTIZED_CACHE"  # the environment variable that names the folder, or "none"
+CACHE_VARIABLE = "LONGDRAFT_QUANTIZED_CACHE"  # the environment variable that names the folder, or "none"
 NONE = "none"
 _MIN_BYTES = 1 << 27  # smaller weights are quantised in a fraction of a second
 
@@ -29,7 +29,7 @@ def chosen_folder(given: str | Path | None) -> Path | None:
 
     given  a folder or "none"; None: that of LONGDRAFT_QUANTIZED_CACHE, else the user's cache folder
     """
-    asked = str(given or os.environ.get(VARIABLE, ""))
+    asked = str(given or os.environ.get(CACHE_VARIABLE, ""))
     if asked:
         return None if asked == NONE else Path(asked).expanduser()
     try:

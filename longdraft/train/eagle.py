@@ -250,7 +250,7 @@ def speculators_config(config: EagleConfig, verifier: dict[str, Any], dtype: tor
             "verifier": verifier}}
 
 
-def new_task(base: FrozenModel, settings: EagleSettings, tokens: Tokens, validation: Tokens) -> EagleTask:
+def eagle_task(base: FrozenModel, settings: EagleSettings, tokens: Tokens, validation: Tokens) -> EagleTask:
     """tokens: the training text, whose commonest tokens are the head's vocabulary."""
     config = head_config(settings, base.config)
     ids = commonest(tokens, config.draft_vocab_size, base.config.vocab_size)

@@ -163,5 +163,5 @@ class GlideTask:
                                            "max_lag": self.settings.max_lag, **record})
 
 
-def new_task(base: FrozenModel, settings: GlideSettings, validation: Tokens) -> GlideTask:
+def glide_task(base: FrozenModel, settings: GlideSettings, validation: Tokens) -> GlideTask:
     return GlideTask(GlideModule(base, settings), base, settings, validation)

@@ -228,7 +228,7 @@ class HeadsTask:
         self.module.export(folder, record)
 
 
-def new_task(base: FrozenModel, settings: HeadSettings, sample: Tokens, validation: Tokens) -> HeadsTask:
+def heads_task(base: FrozenModel, settings: HeadSettings, sample: Tokens, validation: Tokens) -> HeadsTask:
     """The task of untrained heads; `sample` is a sequence [1, L] of the training data."""
     if settings.kind == "medusa":
         return HeadsTask(MedusaModule(base, settings), base, settings, validation)

@@ -84,10 +84,10 @@ class _FrozenModelContext:
 
     def task(self, tokens: Tokens, validation: Tokens) -> ExportableTask:
         if isinstance(self._settings, HeadSettings):
-            return heads.new_task(self._base, self._settings, tokens[:1], validation)
+            return heads.heads_task(self._base, self._settings, tokens[:1], validation)
         if isinstance(self._settings, EagleSettings):
-            return eagle.new_task(self._base, self._settings, tokens, validation)
-        return glide.new_task(self._base, self._settings, validation)
+            return eagle.eagle_task(self._base, self._settings, tokens, validation)
+        return glide.glide_task(self._base, self._settings, validation)
 
     def about(self) -> dict[str, Any]:
         config = self._base.config

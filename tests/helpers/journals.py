@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import numpy as np
 
 from longdraft.errors import JournalError, LongdraftError
-from longdraft.journal import Header, Journal, Run, read_journal
+from longdraft.journal import FILE, Header, Journal, Run, read_journal
+from longdraft.journal import format as form
 
 ARITHMETIC = {"kernels": "portable", "device": "cpu", "dtype": "float32"}
 HEADER = Header(
@@ -16,6 +18,7 @@ HEADER = Header(
     sampling={"max_new_tokens": 10_000, "seed": 7, "stop": ["x"]}, eos_token_ids=[1], quantize="none",
     arithmetic=ARITHMETIC, exactness="bit-exact", drafter="auto", drafter_options={}, heads=None)
 RUN = Run("2026-01-01T00:00:00+00:00", 0, ARITHMETIC, "auto", 2)
+RUN_PAYLOAD = form.dump_payload(RUN)
 STEPS = [(5, 6, 7), (8,), (9, 10), (11, 12, 13, 14), (15,)]
 TOKENS = [token for step in STEPS for token in step]
 
@@ -26,6 +29,17 @@ def written(folder: Path, fsync: float = 1.0, is_finished: bool = True) -> None:
             journal.append(step, 4, 0.25)
         if is_finished:
             journal.finish("length")
+
+
+def lying(folder: Path, *records: tuple[int, bytes]) -> None:
+    """Write a journal of these records with correct checksums."""
+    digest = form.RunningHash()
+    content = b"".join(form.encode_record(kind, payload, digest) for kind, payload in records)
+    (folder / FILE).write_bytes(form.MAGIC + content)
+
+
+def header_with(**changes: object) -> bytes:
+    return json.dumps(json.loads(form.dump_payload(HEADER)) | changes).encode()
 
 
 def check_one_line(error: LongdraftError, part: str = "") -> None:

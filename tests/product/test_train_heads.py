@@ -79,7 +79,7 @@ def test_training_and_engine_compute_the_same_hidden_states_and_logits(tmp_path,
     trained = frozen.load_frozen_model(tmp_path / "tiny", "auto", torch.device("cpu"))
     ids = torch.arange(2, 50)
     wanted = HeadSettings(data=("none",), kind=kind, init="paper", seed=3)
-    module = heads.new_task(trained, wanted, ids[None].numpy(), ids[None].numpy()).module
+    module = heads.heads_task(trained, wanted, ids[None].numpy(), ids[None].numpy()).module
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -102,7 +102,7 @@ def test_computing_rows_in_chunks_does_not_change_the_gradient(base, monkeypatch
     for elements in (1, frozen.CPU_CHUNK_ELEMENTS):
         monkeypatch.setattr(frozen, "CPU_CHUNK_ELEMENTS", elements)
         wanted = HeadSettings(data=("none",), kind="tokenswift", heads=2, init="paper", seed=3, distill=distill)
-        task = heads.new_task(trained, wanted, ids[:1], ids)
+        task = heads.heads_task(trained, wanted, ids[:1], ids)
         loss = task.accumulate(ids, 1.0, 0)
         found.append([loss, *(p.grad for p in task.module.parameters())])
     for one, other in zip(*found, strict=True):
@@ -132,7 +132,7 @@ def test_the_loss_equals_a_direct_computation(base):
     trained = frozen.load_frozen_model(base, "auto", torch.device("cpu"))
     ids = np.random.default_rng(1).integers(2, 250, (2, 30))
     wanted = HeadSettings(data=("none",), heads=2, init="paper", distill=0.3, window=8, sinks=2)
-    task = heads.new_task(trained, wanted, ids[:1], ids)
+    task = heads.heads_task(trained, wanted, ids[:1], ids)
     losses = task.accumulate(ids, 1.0, 0)
     tokens = torch.from_numpy(ids)
     with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count, cycle, islice
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from longdraft import kernels
 from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
-from longdraft.errors import JournalError, UsageError
 from longdraft.generation import Generation
 from longdraft.loaded_model import DrafterChoice
 from longdraft.model import checkpoint
@@ -281,72 +280,3 @@ def test_requests_of_different_lengths_keep_their_own_rotations(tmp_path):
     found = {place: event.stats["sha256_tokens"] for place, event in engine.generate_many(
         [prompt_of(20)] * 3, [batch_params(max_new_tokens=length) for length in lengths]) if event.stats}
     assert [found[place] for place in range(3)] == expected and len(set(expected)) == 3
-
-
-# The Python API.
-
-
-def test_generate_many_admits_a_prompt_when_a_request_ends(plain):
-    taken = []
-
-    def prompts() -> Iterator[list[int]]:
-        for seed in range(6):
-            taken.append(seed)
-            yield prompt_of(9, seed)
-
-    events = plain.generate_many(prompts(), batch_params(max_new_tokens=3), batch_size=2)
-    next(events)
-    assert taken == [0, 1]
-    assert {place for place, event in events if event.finish_reason} == set(range(6)) and taken == list(range(6))
-
-
-def test_generate_many_continues_after_a_prompt_that_is_refused(plain):
-    last = dict(plain.generate_many(["It was", "", [10**9], "Once"], batch_params()))
-    assert [last[place].finish_reason for place in range(4)] == ["length", None, None, "length"]
-    assert "empty" in str(last[1].error) and "token id" in str(last[2].error)
-
-
-@pytest.mark.parametrize("error", [MemoryError("no room for its cache"), JournalError("it is there already")])
-def test_generate_many_continues_after_a_request_that_cannot_start(plain, monkeypatch, error):
-    start = Generation.start
-
-    def refuses(model, drafter, prompt, *settings, **options):
-        if prompt == "no":
-            raise error
-        return start(model, drafter, prompt, *settings, **options)
-
-    monkeypatch.setattr(Generation, "start", refuses)
-    last = dict(plain.generate_many(["It was", "no", "Once"], batch_params(), batch_size=2))
-    assert [last[place].finish_reason for place in range(3)] == ["length", None, "length"] and last[1].error is error
-
-
-def test_generate_many_releases_finished_requests(plain, monkeypatch):
-    """An endless iterator of prompts can therefore be served."""
-    prompts = (prompt_of(9, seed) for seed in count())
-    texts = plain.generate_many(prompts, batch_params(max_new_tokens=2), batch_size=2)
-    ended = 0
-    while ended < 40:
-        ended += next(texts)[1].finish_reason is not None
-    assert len(texts.gi_frame.f_locals["places"]) <= 2
-    texts.close()
-
-
-def test_generate_many_rejects_invalid_arguments(plain):
-    with pytest.raises(UsageError, match="batch_size is 0; allowed: 1 to 4096 texts"):
-        plain.generate_many(["a"], batch_size=0)
-    with pytest.raises(UsageError, match="params has 1 settings and there are more prompts; give one for each"):
-        list(plain.generate_many(["a", "b"], [batch_params()]))
-
-
-def test_closing_a_batch_closes_its_requests(plain):
-    with plain.batch() as batch:
-        text = batch.add("It was", batch_params())
-        batch.step()
-        generation = batch[text]
-    assert not batch and generation.finish_reason == "cancelled"
-    with pytest.raises(UsageError, match="text 7 is not in the batch; there are: none"):
-        batch.remove(7)
-
-
-def test_a_step_of_an_empty_batch_does_nothing(plain):
-    assert plain.batch().step() == [] and list(plain.generate_many([])) == []

@@ -6,6 +6,7 @@ import ast
 import runpy
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -113,8 +114,23 @@ def test_no_two_units_import_one_another():
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_are_a_few_hundred_lines_and_say_what_they_are(path):
     text = path.read_text()
-    assert text.count("\n") <= 450
+    assert text.count("\n") <= 350
     assert not text.strip() or ast.get_docstring(ast.parse(text))
+
+
+def public_types(path: Path) -> set[str]:
+    """Names of a file's classes and type aliases."""
+    body = ast.parse(path.read_text()).body
+    aliases = {node.targets[0].id for node in body if isinstance(node, ast.Assign)
+               and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Subscript)}
+    classes = {node.name for node in body if isinstance(node, ast.ClassDef)}
+    return {name for name in aliases | classes if name[0].isupper() and not name.isupper()}
+
+
+def test_no_two_public_types_share_a_name():
+    """... except the peers' workers, which implement one protocol under one name."""
+    count = Counter(name for path in modules() if path.parent.name != "workers" for name in public_types(path))
+    assert not {name for name, places in count.items() if places > 1}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)

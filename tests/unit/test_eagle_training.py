@@ -37,7 +37,7 @@ def task_of(folder: Path, **changes) -> training.EagleTask:
     base = frozen.load_frozen_model(folder, "auto", torch.device("cpu"))
     given = dict(data=("none",), window=5, passes=4, draft_vocab=200, seed=3)
     tokens = np.tile(np.arange(20, 260, dtype=np.int32), 3)
-    task = training.new_task(base, EagleSettings(**(given | changes)), tokens, np.empty(0))
+    task = training.eagle_task(base, EagleSettings(**(given | changes)), tokens, np.empty(0))
     torch.manual_seed(4)
     with torch.no_grad():
         for _, parameter in task.module.named():

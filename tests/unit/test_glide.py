@@ -34,7 +34,7 @@ def test_the_layer_computes_what_was_trained(tiny, tmp_path, name, lag):
     """Row by row over stores, compared with the training module over whole sequences."""
     target = load(tiny[name])
     trained = frozen.load_frozen_model(tiny[name], "auto", torch.device("cpu"))
-    task = training.new_task(trained, GlideSettings(data=("none",), window=5, max_lag=4, seed=3), np.empty(0))
+    task = training.glide_task(trained, GlideSettings(data=("none",), window=5, max_lag=4, seed=3), np.empty(0))
     with torch.no_grad():
         for _, parameter in task.module.named():
             parameter.add_(torch.randn_like(parameter) * 0.2)

@@ -10,7 +10,7 @@ import pytest
 
 import longdraft
 from longdraft import loops
-from longdraft.loops import LEAST, PERIODS, REPEATS, WINDOW, FullAcceptance, LoopGuard
+from longdraft.loops import LEAST_LOOP, PERIODS, REPEATS, WINDOW, FullAcceptance, LoopGuard
 from longdraft.model import hub
 from longdraft.model.tokenizer import Tokenizer
 
@@ -32,10 +32,10 @@ def prose(count: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("period", [1, 2, 3, 17, 100, 500, PERIODS])
 def test_an_exact_loop_is_detected_with_its_period(period):
     once = prose(period, seed=1)
-    text = prose(3000) + once * (20 + LEAST // period)
+    text = prose(3000) + once * (20 + LEAST_LOOP // period)
     loop = noticed(text)
     assert loop is not None and loop.period == period
-    assert loop.token == 3000 + period + max(LEAST, REPEATS * period)
+    assert loop.token == 3000 + period + max(LEAST_LOOP, REPEATS * period)
     assert f"every {period:,} tokens" in str(loop)
 
 

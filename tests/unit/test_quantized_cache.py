@@ -145,14 +145,14 @@ def test_a_full_disk_and_a_folder_that_cannot_be_written_cost_one_line(tiny, fol
 
 
 def test_the_folder_is_the_options_the_variables_or_the_users(monkeypatch, tmp_path):
-    monkeypatch.delenv(quantized_cache.VARIABLE, raising=False)
+    monkeypatch.delenv(quantized_cache.CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert quantized_cache.chosen_folder(None) == tmp_path / "longdraft" / "quantized"
-    monkeypatch.setenv(quantized_cache.VARIABLE, str(tmp_path / "a"))
+    monkeypatch.setenv(quantized_cache.CACHE_VARIABLE, str(tmp_path / "a"))
     assert quantized_cache.chosen_folder(None) == tmp_path / "a"
     assert quantized_cache.chosen_folder(tmp_path / "b") == tmp_path / "b"
     assert quantized_cache.chosen_folder("none") is None
-    monkeypatch.setenv(quantized_cache.VARIABLE, "none")
+    monkeypatch.setenv(quantized_cache.CACHE_VARIABLE, "none")
     assert quantized_cache.chosen_folder(None) is None
 
 
