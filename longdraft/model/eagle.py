@@ -28,22 +28,15 @@ from longdraft.kernels import KV, Geometry, KVStore, LayerWeights, Linear
 from longdraft.kernels.layer import layer_forward
 from longdraft.model.config import read_json
 from longdraft.model.eagle_config import FC, EagleConfig, canonical_names, layer_readings, read_eagle_config
+from longdraft.model.eagle_probe import likeliest
 from longdraft.model.rope import RopeTable
 from longdraft.model.tensor_files import INDEX, WEIGHTS, TensorFiles
-from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
 
 log = logging.getLogger(__name__)
 OWN_KEY = "longdraft"  # entry of config.json that longdraft's own trainings add
 _MAPS = ("d2t", "t2d")
-_PROBE = (
-    "The rain had stopped before dawn, and the road to the village shone between the hedges. Nobody had expected the "
-    "old man to come back. He carried a small bag, a stick, and a letter that he had not opened. At the bridge he "
-    "waited for a while and looked at the water, which was brown and fast after the storm. A boy with two dogs came "
-    "down the hill and asked him whether he was lost. No, said the old man, I was born in the third house behind the "
-    "church, and I only want to know who lives there now. The boy thought about it. My aunt does, he said at last, but "
-    "she does not like visitors in the morning. Then I will wait until the afternoon, said the old man, and he sat "
-    "down on the wall, put the letter on his knees, and began to tell the boy how the bridge had been built.")
 
 
 class EagleWeights(NamedTuple):
@@ -90,10 +83,9 @@ class Eagle:
         self._geometry = Geometry(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rms_norm_eps)
         self._rope = RopeTable(layer, 1, self.kernels.device)
 
-    def reading(self, layers: Sequence[int], norm_before_residual: bool) -> Eagle:
+    def reading(self, layers: Sequence[int], **flags: Any) -> Eagle:
         """This head with another meaning of its config.json. Weights are shared."""
-        config = replace(self.config, norm_before_residual=norm_before_residual)
-        return Eagle(config, self._weights, self._target, layers)
+        return Eagle(replace(self.config, **flags), self._weights, self._target, layers)
 
     def fuse(self, states: Tensor) -> Tensor:
         """The rows y [T, hidden] of the target's states [taps, T, target's hidden] of T positions."""
@@ -140,7 +132,7 @@ class Eagle:
 
     def fed_back(self, hidden: Tensor) -> Tensor:
         """The next row's y, from the layers' output."""
-        return self._normed(hidden) if self.config.norm_output else hidden
+        return hidden if self.config.norm_output is False else self._normed(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 over the target's vocabulary, of the layers' output [R, hidden]; -inf for tokens that
@@ -224,7 +216,7 @@ def load_eagle(folder: Path, target: Transformer, check: Callable[[Path, dict[st
     _check_sizes(folder, config, readings, target)
     weights = _read_weights(files, config, target)
     head = Eagle(config, weights, target, readings[0])
-    found = _likeliest(head, readings, target, encode)
+    found = likeliest(head, readings, target, encode)
     log.info("%s: EAGLE-%d, reads layers %s, window %s, guesses %s of the model's %s tokens", folder, config.version,
              ", ".join(map(str, found.layers)), config.window or "none", f"{config.draft_vocab_size:,}",
              f"{target.whole.vocab_size:,}")
@@ -313,33 +305,3 @@ def _draft_ids(files: TensorFiles, names: dict[str, str], config: EagleConfig, v
         raise ModelError(f"{files.folder}: d2t and t2d do not name the same {count} tokens below {vocabulary}, in "
                          "ascending order; the file is damaged, or d2t has ids where differences are expected")
     return None if count == vocabulary else ids
-
-
-def _likeliest(head: Eagle, readings: Sequence[Sequence[int]], target: Transformer,
-               encode: Callable[[str], list[int]] | None) -> Eagle:
-    """The reading of config.json under which the head predicts the target best on a short text."""
-    norms = (head.config.norm_before_residual,) if head.config.norm_before_residual is not None else (True, False)
-    heads = [head.reading(layers, bool(norm)) for layers in readings for norm in norms]
-    if len(heads) == 1 or encode is None:
-        return heads[0]
-    ids = encode(_PROBE)[:256]
-    tapped = target.with_taps(sorted({layer for each in heads for layer in each.taps}))
-    cache = tapped.new_cache()
-    result = tapped.forward(chain_rows(ids, 0), cache, len(ids))
-    cache.commit(range(len(ids)))
-    assert cache.taps is not None
-    states = torch.cat([run.states for run in cache.taps.take()], 1)
-    choices = result.logits.argmax(-1)
-    scores = []
-    for each in heads:
-        own = states[[tapped.taps.index(layer) for layer in each.taps]]
-        store = [each.kernels.new_store(each.config.layer.num_kv_heads, each.config.layer.head_dim)
-                 for _ in range(each.config.layer.num_layers)]
-        rows = each.forward(each.fuse(own)[:-1], ids[1:], range(len(ids) - 1), store, 0,
-                            torch.arange(-1, len(ids) - 2, dtype=torch.int32))
-        said = each.logits(rows.hidden).log_softmax(-1).gather(1, choices[1:, None])[:, 0]
-        scores.append(float(said[said.isfinite()].mean()) if said.isfinite().any() else -torch.inf)
-    best = max(range(len(heads)), key=lambda index: scores[index] - 0.02 * index)  # among equal ones the first
-    log.info("the head's config.json has %d meanings; log-likelihoods of the model's tokens: %s; taken: layers %s",
-             len(heads), ", ".join(f"{score:.2f}" for score in scores), list(heads[best].layers))
-    return heads[best]

@@ -45,7 +45,8 @@ class EagleConfig:
     norm_before_residual  the residual of the first layer is the normalised row; None: config.json does not say
     norm_before_fc        the tapped rows are normalised together, before fc
     fc_norm               they are normalised each by itself, before fc (EAGLE 3.1)
-    norm_output           the row that is fed back is normalised (EAGLE 3.1)
+    norm_output           the row that is fed back is normalised (EAGLE 3.1); None: config.json says so, but SpecForge
+                          writes that for heads which it trained without
     window                rows that its attention was trained with; 0: all
     """
 
@@ -58,7 +59,7 @@ class EagleConfig:
     norm_before_residual: bool | None
     norm_before_fc: bool
     fc_norm: bool
-    norm_output: bool
+    norm_output: bool | None
     window: int
 
     @property
@@ -124,7 +125,7 @@ def read_eagle_config(folder: Path, files: TensorFiles) -> EagleConfig:
         norm_before_residual=_flag(eagle, "norm_before_residual", None if is_speculators else False),
         norm_before_fc=bool(_flag(eagle, "norm_before_fc", False)),
         fc_norm=bool(_flag(eagle, "fc_norm", bool(_flag(eagle, "use_aux_norm", False)))),
-        norm_output=bool(_flag(eagle, "norm_output", False)),
+        norm_output=(False if not _flag(eagle, "norm_output", False) else True if is_speculators else None),
         window=window,
     )
 

@@ -25,19 +25,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longdraft.errors import ModelError
 from longdraft.model.config import ModelConfig, RopeConfig, read_json
 from longdraft.model.eagle import OWN_KEY, eagle_shapes
-from longdraft.model.eagle_config import EagleConfig
+from longdraft.model.eagle_config import EagleConfig, canonical_names, read_eagle_config
 from longdraft.model.rope import frequencies
-from longdraft.model.tensor_files import WEIGHTS, dump_json
+from longdraft.model.tensor_files import WEIGHTS, TensorFiles, dump_json
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
-from longdraft.train.frozen_model import FrozenModel, LayerModule, Scores, as_ids, row_chunks
+from longdraft.train.frozen_model import (
+    IGNORED,
+    FrozenModel,
+    LayerModule,
+    Scores,
+    as_ids,
+    mixed_loss,
+    read_part,
+    row_chunks,
+)
 from longdraft.train.glide import offset_positions, rotate
 from longdraft.train.loop import decayed
 from longdraft.train.settings import EagleSettings
 
 _FORMAT = "0.9.0"  # version of speculators whose format is written
+_ATTENTION_ROWS = 256  # rows whose scores are computed at a time: half of them all, and a part that stays in the cache
 
 
 def head_config(settings: EagleSettings, target: ModelConfig) -> EagleConfig:
@@ -113,17 +124,25 @@ class EagleModule(LayerModule):
     def _attention(self, q: Tensor, keys: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Rows q [B, H, T, D] of the last pass over the window of pass 0, and over their own rows of the others."""
         count, group = q.shape[2], self.config.layer.num_heads // self.config.layer.num_kv_heads
-        (k, v), *own = [tuple(part[:, :, :count].repeat_interleave(group, 1) for part in pair) for pair in keys]
-        row = torch.arange(count, device=q.device)
-        distance = row[:, None] - row
-        seen = (distance >= 0) & (distance < self.config.window)
+        whole, *own = [tuple(part[:, :, :count].repeat_interleave(group, 1) for part in pair) for pair in keys]
         q = q * q.shape[-1] ** -0.5
-        scores = [(q @ k.transpose(2, 3)).float().masked_fill(~seen, -torch.inf)]
-        scores += [(q * mine).sum(-1, keepdim=True).float() for mine, _ in own]
+        return torch.cat([self._attend(q, whole, own, slice(first, min(first + _ATTENTION_ROWS, count)))
+                          for first in range(0, count, _ATTENTION_ROWS)], 2)
+
+    def _attend(self, q: Tensor, whole: tuple[Tensor, ...], own: list[tuple[Tensor, ...]], run: slice) -> Tensor:
+        """The rows `run` of `_attention`, over the keys that any of them sees."""
+        first = max(0, run.start - self.config.window + 1)
+        k, v = (part[:, :, first : run.stop] for part in whole)
+        distance = (torch.arange(run.start, run.stop, device=q.device)[:, None]
+                    - torch.arange(first, run.stop, device=q.device))
+        hidden = (distance < 0) | (distance >= self.config.window)
+        rows = q[:, :, run]
+        scores = [(rows @ k.transpose(2, 3)).float().masked_fill(hidden, -torch.inf)]
+        scores += [(rows * mine[:, :, run]).sum(-1, keepdim=True).float() for mine, _ in own]
         weights = torch.cat(scores, -1).softmax(-1).to(v.dtype)
-        out = weights[..., :count] @ v
+        out = weights[..., : k.shape[2]] @ v
         for place, (_, values) in enumerate(own):
-            out = out + weights[..., count + place, None] * values
+            out = out + weights[..., k.shape[2] + place, None] * values[:, :, run]
         return out
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -145,7 +164,7 @@ class EagleTask:
     validation: Tokens
 
     def groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        return decayed(list(self.module.named()), weight_decay)
+        return decayed(list(self.module.named_parameters()), weight_decay)
 
     def _states(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The tapped states [taps, B, L, hidden] and the last rows, normalised [B, L, hidden]."""
@@ -167,28 +186,29 @@ class EagleTask:
             for run in row_chunks(self.base.device, self.base.config.vocab_size, ids.shape[1] - 1):
                 with torch.no_grad():
                     logits = self.base.logits(taught[text, 1:][run])
-                    said, is_known = logits[:, module.ids].softmax(-1), self._is_known(logits.argmax(-1))
+                    said, wanted = logits[:, module.ids].softmax(-1), self._wanted(logits)
                 for s in range(settings.passes):  # the row of pass s with the token of position p is p - 1 - s
                     skipped = max(0, s - run.start)
                     own = rows[s][text, run.start + skipped - s : run.stop - s]
                     if len(own):
-                        loss = self._loss(module.logits(own), said[skipped:], is_known[skipped:])
+                        loss = self._loss(module.logits(own), said[skipped:], wanted[skipped:])
                         loss = loss / rows[s].shape[:2].numel()
                         (loss * scale * settings.decay**s).backward()
                         losses[s] += loss.detach()
         torch.autograd.backward(outputs, [row.grad for row in rows])
         return losses
 
-    def _is_known(self, tokens: Tensor) -> Tensor:
-        return torch.isin(tokens, self.module.ids)
+    def _wanted(self, logits: Tensor) -> Tensor:
+        """The target's first choice in the head's vocabulary [R], IGNORED where the head does not have it."""
+        chosen = logits.argmax(-1)
+        places = torch.searchsorted(self.module.ids, chosen).clamp(max=len(self.module.ids) - 1)
+        return torch.where(self.module.ids[places] == chosen, places, IGNORED)
 
-    def _loss(self, logits: Tensor, said: Tensor, is_known: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, said: Tensor, wanted: Tensor) -> Tensor:
         """Summed over the rows that count: cross-entropy to the target's distribution, or the total variation."""
         if self.settings.loss == "tv":
-            each = 0.5 * (logits.softmax(-1) - said).abs().sum(-1)
-        else:
-            each = -(said * logits.log_softmax(-1)).sum(-1)
-        return each[is_known].sum()
+            return (0.5 * (logits.softmax(-1) - said).abs().sum(-1))[wanted != IGNORED].sum()
+        return mixed_loss(logits, wanted, said, 1.0)
 
     @torch.no_grad()
     def validate(self) -> list[dict[str, float]]:
@@ -208,11 +228,21 @@ class EagleTask:
                     scores.add(s, self.module.logits(rows[run][known]), wanted[run][known])
         return [{"draft": float(s + 1)} | found for s, found in enumerate(scores.metrics())]
 
+    def start_from(self, folder: Path) -> None:
+        """The norms and the tapped layers must be the same; window and vocabulary may be others."""
+        files, own = TensorFiles(folder), self.module.config
+        found = read_eagle_config(folder, files)
+        for name in ("tapped_ids", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+            if getattr(found, name) != getattr(own, name):
+                raise ModelError(f"{folder} has {name} {getattr(found, name)}, the head to train {getattr(own, name)}; "
+                                 "give --start a head that longdraft trained for a model of these sizes")
+        read_part(files, self.module.stored(), canonical_names(files))
+
     def export(self, folder: Path, record: dict[str, Any]) -> None:
         """Write a folder in the format of speculators. Our own record is an entry of its config.json."""
         config, module, dtype = self.module.config, self.module, self.base.saved_dtype
         ids, vocabulary = module.ids.cpu(), config.layer.vocab_size
-        tensors = {name: p.detach().to("cpu", dtype) for name, p in module.named()}
+        tensors = {each.name: each.value(dtype) for each in module.stored()}
         tensors["lm_head.weight"] = (module.head.float() / self.base.config.logits_divisor).to("cpu", dtype)
         if len(ids) < vocabulary:
             tensors["d2t"] = ids - torch.arange(len(ids))
@@ -241,7 +271,7 @@ def speculators_config(config: EagleConfig, verifier: dict[str, Any], dtype: tor
         "dtype": name, "draft_vocab_size": config.draft_vocab_size, "target_hidden_size": config.target_width,
         "eagle_aux_hidden_state_layer_ids": list(config.tapped_ids), "norm_before_fc": config.norm_before_fc,
         "norm_before_residual": config.norm_before_residual, "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output, "embed_requires_grad": False, "tie_word_embeddings": False,
+        "norm_output": bool(config.norm_output), "embed_requires_grad": False, "tie_word_embeddings": False,
         "transformer_layer_config": sizes,
         "speculators_config": {
             "algorithm": "eagle3", "default_proposal_method": "greedy",

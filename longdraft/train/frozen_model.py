@@ -6,7 +6,7 @@ logits of one chunk at a time are computed, differentiated and freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -228,6 +228,34 @@ class Scores:
         return [PartMetrics(*(row[:3] / row[3]).tolist())._asdict() for row in self._sums]
 
 
+class StoredTensor(NamedTuple):
+    """A tensor of a part's file: its name and parameter, and what the parameter is multiplied by in the file."""
+
+    name: str
+    parameter: nn.Parameter
+    factor: float = 1.0
+
+    def value(self, dtype: torch.dtype) -> Tensor:
+        """For the file."""
+        return (self.parameter.detach() * self.factor).to("cpu", dtype)
+
+
+@torch.no_grad()
+def read_part(files: TensorFiles, tensors: Iterable[StoredTensor], names: Mapping[str, str] | None = None) -> None:
+    """Set the parameters of a part from the file of an earlier one. Raises ModelError if tensors are missing or have
+    other shapes.
+
+    names  our names of the file's tensors -> its own; None: the same ones
+    """
+    present = {name: name for name in files.names()} if names is None else names
+    tensors = list(tensors)
+    wanted = {present.get(each.name, each.name): tuple(each.parameter.shape) for each in tensors}
+    files.check(wanted, files.names() & wanted.keys(), "the part to train; give --start a part of the same kind and "
+                "sizes")
+    for each in tensors:
+        each.parameter.copy_(files.read(present[each.name]).float() / each.factor)
+
+
 class LayerModule(nn.Module):
     """Trained layers that draft for a frozen model, in float32, with the names of their file.
 
@@ -252,8 +280,8 @@ class LayerModule(nn.Module):
         weight: Tensor = self.weights[f"{name}.weight".replace(".", "/")]
         return weight
 
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name.replace("/", "."), p) for name, p in self.weights.items()]
+    def stored(self) -> list[StoredTensor]:
+        return [StoredTensor(name.replace("/", "."), p) for name, p in self.weights.items()]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         dtype = self._base.head_weight.dtype

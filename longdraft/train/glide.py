@@ -23,10 +23,18 @@ from torch.nn import functional
 
 from longdraft.errors import ModelError
 from longdraft.model.glide import GLIDE_KIND, glide_shapes
-from longdraft.model.tensor_files import WEIGHTS, dump_json
+from longdraft.model.tensor_files import WEIGHTS, TensorFiles, dump_json
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
-from longdraft.train.frozen_model import FrozenModel, FrozenOutputs, LayerModule, Scores, as_ids, mixed_loss
+from longdraft.train.frozen_model import (
+    FrozenModel,
+    FrozenOutputs,
+    LayerModule,
+    Scores,
+    as_ids,
+    mixed_loss,
+    read_part,
+)
 from longdraft.train.loop import decayed
 from longdraft.train.settings import GlideSettings
 
@@ -115,7 +123,7 @@ class GlideTask:
     validation: Tokens
 
     def groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        return decayed(list(self.module.named()), weight_decay)
+        return decayed(list(self.module.named_parameters()), weight_decay)
 
     def accumulate(self, sequences: Tokens, scale: float, place: int) -> Tensor:
         """Mean cross-entropy of the next token over all rows except the first `lag`, which have no target keys."""
@@ -155,9 +163,12 @@ class GlideTask:
                     scores.add(part, self.base.logits(rows[run]), wanted[run])
         return [{"lag": float(lag)} | found for lag, found in zip(lags, scores.metrics(), strict=True)]
 
+    def start_from(self, folder: Path) -> None:
+        read_part(TensorFiles(folder), self.module.stored())
+
     def export(self, folder: Path, record: dict[str, Any]) -> None:
         """Write the files that longdraft.model.glide reads."""
-        tensors = {name: p.detach().to("cpu", self.base.saved_dtype) for name, p in self.module.named()}
+        tensors = {each.name: each.value(self.base.saved_dtype) for each in self.module.stored()}
         write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
         dump_json(folder / "config.json", {"kind": GLIDE_KIND, "window": self.settings.window,
                                            "max_lag": self.settings.max_lag, **record})

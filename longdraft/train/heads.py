@@ -22,10 +22,10 @@ from torch.nn import functional
 
 from longdraft.model import medusa
 from longdraft.model.heads import HEADS_KIND
-from longdraft.model.tensor_files import HEADS_PREFIX, dump_json
+from longdraft.model.tensor_files import HEADS_PREFIX, WEIGHTS, TensorFiles, dump_json
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.data import Tokens
-from longdraft.train.frozen_model import IGNORED, FrozenModel, Scores, as_ids, mixed_loss
+from longdraft.train.frozen_model import IGNORED, FrozenModel, Scores, StoredTensor, as_ids, mixed_loss, read_part
 from longdraft.train.loop import decayed
 from longdraft.train.settings import HeadSettings
 
@@ -47,8 +47,8 @@ class LinearHead(nn.Module):
         normed = self.input_layernorm(x).to(dtype)
         return x + functional.linear(normed, self.linear.weight.to(dtype)).float()
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.named_parameters()}
+    def stored(self) -> Iterator[StoredTensor]:
+        return (StoredTensor(name, p) for name, p in self.named_parameters())
 
 
 class MlpHead(nn.Module):
@@ -69,10 +69,10 @@ class MlpHead(nn.Module):
         inner = functional.silu(functional.linear(self.input_layernorm(x).to(dtype), self.up.weight.to(dtype)))
         return x + self._size * functional.linear(inner, self.down.weight.to(dtype)).float()
 
-    def tensors(self) -> dict[str, Tensor]:
+    def stored(self) -> Iterator[StoredTensor]:
         """The tensors for inference, with the size multiplied into `down`."""
-        found = {name: p.detach() for name, p in self.named_parameters()}
-        return found | {"down.weight": found["down.weight"] * self._size}
+        return (StoredTensor(name, p, self._size if name == "down.weight" else 1.0)
+                for name, p in self.named_parameters())
 
 
 class ChainedModule(nn.Module):
@@ -117,12 +117,17 @@ class ChainedModule(nn.Module):
             hidden = head(hidden, self._base.head_weight.dtype)
             yield head.post_layernorm(hidden)
 
+    def stored(self) -> Iterator[StoredTensor]:
+        for index, head in enumerate(self.heads()):
+            yield from (each._replace(name=f"{HEADS_PREFIX}{index}.{each.name}") for each in head.stored())
+
+    def start_from(self, folder: Path) -> None:
+        read_part(TensorFiles(folder), self.stored())
+
     def export(self, folder: Path, record: dict[str, Any]) -> None:
         """Write the files that longdraft.model.heads reads."""
-        prefix = HEADS_PREFIX.removesuffix("medusa_layers.")
-        tensors = {f"{prefix}medusa_layers.{index}.{name}": tensor.to("cpu", self._base.saved_dtype)
-                   for index, head in enumerate(self.heads()) for name, tensor in head.tensors().items()}
-        write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
+        tensors = {each.name: each.value(self._base.saved_dtype) for each in self.stored()}
+        write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
         dump_json(folder / "config.json", {"kind": HEADS_KIND, "num_heads": len(self.medusa_layers), **record})
 
 
@@ -147,10 +152,16 @@ class MedusaModule(nn.Module):
             inner = functional.linear(normed.to(dtype), block.weight.to(dtype), block.bias.to(dtype))
             yield normed + functional.silu(inner.float())
 
+    def stored(self) -> Iterator[StoredTensor]:
+        return (StoredTensor(f"{index}.0.linear.{name}", p)
+                for index, block in enumerate(self.blocks) for name, p in block.named_parameters())
+
+    def start_from(self, folder: Path) -> None:
+        read_part(TensorFiles(folder, medusa.MEDUSA_FILE), self.stored())
+
     def export(self, folder: Path, record: dict[str, Any]) -> None:
         """In the public format, as longdraft.model.medusa reads it."""
-        tensors = {f"{index}.0.linear.{name}": p.detach().to("cpu", self._base.saved_dtype)
-                   for index, block in enumerate(self.blocks) for name, p in block.named_parameters()}
+        tensors = {each.name: each.value(self._base.saved_dtype) for each in self.stored()}
         write_tensors(folder / medusa.MEDUSA_FILE, tensors, {"format": "pt"})
         dump_json(folder / "config.json", {"medusa_num_heads": len(self.blocks), "medusa_num_layers": 1,
                                            "base_model_name_or_path": record["base_model"], **record})
@@ -223,6 +234,9 @@ class HeadsTask:
                     if bool(known.any()):
                         scores.add(j, base.logits(normed[known]), wanted[j, run][known])
         return scores.metrics()
+
+    def start_from(self, folder: Path) -> None:
+        self.module.start_from(folder)
 
     def export(self, folder: Path, record: dict[str, Any]) -> None:
         self.module.export(folder, record)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from longdraft.errors import UsageError, check
-from longdraft.model.config import read_config
+from longdraft.model.config import read_config, read_json
+from longdraft.model.eagle import OWN_KEY
 from longdraft.model.hub import resolve
 from longdraft.model.tokenizer import vocabulary_sha256
 from longdraft.train import data, eagle, glide, heads, lm
@@ -83,11 +84,27 @@ class _FrozenModelContext:
         self.fingerprint = self._base.fingerprint
 
     def task(self, tokens: Tokens, validation: Tokens) -> ExportableTask:
+        task = self._new_task(tokens, validation)
+        if self._settings.start:
+            folder = resolve(self._settings.start)
+            self._require_same_vocabulary(folder)
+            task.start_from(folder)
+        return task
+
+    def _new_task(self, tokens: Tokens, validation: Tokens) -> heads.HeadsTask | glide.GlideTask | eagle.EagleTask:
         if isinstance(self._settings, HeadSettings):
             return heads.heads_task(self._base, self._settings, tokens[:1], validation)
         if isinstance(self._settings, EagleSettings):
             return eagle.eagle_task(self._base, self._settings, tokens, validation)
         return glide.glide_task(self._base, self._settings, validation)
+
+    def _require_same_vocabulary(self, folder: Path) -> None:
+        """Raise UsageError if the part in `folder` was trained with other tokens than the model's."""
+        config = read_json(folder / "config.json")
+        record = config.get(OWN_KEY, config)
+        if record.get("vocabulary_sha256", (own := _vocabulary_sha256(self.tokenizer))) != own:
+            raise UsageError(f"start is {str(folder)!r}, which was trained with another tokenizer than that of "
+                             f"{self._settings.model!r}; give a part that was trained with it")
 
     def about(self) -> dict[str, Any]:
         config = self._base.config

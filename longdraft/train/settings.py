@@ -126,6 +126,9 @@ class FrozenTargetSettings(TrainingSettings):
     own_tokens: int = setting(0,
         "Tokens of additional training text that the model writes first (temperature 1, min-p 0.1, penalty 1.2).")
     shard: bool = setting(False, "Distribute the frozen model over all GPUs, in one process.")
+    start: str = setting("",
+        "Folder of a trained part of the same kind and sizes to go on from, also one of another model with the same "
+        "vocabulary. Default: new weights.")
 
     def __post_init__(self) -> None:
         at_least(self, own_tokens=0)
@@ -164,6 +167,8 @@ class HeadSettings(FrozenTargetSettings):
             yield "sinks", "without --window"
         if self.kind == "medusa":
             yield "init", "with --kind medusa, whose heads are not chained"
+        if self.start:
+            yield "init", "with --start, which gives the weights"
 
     @property
     def shortest(self) -> int:

@@ -156,6 +156,7 @@ IDLE = [
     (DraftSettings, {"model": "MODEL", "vocab_size": 500}, "vocab_size is 500, .* is the model's"),
     (DraftSettings, {"model": "MODEL", "distill_from": "MODEL"}, "distill_from is .* --model is the teacher"),
     (HeadSettings, {"model": "MODEL", "kind": "medusa", "init": "paper"}, "init is 'paper', .* not chained"),
+    (HeadSettings, {"model": "MODEL", "start": "MODEL", "init": "paper"}, "init is 'paper', .* with --start"),
     (HeadSettings, {"model": "MODEL", "sinks": 4}, "sinks is 4, but has no effect without --window"),
     (HeadSettings, {"model": "MODEL", "validation": "TEXT", "holdout": 0.1}, "holdout is 0.1, .* with --validation"),
 ]

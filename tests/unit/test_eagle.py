@@ -176,6 +176,28 @@ def test_a_probe_finds_the_meaning_under_which_the_head_predicts_the_model(tmp_p
         assert meanings == [likeliest, tuple(number + 1 for number in numbers)]
 
 
+@pytest.mark.parametrize("is_normed", [True, False])
+def test_a_probe_finds_whether_a_head_of_specforge_feeds_back_normalised_rows(tmp_path, is_normed):
+    """SpecForge writes `norm_output` for heads of both kinds. The head copies the last state to the output, with signs:
+    its own norm flips some, so a second norm flips them back. The model has the same signs, or none."""
+    signs = torch.ones(HIDDEN)
+    signs[::3] = -1
+    theirs = make_checkpoint(tmp_path / "model", tie_word_embeddings=False)
+    theirs.model.norm.weight.data = torch.ones(HIDDEN) if is_normed else signs
+    theirs.save_pretrained(tmp_path / "model")
+    model, shape = load(tmp_path / "model"), Shape(draft_vocab=VOCAB, norm_output=True)
+    for name in shape.tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            shape.tensors[name].zero_()
+    shape.tensors |= {"lm_head.weight": theirs.lm_head.weight.detach().clone(), "norm.weight": signs,
+                      "fc.weight": torch.cat([torch.zeros(HIDDEN, 2 * HIDDEN), torch.eye(HIDDEN)], 1)}
+    for layout in ("bare", "speculators"):
+        write_eagle(tmp_path / layout, shape, layout, longdraft=None)
+    taken = [eagle.load_eagle(tmp_path / layout, model, lambda *given: None, lambda text: [7] * 200).config.norm_output
+             for layout in ("bare", "speculators")]
+    assert taken == [is_normed, True]  # in speculators' format it means what it says
+
+
 @pytest.mark.parametrize("change, message", [
     (dict(target_hidden_size=64), "the head reads rows of 64 numbers, the model's have 48"),
     (dict(eagle_aux_hidden_state_layer_ids=[0, 1, 9]), r"reads layers \[0, 1, 9\], which a model of 2 layers"),

@@ -40,7 +40,7 @@ def task_of(folder: Path, **changes) -> training.EagleTask:
     task = training.eagle_task(base, EagleSettings(**(given | changes)), tokens, np.empty(0))
     torch.manual_seed(4)
     with torch.no_grad():
-        for _, parameter in task.module.named():
+        for parameter in task.module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     return task
 

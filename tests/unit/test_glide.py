@@ -36,7 +36,7 @@ def test_the_layer_computes_what_was_trained(tiny, tmp_path, name, lag):
     trained = frozen.load_frozen_model(tiny[name], "auto", torch.device("cpu"))
     task = training.glide_task(trained, GlideSettings(data=("none",), window=5, max_lag=4, seed=3), np.empty(0))
     with torch.no_grad():
-        for _, parameter in task.module.named():
+        for parameter in task.module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     task.export(tmp_path, {})
     layer = load_glide(tmp_path, target)
