@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from longdraft.errors import ModelError, UsageError
-from longdraft.model import checkpoint, eagle, eagle_config, glide, heads
+from longdraft.model import checkpoint, eagle_config, glide, heads
 from longdraft.model import config as model_config
 from longdraft.model.eagle import Eagle
+from longdraft.model.eagle_files import load_eagle
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
 from longdraft.model.tensor_files import TensorFiles
@@ -79,7 +80,7 @@ class Target(NamedTuple):
         return glide.load_glide(folder, self.model, self._check)
 
     def _eagle(self, folder: Path) -> Eagle:
-        return eagle.load_eagle(folder, self.model, self._check, self.encode)
+        return load_eagle(folder, self.model, self._check, self.encode)
 
     def _check(self, folder: Path, config: dict[str, Any]) -> None:
         heads.check_target(folder, config, *self[:3])

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longdraft.model.eagle import Eagle
 from longdraft.model.transformer import Transformer, chain_rows
-
-if TYPE_CHECKING:
-    from longdraft.model.eagle import Eagle
 
 log = logging.getLogger(__name__)
 _LONGEST = 256  # tokens of the text that are read

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from helpers.checkpoints import HIDDEN, VOCAB
-from longdraft.model import eagle
+from longdraft.model import eagle, eagle_files
 from longdraft.model.transformer import Transformer
 
 LAYERS = (0, 1, 2)  # of a model with two layers: what enters both, and what leaves the last one
@@ -137,7 +137,7 @@ def make_eagle(folder: Path, **flags: object) -> Shape:
 
 
 def load_eagle(folder: Path, model: Transformer) -> eagle.Eagle:
-    return eagle.load_eagle(folder, model, lambda where, config: None)
+    return eagle_files.load_eagle(folder, model, lambda where, config: None)
 
 
 class SlowEagle:

@@ -19,7 +19,7 @@ from longdraft import kernels
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.eagle import EagleDraftModel
 from longdraft.errors import LongdraftError, ModelError
-from longdraft.model import eagle, eagle_config
+from longdraft.model import eagle, eagle_config, eagle_files
 from longdraft.model.routine import run_alone
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer, chain_rows
@@ -171,7 +171,7 @@ def test_a_probe_finds_the_meaning_under_which_the_head_predicts_the_model(tmp_p
     shape.tensors["fc.weight"] = torch.cat([torch.zeros(HIDDEN, 2 * HIDDEN), torch.eye(HIDDEN)], 1)
     for numbers, likeliest in (([2, 3, 4], (2, 3, 4)), ([1, 2, 4], (2, 3, 5))):
         write_eagle(tmp_path / "head", shape, eagle_aux_hidden_state_layer_ids=numbers, longdraft=None)
-        meanings = [eagle.load_eagle(tmp_path / "head", model, lambda *given: None, encode).layers
+        meanings = [eagle_files.load_eagle(tmp_path / "head", model, lambda *given: None, encode).layers
                     for encode in (None, lambda text: [7] * 200)]
         assert meanings == [likeliest, tuple(number + 1 for number in numbers)]
 
@@ -193,9 +193,9 @@ def test_a_probe_finds_whether_a_head_of_specforge_feeds_back_normalised_rows(tm
                       "fc.weight": torch.cat([torch.zeros(HIDDEN, 2 * HIDDEN), torch.eye(HIDDEN)], 1)}
     for layout in ("bare", "speculators"):
         write_eagle(tmp_path / layout, shape, layout, longdraft=None)
-    taken = [eagle.load_eagle(tmp_path / layout, model, lambda *given: None, lambda text: [7] * 200).config.norm_output
+    heads = [eagle_files.load_eagle(tmp_path / layout, model, lambda *given: None, lambda text: [7] * 200)
              for layout in ("bare", "speculators")]
-    assert taken == [is_normed, True]  # in speculators' format it means what it says
+    assert [head.config.norm_output for head in heads] == [is_normed, True]  # speculators means what it says
 
 
 @pytest.mark.parametrize("change, message", [
