@@ -24,7 +24,12 @@ def serve(
     port: Annotated[int, _env("Port; 0: any free one.", "PORT")] = 8000,
     api_key: Annotated[list[str] | None, option("Key required for everything except /health. Repeatable. Also "
                                                 "LONGDRAFT_API_KEY.", _SERVING, "--api-key")] = None,
-    api_key_file: Annotated[Path | None, _env("File of keys, one per line.", "API_KEY_FILE")] = None,
+    api_key_file: Annotated[Path | None, _env("File of keys, one per line, each with a label behind it if you like.",
+                                              "API_KEY_FILE")] = None,
+    certfile: Annotated[Path | None, _env("TLS certificate chain (PEM); the server then speaks HTTPS.",
+                                          "CERTFILE")] = None,
+    keyfile: Annotated[Path | None, _env("Private key of --certfile (PEM), if that file does not hold it.",
+                                         "KEYFILE")] = None,
     served_model_name: Annotated[str | None, _env("The model's name for clients; default: --model.",
                                                   "SERVED_MODEL_NAME")] = None,
     journals: Annotated[str, _env("Folder of journals; 'none': no journals; default: longdraft/journals in "
@@ -38,6 +43,10 @@ def serve(
                                    "--no-key")] = False,
     log_format: Annotated[str, _env("json or text.", "LOG_FORMAT")] = "text",
     log_level: Annotated[str, _env("debug, info, warning or error.", "LOG_LEVEL")] = "info",
+    key_requests: Annotated[int, _env("Requests per minute of each API key; 0: no limit.", "KEY_REQUESTS",
+                                      limits=True)] = 0,
+    key_tokens: Annotated[int, _env("Tokens per hour, read and written, of each API key; 0: no limit.", "KEY_TOKENS",
+                                    limits=True)] = 0,
     max_running: Annotated[int, _env("Texts written at the same time, at most.", "MAX_RUNNING", limits=True)] = 8,
     max_queued: Annotated[int, _env("Waiting texts, at most; more get status 429.", "MAX_QUEUED", limits=True)] = 64,
     memory_mib: Annotated[int | None, _env("Memory in MiB for the KV caches of running texts; default: 80 % of the "
@@ -92,9 +101,11 @@ def serve(
     check(0 < max_body_mib <= 1 << 20, "--max-body-mib", max_body_mib, "above 0, at most 1048576")
     drafting = parse_pairs("--drafter-option", drafter_option or ())
     root = None if journals == "none" else Path(journals) if journals else default_journal_folder()
+    keys = read_keys(tuple(api_key or ()), api_key_file)
     given: dict[str, Any] = dict(
-        host=host, port=port, model_name=served_model_name or model,
-        api_keys=read_keys(tuple(api_key or ()), api_key_file), journals=root, journal_from=journal_from,
+        host=host, port=port, model_name=served_model_name or model, api_keys=tuple(keys),
+        key_labels=tuple(keys.values()), key_requests=key_requests, key_tokens=key_tokens, certfile=certfile,
+        keyfile=keyfile, journals=root, journal_from=journal_from,
         keep_finished=keep_finished, keep_cut_s=keep_cut_days * 86400, journals_bytes=journals_mib * MiB,
         disk_floor_bytes=disk_floor_mib * MiB, max_running=max_running, max_queued=max_queued,
         max_body_bytes=int(max_body_mib * MiB), max_choices=max_choices, max_connections=max_connections,

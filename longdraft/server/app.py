@@ -47,7 +47,7 @@ class App:
         self.service = Service(engine, settings)
         self._api = self._build()
         # Outside of FastAPI, so that it sees every response, those of unhandled exceptions included.
-        guarded: ASGIApp = RequestMiddleware(self._api, settings, self.service.metrics)
+        guarded: ASGIApp = RequestMiddleware(self._api, settings, self.service.metrics, self.service.keys)
         if settings.cors_origins:
             guarded = CORSMiddleware(guarded, allow_origins=settings.cors_origins, allow_methods=["*"],
                                      allow_headers=["*"], expose_headers=["X-Request-Id", "X-Generation-Id"])

@@ -72,7 +72,9 @@ class GenerationJob:
     may_journal    a journal may be made if the server itself ends the text
     times_plain    measure plain decoding now and then, for comparison
     deadline       monotonic time at which the text is cancelled
-    user           label for the log
+    user           label for the log, as the request gives it
+    key_label      label of the request's API key
+    charge         counts tokens that are read or written for the request's API key
     """
 
     id: str
@@ -89,6 +91,8 @@ class GenerationJob:
     times_plain: bool = False
     deadline: float | None = None
     user: str | None = None
+    key_label: str | None = None
+    charge: Callable[[int], None] = lambda tokens: None
 
     generation: Generation | None = None
     number: int = -1  # in the batch
@@ -110,6 +114,7 @@ class GenerationJob:
     def begin(self) -> Generation:
         """Create the generation, which has written nothing yet. Raises what Engine.generate and Engine.resume do."""
         self.state = "prefill"
+        self.charge(self.prompt_tokens)
         self.generation = self.start(on_prefill=self._on_prefill)
         return self.generation
 

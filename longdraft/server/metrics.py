@@ -34,6 +34,8 @@ class ServerMetrics:
                                           _LATENCY_BUCKETS_S)
         self.queue_time = self._histogram("request_queue_time_seconds", "Time from arrival to the start of work.",
                                           _LATENCY_BUCKETS_S)
+        self._key_requests = self._counters("key_requests", "Requests of each API key that were let in.", "key")
+        self._key_tokens = self._counters("key_tokens", "Tokens read and written for each API key.", "key")
         self._http = Counter(PREFIX + "http_requests", "Requests by route and status.",
                              ["model_name", "method", "route", "status"], registry=self._registry)
 
@@ -61,6 +63,13 @@ class ServerMetrics:
         """Record a step that brought `tokens` tokens, `seconds` after the previous step."""
         for _ in range(tokens):
             self._between_tokens.observe(seconds / tokens)
+
+    def count_key(self, label: str, requests: int = 0, tokens: int = 0) -> None:
+        """Count what the key with this label used."""
+        if requests:
+            self._key_requests.labels(self._model, label).inc(requests)
+        if tokens:
+            self._key_tokens.labels(self._model, label).inc(tokens)
 
     def count_http(self, method: str, route: str, status: int) -> None:
         self._http.labels(self._model, method, route, str(status)).inc()

@@ -6,10 +6,6 @@ format.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import hashlib
-import hmac
 import re
 import secrets
 import time
@@ -19,12 +15,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longdraft.server.errors import CLIENT_CLOSED, ApiError, retry_later
+from longdraft.server.keys import KeyRing
 from longdraft.server.logs import log_event
 from longdraft.server.metrics import ServerMetrics
 from longdraft.server.settings import ServerSettings
 
 _PATHS_WITHOUT_KEY = ("/health",)
 _PATHS_OF_SURPLUS = ("/health", "/ready", "/metrics")
+_PATHS_WITHOUT_QUOTA = ("/cancel",)  # what ends work is always allowed
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _METHODS = (*_SAFE_METHODS, "POST", "PUT", "PATCH", "DELETE")
@@ -40,9 +38,8 @@ _SECURITY_HEADERS = {
 class RequestMiddleware:
     """Checks each request and logs it."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics) -> None:
-        self._app, self._settings, self._metrics = app, settings, metrics
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, keys: KeyRing) -> None:
+        self._app, self._settings, self._metrics, self._keys = app, settings, metrics, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,8 +71,10 @@ class RequestMiddleware:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         route = str(getattr(scope.get("route"), "path", "none"))  # the pattern, such as /v1/models/{model}
         self._metrics.count_http(method, route, status)
+        label = scope.get("state", {}).get("key_label")
         log_event("request", id=request_id, method=scope["method"], path=scope["path"][:200], status=status,
-                  seconds=round(seconds, 4), client=(scope.get("client") or ("",))[0])
+                  seconds=round(seconds, 4), client=(scope.get("client") or ("",))[0],
+                  **({"key": label} if label else {}))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         """The error of a request that may not use the server; None if it may."""
@@ -92,7 +91,7 @@ class RequestMiddleware:
             return ApiError(403, "the request comes from a web page of another origin; --cors-origin allows origins",
                             code="origin_not_allowed")
         if self._keys:
-            return None if self._has_key(headers) else _missing_key(headers)
+            return self._refusal_of_key(scope, headers)
         # Without a key, a web page could reach a local server through a host name of its own (DNS rebinding).
         settings = self._settings
         if settings.is_local or settings.allowed_hosts:
@@ -102,21 +101,18 @@ class RequestMiddleware:
                                 code="host_not_allowed")
         return None
 
-    def _has_key(self, headers: Headers) -> bool:
-        """Whether the request has a key: a Bearer token (API clients) or the Basic password (browsers).
-
-        Compares with every key in constant time.
-        """
-        scheme, _, value = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "basic":
+    def _refusal_of_key(self, scope: Scope, headers: Headers) -> ApiError | None:
+        """The error of a request without a valid key, or beyond the quotas of its key; else note the key's label."""
+        label = self._keys.label_of(headers)
+        if label is None:
+            return _missing_key(headers)
+        scope.setdefault("state", {})["key_label"] = label
+        if scope["method"] not in _SAFE_METHODS and not scope["path"].endswith(_PATHS_WITHOUT_QUOTA):
             try:
-                value = base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
-            except (binascii.Error, ValueError):
-                return False
-        elif scheme.lower() != "bearer":
-            return False
-        digest = hashlib.sha256(value.strip().encode()).digest()
-        return sum(hmac.compare_digest(digest, key) for key in self._keys) > 0
+                self._keys.admit(label)
+            except ApiError as error:
+                return error
+        return None
 
 
 def _host_of(url: str) -> tuple[str, str]:

@@ -40,7 +40,7 @@ class HttpServer(uvicorn.Server):
             app, host=settings.host, port=settings.port, http=protocol, ws="none", lifespan="on", log_config=None,
             access_log=False, server_header=False, h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_SHUTDOWN_S))
+            timeout_graceful_shutdown=_SHUTDOWN_S, ssl_certfile=settings.certfile, ssl_keyfile=settings.keyfile))
         self._scheduler, self._settings = app.service.scheduler, settings
         self._drain_until: float | None = None  # monotonic time
         self._closing: threading.Thread | None = None
@@ -70,7 +70,8 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         for server in getattr(self, "servers", ()):
             host, port = server.sockets[0].getsockname()[:2]
-            log_event("listening", url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
+            scheme = "https" if self.config.is_ssl else "http"
+            log_event("listening", url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
                       model=self._settings.model_name)
             break
 

@@ -243,6 +243,7 @@ class Scheduler:
         now = time.monotonic()
         if event.sources and job.generation and job.num_tokens > job.generation.num_resumed:
             metrics.generation_tokens.inc(len(event.tokens))
+            job.charge(len(event.tokens))
             metrics.observe_draft(event.drafted, event.num_accepted)
             if seconds is None:
                 metrics.first_token.observe(now - job.arrived)
@@ -316,7 +317,7 @@ class Scheduler:
                 self._running.remove(job)
                 self._reserved -= job.num_bytes
             self._ended.append(job)
-        log_event("text", id=job.id, state=state, user=job.user, prompt_tokens=job.prompt_tokens,
+        log_event("text", id=job.id, state=state, user=job.user, key=job.key_label, prompt_tokens=job.prompt_tokens,
                   new_tokens=job.num_tokens, seconds=round(job.ended - job.arrived, 4),
                   finish_reason=job.finish_reason, error=type(error).__name__ if error else None)
         if state == "cancelled":

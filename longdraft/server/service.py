@@ -7,6 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends, Request
@@ -19,6 +20,7 @@ from longdraft.server.admission import Admission, BoundedThreads
 from longdraft.server.errors import CLIENT_CLOSED, ApiError, to_api_error
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import JournalFolder
+from longdraft.server.keys import KeyRing
 from longdraft.server.metrics import ServerMetrics
 from longdraft.server.prepare import PreparedRequest, Preparer
 from longdraft.server.replies import DONE, EventStream, ReplyBuilder, data_event, progress_comment
@@ -40,6 +42,7 @@ class Service:
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine, self.settings = engine, settings
         self.metrics = ServerMetrics(settings.model_name)
+        self.keys = KeyRing(settings, self.metrics)
         self.preparer = Preparer(engine, settings)
         self.scheduler = Scheduler(engine, settings, self.metrics)
         self.journals = JournalFolder(settings.journals, engine.tokenizer) if settings.journals else None
@@ -65,7 +68,9 @@ class Service:
         """
         events = EventQueue(asyncio.get_running_loop())
         prepared = await self.admission.prepare(request, model, lambda body: prepare(body, events))
-        jobs = prepared.jobs
+        jobs, label = prepared.jobs, getattr(request.state, "key_label", None)
+        for job in jobs if label else ():
+            job.key_label, job.charge = label, partial(self.keys.charge, label)
         reply = ReplyBuilder(prepared.options, self.settings.model_name, self.engine.tokenizer, jobs)
         self.scheduler.submit(jobs)
         if prepared.options.is_stream:

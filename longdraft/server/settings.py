@@ -5,12 +5,14 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 from longdraft.errors import UsageError, check
 
 MiB = 1 << 20
+_LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*?#\s]+")
 _USABLE_SHARE = 0.8  # of the memory that is free once the model is loaded
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
@@ -23,6 +25,10 @@ class ServerSettings:
     host, port         address to listen on; port 0 takes a free one
     model_name         the model's name in the API
     api_keys           each of these grants full access; none: no key is required
+    key_labels         a label for each key, for logs, metrics and quotas; none: key-1, key-2, ...
+    key_requests       requests per minute of each label; 0: no limit
+    key_tokens         tokens per hour, read and written, of each label; 0: no limit
+    certfile, keyfile  TLS certificate chain and private key (PEM); without a certificate the server speaks HTTP
     journals           folder of the journals; None: nothing is kept on disk
     journal_from       texts with at least this max_new_tokens have a journal even if the request asks for none
     keep_finished      number of journals of finished texts to keep, newest first
@@ -50,6 +56,11 @@ class ServerSettings:
     port: int = 8000
     model_name: str = "novelist"
     api_keys: tuple[str, ...] = ()
+    key_labels: tuple[str, ...] = ()
+    key_requests: int = 0
+    key_tokens: int = 0
+    certfile: Path | None = None
+    keyfile: Path | None = None
     journals: Path | None = None
     journal_from: int = 1024
     keep_finished: int = 200
@@ -84,9 +95,36 @@ class ServerSettings:
         if not self.is_local and not self.api_keys and not self.allows_no_key:
             raise UsageError(f"--host {self.host} is open to other machines, and there is no key; set "
                              "LONGDRAFT_API_KEY or --api-key-file, or confirm with --no-key that anyone may use it")
+        self._check_keys()
+        self._check_certificate()
         for origin in self.cors_origins:
             check(bool(_ORIGIN.fullmatch(origin)), "--cors-origin", origin, "an origin such as https://example.org",
                   "list each origin; wildcards would let any web page use the server")
+
+    def _check_keys(self) -> None:
+        for name in ("key_requests", "key_tokens"):
+            check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more", "0 sets no limit")
+            if getattr(self, name) and not self.api_keys:
+                raise UsageError(f"--{name.replace('_', '-')} limits each API key, and there is none; set "
+                                 "LONGDRAFT_API_KEY or --api-key-file")
+        assert len(self.key_labels) in (0, len(self.api_keys)), "read_keys gives a label for each key"
+
+    def _check_certificate(self) -> None:
+        if self.keyfile and not self.certfile:
+            raise UsageError("--keyfile needs --certfile, the certificate that belongs to the key")
+        if self.certfile:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certfile, self.keyfile, _no_password)
+            except (OSError, ValueError) as error:  # SSLError is an OSError
+                given = f"--certfile {self.certfile}" + (f" with --keyfile {self.keyfile}" if self.keyfile else "")
+                reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+                raise UsageError(f"{given} cannot be used: {reason}; give a PEM certificate chain and its "
+                                 "unencrypted private key") from error
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The label of each key."""
+        return self.key_labels or tuple(f"key-{i}" for i in range(1, len(self.api_keys) + 1))
 
     @property
     def is_local(self) -> bool:
@@ -99,26 +137,41 @@ class ServerSettings:
             return False
 
 
-def read_keys(given: tuple[str, ...], file: Path | None, variable: str = "LONGDRAFT_API_KEY") -> tuple[str, ...]:
-    """API keys from options, a file (one per line, # starts a comment) and the environment.
+def _no_password() -> str:
+    raise ValueError("the private key is encrypted")
 
-    Raises UsageError for a file that cannot be read or has no key, and for an empty or non-ASCII key.
+
+def read_keys(given: tuple[str, ...], file: Path | None, variable: str = "LONGDRAFT_API_KEY") -> dict[str, str]:
+    """API keys with their labels, from options, a file and the environment.
+
+    A line of the file is a key, or a key and a label behind white space; # starts a comment. Other keys are labelled
+    key-1, key-2, ... in order. Keys of one label share its quotas.
+
+    Raises UsageError for a file that cannot be read or has no key, for an empty or non-ASCII key and for a bad label.
     """
-    keys = list(given)
+    keys = [(key, "") for key in given]
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
             raise UsageError(f"--api-key-file {file} cannot be read: {error}") from error
-        found = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+        words = [line.split() for line in lines if line.strip() and not line.strip().startswith("#")]
+        for number, line in enumerate(words, 1):
+            if len(line) > 2 or not all(map(_LABEL.fullmatch, line[1:])):
+                raise UsageError(f"--api-key-file {file}: key {number} is not followed by one label of letters, "
+                                 "digits, _, . and -, at most 64; write KEY or KEY LABEL on each line")
+        found = [(line[0], "".join(line[1:])) for line in words]
         if not found:
             raise UsageError(f"--api-key-file {file} holds no key; write one key per line")
         keys += found
     if os.environ.get(variable):
-        keys.append(os.environ[variable])
-    if not all(key.strip() and key.isascii() and key.isprintable() for key in keys):
+        keys.append((os.environ[variable], ""))
+    if not all(key.strip() and key.isascii() and key.isprintable() for key, _ in keys):
         raise UsageError("an API key is empty or has characters other than printable ASCII; choose another key")
-    return tuple(dict.fromkeys(keys))
+    labels: dict[str, str] = {}
+    for key, label in keys:
+        labels.setdefault(key, label or f"key-{len(labels) + 1}")
+    return labels
 
 
 def cache_budget(device_free: int | None = None) -> int:

@@ -74,7 +74,7 @@ def test_request_ids_are_returned_and_logs_contain_no_text(server, caplog):
 def test_keys_are_read_from_options_a_file_and_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGDRAFT_API_KEY", "three")
     (tmp_path / "keys").write_text("# ours\none\n\ntwo\n")
-    assert read_keys(("zero",), tmp_path / "keys") == ("zero", "one", "two", "three")
+    assert list(read_keys(("zero",), tmp_path / "keys")) == ["zero", "one", "two", "three"]
     (tmp_path / "keys").write_text("# none yet\n")
     with pytest.raises(UsageError, match="holds no key"):
         read_keys((), tmp_path / "keys")
