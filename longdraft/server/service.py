@@ -69,8 +69,9 @@ class Service:
         events = EventQueue(asyncio.get_running_loop())
         prepared = await self.admission.prepare(request, model, lambda body: prepare(body, events))
         jobs, label = prepared.jobs, getattr(request.state, "key_label", None)
-        for job in jobs if label else ():
-            job.key_label, job.charge = label, partial(self.keys.charge, label)
+        if label is not None:
+            for job in jobs:
+                job.key_label, job.charge = label, partial(self.keys.charge, label)
         reply = ReplyBuilder(prepared.options, self.settings.model_name, self.engine.tokenizer, jobs)
         self.scheduler.submit(jobs)
         if prepared.options.is_stream:
