@@ -11,10 +11,15 @@ import sys
 def main() -> None:
     import signal
 
-    from longdraft.console import on_terminate
+    try:
+        from longdraft.console import on_terminate
 
-    signal.signal(signal.SIGTERM, on_terminate)
-    sys.exit(run(sys.argv[1:]))
+        signal.signal(signal.SIGTERM, on_terminate)
+        status = run(sys.argv[1:])
+    except KeyboardInterrupt:  # while the first modules are imported, or a second one during the clean-up
+        status = 130
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more while Python ends must not print a traceback
+    sys.exit(status)
 
 
 def run(arguments: list[str]) -> int:

@@ -218,6 +218,17 @@ def test_output_files_are_complete_after_a_signal(tmp_path, number, status):
     assert not partial.exists()
 
 
+def test_many_interrupts_end_a_command_without_a_traceback():
+    """The first modules may not be imported yet, or Python may be ending already."""
+    work = subprocess.Popen([*LONGDRAFT, "generate", "It was", "--max-new-tokens", "100000"],
+                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    time.sleep(0.5)
+    while work.poll() is None:
+        work.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+    assert "Traceback" not in work.stderr.read() and work.returncode in (130, -signal.SIGINT)
+
+
 def test_a_closed_stdout_pipe_ends_the_command_quietly():
     work = subprocess.Popen([*LONGDRAFT, "generate", "It was", "--max-new-tokens", "100000", "--seed", "1"],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
