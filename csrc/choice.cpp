@@ -52,14 +52,6 @@ double gumbel(uint64_t bits) { return -exact_log(-exact_log((static_cast<double>
 
 float penalised(float logit, float by) { return logit < 0 ? logit * by : logit / by; }
 
-struct Guess {
-    double score;
-    long place;  // of the token in the row of logits
-    bool operator<(const Guess& other) const {  // sorts the better token first
-        return score > other.score || (score == other.score && place < other.place);
-    }
-};
-
 // Call f(i) for each value that is `mark` or more, in order. Without branches for most values.
 template <class F> void for_each_reaching(float mark, const float* values, long count, F f) {
     for (long start = 0; start < count; start += LANES) {
@@ -206,19 +198,29 @@ bool Choice::could_reach(uint64_t bits, double wanted) const {
     return bits >= min_bits_[std::min(step, min_bits_.size() - 1)];
 }
 
-int64_t Choice::best_of(const float* row, const PartOfVocabulary* part, long best, uint64_t key) const {
-    if (rules_.temperature == 0) return id_of(part, best);
-    // The most likely token sets a mark. Another token needs noise that makes up for its lower score.
-    Guess first{row[best] / rules_.temperature + noise(key, id_of(part, best)), best};
+// The `count` best tokens of the support, or all if there are fewer, best first. temperature > 0.
+std::vector<Guess> Choice::best_few(const float* row, const PartOfVocabulary* part, long best, uint64_t key,
+                                    long count) const {
+    // The tokens so far set a mark. Another token needs noise that makes up for its lower score.
+    std::vector<Guess> few = {{row[best] / rules_.temperature + noise(key, id_of(part, best)), best}};
     for_each_reaching(least_value(row[best]), row, size_of(part), [&](long i) {
         if (i == best || !is_in_support(row[i], row[best])) return;
         const double score = row[i] / rules_.temperature;
         const uint64_t bits = bits_of(key, id_of(part, i));
-        if (!could_reach(bits, first.score - score)) return;
+        const bool is_full = static_cast<long>(few.size()) == count;
+        if (is_full && !could_reach(bits, few.back().score - score)) return;
         const Guess other{score + gumbel(bits), i};
-        if (other < first) first = other;
+        if (is_full) {
+            if (!(other < few.back())) return;
+            few.pop_back();
+        }
+        few.insert(std::upper_bound(few.begin(), few.end(), other), other);
     });
-    return id_of(part, first.place);
+    return few;
+}
+
+int64_t Choice::best_of(const float* row, const PartOfVocabulary* part, long best, uint64_t key) const {
+    return id_of(part, rules_.temperature == 0 ? best : best_few(row, part, best, key, 1)[0].place);
 }
 
 void Choice::choose(const float* logits, const int32_t* tokens, const int32_t* parents, long nodes, long position,
@@ -243,38 +245,29 @@ void Choice::choose(const float* logits, const int32_t* tokens, const int32_t* p
     });
 }
 
-std::vector<int64_t> Choice::rank(const float* logits, const int32_t* path, long length, long position, bool is_banned,
-                                  long count, double within, const PartOfVocabulary* part) const {
+Ranked Choice::rank(const float* logits, const int32_t* path, long length, long position, bool is_banned, long count,
+                    double within, const PartOfVocabulary* part) const {
     float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(vocabulary_) * sizeof(float)));
     long best;
-    const long size = size_of(part);
-    count = std::min(count, size);
-    if (!prepare(logits, part, window_change(path, length), is_banned, row, best)) return {};
+    const long size = size_of(part), few = std::max(count, 2L);  // two show the lead
+    if (!prepare(logits, part, window_change(path, length), is_banned, row, best)) return {{}, INFINITY};
     const uint64_t key = key_of(rules_.seed, position);
-    if (count == 1) return {best_of(row, part, best, key)};
-
-    std::vector<Guess> guesses;
-    if (rules_.temperature > 0)
-        for_each_reaching(least_value(row[best]), row, size, [&](long i) {
-            if (is_in_support(row[i], row[best])) guesses.push_back({row[i] / rules_.temperature + noise(key, id_of(part, i)), i});
-        });
-    const long inside = static_cast<long>(guesses.size());
-    std::partial_sort(guesses.begin(), guesses.begin() + std::min(inside, count), guesses.end());
-    if (inside < count) {  // a drafter's logits are an estimate: tokens that min-p removes are ranked last
-        std::vector<Guess> others = highest_of(row, size, rules_.temperature == 0 ? count : std::max(POOL, count));
-        if (rules_.temperature > 0) {
-            others.erase(std::remove_if(others.begin(), others.end(), [&](const Guess& g) {
-                return is_in_support(row[g.place], row[best]); }), others.end());
-            for (Guess& g : others) g.score = row[g.place] / rules_.temperature + noise(key, id_of(part, g.place));
-            std::sort(others.begin(), others.end());
-        }
+    std::vector<Guess> guesses = rules_.temperature > 0 ? best_few(row, part, best, key, few) : highest_of(row, size, few);
+    const double lead = guesses.size() > 1 ? guesses[0].score - guesses[1].score : INFINITY;
+    if (rules_.temperature > 0 && static_cast<long>(guesses.size()) < std::min(count, size)) {
+        // A drafter's logits are an estimate: tokens that min-p removes are ranked last.
+        std::vector<Guess> others = highest_of(row, size, std::max(POOL, count));
+        others.erase(std::remove_if(others.begin(), others.end(), [&](const Guess& g) {
+            return is_in_support(row[g.place], row[best]); }), others.end());
+        for (Guess& g : others) g.score = row[g.place] / rules_.temperature + noise(key, id_of(part, g.place));
+        std::sort(others.begin(), others.end());
         guesses.insert(guesses.end(), others.begin(), others.end());
     }
     guesses.resize(std::min(guesses.size(), static_cast<size_t>(count)));
-    std::vector<int64_t> tokens;
+    Ranked ranked{{}, lead};
     for (const Guess& guess : guesses)
-        if (guess.score >= guesses[0].score - within) tokens.push_back(id_of(part, guess.place));
-    return tokens;
+        if (guess.score >= guesses[0].score - within) ranked.tokens.push_back(id_of(part, guess.place));
+    return ranked;
 }
 
 }  // namespace longdraft

@@ -29,6 +29,22 @@ struct PartOfVocabulary {
     }
 };
 
+// A token that may follow.
+struct Guess {
+    double score;
+    long place;  // of the token in the row of logits
+    bool operator<(const Guess& other) const {  // sorts the better token first
+        return score > other.score || (score == other.score && place < other.place);
+    }
+};
+
+// Tokens, best first, and how far the score of the best is ahead of the next token that the filters leave. Infinity
+// where they leave one.
+struct Ranked {
+    std::vector<int64_t> tokens;
+    double lead;
+};
+
 // The sampler of one request. It holds the penalty window; the caller passes the tokens of the text as it grows.
 class Choice {
   public:
@@ -45,10 +61,10 @@ class Choice {
                 long banned_depth, int64_t* chosen) const;
 
     // The up to `count` best tokens after `path` (the drafted tokens after the root) by a drafter's logits, best first.
-    // Tokens whose score is more than `within` below the best score are left out.
+    // Tokens whose score is more than `within` below the best score are left out. No tokens where logits are not finite.
     //   part  the tokens that `logits` are of; null: the whole vocabulary
-    std::vector<int64_t> rank(const float* logits, const int32_t* path, long length, long position, bool is_banned,
-                              long count, double within, const PartOfVocabulary* part = nullptr) const;
+    Ranked rank(const float* logits, const int32_t* path, long length, long position, bool is_banned, long count,
+                double within, const PartOfVocabulary* part = nullptr) const;
 
   private:
     struct WindowChange { std::vector<int64_t> added, removed; };
@@ -58,6 +74,7 @@ class Choice {
     long size_of(const PartOfVocabulary* part) const { return part ? static_cast<long>(part->ids.size()) : vocabulary_; }
     bool prepare(const float* logits, const PartOfVocabulary* part, const WindowChange& change, bool is_banned, float* row,
                  long& best) const;
+    std::vector<Guess> best_few(const float* row, const PartOfVocabulary* part, long best, uint64_t key, long count) const;
     int64_t best_of(const float* row, const PartOfVocabulary* part, long best, uint64_t key) const;
     bool is_in_support(float value, float best) const;
     float least_value(float best) const;

@@ -1,5 +1,7 @@
 #include "draft.h"
 
+#include <algorithm>
+
 namespace longdraft {
 namespace {
 
@@ -20,15 +22,20 @@ struct RowBuffers {
 
 }  // namespace
 
-std::vector<std::vector<int64_t>> draft(const Kernels& kernels, const DraftModel& model, const DraftCache& cache,
-                                        const Choice& choice, const DraftRules& rules, int32_t root,
-                                        std::vector<int32_t> path, const float* cos, const float* sin) {
+double ChainEnd::rate(double lead) const {
+    return rates[static_cast<size_t>(std::upper_bound(edges.begin(), edges.end(), lead) - edges.begin())];
+}
+
+std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const DraftCache& cache, const Choice& choice,
+                          const DraftRules& rules, int32_t root, std::vector<int32_t> path, const float* cos,
+                          const float* sin) {
     const Decoder& d = *model.decoder;
     const bool bf16 = model.head->is_bf16;
     const long size = bf16 ? 2 : 4, hidden = model.embedding->k, kv_width = d.kv_heads * d.dim;
     RowBuffers row(d, hidden, model.head->n, size);
     const int32_t parent = -1;
-    std::vector<std::vector<int64_t>> places;
+    std::vector<Ranked> places;
+    double reached = 1;  // probability that all tokens so far become text
     for (long i = 0; i < rules.count; i++) {
         const int64_t token = path.empty() ? root : path.back();
         const long length = cache.length + i, half = d.dim / 2;
@@ -50,8 +57,11 @@ std::vector<std::vector<int64_t>> draft(const Kernels& kernels, const DraftModel
         const long known = static_cast<long>(path.size());
         places.push_back(choice.rank(row.logits.data(), path.data(), known, rules.position + i, known < rules.banned_depth,
                                      rules.width, rules.within, model.part));
-        if (places.back().empty()) break;
-        path.push_back(static_cast<int32_t>(places.back()[0]));
+        const auto& [tokens, lead] = places.back();
+        if (tokens.empty()) break;
+        path.push_back(static_cast<int32_t>(tokens[0]));
+        reached *= rules.end.rate(lead);
+        if (reached < rules.end.least) break;
     }
     return places;
 }

@@ -28,20 +28,30 @@ struct DraftCache {
     const float* remainder;  // [layers, heads, dim + 1, dim + 1] or null, as for TextRows
 };
 
+// When a chain ends before its last place: as soon as the probability that all its tokens become text is below `least`.
+// A token whose lead (Ranked) is edges[i - 1] or more and below edges[i] is right with probability rates[i].
+struct ChainEnd {
+    std::vector<double> edges, rates;
+    double least;
+
+    double rate(double lead) const;
+};
+
 struct DraftRules {
     long count;           // tokens to draft
     long position;        // of the first drafted token in the text
     long width;           // guesses at each place
     double within;        // how far the score of a guess may be below the first one's
     long banned_depth;    // places before this one may not be banned tokens
+    ChainEnd end;
 };
 
-// Guesses for each place, best first; the chain follows the best. Stops early where logits are not finite.
+// Guesses for each place; the chain follows the best. It ends early by the rules, and where logits are not finite.
 //   path      drafted tokens behind the text's last token, the chain follows the last of them; empty: the text's last
 //   root      the text's last token
 //   cos, sin  [count, dim / 2], of the rows
-std::vector<std::vector<int64_t>> draft(const Kernels& kernels, const DraftModel& model, const DraftCache& cache,
-                                        const Choice& choice, const DraftRules& rules, int32_t root,
-                                        std::vector<int32_t> path, const float* cos, const float* sin);
+std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const DraftCache& cache, const Choice& choice,
+                          const DraftRules& rules, int32_t root, std::vector<int32_t> path, const float* cos,
+                          const float* sin);
 
 }  // namespace longdraft

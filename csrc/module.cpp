@@ -1,6 +1,7 @@
 // The Python bindings of the CPU kernels. Only longdraft/kernels/cpu.py and longdraft/sampling/fast.py call them, with
 // addresses and sizes that they have checked. What Python cannot check cheaply is checked here.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -38,6 +39,10 @@ VARIANT(portable)
 #undef VARIANT
 
 namespace {
+
+using RankedPair = std::pair<std::vector<int64_t>, double>;  // Ranked, for Python
+
+RankedPair pair_of(Ranked ranked) { return {std::move(ranked.tokens), ranked.lead}; }
 
 #if defined(LONGDRAFT_AMX)
 // Linux grants the use of the matrix unit's registers to a process that asks for it, once.
@@ -181,8 +186,8 @@ NB_MODULE(_cpu, m) {
             return chosen; })
         .def("rank", [](const Choice& choice, Address logits, const std::vector<int32_t>& path, long position,
                         bool is_banned, long count, double within) {
-            return choice.rank(at<float>(logits), path.data(), static_cast<long>(path.size()), position, is_banned,
-                               count, within); });
+            return pair_of(choice.rank(at<float>(logits), path.data(), static_cast<long>(path.size()), position, is_banned,
+                                       count, within)); });
 
     nb::class_<Decoder>(m, "Decoder")
         .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool post_norm,
@@ -247,17 +252,24 @@ NB_MODULE(_cpu, m) {
         .def("draft", [](const Kernels& k, const Decoder& decoder, const Linear& embedding, const Linear& head, Address norm,
                          float logits_divisor, const std::vector<Store*>& stores, long length, Address remainder,
                          const Choice& choice, long count, long position, long width, double within, long banned_depth,
-                         int32_t root, const std::vector<int32_t>& path, Address cos, Address sin,
+                         const std::vector<double>& edges, const std::vector<double>& rates, double least, int32_t root,
+                         const std::vector<int32_t>& path, Address cos, Address sin,
                          const PartOfVocabulary* part) {
             for (int32_t token : path) require(0 <= token && token < embedding.n, "token ids of the table");
             require(!part || static_cast<long>(part->ids.size()) == head.n, "a row of the head for each token of the part");
             require(0 <= root && root < embedding.n && stores.size() == decoder.layers.size(),
                     "a token of the table, and a store for each layer");
-            return draft(k, {&decoder, &embedding, &head, at<void>(norm), logits_divisor, part},
-                         {stores, length, at<float>(remainder)}, choice, {count, position, width, within, banned_depth},
-                         root, path, at<float>(cos), at<float>(sin)); }, "decoder"_a, "embedding"_a, "head"_a, "norm"_a,
+            require(rates.size() == edges.size() + 1, "a rate below each edge, and one above");
+            std::vector<RankedPair> places;
+            for (Ranked& ranked : draft(k, {&decoder, &embedding, &head, at<void>(norm), logits_divisor, part},
+                                        {stores, length, at<float>(remainder)}, choice,
+                                        {count, position, width, within, banned_depth, {edges, rates, least}}, root, path,
+                                        at<float>(cos), at<float>(sin)))
+                places.push_back(pair_of(std::move(ranked)));
+            return places; }, "decoder"_a, "embedding"_a, "head"_a, "norm"_a,
              "logits_divisor"_a, "stores"_a, "length"_a, "remainder"_a, "choice"_a, "count"_a, "position"_a, "width"_a,
-             "within"_a, "banned_depth"_a, "root"_a, "path"_a, "cos"_a, "sin"_a, "part"_a.none(), free_gil)
+             "within"_a, "banned_depth"_a, "edges"_a, "rates"_a, "least"_a, "root"_a, "path"_a, "cos"_a, "sin"_a,
+             "part"_a.none(), free_gil)
         .def("keep", [](const Kernels& k, const std::vector<Store*>& stores, long start,
                         const std::vector<int64_t>& rows, long num_rows, long layer_stride, Address key, Address value) {
             for (int64_t row : rows) require(0 <= row && row < num_rows, "row numbers below the number of rows");

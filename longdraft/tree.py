@@ -124,3 +124,9 @@ def from_paths(root: int, paths: Iterable[Sequence[int]], source: str) -> Tree:
     for path in paths:
         trie.graft(0, path, source)
     return trie.tree()
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    shorter = min(len(one), len(other))
+    return next((i for i in range(shorter) if one[i] != other[i]), shorter)

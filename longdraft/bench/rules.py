@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from longdraft.core import Context, SamplingParams
+from longdraft.kernels.native_draft import Ranked, Ranking
 from longdraft.sampling import process
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import Tree
@@ -33,9 +34,12 @@ class IndependentSampler(Sampler):
         super().__init__(params, banned, is_fast)
         self._by_logit = Sampler(replace(params, temperature=0.0), banned, is_fast)
 
-    def rank(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0,
-             within: float = math.inf) -> list[int]:
-        return self._by_logit.rank(logits, context, path, num, ahead, within)
+    def ranked(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0,
+               within: float = math.inf) -> Ranked:
+        return self._by_logit.ranked(logits, context, path, num, ahead, within)
+
+    def native_ranking(self, context: Context, vocabulary: int, width: int, within: float) -> Ranking | None:
+        return self._by_logit.native_ranking(context, vocabulary, width, within)
 
 
 class PathSampler(IndependentSampler):

@@ -12,7 +12,10 @@ text grows. Measured times may decide, because no choice can change the text.
 
 The acceptance of a candidate is only seen while it drafts. Candidates that could be the fastest are *probed* for a few
 steps now and then. All requests of an engine share a budget of time that probes may lose. A probe that gains costs
-nothing of it, and a candidate that would lose even if all its guesses were right is not probed.
+nothing of it, and a candidate that would lose even if all its guesses were right is not probed. A drafter that reads
+the text alone is *watched* instead: now and then it drafts, and the draft is compared with the text that others write.
+
+Chains end by themselves (longdraft/drafters/confidence.py) where a further token costs more than it gains.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any, NamedTuple
 from longdraft.cache.partial import PartialCache
 from longdraft.core import Context
 from longdraft.drafters.acceptance import NodeAcceptance
+from longdraft.drafters.confidence import confidence_of
 from longdraft.drafters.draft_model import DraftModelOptions
 from longdraft.drafters.draft_vocabulary import AUTO as AUTO_VOCABULARY
 from longdraft.drafters.draft_vocabulary import VocabularySize, check_draft_vocabulary
@@ -32,8 +36,8 @@ from longdraft.drafters.options import DrafterOptions
 from longdraft.drafters.selector import AUTO_SETTINGS, Selector, SharedKnowledge
 from longdraft.model.draft_copy import AUTO as AUTO_WEIGHTS
 from longdraft.model.draft_copy import check_draft_weights
-from longdraft.model.routine import CostClock, Routine
-from longdraft.speculation.drafter import Accepted, Drafter, Verified, memory_of
+from longdraft.model.routine import CostClock, Routine, run_alone
+from longdraft.speculation.drafter import Accepted, Drafter, ReadsText, Verified, memory_of
 from longdraft.tree import Tree
 
 
@@ -64,7 +68,7 @@ class AutoOptions(DrafterOptions):
 class Proposal(NamedTuple):
     """A tree that is being verified.
 
-    drafted  depth that the draft was allowed
+    drafted  depth of the draft
     allowed  depth up to which its guesses were kept
     began, ended  of drafting, in seconds
     """
@@ -74,6 +78,15 @@ class Proposal(NamedTuple):
     allowed: int
     began: float
     ended: float
+
+
+class Watched(NamedTuple):
+    """A draft behind the first `length` tokens of the text that was not verified."""
+
+    name: str
+    tree: Tree
+    depth: int
+    length: int
 
 
 class AutoDrafter:
@@ -97,6 +110,8 @@ class AutoDrafter:
         self._selector: Selector | None = None
         self._node_acceptance = NodeAcceptance()
         self._proposal: Proposal | None = None
+        self._readers = [name for name, drafter in self._drafters.items() if isinstance(drafter, ReadsText)]
+        self._watched: Watched | None = None
         self._num_steps = 0
         self._has_switched = True  # the next step is the active candidate's first since a switch
         self._last_writer = ""
@@ -118,17 +133,24 @@ class AutoDrafter:
             drafter.begin(context, verified)
         if not self._shared.candidates:
             self._calibrate()
-        self._selector = Selector(self._shared, self._clock, context)
+        self._selector = Selector(self._shared, self._clock, context, self._readers)
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         began, selector = self._clock(), self.selector
+        drafter = self._drafters[selector.active]
         is_exploring = self._num_steps % AUTO_SETTINGS.steps_per_exploration == 0 and not selector.is_probing
-        drafted = allowed = min(max_depth, selector.depth + AUTO_SETTINGS.exploration_depth * is_exploring)
-        tree = yield from self._drafters[selector.active].propose(context, drafted)
+        if confidence := confidence_of(drafter):
+            confidence.least = selector.least_probability
+            is_exploring = False
+        deeper = AUTO_SETTINGS.exploration_depth * is_exploring
+        drafted = allowed = min(max_depth, selector.depth(confidence is not None) + deeper)
+        tree = yield from drafter.propose(context, drafted)
+        if confidence:
+            drafted = allowed = confidence.num_drafted
         if not is_exploring and not selector.is_probing and len(tree) > 1:
             whole, tree = tree, self._worthwhile(tree)
             if tree is not whole:  # the step will show nothing about the depths that were cut off
-                allowed = max(tree.depths)
+                allowed = min(allowed, max(tree.depths))
         self._proposal = Proposal(tree, drafted, allowed, began, self._clock())
         return tree
 
@@ -148,6 +170,7 @@ class AutoDrafter:
         self._num_steps += 1
         if self._num_steps % self.selector.steps_per_decision == 0:
             self.selector.decide(context)
+            self._watch(context, accepted)
         self._has_switched = self.selector.active != active
         if self._has_switched:  # the new candidate has not seen the latest tokens
             self._drafters[self.selector.active].observe(context, accepted)
@@ -159,9 +182,28 @@ class AutoDrafter:
         draft = drafted_at - began + self._clock() - verified_at
         if len(tree) > 1:
             self._node_acceptance.add(tree, accepted.rows)
-        self.selector.learn(tree, allowed, len(accepted.tokens) - 1)
+        self.selector.learn(self.selector.active, tree, allowed, len(accepted.tokens) - 1)
         self.selector.spend(len(accepted.tokens), len(tree), verified_at - drafted_at, drafted, draft,
                             is_typical=not self._has_switched)  # some candidates catch up first
+
+    def _watch(self, context: Context, accepted: Accepted) -> None:
+        """Compare a watched draft with the text that follows it, and watch another one."""
+        if self._watched:
+            name, tree, depth, length = self._watched
+            if len(context) < length + depth:
+                return
+            node = right = 0
+            for token in context.slice(length, length + depth).tolist():
+                if (child := tree.children.get((node, token))) is None:
+                    break
+                node, right = child, right + 1
+            self.selector.learn(name, tree, depth, right)
+            self._watched = None
+        name = self.selector.turn
+        if name in self._readers and name != self.selector.active:
+            self._drafters[name].observe(context, accepted)
+            depth = AUTO_SETTINGS.max_depth
+            self._watched = Watched(name, run_alone(self._drafters[name].propose(context, depth)), depth, len(context))
 
     def _report(self, context: Context, written: int) -> None:
         self._last_writer = self.selector.active

@@ -10,24 +10,20 @@ drafts: the target itself on a partial KV cache, a smaller model with a cache of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from longdraft.cache.partial import PartialCache
 from longdraft.core import Context
+from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import DraftVocabulary
+from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
 from longdraft.model.routine import CostClock, Routine
 from longdraft.model.transformer import Forward, ForwardRequest, Rows, Transformer
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import Trie
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    shorter = min(len(one), len(other))
-    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
 class DraftModel(Protocol):
@@ -46,6 +42,7 @@ class Chain(NamedTuple):
     width        guesses at each place at most; each costs a row of verification, only the best one costs a forward
     source       name of the guesses in the statistics
     margin       largest gap between a further guess's score and the best one's, in nats
+    confidence   says where chains end; None: they have the length that is asked for
     """
 
     draft_model: DraftModel
@@ -53,30 +50,42 @@ class Chain(NamedTuple):
     width: int
     source: str
     margin: float = math.inf
+    confidence: Confidence | None = None
 
     def draft(self, trie: Trie, context: Context, path: Sequence[int], length: int) -> Routine[tuple[int, list[int]]]:
-        """Add a chain of `length` tokens to a trie whose root is the last token of `path`.
+        """Add a chain of up to `length` tokens to a trie whose root is the last token of `path`.
 
         Returns the chain's last node, and `path` with the chain's tokens. The chain is shorter where the model has no
-        guess.
+        guess, and where `confidence` ends it.
         """
-        node, path = 0, list(path)
-        places: Iterator[list[int]] | None = None
+        node, path, end = 0, list(path), self.confidence.end() if self.confidence else NEVER
+        places = None
         if isinstance(self.draft_model, SelfDraftModel):
-            natively = self.draft_model.draft_natively(context, path, length, self.sampler, self.width, self.margin)
-            places = None if natively is None else iter(natively)
-        for _ in range(length):
-            if places is not None:
-                guesses = next(places)
-            else:
-                logits = yield from self.draft_model.next_logits(context, path)
-                guesses = [] if logits is None else self.sampler.rank(logits[0], context, path[1:], self.width,
-                                                                      within=self.margin)
-            if not guesses:
+            places = self.draft_model.draft_natively(context, path, length, self.sampler, self.width, self.margin, end)
+        if places is None:
+            places = yield from self._step_by_step(context, path, length, end)
+        for tokens, _ in places:
+            node, *_ = [trie.add(node, token, self.source) for token in tokens] or [node]
+        best = [tokens[0] for tokens, _ in places if tokens]
+        if self.confidence:
+            self.confidence.expect(best, [lead for _, lead in places])
+        return node, path + best
+
+    def _step_by_step(self, context: Context, path: Sequence[int], length: int, end: ChainEnd
+                      ) -> Routine[list[Ranked]]:
+        """The guesses of a chain behind `path`, place by place, with a forward of the draft model for each."""
+        places: list[Ranked] = []
+        path, reached = list(path), 1.0  # P(all tokens so far become text)
+        while len(places) < length and reached >= end.least:
+            logits = yield from self.draft_model.next_logits(context, path)
+            if logits is None:
                 break
-            node, *_ = [trie.add(node, guess, self.source) for guess in guesses]
-            path.append(guesses[0])
-        return node, path
+            places.append(self.sampler.ranked(logits[0], context, path[1:], self.width, within=self.margin))
+            if not places[-1].tokens:
+                break
+            path.append(places[-1].tokens[0])
+            reached *= end.rate(places[-1].lead)
+        return places
 
 
 class SelfDraftModel:
@@ -101,7 +110,7 @@ class SelfDraftModel:
         return self._vocabulary.model(context) if self._vocabulary and self._is_alone else self._whole_model
 
     def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
-                       margin: float) -> list[list[int]] | None:
+                       margin: float, end: ChainEnd) -> list[Ranked] | None:
         """The guesses of a chain behind `path`, place by place, drafted in one call. None where that is not possible,
         or where the request shares its forwards with others, which read the weights once for all."""
         if length < 1 or not self._is_alone:
@@ -110,7 +119,7 @@ class SelfDraftModel:
         ranking = sampler.native_ranking(context, model.config.vocab_size, width, margin)
         if ranking is None:
             return None
-        places = model.draft_chain(self._cache.draft_stores, ranking, path[0], path[1:],
+        places = model.draft_chain(self._cache.draft_stores, ranking, end, path[0], path[1:],
                                    len(context) + len(path) - 1, length)
         if places is not None:
             self._cache.add_drafts(len(places))

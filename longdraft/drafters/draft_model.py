@@ -7,6 +7,7 @@ from typing import Literal
 
 from longdraft.core import Context
 from longdraft.drafters.chain import Chain
+from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.options import DrafterOptions, check_chain, check_window
 from longdraft.drafters.streaming_model import StreamingDraftModel
 from longdraft.errors import check
@@ -73,7 +74,8 @@ class DraftModelDrafter:
             self._draft_model = windowed(draft, target, most, _SINKS, refresh=max(1, most // 4))
         else:
             self._draft_model = windowed(draft, target, options.budget, options.sinks, options.refresh)
-        self._chain = Chain(self._draft_model, sampler, options.width, DRAFT)
+        self.confidence = Confidence()
+        self._chain = Chain(self._draft_model, sampler, options.width, DRAFT, confidence=self.confidence)
 
     @property
     def nbytes(self) -> int:
@@ -88,4 +90,5 @@ class DraftModelDrafter:
         return trie.tree()
 
     def observe(self, context: Context, accepted: Accepted) -> None:
-        """Nothing: the next proposal reads the new tokens."""
+        """The next proposal reads the new tokens."""
+        self.confidence.learn(accepted.tokens)

@@ -20,13 +20,13 @@ from longdraft.cache.full import FullCache
 from longdraft.cache.taps import FIRST, LATEST, TappedRows
 from longdraft.cache.window import RowWindow
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.chain import common_prefix
 from longdraft.drafters.layer_drafter import LayerDrafter
 from longdraft.drafters.options import DrafterOptions, check_chain
 from longdraft.errors import check
 from longdraft.model.eagle import Eagle
 from longdraft.model.routine import atomic
 from longdraft.sampling.sampler import Sampler
+from longdraft.tree import common_prefix
 
 EAGLE = "eagle"  # the source of the guesses in the statistics
 _READ_CHUNK = 256  # rows of text read in one forward

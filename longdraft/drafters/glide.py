@@ -14,13 +14,13 @@ from torch import Tensor
 from longdraft.cache.full import FullCache
 from longdraft.cache.window import RowWindow
 from longdraft.core import Context, SamplingParams
-from longdraft.drafters.chain import common_prefix
 from longdraft.drafters.layer_drafter import LayerDrafter
 from longdraft.drafters.options import DrafterOptions, check_chain
 from longdraft.model.glide import Glide, GlideRows
 from longdraft.model.routine import atomic
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
+from longdraft.tree import common_prefix
 
 GLIDE = "glide"  # the source of the guesses in the statistics
 _READ_CHUNK = 8  # rows of text read in one forward: the largest lag between a row and the target's keys in training

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain, DraftModel
+from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
 from longdraft.model.routine import Routine
 from longdraft.sampling.sampler import Sampler
@@ -50,7 +51,8 @@ class LayerDrafter:
                  params: SamplingParams) -> None:
         self._length = options.chain
         self._draft_model = draft_model
-        self._chain = Chain(draft_model, sampler, options.width, source, options.margin)
+        self.confidence = Confidence()
+        self._chain = Chain(draft_model, sampler, options.width, source, options.margin, self.confidence)
         self._suffix = SuffixMatcher(SuffixOptions(), params) if options.suffix else None
 
     @property
@@ -69,4 +71,5 @@ class LayerDrafter:
         return trie.tree()
 
     def observe(self, context: Context, accepted: Accepted) -> None:
+        self.confidence.learn(accepted.tokens)
         self.begin(context, None)

@@ -81,6 +81,8 @@ class NgramMatcher:
 
 
 class NgramDrafter:
+    reads_text_only = True
+
     def __init__(self, options: NgramOptions, params: SamplingParams) -> None:
         self._matcher = NgramMatcher(options, params)
 

@@ -43,11 +43,12 @@ class DrafterOptions:
         return 0
 
 
-def check_chain(chain: int, width: int, margin: float = 0.0) -> None:
+def check_chain(chain: int, width: int, margin: float = 0.0, least: float = 0.0) -> None:
     """Raise UsageError unless these options of a drafted chain (longdraft/drafters/chain.py) are in range."""
     check(1 <= chain <= 64, "chain", chain, "1 to 64")
     check(1 <= width <= 16, "width", width, "1 to 16")
     check(margin >= 0, "margin", margin, "0 or more")
+    check(0 <= least < 1, "least", least, "0 to below 1")
 
 
 def check_window(budget: int, sinks: int, refresh: int) -> None:

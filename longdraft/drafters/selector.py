@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple
@@ -126,10 +126,13 @@ class SharedKnowledge:
 class Selector:
     """Decides which candidate drafts next, and how deep, for one request. The first candidate is plain decoding."""
 
-    def __init__(self, shared: SharedKnowledge, clock: CostClock, context: Context) -> None:
-        self._shared, self._clock = shared, clock
+    def __init__(self, shared: SharedKnowledge, clock: CostClock, context: Context, watched: Collection[str] = ()
+                 ) -> None:
+        """watched: candidates of which outcomes arrive while others draft, so that they need no probes"""
+        self._shared, self._clock, self._watched = shared, clock, watched
         self._plain, *others = shared.candidates
         self._turns = cycle(others or [self._plain])
+        self.turn = self._plain  # the candidate that was rated last
         self._acceptance = {name: known.acceptance.of_a_request() for name, known in shared.candidates.items()}
         self._ratings: dict[str, Rating] = {}
         self._probe_steps, self._reserved = 0, 0.0  # steps and seconds that are left to the current probe
@@ -152,16 +155,29 @@ class Selector:
         is_plain = self.active == self._plain
         return AUTO_SETTINGS.steps_per_decision if is_plain else AUTO_SETTINGS.drafts_per_decision
 
+    def depth(self, ends_itself: bool) -> int:
+        """How deep the active candidate drafts. Its first drafts are short: they may all be wrong.
+
+        ends_itself: its chains end where a further token does not pay (`least_probability`)
+        """
+        deepest = AUTO_SETTINGS.max_depth if ends_itself else self._ratings[self.active].depth
+        return min(deepest, 2 << min(8, self._shared.candidates[self.active].steps))
+
     @property
-    def depth(self) -> int:
-        """How deep the active candidate drafts. Its first drafts are short: they may all be wrong."""
-        return min(self._ratings[self.active].depth, 2 << min(8, self._shared.candidates[self.active].steps))
+    def least_probability(self) -> float:
+        """A further token pays if it is accepted with this probability: if it takes the seconds of a token that is
+        written, times that."""
+        rating = self._ratings[self.active]
+        deep = max(1, min(rating.depth, len(self._steps) - 2))
+        row = float(self._steps[1 + deep] - self._steps[1]) / deep
+        token = self._draft_factor(self.active) * self._shared.candidates[self.active].costs.token
+        return (token + row) / rating.seconds
 
     def decide(self, context: Context) -> None:
         """Choose the active candidate."""
         self._look(context)
-        turn = next(self._turns)  # one other candidate is rated at a time: rating all would cost a part of a short step
-        for name in {self._plain, self._leader, self.active, turn}:
+        self.turn = next(self._turns)  # one at a time: rating all would cost a part of a short step
+        for name in {self._plain, self._leader, self.active, self.turn}:
             self._rate(name)
         if self.is_probing:
             self._probe_steps -= 1
@@ -175,13 +191,13 @@ class Selector:
                 AUTO_SETTINGS.switch_ratio * self._ratings[self._leader].seconds):
             self._leader = best
         self.active = self._leader
-        if turn != self._leader:
-            self._probe(turn)
+        if self.turn != self._leader:
+            self._probe(self.turn)
 
-    def learn(self, tree: Tree, allowed: int, accepted: int) -> None:
-        """The outcome of a step of the active candidate, which could draft `allowed` deep."""
-        self._shared.candidates[self.active].add(tree, allowed, accepted)
-        self._acceptance[self.active].add(allowed, accepted)
+    def learn(self, name: str, tree: Tree, allowed: int, accepted: int) -> None:
+        """The outcome of a draft of a candidate, which could draft `allowed` deep."""
+        self._shared.candidates[name].add(tree, allowed, accepted)
+        self._acceptance[name].add(allowed, accepted)
 
     def spend(self, tokens: int, rows: int, step: float, drafted: int, draft: float, is_typical: bool) -> None:
         """A step wrote `tokens` tokens. It took `step` seconds with so many rows, after `draft` seconds for a draft
@@ -239,7 +255,7 @@ class Selector:
     def _probe(self, name: str) -> None:
         """Probe a candidate, if it could be the fastest and what it may lose is within the budget."""
         leader, rating, plain = self._ratings[self._leader], self._ratings[name], self._ratings[self._plain].seconds
-        if rating.least > leader.seconds and name != self._plain:
+        if name in self._watched or (rating.least > leader.seconds and name != self._plain):
             return
         budget = AUTO_SETTINGS.probe_budget * self._shared.seconds
         if self._is_trusted(name):

@@ -33,6 +33,7 @@ from longdraft.cache.full import FullCache
 from longdraft.cache.partial import CacheMode, PartialBudget, PartialCache
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain, SelfDraftModel
+from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import (
     AUTO,
     DraftVocabulary,
@@ -61,7 +62,7 @@ _SNAPKV_RECENT = 32  # last rows that SnapKV's selection always holds
 
 
 class SelfDraftSettings(NamedTuple):
-    """The parts of one self-drafting chain; see TokenSwiftOptions and MagicDecOptions for the first six.
+    """The parts of one self-drafting chain; see TokenSwiftOptions and MagicDecOptions for the first seven.
 
     ngrams     of the table whose n-grams follow the template's first guesses; None: no table
     budget     rows of the partial cache
@@ -72,6 +73,7 @@ class SelfDraftSettings(NamedTuple):
     chain: int
     width: int
     margin: float
+    least: float
     remainder: bool
     suffix: bool
     vocabulary: VocabularySize
@@ -104,6 +106,8 @@ class TokenSwiftOptions(_SelfDraftOptions):
     chain          tokens drafted by forwards on the partial cache, one after the other (the paper: 1)
     width          guesses at each place of the chain at most; the chain continues with the best one
     margin         largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
+    least          the chain ends early where its next token is accepted with less than this probability, as far as the
+                   scores of its tokens and the outcomes of earlier ones tell; 0: never. `auto` sets it by cost
     remainder      drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
     tree           children of each node, depth by depth; at most one depth more than there are heads
                    (the paper: 1,3,3,3)
@@ -127,6 +131,7 @@ class TokenSwiftOptions(_SelfDraftOptions):
     chain: int = 8
     width: int = 2
     margin: float = 0.5
+    least: float = 0.0
     remainder: bool = True
     tree: tuple[int, ...] = (1, 1)
     continuations: int = 1
@@ -144,7 +149,7 @@ class TokenSwiftOptions(_SelfDraftOptions):
     draft_vocabulary: VocabularySize = AUTO
 
     def __post_init__(self) -> None:
-        check_chain(self.chain, self.width, self.margin)
+        check_chain(self.chain, self.width, self.margin, self.least)
         check_draft_weights(self.draft_weights)
         check_draft_vocabulary(self.draft_vocabulary)
         check(len(self.tree) >= 1 and all(width >= 1 for width in self.tree), "tree", list(self.tree),
@@ -168,7 +173,7 @@ class TokenSwiftOptions(_SelfDraftOptions):
     def settings(self) -> SelfDraftSettings:
         ngrams = NgramOptions(max(1, self.continuations), self.seen, self.order, self.capacity, self.delay)
         budget = PartialBudget(self.budget, self.sinks, self.recent, self.room)
-        return SelfDraftSettings(self.chain, self.width, self.margin, self.remainder, self.suffix,
+        return SelfDraftSettings(self.chain, self.width, self.margin, self.least, self.remainder, self.suffix,
                                  self.draft_vocabulary, self.tree,
                                  ngrams if self.continuations else None, budget, "heavy-hitters", self.cache)
 
@@ -180,6 +185,7 @@ class MagicDecOptions(_SelfDraftOptions):
     chain      tokens drafted in each step (the paper: 3 to 7, without the remainder)
     width      guesses at each place of the chain at most; the chain continues with the best one
     margin     largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
+    least      as for `tokenswift`
     selection  streaming | snapkv
     budget     rows of the partial cache for each layer and KV head at each selection (the paper: 257, 4097)
     sinks      first positions of the text, always held
@@ -194,6 +200,7 @@ class MagicDecOptions(_SelfDraftOptions):
     chain: int = 8
     width: int = 2
     margin: float = 0.5
+    least: float = 0.0
     selection: Literal["streaming", "snapkv"] = "streaming"
     budget: int = 192
     sinks: int = 16
@@ -206,7 +213,7 @@ class MagicDecOptions(_SelfDraftOptions):
     def __post_init__(self) -> None:
         check_draft_weights(self.draft_weights)
         check_draft_vocabulary(self.draft_vocabulary)
-        check_chain(self.chain, self.width, self.margin)
+        check_chain(self.chain, self.width, self.margin, self.least)
         check(self.selection in ("streaming", "snapkv"), "selection", self.selection, "streaming or snapkv")
         check(self.sinks >= 0, "sinks", self.sinks, "0 or more")
         check(self.refresh >= 1, "refresh", self.refresh, "1 or more")
@@ -216,7 +223,7 @@ class MagicDecOptions(_SelfDraftOptions):
     def settings(self) -> SelfDraftSettings:
         recent = _SNAPKV_RECENT if self.selection == "snapkv" else self.budget - self.sinks
         budget = PartialBudget(self.budget + self.refresh, self.sinks, recent, self.refresh)
-        return SelfDraftSettings(self.chain, self.width, self.margin, self.remainder, self.suffix,
+        return SelfDraftSettings(self.chain, self.width, self.margin, self.least, self.remainder, self.suffix,
                                  self.draft_vocabulary, (), None, budget, self.selection)
 
 
@@ -257,7 +264,8 @@ class SelfDrafter:
         size = vocabulary_size(settings.vocabulary, drafting)
         self._vocabulary = DraftVocabulary(drafting, size) if size else None
         self._draft_model = SelfDraftModel(drafting, self.partial, clock, self._vocabulary)
-        self._chain = Chain(self._draft_model, sampler, settings.width, SELF, settings.margin)
+        self.confidence = Confidence(settings.least)
+        self._chain = Chain(self._draft_model, sampler, settings.width, SELF, settings.margin, self.confidence)
         self._ngrams = NgramMatcher(settings.ngrams, params) if settings.ngrams else None
         self._suffix = SuffixMatcher(SuffixOptions(), params) if settings.suffix else None
 
@@ -277,6 +285,7 @@ class SelfDrafter:
             self._vocabulary.learn(verified)
 
     def observe(self, context: Context, accepted: Accepted) -> None:
+        self.confidence.learn(accepted.tokens)
         self.begin(context, accepted.verified)
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:

@@ -123,6 +123,8 @@ class SuffixMatcher:
 
 
 class SuffixDrafter:
+    reads_text_only = True
+
     def __init__(self, options: SuffixOptions, params: SamplingParams, corpus: Index | None = None) -> None:
         self._matcher = SuffixMatcher(options, params, corpus)
 

@@ -6,6 +6,7 @@ to Python, which takes longer than the arithmetic of a small model.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -68,6 +69,36 @@ class DraftStores(NamedTuple):
     remainder: Tensor | None
 
 
+class Ranked(NamedTuple):
+    """Guesses for one place, best first.
+
+    lead  how far the best guess's score is ahead of the next token's that the filters leave; inf if they leave one.
+          The smaller it is, the likelier does the target choose another token than the drafter's best guess
+    """
+
+    tokens: list[int]
+    lead: float
+
+
+class ChainEnd(NamedTuple):
+    """When a chain ends early: as soon as P(all its tokens become text) is below `least`.
+
+    edges  ascending leads
+    rates  len(edges) + 1 probabilities: rates[i] of a token with edges[i - 1] <= lead < edges[i]
+    """
+
+    edges: tuple[float, ...]
+    rates: tuple[float, ...]
+    least: float
+
+    def rate(self, lead: float) -> float:
+        """P(a token with this lead is right)."""
+        return self.rates[bisect_right(self.edges, lead)]
+
+
+NEVER = ChainEnd((), (1.0,), 0.0)  # chains of full length
+
+
 class Ranking(NamedTuple):
     """How the guesses of a chain are ranked.
 
@@ -102,24 +133,26 @@ def supports(kernels: Kernels, decoder: Decoder, weights: DraftWeights) -> bool:
 
 
 def draft_chain(kernels: Kernels, decoder: Decoder, weights: DraftWeights, cache: DraftStores, ranking: Ranking,
-                root: int, path: Sequence[int], rotations: tuple[Tensor, Tensor], position: int) -> list[list[int]]:
-    """Draft one token for each row of `rotations`.
+                end: ChainEnd, root: int, path: Sequence[int], rotations: tuple[Tensor, Tensor],
+                position: int) -> list[Ranked]:
+    """Draft a token for each row of `rotations`, or fewer if `end` says so.
 
     root       the last token of the text
     path       drafted tokens behind it, which the chain continues
     rotations  cos, sin [N, D / 2] float32 of the N rows
     position   of the first drafted token in the text
 
-    Returns the guesses for each place, best first; the chain follows the best. The last list is empty where logits are
-    not finite. One row for each list was written to the stores.
+    Returns the guesses for each place; the chain follows the best. The last place has none where logits are not finite.
+    One row for each place was written to the stores.
     """
     assert isinstance(kernels, CpuKernels) and isinstance(decoder, CpuDecoder)
     embedding, head = weights.embedding, weights.head
     assert isinstance(embedding, CpuLinear) and isinstance(head, CpuLinear)
     cos, sin = (part.contiguous() for part in rotations)
     stores, remainder = decoder.draft_arguments(cache.stores, cache.length, cache.remainder, cos, sin)
-    return kernels.native.draft(
+    places = kernels.native.draft(
         decoder.native, embedding.native, head.native, weights.norm.data_ptr(), weights.logits_divisor, stores,
         cache.length, remainder, ranking.choice, len(cos), position, ranking.width, ranking.within,
-        ranking.banned_depth, root, path, cos.data_ptr(), sin.data_ptr(),
+        ranking.banned_depth, *end, root, path, cos.data_ptr(), sin.data_ptr(),
         None if weights.part is None else weights.part.native)
+    return [Ranked(*place) for place in places]

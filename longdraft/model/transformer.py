@@ -29,7 +29,7 @@ from torch import Tensor
 from longdraft.cache.full import FullCache, KVCache, fill_randomly
 from longdraft.cache.taps import TapLog
 from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayerWeights, Linear, native_draft
-from longdraft.kernels.native_draft import DraftStores, DraftWeights, PartOfVocabulary, Ranking
+from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, PartOfVocabulary, Ranked, Ranking
 from longdraft.model.config import ModelConfig
 from longdraft.model.rope import RopeTable, max_unscaled_length
 from longdraft.tree import Tree
@@ -228,9 +228,9 @@ class Transformer:
         return [Forward(hidden, attention_output, slice(end - count, end), part)
                 for count, end, part in zip(counts, ends, logits, strict=True)]
 
-    def draft_chain(self, cache: DraftStores, ranking: Ranking, root: int, path: Sequence[int], position: int,
-                    count: int) -> list[list[int]] | None:
-        """Draft `count` tokens in one call (longdraft/kernels/native_draft.py). None where these kernels cannot.
+    def draft_chain(self, cache: DraftStores, ranking: Ranking, end: ChainEnd, root: int, path: Sequence[int],
+                    position: int, count: int) -> list[Ranked] | None:
+        """Draft up to `count` tokens in one call (longdraft/kernels/native_draft.py). None where these kernels cannot.
 
         position  of the first drafted token in the text
         """
@@ -240,8 +240,8 @@ class Transformer:
         if config.embedding_factor != 1 or not native_draft.supports(self.kernels, self._decoder, weights):
             return None
         rotations = self.rotations(range(position - 1, position - 1 + count))
-        return native_draft.draft_chain(self.kernels, self._decoder, weights, cache, ranking, root, path, rotations,
-                                        position)
+        return native_draft.draft_chain(self.kernels, self._decoder, weights, cache, ranking, end, root, path,
+                                        rotations, position)
 
     def _last_logits(self, hidden: Tensor, wanted: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
         """Logits of each text's last rows. wanted: (end of the text's rows, number of logits)."""

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from longdraft.core import Context, SamplingParams
 from longdraft.kernels import native
-from longdraft.kernels.native_draft import Ranking
+from longdraft.kernels.native_draft import Ranked, Ranking
 from longdraft.tree import Tree
 
 _MAX_WINDOW = 2**31 - 1  # tokens: the largest C++ int; no text is longer
 
 
 class FastSampler:
-    """`choose` and `rank` of :class:`longdraft.sampling.sampler.Sampler`, compiled."""
+    """`choose` and `ranked` of :class:`longdraft.sampling.sampler.Sampler`, compiled."""
 
     @staticmethod
     def supports(params: SamplingParams) -> bool:
@@ -50,12 +50,12 @@ class FastSampler:
         assert len(rows) == len(tree), "one row of logits for each node"
         return self._native.choose(rows.data_ptr(), tree.tokens, tree.parents, len(context), self._left(context))
 
-    def rank(self, logits: Tensor, context: Context, path: Sequence[int], num: int, ahead: int,
-             within: float) -> list[int]:
+    def ranked(self, logits: Tensor, context: Context, path: Sequence[int], num: int, ahead: int,
+               within: float) -> Ranked:
         self._update(context)
         row, known = self._rows(logits[None]), len(path) + ahead
-        return self._native.rank(row.data_ptr(), path, len(context) + known, known < self._left(context), num,
-                                 within)
+        return Ranked(*self._native.rank(row.data_ptr(), path, len(context) + known, known < self._left(context), num,
+                                         within))
 
     def ranking(self, context: Context, width: int, within: float) -> Ranking:
         """See `Sampler.native_ranking`."""

@@ -1,4 +1,4 @@
-"""The sampler of one request. `choose` defines the target's tokens; `rank` gives drafters their best guesses.
+"""The sampler of one request. `choose` defines the target's tokens; `ranked` gives drafters their best guesses.
 
     token at position p  =  argmax over the tokens v that the filters leave of  logit_v / T + noise(seed, p, v)
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from longdraft.core import Context, SamplingParams
 from longdraft.kernels import Kernels, noise
-from longdraft.kernels.native_draft import Ranking
+from longdraft.kernels.native_draft import Ranked, Ranking
 from longdraft.sampling import process
 from longdraft.sampling.device import DeviceSampler
 from longdraft.sampling.fast import FastSampler
@@ -28,7 +28,7 @@ from longdraft.tree import Tree
 
 NO_TOKEN = -1  # the result of `choose` for a row whose logits are not finite
 _MAX_DIRECT = 512  # up to this many tokens, the noise of each is computed
-_GUESS_POOL = 128  # highest logits from which `rank` takes guesses when the filters leave too few
+_GUESS_POOL = 128  # highest logits from which `ranked` takes guesses when the filters leave too few
 
 
 class Sampler:
@@ -83,8 +83,12 @@ class Sampler:
             chosen[node] = token
         return chosen
 
-    def rank(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0,
-             within: float = math.inf) -> list[int]:
+    def rank(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0) -> list[int]:
+        """The tokens of `ranked`."""
+        return self.ranked(logits, context, path, num, ahead).tokens
+
+    def ranked(self, logits: torch.Tensor, context: Context, path: Sequence[int], num: int, ahead: int = 0,
+               within: float = math.inf) -> Ranked:
         """A drafter's `num` best guesses, best first, from its logits [V].
 
         path    drafted tokens behind the text, without the root; the guesses follow them
@@ -97,25 +101,29 @@ class Sampler:
         """
         logits = self._biased(logits)
         if self._is_fast:
-            return self._compiled(len(logits)).rank(logits, context, path, num, ahead, within)
+            return self._compiled(len(logits)).ranked(logits, context, path, num, ahead, within)
         position = len(context) + len(path) + ahead
         row = self._penalised(logits[None], context, [path], ahead)[0]
         num = min(num, len(row))
         if not np.isfinite(row.max()):
-            return []
+            return Ranked([], math.inf)
         if self.params.temperature == 0:
-            best = np.argpartition(-row, num - 1)[:num]
+            few = min(max(num, 2), len(row))
+            best = np.argpartition(-row, few - 1)[:few]
             best = best[np.lexsort((best, -row[best]))]
-            return [int(token) for token in best if float(row[token]) >= float(row[best[0]]) - within]
-        inside = process.filtered(row, self.params)
-        ranked = _by_noise(inside, self._seed, position)[:num]
+            ranked = [(float(row[token]), int(token)) for token in best]
+        else:
+            inside = process.filtered(row, self.params)
+            ranked = _by_noise(inside, self._seed, position)
+        lead = ranked[0][0] - ranked[1][0] if len(ranked) > 1 else math.inf
+        ranked = ranked[:num]
         if len(ranked) < num:
             pool = min(max(_GUESS_POOL, num), len(row))
             best = np.argpartition(-row, pool - 1)[:pool]
             others = np.setdiff1d(best, inside.ids)
             scores = row[others].astype(np.float64) / self.params.temperature
             ranked += _by_noise(Support(others, scores), self._seed, position)[: num - len(ranked)]
-        return [token for score, token in ranked if score >= ranked[0][0] - within]
+        return Ranked([token for score, token in ranked if score >= ranked[0][0] - within], lead)
 
     def log_probabilities(self, logits: torch.Tensor, context: Context,
                           paths: Sequence[Sequence[int]]) -> list[Support]:
@@ -134,7 +142,7 @@ class Sampler:
         return logits
 
     def native_ranking(self, context: Context, vocabulary: int, width: int, within: float) -> Ranking | None:
-        """What the compiled module needs to rank a whole chain of guesses as `rank` does; None where it cannot."""
+        """What the compiled module needs to rank a whole chain of guesses as `ranked` does; None where it cannot."""
         if not self._is_fast or len(self._bias[0]):
             return None
         return self._compiled(vocabulary).ranking(context, width, within)

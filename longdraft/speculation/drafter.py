@@ -93,6 +93,13 @@ class HasSummary(Protocol):
         """Figures over the first `num_tokens` observed tokens. Later ones are behind the end of the text."""
 
 
+@runtime_checkable
+class ReadsText(Protocol):
+    """A drafter whose drafts depend on the text alone and need no forwards: any time is good for one."""
+
+    reads_text_only: bool
+
+
 def memory_of(drafter: Drafter) -> int:
     """Bytes of the drafter's own caches; 0 if it has none."""
     return drafter.nbytes if isinstance(drafter, HoldsMemory) else 0

@@ -103,10 +103,12 @@ class Text:
 
     def __init__(self, drafters: dict[str, tuple[float, float]], *, forward: ForwardCosts = FORWARD, seed: int = 1,
                  shared: SharedKnowledge | None = None, clock: Clock | None = None, prior: float = 0.8,
-                 believed: dict[str, float] | None = None) -> None:
+                 believed: dict[str, float] | None = None, reader: str = "") -> None:
         self.clock, self.forward, self.numbers = clock or Clock(), forward, random.Random(seed)
         self.drafters = {"plain": Chained(self.clock, 0.0, None)} | {
             name: Chained(self.clock, *given) for name, given in drafters.items()}
+        if reader:
+            self.drafters[reader].reads_text_only = True
         shared = shared or SharedKnowledge()
         seconds = {name: drafter.seconds for name, drafter in self.drafters.items()} | (believed or {})
         self.costs = Costs(forward, {name: DraftCosts(0.0, seconds[name], 1.0, 16) for name in self.drafters})
@@ -163,6 +165,17 @@ def test_auto_drafts_with_the_fastest_from_the_first_steps_on():
     text.write(2000)
     assert text.auto.turns["fast"] > 0.98 * 2000 and not text.auto.turns["slow"]
     assert not text.has_forgotten
+
+
+def test_a_drafter_that_reads_the_text_alone_is_watched_and_not_probed():
+    """The text repeats one token, as its drafts do. The chain costs more, so it should give way."""
+    text = Text({"chain": (0.3, 0.9), "reader": (0.01, 1.0)}, reader="reader", prior=0.2)
+    text.write(300)
+    assert text.auto.turns["reader"] > 150
+    wrong = Text({"chain": (0.3, 0.9), "reader": (0.01, 0.0)}, reader="reader")
+    wrong.auto._drafters["reader"].propose = atomic(lambda context, depth: chain(context.last, [3] * depth, "self"))
+    wrong.write(3000)
+    assert wrong.auto.turns["reader"] == 0
 
 
 def test_auto_notices_that_another_drafter_becomes_the_fastest():

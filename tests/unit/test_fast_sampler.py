@@ -62,7 +62,7 @@ def test_the_compiled_sampler_agrees_with_the_python_sampler(data):
         num = data.draw(st.integers(1, VOCABULARY - 6))  # leaving out the impossible ones, which are equal
         if not rows[0].unique().numel() < VOCABULARY:  # among equal logits beyond the support any may be guessed
             within = data.draw(st.sampled_from([math.inf, 0.0, 0.5, 3.0]))
-            compiled, obvious = (sampler.rank(rows[0], context, path, num, ahead, within) for sampler in samplers)
+            compiled, obvious = (sampler.ranked(rows[0], context, path, num, ahead, within) for sampler in samplers)
             assert compiled == obvious
         context.extend(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9)))
 
@@ -79,8 +79,10 @@ def test_they_agree_on_large_vocabularies_without_a_filter(seed, size, spread):
     rows = torch.tensor(np.random.default_rng(seed).normal(0, spread, (1, size)), dtype=torch.float32)
     context = Context([3, 4])
     root = Tree((4,), (-1,), ("",))
-    compiled, obvious = (Sampler(SamplingParams(seed=seed), (), is_fast).choose(rows, root, context)
-                         for is_fast in (True, False))
+    samplers = [Sampler(SamplingParams(seed=seed), (), is_fast) for is_fast in (True, False)]
+    compiled, obvious = (sampler.choose(rows, root, context) for sampler in samplers)
+    assert compiled == obvious
+    compiled, obvious = (sampler.ranked(rows[0], context, [], 3) for sampler in samplers)
     assert compiled == obvious
 
 
@@ -92,6 +94,6 @@ def test_they_agree_on_large_vocabularies_of_which_few_tokens_pass_the_filter(se
     logits = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).float() * (20 / size)
     params, context = SamplingParams(seed=seed, temperature=temperature, min_p=min_p), Context([3, 4])
     compiled, obvious = (Sampler(params, (), is_fast) for is_fast in (True, False))
-    assert compiled.rank(logits, context, [], num) == obvious.rank(logits, context, [], num)
+    assert compiled.ranked(logits, context, [], num) == obvious.ranked(logits, context, [], num)
     root = Tree((4,), (-1,), ("",))
     assert compiled.choose(logits[None], root, context) == obvious.choose(logits[None], root, context)

@@ -10,15 +10,17 @@ from helpers.equality import SETTINGS, params_of, prompt_of
 from longdraft.core import Context
 from longdraft.drafters import draft_vocabulary
 from longdraft.drafters.chain import Chain, SelfDraftModel
+from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.draft_vocabulary import DraftVocabulary
 from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
+from longdraft.kernels.native_draft import NEVER
 from longdraft.model.routine import run_alone
 from longdraft.model.transformer import chain_rows
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import Trie
 
 
-def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None):
+def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None, least=0.0):
     """The trees of several steps of a chain over a partial cache, and the rows that the last one left there."""
     cache = model.new_cache()
     context = Context(prompt)
@@ -28,7 +30,7 @@ def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None)
     draft_model = SelfDraftModel(model, partial, vocabulary=vocabulary and DraftVocabulary(model, vocabulary))
     if not natively:
         draft_model.draft_natively = lambda *given: None
-    chain = Chain(draft_model, sampler, width, "self", 0.5)
+    chain = Chain(draft_model, sampler, width, "self", 0.5, Confidence(least))
     trees, rows = [], None
     for _ in range(4):
         new = context.slice(cache.length, len(context) - 1).tolist()
@@ -42,7 +44,9 @@ def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None)
         rows = [tensor for store in partial._base.stores
                 for tensor in store.read(torch.arange(partial.length).expand(model.config.num_kv_heads, -1))]
         partial.drop_drafts()
-        context.extend(path[1:4] or [2, 3, 4])
+        text = path[1:4] or [2, 3, 4]
+        chain.confidence.learn(text)
+        context.extend(text)
     return trees, rows
 
 
@@ -56,6 +60,18 @@ def test_native_chains_equal_step_by_step_chains(tiny, family, dtype, budget):
                                 for way in (False, True))
         assert native[0] == step_by_step[0], name
         assert all(torch.equal(*pair) for pair in zip(native[1], step_by_step[1], strict=True)), name
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_chains_end_at_the_same_token_natively(tiny, width):
+    model = load(tiny["gqa"])
+    lengths = set()
+    for name in SETTINGS:
+        step_by_step, native = (drafts(model, params_of(name), prompt_of(60), budget=24, natively=way, width=width,
+                                       least=0.7) for way in (False, True))
+        assert native[0] == step_by_step[0], name
+        lengths |= {len(path) for *_, path in native[0]}
+    assert len(lengths) > 2, "some chains ended early"
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
@@ -77,4 +93,4 @@ def test_settings_that_need_python_are_drafted_step_by_step(tiny):
     supported = {name: sampler.native_ranking(context, model.config.vocab_size, 1, 0.0) is not None
                  for name, sampler in samplers.items()}
     assert supported["paper"] and not supported["top-k"]
-    assert draft_model.draft_natively(context, [context.last], 3, samplers["top-k"], 1, 0.0) is None
+    assert draft_model.draft_natively(context, [context.last], 3, samplers["top-k"], 1, 0.0, NEVER) is None
