@@ -38,7 +38,7 @@ from longdraft.model.transformer import Forward, ForwardRequest, tree_rows
 from longdraft.parallel import Request
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import HasSummary, memory_of
-from longdraft.speculation.prefill import prefill
+from longdraft.speculation.prefill import PREFILL_CHUNK, prefill
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.text_stream import DecodedTokens, TextStream, stop_ids
 from longdraft.tree import root_only
@@ -240,6 +240,14 @@ class Generation(Iterator[Event]):
         timings, steps = self._step.timings, self._step.tally.steps
         overhead = self._decode_seconds - timings.draft - timings.verify
         return seconds + (max(0.0, overhead) / steps if steps else 0.0)
+
+    def take_prompt(self, other: Generation) -> None:
+        """Copy the cache rows of the same prompt that another generation has read. The last ones are computed, because
+        drafters see what the target computes. Nothing is copied on a device, nor for the taps of an EAGLE head."""
+        if not (self._cache.taps or other._cache.taps or self._step.model.kernels.is_device):
+            length = self._step.context.prompt_length
+            assert self._cache.length == 0 and length == other._step.context.prompt_length, "the same prompt"
+            self._cache.copy_from(other._cache, max(0, length - PREFILL_CHUNK))
 
     def _run(self) -> Generator[ForwardRequest | Event, Forward | None, None]:
         ranks, context = self._model.ranks, self._step.context

@@ -20,8 +20,10 @@ from longdraft.bench.options import (
     OutputOption,
     PlotOption,
     PythonOption,
+    QuantizeOption,
     RepeatsOption,
     ThreadsOption,
+    checked_quantize,
     numbers,
     settings,
     within,
@@ -42,6 +44,7 @@ def length(
     bucket: Annotated[int, typer.Option(help="New tokens that are reported together.")] = 10_000,
     turn: Annotated[int, typer.Option(help="New tokens that a drafter writes before the next one's turn.")] = 1_000,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    quantize: QuantizeOption = "none",
     threads: ThreadsOption = None,
     output: OutputOption = None,
     plot: PlotOption = None,
@@ -67,7 +70,7 @@ def length(
     chosen = settings("drafters", drafters)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, min_p=0.1, seed=7,
                             repetition_penalty=1.2, ignore_eos=True)
-    engine = load(model, threads=threads)
+    engine = load(model, threads=threads, quantize=checked_quantize(quantize))
     prompt = engine.encode(text)[:prefill]
     about: dict[str, Any] = {"machine": machine.description(engine.model.kernels) | engine.provenance,
                              "prefill": len(prompt)}

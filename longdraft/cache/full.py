@@ -47,6 +47,7 @@ class FullCache:
     def __init__(self, kernels: Kernels, num_layers: int, num_kv_heads: int, head_dim: int,
                  windows: Sequence[int] = (), taps: TapLog | None = None) -> None:
         self._kernels = kernels
+        self.num_kv_heads = num_kv_heads
         self.taps = taps
         self.windows = tuple(windows) or (0,) * num_layers
         self.stores: list[KVStore] = [kernels.new_store(num_kv_heads, head_dim) for _ in range(num_layers)]
@@ -78,6 +79,14 @@ class FullCache:
         assert self._tail is not None, "place without a forward"
         self._kernels.scatter_rows(self._tail, rows, positions)
         self._is_placed = True
+
+    def copy_from(self, other: FullCache, length: int) -> None:
+        """Hold the first `length` rows of another cache of the same model, and no others."""
+        assert 0 <= length <= other.length and self.taps is None
+        self.reserve(length)
+        heads = other.num_kv_heads
+        self._kernels.copy(other.stores, self.stores, torch.arange(length).expand(len(self.stores), heads, -1), 0)
+        self.length = length
 
     def truncate(self, length: int) -> None:
         """Drop the rows from position `length` on."""

@@ -111,6 +111,7 @@ class AutoDrafter:
         self._node_acceptance = NodeAcceptance()
         self._proposal: Proposal | None = None
         self._readers = [name for name, drafter in self._drafters.items() if isinstance(drafter, ReadsText)]
+        self._confidences = {name: confidence_of(drafter) for name, drafter in self._drafters.items()}
         self._watched: Watched | None = None
         self._num_steps = 0
         self._has_switched = True  # the next step is the active candidate's first since a switch
@@ -139,7 +140,7 @@ class AutoDrafter:
         began, selector = self._clock(), self.selector
         drafter = self._drafters[selector.active]
         is_exploring = self._num_steps % AUTO_SETTINGS.steps_per_exploration == 0 and not selector.is_probing
-        if confidence := confidence_of(drafter):
+        if confidence := self._confidences[selector.active]:
             confidence.least = selector.least_probability
             is_exploring = False
         deeper = AUTO_SETTINGS.exploration_depth * is_exploring

@@ -15,6 +15,7 @@ from helpers.checkpoints import load
 from longdraft import timing
 from longdraft.__main__ import run
 from longdraft.bench import batch, peers
+from longdraft.cache.full import FullCache
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import chain_rows
 
@@ -263,6 +264,21 @@ def test_the_model_folder_for_peers_has_both_formats_of_rope_settings(tmp_path):
     assert config["rope_parameters"] == rope and config["rope_theta"] == 5e5
     assert config["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}
     assert (place / "model.safetensors").read_text() == "weights"
+
+
+def test_bench_length_reads_a_prompt_once(monkeypatch, tmp_path):
+    """The drafters after the first copy its cache rows and compute the last ones only. `bench length` refuses texts
+    that differ, so the rows are the right ones."""
+    monkeypatch.setattr("longdraft.generation.PREFILL_CHUNK", 32)
+    copied, copy_from = [], FullCache.copy_from
+    monkeypatch.setattr(FullCache, "copy_from", lambda cache, other, length: (
+        copied.append(length), copy_from(cache, other, length)))
+    (tmp_path / "prompt.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 19)
+    assert run(["bench", "length", "--prompt-file", str(tmp_path / "prompt.txt"), "--output", str(tmp_path / "out.json"),
+                "--prefill", "130", "--quantize", "int8", "--max-new-tokens", "30", "--bucket", "20", "--turn", "10",
+                "--drafters", "plain magicdec suffix"]) == 0
+    assert copied == [98, 98]
+    assert json.loads((tmp_path / "out.json").read_text())["machine"]["quantize"] == "int8"
 
 
 def test_bench_length_writes_the_same_text_with_each_drafter(tmp_path, capsys):
