@@ -46,6 +46,20 @@ NEVER = -3e5  # weight of the constant channel in the logit of a new token
 COPIED = ("tokenizer_config.json", "generation_config.json")
 
 
+class Places:
+    """Where a large model holds a small one.
+
+    layers     large layer -> small layer, for the layers that do not add 0
+    head_rows  rows of a small head's queries and keys in a large head
+    """
+
+    def __init__(self, small: ModelConfig, large: ModelConfig) -> None:
+        half = torch.arange(small.head_dim // 2) * (large.head_dim // small.head_dim)
+        self.head_rows = torch.cat([half, half + large.head_dim // 2])
+        spacing = large.num_layers / small.num_layers
+        self.layers = {round((i + 0.5) * spacing - 0.5): i for i in range(small.num_layers)}
+
+
 class Stretch:
     """The tensors of a stretched checkpoint, part by part, in bfloat16.
 
@@ -57,11 +71,7 @@ class Stretch:
         _require_fit(small, large)
         self._small, self._large, self._weights = small, large, weights
         self._generator = torch.Generator().manual_seed(seed)
-        step = large.head_dim // small.head_dim
-        half = torch.arange(small.head_dim // 2) * step
-        self._head_rows = torch.cat([half, half + large.head_dim // 2])  # rows of a small head in a large one
-        spacing = large.num_layers / small.num_layers
-        self._filled = {round((i + 0.5) * spacing - 0.5): i for i in range(small.num_layers)}
+        self._places = Places(small, large)
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
         """The tables and the final norm, then one layer after the other."""
@@ -90,8 +100,8 @@ class Stretch:
         out = torch.zeros(width, large.num_heads * large.head_dim)
         gate, up, down = self._random(inner, width), self._random(inner, width), torch.zeros(width, inner)
         norms = [self._norm(torch.ones(small.hidden_size))] * 2
-        if layer in self._filled:
-            prefix = f"model.layers.{self._filled[layer]}."
+        if layer in self._places.layers:
+            prefix = f"model.layers.{self._places.layers[layer]}."
             ours = {name.removeprefix(prefix).removesuffix(".weight"): tensor
                     for name, tensor in self._weights.items() if name.startswith(prefix)}
             norms = [self._norm(ours[name]) for name in ("input_layernorm", "post_attention_layernorm")]
@@ -114,12 +124,12 @@ class Stretch:
             first = (head // small_group * group + head % small_group) * size
             rows = slice(head * small_size, (head + 1) * small_size)
             q[first : first + size] = 0
-            q[first + self._head_rows, :width] = ours["self_attn.q_proj"][rows] * math.sqrt(size / small_size)
+            q[first + self._places.head_rows, :width] = ours["self_attn.q_proj"][rows] * math.sqrt(size / small_size)
             out[:width, first : first + small_size] = ours["self_attn.o_proj"][:, rows]
         for head in range(small.num_kv_heads):
             first, rows = head * size, slice(head * small_size, (head + 1) * small_size)
             k[first : first + size] = 0
-            k[first + self._head_rows, :width] = ours["self_attn.k_proj"][rows]
+            k[first + self._places.head_rows, :width] = ours["self_attn.k_proj"][rows]
             v[first : first + size] = 0
             v[first : first + small_size, :width] = ours["self_attn.v_proj"][rows]
 

@@ -244,9 +244,9 @@ class Generation(Iterator[Event]):
     def take_prompt(self, other: Generation) -> None:
         """Copy the cache rows of the same prompt that another generation has read. The last ones are computed, because
         drafters see what the target computes. Nothing is copied on a device, nor for the taps of an EAGLE head."""
-        if not (self._cache.taps or other._cache.taps or self._step.model.kernels.is_device):
+        if not (self._cache.length or self._cache.taps or other._cache.taps or self._step.model.kernels.is_device):
             length = self._step.context.prompt_length
-            assert self._cache.length == 0 and length == other._step.context.prompt_length, "the same prompt"
+            assert length == other._step.context.prompt_length, "the same prompt"
             self._cache.copy_from(other._cache, max(0, length - PREFILL_CHUNK))
 
     def _run(self) -> Generator[ForwardRequest | Event, Forward | None, None]:

@@ -274,9 +274,9 @@ def test_bench_length_reads_a_prompt_once(monkeypatch, tmp_path):
     monkeypatch.setattr(FullCache, "copy_from", lambda cache, other, length: (
         copied.append(length), copy_from(cache, other, length)))
     (tmp_path / "prompt.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 19)
-    assert run(["bench", "length", "--prompt-file", str(tmp_path / "prompt.txt"), "--output", str(tmp_path / "out.json"),
-                "--prefill", "130", "--quantize", "int8", "--max-new-tokens", "30", "--bucket", "20", "--turn", "10",
-                "--drafters", "plain magicdec suffix"]) == 0
+    files = ["--prompt-file", str(tmp_path / "prompt.txt"), "--output", str(tmp_path / "out.json")]
+    assert run(["bench", "length", *files, "--prefill", "130", "--quantize", "int8", "--max-new-tokens", "30",
+                "--bucket", "20", "--turn", "10", "--drafters", "plain magicdec suffix"]) == 0
     assert copied == [98, 98]
     assert json.loads((tmp_path / "out.json").read_text())["machine"]["quantize"] == "int8"
 

@@ -30,6 +30,19 @@ def test_logits_of_a_stretched_model_equal_those_of_the_small_one(tmp_path, scri
     assert (large[:, VOCAB:] < small.min() - 20).all(), "a new token can be chosen"
 
 
+def test_rows_that_the_small_model_read_serve_the_stretched_one(tmp_path, script):
+    make_checkpoint(tmp_path / "small", dtype=torch.bfloat16, num_key_value_heads=1, seed=3)
+    script("stretched_model").stretch(tmp_path / "small", LARGE, tmp_path / "large")
+    small, large = (load(tmp_path / name, "bfloat16") for name in ("small", "large"))
+    stretched, tokens = script("stretched_length"), list(range(2, 60))
+    cache, places = large.new_cache(), script("stretched_model").Places(small.config, large.config)
+    stretched.fill(cache, stretched.read_by(small, tokens[:50]), large, places)
+    assert cache.length == 50
+    wanted = large.forward(chain_rows(tokens, 0), large.new_cache(), 8).logits
+    found = large.forward(chain_rows(tokens[50:], 50), cache, 8).logits
+    torch.testing.assert_close(found[:, :VOCAB], wanted[:, :VOCAB], atol=0.05, rtol=0.05)
+
+
 def test_a_stretched_model_has_the_tensors_of_the_large_shape(tmp_path, script):
     make_checkpoint(tmp_path / "small", dtype=torch.bfloat16, num_key_value_heads=2)
     script("stretched_model").stretch(tmp_path / "small", LARGE, tmp_path / "large")

@@ -1,0 +1,111 @@
+"""`longdraft bench length` on a stretched model behind a long prompt that the small model reads.
+
+    python benchmarks/stretched_model.py --like qwen2.5-0.5b stretched
+    python benchmarks/stretched_length.py stretched --prompt-file novel.txt --prefill 32768 --max-new-tokens 256 \\
+        --drafters "plain auto" --output length.json
+
+A model of 500 million parameters reads 32,768 tokens in ten minutes on two cores, the small model in some seconds.
+Both compute the same function (benchmarks/stretched_model.py), so the small model's keys and values are those of the
+layers and heads of the large one that hold them. All other layers and heads add nothing; they get random keys and
+values, which cost what any cost. The large model reads the last 512 tokens. All drafters must write one text.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from stretched_model import Places
+from torch import Tensor
+
+from longdraft import machine
+from longdraft.bench import length, turns
+from longdraft.bench.document import document
+from longdraft.bench.options import settings
+from longdraft.cache.full import FullCache
+from longdraft.core import SamplingParams
+from longdraft.engine import Engine
+from longdraft.files import read_prompt
+from longdraft.loading import load
+from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.report.turns import Record
+
+LAST = 512  # tokens of the prompt that the large model reads
+CHUNK = 512
+
+
+def read_by(model: Transformer, tokens: Sequence[int]) -> FullCache:
+    """The cache of a text."""
+    cache = model.new_cache()
+    for start in range(0, len(tokens), CHUNK):
+        some = list(tokens[start : start + CHUNK])
+        model.forward(chain_rows(some, start), cache)
+        cache.commit(range(len(some)))
+    return cache
+
+
+def stretched_rows(small: FullCache, places: Places, start: int, count: int, shape: tuple[int, ...],
+                   generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Keys and values [layers, rows, KV heads, head size] of the large model, from the small model's cache."""
+    k, v = (torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(2))
+    for large_layer, small_layer in places.layers.items():
+        heads = small.num_kv_heads
+        positions = torch.arange(start, start + count).expand(heads, -1)
+        keys, values = (part.permute(1, 0, 2) for part in small.stores[small_layer].read(positions))
+        k[large_layer][:, :heads], v[large_layer][:, :heads] = 0, 0
+        k[large_layer][:, :heads, places.head_rows] = keys
+        v[large_layer][:, :heads, : values.shape[2]] = values
+    return k, v
+
+
+def fill(cache: FullCache, small: FullCache, model: Transformer, places: Places) -> None:
+    """Write the small model's rows to an empty cache of the large model."""
+    config, generator = model.config, torch.Generator().manual_seed(1)
+    for start in range(0, small.length, CHUNK):
+        count = min(CHUNK, small.length - start)
+        shape = (config.num_layers, count, config.num_kv_heads, config.head_dim)
+        cache.append(*stretched_rows(small, places, start, count, shape, generator))
+        cache.commit(range(count))
+
+
+def measure(engine: Engine, small: FullCache, places: Places, chosen: Sequence[str], prompt: Sequence[int],
+            params: SamplingParams, output: Path | None) -> Record:
+    start = turns.start
+    about = {"machine": machine.description(engine.model.kernels) | engine.provenance, "prefill": len(prompt)}
+
+    def start_filled(*given: object, **named: object) -> object:
+        generation = start(*given, **named)  # type: ignore[arg-type]
+        fill(generation._cache, small, engine.model, places)
+        return generation
+
+    turns.start = start_filled  # type: ignore[assignment]
+    found = length.measure_length(engine, chosen, prompt, params, params.max_new_tokens, 64, lambda found: None)
+    with document("length", output, is_printed=False, **about, drafters=found):
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder of a stretched model")
+    parser.add_argument("--source", default="novelist-gqa", help="the small model; default: %(default)s")
+    parser.add_argument("--prompt-file", required=True)
+    parser.add_argument("--prefill", type=int, default=32768)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--drafters", default="plain auto")
+    parser.add_argument("--quantize", default="none", choices=("none", "int8", "int4"))
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    engine, source = load(given.model, quantize=given.quantize), load(given.source)
+    prompt = engine.encode(read_prompt(None, given.prompt_file))[: given.prefill]
+    params = SamplingParams(max_new_tokens=given.max_new_tokens, min_p=0.1, seed=7, repetition_penalty=1.2,
+                            ignore_eos=True)
+    places = Places(source.model.config, engine.model.config)
+    small = read_by(source.model, prompt[: max(0, len(prompt) - LAST)])
+    chosen = settings("--drafters", given.drafters)
+    length.table(measure(engine, small, places, chosen, prompt, params, given.output)).show()
+
+
+if __name__ == "__main__":
+    main()
