@@ -12,7 +12,7 @@ from longdraft.model import hub
 
 MIB = 2**20
 CHAPTER = (Path(__file__).parents[2] / "examples" / "chapter.txt").read_text(encoding="utf-8")
-DRAFTERS = ("auto", "tokenswift", "medusa", "magicdec", "draft-model", "glide", "triforce")
+DRAFTERS = ("auto", "tokenswift", "medusa", "magicdec", "draft-model", "glide", "eagle", "triforce")
 
 pytestmark = pytest.mark.parametrize("name", hub.bundled_models())
 
@@ -22,7 +22,7 @@ def folder(name: str) -> Path:
 
 
 def test_the_model_and_its_drafters_are_small(name):
-    assert sum(file.stat().st_size for file in folder(name).rglob("*.safetensors")) <= 16 * MIB
+    assert sum(file.stat().st_size for file in folder(name).rglob("*.safetensors")) <= 20 * MIB
 
 
 def test_the_model_card_reports_loss_by_context_and_the_training_record_exists(name):
@@ -34,9 +34,19 @@ def test_the_model_card_reports_loss_by_context_and_the_training_record_exists(n
     assert config["max_position_embeddings"] == 131_072
 
 
-@pytest.mark.parametrize("part", ["heads", "glide"])
+@pytest.mark.parametrize("part", ["heads", "glide", "eagle"])
 def test_trained_drafters_name_their_base_model(name, part):
-    assert json.loads((folder(name) / part / "config.json").read_text())["base_model"] == name
+    config = json.loads((folder(name) / part / "config.json").read_text())
+    assert config.get("longdraft", config)["base_model"] == name
+
+
+def test_the_text_has_no_stray_space_behind_contractions(name):
+    """Most novels of the first trainings had one ("don't  let")."""
+    engine = longdraft.load(name, drafter="plain")
+    prompt = engine.encode('"I don\'t know," he said. "They\'ve gone, and we can\'t')
+    text = "".join(event.text for event in engine.generate(prompt, longdraft.SamplingParams(
+        max_new_tokens=400, seed=5, min_p=0.1, repetition_penalty=1.2)))
+    assert not text.startswith("  ") and "n't  " not in text and "'ve  " not in text
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
