@@ -67,7 +67,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     for name, _, folder in (each.partition("=") for each in given.trained):
         drafter, options, heads, losses = drafting(Path(folder))
-        engine = longdraft.load(given.model, drafter=drafter, drafter_options=options, heads=heads)
+        engine = longdraft.load(given.model, drafter=drafter, drafter_options=options, heads=heads,
+                                cache_ram=0)
         texts = [engine.encode(text.read_text()) for text in given.text]
         lengths = {f"T={sampling['temperature']:g}": [
             accepted(engine, [text[:context] for text in texts], sampling, given.new_tokens) for context in contexts]

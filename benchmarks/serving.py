@@ -120,7 +120,7 @@ def load(args: argparse.Namespace) -> dict:
         asyncio.run(run())
         time.sleep(1.5)
         ready = httpx.get(url + "/ready").json()
-    engine = longdraft.load("novelist", drafter="plain")
+    engine = longdraft.load("novelist", drafter="plain", cache_ram=0)
     expected: dict[str, str] = {}
     whole = equal = 0
     for asked, answer in found:
@@ -249,7 +249,7 @@ def recovery(args: argparse.Namespace) -> dict:
                 lost += not text.startswith(shown)
                 shown = text
                 path, asked = f"/v1/longdraft/generations/{name}/resume", {"stream": True}
-    engine = longdraft.load("novelist", drafter="plain")
+    engine = longdraft.load("novelist", drafter="plain", cache_ram=0)
     generation = engine.generate("The ship", engine.params(max_new_tokens=args.tokens, seed=7, min_p=0.1))
     for _ in generation:
         pass
@@ -318,7 +318,7 @@ def slow(args: argparse.Namespace) -> dict:
         time.sleep(1.5)
         resident["after"] = process.memory_info().rss / 2**20
         ready = httpx.get(url + "/ready").json()
-    engine = longdraft.load("novelist", drafter="plain")
+    engine = longdraft.load("novelist", drafter="plain", cache_ram=0)
     return {"readers": args.readers, "tokens": args.tokens, "seconds_of_waiting": args.seconds,
             "equal": sum(text == library_text(engine, asked) for asked, text in found),
             "quick_s_before": statistics.median(quick["before"]), "quick_s_beside": statistics.median(quick["beside"]),

@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--quantize", default="none", choices=("none", "int8", "int4"))
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    engine, source = load(given.model, quantize=given.quantize), load(given.source)
+    engine, source = load(given.model, quantize=given.quantize, cache_ram=0), load(given.source)
     prompt = engine.encode(read_prompt(None, given.prompt_file))[: given.prefill]
     params = SamplingParams(max_new_tokens=given.max_new_tokens, min_p=0.1, seed=7, repetition_penalty=1.2,
                             ignore_eos=True)

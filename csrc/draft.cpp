@@ -46,7 +46,7 @@ std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const
         for (size_t layer = 0; layer < cache.stores.size(); layer++) {
             Store& store = *cache.stores[layer];
             const long skipped = static_cast<long>(layer) * kv_width * size;
-            store.reserve(length + 1);
+            store.prepare(length, 1);
             kernels.write(store, length, {row.k.data() + skipped, kv_width, d.dim}, {row.v.data() + skipped, kv_width, d.dim},
                           nullptr, 1);
         }

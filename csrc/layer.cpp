@@ -70,7 +70,7 @@ void attend_texts(const Kernels& kernels, const Decoder& d, size_t layer, const 
     long row = 0;
     for (const TextKV& text : texts) {
         Store& store = *text.stores[layer];
-        store.reserve(text.length + text.rows);
+        store.prepare(text.length, text.rows);
         float* remainder = text.remainder ? remainders + row * d.heads * (d.dim + 1) : nullptr;
         if (remainder)
             kernels.map_remainder(bf16, at(r.content, row, q_width), text.remainder + static_cast<long>(layer) * map,

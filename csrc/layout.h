@@ -111,11 +111,13 @@ struct Linear {
 // With bfloat16 a word holds two elements: two dimensions (d, d + 1) of a key, two positions (p, p + 1) of a value.
 // `padded` is dim rounded up to a multiple of 16, or of 32 for bfloat16 (what one instruction of the matrix unit sums).
 // Positions that were never written are zeros, and positions behind the text may hold older rows: all are finite.
+//
+// Several stores may share a block (`append`). `prepare` gives a store its own copy before it writes to a shared one.
 struct Store {
     bool is_bf16;
     long heads, dim, padded;
     long room = 0;  // positions of the first block
-    std::vector<std::unique_ptr<Memory>> keys, values;
+    std::vector<std::shared_ptr<Memory>> keys, values;
 
     Store(bool bf16, long num_heads, long head_dim)
         : is_bf16(bf16), heads(num_heads), dim(head_dim), padded(round_up(head_dim, bf16 ? 32 : 16)) {}
@@ -130,21 +132,55 @@ struct Store {
 
     void reserve(long length) {
         if (length > room && room < SPLIT) grow_first(std::min(SPLIT, std::max(2 * room, round_up(length, BLOCK))));
-        while (capacity() < length) {
-            std::unique_ptr<Memory> k = new_block(SPLIT), v = new_block(SPLIT);
-            keys.push_back(std::move(k));
-            values.push_back(std::move(v));
+        while (capacity() < length) add_block(new_block(SPLIT), new_block(SPLIT));
+    }
+    size_t bytes_of(long positions) const { return static_cast<size_t>(positions * heads * padded / step()) * 8; }
+    size_t bytes() const { return bytes_of(capacity()); }
+
+    // Reserve `start + count` positions, of which the last `count` may be written: their blocks are this store's alone.
+    void prepare(long start, long count) {
+        reserve(start + count);
+        for (long block = start / SPLIT; count > 0 && block <= (start + count - 1) / SPLIT; block++)
+            for (auto* blocks : {&keys, &values})
+                if ((*blocks)[static_cast<size_t>(block)].use_count() > 1) {
+                    std::shared_ptr<Memory> own = new_block(block ? SPLIT : room);
+                    std::memcpy(own->words(), (*blocks)[static_cast<size_t>(block)]->words(),
+                                static_cast<size_t>(heads * words_of(block)) * 4);
+                    (*blocks)[static_cast<size_t>(block)] = std::move(own);
+                }
+    }
+
+    // Add the positions [first, first + count) of another store behind this one's capacity. Whole blocks are shared, the
+    // rest is copied, into memory for round_up(count, BLOCK) positions. `first` and the capacity are multiples of SPLIT.
+    void append(const Store& source, long first, long count) {
+        for (; count >= SPLIT; first += SPLIT, count -= SPLIT) {
+            const size_t block = static_cast<size_t>(first / SPLIT);
+            add_block(source.keys[block], source.values[block]);
+            room = SPLIT;
+        }
+        if (!count) return;
+        const long block = first / SPLIT, mine = capacity() / SPLIT;
+        reserve(capacity() + count);
+        // Positions are stored by groups of 16, so the beginning of a head's part of a block is contiguous.
+        const size_t size = static_cast<size_t>(round_up(count, 16) * padded / step()) * 4;
+        for (long head = 0; head < heads; head++) {
+            std::memcpy(key(mine, head), source.key(block, head), size);
+            std::memcpy(value(mine, head), source.value(block, head), size);
         }
     }
-    size_t bytes() const { return static_cast<size_t>(capacity() * heads * padded / step()) * 8; }
 
   private:
-    std::unique_ptr<Memory> new_block(long positions) const {
-        return std::unique_ptr<Memory>(new Memory(static_cast<size_t>(heads * positions * padded / step()) * 4));
+    std::shared_ptr<Memory> new_block(long positions) const {
+        return std::make_shared<Memory>(static_cast<size_t>(heads * positions * padded / step()) * 4);
+    }
+
+    void add_block(std::shared_ptr<Memory> k, std::shared_ptr<Memory> v) {
+        keys.push_back(std::move(k));
+        values.push_back(std::move(v));
     }
 
     void grow_first(long positions) {
-        std::unique_ptr<Memory> k = new_block(positions), v = new_block(positions);
+        std::shared_ptr<Memory> k = new_block(positions), v = new_block(positions);
         const long words = positions * padded / step(), held = words_of(0);
         for (long head = 0; head < heads && !keys.empty(); head++) {
             std::memcpy(k->words() + head * words, key(0, head), static_cast<size_t>(held) * 4);
@@ -152,8 +188,7 @@ struct Store {
         }
         keys.clear();
         values.clear();
-        keys.push_back(std::move(k));
-        values.push_back(std::move(v));
+        add_block(std::move(k), std::move(v));
         room = positions;
     }
 };

@@ -158,6 +158,12 @@ NB_MODULE(_cpu, m) {
     nb::class_<Store>(m, "Store")
         .def(nb::init<bool, long, long>())
         .def("reserve", &Store::reserve)
+        .def("append", [](Store& s, const Store& source, long first, long count) {
+            require(s.is_bf16 == source.is_bf16 && s.heads == source.heads && s.dim == source.dim, "stores of one shape");
+            require(first >= 0 && first % SPLIT == 0 && s.capacity() % SPLIT == 0 && count >= 0 &&
+                        first + count <= source.capacity(), "whole blocks behind whole blocks");
+            s.append(source, first, count); })
+        .def("bytes_of", &Store::bytes_of)
         .def_ro("is_bf16", &Store::is_bf16)
         .def_ro("heads", &Store::heads)
         .def_ro("dim", &Store::dim)
@@ -229,7 +235,7 @@ NB_MODULE(_cpu, m) {
             for (long i = 0; which && i < rows; i++)
                 require(0 <= at<int64_t>(which)[i] && at<int64_t>(which)[i] < num_rows,
                         "row numbers below the number of rows");
-            s.reserve(start + rows);
+            s.prepare(start, rows);
             k.write(s, start, rows_at(key, key_row, key_head), rows_at(value, value_row, value_head),
                     at<int64_t>(which), rows); })
         .def("forward", [](const Kernels& k, const Decoder& decoder, const std::vector<std::vector<Store*>>& stores,
@@ -277,7 +283,7 @@ NB_MODULE(_cpu, m) {
                 Store& s = *stores[i];
                 const long width = s.heads * s.dim, count = static_cast<long>(rows.size());
                 const long offset = static_cast<long>(i) * layer_stride * (s.is_bf16 ? 2 : 4);
-                s.reserve(start + count);
+                s.prepare(start, count);
                 k.write(s, start, rows_at(key + offset, width, s.dim), rows_at(value + offset, width, s.dim), rows.data(),
                         count);
             } })
@@ -300,7 +306,7 @@ NB_MODULE(_cpu, m) {
         .def("solve_spd", [](const Kernels& k, Address a, Address x, long count, long n) {
             k.solve_spd(at<float>(a), at<float>(x), count, n); }, free_gil)
         .def("read", [](const Kernels& k, const Store& s, Address positions, long count, Address key, Address value) {
-            k.read(s, at<int64_t>(positions), count, at<void>(key), at<void>(value)); })
+            k.read(s, at<int64_t>(positions), count, at<void>(key), at<void>(value)); }, free_gil)
         .def("weights", [](const Kernels& k, const Store& s, long length, Address q, long rows, long heads, float scale,
                            Address out) {
             k.weights(s, length, at<void>(q), rows, heads, scale, at<float>(out)); }, free_gil)
@@ -308,7 +314,7 @@ NB_MODULE(_cpu, m) {
                              long key_row, long key_head, Address value, long value_row, long value_head,
                              Address parent, float scale, long window, Address remainder, Address out, Address lse) {
             require_order(at<int32_t>(parent), rows);
-            s.reserve(length + rows);
+            s.prepare(length, rows);
             const Attention text = {&s, length, rows, heads, at<void>(q), rows_at(key, key_row, key_head),
                                     rows_at(value, value_row, value_head), at<int32_t>(parent), scale,
                                     window, at<float>(remainder), at<void>(out), at<float>(lse)};

@@ -22,7 +22,7 @@ void copy(const Kernels& kernels, const Store& source, Store& target, const int6
     const size_t size = static_cast<size_t>(source.heads * count * source.dim) * (source.is_bf16 ? 2 : 4);
     std::vector<char> k(size), v(size);
     kernels.read(source, positions, count, k.data(), v.data());
-    target.reserve(start + count);
+    target.prepare(start, count);
     kernels.write(target, start, {k.data(), source.dim, count * source.dim}, {v.data(), source.dim, count * source.dim},
                   nullptr, count);
 }

@@ -26,6 +26,7 @@ from longdraft.generation import Generation
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model.routine import run_batched
 from longdraft.model.transformer import Forward, ForwardRequest
+from longdraft.speculation.reuse import Waiting
 
 
 class Batch:
@@ -39,6 +40,7 @@ class Batch:
         self._drafter = drafter
         self._texts: dict[int, Generation] = {}
         self._requests: dict[int, ForwardRequest] = {}  # the forward that each text needs next; none between two steps
+        self._waiting: set[int] = set()  # texts that wait for another one to read their common beginning
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -78,6 +80,7 @@ class Batch:
             known = ", ".join(map(str, self._texts)) or "none"
             raise UsageError(f"text {text} is not in the batch; there are: {known}")
         self._requests.pop(text, None)
+        self._waiting.discard(text)
         generation = self._texts.pop(text)
         generation.close()
         return generation
@@ -93,15 +96,16 @@ class Batch:
         events: list[tuple[int, Event]] = []
         with kernels.single_threaded_torch(self._model.target.kernels):
             chosen = list(self._texts) if only is None else [text for text in only if text in self._texts]
+            batch_size = max(1, len(chosen) - len(self._waiting.intersection(chosen)))
             for text in chosen:
                 if text not in self._requests:
-                    self._advance(text, None, len(chosen), events)
+                    self._advance(text, None, batch_size, events)
             requests = {text: self._requests[text] for text in chosen if text in self._requests}
             texts = list(requests)
             results = run_batched(list(requests.values()), lambda indices, seconds: self._charge(
                 {texts[index]: requests[texts[index]] for index in indices}, seconds))
             for text, result in zip(requests, results, strict=True):
-                self._advance(text, result, len(chosen), events)
+                self._advance(text, result, batch_size, events)
         return events
 
     def _advance(self, text: int, result: Forward | Exception | None, batch_size: int,
@@ -119,7 +123,11 @@ class Batch:
                 if not generation.is_finished:
                     return
                 outcome = generation.advance(batch_size=batch_size)
-            self._requests[text] = outcome
+            if isinstance(outcome, Waiting):
+                self._waiting.add(text)
+            else:
+                self._waiting.discard(text)
+                self._requests[text] = outcome
         except StopIteration:
             self.remove(text)
         except Exception as error:  # ends this text only, as the error of its last event

@@ -25,6 +25,7 @@ from longdraft.core import Event, Prompt, SamplingParams
 from longdraft.errors import JournalError, NumericalError, UsageError, check
 from longdraft.generation import Generation
 from longdraft.journal.provenance import provenance
+from longdraft.journal.snapshot_folder import SnapshotOptions
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model.chat_template import Message
 from longdraft.model.defaults import Defaults
@@ -36,7 +37,8 @@ from longdraft.model.transformer import Transformer
 
 
 class Engine:
-    """A loaded model and the drafter that it is used with. Holds no state of any text."""
+    """A loaded model and the drafter that it is used with. Of texts it holds the prefix tree only (`cache_ram` of
+    `load`), which changes their time."""
 
     def __init__(self, loaded: LoadedModel, choice: DrafterChoice) -> None:
         """Loads nothing. UsageError if the drafter needs a part that `loaded` does not have."""
@@ -156,7 +158,8 @@ class Engine:
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, journal: str | Path | None = None,
                  fsync: str | float = 1.0, on_prefill: Callable[[int, int], None] | None = None,
-                 logprobs: int | None = None) -> Generation:
+                 logprobs: int | None = None, cache_salt: str | None = "", snapshot: str = "auto",
+                 snapshot_max: float = 8.0) -> Generation:
         """Write a text. Iterate over the result for its events; close it to stop early.
 
         params      used as they are; default: the model's defaults. See also `Engine.params`
@@ -165,12 +168,19 @@ class Engine:
         fsync       how soon the journal survives a power cut: always | never | seconds
         on_prefill  called with (tokens done, tokens in all) while the prompt is read
         logprobs    report the log-probability of each token, and of that many likeliest tokens beside it
+        cache_salt  the text shares rows of the prefix tree (`cache_ram` of `load`) with texts of the same salt only;
+                    None: it neither takes rows from the tree nor gives any
+        snapshot    auto | never | always: keep keys and values beside the journal, so that `resume` reads a file
+                    instead of the text. auto: on the CPU, once the text has taken 10 seconds. Blocks of 4,096 tokens
+                    are written when they are full, and the last one by `close`
+        snapshot_max  GiB of the snapshot at most
 
         Raises UsageError, and JournalError if the folder holds a journal. Iterating raises OutputError if the journal
         cannot be written, MemoryError and NumericalError.
         """
         return Generation.start(self.loaded, self.choice, prompt, params, journal=journal, fsync=fsync,
-                                on_prefill=on_prefill, logprobs=logprobs)
+                                on_prefill=on_prefill, logprobs=logprobs, cache_salt=cache_salt,
+                                snapshot=SnapshotOptions.parse(snapshot, snapshot_max))
 
     def generate_many(self, prompts: Iterable[Prompt],
                       params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -192,7 +202,8 @@ class Engine:
         return batching.Batch(self.loaded, self.choice)
 
     def resume(self, journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,
-               on_prefill: Callable[[int, int], None] | None = None) -> Generation:
+               on_prefill: Callable[[int, int], None] | None = None, cache_salt: str | None = "",
+               snapshot: str = "auto", snapshot_max: float = 8.0) -> Generation:
         """Resume a journal's text: tokens and text are those that an uninterrupted run gives.
 
         The first event holds everything that was written before. A finished journal gives that event only.
@@ -200,11 +211,14 @@ class Engine:
         allow_different_kernels  accept other kernels, device, dtype or versions than the journal's. The text is then
                                  not bit for bit the uninterrupted one, and its statistics say so
 
+        `cache_salt`, `snapshot` and `snapshot_max` are those of `generate`.
+
         Raises JournalError if there is no journal, another process writes it, or it was begun with another model,
         tokenizer, settings or kernels.
         """
         return Generation.resume(self.loaded, self.choice, journal, fsync=fsync,
-                                 allow_different_kernels=allow_different_kernels, on_prefill=on_prefill)
+                                 allow_different_kernels=allow_different_kernels, on_prefill=on_prefill,
+                                 cache_salt=cache_salt, snapshot=SnapshotOptions.parse(snapshot, snapshot_max))
 
     def close(self) -> None:
         """On the first of several ranks: the other ranks return from `follow`."""

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from longdraft import drafters, kernels, run_statistics
@@ -29,20 +28,21 @@ from longdraft.errors import JournalError, check, translate_memory_errors
 from longdraft.journal import Journal, parse_fsync
 from longdraft.journal.provenance import new_header, new_run
 from longdraft.journal.resume import open_for_resume
+from longdraft.journal.snapshot import Snapshot
+from longdraft.journal.snapshot_folder import SnapshotOptions
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.loops import FullAcceptance
 from longdraft.model import sizing
 from longdraft.model.draft_copy import SAME
 from longdraft.model.routine import CostClock, Routine, run_batched
-from longdraft.model.transformer import Forward, ForwardRequest, tree_rows
+from longdraft.model.transformer import Forward, ForwardRequest
 from longdraft.parallel import Request
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import HasSummary, memory_of
-from longdraft.speculation.prefill import PREFILL_CHUNK, prefill
+from longdraft.speculation.prefill import prefill
+from longdraft.speculation.reuse import PrefixReuse, Waiting
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.text_stream import DecodedTokens, TextStream, stop_ids
-from longdraft.tree import root_only
-from longdraft.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +53,14 @@ class Generation(Iterator[Event]):
     def __init__(self, model: LoadedModel, drafter: DrafterChoice, prompt: list[int], params: SamplingParams, *,
                  on_prefill: Callable[[int, int], None] | None = None,
                  written: Sequence[int] | NDArray[np.int32] = (), is_pure: bool = True,
-                 logprobs: int | None = None, sampler: Sampler | None = None) -> None:
+                 logprobs: int | None = None, sampler: Sampler | None = None, cache_salt: str | None = "") -> None:
         """A request whose prompt and settings are checked already; see `start` and `resume`.
 
         written   new tokens of earlier runs
         is_pure   whether those runs had this one's arithmetic
         logprobs  likeliest tokens to report beside each token; None: no log-probabilities
         sampler   chooses the target's tokens; default: the sampler of `params`
+        cache_salt  see `Engine.generate`
         """
         self._model = model
         self._drafter = drafter
@@ -70,11 +71,7 @@ class Generation(Iterator[Event]):
         self.num_resumed = len(written)
         self.is_closed = False
         length = len(prompt) + params.max_new_tokens
-        target = model.target.for_length(length)
-        if model.eagle and drafter.name in drafters.WITH_EAGLE:
-            target = target.with_taps(model.eagle.taps)
-        draft_length = drafter.options.draft_window or length
-        draft = model.draft and model.draft.for_length(min(length, draft_length, model.draft.config.max_positions))
+        target, draft = model.target_for(length, drafter), model.draft_for(length, drafter)
         self._text_stream = TextStream(model.tokenizer, params, target.config.eos_token_ids)
         self._cache = cache = target.new_cache()
         if target.kernels.is_device:
@@ -83,8 +80,7 @@ class Generation(Iterator[Event]):
             sampler = Sampler(params, stop_ids(params, target.config.eos_token_ids),
                               target.kernels.name != kernels.REFERENCE, target.kernels if logprobs is None else None)
         self.clock = CostClock(agree=model.ranks.agree)
-        copy = model.draft_copy if drafter.options.copy_weights != SAME else None
-        self._draft_copy = copy and copy.for_length(length)
+        self._draft_copy = model.draft_copy_for(length, drafter)
         resources = drafters.Resources(target, cache, sampler, params, model.heads, model.glide, model.corpora, draft,
                                        clock=self.clock, knowledge=model.knowledge,
                                        draft_copy=self._draft_copy, eagle=model.eagle)
@@ -92,6 +88,7 @@ class Generation(Iterator[Event]):
         context.extend(int(token) for token in written)
         self._step = Step(target, cache, drafters.new_drafter(drafter.name, drafter.options, resources), sampler,
                           context, Timings(), Tally(), logprobs)
+        self._reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
         self._accepted: Counter[str] = Counter()  # accepted tokens in the text, by drafter
         self._full_acceptance = FullAcceptance()
         self._plain_speed = run_statistics.PlainSpeed(target.weights_in_tokens)
@@ -102,27 +99,32 @@ class Generation(Iterator[Event]):
     @classmethod
     def start(cls, model: LoadedModel, drafter: DrafterChoice, prompt: Prompt, params: SamplingParams | None = None, *,
               journal: str | Path | None = None, fsync: str | float = 1.0,
-              on_prefill: Callable[[int, int], None] | None = None, logprobs: int | None = None) -> Generation:
+              on_prefill: Callable[[int, int], None] | None = None, logprobs: int | None = None,
+              cache_salt: str | None = "", snapshot: SnapshotOptions | None = None) -> Generation:
         """A new text. See `Engine.generate`."""
         params = params or model.defaults.params({})
         seed = secrets.randbits(63) if params.seed is None else params.seed
         ids, params = model.check_request(prompt, params), params.with_seed(seed)
         interval, vocabulary = parse_fsync(fsync), model.target.config.vocab_size
         check(logprobs is None or 0 <= logprobs <= vocabulary, "logprobs", logprobs, f"0 to {vocabulary}")
-        generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs)
+        generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs, cache_salt=cache_salt)
         if journal is not None:  # created last, so that a request that is refused leaves none
+            found = generation._open_snapshot(Path(journal), snapshot)
             generation._journal = generation._new_journal(Path(journal), interval)
+            generation._journal.snapshot = found
         return generation
 
     @classmethod
     def resume(cls, model: LoadedModel, drafter: DrafterChoice, journal: str | Path, *, fsync: str | float = 1.0,
-               allow_different_kernels: bool = False,
-               on_prefill: Callable[[int, int], None] | None = None) -> Generation:
+               allow_different_kernels: bool = False, on_prefill: Callable[[int, int], None] | None = None,
+               cache_salt: str | None = "", snapshot: SnapshotOptions | None = None) -> Generation:
         """The text of a journal. See `Engine.resume`."""
         found = open_for_resume(Path(journal), model, drafter, parse_fsync(fsync), allow_different_kernels)
         try:
             generation = cls(model, drafter, found.content.header.prompt, found.params, on_prefill=on_prefill,
-                             written=found.content.tokens, is_pure=found.is_pure)
+                             written=found.content.tokens, is_pure=found.is_pure, cache_salt=cache_salt)
+            if found.writer:
+                found.writer.snapshot = generation._open_snapshot(Path(journal), snapshot)
             found.begin()
         except BaseException:
             found.close()
@@ -134,6 +136,9 @@ class Generation(Iterator[Event]):
         header = new_header(self._model, self._drafter, self.prompt, self._params)
         return Journal.create(folder, header, new_run(self._model, self._drafter, 0), fsync)
 
+    def _open_snapshot(self, folder: Path, options: SnapshotOptions | None) -> Snapshot | None:
+        return Snapshot.open(folder, options, self._model, self._step.model, self._cache, self._step.context)
+
     def save_journal(self, folder: Path) -> None:
         """Create a journal of what was written so far, for `resume`. JournalError if `folder` holds one already."""
         with self._new_journal(folder, 1.0) as journal:
@@ -144,7 +149,8 @@ class Generation(Iterator[Event]):
         """The next event. Its forwards serve this text alone."""
         with kernels.single_threaded_torch(self._model.target.kernels):
             outcome = self.advance()
-            while isinstance(outcome, ForwardRequest):
+            while not isinstance(outcome, Event):
+                assert isinstance(outcome, ForwardRequest), "only a text of a batch waits for others"
                 try:
                     forward, = run_batched([outcome], lambda places, seconds: self.clock.charge(seconds))
                 except BaseException:  # interrupted
@@ -153,15 +159,19 @@ class Generation(Iterator[Event]):
                 outcome = self.advance(forward)
         return outcome
 
-    def advance(self, forward: Forward | Exception | None = None, batch_size: int = 1) -> ForwardRequest | Event:
+    def advance(self, forward: Forward | Exception | None = None, batch_size: int | None = None
+                ) -> ForwardRequest | Event | Waiting:
         """Work up to the next event or the next forward that is needed. Pass that forward to the next call.
 
+        A text of a batch may wait for another text of the batch to read their common beginning.
+
         forward     the requested forward, or the error that it failed with, which ends the text
-        batch_size  number of texts that share forwards now
+        batch_size  number of texts that share forwards now; None: the text is written alone
 
         Raises StopIteration after the last event, and every error that ends the text.
         """
-        self.clock.start(batch_size)
+        self.clock.start(batch_size or 1)
+        self._reuse.is_in_batch = batch_size is not None
         try:
             return self._work.throw(forward) if isinstance(forward, Exception) else self._work.send(forward)
         finally:
@@ -170,6 +180,7 @@ class Generation(Iterator[Event]):
     def close(self) -> None:
         """Stop writing. The events so far remain valid, and a journal can be resumed."""
         self._work.close()
+        self._reuse.close()
         self.is_closed = True
         if self._journal:
             self._journal.close()
@@ -222,6 +233,11 @@ class Generation(Iterator[Event]):
         return self._cache.nbytes
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens whose rows came from the prefix tree."""
+        return self._reuse.cached_tokens
+
+    @property
     def drafter_bytes(self) -> int:
         """Bytes of the drafter's own caches."""
         return memory_of(self._step.drafter)
@@ -231,25 +247,9 @@ class Generation(Iterator[Event]):
 
         The forward is computed now and its row dropped, so the text does not change.
         """
-        target, cache, context = self._step.model, self._step.cache, self._step.context
-        start = time.perf_counter()
-        with kernels.single_threaded_torch(target.kernels):
-            target.forward(tree_rows(root_only(context.last), len(context) - 1), cache, 1)
-        seconds = time.perf_counter() - start
-        cache.commit(())
-        timings, steps = self._step.timings, self._step.tally.steps
-        overhead = self._decode_seconds - timings.draft - timings.verify
-        return seconds + (max(0.0, overhead) / steps if steps else 0.0)
+        return self._step.measure_plain(self._decode_seconds)
 
-    def take_prompt(self, other: Generation) -> None:
-        """Copy the cache rows of the same prompt that another generation has read. The last ones are computed, because
-        drafters see what the target computes. Nothing is copied on a device, nor for the taps of an EAGLE head."""
-        if not (self._cache.length or self._cache.taps or other._cache.taps or self._step.model.kernels.is_device):
-            length = self._step.context.prompt_length
-            assert length == other._step.context.prompt_length, "the same prompt"
-            self._cache.copy_from(other._cache, max(0, length - PREFILL_CHUNK))
-
-    def _run(self) -> Generator[ForwardRequest | Event, Forward | None, None]:
+    def _run(self) -> Generator[ForwardRequest | Event | Waiting, Forward | None, None]:
         ranks, context = self._model.ranks, self._step.context
         try:
             written = context.slice(context.prompt_length, len(context))
@@ -259,13 +259,18 @@ class Generation(Iterator[Event]):
                     yield from self._replay()
                     if not self.is_finished:
                         began = time.perf_counter()
-                        yield from prefill(self._step, ranks, lambda: self.clock.batch_size > 1, self._on_prefill)
+                        if self.num_resumed and self._journal and self._journal.snapshot:
+                            yield from self._reuse.restore(self._journal.snapshot.restore)
+                        yield from self._reuse.begin(ranks)
+                        yield from prefill(self._step, ranks, lambda: self.clock.batch_size > 1, self._on_prefill,
+                                           self._reuse)
                         self._prefill_seconds = time.perf_counter() - began
                     while not self.is_finished:
                         yield (yield from self._advance())
             finally:
                 ranks.end_request(is_finished=self.is_finished)
         finally:
+            self._reuse.end_reading()
             if self._journal:
                 self._journal.close()
 
@@ -308,6 +313,8 @@ class Generation(Iterator[Event]):
         reason = self._text_stream.finish_reason
         if reason and self._journal:
             self._journal.finish(reason)
+        if reason:
+            self._reuse.close()
         return Event(new.tokens, new.text, reason, self.stats() if reason else None, pieces=new.pieces)
 
     def stats(self) -> dict[str, Any]:
@@ -315,12 +322,12 @@ class Generation(Iterator[Event]):
         step, target = self._step, self._model.target
         stream, loop = self._text_stream, self._text_stream.loop
         num_written = stream.num_tokens - self.num_resumed
-        is_exact = target.kernels.is_row_invariant and self._is_pure
         return {
             "prompt_tokens": step.context.prompt_length,
             "sha256_prompt": run_statistics.sha256_tokens(step.context.slice(0, step.context.prompt_length)),
             "new_tokens": stream.num_tokens,
             "resumed_tokens": self.num_resumed,
+            **self._reuse.figures(),
             "finish_reason": self.finish_reason,
             "seed": self._params.seed,
             "prefill_seconds": self._prefill_seconds,
@@ -329,13 +336,8 @@ class Generation(Iterator[Event]):
             **run_statistics.of_tokens(self.tokens),
             "recent_distinct_4": stream.distinct,
             "loop": loop and loop._asdict(),
-            "exactness": "bit-exact" if is_exact else "distribution",
-            "kernels": target.kernels.name,
-            "device": str(target.kernels.device),
-            "dtype": str(target.kernels.dtype).removeprefix("torch."),
-            "quantize": target.weights.quantize,
-            "threads": kernels.threads(target.kernels),
-            "peak_memory_bytes": run_statistics.peak_memory_bytes(),
+            "exactness": "bit-exact" if target.kernels.is_row_invariant and self._is_pure else "distribution",
+            **run_statistics.of_machine(target),
             "cache_bytes": self.cache_bytes,
             "drafter_memory_bytes": self.drafter_bytes,
             "draft_weights": self._draft_copy.weights.quantize if self._draft_copy else SAME,
@@ -345,6 +347,4 @@ class Generation(Iterator[Event]):
             "drafter_options": asdict(self._drafter.options),
             **(step.drafter.summary(num_written) if isinstance(step.drafter, HasSummary) else {}),
             "sampling": asdict(self._params),
-            "longdraft_version": __version__,
-            "torch_version": str(torch.__version__),
         }

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from longdraft import drafters, parallel
+from longdraft.cache.prefix import PrefixTree
 from longdraft.core import Prompt, SamplingParams
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.options import DrafterOptions
@@ -68,7 +69,7 @@ class DrafterChoice:
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A target model with everything that drafts for it. Holds no state of any request.
+    """A target model with everything that drafts for it. Of requests it holds the prefix tree only.
 
     name               as the user gave it: a bundled name, a folder or a hub id
     files              the weights on disk, for their fingerprint
@@ -83,6 +84,7 @@ class LoadedModel:
     draft_copy         a quantised copy of the target for self-drafting chains, and the option it was made for
     quantized_cache    folder of cached quantised weights; None: nothing is cached
     ranks              the processes that share the model
+    prefixes           keys and values of former texts, for texts that begin alike; None: none are kept
     """
 
     name: str
@@ -103,6 +105,7 @@ class LoadedModel:
     draft_weights: str = SAME
     quantized_cache: Path | None = None
     ranks: parallel.SingleProcess = field(default_factory=parallel.SingleProcess)
+    prefixes: PrefixTree | None = None
 
     @classmethod
     def load_parts(cls, name: str, files: TensorFiles, target: Transformer, tokenizer: Tokenizer,
@@ -157,6 +160,21 @@ class LoadedModel:
             return None
         return optional_part(
             "draft", lambda: load_draft_model(folder, str(folder), self.target, self.tokenizer), required)
+
+    def target_for(self, length: int, choice: DrafterChoice) -> Transformer:
+        """The target for a text of `length` tokens, prompt included, with the taps that the drafter reads."""
+        target = self.target.for_length(length)
+        return target.with_taps(self.eagle.taps) if self.eagle and choice.name in drafters.WITH_EAGLE else target
+
+    def draft_for(self, length: int, choice: DrafterChoice) -> Transformer | None:
+        """The draft model for a text of `length` tokens, of which it may read a window only."""
+        window = choice.options.draft_window or length
+        return self.draft and self.draft.for_length(min(length, window, self.draft.config.max_positions))
+
+    def draft_copy_for(self, length: int, choice: DrafterChoice) -> Transformer | None:
+        """The quantised copy that drafts a text of `length` tokens; None if the drafter uses none."""
+        copy = self.draft_copy if choice.options.copy_weights != SAME else None
+        return copy and copy.for_length(length)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids are checked and returned. UsageError if the prompt is empty."""

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from longdraft import drafters, kernels, parallel
+from longdraft import drafters, kernels, machine, parallel
+from longdraft.cache.prefix import PrefixTree
 from longdraft.engine import Engine
 from longdraft.errors import UsageError, check
 from longdraft.generation import Generation
@@ -29,6 +30,7 @@ from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+MAX_CACHE_RAM = 8192  # MiB of the prefix tree, unless the caller asks for more
 
 
 def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
@@ -36,7 +38,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
          dtype: str = "auto", quantize: str = "none", threads: int | None = None, revision: str | None = None,
          token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
          kernels_name: str | None = None, tensor_parallel: int = 1, quantized_cache: str | Path | None = None,
-         on_load: Callable[[int, int], None] | None = None) -> Engine:
+         cache_ram: int | None = None, on_load: Callable[[int, int], None] | None = None) -> Engine:
     """An engine for a bundled name, a model folder or a hub id.
 
     drafter          auto | plain | ngram | suffix | tokenswift | medusa | magicdec | draft-model | glide | eagle |
@@ -58,6 +60,8 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
                      other than the first call `Engine.follow`
     quantized_cache  folder of quantised weights, which are made once and read later; "none": no folder; default:
                      LONGDRAFT_QUANTIZED_CACHE, else the user's cache folder
+    cache_ram        MiB for the prefix tree, which keeps keys and values of former texts for texts that begin alike;
+                     0: none. Default: a quarter of the free memory, at most 8192, and 0 on CUDA
     on_load          called with (bytes read, bytes in all) while the weights are read. The numbers start again when a
                      quantised copy for drafts is made
 
@@ -72,6 +76,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     check(quantize in checkpoint.QUANTIZE, "quantize", quantize, checkpoint.QUANTIZE_CHOICES)
     check(threads is None or 1 <= threads <= 1024, "threads", threads, "1 to 1024")
     check(1 <= tensor_parallel <= 1024, "tensor_parallel", tensor_parallel, "1 to 1024")
+    check(cache_ram is None or 0 <= cache_ram <= 1 << 30, "cache_ram", cache_ram, "0 to 1073741824 MiB")
     group = parallel.join(tensor_parallel, device) if tensor_parallel > 1 else None
     if threads is None and group:
         threads = group.cores  # torchrun sets one thread
@@ -101,9 +106,17 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     loaded = LoadedModel.load_parts(
         model, files, target, tokenizer, choice, heads_name=heads, hub_options=replace(hub_options, revision=None),
         defaults=sampling, ranks=parallel.RankGroup(group) if group else None, quantized_cache=cache)
+    loaded = replace(loaded, prefixes=_prefix_tree(cache_ram, chosen))
     if group:
         group.require_same({**loaded.identity, "drafter": drafter, "drafter options": str(choice.options)})
     return Engine(loaded, choice)
+
+
+def _prefix_tree(cache_ram: int | None, chosen: kernels.Kernels) -> PrefixTree | None:
+    """The engine's prefix tree; None where it would be empty. The default on a device: off, memory is scarce there."""
+    if cache_ram is None:
+        cache_ram = 0 if chosen.is_device else min(MAX_CACHE_RAM, machine.available_memory() // 4 >> 20)
+    return PrefixTree(cache_ram << 20) if cache_ram else None
 
 
 def _checked_device(device: str) -> str:
@@ -118,7 +131,7 @@ def _checked_device(device: str) -> str:
 def load_for(header: Header, *, model: str | None = None, drafter: str | None = None,
              drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, threads: int | None = None,
              token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
-             quantized_cache: str | Path | None = None,
+             quantized_cache: str | Path | None = None, cache_ram: int | None = None,
              on_load: Callable[[int, int], None] | None = None) -> Engine:
     """An engine like the one that a journal was begun with, on the same kernels if this machine has them.
 
@@ -129,7 +142,7 @@ def load_for(header: Header, *, model: str | None = None, drafter: str | None = 
     """
     options = load_options(header, drafter=drafter, drafter_options=drafter_options, heads=heads)
     return load(model or header.model, threads=threads, token=token, cache_dir=cache_dir, offline=offline,
-                quantized_cache=quantized_cache, on_load=on_load, **options)
+                quantized_cache=quantized_cache, cache_ram=cache_ram, on_load=on_load, **options)
 
 
 def resume(journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,

@@ -11,10 +11,14 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from longdraft import kernels
+from longdraft.model.transformer import Transformer
 from longdraft.speculation.step import Tally, Timings
+from longdraft.version import __version__
 
 _ENOUGH_PLAIN_STEPS = 16  # from this many steps without a draft, plain decoding counts as measured
 _ENOUGH_STEPS = 16  # an estimate needs this many steps
@@ -39,6 +43,21 @@ def peak_memory_bytes() -> int:
     """Largest resident size of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def of_machine(model: Transformer) -> dict[str, Any]:
+    """What the target's numbers are computed with, and the memory that this process took."""
+    found = model.kernels
+    return {
+        "kernels": found.name,
+        "device": str(found.device),
+        "dtype": str(found.dtype).removeprefix("torch."),
+        "quantize": model.weights.quantize,
+        "threads": kernels.threads(found),
+        "peak_memory_bytes": peak_memory_bytes(),
+        "longdraft_version": __version__,
+        "torch_version": str(torch.__version__),
+    }
 
 
 def of_tokens(tokens: NDArray[np.int32]) -> dict[str, Any]:

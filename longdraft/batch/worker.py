@@ -200,7 +200,7 @@ class BatchWorker:
             try:
                 header = read_journal(folder).header
                 if header.prompt == ids and header.params == params:
-                    return self._engine.resume(folder, fsync=fsync)
+                    return self._engine.resume(folder, fsync=fsync, snapshot="never")
                 reason = "its journal has another prompt or other settings"
             except UnusableJournalError as error:
                 reason = str(error)
@@ -208,7 +208,7 @@ class BatchWorker:
                 raise BusyJournalError(f"the journal {folder} is being written by a process of another job; end it")
             log.warning("row %s starts again: %s", key, reason)
             remove_journal(folder)
-        return self._engine.generate(ids, params, journal=folder, fsync=fsync)
+        return self._engine.generate(ids, params, journal=folder, fsync=fsync, snapshot="never")
 
     def _is_suspect(self, key: str) -> bool:
         """Whether the last attempt ended without a new token."""

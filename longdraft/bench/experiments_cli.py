@@ -80,7 +80,7 @@ def _run_experiment(experiment: str, *, prompt_file: Path, model: str, scale: st
     plan = runner.ExperimentPlan(chosen, chosen.scale(scale), scale, prompt_file, [int(part) for part in parts],
                                  stretches)
     text = read_prompt(None, str(prompt_file))
-    engine = load(model, heads=heads, dtype=dtype, threads=threads)
+    engine = load(model, heads=heads, dtype=dtype, threads=threads, cache_ram=0)
     limits = measure_limits(machine.affordable(int(memory * (1 << 30))), 1)
     results = runner.run_experiment(plan, engine, engine.encode(text), output, limits.details)
     for table in measures.tables(results, chosen, plan.scale):

@@ -120,7 +120,7 @@ def batch(
     chosen = settings("--drafters", drafters)
     nbytes = prepare_run(threads, repeats, memory)
     text = read_prompt(None, str(prompt_file))
-    engine = load(model, threads=threads, device="cpu")
+    engine = load(model, threads=threads, device="cpu", cache_ram=0)
     plan = batch.BatchPlan(engine.encode(text), lengths, counts, chosen, turn, repeats,
                            engines.PEERS["llama.cpp"] if peers != "none" else {}, engines.interpreter(python), limit)
     plan.check(engine)

@@ -78,8 +78,6 @@ def write_in_turns(engine: Engine, systems: Mapping[str, System], prompt: Sequen
     key, reference = text.about["text"], next(iter(systems))
     for turn, end in enumerate(ends[rounds:], rounds):
         for name, generation in generations.items():
-            if turn == 0 and name != reference:
-                generation.take_prompt(generations[reference])  # it is read once
             record = write_turn(generation, end) | {
                 "kind": "turn", "text": key, "system": name, "turn": turn, "end": end,
                 "is_resumed": bool(rounds) and turn == rounds,

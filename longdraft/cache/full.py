@@ -7,6 +7,7 @@ Only a cache moves its rows. A forward appends its rows provisionally; verificat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from longdraft.cache.taps import TapLog
 from longdraft.kernels import Kernels, KVStore, LayersKV
+from longdraft.kernels.interface import STORE_BLOCK
 
 
 class KVCache(Protocol):
@@ -47,10 +49,11 @@ class FullCache:
     def __init__(self, kernels: Kernels, num_layers: int, num_kv_heads: int, head_dim: int,
                  windows: Sequence[int] = (), taps: TapLog | None = None) -> None:
         self._kernels = kernels
-        self.num_kv_heads = num_kv_heads
         self.taps = taps
         self.windows = tuple(windows) or (0,) * num_layers
-        self.stores: list[KVStore] = [kernels.new_store(num_kv_heads, head_dim) for _ in range(num_layers)]
+        self._shape = (num_kv_heads, head_dim)
+        self._new_store = partial(kernels.new_store, num_kv_heads, head_dim)
+        self.stores: list[KVStore] = [self._new_store() for _ in range(num_layers)]
         self.length = 0
         self._tail: LayersKV | None = None
         self._is_placed = False
@@ -80,13 +83,62 @@ class FullCache:
         self._kernels.scatter_rows(self._tail, rows, positions)
         self._is_placed = True
 
-    def copy_from(self, other: FullCache, length: int) -> None:
-        """Hold the first `length` rows of another cache of the same model, and no others."""
-        assert 0 <= length <= other.length and self.taps is None
-        self.reserve(length)
-        heads = other.num_kv_heads
-        self._kernels.copy(other.stores, self.stores, torch.arange(length).expand(len(self.stores), heads, -1), 0)
-        self.length = length
+    def copy_block(self, start: int, count: int) -> list[KVStore]:
+        """Stores with the rows [start, start + count) of each layer, as `adopt` takes them.
+
+        start  a multiple of STORE_BLOCK; count: at most STORE_BLOCK. Whole blocks are shared, not copied
+        """
+        assert start % STORE_BLOCK == 0 and 0 < count <= STORE_BLOCK and start + count <= self.length
+        stores = [self._new_store() for _ in self.stores]
+        for store, source in zip(stores, self.stores, strict=True):
+            store.append(source, start, count)
+        return stores
+
+    def block_bytes(self, count: int) -> int:
+        """Bytes of the stores that `copy_block` returns for `count` rows."""
+        return sum(store.bytes_of(count) for store in self.stores)
+
+    def adopt(self, stores: Sequence[KVStore], count: int) -> None:
+        """Append the first `count` rows of stores that `copy_block` made. This text has the same tokens up to there.
+
+        The cache holds whole blocks, or nothing. States of tapped layers are not known.
+        """
+        assert self.length % STORE_BLOCK == 0 and self._tail is None
+        assert self._kernels.is_device or self.nbytes == self.block_bytes(self.length), "rows go behind those there are"
+        for store, source in zip(self.stores, stores, strict=True):
+            store.append(source, 0, count)
+        self.skip(count)
+
+    def fill(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Write rows k, v [L, Hkv, N, D] to positions start, start + 1, ..., at the length or behind it. They are not
+        committed."""
+        assert start >= self.length and self._tail is None
+        self.reserve(start + k.shape[2])
+        for store, keys, values in zip(self.stores, k, v, strict=True):
+            store.write_heads(start, keys, values)
+
+    def skip(self, count: int) -> None:
+        """Commit `count` rows that `fill` wrote. States of tapped layers are not known."""
+        if self.taps:
+            self.taps.skip(count)
+        self.length += count
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        self._tail, self.length = None, 0
+        if self.taps:
+            self.taps.clear()
+
+    @property
+    def store_dtype(self) -> torch.dtype:
+        """Of the rows that the stores return."""
+        return self.stores[0].read(torch.zeros(self._shape[0], 0, dtype=torch.int64))[0].dtype
+
+    @property
+    def provisional(self) -> tuple[Tensor, Tensor]:
+        """k, v [L, T, Hkv, D] of the rows that were appended and not yet committed."""
+        assert self._tail is not None
+        return self._tail.k, self._tail.v
 
     def truncate(self, length: int) -> None:
         """Drop the rows from position `length` on."""

@@ -65,6 +65,14 @@ class TapLog:
             self._forget()
         self._tail = None
 
+    def skip(self, count: int) -> None:
+        """The next `count` rows of the text are committed without their states."""
+        self._end += count
+
+    def clear(self) -> None:
+        """Forget all rows; the text begins again."""
+        self._first, self._runs, self._end, self._tail = [], [], 0, None
+
     def take(self) -> list[TappedRows]:
         """All rows that are held, in order; the log forgets them."""
         runs = [*self._first, *self._runs]

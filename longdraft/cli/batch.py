@@ -69,6 +69,7 @@ def batch(
     quantize: options.Quantize = "none",
     quantized_cache: options.QuantizedCache = None,
     tensor_parallel: options.TensorParallel = 1,
+    cache_ram: options.CacheRam = None,
     threads: Annotated[int | None, option("CPU threads of each worker.", RUNNING, "--threads",
                                           show_default="the cores divided by the workers")] = None,
     max_new_tokens: Annotated[int | None, option("Maximum number of new tokens per text.", SAMPLING,
@@ -118,7 +119,7 @@ def batch(
         "offline": offline, "heads": heads and from_anywhere(heads), "drafter": drafter,
         "drafter_options": parse_pairs("--drafter-option", drafter_option or ()),
         "device": device, "dtype": dtype, "quantize": quantize, "threads": threads, "tensor_parallel": tensor_parallel,
-        "quantized_cache": quantized_cache}
+        "quantized_cache": quantized_cache, "cache_ram": cache_ram}
     options.require_one_process(tensor_parallel)
     if tensor_parallel > 1 and (workers or ray is not None):
         raise UsageError("--tensor-parallel writes one text at a time on all ranks; leave --workers and --ray out")

@@ -48,6 +48,7 @@ def chat(
     quantize: options.Quantize = "none",
     quantized_cache: options.QuantizedCache = None,
     threads: options.Threads = None,
+    cache_ram: options.CacheRam = None,
     max_new_tokens: Annotated[int, option("Maximum number of tokens per answer.", SAMPLING)] = 4096,
     seed: options.Seed = None,
     temperature: options.Temperature = None,
@@ -77,7 +78,7 @@ def chat(
     with LoadBar(quiet=quiet, quantises=quantize != "none") as bar:
         engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,
                       quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
-                      quantized_cache=quantized_cache, on_load=bar.show)
+                      quantized_cache=quantized_cache, cache_ram=cache_ram, on_load=bar.show)
     params = engine.params(**given)
     conversation = Conversation(engine, params, system, chat_options)
     conversation.prompt("Hello")  # fail before the first message without a template, or for an unknown option
@@ -95,6 +96,7 @@ class Conversation:
     system: str | None
     options: dict[str, Any]
     turns: list[dict[str, str]] = field(default_factory=list)
+    written: tuple[str, list[int]] = ("", [])  # the last prompt and its answer, as text and as token ids
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -107,7 +109,7 @@ class Conversation:
 
     def ask(self, prompt: str, on_prefill: Callable[[int, int], None]) -> Generation:
         """Start the answer to a prompt, limited by the room in the context."""
-        ids = self.engine.tokenizer.encode(prompt, add_special_tokens=False)
+        ids = self._ids(prompt)
         room = self.engine.model.config.max_positions - len(ids)
         if room < 1:
             raise UsageError(f"the conversation has {len(ids)} tokens, the model's context limit is "
@@ -115,8 +117,23 @@ class Conversation:
         params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
         return self.engine.generate(ids, params, on_prefill=on_prefill)
 
-    def remember(self, message: str, answer: str) -> None:
+    def _ids(self, prompt: str) -> list[int]:
+        """The prompt's token ids. What the model wrote keeps its ids, so its rows are found in the prefix tree: the
+        tokenizer might cut the same text otherwise."""
+        tokenizer, (text, known) = self.engine.tokenizer, self.written
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
+        if text and prompt.startswith(text):
+            kept = known + tokenizer.encode(prompt[len(text) :], add_special_tokens=False)
+            if tokenizer.decode(kept) == tokenizer.decode(ids):
+                return kept
+        return ids
+
+    def remember(self, message: str, answer: str, prompt: str, generation: Generation) -> None:
         self.turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+        tokens = generation.tokens.tolist()
+        if generation.finish_reason == "eos":
+            del tokens[-1:]
+        self.written = prompt + self.engine.tokenizer.decode(tokens), [*generation.prompt, *tokens]
 
 
 def _loop(conversation: Conversation, stats: bool, quiet: bool) -> int:
@@ -168,6 +185,7 @@ def _command(conversation: Conversation, line: str) -> None:
         print(_HELP, file=sys.stderr)
     elif name == "/reset":
         conversation.turns.clear()
+        conversation.written = "", []
     elif name == "/save" and rest.strip():
         file = OutputFile(Path(os.path.expanduser(rest.strip())), "/save")
         try:
@@ -213,7 +231,7 @@ def _stream(conversation: Conversation, message: str, stats: bool, quiet: bool) 
             show(generation.held_text)
     show("" if "".join(pieces).endswith("\n") else "\n")
     if (answer := "".join(pieces).rstrip("\n")) != opened.rstrip("\n"):
-        conversation.remember(message, answer)
+        conversation.remember(message, answer, prompt, generation)
     if stats:
         show_summary(generation, quiet=quiet)
     return 128 + interrupt.number if interrupt.number == signal.SIGTERM else 0

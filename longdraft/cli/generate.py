@@ -27,6 +27,8 @@ def generate(
     journal: Annotated[Path | None, option("Keep a crash-safe journal in this new folder. `longdraft resume` continues "
                                            "from it.", FILES)] = None,
     fsync: options.Fsync = "1",
+    snapshot: options.SnapshotMode = "auto",
+    snapshot_max: options.SnapshotMax = 8,
     quiet: options.Quiet = False,
     model: options.ModelName = "novelist",
     revision: options.Revision = None,
@@ -66,6 +68,7 @@ def generate(
     from longdraft.cli.stream import TextRun, follow, write_generation
     from longdraft.files import open_outputs, read_prompt
     from longdraft.journal import journal_exists, parse_fsync, resume_hint
+    from longdraft.journal.snapshot_folder import SnapshotOptions
     from longdraft.loading import load
 
     given = {
@@ -81,11 +84,12 @@ def generate(
     if chat_options and not chat:
         raise UsageError("--chat-option is a variable of the chat template; give --chat with it")
     parse_fsync(fsync)
+    SnapshotOptions.parse(snapshot, snapshot_max)
     options.require_one_process(tensor_parallel)
     loading: dict[str, Any] = {
         "model": model, "drafter": drafter, "drafter_options": drafting, "heads": heads, "device": device,
         "dtype": dtype, "quantize": quantize, "threads": threads, "revision": revision, "cache_dir": cache_dir,
-        "offline": offline, "tensor_parallel": tensor_parallel, "quantized_cache": quantized_cache}
+        "offline": offline, "tensor_parallel": tensor_parallel, "quantized_cache": quantized_cache, "cache_ram": 0}
     if options.is_follower():
         return follow(lambda: load(**loading))
     if journal and journal_exists(journal):
@@ -105,7 +109,8 @@ def generate(
         ids = _shortened(engine.chat(text, **chat_options) if chat else engine.encode(text), prefill)
         with engine:
             return write_generation(TextRun(
-                lambda progress: engine.generate(ids, params, journal=journal, fsync=fsync, on_prefill=progress),
+                lambda progress: engine.generate(ids, params, journal=journal, fsync=fsync, on_prefill=progress,
+                                                 snapshot=snapshot, snapshot_max=snapshot_max),
                 params.max_new_tokens, files, journal, quiet, engine))
     finally:
         for file in files.values():

@@ -27,6 +27,8 @@ def resume(
     tokens_out: options.TokensOut = None,
     stats: options.Stats = None,
     fsync: options.Fsync = "1",
+    snapshot: options.SnapshotMode = "auto",
+    snapshot_max: options.SnapshotMax = 8,
     quiet: options.Quiet = False,
     model: _Elsewhere = None,
     cache_dir: options.CacheDir = None,
@@ -49,14 +51,16 @@ def resume(
     from longdraft.cli.stream import TextRun, follow, write_generation
     from longdraft.files import open_outputs
     from longdraft.journal import parse_fsync, read_journal
+    from longdraft.journal.snapshot_folder import SnapshotOptions
     from longdraft.loading import load_for
 
     parse_fsync(fsync)
+    SnapshotOptions.parse(snapshot, snapshot_max)
     drafting = parse_pairs("--drafter-option", drafter_option) if drafter_option else None
     found = read_journal(journal)
     loading: dict[str, Any] = {
         "model": model, "drafter": drafter, "drafter_options": drafting, "heads": heads, "threads": threads,
-        "cache_dir": cache_dir, "offline": offline, "quantized_cache": quantized_cache}
+        "cache_dir": cache_dir, "offline": offline, "quantized_cache": quantized_cache, "cache_ram": 0}
     options.require_one_process(int(found.header.arithmetic.get("tensor_parallel", "1")))
     if options.is_follower():
         return follow(lambda: load_for(found.header, **loading))
@@ -69,7 +73,8 @@ def resume(
                   file=sys.stderr)
         with engine:
             return write_generation(TextRun(
-                lambda progress: engine.resume(journal, fsync=fsync, on_prefill=progress,
+                lambda progress: engine.resume(journal, fsync=fsync, on_prefill=progress, snapshot=snapshot,
+                                               snapshot_max=snapshot_max,
                                                allow_different_kernels=allow_different_kernels),
                 found.header.params.max_new_tokens, files, journal, quiet))
     finally:

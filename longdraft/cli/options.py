@@ -48,6 +48,9 @@ Quantize = Annotated[str, option("none, int8 or int4: weights in half or a third
 QuantizedCache = Annotated[str | None, option("Folder that keeps quantised weights for the next start, or none.",
                                               RUNNING, "--quantized-cache", envvar="LONGDRAFT_QUANTIZED_CACHE",
                                               show_default="the user's cache folder")]
+CacheRam = Annotated[int | None, option("MiB for the prefix tree: keys and values of earlier texts, for texts that "
+                                        "begin alike; 0: off.", RUNNING, "--cache-ram",
+                                        show_default="a quarter of the free memory, at most 8192; 0 on CUDA")]
 Threads = Annotated[int | None, option("CPU threads.", RUNNING, "--threads", show_default="PyTorch's choice")]
 TensorParallel = Annotated[int, option("Number of ranks that share the model. Start them with `torchrun "
                                        "--nproc-per-node N -m longdraft ...`.", RUNNING, "--tensor-parallel")]
@@ -75,6 +78,10 @@ OnLoop = Annotated[str, option("If the text repeats itself: warn, stop (finish r
                                "--on-loop")]
 Fsync = Annotated[str, option("When the journal is synced to the disk, to survive a power cut: always, never, or an "
                               "interval in seconds.", FILES, "--fsync")]
+SnapshotMode = Annotated[str, option("Keep keys and values beside the journal, so that resuming reads a file, not the "
+                                     "text: auto (on the CPU, after 10 seconds), never or always.", FILES,
+                                     "--snapshot")]
+SnapshotMax = Annotated[float, option("GiB of a text's snapshot.", FILES, "--snapshot-max")]
 Stop = Annotated[list[str] | None, option("Text that ends the generation. Repeatable.", SAMPLING, "--stop")]
 StopTokenId = Annotated[list[int] | None, option("Token id that ends the generation. Repeatable.", SAMPLING,
                                                  "--stop-token-id")]

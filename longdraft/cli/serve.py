@@ -52,6 +52,16 @@ def serve(
     memory_mib: Annotated[int | None, _env("Memory in MiB for the KV caches of running texts; default: 80 % of the "
                                            "memory that is free after loading the model.", "MEMORY_MIB",
                                            limits=True)] = None,
+    cache_ram: Annotated[int | None, _env("MiB of that memory for the prefix tree: keys and values of earlier texts, "
+                                          "for texts that begin alike; 0: off; default: a quarter, at most 8192, and 0 "
+                                          "on CUDA.", "CACHE_RAM", limits=True)] = None,
+    unknown_parameters: Annotated[str, _env("Unknown parameters of a body: refuse (status 400), or warn: log their "
+                                            "names and leave them out.", "UNKNOWN_PARAMETERS",
+                                            limits=True)] = "refuse",
+    snapshot: Annotated[str, _env("Keep keys and values beside journals, so that resuming reads a file instead of the "
+                                  "text: auto (on the CPU), never or always.", "SNAPSHOT", limits=True)] = "auto",
+    snapshot_max: Annotated[float, _env("GiB of all snapshots together; beyond it the oldest are removed.",
+                                        "SNAPSHOT_MAX", limits=True)] = 8,
     max_body_mib: Annotated[float, _env("Largest request body in MiB; larger ones get status 413.", "MAX_BODY_MIB",
                                          limits=True)] = 8,
     max_choices: Annotated[int, _env("Maximum number of texts per request.", "MAX_CHOICES", limits=True)] = 32,
@@ -92,6 +102,8 @@ def serve(
         raise UsageError(f"--log-format is {log_format!r}; allowed: json or text")
     if log_level not in ("debug", "info", "warning", "error"):
         raise UsageError(f"--log-level is {log_level!r}; allowed: debug, info, warning or error")
+    from longdraft.journal.snapshot_folder import SnapshotOptions
+
     try:
         from longdraft.server import logs, run
         from longdraft.server.settings import MiB, ServerSettings, cache_budget, default_journal_folder, read_keys
@@ -111,17 +123,20 @@ def serve(
         max_body_bytes=int(max_body_mib * MiB), max_choices=max_choices, max_connections=max_connections,
         max_connections_per_address=max_connections_per_address, timeout_s=timeout, stall_s=stall,
         drain_s=drain, progress_s=progress, cors_origins=tuple(cors_origin or ()),
-        allowed_hosts=tuple(allowed_host or ()), allows_no_key=no_key)
+        allowed_hosts=tuple(allowed_host or ()), allows_no_key=no_key,
+        unknown_parameters=unknown_parameters, snapshots=SnapshotOptions.parse(snapshot, snapshot_max))
     if memory_mib is not None:
         given["memory_bytes"] = memory_mib * MiB
     ServerSettings(**given)  # fail before the model is loaded
     logs.configure_logging(log_format, log_level)
     from longdraft.cli.display import LoadBar
-    from longdraft.loading import load
+    from longdraft.loading import MAX_CACHE_RAM, load
 
     with LoadBar(quiet=quiet, quantises=quantize != "none") as bar:
         engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,
                       quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
-                      quantized_cache=quantized_cache, on_load=bar.show)
+                      quantized_cache=quantized_cache, cache_ram=cache_ram, on_load=bar.show)
     given.setdefault("memory_bytes", cache_budget(engine.model.kernels.free_bytes()))
+    if engine.loaded.prefixes is not None and cache_ram is None:
+        engine.loaded.prefixes.limit(min(MAX_CACHE_RAM * MiB, given["memory_bytes"] // 4))
     return run.run_server(engine, ServerSettings(**given))

@@ -9,6 +9,7 @@
     writer.py      appending records
     provenance.py  headers: what a text depends on
     resume.py      comparing headers, and opening a journal to continue its text
+    snapshot.py    keys and values of the text beside the journal, so that it is not read again
 """
 
 from longdraft.journal.format import FILE, Header, JournalContent, Run, StepRecord, journal_exists, read_journal

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +27,10 @@ from longdraft.errors import BusyJournalError, JournalError, OutputError, UsageE
 from longdraft.files import sync_folder
 from longdraft.journal import format as form
 from longdraft.journal.format import Header, JournalContent, Run, RunningHash
+from longdraft.journal.snapshot_folder import remove_snapshot
+
+if TYPE_CHECKING:
+    from longdraft.journal.snapshot import Snapshot  # imports PyTorch
 
 log = logging.getLogger(__name__)
 _PARTIAL = form.FILE + ".partial"  # the name until the header is complete
@@ -62,6 +67,7 @@ def remove_journal(folder: Path) -> None:
             raise _busy(folder) from error
         for name in (_PARTIAL, form.FILE):
             (folder / name).unlink(missing_ok=True)
+    remove_snapshot(folder)
     with contextlib.suppress(OSError):
         folder.rmdir()
 
@@ -81,6 +87,8 @@ def parse_fsync(policy: str | float) -> float:
 class Journal:
     """Appends records to a journal and locks it against other writers. Use it as a context manager, or close it.
 
+    snapshot  of the same text; None: it has none
+
     Methods raise OutputError if the operating system cannot write. The journal can still be resumed.
     """
 
@@ -93,6 +101,7 @@ class Journal:
         self._interval = fsync
         self._synced = self._looked = time.monotonic()
         self._is_closed = self._has_failed = False
+        self.snapshot: Snapshot | None = None
 
     @classmethod
     def create(cls, folder: Path, header: Header, run: Run, fsync: float = 1.0) -> Journal:
@@ -150,16 +159,23 @@ class Journal:
         """Write one step: its new token ids, the number of tokens drafted for it and the seconds it took."""
         assert len(tokens)
         self._put(form.TOKENS, form.dump_step(np.array(tokens, dtype=np.int32), drafted, seconds))
+        if self.snapshot:
+            self.snapshot.offer()
 
     def finish(self, reason: str) -> None:
         """Write the last record: the text is complete."""
         self._put(form.FINISH, json.dumps({"finish_reason": reason}).encode())
+        if self.snapshot:
+            self.snapshot.close(keeps=False)
+            self.snapshot = None
 
     def close(self) -> None:
         """Release the lock. All records are on the disk then, unless `fsync` is `never`."""
         if self._is_closed:
             return
         self._is_closed = True
+        if self.snapshot:
+            self.snapshot.close(keeps=True)
         try:
             try:
                 if not self._has_failed:

@@ -12,8 +12,12 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from longdraft.kernels.interface import STORE_BLOCK, KVStore
+
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels import _cpu
+
+_GROWTH = 256  # positions by which a small first block grows
 
 
 class CpuStore:
@@ -62,6 +66,15 @@ class CpuStore:
         out = torch.empty(self._heads, length)
         self._kernels.weights(self.native, length, queries.data_ptr(), num, heads, 1 / math.sqrt(dim), out.data_ptr())
         return out
+
+    def append(self, source: KVStore, first: int, count: int) -> None:
+        if not isinstance(source, CpuStore):
+            raise TypeError(f"CPU kernels want a CpuStore, got {type(source).__name__}")
+        self.native.append(source.native, first, count)
+
+    def bytes_of(self, count: int) -> int:
+        step = _GROWTH if count < STORE_BLOCK else STORE_BLOCK
+        return self.native.bytes_of(-(-count // step) * step)
 
     @property
     def nbytes(self) -> int:

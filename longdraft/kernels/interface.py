@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+STORE_BLOCK = 4096  # positions of a block of a store; stores share whole blocks
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -95,6 +96,17 @@ class KVStore(Protocol):
         For each query and query head, softmax of q.k / sqrt(D) over the positions; summed over queries and query heads
         of the KV head.
         """
+
+    def append(self, source: KVStore, first: int, count: int) -> None:
+        """Add the positions [first, first + count) of another store of these kernels behind the blocks of this one.
+
+        Only for a store that holds whole blocks or nothing; `first` is a multiple of STORE_BLOCK. The CPU kernels and
+        the reference share whole blocks and copy the rest. A store that writes to a shared block copies it first, so
+        neither store sees what the other one writes. The CUDA kernels copy all rows on the device.
+        """
+
+    def bytes_of(self, count: int) -> int:
+        """Bytes of a store to which `count` positions were appended."""
 
     @property
     def nbytes(self) -> int: ...

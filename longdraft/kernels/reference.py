@@ -86,6 +86,7 @@ class ReferenceStore:
         self._device = device
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
+        self._shared: set[int] = set()  # blocks that another store has too
 
     def reserve(self, length: int) -> None:
         while len(self.k) * SPLIT < length:
@@ -101,6 +102,9 @@ class ReferenceStore:
         while done < total:
             block, offset = divmod(start + done, SPLIT)
             count = min(total - done, SPLIT - offset)
+            if block in self._shared:
+                self.k[block], self.v[block] = self.k[block].clone(), self.v[block].clone()
+                self._shared.discard(block)
             self.k[block][:, offset : offset + count] = k[:, done : done + count]
             self.v[block][:, offset : offset + count] = v[:, done : done + count]
             done += count
@@ -120,6 +124,20 @@ class ReferenceStore:
         grouped = queries.float().transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, g * Q, D]
         scores = torch.cat([grouped @ block.transpose(1, 2) for block in self.k], -1)[..., :length]
         return (scores / math.sqrt(head_dim)).softmax(-1).sum(1)
+
+    def append(self, source: KVStore, first: int, count: int) -> None:
+        assert isinstance(source, ReferenceStore) and first % SPLIT == 0
+        for block in range(first // SPLIT, -(-(first + count) // SPLIT)):
+            is_whole = first + count >= (block + 1) * SPLIT
+            if is_whole:
+                self._shared.add(len(self.k))
+                source._shared.add(block)
+            self.k.append(source.k[block] if is_whole else source.k[block].clone())
+            self.v.append(source.v[block] if is_whole else source.v[block].clone())
+
+    def bytes_of(self, count: int) -> int:
+        heads, positions, dim = self._shape
+        return 2 * 4 * heads * dim * positions * -(-count // positions)
 
     @property
     def nbytes(self) -> int:

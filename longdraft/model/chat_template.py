@@ -30,6 +30,7 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 _DEFAULT_NAME = "default"  # of the template to use if a model has several
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _RESERVED = ("messages", "add_generation_prompt", "tools", "documents")  # variables that requests may not set
+_MARK = "\ue000end of the message\ue001"  # characters for private use, which no text has
 _LIMIT_S = 5.0  # for rendering
 _THINKING_TAG = re.compile(r"<(?P<tag>think|thinking|reasoning)>\s*\Z")
 
@@ -69,8 +70,14 @@ class ChatTemplate:
         """Names of the template's variables that a request may set."""
         return sorted(self._names - set(_RESERVED) - set(_SPECIAL_TOKENS))
 
-    def render(self, messages: Sequence[Message], /, **options: Any) -> str:
-        """The prompt for the next answer. Raises UsageError for unknown options and for messages that it refuses."""
+    def render(self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True,
+               continue_final_message: bool = False, **options: Any) -> str:
+        """The prompt for the next answer, or with `continue_final_message` for the rest of the last message.
+
+        Raises UsageError for unknown options, and for messages that the template refuses.
+        """
+        if continue_final_message:
+            return self._render_open(messages, options)
         unknown = next((name for name in options if name not in self.options), None)
         if unknown is not None:
             raise UsageError(f"the model's chat template has no variable {unknown!r}; "
@@ -78,8 +85,8 @@ class ChatTemplate:
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
             with _time_limit(_LIMIT_S):
-                return self._template.render(messages=plain, add_generation_prompt=True, tools=None, documents=None,
-                                             **self._tokens, **options)
+                return self._template.render(messages=plain, add_generation_prompt=add_generation_prompt, tools=None,
+                                             documents=None, **self._tokens, **options)
         except _RefusedError as error:
             raise UsageError(f"the model's chat template refuses these messages: {error}") from error
         except _TooSlowError:
@@ -87,6 +94,18 @@ class ChatTemplate:
                              "replace it by chat_template.jinja in the model's folder") from None
         except Exception as error:  # untrusted code may fail in any way
             raise ModelError(f"the model's chat template fails: {type(error).__name__}: {error}") from error
+
+
+    def _render_open(self, messages: Sequence[Message], options: dict[str, Any]) -> str:
+        """The messages up to the end of the last one's content. A mark behind the content shows where that is. It also
+        keeps templates from stripping white space at its end."""
+        *others, last = messages
+        marked = {**last, "content": f"{last['content']}{_MARK}"}
+        prompt, mark, rest = self.render([*others, marked], add_generation_prompt=False, **options).partition(_MARK)
+        if not mark or _MARK in rest:
+            raise UsageError("the model's chat template does not show the last message once, so it cannot be "
+                             "continued; send the prompt to /v1/completions")
+        return prompt
 
 
 def opened_thinking(prompt: str) -> str:

@@ -119,6 +119,7 @@ class RopeTable:
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:
         self._inverse, self._factor = frequencies(config.rope, config.trained_positions, length)
+        self.key = (self._inverse.numpy().tobytes(), self._factor)  # equal for tables that rotate alike
         self._num_unrotated = (config.head_dim - config.rope.dims) // 2
         self._device = device
         self._chunks: dict[int, tuple[Tensor, Tensor]] = {}  # least recently used first

@@ -156,6 +156,11 @@ class Transformer:
         return other
 
     @property
+    def rotation_key(self) -> object:
+        """Equal for models of one identity whose rows of the KV cache are the same functions of the tokens."""
+        return self._rope.key
+
+    @property
     def weights_bytes(self) -> int:
         """Bytes of the weights that a forward reads."""
         return sum(linear.nbytes for linear in self.linears)

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from longdraft.core import Context, SamplingParams
@@ -42,6 +43,10 @@ class SingleProcess:
     def agree(self, seconds: float) -> float:
         """The time that all ranks base their decisions on, in seconds: rank 0's."""
         return seconds
+
+    def smallest(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
+        return number
 
     def start_request(self, request: Request) -> None:
         """Announce a text. UsageError if the ranks are working on another one."""
@@ -71,6 +76,9 @@ class RankGroup(SingleProcess):
 
     def agree(self, seconds: float) -> float:
         return self._group.broadcast_numbers((seconds,))[0]
+
+    def smallest(self, number: int) -> int:
+        return int(self._group.concatenate(torch.tensor([[number]])).min())
 
     def next_request(self) -> Request | None:
         """On followers: wait for the next request. None if there are no more, or rank 0 has ended."""

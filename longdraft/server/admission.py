@@ -8,6 +8,7 @@ Small bodies have threads of their own, so that no small request waits behind la
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import TypeVar
 from fastapi import Request
 
 from longdraft.server.errors import CLIENT_CLOSED, ApiError, retry_later
+from longdraft.server.logs import log_event
 from longdraft.server.metrics import ServerMetrics
 from longdraft.server.schemas import StrictModel, parse_body
 from longdraft.server.settings import ServerSettings
@@ -25,6 +27,7 @@ _SMALL_THREADS, _MAX_SMALL = 2, 128  # more threads would starve the event loop;
 _MAX_LARGE = 4
 _MAX_LARGE_BODIES = 16  # that are read or prepared at the same time
 _BODIES = 8  # largest bodies that may be in memory together
+_MAX_UNKNOWN = 1000  # names of unknown parameters in the log
 _DISCONNECT_POLL_S = 0.25  # how often to check that a waiting client is still connected
 _JSON_TYPES = ("json", "+json")
 _CLOSE = {"Connection": "close"}
@@ -93,10 +96,18 @@ class Admission:
     def __init__(self, settings: ServerSettings, max_values: int, metrics: ServerMetrics) -> None:
         """max_values: of all lists and objects of a body together, about."""
         self._settings, self._max_values, self._metrics = settings, max_values, metrics
+        self._unknown: set[str] = set()  # parameters that were left out, of which the log has one line each
+        self._on_unknown = self._log_unknown if settings.unknown_parameters == "warn" else None
         self._num_bytes = 0  # of all bodies that are being read or prepared
         self._num_large = 0  # of them, those that were announced as large
         self._small = BoundedThreads("small", _SMALL_THREADS, _MAX_SMALL, metrics)
         self._large = BoundedThreads("large", 1, _MAX_LARGE, metrics, rests=True)
+
+    def _log_unknown(self, name: str) -> None:
+        """Log an unknown parameter once."""
+        if name not in self._unknown and len(self._unknown) < _MAX_UNKNOWN:
+            self._unknown.add(name)
+            log_event("unknown_parameter", level=logging.WARNING, name=name[:100])
 
     async def prepare(self, request: Request, model: type[Model], work: Callable[[Model], T]) -> T:
         """The result of `work` for a request's body. Reading is limited in size and time; `work` runs in a thread.
@@ -113,7 +124,7 @@ class Admission:
             await self._read(request, body)
             _require_json(request)
             return await self._threads_for(len(body)).run(
-                request, lambda: work(parse_body(model, body)))
+                request, lambda: work(parse_body(model, body, self._on_unknown)))
         finally:
             self._num_bytes -= len(body)
             self._num_large -= is_large

@@ -64,7 +64,8 @@ class GenerationJob:
     id             the request's id, with a number where the request has several texts
     index          number of the text within its request
     events         receives the text's events, then one JobEnd
-    start          creates the generation, in the engine thread; takes `on_prefill` as Engine.generate does
+    start          creates the generation, in the engine thread; takes `on_prefill` and `cache_salt` as Engine.generate
+                   does
     num_bytes      upper bound of the memory for caches, which the scheduler reserves
     title          end of the prompt, for lists of texts
     journal        folder of the journal, if the text has one
@@ -75,6 +76,7 @@ class GenerationJob:
     user           label for the log, as the request gives it
     key_label      label of the request's API key
     charge         counts tokens that are read or written for the request's API key
+    cache_salt     the text shares rows of the prefix tree with texts of the same salt; None: with none
     """
 
     id: str
@@ -93,6 +95,7 @@ class GenerationJob:
     user: str | None = None
     key_label: str | None = None
     charge: Callable[[int], None] = lambda tokens: None
+    cache_salt: str | None = ""
 
     generation: Generation | None = None
     number: int = -1  # in the batch
@@ -115,7 +118,7 @@ class GenerationJob:
         """Create the generation, which has written nothing yet. Raises what Engine.generate and Engine.resume do."""
         self.state = "prefill"
         self.charge(self.prompt_tokens)
-        self.generation = self.start(on_prefill=self._on_prefill)
+        self.generation = self.start(on_prefill=self._on_prefill, cache_salt=self.cache_salt)
         return self.generation
 
     def drop_journal(self) -> None:
@@ -125,6 +128,13 @@ class GenerationJob:
 
     def _on_prefill(self, done: int, total: int) -> None:
         self.prefill = done, total
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt whose rows came from the prefix tree."""
+        if self.stats is not None:
+            return int(self.stats["cached_tokens"])
+        return self.generation.cached_tokens if self.generation else 0
 
     def record_step(self, event: Event) -> float | None:
         """Update the statistics with a step's event. Returns the seconds since the last step, None for the first."""

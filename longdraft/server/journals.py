@@ -13,6 +13,7 @@ from typing import Any
 
 from longdraft.errors import BusyJournalError, JournalError
 from longdraft.journal import FILE, JournalContent, is_being_written, read_journal, remove_journal
+from longdraft.journal.snapshot_folder import remove_snapshot, snapshot_bytes
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.server.logs import log_event
 from longdraft.server.settings import ServerSettings
@@ -126,6 +127,11 @@ class JournalFolder:
         for name in removed:
             with contextlib.suppress(BusyJournalError):  # resumed meanwhile
                 self.remove(name)
+        excess = sum(snapshot_bytes(self.root / name) for name in ages) - settings.snapshots.max_bytes
+        for name in sorted(ages, key=lambda name: -ages[name]):
+            if excess > 0 and not is_being_written(self.root / name):
+                excess -= snapshot_bytes(self.root / name)
+                remove_snapshot(self.root / name)
 
 
 def has_space(folder: Path, floor: int) -> bool:

@@ -18,6 +18,8 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._model = model_name
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
+        self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix tree.")
+        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens that the prefix tree had.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._finished = self._counters("request_success", "Texts that finished.", "finished_reason")
         self._failed = self._counters("request_failure", "Texts and requests that failed.", "err")

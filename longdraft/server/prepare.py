@@ -70,6 +70,11 @@ class Preparer:
         """Largest number of tokens of a prompt and its text together."""
         return self.engine.model.config.max_positions
 
+    @property
+    def _snapshot(self) -> dict[str, Any]:
+        options = self.settings.snapshots
+        return {"snapshot": options.mode, "snapshot_max": options.max_bytes / 2**30}
+
     def completion(self, request: CompletionRequest, events: EventQueue) -> PreparedRequest:
         prompts, request_id = request.prompts, f"cmpl-{secrets.token_hex(12)}"
         self._require_few(len(prompts) * request.n, "prompt" if len(prompts) > request.n else "n")
@@ -82,18 +87,21 @@ class Preparer:
             echo = [text for text in texts for _ in range(request.n)]
         options = ResponseOptions(
             "text_completion", request_id, sum(map(len, encoded)), request.stream, request.includes_usage,
-            echo=echo, logprobs=request.logprobs is not None, details=request.longdraft.details)
+            echo=echo, logprobs=request.logprobs is not None, details=request.longdraft.details, n=request.n,
+            has_prompt_progress=request.return_progress)
         return PreparedRequest(jobs, options, events)
 
     def chat(self, request: ChatRequest, events: EventQueue) -> PreparedRequest:
         self._require_few(request.n, "n")
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
-        ids = self._encode_chat(request.messages, request.chat_template_kwargs or {})
+        ids = self._encode_chat(request.messages, request.chat_template_kwargs or {}, request.continue_final_message,
+                                request.add_generation_prompt)
         room = max(1, self.context_limit - len(ids))
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         jobs = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id, logprobs, events)
         options = ResponseOptions("chat.completion", request_id, len(ids), request.stream, request.includes_usage,
-                                  details=request.longdraft.details, logprobs=request.logprobs)
+                                  details=request.longdraft.details, logprobs=request.logprobs, n=request.n,
+                                  has_prompt_progress=request.return_progress)
         return PreparedRequest(jobs, options, events)
 
     def resume(self, folder: Path, request: ResumeRequest, events: EventQueue) -> PreparedRequest:
@@ -103,7 +111,7 @@ class Preparer:
         try:
             params, prompt_tokens = header.params, len(header.prompt)
             job = GenerationJob(
-                folder.name, 0, events, partial(engine.resume, folder), params, prompt_tokens,
+                folder.name, 0, events, partial(engine.resume, folder, **self._snapshot), params, prompt_tokens,
                 self._num_bytes(engine, prompt_tokens + params.max_new_tokens),
                 prompt_excerpt(engine.tokenizer, header.prompt), folder, keeps_journal=True,
                 times_plain=request.details, deadline=self._deadline(request.timeout))
@@ -116,7 +124,7 @@ class Preparer:
     def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         self.require_model(request.model)
         if request.messages is not None:
-            ids = self._encode_chat(request.messages, {})
+            ids = self._encode_chat(request.messages, {}, False, True)
         else:
             assert request.prompt is not None, "TokenizeRequest has a prompt or messages"
             self._require_short([request.prompt], "prompt")
@@ -145,10 +153,13 @@ class Preparer:
         except UsageError as error:
             raise ApiError(400, str(error), param="prompt", code="invalid_value") from error
 
-    def _encode_chat(self, messages: list[ChatMessage], variables: Mapping[str, Any]) -> list[int]:
+    def _encode_chat(self, messages: list[ChatMessage], variables: Mapping[str, Any], continues: bool,
+                     begins_answer: bool | None) -> list[int]:
         plain = [message.for_template() for message in messages]
         self._require_short([message["content"] for message in plain], "messages")
-        return self.engine.chat(plain, **variables)
+        return self.engine.chat(plain, continue_final_message=continues,
+                                add_generation_prompt=not continues if begins_answer is None else begins_answer,
+                                **variables)
 
     def _require_short(self, texts: list[str], param: str) -> None:
         """Refuse texts that are too long for the context without tokenising all of them."""
@@ -193,12 +204,13 @@ class Preparer:
             job_id = request_id if count == 1 else f"{request_id}-{i}"
             journal = self._journal(extension.journal, job_id, own, count)
             jobs.append(GenerationJob(
-                job_id, i, events, partial(engine.generate, ids, own, journal=journal, logprobs=logprobs), own,
+                job_id, i, events, partial(engine.generate, ids, own, journal=journal, logprobs=logprobs,
+                                           **self._snapshot), own,
                 len(ids), self._num_bytes(engine, len(ids) + own.max_new_tokens)
                 + logprob_bytes(own.max_new_tokens, logprobs), prompt_excerpt(engine.tokenizer, ids),
                 journal, keeps_journal=bool(extension.journal), may_journal=extension.journal is not False,
                 times_plain=extension.details, deadline=deadline,
-                user=request.user))
+                user=request.user, cache_salt=request.cache_salt if extension.cache else None))
         return jobs
 
     def _params(self, request: SamplingRequest, default_tokens: int) -> SamplingParams:
@@ -212,6 +224,8 @@ class Preparer:
                                param=name, code="invalid_value")
             given[name] = value if outer is None else outer
         given = {name: value for name, value in given.items() if value is not None}
+        if given.get("top_k") == -1:  # vLLM's spelling of 0
+            given["top_k"] = 0
         given["logit_bias"] = _logit_bias(request.logit_bias)
         if not {ALIASES.get(name, name) for name in given} & {"max_new_tokens"}:
             given["max_new_tokens"] = default_tokens

@@ -40,6 +40,8 @@ class ResponseOptions:
     echo           the prompt's text for each job, sent before its own text
     logprobs       send log-probabilities
     details        send tokens, their drafters and the progress with each chunk
+    n              texts for each prompt
+    has_prompt_progress  send chunks with `prompt_progress` while prompts are read
     """
 
     object_type: ObjectType
@@ -50,6 +52,8 @@ class ResponseOptions:
     echo: list[str] | None = None
     logprobs: bool = False
     details: bool = False
+    n: int = 1
+    has_prompt_progress: bool = False
 
 
 @dataclass
@@ -61,6 +65,7 @@ class Choice:
     num_sent: int = 0  # characters sent so far
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    prompt_done: int = 0  # tokens in the last chunk with `prompt_progress`
 
 
 class ReplyBuilder:
@@ -103,6 +108,17 @@ class ReplyBuilder:
             chunk["metrics"] = {"speculative_decoding": job.acceptance.report()}
             chunk["longdraft"] = chunk.get("longdraft", {}) | self._summary(job)
         return chunk
+
+    def prompt_progress(self, job: GenerationJob) -> dict[str, Any] | None:
+        """A chunk that says how much of a prompt is read, as llama.cpp sends it; None if nothing is new."""
+        done, total = job.prefill
+        if not self._options.has_prompt_progress or not total or done == self._choices[job].prompt_done:
+            return None
+        self._choices[job].prompt_done = done
+        content: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+        seconds = time.monotonic() - (job.started or job.arrived)
+        return self._chunk(job, content | {"logprobs": None, "finish_reason": None}) | {"prompt_progress": {
+            "total": total, "cache": job.cached_tokens, "processed": done, "time_ms": round(seconds * 1000)}}
 
     def usage_chunk(self) -> dict[str, Any]:
         return self._envelope(".chunk") | {"choices": [], "usage": self._usage()}
@@ -169,10 +185,15 @@ class ReplyBuilder:
             reply |= {name: choices[0].pop(name) for name in ("metrics", "longdraft")}
         return reply
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         written = sum(job.num_tokens for job in self._choices)
+        jobs = list(self._choices)
+        # Of several texts of one prompt, the first reads what the others take over.
+        cached = sum(min(job.cached_tokens for job in jobs[start : start + self._options.n])
+                     for start in range(0, len(jobs), self._options.n))
         return {"prompt_tokens": self._options.prompt_tokens, "completion_tokens": written,
-                "total_tokens": self._options.prompt_tokens + written}
+                "total_tokens": self._options.prompt_tokens + written,
+                "prompt_tokens_details": {"cached_tokens": cached}}
 
     def _envelope(self, suffix: str) -> dict[str, Any]:
         object_type = self._options.object_type + (suffix if self._is_chat else "")

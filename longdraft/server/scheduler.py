@@ -46,6 +46,7 @@ class Scheduler:
         self._is_closing = False
         self._last_round = time.monotonic()  # when the last round ended, or the engine thread last had nothing to do
         self._batch = engine.batch()
+        self._tree = engine.loaded.prefixes
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._add_gauges()
 
@@ -56,6 +57,8 @@ class Scheduler:
         add("kv_cache_usage_perc", "Share of the memory budget that is reserved.",
             lambda: self._reserved / self._settings.memory_bytes)
         add("kv_cache_bytes", "Bytes in use by caches.", self._cache_bytes)
+        if self._tree is not None:
+            add("prefix_cache_bytes", "Bytes of the prefix tree.", lambda: self._tree.nbytes if self._tree else 0)
         add("tokens_remaining", "Tokens that running texts may still generate.",
             lambda: sum(job.remaining_tokens for job in self._running))
         add("eta_seconds", "Estimated time until the last running text is finished.",
@@ -175,6 +178,8 @@ class Scheduler:
                     job.started = time.monotonic()
                     self._reserved += job.num_bytes
                     self._running.append(job)
+                    if self._tree is not None:  # running texts come first
+                        self._tree.make_room(self._settings.memory_bytes - self._reserved)
                     self._metrics.queue_time.observe(job.started - job.arrived)
                 self._cancel_late()
                 if self._running:
@@ -248,6 +253,9 @@ class Scheduler:
             if seconds is None:
                 metrics.first_token.observe(now - job.arrived)
                 metrics.prompt_tokens.inc(job.prompt_tokens)
+                if self._tree is not None and job.cache_salt is not None:
+                    metrics.cache_queries.inc(job.prompt_tokens)
+                    metrics.cache_hits.inc(job.generation.cached_tokens)
             else:
                 metrics.observe_step(seconds, len(event.tokens))
         job.stats = event.stats

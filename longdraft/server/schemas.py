@@ -7,7 +7,7 @@ costs no more than a good one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -36,6 +36,7 @@ _MAX_NAME = 256  # characters of a model's name, a drafter's or a label
 _MAX_MEMBERS = 128  # of an object
 _MAX_IDS = 1024  # of stop_token_ids and logit_bias
 _MAX_MESSAGES, _MAX_PARTS = 4096, 1024
+_EMPTY_MEMBERS = ("tool_calls", "annotations", "audio", "function_call", "refusal")
 _MAX_TOKENS = 1 << 24  # of /detokenize, within the limit for bodies
 
 
@@ -121,6 +122,8 @@ class LongdraftOptions(StrictModel):
         default=None, description="Keep the text on disk under this id (true: the response's id), to resume it.")
     timeout: float | None = Field(default=None, gt=0, description="Limit in seconds, including time in the queue; the "
                                                                   "server's own limit applies as well.")
+    cache: bool = Field(default=True, description="Take keys and values of earlier texts that begin alike, and give "
+                                                  "this text's. Does not change the text.")
     details: bool = Field(default=False, description="Chunks have each token, its drafter, and the speed.")
 
 
@@ -150,6 +153,9 @@ class SamplingRequest(StrictModel):
     ignore_eos: bool | None = None
     logit_bias: LogitBias | None = None
     user: Name | None = Field(default=None, description="Label for the server's log.")
+    return_progress: bool = Field(default=False, description="A stream has chunks with `prompt_progress` while the "
+                                                             "prompt is read.")
+    cache_salt: Name = Field(default="", description="Texts with different salts share no cached prompts.")
     longdraft: LongdraftOptions = LongdraftOptions()
 
     @property
@@ -163,6 +169,8 @@ class SamplingRequest(StrictModel):
         if not isinstance(body, Mapping):
             return body
         foreign = {name: idle for name, idle in UNSUPPORTED.items() if name not in cls.model_fields}
+        if "best_of" in foreign:  # the best n of n texts are all of them
+            foreign["best_of"] = (body.get("n") or 1,)
         if refused := unsupported(body, foreign):
             raise PydanticCustomError("unsupported", "{param} is not supported by this server; allowed: {allowed}",
                                       dict(zip(("param", "allowed"), refused, strict=True)))
@@ -203,11 +211,27 @@ class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Utf8Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=_MAX_PARTS)]
     name: Name | None = None
+    reasoning_content: Utf8Text | None = Field(default=None, description="An answer's thinking, for templates that "
+                                                                         "show it. Also `reasoning`.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty_members(cls, message: Any) -> Any:
+        """Clients send answers back as they got them, with members that are empty."""
+        if not isinstance(message, Mapping):
+            return message
+        kept = {name: value for name, value in message.items()
+                if value is not None and name != "provider_specific_fields"  # LiteLLM's own, about another server
+                and not (name in _EMPTY_MEMBERS and value in ([], {}))}
+        if "reasoning" in kept:
+            kept.setdefault("reasoning_content", kept.pop("reasoning"))
+        return kept
 
     def for_template(self) -> dict[str, str]:
         """The message as a chat template expects it, with its parts joined."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
+        optional = {"name": self.name, "reasoning_content": self.reasoning_content}
+        return {"role": self.role, "content": content} | {name: text for name, text in optional.items() if text}
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=_MAX_MESSAGES)]
@@ -218,6 +242,21 @@ class ChatRequest(SamplingRequest):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: AnyObject | None = Field(default=None, description="Variables of the chat template.")
+    add_generation_prompt: bool | None = Field(default=None, description="End the prompt with the beginning of an "
+                                               "answer. Default: unless the last message is continued.")
+    continue_final_message: bool = Field(default=False, description="Continue the last message, an assistant's. The "
+                                                                    "reply has only what is new.")
+
+    @model_validator(mode="after")
+    def _check_final_message(self) -> ChatRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise PydanticCustomError("final", "continue_final_message continues the last message, and "
+                                      "add_generation_prompt begins another one; set one of them to false",
+                                      {"param": "add_generation_prompt"})
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise PydanticCustomError("final", "continue_final_message needs an assistant's message at the end, not "
+                                      "one with the role {role}", {"param": "messages", "role": self.messages[-1].role})
+        return self
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatRequest:
@@ -264,12 +303,19 @@ _SCHEMAS = "#/components/schemas/"
 Model = TypeVar("Model", bound=StrictModel)
 
 
-def parse_body(model: type[Model], body: bytes | bytearray) -> Model:
-    """The request of a JSON body. Raises ApiError (400) for the first thing that is wrong."""
+def parse_body(model: type[Model], body: bytes | bytearray, on_unknown: Callable[[str], None] | None = None) -> Model:
+    """The request of a JSON body. Raises ApiError (400) for the first thing that is wrong.
+
+    on_unknown  called with the name of each unknown parameter, which is left out; None: such a body is refused
+    """
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if on_unknown and isinstance(content, dict) and len(content) <= _MAX_MEMBERS:
+        for name in content.keys() - model.model_fields.keys() - UNSUPPORTED.keys():
+            on_unknown(name)
+            del content[name]
     try:
         return model.model_validate(content)
     except ValidationError as error:

@@ -32,6 +32,7 @@ _MIN_VALUES = 1 << 18  # of a body: a parser takes some 20 ms for so many
 _MAX_FILES = 32  # requests that read the folder of journals
 _MAX_EVENTS = 256  # steps of a chunk: a client that was slow gets several chunks
 _CHUNK_INTERVAL_S = 0.01  # steps of a text that come faster than this share a chunk
+_PROMPT_PROGRESS_S = 0.25  # between chunks with `prompt_progress`
 _DISCONNECT_POLL_S = 0.25  # how often to check that the client of a non-streaming request is still connected
 Model = TypeVar("Model", bound=StrictModel)
 
@@ -72,6 +73,9 @@ class Service:
         if label is not None:
             for job in jobs:
                 job.key_label, job.charge = label, partial(self.keys.charge, label)
+        for job in jobs:  # no key can measure what another key's prompts were
+            if job.cache_salt is not None:
+                job.cache_salt = f"{label or ''}:{job.cache_salt}"
         reply = ReplyBuilder(prepared.options, self.settings.model_name, self.engine.tokenizer, jobs)
         self.scheduler.submit(jobs)
         if prepared.options.is_stream:
@@ -119,7 +123,13 @@ class Service:
         pending, last_progress = set(prepared.jobs), time.monotonic()
         while pending:
             next_progress = last_progress + self.settings.progress_s
-            events, ended = await _next_events(prepared.events, max(0.0, next_progress - time.monotonic()))
+            wait_s = max(0.0, next_progress - time.monotonic())
+            if prepared.options.has_prompt_progress and any(job.state in ("queued", "prefill") for job in pending):
+                wait_s = min(wait_s, _PROMPT_PROGRESS_S)
+            events, ended = await _next_events(prepared.events, wait_s)
+            for job in prepared.jobs:
+                if news := reply.prompt_progress(job):
+                    yield data_event(news)
             for job, new in events.items():
                 for start in range(0, len(new), _MAX_EVENTS):
                     yield data_event(reply.chunk(job, new[start : start + _MAX_EVENTS]))

@@ -6,10 +6,11 @@ import ipaddress
 import os
 import re
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from longdraft.errors import UsageError, check
+from longdraft.journal.snapshot_folder import SnapshotOptions
 
 MiB = 1 << 20
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -49,6 +50,8 @@ class ServerSettings:
     cors_origins       origins of other web pages that may call this server
     allowed_hosts      host names that a server without a key accepts, besides its address and, if it is local, this
                        machine's; none: a local server accepts this machine's, any other accepts all
+    snapshots          of the texts with journals; max_bytes is the size of all of them together
+    unknown_parameters  of a body: refuse | warn, which leaves them out and logs their names
     allows_no_key      listen on an address that other machines can reach without a key
     """
 
@@ -80,6 +83,8 @@ class ServerSettings:
     progress_s: float = 5.0
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    snapshots: SnapshotOptions = field(default_factory=SnapshotOptions)
+    unknown_parameters: str = "refuse"
     allows_no_key: bool = False
 
     def __post_init__(self) -> None:
@@ -87,6 +92,8 @@ class ServerSettings:
                             ("max_queued", 0), ("max_body_bytes", 1024), ("max_choices", 1), ("memory_bytes", MiB),
                             ("max_connections", 1), ("max_connections_per_address", 1)):
             check(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
+        check(self.unknown_parameters in ("refuse", "warn"), "unknown_parameters", self.unknown_parameters,
+              "refuse or warn")
         check(self.port <= 65535, "port", self.port, "0 to 65535", "0 takes a free port")
         for name in ("timeout_s", "drain_s", "keep_cut_s", "journals_bytes", "disk_floor_bytes"):
             check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")

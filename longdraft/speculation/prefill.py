@@ -8,20 +8,22 @@ from longdraft.model.routine import Routine
 from longdraft.model.transformer import ForwardRequest, chain_rows
 from longdraft.parallel import SingleProcess
 from longdraft.speculation.drafter import Verified
+from longdraft.speculation.reuse import DRAFTER_ROWS, PREFILL_CHUNK, PrefixReuse
 from longdraft.speculation.step import Step
 
-PREFILL_CHUNK = 512  # prompt tokens in one forward; on the CPU the text does not depend on it
 PREFILL_SHARED = 64  # the same in a batch, where the other requests' steps wait for each forward
 RESUMED_CHUNK = 128  # on a device, resumed tokens in one forward
-_DRAFTER_ROWS = 128  # last rows of the prefill that drafters are given
 
 
 def prefill(step: Step, ranks: SingleProcess, is_shared: Callable[[], bool],
-            on_prefill: Callable[[int, int], None] | None) -> Routine[None]:
+            on_prefill: Callable[[int, int], None] | None, reuse: PrefixReuse) -> Routine[None]:
     """Compute the cache rows of all of the context but its last token, which is the root of the first tree.
+
+    The cache may hold the first of these rows already.
 
     is_shared   whether other requests share the forwards at this moment
     on_prefill  called with (tokens done, tokens in all) after each forward
+    reuse       gives the rows to the prefix tree
     """
     cache, context = step.cache, step.context
     last = len(context) - 1
@@ -33,9 +35,11 @@ def prefill(step: Step, ranks: SingleProcess, is_shared: Callable[[], bool],
         with ranks.synchronized(context):
             result = yield ForwardRequest(step.model, chain_rows(tokens, start), cache, is_prompt=is_prompt)
         cache.commit(range(len(tokens)))
-        verified = Verified(result, range(max(0, len(tokens) - _DRAFTER_ROWS), len(tokens)))
+        reuse.record_progress(is_done=cache.length == last)
+        verified = Verified(result, range(max(0, len(tokens) - DRAFTER_ROWS), len(tokens)))
         if on_prefill:
             on_prefill(end, last)
+    reuse.end_reading()
     step.drafter.begin(context, verified)
 
 

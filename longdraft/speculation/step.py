@@ -20,12 +20,14 @@ from typing import NamedTuple
 from longdraft.cache.full import KVCache
 from longdraft.core import Context
 from longdraft.errors import NumericalError
+from longdraft.kernels import single_threaded_torch
 from longdraft.model.routine import Routine
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
 from longdraft.speculation.logprobs import path_logprobs
 from longdraft.speculation.verify import verify
+from longdraft.tree import root_only
 
 
 @dataclass
@@ -70,6 +72,16 @@ class Step(NamedTuple):
     timings: Timings
     tally: Tally
     num_logprobs: int | None = None
+
+    def measure_plain(self, decode_seconds: float) -> float:
+        """See `Generation.measure_plain_step`. decode_seconds: of all steps so far."""
+        start = time.perf_counter()
+        with single_threaded_torch(self.model.kernels):
+            self.model.forward(tree_rows(root_only(self.context.last), len(self.context) - 1), self.cache, 1)
+        seconds = time.perf_counter() - start
+        self.cache.commit(())
+        overhead, steps = decode_seconds - self.timings.draft - self.timings.verify, self.tally.steps
+        return seconds + (max(0.0, overhead) / steps if steps else 0.0)
 
     def run(self, max_tokens: int) -> Routine[Accepted]:
         """One step: appends at least one and at most `max_tokens` tokens to the context.

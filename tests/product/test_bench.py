@@ -267,17 +267,16 @@ def test_the_model_folder_for_peers_has_both_formats_of_rope_settings(tmp_path):
 
 
 def test_bench_length_reads_a_prompt_once(monkeypatch, tmp_path):
-    """The drafters after the first copy its cache rows and compute the last ones only. `bench length` refuses texts
-    that differ, so the rows are the right ones."""
-    monkeypatch.setattr("longdraft.generation.PREFILL_CHUNK", 32)
-    copied, copy_from = [], FullCache.copy_from
-    monkeypatch.setattr(FullCache, "copy_from", lambda cache, other, length: (
-        copied.append(length), copy_from(cache, other, length)))
+    """The drafters after the first take its rows from the prefix tree and compute the last ones only. `bench length`
+    refuses texts that differ, so the rows are the right ones."""
+    taken, adopt = [], FullCache.adopt
+    monkeypatch.setattr(FullCache, "adopt", lambda cache, stores, count: (
+        taken.append(count), adopt(cache, stores, count)))
     (tmp_path / "prompt.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 19)
     files = ["--prompt-file", str(tmp_path / "prompt.txt"), "--output", str(tmp_path / "out.json")]
-    assert run(["bench", "length", *files, "--prefill", "130", "--quantize", "int8", "--max-new-tokens", "30",
+    assert run(["bench", "length", *files, "--prefill", "200", "--quantize", "int8", "--max-new-tokens", "30",
                 "--bucket", "20", "--turn", "10", "--drafters", "plain magicdec suffix"]) == 0
-    assert copied == [98, 98]
+    assert taken == [199 - 128] * 2
     assert json.loads((tmp_path / "out.json").read_text())["machine"]["quantize"] == "int8"
 
 

@@ -237,7 +237,7 @@ def test_prompts_are_prefilled_in_small_chunks_while_other_requests_decode(plain
     batch = plain.batch()
     batch.add(prompt_of(30), batch_params(max_new_tokens=20))
     batch.step()
-    batch.add(prompt_of(3 * PREFILL_SHARED + 1), batch_params())
+    batch.add(prompt_of(3 * PREFILL_SHARED + 1, seed=9), batch_params())
     seen = counted(monkeypatch)
     for _ in range(4):
         batch.step()

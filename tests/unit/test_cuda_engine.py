@@ -32,6 +32,8 @@ from longdraft.model.routine import run_alone
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Forward, Transformer, chain_rows
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
+from longdraft.speculation import prefill as prefilling
+from longdraft.speculation import reuse
 from longdraft.speculation.drafter import Verified
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.speculation.verify import accepted_path
@@ -228,6 +230,24 @@ def test_a_resumed_text_equals_the_uninterrupted_text(folders, monkeypatch, tmp_
     remainder = engine_of(folders, monkeypatch, "plain").resume(tmp_path / "work")
     list(remainder)
     assert remainder.tokens.tolist() == whole.tokens.tolist()
+
+
+@pytest.mark.parametrize("name", [NAME, NAME + "-fp8"])
+def test_texts_share_the_rows_of_whole_prompt_chunks(folders, monkeypatch, name):
+    """Rows of the last, shorter chunk and of written tokens are computed by other operations, and stay out."""
+    for module in (reuse, prefilling):
+        monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
+        monkeypatch.setattr(module, "DRAFTER_ROWS", 4)
+    monkeypatch.setenv("LONGDRAFT_KERNELS", name)
+    engine = longdraft.load(str(folders["model"]), drafter="suffix", device=DEVICE, dtype="float32", cache_ram=50)
+    prompt, params = prompt_of(60), SamplingParams(max_new_tokens=6, seed=5, ignore_eos=True)
+    texts, cached = [], []
+    for ids, salt in ((prompt, None), (prompt, ""), (prompt, ""), (prompt[:40], None), (prompt[:40], "")):
+        generation = engine.generate(ids, params, cache_salt=salt)
+        texts.append(list(generation)[-1].stats["sha256_tokens"])
+        cached.append(generation.cached_tokens)
+    assert cached == [0, 0, 48, 0, 32]
+    assert texts[0] == texts[1] == texts[2] and texts[3] == texts[4]
 
 
 def test_the_cache_is_reserved_in_full_and_an_error_says_how_many_tokens_would_fit(folders, monkeypatch):

@@ -57,7 +57,7 @@ class TextEngine:
     """longdraft's own generation with any drafter."""
 
     def __init__(self, folder: str, threads: int, longest: int, draft: str | None = None) -> None:
-        self._engine = load(folder, threads=threads, dtype="bfloat16")
+        self._engine = load(folder, threads=threads, dtype="bfloat16", cache_ram=0)
         self._draft = draft
         self.version = f"{__version__} ({self._engine.model.kernels.name})"
 

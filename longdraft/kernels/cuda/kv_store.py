@@ -41,7 +41,7 @@ class CudaStore:
         self._device, self.dtype, self.element = device, dtype, element
         self.heads, self.dim = num_kv_heads, head_dim
         self.is_scaled = element == FP8
-        self.room = self.num_drafts = 0
+        self.room = self.num_drafts = self._appended = 0
         self.k, self.v, self.k_scale, self.v_scale = self._empty(0)
         self.serial = next(_serials)
 
@@ -111,6 +111,19 @@ class CudaStore:
                 scores = scores * self.k_scale[:, None, :length]
             total += scores.softmax(-1).sum(1)
         return total
+
+    def append(self, source: KVStore, first: int, count: int) -> None:
+        """Every row is copied, behind those that were appended before."""
+        other, = cuda_stores([source])
+        at, self._appended = self._appended, self._appended + count
+        self.reserve(self._appended)
+        for mine, theirs in zip((self.k, self.v, *((self.k_scale, self.v_scale) if self.is_scaled else ())),
+                                (other.k, other.v, other.k_scale, other.v_scale), strict=False):
+            mine[:, at : self._appended] = theirs[:, first : first + count]
+
+    def bytes_of(self, count: int) -> int:
+        slots = max(_MIN_ROOM, ceil_div(count, 64) * 64) + _MIN_DRAFT_SLOTS
+        return 2 * self.heads * slots * (self.dim * self.element.itemsize + 4 * self.is_scaled)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,183 @@
+"""The files of a snapshot: blocks and their index, reading them, and the thread that writes them.
+
+longdraft/journal/snapshot.py describes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from longdraft.cache.prefix import Ids
+from longdraft.files import sync_folder
+from longdraft.journal.snapshot_folder import FOLDER, INDEX, files_of
+from longdraft.kernels import KVStore
+from longdraft.kernels.interface import STORE_BLOCK
+
+log = logging.getLogger(__name__)
+_FORMAT = "longdraft-kv-1"
+_DISK_FLOOR = 1 << 30  # bytes that remain free on the disk
+_MAX_INDEX = 1 << 24  # bytes
+
+
+class Block(NamedTuple):
+    """A line of the index: the block's number, its rows, its chain, and size and BLAKE2b-256 of its file."""
+
+    block: int
+    rows: int
+    chain: str
+    nbytes: int
+    blake2b: str
+
+
+def new_key(identity: dict[str, str], rotation_key: object) -> str:
+    """A hash of everything that rows of the cache depend on besides the tokens."""
+    text = json.dumps([_FORMAT, sorted(identity.items()), repr(rotation_key)])
+    return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+
+
+def chains(key: str, ids: Ids) -> Iterator[tuple[int, str]]:
+    """For each block of a text: its rows, and its chain."""
+    digest = hashlib.blake2b(key.encode(), digest_size=32)
+    for start in range(0, len(ids), STORE_BLOCK):
+        part = ids[start : start + STORE_BLOCK]
+        digest.update(part.astype("<i4").tobytes())
+        yield len(part), digest.hexdigest()
+
+
+def _path(folder: Path, block: int) -> Path:
+    return folder / f"{block:05}.safetensors"
+
+
+def read_index(folder: Path) -> dict[int, Block]:
+    """The blocks by number, from the complete lines of the index. Of two lines for one block the second counts."""
+    found: dict[int, Block] = {}
+    try:
+        with (folder / INDEX).open("rb") as file:
+            lines = file.read(_MAX_INDEX).split(b"\n")[:-1]  # the last one is not complete
+    except OSError:
+        return {}
+    for line in lines:
+        try:
+            fields = json.loads(line)
+            block = Block(int(fields["block"]), int(fields["rows"]), str(fields["chain"]), int(fields["nbytes"]),
+                          str(fields["blake2b"]))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            break
+        found[block.block] = block
+    return found
+
+
+def read_block(folder: Path, found: Block, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """k, v [layers, KV heads, rows, head dim] of a block; None if its file is not the one that the index names."""
+    try:
+        data = _path(folder, found.block).read_bytes()
+        if len(data) != found.nbytes or hashlib.blake2b(data, digest_size=32).hexdigest() != found.blake2b:
+            return None
+        tensors = load(data)
+        k, v = tensors["k"], tensors["v"]
+    except (OSError, SafetensorError, KeyError, ValueError, MemoryError):
+        return None
+    return (k, v) if k.shape == v.shape == shape and k.dtype == v.dtype == dtype else None
+
+
+class BlockJob(NamedTuple):
+    """A block to write: the first `rows` positions of `stores`, one for each layer."""
+
+    block: int
+    rows: int
+    chain: str
+    stores: Sequence[KVStore]
+
+
+class SnapshotWriter:
+    """Writes blocks in a thread of its own. A failure ends the snapshot, not the text.
+
+    folder   of the journal
+    heads    number of KV heads
+    written  blocks that are there already, in order
+    """
+
+    def __init__(self, folder: Path, heads: int, max_bytes: int, written: Sequence[Block]) -> None:
+        self._folder, self._heads, self._max_bytes = folder / FOLDER, heads, max_bytes
+        self._written = list(written)
+        self._jobs: queue.SimpleQueue[BlockJob | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="snapshot", daemon=True)
+        self._thread.start()
+
+    def put(self, job: BlockJob) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Wait until everything is on the disk."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            self._begin()
+            while (job := self._jobs.get()) is not None:
+                if not self._write(job):
+                    return
+        except Exception as error:  # such as a full disk
+            reason = error.strerror if isinstance(error, OSError) else error
+            log.warning("the snapshot %s cannot be written: %s; resuming will read more of the text again",
+                        self._folder, reason or error)
+
+    def _begin(self) -> None:
+        """Write an index of the blocks that remain, and remove the files of others."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        kept = {_path(self._folder, block.block) for block in self._written}
+        for path in files_of(self._folder):
+            if path.name != INDEX and path not in kept:
+                path.unlink(missing_ok=True)
+        self._replace(self._folder / INDEX, b"".join(_line(block) for block in self._written))
+
+    def _write(self, job: BlockJob) -> bool:
+        """Write one block. False if there is no room for it."""
+        places = torch.arange(job.rows).expand(self._heads, -1)
+        parts = [store.read(places) for store in job.stores]
+        tensors = {"k": torch.stack([k for k, _ in parts]), "v": torch.stack([v for _, v in parts])}
+        data = save(tensors, {"format": _FORMAT, "chain": job.chain, "first": str(job.block * STORE_BLOCK)})
+        held = sum(block.nbytes for block in self._written if block.block != job.block)
+        if held + len(data) > self._max_bytes or shutil.disk_usage(self._folder).free < len(data) + _DISK_FLOOR:
+            return False
+        self._replace(_path(self._folder, job.block), data)
+        block = Block(job.block, job.rows, job.chain, len(data), hashlib.blake2b(data, digest_size=32).hexdigest())
+        with (self._folder / INDEX).open("ab") as file:
+            file.write(_line(block))
+            file.flush()
+            os.fsync(file.fileno())
+        self._written.append(block)
+        return True
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        """A file with this content, which has its name only when it is complete and on the disk."""
+        partial = path.with_name(path.name + ".partial")
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        sync_folder(self._folder)
+
+
+def _line(block: Block) -> bytes:
+    return json.dumps(block._asdict()).encode() + b"\n"

@@ -1,0 +1,140 @@
+"""What one text takes from the prefix tree before its prefill, and what it gives to the tree.
+
+On the CPU a row of the cache has the same bits whichever rows are computed with it, so a beginning of any length can be
+taken over. On a device, rows of whole prompt chunks are computed by other operations than all other rows
+(longdraft/speculation/prefill.py), and a text may take and give only those: the chunk [512 k, 512 k + 512) of a prompt
+of P tokens is whole if it ends at or before P - 1.
+
+The last rows of the prefill are computed in any case, because drafters begin with what the target computes for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from longdraft.cache.full import FullCache
+from longdraft.cache.prefix import Lease, PrefixTree, Reading
+from longdraft.core import Context
+from longdraft.kernels.interface import STORE_BLOCK
+from longdraft.model.routine import Routine
+from longdraft.model.transformer import Transformer
+from longdraft.parallel import SingleProcess
+
+PREFILL_CHUNK = 512  # prompt tokens in one forward; on the CPU the text does not depend on it
+DRAFTER_ROWS = 128  # last rows of the prefill that drafters are given
+_LEAST_GAIN = 256  # rows that are worth waiting for
+_MAX_IDLE = 4  # rounds of a batch without progress of the text that is waited for
+
+
+class Waiting:
+    """Yielded by a text of a batch that waits for another text to read their common beginning."""
+
+
+WAITING = Waiting()
+
+
+def shareable_rows(is_device: bool, prompt_length: int, num_rows: int) -> int:
+    """How many of the first `num_rows` rows of a text another text may have or get. See the top of this file."""
+    return min(num_rows, prompt_length - 1) // PREFILL_CHUNK * PREFILL_CHUNK if is_device else num_rows
+
+
+class PrefixReuse:
+    """The use of the tree by one text. `cached_tokens` counts the rows that it took over.
+
+    tree  None: the text takes and gives nothing
+    salt  texts with different salts share nothing; None: as without a tree
+    """
+
+    def __init__(self, tree: PrefixTree | None, salt: str | None, model: Transformer, cache: FullCache,
+                 context: Context) -> None:
+        self._tree, self._cache, self._context = None if salt is None else tree, cache, context
+        self._group = (salt, model.rotation_key)
+        self._is_device = model.kernels.is_device
+        self._leases: list[Lease] = []
+        self._reading: Reading | None = None
+        self.is_in_batch = False
+        self.cached_tokens = self._restored_tokens = 0
+
+    def figures(self) -> dict[str, int]:
+        """For the statistics."""
+        return {"cached_tokens": self.cached_tokens, "restored_tokens": self._restored_tokens}
+
+    def restore(self, read: Callable[[int], Routine[int]]) -> Routine[None]:
+        """Fill the empty cache from a snapshot.
+
+        read  takes the number of rows that the tree has, and returns that of the rows it put into the cache
+        """
+        self._restored_tokens = yield from read(self._available())
+
+    def begin(self, ranks: SingleProcess) -> Iterator[Waiting]:
+        """Fill the cache, if nothing was written to it, with the rows that the tree has. Waits for texts of the same
+        batch that read them now. All ranks of a run take the same number of rows.
+        """
+        tree, ids = self._tree, self._context.slice(0, len(self._context) - 1)
+        can = self._is_device or not self._cache.nbytes  # a cache that has blocks of its own cannot share others
+        limit = max(0, len(ids) - DRAFTER_ROWS) if can and not self._cache.length else 0
+        if tree and self.is_in_batch and limit:
+            yield from self._wait(tree, limit)
+        found = tree.match(self._group, ids, limit) if tree else None
+        with ranks.synchronized(self._context):
+            self.cached_tokens = ranks.smallest(self._shareable(found.length) if found else 0)
+        if tree and found:
+            for stores, count in found.cut(self.cached_tokens).parts:
+                self._cache.adopt(stores, count)
+            self._leases.append(found.lease)
+            self._reading = tree.begin_reading(self._group, ids)
+
+    def _available(self) -> int:
+        """Rows that the tree has of the text's beginning."""
+        if self._tree is None:
+            return 0
+        return self._tree.match(self._group, self._context.slice(0, len(self._context) - 1), len(self._context)).length
+
+    def _wait(self, tree: PrefixTree, limit: int) -> Iterator[Waiting]:
+        ids = self._context.slice(0, limit)
+        idle, done = 0, -1
+        have = tree.match(self._group, ids, limit).length
+        while (ahead := tree.reading_ahead(self._group, ids, have + _LEAST_GAIN)) and idle < _MAX_IDLE:
+            idle, done = (idle + 1 if ahead.done == done else 0), ahead.done
+            yield WAITING
+
+    def record_progress(self, *, is_done: bool) -> None:
+        """A chunk of the prefill was computed. Gives its rows to the tree when a block of the cache is full."""
+        if self._tree is None or self._reading is None:
+            return
+        reading, length = self._reading, self._cache.length
+        if is_done or length // STORE_BLOCK > reading.done // STORE_BLOCK:
+            self.publish(length if is_done else length // STORE_BLOCK * STORE_BLOCK)
+            reading.published = length
+        reading.done = length
+        if is_done:
+            self.end_reading()
+
+    def publish(self, length: int | None = None) -> None:
+        """Give the first `length` rows to the tree; default: all that are committed."""
+        if self._tree is None or not self._cache.length:
+            return
+        length = self._shareable(self._cache.length if length is None else length)
+        with suppress(MemoryError):  # the tree goes without them
+            self._leases.append(self._tree.publish(self._group, self._context.slice(0, length), self._cache))
+            for lease in self._leases[:-1]:
+                lease.release()
+            del self._leases[:-1]
+
+    def _shareable(self, num_rows: int) -> int:
+        return shareable_rows(self._is_device, self._context.prompt_length, num_rows)
+
+    def end_reading(self) -> None:
+        """The prompt is read, or will not be read to its end."""
+        if self._tree is not None and self._reading is not None:
+            self._tree.end_reading(self._reading)
+            self._reading = None
+
+    def close(self) -> None:
+        """The text has ended: give its rows to the tree, and release the pieces that it used. Can be called again."""
+        self.end_reading()
+        self.publish()
+        for lease in self._leases:
+            lease.release()
+        self._leases, self._tree = [], None

@@ -1,0 +1,300 @@
+"""Snapshots: a resumed text reads its rows from files; damage of any kind costs time and never changes the text."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import longdraft
+from helpers.checkpoints import make_checkpoint, make_glide, make_heads
+from helpers.eagle import make_eagle
+from helpers.equality import DRAFTERS, prompt_of
+from helpers.serving import wait_for
+from longdraft.core import SamplingParams
+from longdraft.errors import UsageError
+from longdraft.journal import FILE, remove_journal
+from longdraft.journal import snapshot_files as snapshots
+from longdraft.journal.snapshot_folder import snapshot_bytes
+from longdraft.kernels.interface import STORE_BLOCK
+
+PROMPT = prompt_of(2 * STORE_BLOCK + 100)
+PARAMS = SamplingParams(max_new_tokens=1000, seed=5, min_p=0.1, ignore_eos=True, on_loop="off")
+ROWS = 2 * STORE_BLOCK + 700
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    where = tmp_path_factory.mktemp("model") / "m"
+    base = make_checkpoint(where, num_key_value_heads=1, max_position_embeddings=16384)
+    make_heads(where / "heads", base)
+    make_glide(where / "glide", where)
+    make_eagle(where / "eagle")
+    return where
+
+
+@pytest.fixture(scope="module")
+def engine(folder) -> longdraft.Engine:
+    return longdraft.load(str(folder), drafter="plain", dtype="bfloat16", cache_ram=0)
+
+
+@pytest.fixture(scope="module")
+def whole(engine) -> list[int]:
+    generation = engine.generate(PROMPT, PARAMS)
+    list(generation)
+    return generation.tokens.tolist()
+
+
+@pytest.fixture(scope="module")
+def cut(engine, tmp_path_factory) -> Path:
+    """A journal of a text that was ended behind 2 blocks and 700 rows, with its snapshot."""
+    where = tmp_path_factory.mktemp("cut")
+    with engine.generate(PROMPT, PARAMS, journal=where, snapshot="always") as generation:
+        while len(generation._step.context) <= ROWS:
+            next(generation)
+    return where
+
+
+@pytest.fixture
+def journal(cut, tmp_path) -> Path:
+    """A copy of it."""
+    shutil.copytree(cut, tmp_path / "j")
+    return tmp_path / "j"
+
+
+def resumed(engine, journal, whole, at_least: int = ROWS - len(PROMPT)) -> int:
+    """Resume for 20 tokens, which must be those of the uncut text; returns the number of restored rows."""
+    generation = engine.resume(journal)
+    found: list[int] = []
+    for event in generation:
+        found += event.tokens
+        if len(found) >= generation.num_resumed + 20:
+            break
+    generation._journal.snapshot = None  # the next test reads the same files
+    restored = generation.stats()["restored_tokens"]
+    generation.close()
+    assert found == whole[: len(found)] and len(found) > at_least
+    return restored
+
+
+def test_a_snapshot_has_the_rows_of_the_text(engine, cut):
+    index = snapshots.read_index(cut / "kv")
+    assert [(block.block, block.rows) for block in index.values()] == [
+        (0, STORE_BLOCK), (1, STORE_BLOCK), (2, ROWS - 2 * STORE_BLOCK)]
+    assert sorted(path.name for path in (cut / "kv").iterdir()) == [
+        "00000.safetensors", "00001.safetensors", "00002.safetensors", "index"]
+    assert snapshot_bytes(cut) >= ROWS * engine.model.cache_bytes_per_token
+
+
+def test_the_rows_are_read_and_the_text_is_the_uncut_one(engine, journal, whole):
+    assert resumed(engine, journal, whole) == ROWS - 128
+
+
+@pytest.mark.parametrize("drafter", ["auto", "tokenswift", "magicdec, streaming", "glide", "eagle", "triforce, n-grams",
+                                     "medusa", "ngram", "suffix"])
+def test_every_kind_of_drafter_goes_on_from_a_snapshot(folder, journal, whole, drafter):
+    name, options = DRAFTERS.get(drafter, (drafter, {}))
+    other = longdraft.load(str(folder), drafter=name, drafter_options=options, dtype="bfloat16", cache_ram=0)
+    assert resumed(other, journal, whole) == ROWS - 128
+
+
+def test_a_finished_text_has_no_snapshot(engine, journal, whole):
+    generation = engine.resume(journal)
+    list(generation)
+    assert generation.tokens.tolist() == whole and os.listdir(journal) == [FILE]
+
+
+def test_a_snapshot_grows_when_the_text_is_resumed_and_cut_again(engine, journal, whole):
+    with engine.resume(journal, snapshot="always") as generation:
+        for _ in range(50):
+            next(generation)
+    last = snapshots.read_index(journal / "kv")[2]
+    assert last.rows > ROWS - 2 * STORE_BLOCK
+    (journal / "kv" / "00002.safetensors").unlink()
+    generation = engine.resume(journal)
+    found = [token for _ in range(60) for token in next(generation).tokens]
+    assert found == whole[: len(found)] and generation.stats()["restored_tokens"] == 2 * STORE_BLOCK
+
+
+def test_removing_a_journal_removes_its_snapshot(journal):
+    (journal / "kv" / "00003.safetensors.partial").write_bytes(b"x")
+    remove_journal(journal)
+    assert not journal.exists()
+
+
+# Damage
+
+
+def test_an_index_cut_at_any_byte(engine, journal, whole):
+    """Blocks of complete lines are found. (Reading the index is what differs; the text is checked at some places.)"""
+    content = (journal / "kv" / "index").read_bytes()
+    ends = [place + 1 for place, byte in enumerate(content) if byte == 10]
+    for size in range(len(content) + 1):
+        (journal / "kv" / "index").write_bytes(content[:size])
+        assert len(snapshots.read_index(journal / "kv")) == sum(end <= size for end in ends)
+    for size, expected in ((0, 0), (ends[0] - 1, 0), (ends[0], STORE_BLOCK), (ends[1] + 9, 2 * STORE_BLOCK)):
+        (journal / "kv" / "index").write_bytes(content[:size])
+        assert resumed(engine, journal, whole) == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flipped_bytes_of_a_block(engine, journal, whole, seed):
+    pick = random.Random(seed)
+    block = pick.randrange(3)
+    path = journal / "kv" / f"{block:05}.safetensors"
+    content = bytearray(path.read_bytes())
+    content[pick.randrange(len(content))] ^= 1 << pick.randrange(8)
+    path.write_bytes(content)
+    assert resumed(engine, journal, whole) == block * STORE_BLOCK
+
+
+@pytest.mark.parametrize("damage, expected", [
+    ("missing first", 0), ("missing second", STORE_BLOCK), ("swapped", 0), ("empty", STORE_BLOCK),
+    ("short", STORE_BLOCK),
+    ("a folder", STORE_BLOCK), ("no index", 0), ("an index of other things", 0), ("a huge index", 0)])
+def test_missing_and_swapped_files(engine, journal, whole, damage, expected):
+    first, second = journal / "kv" / "00000.safetensors", journal / "kv" / "00001.safetensors"
+    index = journal / "kv" / "index"
+    if damage == "missing first":
+        first.unlink()
+    elif damage == "missing second":
+        second.unlink()
+    elif damage == "swapped":
+        contents = first.read_bytes(), second.read_bytes()
+        second.write_bytes(contents[0])
+        first.write_bytes(contents[1])
+    elif damage in ("empty", "short"):
+        second.write_bytes(b"" if damage == "empty" else second.read_bytes()[:-1])
+    elif damage == "a folder":
+        second.unlink()
+        second.mkdir()
+    elif damage == "no index":
+        index.unlink()
+    else:
+        index.write_bytes(b'[1]\n{"block": {}}\n' if damage == "an index of other things" else b"[" * 100_000 + b"\n")
+    assert resumed(engine, journal, whole) == expected
+
+
+def rewritten(journal: Path, **changes) -> None:
+    """The same blocks with other rows, and an index that names them."""
+    from safetensors.torch import load, save
+
+    lines = []
+    for block in snapshots.read_index(journal / "kv").values():
+        path = journal / "kv" / f"{block.block:05}.safetensors"
+        tensors = load(path.read_bytes())
+        data = save({name: changes["of"](x) for name, x in tensors.items()})
+        path.write_bytes(data)
+        digest = snapshots.hashlib.blake2b(data, digest_size=32).hexdigest()
+        lines.append(json.dumps(block._replace(nbytes=len(data), blake2b=digest)._asdict()) + "\n")
+    (journal / "kv" / "index").write_text("".join(lines))
+
+
+def test_rows_of_another_machine_are_found_by_computing_the_last_ones(engine, journal, whole, caplog):
+    """The hashes fit, the last bit of each number does not: the snapshot is discarded with a warning."""
+    rewritten(journal, of=lambda x: (x.view(torch.int16) ^ 1).view(torch.bfloat16))
+    assert resumed(engine, journal, whole) == 0
+    assert "has other rows than this machine computes" in caplog.text and not (journal / "kv").exists()
+
+
+def test_a_discarded_snapshot_and_the_prefix_tree(folder, journal, whole):
+    """The tree has the beginning of the text. It is not put behind rows of the snapshot that was discarded."""
+    with_tree = longdraft.load(str(folder), drafter="plain", dtype="bfloat16", cache_ram=50)
+    list(with_tree.generate(PROMPT[:600], SamplingParams(max_new_tokens=2)))
+    rewritten(journal, of=lambda x: (x.view(torch.int16) ^ 1).view(torch.bfloat16))
+    assert resumed(with_tree, journal, whole) == 0
+    generation = with_tree.resume(journal)
+    assert [token for event in generation for token in event.tokens] == whole
+    assert generation.cached_tokens > 600
+
+
+@pytest.mark.parametrize("of", [lambda x: x.float(), lambda x: x[:1], lambda x: x[:, :, :9]],
+                         ids=["dtype", "layers", "rows"])
+def test_blocks_of_other_shapes_are_not_used(engine, journal, whole, of):
+    rewritten(journal, of=lambda x: of(x).contiguous())
+    assert resumed(engine, journal, whole) == 0
+
+
+def test_blocks_of_another_model_or_text_are_not_used(engine, journal, whole, tmp_path):
+    other = make_checkpoint(tmp_path / "other", num_key_value_heads=1, max_position_embeddings=16384, seed=4)
+    assert other is not None
+    stranger = longdraft.load(str(tmp_path / "other"), drafter="plain", dtype="bfloat16", cache_ram=0)
+    for name, writer, prompt in (("model", stranger, PROMPT), ("text", engine, prompt_of(ROWS, seed=9))):
+        with writer.generate(prompt, PARAMS, journal=tmp_path / name, snapshot="always") as generation:
+            next(generation)
+        shutil.rmtree(journal / "kv")
+        shutil.copytree(tmp_path / name / "kv", journal / "kv")
+        assert resumed(engine, journal, whole) == 0
+
+
+def test_a_full_disk_ends_the_snapshot_and_not_the_text(engine, whole, tmp_path, monkeypatch, caplog):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(snapshots, "os", SimpleNamespace(replace=full, fsync=os.fsync))
+    with engine.generate(PROMPT, PARAMS, journal=tmp_path / "j", snapshot="always") as generation:
+        found = [token for _ in range(40) for token in next(generation).tokens]
+    assert "No space left on device; resuming will read more of the text again" in caplog.text
+    assert found == whole[: len(found)] and not list((tmp_path / "j" / "kv").glob("*.safetensors*"))
+    monkeypatch.undo()
+    more = [token for event in engine.resume(tmp_path / "j") for token in event.tokens]
+    assert more == whole
+
+
+def test_the_bound_limits_the_blocks(engine, tmp_path, monkeypatch):
+    bytes_of_block = STORE_BLOCK * engine.model.cache_bytes_per_token
+    for gib, expected in ((0, 0), (1.5 * bytes_of_block / 2**30, 1)):
+        where = tmp_path / str(expected)
+        with engine.generate(PROMPT, PARAMS, journal=where, snapshot="always", snapshot_max=gib) as generation:
+            next(generation)
+        assert len(snapshots.read_index(where / "kv")) == expected
+    monkeypatch.setattr(snapshots, "_DISK_FLOOR", 1 << 60)
+    with engine.generate(PROMPT, PARAMS, journal=tmp_path / "floor", snapshot="always") as generation:
+        next(generation)
+    assert not snapshots.read_index(tmp_path / "floor" / "kv")
+
+
+def test_short_texts_and_auto_write_nothing(engine, tmp_path):
+    for name, prompt, mode in (("short", PROMPT[:400], "always"), ("auto", PROMPT, "auto"), ("never", PROMPT, "never")):
+        with engine.generate(prompt, PARAMS, journal=tmp_path / name, snapshot=mode) as generation:
+            next(generation)
+        assert os.listdir(tmp_path / name) == [FILE]
+
+
+def test_wrong_options_are_refused_before_a_journal_exists(engine, tmp_path):
+    for options, message in ((dict(snapshot="often"), "snapshot is 'often'; allowed: auto, never or always"),
+                             (dict(snapshot_max=-1), "snapshot_max is -1; allowed: 0 to 1048576 GiB")):
+        with pytest.raises(UsageError, match=message):
+            engine.generate(PROMPT, PARAMS, journal=tmp_path / "j", **options)
+    assert not (tmp_path / "j").exists()
+
+
+def test_kill_9_while_blocks_are_written(folder, engine, whole, tmp_path):
+    """Whole blocks remain, and the text goes on."""
+    code = f"""
+import sys, longdraft
+from longdraft.core import SamplingParams
+sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r})
+from helpers.equality import prompt_of
+engine = longdraft.load({str(folder)!r}, drafter="plain", dtype="bfloat16", threads=1)
+for event in engine.generate(prompt_of({len(PROMPT)}), {PARAMS!r}, journal=sys.argv[1], snapshot="always"):
+    print("step", flush=True)
+"""
+    for blocks in range(3):  # killed when so many are complete
+        where = tmp_path / str(blocks)
+        with subprocess.Popen([sys.executable, "-c", code, str(where)], stdout=subprocess.PIPE) as child:
+            assert child.stdout.readline() == b"step\n"
+            wait_for(lambda where=where, blocks=blocks: len(snapshots.read_index(where / "kv")) >= blocks)
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+        assert resumed(engine, where, whole, at_least=0) >= min(blocks, 1) * STORE_BLOCK
