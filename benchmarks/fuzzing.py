@@ -68,8 +68,12 @@ _grown, _slowest = [0], [0.0]
 def _make_model(folder: Path) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
     from helpers.checkpoints import make_checkpoint
+    from helpers.gguf_files import convert
 
     make_checkpoint(folder, num_hidden_layers=1)
+    small = make_checkpoint(folder / "small", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    convert(folder, small, folder / "model.gguf", "Q8_0")
+    shutil.rmtree(folder / "small")
 
 
 def _child(folder: Path, start: int, count: int) -> tuple[Counter[str], list[str]]:
@@ -123,7 +127,7 @@ class Tries:
         self.header, self.tokens = found.header, found.tokens.tolist()
         self.begins = self.journal.index(b'"began"')
         self.files = {name: (self.sound / name).read_bytes() for name in ("config.json", "generation_config.json",
-                                                                          "tokenizer.json", WEIGHTS)}
+                                                                          "tokenizer.json", WEIGHTS, "model.gguf")}
 
     def run(self, start: int, count: int) -> dict[str, Any]:
         counts: Counter[str] = Counter()
@@ -240,6 +244,21 @@ def _weights(tries: Tries, rng: random.Random) -> None:
     checkpoint.load_transformer(TensorFiles(tries.model), config, tries.engine.model.kernels)
 
 
+def _gguf(tries: Tries, rng: random.Random) -> None:
+    """A GGUF file with a damaged header: numbers, lengths, names, offsets."""
+    data = bytearray(tries.files["model.gguf"])
+    end = data.index(b"blk.0.ffn_down") + 100
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        at = rng.choice([rng.randrange(24), rng.randrange(end), rng.randrange(end)])
+        new = rng.choice([rng.randbytes(rng.randint(1, 8)), b"\xff" * 8, bytes(8), (1 << 40).to_bytes(8, "little")])
+        data[at : at + len(new)] = new
+    path = tries.model / "model.gguf"
+    path.write_bytes(data if rng.random() < 0.7 else mutated(rng, bytes(data), 0, end))
+    config, files = model_config.read_config(path), TensorFiles(path)
+    Tokenizer(path).encode("It was")
+    checkpoint.load_transformer(files, config, tries.engine.model.kernels)
+
+
 def _tokenizer(tries: Tries, rng: random.Random) -> None:
     data = tries.files["tokenizer.json"]
     data = changed(rng, json.loads(data)) if rng.random() < 0.5 else mutated(rng, data)
@@ -304,12 +323,13 @@ def _options(tries: Tries, rng: random.Random) -> None:
 
 # Kind -> how many of a hundred inputs, and the function that tries one.
 KINDS: dict[str, tuple[int, Callable[[Tries, random.Random], None]]] = {
-    "journal": (34, _journal),
+    "journal": (30, _journal),
     "records": (10, _records),
     "config": (16, _config),
-    "safetensors": (15, _weights),
+    "safetensors": (12, _weights),
+    "gguf": (10, _gguf),
     "tokenizer": (10, _tokenizer),
-    "prompt": (11, _prompt),
+    "prompt": (8, _prompt),
     "options": (4, _options),
 }
 assert sum(share for share, _ in KINDS.values()) == 100

@@ -32,6 +32,7 @@ from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model import checkpoint, defaults, hub
 from longdraft.model import config as model_config
 from longdraft.model.chat_template import ChatTemplate
+from longdraft.model.tensor_file import stored_bytes
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.parallel import Pick
@@ -78,7 +79,7 @@ class StateDict(TensorFiles):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    def read(self, name: str, pick: Pick | None = None) -> Tensor:
+    def read(self, name: str, pick: Pick | None = None, dtype: torch.dtype | None = None) -> Tensor:
         whole = self._tensors[name].detach()
         return whole if pick is None else pick(whole)
 
@@ -92,8 +93,8 @@ class StateDict(TensorFiles):
     def _wrong_type(self, name: str) -> str:
         return "" if self._tensors[name].is_floating_point() else f"{name} holds {self._tensors[name].dtype}"
 
-    def _view(self, name: str) -> Tensor:
-        return self.read(name).cpu()
+    def _stored(self, name: str) -> tuple[str, Tensor]:
+        return stored_bytes(self.read(name).cpu())
 
     def _release(self) -> None:
         """Do nothing: no pages of a file are mapped."""

@@ -38,8 +38,9 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
          dtype: str = "auto", quantize: str = "none", threads: int | None = None, revision: str | None = None,
          token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
          kernels_name: str | None = None, tensor_parallel: int = 1, quantized_cache: str | Path | None = None,
-         cache_ram: int | None = None, on_load: Callable[[int, int], None] | None = None) -> Engine:
-    """An engine for a bundled name, a model folder or a hub id.
+         cache_ram: int | None = None, file: str | None = None, tokenizer: str | None = None,
+         on_load: Callable[[int, int], None] | None = None) -> Engine:
+    """An engine for a bundled name, a model folder, a GGUF file or a hub id.
 
     drafter          auto | plain | ngram | suffix | tokenswift | medusa | magicdec | draft-model | glide | eagle |
                      triforce
@@ -62,6 +63,8 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
                      LONGDRAFT_QUANTIZED_CACHE, else the user's cache folder
     cache_ram        MiB for the prefix tree, which keeps keys and values of former texts for texts that begin alike;
                      0: none. Default: a quarter of the free memory, at most 8192, and 0 on CUDA
+    file             GGUF file of a folder or hub id; or write owner/model:file.gguf
+    tokenizer        folder, GGUF file or hub id of the tokenizer and chat template; default: the model's own
     on_load          called with (bytes read, bytes in all) while the weights are read. The numbers start again when a
                      quantised copy for drafts is made
 
@@ -85,6 +88,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     choice = DrafterChoice.parse(drafter, drafter_options)
     drafters.check_heads(drafter, heads)
     hub_options = hub.Hub(revision, token, cache_dir, offline)
+    model = hub.with_file(model, file)
     folder = hub.resolve(model, hub_options)
     require_model(folder)
     config = model_config.read_config(folder)
@@ -92,8 +96,8 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     sizing.require_room(config, chosen, quantize, tensor_parallel)
     if group:
         chosen = parallel.ParallelKernels(chosen, group)
-    tokenizer = Tokenizer(folder)
-    require_ids_in_vocabulary(tokenizer, config.vocab_size, folder)
+    words = Tokenizer(hub.resolve_tokenizer(tokenizer, hub_options) if tokenizer else folder)
+    require_ids_in_vocabulary(words, config.vocab_size, folder)
     files = TensorFiles(folder, on_read=on_load)
     cache = quantized_cache_of.chosen_folder(quantized_cache)
     packed = quantized_cache_of.open_packed(cache, files, config, chosen, quantize, "target")
@@ -104,7 +108,7 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     log.info("%s: %s kernels, %s on %s, weights quantised: %s, drafter %s", model, chosen.name, chosen.dtype,
              chosen.device, quantize, drafter)
     loaded = LoadedModel.load_parts(
-        model, files, target, tokenizer, choice, heads_name=heads, hub_options=replace(hub_options, revision=None),
+        model, files, target, words, choice, heads_name=heads, hub_options=replace(hub_options, revision=None),
         defaults=sampling, ranks=parallel.RankGroup(group) if group else None, quantized_cache=cache)
     loaded = replace(loaded, prefixes=_prefix_tree(cache_ram, chosen))
     if group:
@@ -131,18 +135,19 @@ def _checked_device(device: str) -> str:
 def load_for(header: Header, *, model: str | None = None, drafter: str | None = None,
              drafter_options: Mapping[str, Any] | None = None, heads: str | None = None, threads: int | None = None,
              token: str | None = None, cache_dir: str | Path | None = None, offline: bool = False,
-             quantized_cache: str | Path | None = None, cache_ram: int | None = None,
+             quantized_cache: str | Path | None = None, cache_ram: int | None = None, tokenizer: str | None = None,
              on_load: Callable[[int, int], None] | None = None) -> Engine:
     """An engine like the one that a journal was begun with, on the same kernels if this machine has them.
 
     model                             the model's folder or name now; default: the journal's
+    tokenizer                         as for `load`; to be given again if it was given to the journal's run
     drafter, drafter_options, heads   default: the journal's; the text does not depend on them
 
     The other options and the errors are those of `load`.
     """
     options = load_options(header, drafter=drafter, drafter_options=drafter_options, heads=heads)
     return load(model or header.model, threads=threads, token=token, cache_dir=cache_dir, offline=offline,
-                quantized_cache=quantized_cache, cache_ram=cache_ram, on_load=on_load, **options)
+                quantized_cache=quantized_cache, cache_ram=cache_ram, tokenizer=tokenizer, on_load=on_load, **options)
 
 
 def resume(journal: str | Path, *, fsync: str | float = 1.0, allow_different_kernels: bool = False,

@@ -228,7 +228,8 @@ def identity_of(load: Mapping[str, Any], device: str) -> dict[str, str]:
     except ModelError:
         return expected
     with suppress(ModelError):
-        expected |= {"weights": fingerprint.weights_sha256(TensorFiles(folder)), "tokenizer": Tokenizer(folder).sha256}
+        words = hub.resolve_tokenizer(str(load["tokenizer"]), cache) if load.get("tokenizer") else folder
+        expected |= {"weights": fingerprint.weights_sha256(TensorFiles(folder)), "tokenizer": Tokenizer(words).sha256}
     if device == "cpu" or torch.cuda.is_available():
         dtype = load.get("dtype", "auto")
         chosen = kernels.choose(device, config.dtype if dtype == "auto" else dtype, load.get("kernels_name"))

@@ -58,6 +58,8 @@ def batch(
     fsync: options.Fsync = "1",
     quiet: options.Quiet = False,
     model: options.ModelName = "novelist",
+    file: options.FileName = None,
+    tokenizer: options.TokenizerName = None,
     revision: options.Revision = None,
     cache_dir: options.CacheDir = None,
     offline: options.Offline = False,
@@ -98,7 +100,7 @@ def batch(
     """
     from longdraft.core import SamplingParams
     from longdraft.journal import parse_fsync
-    from longdraft.model.hub import from_anywhere
+    from longdraft.model.hub import from_anywhere, with_file
 
     given = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "temperature": temperature,
              "top_k": top_k, "top_p": top_p, "min_p": min_p, "eta_cutoff": eta_cutoff,
@@ -115,7 +117,8 @@ def batch(
     if ray is None and threads is None and workers:
         threads = max(1, (os.cpu_count() or 1) // workers)
     load: dict[str, Any] = {
-        "model": from_anywhere(model), "revision": revision, "cache_dir": cache_dir and str(cache_dir),
+        "model": from_anywhere(with_file(model, file)), "revision": revision,
+        "tokenizer": tokenizer and from_anywhere(tokenizer), "cache_dir": cache_dir and str(cache_dir),
         "offline": offline, "heads": heads and from_anywhere(heads), "drafter": drafter,
         "drafter_options": parse_pairs("--drafter-option", drafter_option or ()),
         "device": device, "dtype": dtype, "quantize": quantize, "threads": threads, "tensor_parallel": tensor_parallel,

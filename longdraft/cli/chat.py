@@ -37,6 +37,8 @@ def chat(
                                   "printed if stdin is a terminal too.", FILES, "--stats")] = False,
     quiet: options.Quiet = False,
     model: options.ModelName = "novelist",
+    file: options.FileName = None,
+    tokenizer: options.TokenizerName = None,
     revision: options.Revision = None,
     cache_dir: options.CacheDir = None,
     offline: options.Offline = False,
@@ -76,9 +78,10 @@ def chat(
     from longdraft.loading import load
 
     with LoadBar(quiet=quiet, quantises=quantize != "none") as bar:
-        engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,
-                      quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
-                      quantized_cache=quantized_cache, cache_ram=cache_ram, on_load=bar.show)
+        engine = load(model, file=file, tokenizer=tokenizer, drafter=drafter, drafter_options=drafting, heads=heads,
+                      device=device, dtype=dtype, quantize=quantize, threads=threads, revision=revision,
+                      cache_dir=cache_dir, offline=offline, quantized_cache=quantized_cache,
+                      cache_ram=cache_ram, on_load=bar.show)
     params = engine.params(**given)
     conversation = Conversation(engine, params, system, chat_options)
     conversation.prompt("Hello")  # fail before the first message without a template, or for an unknown option

@@ -31,6 +31,8 @@ def generate(
     snapshot_max: options.SnapshotMax = 8,
     quiet: options.Quiet = False,
     model: options.ModelName = "novelist",
+    file: options.FileName = None,
+    tokenizer: options.TokenizerName = None,
     revision: options.Revision = None,
     cache_dir: options.CacheDir = None,
     offline: options.Offline = False,
@@ -87,9 +89,10 @@ def generate(
     SnapshotOptions.parse(snapshot, snapshot_max)
     options.require_one_process(tensor_parallel)
     loading: dict[str, Any] = {
-        "model": model, "drafter": drafter, "drafter_options": drafting, "heads": heads, "device": device,
-        "dtype": dtype, "quantize": quantize, "threads": threads, "revision": revision, "cache_dir": cache_dir,
-        "offline": offline, "tensor_parallel": tensor_parallel, "quantized_cache": quantized_cache, "cache_ram": 0}
+        "model": model, "file": file, "tokenizer": tokenizer, "drafter": drafter, "drafter_options": drafting,
+        "heads": heads, "device": device, "dtype": dtype, "quantize": quantize, "threads": threads,
+        "revision": revision, "cache_dir": cache_dir, "offline": offline, "tensor_parallel": tensor_parallel,
+        "quantized_cache": quantized_cache, "cache_ram": 0}
     if options.is_follower():
         return follow(lambda: load(**loading))
     if journal and journal_exists(journal):

@@ -31,6 +31,7 @@ def resume(
     snapshot_max: options.SnapshotMax = 8,
     quiet: options.Quiet = False,
     model: _Elsewhere = None,
+    tokenizer: options.TokenizerName = None,
     cache_dir: options.CacheDir = None,
     offline: options.Offline = False,
     drafter: Annotated[str | None, option("As for generate.", RUNNING, "--drafter",
@@ -59,8 +60,9 @@ def resume(
     drafting = parse_pairs("--drafter-option", drafter_option) if drafter_option else None
     found = read_journal(journal)
     loading: dict[str, Any] = {
-        "model": model, "drafter": drafter, "drafter_options": drafting, "heads": heads, "threads": threads,
-        "cache_dir": cache_dir, "offline": offline, "quantized_cache": quantized_cache, "cache_ram": 0}
+        "model": model, "tokenizer": tokenizer, "drafter": drafter, "drafter_options": drafting, "heads": heads,
+        "threads": threads, "cache_dir": cache_dir, "offline": offline, "quantized_cache": quantized_cache,
+        "cache_ram": 0}
     options.require_one_process(int(found.header.arithmetic.get("tensor_parallel", "1")))
     if options.is_follower():
         return follow(lambda: load_for(found.header, **loading))

@@ -27,8 +27,12 @@ def _of_model(text: str, built_in: str, name: str) -> Any:
     return option(text, SAMPLING, name, show_default=f"the model's, else {built_in}")
 
 
-ModelName = Annotated[str, option("Bundled name, folder, or hub id (owner/model or owner/model@revision).", RUNNING,
-                                  "--model")]
+ModelName = Annotated[str, option("Bundled name, folder, GGUF file, or hub id (owner/model or owner/model@revision).",
+                                  RUNNING, "--model")]
+FileName = Annotated[str | None, option("GGUF file to take from the folder or the hub id.", RUNNING, "--file",
+                                        show_default="the only one")]
+TokenizerName = Annotated[str | None, option("Folder, GGUF file or hub id of another tokenizer and chat template.",
+                                             RUNNING, "--tokenizer", show_default="the model's")]
 Revision = Annotated[str | None, option("Branch, tag or commit of a hub id.", RUNNING, "--revision",
                                         show_default="main")]
 CacheDir = Annotated[Path | None, option("Cache folder for files from the hub.", RUNNING, "--cache-dir",

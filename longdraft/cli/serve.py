@@ -84,6 +84,8 @@ def serve(
     progress: Annotated[float, _env("Seconds between progress comments in a stream.", "PROGRESS",
                                     limits=True)] = 5,
     model: options.ModelName = "novelist",
+    file: options.FileName = None,
+    tokenizer: options.TokenizerName = None,
     revision: options.Revision = None,
     cache_dir: options.CacheDir = None,
     offline: options.Offline = False,
@@ -133,9 +135,10 @@ def serve(
     from longdraft.loading import MAX_CACHE_RAM, load
 
     with LoadBar(quiet=quiet, quantises=quantize != "none") as bar:
-        engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,
-                      quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
-                      quantized_cache=quantized_cache, cache_ram=cache_ram, on_load=bar.show)
+        engine = load(model, file=file, tokenizer=tokenizer, drafter=drafter, drafter_options=drafting, heads=heads,
+                      device=device, dtype=dtype, quantize=quantize, threads=threads, revision=revision,
+                      cache_dir=cache_dir, offline=offline, quantized_cache=quantized_cache,
+                      cache_ram=cache_ram, on_load=bar.show)
     given.setdefault("memory_bytes", cache_budget(engine.model.kernels.free_bytes()))
     if engine.loaded.prefixes is not None and cache_ram is None:
         engine.loaded.prefixes.limit(min(MAX_CACHE_RAM * MiB, given["memory_bytes"] // 4))

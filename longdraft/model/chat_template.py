@@ -25,6 +25,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.config import read_json
+from longdraft.model.gguf.container import open_gguf
+from longdraft.model.gguf.vocabulary import template_of
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 _DEFAULT_NAME = "default"  # of the template to use if a model has several
@@ -50,7 +52,11 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, folder: Path) -> ChatTemplate | None:
-        """The template of a model folder, if it has one. A file of its own overrides tokenizer_config.json."""
+        """The template of a model folder or a GGUF file, if it has one. A file of its own overrides
+        tokenizer_config.json."""
+        if folder.is_file():
+            source, tokens = template_of(open_gguf(folder))
+            return cls(_template_source(source), tokens) if source else None
         settings = _read_settings(folder / "tokenizer_config.json")
         others = _read_settings(folder / "chat_template.json")
         found: object = settings.get("chat_template") or others.get("chat_template")

@@ -225,7 +225,7 @@ def _check(files: TensorFiles, config: ModelConfig) -> None:
                if not name.startswith(HEADS_PREFIX) and not name.endswith("rotary_emb.inv_freq")}
     if config.is_tied:
         present.discard("lm_head.weight")  # some files have it although it is tied
-    files.check(expected, present, "its config.json")
+    files.check(expected, present, "its metadata" if files.folder.is_file() else "its config.json")
     _check_rope(config)
 
 

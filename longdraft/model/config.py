@@ -9,12 +9,14 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args
 
 from longdraft.errors import ModelError
 from longdraft.model.families import FAMILIES, MISSING, Family, HeadNorms
+from longdraft.model.gguf import metadata
+from longdraft.model.gguf.container import open_gguf
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 SUPPORTED = tuple(FAMILIES)
@@ -95,7 +97,14 @@ class ModelConfig:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The configuration of a model folder. Raises ModelError for an invalid file or an unsupported model."""
+    """The configuration of a model folder, or of a GGUF file. Raises ModelError for an invalid file or an unsupported
+    model."""
+    if folder.is_file():
+        model = open_gguf(folder)
+        try:
+            return replace(parse_config(metadata.config_of(model)), **metadata.biases_of(model))
+        except ModelError as error:
+            raise ModelError(str(error).replace("config.json", f"the metadata of {folder}")) from error
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None

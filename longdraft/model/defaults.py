@@ -1,4 +1,6 @@
-"""Sampling defaults from a model's `generation_config.json`. They apply where a request sets nothing else.
+"""Sampling defaults from a model's `generation_config.json` or GGUF metadata.
+
+They apply where a request sets nothing else:
 
     defaults = read_defaults(folder)
     defaults.params({"max_new_tokens": 1000, "temperature": 0.8})    # top_p and the others from the file
@@ -14,9 +16,12 @@ from typing import Any
 from longdraft.core import ALIASES, SamplingParams
 from longdraft.errors import UsageError
 from longdraft.model.config import read_json
+from longdraft.model.gguf.container import open_gguf
+from longdraft.model.gguf.metadata import sampling_of
 
 GENERATION_CONFIG = "generation_config.json"
-_SUPPORTED = ("temperature", "top_p", "top_k", "min_p", "eta_cutoff", "repetition_penalty", "stop_strings")
+_SUPPORTED = ("temperature", "top_p", "top_k", "min_p", "eta_cutoff", "repetition_penalty", "penalty_window",
+              "stop_strings")
 # Settings that would change the text and that longdraft does not have, with the values that turn them off.
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": (), "begin_suppress_tokens": (), "constraints": (), "diversity_penalty": (0,),
@@ -58,7 +63,11 @@ class Defaults:
 
 
 def read_defaults(folder: Path) -> Defaults:
-    """The defaults of a model folder; empty if it has no generation_config.json."""
+    """The defaults of a model folder or a GGUF file; empty if it has none."""
+    if folder.is_file():
+        found, foreign = sampling_of(open_gguf(folder))
+        defaults = parse_defaults(found)
+        return replace(defaults, ignored=(*defaults.ignored, *foreign))
     path = folder / GENERATION_CONFIG
     return parse_defaults(read_json(path)) if path.exists() else Defaults()
 

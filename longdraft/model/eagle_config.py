@@ -17,7 +17,7 @@ from typing import Any
 
 from longdraft.errors import ModelError
 from longdraft.model.config import ModelConfig, parse_config, read_json
-from longdraft.model.tensor_files import INDEX, WEIGHTS, TensorFiles
+from longdraft.model.tensor_files import TensorFiles, has_weights
 
 FC = "fc.weight"
 _FIRST_Q = "layers.0.self_attn.q_proj.weight"
@@ -89,7 +89,7 @@ def is_eagle(folder: Path) -> bool:
         return True
     if any("eagle3" in name.lower() for name in _architectures(config)):
         return True
-    if "medusa_num_heads" in config or not ((folder / WEIGHTS).exists() or (folder / INDEX).exists()):
+    if "medusa_num_heads" in config or not has_weights(folder):
         return False
     files = TensorFiles(folder)
     names = canonical_names(files)

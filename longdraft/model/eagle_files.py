@@ -16,7 +16,7 @@ from longdraft.model.config import read_json
 from longdraft.model.eagle import OWN_KEY, Eagle, EagleWeights, eagle_shapes
 from longdraft.model.eagle_config import FC, EagleConfig, canonical_names, layer_readings, read_eagle_config
 from longdraft.model.eagle_probe import likeliest
-from longdraft.model.tensor_files import INDEX, WEIGHTS, TensorFiles
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import local_kernels
 
@@ -32,11 +32,6 @@ def load_eagle(folder: Path, target: Transformer, check: Callable[[Path, dict[st
     encode  the target's tokenizer, for the short text that settles what config.json leaves open; None: the likeliest
             meaning is taken
     """
-    if not ((folder / WEIGHTS).exists() or (folder / INDEX).exists()):
-        pickles = sorted(path.name for path in folder.glob("*.bin"))
-        raise ModelError(f"{folder / WEIGHTS} is missing" + ("" if not pickles else (
-            f"; {pickles[0]} is a pickle, which can run code, and is not loaded; convert it with "
-            f"safetensors.torch.save_file(torch.load({pickles[0]!r}, weights_only=True), {WEIGHTS!r})")))
     files = TensorFiles(folder)
     config = read_eagle_config(folder, files)
     own = read_json(folder / "config.json").get(OWN_KEY)

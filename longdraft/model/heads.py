@@ -24,7 +24,7 @@ from longdraft.kernels import Linear
 from longdraft.model import medusa
 from longdraft.model.config import read_json
 from longdraft.model.eagle_config import is_eagle
-from longdraft.model.tensor_files import HEADS_PREFIX, INDEX, WEIGHTS, TensorFiles
+from longdraft.model.tensor_files import HEADS_PREFIX, TensorFiles, has_weights
 from longdraft.model.transformer import Transformer
 
 HEADS_KIND = "tokenswift-heads"
@@ -90,15 +90,17 @@ def _heads_kind(folder: Path) -> str | None:
     For a whole model, its tensors decide: its config.json may have entries of heads that are elsewhere.
     """
     config = read_json(folder / "config.json")
-    has_weights = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
-    if config.get("kind") == HEADS_KIND or (has_weights and has_heads(TensorFiles(folder))):
+    is_whole = has_weights(folder)
+    if config.get("kind") == HEADS_KIND or (is_whole and has_heads(TensorFiles(folder))):
         return "chained"
     is_medusa = medusa.is_medusa(config) or (folder / medusa.MEDUSA_FILE).exists()
-    return "medusa" if is_medusa and not has_weights else None
+    return "medusa" if is_medusa and not is_whole else None
 
 
 def require_model(folder: Path) -> None:
     """Raise ModelError if the folder has heads instead of a model. The message says how to use them."""
+    if folder.is_file():
+        return  # a GGUF file
     config = read_json(folder / "config.json")
     if is_eagle(folder):
         raise ModelError(f"{folder} has a drafter, not a model; give the model that it was trained for as --model, and "

@@ -1,6 +1,7 @@
-"""From a model's name to its folder. A name is a bundled model, a folder, or a Hugging Face hub id:
+"""From a model's name to its folder or GGUF file. A name is a bundled model, a folder, a file, or a hub id:
 
     novelist        ./my-model        owner/model        owner/model@revision
+                    ./model.gguf      owner/model:file.gguf
 
 Only the files that longdraft needs are downloaded, once, to the hub's cache. Code from a repository never runs.
 """
@@ -16,18 +17,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longdraft.errors import ModelError, UsageError
-from longdraft.model.tensor_files import INDEX, WEIGHTS, shard_names
+from longdraft.model.tensor_files import INDEX, TORCH_INDEX, TORCH_WEIGHTS, WEIGHTS, shard_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BUNDLED_DIR = Path(__file__).resolve().parent.parent / "bundled"
 DEFAULT_MODEL = "novelist"
-_HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+_HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?")
+_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+_MAX_PARTS = 1000
+_MAX_LISTED = 12  # files that an error message lists
 _COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
 _CONFIG_FILES = ("config.json", "generation_config.json")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-              "chat_template.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "added_tokens.json", "tokenizer_config.json",
+                    "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
 _HEADS_FILES = ("medusa_lm_head.safetensors", "heads/config.json", "heads/model.safetensors",
           "heads/medusa_lm_head.safetensors", "glide/config.json", "glide/model.safetensors",
           "eagle/config.json", "eagle/model.safetensors")
@@ -57,35 +62,77 @@ def bundled_models() -> list[str]:
 
 
 def resolve(name: str, hub: Hub | None = None, *, is_config_enough: bool = False) -> Path:
-    """The folder of a model or of heads, downloaded if necessary.
+    """The folder of a model or of heads, or a GGUF file, downloaded if necessary.
 
-    is_config_enough  download the configuration only
+    is_config_enough  download the configuration only; of a GGUF file nothing is downloaded
 
     Raises ModelError if there is none, and UsageError for a revision of what is not a hub id.
     """
     hub = hub or Hub()
     folder = BUNDLED_DIR / name if name in bundled_models() else Path(name)
-    if os.path.isdir(folder):
+    if os.path.isdir(folder) or os.path.isfile(folder):
         if hub.revision:
-            raise UsageError(f"revision is {hub.revision!r}, but {name!r} is a folder; only hub ids have revisions")
-        return folder
+            raise UsageError(f"revision is {hub.revision!r}, but {name!r} is on this machine; only hub ids have "
+                             "revisions")
+        return gguf_in(folder) or folder
     found = _HUB_ID.fullmatch(name)
     if not found or os.path.exists(name):
         raise ModelError(f"no model {name[:200]!r} exists; give a bundled name ({', '.join(bundled_models())}), "
-                         "a folder with config.json, or a hub id such as owner/model or owner/model@revision")
+                         "a folder with config.json, a GGUF file, or a hub id such as owner/model or "
+                         "owner/model@revision")
     if found["revision"] and hub.revision not in (None, found["revision"]):
         raise UsageError(f"{name!r} has another revision than {hub.revision!r}; give one of them")
-    return _Repository(found["id"], found["revision"] or hub.revision, hub).fetch(is_config_enough)
+    repository = _Repository(found["id"], found["revision"] or hub.revision, hub)
+    return repository.fetch_file(found["file"], is_config_enough) if found["file"] else repository.fetch(
+        is_config_enough)
 
 
-def is_folder(name: str) -> bool:
-    """Whether a model's name is a folder, not a bundled name or a hub id."""
-    return bool(name) and name not in bundled_models() and os.path.isdir(name)
+def resolve_tokenizer(name: str, hub: Hub | None = None) -> Path:
+    """The folder or GGUF file of a model whose tokenizer is wanted. Of a hub id only the tokenizer is downloaded."""
+    hub = replace(hub or Hub(), revision=None)
+    found = _HUB_ID.fullmatch(name)
+    if not found or found["file"] or name in bundled_models() or os.path.exists(name):
+        return resolve(name, hub)
+    return _Repository(found["id"], found["revision"], hub)._download(_TOKENIZER_FILES)
+
+
+def with_file(name: str, file: str | None) -> str:
+    """The name of the GGUF file `file` of a folder or a hub id; without a file the name itself."""
+    if not file:
+        return name
+    if name not in bundled_models() and os.path.isdir(name):
+        return str(Path(name) / file)
+    found = _HUB_ID.fullmatch(name)
+    if not found or found["file"] or os.path.exists(name) or name in bundled_models():
+        raise UsageError(f"file is {file!r}, but {name!r} is neither a folder nor a hub id; only they have files to "
+                         "choose from", "file")
+    return f"{name}:{file}"
+
+
+def gguf_in(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has no other model. None: the folder has another one, or is a file itself.
+
+    Of a split file, the first part. Raises ModelError if the folder has several GGUF files.
+    """
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return None
+    files = sorted(path for path in folder.glob("*.gguf")
+                   if not path.name.startswith("mmproj") and _LATER_PART.search(path.name) is None)
+    if len(files) > 1:
+        raise ModelError(f"{folder} has {len(files)} GGUF files; choose one with --file: "
+                         f"{', '.join(path.name for path in files[:_MAX_LISTED])}"
+                         + (", ..." if len(files) > _MAX_LISTED else ""))
+    return files[0] if files else None
+
+
+def is_local(name: str) -> bool:
+    """Whether a model's name is a folder or a file, not a bundled name or a hub id."""
+    return bool(name) and name not in bundled_models() and (os.path.isdir(name) or os.path.isfile(name))
 
 
 def from_anywhere(name: str) -> str:
-    """The name, absolute if it is a folder, so that it is valid in any working folder."""
-    return str(Path(name).absolute()) if is_folder(name) else name
+    """The name, absolute if it is a folder or a file, so that it is valid in any working folder."""
+    return str(Path(name).absolute()) if is_local(name) else name
 
 
 def lasting_name(name: str, folder: Path) -> str:
@@ -93,9 +140,10 @@ def lasting_name(name: str, folder: Path) -> str:
     if name in bundled_models():
         return name
     found = _HUB_ID.fullmatch(name)
-    if found and not os.path.isdir(name) and _COMMIT_HASH.fullmatch(folder.name):
-        return f"{found['id']}@{folder.name}"
-    return str(folder.resolve())
+    commit = next((part for part in reversed(folder.parts) if _COMMIT_HASH.fullmatch(part)), None)
+    if found and not os.path.exists(name) and commit:
+        return f"{found['id']}@{commit}" + (f":{found['file']}" if found["file"] else "")
+    return str(folder.resolve() if folder.is_dir() else folder.absolute())
 
 
 @dataclass(frozen=True)
@@ -108,18 +156,47 @@ class _Repository:
         """Download the files that longdraft needs. The index of shards lists the weights."""
         if is_config_enough:
             return self._download(_CONFIG_FILES)
-        folder = self._download((*_CONFIG_FILES, *_TOKENIZER_FILES, *_HEADS_FILES, *_DRAFT_FILES, INDEX))
-        names = shard_names(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
+        folder = self._download((*_CONFIG_FILES, *_TOKENIZER_FILES, *_HEADS_FILES, *_DRAFT_FILES, INDEX, TORCH_INDEX))
         # The cache names folders by commit. Take the weights of the same commit, even if the branch has moved.
-        commit = folder.name if _COMMIT_HASH.fullmatch(folder.name) else self.revision
-        folder = replace(self, revision=commit)._download(names)
-        if not any((folder / name).exists() for name in (*names, *_HEADS_FILES)):
+        same = replace(self, revision=folder.name) if _COMMIT_HASH.fullmatch(folder.name) else self
+        for index, single in ((INDEX, WEIGHTS), (TORCH_INDEX, TORCH_WEIGHTS)):
+            names = shard_names(folder / index) if (folder / index).exists() else [single]
+            folder = same._download(names)
+            if any((folder / name).exists() for name in (*names, *_HEADS_FILES)):
+                return folder
+        if not any((folder / name).exists() for name in _HEADS_FILES):
             if self._is_offline:  # the files may exist in the repository
                 raise self._incomplete()
-            raise ModelError(f"{self._full_name} has no {WEIGHTS} and no {INDEX}; .bin, .pt and .pth files are "
-                             "pickles, which can run code, and are not loaded; choose a revision with safetensors, "
-                             "or save the model again with save_pretrained, which writes them")
+            if files := self._gguf_files():
+                raise ModelError(f"{self._full_name} has GGUF files; choose one with --file: "
+                                 f"{', '.join(files[:_MAX_LISTED])}" + (", ..." if len(files) > _MAX_LISTED else ""))
+            raise ModelError(f"{self._full_name} has no {WEIGHTS}, no {TORCH_WEIGHTS} and no index of shards; other "
+                             ".bin, .pt and .pth files are pickles, which can run code, and are not loaded; choose a "
+                             "revision with safetensors, or save the model again with save_pretrained, which writes "
+                             "them")
         return folder
+
+    def fetch_file(self, name: str, is_config_enough: bool) -> Path:
+        """Download a GGUF file, with all parts if it is split. Nothing is downloaded if the header is enough."""
+        found = _PART.fullmatch(name)
+        names = [name] if not found else [f"{found['stem']}-{number:05}-of-{found['count']}.gguf"
+                                          for number in range(1, min(int(found["count"]), _MAX_PARTS) + 1)]
+        repository = replace(self, hub=replace(self.hub, offline=True)) if is_config_enough else self
+        file = repository._download(names) / names[0]
+        if not file.is_file():
+            if repository._is_offline:
+                raise repository._incomplete()
+            raise ModelError(f"{self._full_name} has no file {name!r}; it has: "
+                             f"{', '.join(self._gguf_files()[:_MAX_LISTED]) or 'no GGUF files'}")
+        return file
+
+    def _gguf_files(self) -> list[str]:
+        """The names of the repository's GGUF files, without later parts of split ones."""
+        from huggingface_hub import list_repo_files
+
+        with self._translate_errors():
+            files = list_repo_files(self.id, revision=self.revision, token=self.hub.token)
+        return [name for name in files if name.endswith(".gguf") and not _LATER_PART.search(name)]
 
     @property
     def _is_offline(self) -> bool:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longdraft.errors import ModelError
+from longdraft.model.memory import forget_pages
 
 _MAX_HEADER = 1 << 25  # bytes of JSON; a 400-billion-parameter model's shard has some 100 KB
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -41,7 +42,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        _require_file(path)
+        require_file(path)
         try:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
@@ -61,31 +62,43 @@ class TensorFile:
                                                                               entry["data_offsets"]))
                         for name, entry in header.items()}
 
-    def view(self, name: str) -> Tensor:
-        """A tensor as it is stored. Raises ModelError for a dtype that PyTorch does not have."""
+    def view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor as it is stored. Raises ModelError for a dtype that PyTorch does not have.
+
+        dtype  not used here: files with quantised tensors convert to it
+        """
         entry = self.entries[name]
         if entry.dtype not in _DTYPES:
             raise ModelError(f"{name} in {self.path} has dtype {entry.dtype}; allowed: {', '.join(_DTYPES)}")
-        dtype, count = _DTYPES[entry.dtype], prod(entry.shape)
+        own, count = _DTYPES[entry.dtype], prod(entry.shape)
         if not count:
-            return torch.empty(entry.shape, dtype=dtype)
+            return torch.empty(entry.shape, dtype=own)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to it
-            flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.start)
-        if flat.data_ptr() % dtype.itemsize:  # the format does not require alignment
+            flat = torch.frombuffer(self._map, dtype=own, count=count, offset=entry.start)
+        if flat.data_ptr() % own.itemsize:  # the format does not require alignment
             flat = flat.clone()
         return flat.view(entry.shape)
 
+    def float_dtype(self, name: str) -> torch.dtype | None:
+        """The type of a tensor's floating-point numbers; None: it holds other values, or of an unsupported type."""
+        return FLOATS.get(self.entries[name].dtype)
+
+    def stored(self, name: str) -> tuple[str, Tensor]:
+        """The name of a tensor's type, and its bytes, uint8."""
+        return stored_bytes(self.view(name))
+
     def forget(self, name: str) -> None:
         """Release the pages of a tensor, except those that it shares with its neighbours."""
-        entry = self.entries[name]
-        start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = entry.stop // mmap.PAGESIZE * mmap.PAGESIZE - start
-        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, start, length)
+        forget_pages(self._map, self.entries[name].start, self.entries[name].stop)
 
 
-def _require_file(path: Path) -> None:
+def stored_bytes(tensor: Tensor) -> tuple[str, Tensor]:
+    """The name of a tensor's type, and its bytes, uint8."""
+    return str(tensor.dtype), tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def require_file(path: Path) -> None:
     """Raise ModelError unless the path is a regular file, or a link to one, as in the hub's cache.
 
     Pipes and devices are not opened, because reading one may block or never end.
@@ -100,7 +113,8 @@ def _require_file(path: Path) -> None:
         raise ModelError(f"{path} is not a file")
     pickles = sorted(found.name for pattern in ("*.bin", "*.pt", "*.pth") for found in path.parent.glob(pattern))
     if pickles:
-        raise ModelError(f"{path} is missing; {pickles[0]} is a pickle, which can run code, and is not loaded; save "
-                         "the model again with save_pretrained, which writes safetensors")
+        raise ModelError(f"{path} is missing; {pickles[0]} is a pickle, which can run code; of those only "
+                         "pytorch_model.bin and its shards are read, without running any; save the model again with "
+                         "save_pretrained, which writes safetensors")
     raise ModelError(f"{path} is missing; a model folder has config.json, tokenizer.json and "
                      "model.safetensors (or shards with their index)")

@@ -1,4 +1,4 @@
-"""The tensors of a model folder, in one safetensors file or in shards.
+"""The tensors of a model: of a folder with one file or with shards (safetensors or `.bin`), or of a GGUF file.
 
 They are memory-mapped, read on use, and checked: type, shape, and that every number is finite.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,20 +16,28 @@ from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.model.config import read_json
+from longdraft.model.gguf.container import open_gguf
+from longdraft.model.gguf.tensors import GgufTensors
+from longdraft.model.memory import temporary
 from longdraft.model.tensor_file import FLOATS, TensorFile
+from longdraft.model.torch_file import TorchFile
 from longdraft.parallel import Pick
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TORCH_WEIGHTS = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
 HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
 
+TensorSource = TensorFile | TorchFile | GgufTensors
 ReadCallback = Callable[[int, int], None]  # called with (bytes read, bytes in all)
 
 
 class TensorFiles:
-    """The tensors of a folder by name. They are memory-mapped and read on use.
+    """The tensors of a model by name. They are memory-mapped and read on use.
 
-    single   name of the file, where the folder has no shards
+    folder   the model's folder, or its GGUF file
+    single   name of the file, where a folder has no shards
     on_read  called with (bytes read, bytes in all) after each tensor
     """
 
@@ -39,8 +45,8 @@ class TensorFiles:
 
     def __init__(self, folder: Path, single: str = WEIGHTS, on_read: ReadCallback | None = None) -> None:
         self.folder = folder
-        self.files = [TensorFile(path) for path in _weight_files(folder, single)]
-        self._file_of: dict[str, TensorFile] = {}
+        self.files = _open(folder, single)
+        self._file_of: dict[str, TensorSource] = {}
         for file in self.files:
             for name in file.entries:
                 if name in self._file_of:
@@ -64,15 +70,18 @@ class TensorFiles:
         yield
         self._report(self.nbytes)
 
-    def read(self, name: str, pick: Pick | None = None) -> Tensor:
+    def read(self, name: str, pick: Pick | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """A floating-point tensor, or the part that `pick` selects: a read-only view of the file, for immediate use.
+
+        dtype  in which quantised tensors are returned; None: float32. Other tensors keep their own
 
         Raises ModelError for other types, and for values that are NaN or infinite. The rest of a tensor is not read.
         """
         file = self._file_of[name]
         if problem := self._wrong_type(name):
             raise ModelError(f"{file.path}: {problem}")
-        tensor = self._view(name) if pick is None else pick(self._view(name))
+        whole = self._view(name, dtype)
+        tensor = whole if pick is None else pick(whole)
         # A sum with a NaN or an infinity is not finite, and costs a fraction of reading the tensor. A finite tensor
         # whose sum overflows is counted as well, and passes.
         if not tensor.sum().isfinite() and (bad := int((~tensor.isfinite()).sum())):
@@ -96,27 +105,33 @@ class TensorFiles:
     def stack(self, names: Sequence[str], dtype: torch.dtype | None, picks: Sequence[Pick | None] = ()) -> Tensor:
         """Tensors, or the parts that `picks` select, concatenated along their rows in one dtype.
 
-        Needs memory for the result and the part being read only. dtype None: that of the first tensor.
+        Needs memory for the result and the part being read only. dtype None: their own, or float32 if they differ.
         """
-        own = FLOATS[self._file_of[names[0]].entries[names[0]].dtype]
-        dtype = dtype or own
-        if len(names) == 1 and own == dtype:
-            return self.read(names[0], *picks)
+        own = {self._file_of[name].float_dtype(name) for name in names}
+        dtype = dtype or (own.pop() if len(own) == 1 else None) or torch.float32
         picks = picks or [None] * len(names)
+        if len(names) == 1 and (only := self.read(names[0], picks[0], dtype)).dtype == dtype:
+            return only
         shapes = [_picked(self.shape(name), pick) for name, pick in zip(names, picks, strict=True)]
-        stacked = _temporary((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype)
+        stacked = temporary((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype)
         row = 0
         for name, pick, shape in zip(names, picks, shapes, strict=True):
-            stacked[row : row + shape[0]] = self.read(name, pick)
+            stacked[row : row + shape[0]] = self.read(name, pick, dtype)
             row += shape[0]
         self._release()
         return stacked
 
-    def _view(self, name: str) -> Tensor:
-        """A tensor as it is stored. Releases the pages of the previous one."""
+    def _view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor's numbers. Releases the pages of the previous one."""
         self._release()
         self._mapped = name
-        return self._file_of[name].view(name)
+        return self._file_of[name].view(name, dtype)
+
+    def _stored(self, name: str) -> tuple[str, Tensor]:
+        """The name of a tensor's type, and its bytes."""
+        self._release()
+        self._mapped = name
+        return self._file_of[name].stored(name)
 
     def _release(self) -> None:
         if self._mapped:
@@ -127,8 +142,9 @@ class TensorFiles:
         return entry.stop - entry.start
 
     def _wrong_type(self, name: str) -> str:
-        dtype = self._file_of[name].entries[name].dtype
-        return "" if dtype in FLOATS else f"{name} has dtype {dtype}; allowed: {', '.join(FLOATS)}"
+        file = self._file_of[name]
+        return "" if file.float_dtype(name) else (f"{name} has dtype {file.entries[name].dtype}; allowed: "
+                                                  f"{', '.join(FLOATS)}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file_of[name].entries[name].shape
@@ -149,13 +165,13 @@ class TensorFiles:
             raise ModelError(f"{self.folder} does not match {what}: {shown}")
 
     def fingerprint(self) -> str:
-        """SHA-256 over name, shape, dtype and bytes of every tensor, except those of heads."""
+        """SHA-256 over name, shape, dtype and stored bytes of every tensor, except those of heads."""
         digest = hashlib.sha256()
         for name in sorted(self.names()):
             if not name.startswith(HEADS_PREFIX):
-                tensor = self._view(name)
-                digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-                digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                dtype, stored = self._stored(name)
+                digest.update(f"{name} {self.shape(name)} {dtype}".encode())
+                digest.update(stored.numpy().data)
         self._release()
         return digest.hexdigest()
 
@@ -164,20 +180,24 @@ def _picked(shape: tuple[int, ...], pick: Pick | None) -> tuple[int, ...]:
     return shape if pick is None else tuple(pick(torch.empty(shape, device="meta")).shape)
 
 
-def _temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor in its own memory mapping, which the system gets back as soon as the tensor is unused.
+def _open(folder: Path, single: str) -> Sequence[TensorSource]:
+    if folder.is_file():
+        model = open_gguf(folder)
+        return [GgufTensors(model, file) for file in model.files]
+    if single != WEIGHTS:
+        return [TensorFile(folder / single)]
+    if (folder / INDEX).exists():
+        return [TensorFile(folder / name) for name in shard_names(folder / INDEX)]
+    if (folder / TORCH_INDEX).exists() and not (folder / WEIGHTS).exists():
+        return [TorchFile(folder / name) for name in shard_names(folder / TORCH_INDEX)]
+    if (folder / TORCH_WEIGHTS).is_file() and not (folder / WEIGHTS).exists():
+        return [TorchFile(folder / TORCH_WEIGHTS)]
+    return [TensorFile(folder / WEIGHTS)]
 
-    The allocator would place temporaries between the packed weights. The holes they leave are too small for later
-    weights, which costs 1.25 times the memory for a model of 80 MB.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=dtype, count=math.prod(shape)).view(shape)
 
-
-def _weight_files(folder: Path, single: str) -> list[Path]:
-    index = folder / INDEX
-    names = shard_names(index) if single == WEIGHTS and index.exists() else [single]
-    return [folder / name for name in names]
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has the weights of a model, in any format."""
+    return any((folder / name).exists() for name in (WEIGHTS, INDEX, TORCH_WEIGHTS, TORCH_INDEX))
 
 
 def shard_names(index: Path) -> list[str]:
@@ -185,10 +205,11 @@ def shard_names(index: Path) -> list[str]:
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(s, str) for s in shards.values()):
         raise ModelError(f"{index} must have a weight_map from tensor names to file names")
+    suffix = ".bin" if index.name == TORCH_INDEX else ".safetensors"
     names = sorted(set(shards.values()))
     for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{index} lists {name[:200]!r}; allowed: names of .safetensors files in its folder")
+        if Path(name).name != name or not name.endswith(suffix):
+            raise ModelError(f"{index} lists {name[:200]!r}; allowed: names of {suffix} files in its folder")
     return names
 
 

@@ -14,7 +14,10 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from longdraft.core import lone_surrogate
 from longdraft.errors import ModelError, UsageError
+from longdraft.model import sentencepiece_file
 from longdraft.model.chat_template import ChatTemplate, Message
+from longdraft.model.gguf.container import open_gguf
+from longdraft.model.gguf.vocabulary import tokenizer_of
 
 _REPLACEMENT = "\ufffd"  # what a decoder returns for bytes that do not form a character
 _MAX_LISTED = 3  # differing tokens that an error message lists
@@ -24,22 +27,38 @@ _MAX_FILE = 1 << 28  # bytes; the largest known have a sixth of this
 _BLOCK = 1 << 18  # characters; tokenising them takes some 30 MB
 _MAX_CUT = 256  # tokens that cutting a text may add
 _LONG_TEXT = 1 << 14  # characters or tokens; for more, the calls that leave the interpreter to other threads
-_OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json")
+_OTHER_FORMATS = ("tekken.json", "vocab.json")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _CONVERT = ("`pip install transformers sentencepiece tiktoken protobuf`, then `python -c \"from transformers import "
             "AutoTokenizer as T; T.from_pretrained('MODEL').save_pretrained('FOLDER')\"`")
 
 
 class Tokenizer:
-    """A model's `tokenizer.json` and its chat template, if it has one. `sha256` is the hash of tokenizer.json."""
+    """The tokenizer and the chat template, if there is one, of a model folder or a GGUF file.
+
+    `sha256` is the hash of tokenizer.json, or of what the other formats would be as a tokenizer.json.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError if the file is missing or malformed."""
+        """Raises ModelError if the tokenizer is missing or malformed."""
+        self._folder = folder
+        if folder.is_file():
+            self._tokenizer = tokenizer_of(open_gguf(folder))
+        elif not (folder / "tokenizer.json").is_file() and (folder / sentencepiece_file.NAME).is_file():
+            self._tokenizer = sentencepiece_file.read_tokenizer(folder)
+        else:
+            self._read(folder)
+            return
+        self.sha256 = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
+
+    def _read(self, folder: Path) -> None:
+        """Read tokenizer.json."""
         path = folder / "tokenizer.json"
         if not path.is_file():  # pipes and devices, which may never end, are not opened
             other = next((name for name in _OTHER_FORMATS if (folder / name).is_file()), None)
             raise ModelError(f"{path} is missing" + (f" (the folder has {other})" if other else "")
-                             + f"; longdraft reads no other format; to create it: {_CONVERT}")
+                             + "; longdraft reads tokenizer.json and tokenizer.model; give another tokenizer with "
+                             f"--tokenizer, or create the file: {_CONVERT}")
         try:
             if (size := path.stat().st_size) > _MAX_FILE:
                 raise ValueError(f"the file has {size:,} bytes; allowed: {_MAX_FILE:,}")
@@ -48,7 +67,6 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception for every malformed file
             raise ModelError(f"{path} is not a valid tokenizer: {error}") from error
         self.sha256 = hashlib.sha256(content).hexdigest()
-        self._folder = folder
 
     @property
     def size(self) -> int:

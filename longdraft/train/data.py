@@ -237,9 +237,9 @@ def names(files: Sequence[str]) -> list[str]:
 
 def model_name(model: str) -> str:
     """A model's name for the record: of a folder its name, without the path on this machine."""
-    from longdraft.model.hub import is_folder
+    from longdraft.model.hub import is_local
 
-    return Path(model).resolve().name if is_folder(model) else model
+    return Path(model).resolve().name if is_local(model) else model
 
 
 def versions() -> dict[str, Any]:

@@ -143,6 +143,8 @@ def load_frozen_model(folder: Path, dtype: str, device: torch.device, *, shard: 
 
 def pretrained(folder: Path, dtype: torch.dtype, device: torch.device, *, shard: bool = False) -> Any:
     """The model of a folder as a `transformers` model. Raises ModelError if it cannot be loaded completely."""
+    if folder.is_file():
+        raise ModelError(f"{folder} is a GGUF file; training needs a folder with the original weights")
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging

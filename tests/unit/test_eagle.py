@@ -241,11 +241,15 @@ def test_damaged_tensors_are_refused_and_one_map_of_the_vocabulary_is_enough(tin
         load_eagle(tmp_path, model)
 
 
-def test_pickles_are_refused_with_the_cure(tiny, tmp_path):
-    write_eagle(tmp_path, Shape(), "bare")
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"pytorch_model.bin is a pickle.*torch.load\('pytorch_model.bin', "):
-        load_eagle(tmp_path, load(tiny["mha"]))
+def test_a_head_in_a_bin_file_is_the_same_head(tiny, tmp_path):
+    for name in ("safe", "bin"):
+        write_eagle(tmp_path / name, Shape(), "bare")
+    torch.save(load_file(tmp_path / "bin" / "model.safetensors"), tmp_path / "bin" / "pytorch_model.bin")
+    (tmp_path / "bin" / "model.safetensors").unlink()
+    model = load(tiny["mha"])
+    ours, theirs = (TensorFiles(tmp_path / name).fingerprint() for name in ("bin", "safe"))
+    assert ours == theirs
+    assert load_eagle(tmp_path / "bin", model).config == load_eagle(tmp_path / "safe", model).config
 
 
 def test_a_head_given_as_a_model_is_refused_with_the_right_options(tmp_path):

@@ -99,7 +99,7 @@ def test_a_revision_may_stand_in_the_name(hub_options, tmp_path, name, revision,
 
 
 @pytest.mark.parametrize("name, revision, message", [
-    ("owner/model@v2", "v3", "has another revision than 'v3'"), ("novelist", "v3", "'novelist' is a folder")])
+    ("owner/model@v2", "v3", "has another revision than 'v3'"), ("novelist", "v3", "'novelist' is on this machine")])
 def test_a_revision_that_means_nothing_is_refused(hub_options, name, revision, message):
     with pytest.raises(UsageError, match=message):
         hub.resolve(name, hub.Hub(revision))
@@ -113,9 +113,34 @@ def test_a_config_comes_without_the_weights(hub_options, tmp_path):
 
 def test_a_repository_of_pickles_says_so(hub_options, tmp_path):
     make_checkpoint(tmp_path / "owner/model")
-    (tmp_path / "owner/model/model.safetensors").rename(tmp_path / "owner/model/pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"has no model.safetensors .*pickles, which can run code.*save_pretrained"):
+    (tmp_path / "owner/model/model.safetensors").rename(tmp_path / "owner/model/consolidated.pth")
+    with pytest.raises(ModelError, match=r"has no model.safetensors.*pickles, which can run code.*save_pretrained"):
         hub.resolve("owner/model")
+
+
+def test_bin_weights_are_fetched_where_there_are_no_others(hub_options, tmp_path):
+    model = make_checkpoint(tmp_path / "owner/model")
+    (tmp_path / "owner/model/model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "owner/model/pytorch_model.bin")
+    assert (hub.resolve("owner/model") / "pytorch_model.bin").exists()
+
+
+def test_a_gguf_file_of_a_repository_is_fetched_alone(hub_options, tmp_path, monkeypatch):
+    folder = tmp_path / "owner/model"
+    folder.mkdir(parents=True)
+    for name in ("a-Q4_K_M.gguf", "a-Q8_0.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf"):
+        (folder / name).write_bytes(b"GGUF")
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo_id, **asked: sorted(os.listdir(folder)))
+    assert hub.resolve(hub.with_file("owner/model", "a-Q8_0.gguf")).name == "a-Q8_0.gguf"
+    assert hub_options.fetched == {"a-Q8_0.gguf"}
+    assert hub.resolve("owner/model@v2:b-00002-of-00002.gguf").name == "b-00001-of-00002.gguf"
+    assert hub_options.fetched == {"a-Q8_0.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf"}
+    assert hub.lasting_name("owner/model:a-Q8_0.gguf", hub.resolve("owner/model:a-Q8_0.gguf")) == (
+        f"owner/model@{COMMIT}:a-Q8_0.gguf")
+    with pytest.raises(ModelError, match=r"choose one with --file: a-Q4_K_M.gguf, a-Q8_0.gguf, b-00001-of-00002.gguf"):
+        hub.resolve("owner/model")
+    with pytest.raises(ModelError, match=r"has no file 'c\.gguf'; it has: a-Q4_K_M.gguf"):
+        hub.resolve("owner/model:c.gguf")
 
 
 def test_what_was_not_fetched_is_no_pickle(hub_options, tmp_path):
@@ -128,8 +153,8 @@ def test_what_was_not_fetched_is_no_pickle(hub_options, tmp_path):
 
 def test_a_folder_of_pickles_says_so(tmp_path):
     make_checkpoint(tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"pytorch_model.bin is a pickle, which can run code, and is not loaded"):
+    (tmp_path / "model.safetensors").rename(tmp_path / "consolidated.pth")
+    with pytest.raises(ModelError, match=r"consolidated.pth is a pickle, which can run code; of those only"):
         longdraft.load(str(tmp_path))
 
 

@@ -1,0 +1,255 @@
+"""From a GGUF file's metadata to the dictionary of a `config.json`, and to sampling defaults.
+
+The numbers of the metadata have float32 precision. They are given back as the shortest decimal, so that 1e-5 is the
+1e-5 of the original configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from longdraft.model.gguf.container import Array, Gguf
+
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+             "penalty_repeat": "repetition_penalty", "penalty_last_n": "penalty_window"}
+_UNSUPPORTED_SAMPLING = {"mirostat": 0, "xtc_probability": 0}  # with the values that turn them off
+_LLAMA3_TRAINED = 8192  # positions that the published models were trained on before their rope was extended
+# Texts that end an answer whatever the metadata says, as llama.cpp has them.
+_END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<turn|>",
+              "<|return|>", "<|call|>", "</s>")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A value of `general.architecture`.
+
+    model_type   the family that it is (longdraft/model/families.py)
+    is_permuted  rows of q and k are stored for rotations of adjacent dimensions
+    settings     metadata keys, without the architecture, to keys of config.json
+    """
+
+    model_type: str
+    is_permuted: bool = False
+    settings: Mapping[str, str] | None = None
+
+
+_GRANITE = {"logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
+            "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"}
+ARCHITECTURES = {
+    "llama": Architecture("llama", is_permuted=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "phi3": Architecture("phi3"),
+    "granite": Architecture("granite", is_permuted=True, settings=_GRANITE),
+    "olmo2": Architecture("olmo2"),
+    "smollm3": Architecture("smollm3", is_permuted=True),
+}
+_OTHERS = {"gptoss": "gpt-oss in Ollama's own layout; get a file with general.architecture 'gpt-oss'",
+           "clip": "a vision model (mmproj), which belongs to another file"}
+
+
+def architecture(model: Gguf) -> tuple[str, Architecture]:
+    """The name and the properties of the architecture. Raises ModelError if it is not supported."""
+    name = model.values.get("general.architecture")
+    found = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if found is None or not isinstance(name, str):
+        known = _OTHERS.get(name, "") if isinstance(name, str) else ""
+        model.fail(f"general.architecture is {name!r}; supported: {', '.join(ARCHITECTURES)}"
+                   + (f"; this is {known}" if known else ""))
+    if name == "olmo2" and f"{name}.attention.sliding_window" in model.values:
+        model.fail("this is OLMo 3, which is not supported: it has a second RoPE for layers with a window")
+    if any(key.startswith(f"{name}.expert_") and value for key, value in model.values.items()):
+        model.fail(f"the model has mixture-of-experts layers, which {found.model_type!r} in longdraft does not have")
+    return name, found
+
+
+class _Reader:
+    """Values of the metadata by type, with errors that name the key."""
+
+    def __init__(self, model: Gguf, prefix: str) -> None:
+        self._model, self._prefix = model, prefix
+        self.layers = self.whole("block_count")
+
+    def has(self, key: str) -> bool:
+        return f"{self._prefix}.{key}" in self._model.values
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A positive whole number; of an array with one for each layer, their common value."""
+        value = self._common(key) if self.has(key) else default
+        if value is None:
+            self._model.fail(f"{self._prefix}.{key} is missing; get the file again")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self._model.fail(f"{self._prefix}.{key} is {value!r}; allowed: a whole number of 1 or more")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._common(key) if self.has(key) else default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            self._model.fail(f"{self._prefix}.{key} is {value!r}; allowed: a finite number")
+        return shortest(value)
+
+    def text(self, key: str, default: str) -> str:
+        value = self._model.values.get(f"{self._prefix}.{key}", default)
+        if not isinstance(value, str):
+            self._model.fail(f"{self._prefix}.{key} is {value!r}; allowed: a text")
+        return value
+
+    def _common(self, key: str) -> Any:
+        name = f"{self._prefix}.{key}"
+        value = self._model.values[name]
+        if not isinstance(value, Array):
+            return value
+        values = self._model.array(name) if value.count == self.layers else []
+        if not values or any(other != values[0] for other in values):
+            self._model.fail(f"{name} must have {self.layers} equal values, one for each layer; models whose layers "
+                             "differ are not supported")
+        return values[0]
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal that is this number in float32."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def config_of(model: Gguf) -> dict[str, Any]:
+    """The config.json that the metadata and the tensors amount to. Raises ModelError for what is missing or wrong."""
+    name, kind = architecture(model)
+    tensors = model.tensors
+    if "token_embd.weight" not in tensors:
+        model.fail("it has no tensor token_embd.weight; a file with a vocabulary alone is not a model")
+    read = _Reader(model, name)
+    heads, hidden = read.whole("attention.head_count"), read.whole("embedding_length")
+    head_dim = read.whole("attention.key_length", hidden // heads or 1)
+    if read.whole("attention.value_length", head_dim) != head_dim:
+        model.fail("keys and values have different lengths, which is not supported")
+    config: dict[str, Any] = {
+        "model_type": kind.model_type,
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": read.whole("feed_forward_length"),
+        "num_hidden_layers": read.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": read.whole("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": read.whole("context_length"),
+        "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "torch_dtype": "float32" if _is_float32(model) else "bfloat16",
+        "eos_token_id": end_ids(model) if "tokenizer.ggml.tokens" in model.values else [],
+        "sliding_window": None,
+        "mlp_bias": False,
+    }
+    for ours, theirs in (kind.settings or {}).items():
+        if read.has(ours):
+            config[theirs] = read.number(ours)
+    if kind.model_type == "phi3" or (name == "llama" and read.has("attention.sliding_window")):
+        _add_window(config, read)
+    _add_rope(config, model, read)
+    return config
+
+
+def biases_of(model: Gguf) -> dict[str, bool]:
+    """The fields of a ModelConfig that say which matrices have a bias: those that the file has."""
+    has = {name: f"blk.0.{name}.bias" in model.tensors for name in ("attn_q", "attn_qkv", "attn_output", "ffn_down")}
+    return {"qkv_bias": has["attn_q"] or has["attn_qkv"], "out_bias": has["attn_output"], "mlp_bias": has["ffn_down"]}
+
+
+def _is_float32(model: Gguf) -> bool:
+    return all(entry.type.name == "F32" for entry in model.tensors.values())
+
+
+def _add_window(config: dict[str, Any], read: _Reader) -> None:
+    """The sliding window of Phi-3 and Mistral."""
+    if read.has("attention.sliding_window"):
+        window = int(read.number("attention.sliding_window"))
+        config["sliding_window"] = window if 0 < window < config["max_position_embeddings"] else None
+        if config["model_type"] == "llama":
+            config["model_type"] = "mistral"
+
+
+def _add_rope(config: dict[str, Any], model: Gguf, read: _Reader) -> None:
+    dims = read.whole("rope.dimension_count", config["head_dim"])
+    rope: dict[str, Any] = {"rope_theta": read.number("rope.freq_base", 10000.0), "rope_type": "default"}
+    config["rope_parameters"] = rope
+    if dims != config["head_dim"]:
+        config["partial_rotary_factor"] = (dims + 0.5) / config["head_dim"]  # rounded down again to `dims`
+    trained = config["max_position_embeddings"]
+    original = read.whole("rope.scaling.original_context_length", trained)
+    kind = read.text("rope.scaling.type", "linear" if read.has("rope.scaling.factor") else "none")
+    factor = read.number("rope.scaling.factor", 1.0)
+    if "rope_freqs.weight" in model.tensors:
+        factors = model.floats("rope_freqs.weight", dims // 2)
+        rope |= _llama3(factors, rope["rope_theta"], dims, original, trained)
+    elif "rope_factors_long.weight" in model.tensors:
+        config["original_max_position_embeddings"] = original
+        rope |= {"rope_type": "longrope", **{
+            f"{length}_factor": model.floats(f"rope_factors_{length}.weight", dims // 2)
+            for length in ("long", "short")}}
+        if read.has("rope.scaling.attn_factor"):
+            rope["attention_factor"] = read.number("rope.scaling.attn_factor")
+    elif kind == "linear" and factor != 1:
+        rope |= {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        rope |= _yarn(read, factor, original)
+    elif kind not in ("none", "linear"):
+        model.fail(f"rope.scaling.type is {kind!r}; supported: none, linear, yarn, longrope")
+
+
+def _yarn(read: _Reader, factor: float, original: int) -> dict[str, Any]:
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    for name in ("beta_fast", "beta_slow"):
+        if read.has(f"rope.scaling.yarn_{name}"):
+            scaling[name] = read.number(f"rope.scaling.yarn_{name}")
+    if (by := read.number("rope.scaling.attn_factor", 1.0)) != 1:
+        scaling["attention_factor"] = by * (0.1 * math.log(factor) + 1)
+    return scaling
+
+
+def _llama3(factors: list[float], theta: float, dims: int, original: int, trained: int) -> dict[str, Any]:
+    """The settings whose divisors of the frequencies are `factors`: Llama 3's rule, or the numbers as they are."""
+    factor, low, high = max(factors), 1.0, 4.0
+    for length in {_LLAMA3_TRAINED, original}:
+        turns = [length * theta ** (-2 * i / dims) / (2 * math.pi) for i in range(len(factors))]
+        blends = [min(1.0, max(0.0, (turn - low) / (high - low))) for turn in turns]
+        rule = [1 / ((1 - blend) / factor + blend) for blend in blends]
+        if np.allclose(rule, factors, rtol=1e-4, atol=0):
+            return {"rope_type": "llama3", "factor": shortest(factor), "low_freq_factor": low,
+                    "high_freq_factor": high, "original_max_position_embeddings": length}
+    return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0,
+            "factor": 1.0, "original_max_position_embeddings": trained}
+
+
+def end_ids(model: Gguf) -> list[int]:
+    """Ids of the tokens that end a text. Raises ModelError for one outside of the vocabulary."""
+    tokens = model.array("tokenizer.ggml.tokens")
+    ids = [value for name in ("eos", "eot", "eom") if (value := special_id(model, name, len(tokens))) is not None]
+    texts = set(_END_TEXTS)
+    if {"<|return|>", "<|call|>"} <= set(tokens):  # the answer of gpt-oss goes on behind <|end|>
+        texts.discard("<|end|>")
+    return [*dict.fromkeys([*ids, *(i for i, token in enumerate(tokens) if token in texts)])]
+
+
+def special_id(model: Gguf, name: str, size: int) -> int | None:
+    """The id of `tokenizer.ggml.<name>_token_id`, if the file has one. `size`: tokens of the vocabulary."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = model.values.get(key)
+    if value is not None and (not isinstance(value, int) or not 0 <= value < size):
+        model.fail(f"{key} is {value!r}; allowed: 0 to {size - 1}")
+    return value
+
+
+def sampling_of(model: Gguf) -> tuple[dict[str, Any], list[str]]:
+    """Sampling defaults by the names of generation_config.json, and what longdraft does not have, in words."""
+    found: dict[str, Any] = {}
+    for name, ours in _SAMPLING.items():
+        value = model.values.get(f"general.sampling.{name}")
+        if value is not None and not isinstance(value, Array):
+            found[ours] = shortest(value)
+    ignored = [f"{name} {value!r} (not supported)" for name, off in _UNSUPPORTED_SAMPLING.items()
+               if (value := model.values.get(f"general.sampling.{name}", off)) != off]
+    return found, ignored

@@ -1,0 +1,115 @@
+"""The tensors of a GGUF file under the names of Hugging Face checkpoints, with the interface of a safetensors file.
+
+Quantised tensors become floating-point numbers when they are viewed. Rows of queries and keys that are stored for
+rotations of adjacent dimensions are put back into the order of Hugging Face: whole rows move, so no number changes.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import torch
+from torch import Tensor
+
+from longdraft.model.gguf.blocks import dequantise
+from longdraft.model.gguf.container import Gguf, GgufFile, TensorEntry
+from longdraft.model.gguf.metadata import architecture
+from longdraft.model.memory import forget_pages, temporary
+from longdraft.model.tensor_file import Entry
+
+_LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
+_OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+            "output.weight": "lm_head.weight"}
+_INSIDE = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}
+_DIFFERENT = {
+    "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+}
+_NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # see metadata.py
+
+
+class GgufTensors:
+    """The tensors of one file of a model. See :class:`longdraft.model.tensor_file.TensorFile`."""
+
+    def __init__(self, model: Gguf, file: GgufFile) -> None:
+        self.path, self.stat, self._map = file.path, file.stat, file.map
+        name, kind = architecture(model)
+        self._heads = {part: _heads(model, name, key) for part, key in (("q", "head_count"), ("k", "head_count_kv"))
+                       } if kind.is_permuted else {}
+        different = _DIFFERENT.get(name, {})
+        self._stored: dict[str, TensorEntry] = {
+            _translated(theirs, different): entry for theirs, entry in file.tensors.items()
+            if theirs not in _NOT_WEIGHTS}
+        self.entries = {ours: Entry(entry.type.name, entry.shape, entry.start, entry.stop)
+                        for ours, entry in self._stored.items()}
+
+    def float_dtype(self, name: str) -> torch.dtype | None:
+        """The floating-point type of a tensor's numbers. float32 for quantised ones."""
+        return self._stored[name].type.dtype or torch.float32
+
+    def view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor: of unquantised types a view of the file, of others its numbers in `dtype` (default: float32)."""
+        entry = self._stored[name]
+        order = self._order(name)
+        _, stored = self.stored(name)
+        if entry.type.dtype is not None:
+            numbers = stored.view(entry.type.dtype).view(entry.shape)
+            return numbers if order is None else numbers[order]
+        rows = stored.view(-1, entry.shape[-1] // entry.type.block * entry.type.nbytes)
+        rows = rows if order is None else rows[order]
+        out = temporary((len(rows), entry.shape[-1]), dtype or torch.float32)
+        dequantise(rows, entry.type, out)
+        return out.view(entry.shape)
+
+    def stored(self, name: str) -> tuple[str, Tensor]:
+        """The name of a tensor's type, and its bytes, uint8, in the order of the file."""
+        entry = self.entries[name]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to it
+            flat = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.stop - entry.start, offset=entry.start)
+        return entry.dtype, flat if flat.data_ptr() % 4 == 0 else flat.clone()
+
+    def forget(self, name: str) -> None:
+        """Release the pages of a tensor, except those that it shares with its neighbours."""
+        forget_pages(self._map, self.entries[name].start, self.entries[name].stop)
+
+    def _order(self, name: str) -> Tensor | None:
+        """The stored rows of a permuted tensor in the order of Hugging Face; None: they are in that order."""
+        found = re.search(r"self_attn\.([qk])_proj\.", name)
+        if not self._heads or not found:
+            return None
+        return stored_rows(self.entries[name].shape[0], self._heads[found[1]])
+
+
+def stored_rows(count: int, heads: int) -> Tensor | None:
+    """For each of `count` rows of q or k in the order of Hugging Face, the row at which llama.cpp stores it.
+
+    Hugging Face rotates the dimensions i and i + D / 2 of a head together, llama.cpp 2 i and 2 i + 1. None for counts
+    that are no whole heads, which the comparison of shapes refuses.
+    """
+    if not heads or count % heads or count // heads % 2:
+        return None
+    dim = count // heads
+    inside = torch.arange(dim)
+    head = 2 * (inside % (dim // 2)) + inside // (dim // 2)
+    return (torch.arange(heads)[:, None] * dim + head).flatten()
+
+
+def _heads(model: Gguf, name: str, key: str) -> int:
+    value = model.values.get(f"{name}.attention.{key}", model.values.get(f"{name}.attention.head_count"))
+    return value if isinstance(value, int) else 0
+
+
+def _translated(name: str, different: dict[str, str]) -> str:
+    """The Hugging Face name of a tensor; its own where there is none, which is refused as unexpected."""
+    if found := _LAYER.fullmatch(name):
+        layer, part, suffix = found.groups()
+        known = _INSIDE | different
+        return f"model.layers.{layer}.{known[part]}.{suffix}" if part in known else name
+    return _OUTSIDE.get(name, name)

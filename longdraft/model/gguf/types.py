@@ -1,0 +1,39 @@
+"""The types of tensors in GGUF files: the size of a block in numbers and in bytes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class BlockType(NamedTuple):
+    """A type whose blocks of `block` numbers take `nbytes` bytes. dtype: PyTorch's, if it is not quantised."""
+
+    name: str
+    block: int
+    nbytes: int
+    dtype: torch.dtype | None = None
+
+
+TYPES = {
+    0: BlockType("F32", 1, 4, torch.float32),
+    1: BlockType("F16", 1, 2, torch.float16),
+    30: BlockType("BF16", 1, 2, torch.bfloat16),
+    8: BlockType("Q8_0", 32, 34),
+    2: BlockType("Q4_0", 32, 18),
+    3: BlockType("Q4_1", 32, 20),
+    6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
+    11: BlockType("Q3_K", 256, 110),
+    12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176),
+    14: BlockType("Q6_K", 256, 210),
+    20: BlockType("IQ4_NL", 32, 18),
+    23: BlockType("IQ4_XS", 256, 136),
+    39: BlockType("MXFP4", 32, 17),
+}
+# Types that are refused by name.
+REFUSED = {9: "Q8_1", 10: "Q2_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
+           22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+           40: "NVFP4"}

@@ -1,0 +1,92 @@
+"""SentencePiece's byte-pair encoding as a tokenizer of the `tokenizers` library, with equal results.
+
+A SentencePiece model has pieces with scores instead of a list of merges: of all pairs of neighbours that form a piece,
+the one with the best score is joined first. So the merges are all ways to cut a piece into two, best score first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as HFTokenizer
+
+SPACE = "\u2581"
+
+
+class Kind(IntEnum):
+    """The types of pieces, in SentencePiece and in GGUF."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+class Piece(NamedTuple):
+    """A token of the vocabulary; its id is its place."""
+
+    text: str
+    score: float
+    kind: int
+
+
+def new_tokenizer(pieces: Sequence[Piece], add_prefix: bool, has_bytes: bool) -> HFTokenizer:
+    """The tokenizer of these pieces. It adds no special tokens; see `add_specials`.
+
+    add_prefix  each stretch of text gets a space in front
+    has_bytes   characters without a piece become bytes, which have pieces such as <0x0A>
+    """
+    vocabulary = {piece.text: i for i, piece in enumerate(pieces)}
+    unknown = next((piece.text for piece in pieces if piece.kind == Kind.UNKNOWN), None)
+    model = models.BPE(vocab=vocabulary, merges=merges_of(pieces), unk_token=unknown, fuse_unk=True,
+                       byte_fallback=has_bytes)
+    tokenizer = HFTokenizer(model)
+    prefix = [normalizers.Prepend(SPACE)] if add_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(),
+        *([decoders.Strip(" ", 1, 0)] if add_prefix else [])])
+    add_tokens(tokenizer, pieces)
+    return tokenizer
+
+
+def prefix_first_only(tokenizer: HFTokenizer) -> None:
+    """Let only the beginning of a whole text get a space in front, not each stretch behind a special token.
+
+    A text that begins with a space gets none either, as in `transformers`.
+    """
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+
+
+def merges_of(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
+    """Every cut of a piece into two pieces: by falling score, then by id, then by the length of the left part."""
+    joined = (Kind.NORMAL, Kind.USER_DEFINED, Kind.UNUSED)
+    usable = {piece.text for piece in pieces if piece.kind in joined}
+    ranked = sorted((-piece.score, i) for i, piece in enumerate(pieces) if piece.kind in joined)
+    return [(text[:cut], text[cut:]) for _, i in ranked for text in (pieces[i].text,) for cut in range(1, len(text))
+            if text[:cut] in usable and text[cut:] in usable]
+
+
+def add_tokens(tokenizer: HFTokenizer, pieces: Sequence[Piece]) -> None:
+    """Make control pieces special tokens and user-defined ones plain added tokens, both found before all others."""
+    tokenizer.add_special_tokens([AddedToken(piece.text, special=True, normalized=False) for piece in pieces
+                                  if piece.kind == Kind.CONTROL])
+    tokenizer.add_tokens([AddedToken(piece.text, special=False, normalized=False) for piece in pieces
+                          if piece.kind == Kind.USER_DEFINED])
+
+
+def add_ends(tokenizer: HFTokenizer, first: int | None, last: int | None) -> None:
+    """Let the tokenizer put the token `first` before each text and `last` behind it; None: none."""
+    tokens = [(tokenizer.id_to_token(i), i) for i in (first, last) if i is not None]
+    if tokens:
+        before = [f"{tokenizer.id_to_token(first)}:0"] if first is not None else []
+        behind = [f"{tokenizer.id_to_token(last)}:0"] if last is not None else []
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A:0", *behind], pair=[*before, "$A:0", *behind, *before, "$B:1", *behind],
+            special_tokens=list(dict.fromkeys(tokens)))

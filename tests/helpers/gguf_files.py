@@ -1,0 +1,161 @@
+"""Write GGUF files: any metadata and tensors, and models of `transformers` as llama.cpp's converter names them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TYPE_IDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q3_K": 11, "Q4_K": 12,
+            "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39}
+_FORMS = {"u32": (4, "I"), "i32": (5, "i"), "f32": (6, "f"), "bool": (7, "?"), "u64": (10, "Q"), "u8": (0, "B")}
+
+Stored = tuple[int, Sequence[int], bytes]  # type, shape as PyTorch has it, data
+
+
+def text(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(data)) + data
+
+
+def value(content: Any) -> bytes:
+    """A value with its type: texts, truth values, u32, f32, and lists of one of these."""
+    if isinstance(content, list):
+        parts = [value(part) for part in content]
+        kind = parts[0][:4] if parts else struct.pack("<I", 4)
+        return struct.pack("<I", 9) + kind + struct.pack("<Q", len(parts)) + b"".join(part[4:] for part in parts)
+    if isinstance(content, str):
+        return struct.pack("<I", 8) + text(content)
+    name = "bool" if isinstance(content, bool) else "u32" if isinstance(content, int) else "f32"
+    kind, form = _FORMS[name]
+    return struct.pack("<I" + form, kind, content)
+
+
+def header(values: Mapping[str, Any], tensors: Mapping[str, Stored], *, magic: bytes = b"GGUF", version: int = 3,
+           counts: tuple[int, int] | None = None, alignment: int = 32) -> bytes:
+    """Everything before the data, padded. counts: (tensors, pairs) that it claims; default: the true ones."""
+    parts = [magic, struct.pack("<I2Q", version, *(counts or (len(tensors), len(values))))]
+    parts += [text(key) + value(content) for key, content in values.items()]
+    offset = 0
+    for name, (kind, shape, data) in tensors.items():
+        parts.append(text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset))
+        offset += -(-len(data) // alignment) * alignment
+    joined = b"".join(parts)
+    return joined + b"\0" * (-len(joined) % alignment)
+
+
+def write_gguf(path: Path, values: Mapping[str, Any], tensors: Mapping[str, Stored], **more: Any) -> None:
+    data = b"".join(stored + b"\0" * (-len(stored) % 32) for _, _, stored in tensors.values())
+    path.write_bytes(header(values, tensors, **more) + data)
+
+
+def noise(count: int, seed: str = "") -> bytes:
+    return hashlib.shake_256(seed.encode()).digest(count)
+
+
+def stored(tensor: Tensor, kind: str) -> Stored:
+    """A tensor in one of the types that are simple to make."""
+    shape, x = tuple(tensor.shape), tensor.float()
+    if kind in ("F32", "F16", "BF16"):
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
+        return TYPE_IDS[kind], shape, x.to(dtype).contiguous().view(torch.uint8).numpy().tobytes()
+    groups = x.reshape(-1, 32).numpy()
+    if kind == "Q8_0":
+        scale = (np.abs(groups).max(1, keepdims=True) / 127).astype(np.float16)
+        steps = np.where(scale > 0, scale, 1).astype(np.float32)
+        whole = np.clip(np.round(groups / steps), -127, 127).astype(np.int8)
+        return TYPE_IDS[kind], shape, np.concatenate([scale.view(np.uint8), whole.view(np.uint8)], 1).tobytes()
+    least = groups.min(1, keepdims=True) if kind == "Q4_1" else -np.abs(groups).max(1, keepdims=True)
+    scale = ((groups.max(1, keepdims=True) - least) / 15 if kind == "Q4_1" else -least / 8).astype(np.float16)
+    steps = np.where(scale > 0, scale, 1).astype(np.float32)
+    whole = np.clip(np.round((groups - least) / steps), 0, 15).astype(np.uint8)
+    nibbles = whole[:, :16] | whole[:, 16:] << 4
+    ends = [scale.view(np.uint8)] + ([least.astype(np.float16).view(np.uint8)] if kind == "Q4_1" else [])
+    return TYPE_IDS[kind], shape, np.concatenate([*ends, nibbles], 1).tobytes()
+
+
+_INSIDE = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
+}
+_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+PERMUTED = ("llama", "granite", "smollm3")
+
+
+def permuted(rows: Tensor, heads: int) -> Tensor:
+    """Rows of q or k as llama.cpp's converter stores them."""
+    return rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def theirs(name: str, arch: str) -> str:
+    """llama.cpp's name of a tensor of Hugging Face."""
+    stem, suffix = name.rsplit(".", 1)
+    if stem in _OUTSIDE:
+        return f"{_OUTSIDE[stem]}.{suffix}"
+    _, _, layer, part = stem.split(".", 3)
+    if arch == "olmo2":
+        post = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+        return f"blk.{layer}.{(_INSIDE | post)[part]}.{suffix}"
+    return f"blk.{layer}.{_INSIDE[part]}.{suffix}"
+
+
+def metadata(config: Any, arch: str) -> dict[str, Any]:
+    """What llama.cpp's converter writes about a configuration of `transformers`."""
+    heads = config.num_attention_heads
+    values = {
+        "general.architecture": arch, f"{arch}.block_count": config.num_hidden_layers,
+        f"{arch}.embedding_length": config.hidden_size, f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.context_length": config.max_position_embeddings, f"{arch}.attention.head_count": heads,
+        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim and head_dim != config.hidden_size // heads:
+        values[f"{arch}.attention.key_length"] = values[f"{arch}.attention.value_length"] = head_dim
+    for ours, name in {"logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
+                       "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"}.items():
+        if arch == "granite":
+            values[f"{arch}.{ours}"] = float(getattr(config, name))
+    if getattr(config, "sliding_window", None) and arch in ("llama", "phi3"):
+        values[f"{arch}.attention.sliding_window"] = config.sliding_window
+    return values
+
+
+def tokenizer_values(folder: Path, pre: str = "gpt-2") -> dict[str, Any]:
+    """The metadata of a byte-level tokenizer.json."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary, special = content["model"]["vocab"], {t["content"]: t["id"] for t in content["added_tokens"]}
+    tokens = [token for token, _ in sorted((vocabulary | special).items(), key=lambda pair: pair[1])]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
+    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+            "tokenizer.ggml.merges": merges}
+
+
+def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
+            values: Mapping[str, Any] | None = None, tensors: Mapping[str, Stored] | None = None) -> None:
+    """Write a model of `transformers` and the tokenizer of its folder.
+
+    kind  the type of the matrices; norms are F32
+    """
+    config = model.config
+    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    converted: dict[str, Stored] = dict(tensors or {})
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}.get(
+            name.rpartition("_proj")[0][-1:] if "self_attn" in name else "")
+        rows = permuted(tensor, heads) if heads and arch in PERMUTED else tensor
+        converted[theirs(name, arch)] = stored(rows, kind if tensor.ndim > 1 else "F32")
+    write_gguf(path, {**metadata(config, arch), **tokenizer_values(folder), **(values or {})}, converted)

@@ -1,0 +1,317 @@
+"""Models in GGUF: the numbers of every type, the configuration, tensors, tokenizer, template and sampling defaults."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import longdraft
+from helpers.checkpoints import load, make_checkpoint
+from helpers.equality import prompt_of
+from helpers.families import FAMILIES, make_family
+from helpers.gguf_files import TYPE_IDS, convert, noise, permuted, stored, write_gguf
+from longdraft.__main__ import run
+from longdraft.core import SamplingParams
+from longdraft.errors import ModelError, UsageError
+from longdraft.model import config as model_config
+from longdraft.model import defaults, hub
+from longdraft.model.gguf.blocks import dequantise
+from longdraft.model.gguf.container import open_gguf
+from longdraft.model.gguf.tensors import stored_rows
+from longdraft.model.gguf.types import TYPES
+from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.tokenizer import Tokenizer
+from longdraft.model.transformer import chain_rows
+
+HIDDEN = 64  # two blocks of 32
+
+# SHA-256 of `gguf.dequantize` (gguf 0.19.0) of the bytes in `blocks_of`.
+VALUES = {
+    "Q4_0": "4c1b871e1fd2e035cb5f41a05fb1359b8a1dd5ce69664d91bc1517c9a0ac5903",
+    "Q4_1": "201660b4cd7cb2b63be21641e50dcb479fd0f17d4e2c376aae455861f3c7f950",
+    "Q5_0": "f0f48fbf91e5361fc44bfe565d48fd5cfc6c968e7560a0f94ff0d17ac5bf2691",
+    "Q5_1": "3b1038aa73c93929fe187352198209388926b645abef4717c503dded45b57c81",
+    "Q8_0": "3866ba95b79ced697c1b286288bf014939bbee40f13219aa2a037f4a765c75f7",
+    "Q3_K": "7681a36dd99680eb92315693fc37cd0c9ec44ee823fe88ea9ae58a89f3557e0e",
+    "Q4_K": "1b3095cc93cfa3e7f8482614926e44c1757335e3bd3f5eef5436ec250b513f20",
+    "Q5_K": "536a659796ea03dc674a9f4674981c430fc7ba8dcd6a65152cad69140b079cad",
+    "Q6_K": "faae2d64e3d5c29206e2355c38ddd01e7d69e99fe23068febaa62c10a90f2f41",
+    "IQ4_NL": "00fc1d4bc285f1578cfea31058032ff8e9facf14322446feefaa0ae11b1e6d50",
+    "IQ4_XS": "b0a687e4f1b7024f684a7dc619330bbdbf49bec84a88f001972506248995ebe3",
+    "MXFP4": "7eff432c2126c54ffce1b47a780724393381e4b05368b99ff6a476931d92f8a5",
+}
+SCALES = {"Q6_K": [208], "Q3_K": [108], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2], "MXFP4": []}
+
+
+def blocks_of(name: str) -> torch.Tensor:
+    """Twelve blocks of any bytes, with float16 scales below 2: [3, 4 blocks]."""
+    kind = TYPES[TYPE_IDS[name]]
+    blocks = torch.frombuffer(bytearray(noise(12 * kind.nbytes, name)), dtype=torch.uint8).view(12, -1)
+    for at in SCALES.get(name, [0]):
+        blocks[:, at + 1] &= 0xBF
+    if name == "MXFP4":
+        blocks[:, 0] = torch.tensor([0, 1, 2, 120, 127, 128, 130, 200, 240, 250, 253, 254])
+    return blocks.view(3, -1)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_values_of_quantised_blocks_are_those_of_llama_cpp(name):
+    kind = TYPES[TYPE_IDS[name]]
+    out = torch.empty(3, 4 * kind.block)
+    dequantise(blocks_of(name), kind, out)
+    assert hashlib.sha256(out.numpy().tobytes()).hexdigest() == VALUES[name]
+    rounded = torch.empty(3, 4 * kind.block, dtype=torch.bfloat16)
+    dequantise(blocks_of(name), kind, rounded)
+    assert torch.equal(rounded, out.bfloat16())
+
+
+def test_an_mxfp4_scale_that_is_no_number_gives_no_number():
+    blocks = blocks_of("MXFP4")
+    blocks[1, 0] = 255
+    out = torch.empty(3, 128)
+    dequantise(blocks, TYPES[39], out)
+    assert out[1, :32].isnan().all() and not out[0].isnan().any()
+
+
+def test_rows_are_put_back_into_the_order_of_hugging_face():
+    rows = torch.arange(48.0)[:, None].expand(48, 2)
+    order = stored_rows(48, 4)
+    assert order is not None and torch.equal(permuted(rows, 4)[order], rows)
+    assert stored_rows(50, 4) is None
+
+
+def meaning(config: model_config.ModelConfig) -> object:
+    """The configuration without the ends of texts, and with one spelling for rotations."""
+    settings = {name: number for name, number in config.rope.settings.items() if name != "partial_rotary_factor"}
+    rotated = tuple(config.rotates(layer) for layer in range(config.num_layers))
+    return replace(config, eos_token_ids=(), rope=replace(config.rope, settings=settings), rotated=rotated)
+
+
+CONVERTED = [name for name, (_, own) in FAMILIES.items() if not {"use_sliding_window", "rope_parameters"} & set(own)
+             and name != "smollm3"]
+
+
+@pytest.mark.parametrize("name", [*CONVERTED, "smollm3"])
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+def test_a_converted_model_is_the_same_model(tmp_path, name, kind):
+    """Equal configuration, equal tensors, and so the same logits to the bit."""
+    dtype = torch.float32 if kind == "F32" else torch.bfloat16
+    more = {"no_rope_layers": None, "num_hidden_layers": 5} if name == "smollm3" else {}
+    model = make_family(tmp_path / "folder", name, dtype, **more)
+    convert(tmp_path / "folder", model, tmp_path / "model.gguf", kind)
+    ours, theirs = (model_config.read_config(tmp_path / path) for path in ("model.gguf", "folder"))
+    assert meaning(ours) == meaning(theirs)
+    assert ours.eos_token_ids == (1,)  # by its text, </s>
+    tokens = prompt_of(40)
+    results = []
+    for path in (tmp_path / "model.gguf", tmp_path / "folder"):
+        loaded = load(path, ours.dtype)
+        results.append(loaded.logits(loaded.forward(chain_rows(tokens, 0), loaded.new_cache()).hidden))
+    assert torch.equal(*results)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    """A model whose rows are whole blocks of 32 numbers."""
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, make_checkpoint(folder, hidden_size=HIDDEN, intermediate_size=96, num_key_value_heads=2)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_a_quantised_model_is_the_model_of_its_dequantised_weights(tmp_path, llama, kind):
+    folder, model = llama
+    convert(folder, model, tmp_path / "model.gguf", kind)
+    files = TensorFiles(tmp_path / "model.gguf")
+    loaded = load(tmp_path / "model.gguf")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            found = files.read(name)
+            assert found.shape == parameter.shape
+            assert (found - parameter).abs().max() <= 0.3
+            parameter.copy_(found)
+    tokens = prompt_of(40)
+    ours = loaded.logits(loaded.forward(chain_rows(tokens, 0), loaded.new_cache()).hidden)
+    with torch.no_grad():
+        theirs = model(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    model.load_state_dict(type(model).from_pretrained(folder).state_dict())
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_drafters_write_the_plain_text_of_a_quantised_file(tmp_path, llama, quantize):
+    folder, model = llama
+    convert(folder, model, tmp_path / "model.gguf", "Q4_0")
+    params = SamplingParams(max_new_tokens=40, seed=3)
+    texts = []
+    for drafter in ("plain", "magicdec", "auto"):
+        engine = longdraft.load(str(tmp_path / "model.gguf"), drafter=drafter, quantize=quantize)
+        texts.append([event.tokens for event in engine.generate(prompt_of(60), params)])
+    flat = [[token for tokens in text for token in tokens] for text in texts]
+    assert flat[0] == flat[1] == flat[2] and len(flat[0]) == 40
+
+
+@pytest.mark.parametrize("rope, found", [
+    (dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+          original_max_position_embeddings=8192), "llama3"),
+    (dict(rope_type="llama3", factor=8.0, low_freq_factor=2.0, high_freq_factor=3.0,
+          original_max_position_embeddings=8192), "longrope"),  # another rule: the numbers as they are
+])
+def test_frequencies_that_the_file_divides_give_the_same_rotations(tmp_path, rope, found):
+    model = make_checkpoint(tmp_path, max_position_embeddings=32768, head_dim=32, hidden_size=64,
+                            rope_parameters=rope | {"rope_theta": 500000.0})
+    plain = 500000.0 ** (-torch.arange(0, 32, 2).float() / 32)
+    factors = plain / model.model.rotary_emb.inv_freq
+    factors = torch.where((factors - 8).abs() < 1e-4, 8.0, factors)  # as converters write it
+    convert(tmp_path, model, tmp_path / "model.gguf", tensors={"rope_freqs.weight": stored(factors, "F32")})
+    config = model_config.read_config(tmp_path / "model.gguf")
+    assert config.rope.kind == found
+    ours, theirs = load(tmp_path / "model.gguf"), load(tmp_path)
+    places = [0, 5, 900, 20000]
+    for one, other in zip(ours.rotations(places), theirs.rotations(places), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3 if found == "longrope" else 0, rtol=0)
+
+
+@pytest.mark.parametrize("rope", [
+    dict(rope_type="linear", factor=4.0),
+    dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024, beta_fast=16.0, beta_slow=2.0),
+])
+def test_stretched_rope_is_read(tmp_path, rope):
+    model = make_checkpoint(tmp_path, rope_parameters=rope | {"rope_theta": 10000.0})
+    values = {"llama.rope.scaling.type": rope["rope_type"], "llama.rope.scaling.factor": 4.0}
+    if rope["rope_type"] == "yarn":
+        values |= {"llama.rope.scaling.original_context_length": 1024, "llama.rope.scaling.yarn_beta_fast": 16.0,
+                   "llama.rope.scaling.yarn_beta_slow": 2.0}
+    convert(tmp_path, model, tmp_path / "model.gguf", values=values)
+    ours, theirs = (model_config.read_config(tmp_path / name) for name in ("model.gguf", "."))
+    assert ours.max_positions == theirs.max_positions
+    for one, other in zip(load(tmp_path / "model.gguf").rotations([700]), load(tmp_path).rotations([700]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_longrope_factors_are_read(tmp_path):
+    name = "phi3, longrope, part"
+    model = make_family(tmp_path, name)
+    settings = FAMILIES[name][1]["rope_parameters"]
+    convert(tmp_path, model, tmp_path / "model.gguf", tensors={
+        f"rope_factors_{length}.weight": stored(torch.tensor(settings[f"{length}_factor"]), "F32")
+        for length in ("long", "short")}, values={"phi3.rope.dimension_count": 6,
+                                                  "phi3.rope.scaling.original_context_length": 1024})
+    for length in (500, 1500):
+        ours, theirs = (load(tmp_path / part).for_length(length) for part in ("model.gguf", "."))
+        for one, other in zip(ours.rotations([7, 499]), theirs.rotations([7, 499]), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+def test_a_split_file_is_one_model(tmp_path, llama):
+    folder, model = llama
+    convert(folder, model, tmp_path / "whole.gguf")
+    whole = open_gguf(tmp_path / "whole.gguf")
+    entries, data = list(whole.tensors.items()), whole.files[0].map
+    values = {key: whole.array(key) if isinstance(content, tuple) else content for key, content in whole.values.items()}
+    for number, part in enumerate((entries[:3], entries[3:9], entries[9:])):
+        tensors = {name: (0, entry.shape, data[entry.start : entry.stop]) for name, entry in part}
+        split = {"split.no": number, "split.count": 3, "split.tensors.count": len(entries)}
+        write_gguf(tmp_path / f"part-0000{number + 1}-of-00003.gguf", (values if not number else {}) | split, tensors)
+    for number in (1, 2):  # any part stands for the whole
+        files = TensorFiles(tmp_path / f"part-0000{number}-of-00003.gguf")
+        assert files.names() == TensorFiles(tmp_path / "whole.gguf").names()
+        assert files.fingerprint() == TensorFiles(tmp_path / "whole.gguf").fingerprint()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "part-00001-of-00003.gguf").rename(tmp_path / "elsewhere" / "part-00001-of-00003.gguf")
+    with pytest.raises(ModelError, match=r"part-00002-of-00003\.gguf is missing; put all 3 parts"):
+        TensorFiles(tmp_path / "elsewhere" / "part-00001-of-00003.gguf")
+
+
+def test_the_fingerprint_is_over_the_stored_bytes(tmp_path, llama):
+    folder, model = llama
+    for kind in ("Q8_0", "Q4_0"):
+        convert(folder, model, tmp_path / f"{kind}.gguf", kind)
+    prints = {TensorFiles(tmp_path / name).fingerprint() for name in ("Q8_0.gguf", "Q4_0.gguf")}
+    assert len(prints) == 2 and TensorFiles(tmp_path / "Q8_0.gguf").fingerprint() in prints
+
+
+def test_the_chat_template_and_the_ends_of_texts_are_those_of_the_file(tmp_path, llama):
+    folder, model = llama
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+    values = {"tokenizer.chat_template": template, "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1,
+              "tokenizer.ggml.eot_token_id": 7}
+    convert(folder, model, tmp_path / "model.gguf", values=values)
+    assert Tokenizer(tmp_path / "model.gguf").chat("Hello") == "<s>[user] Hello</s>"
+    assert model_config.read_config(tmp_path / "model.gguf").eos_token_ids == (1, 7)
+    values |= {"tokenizer.ggml.eot_token_id": 320}
+    convert(folder, model, tmp_path / "model.gguf", values=values)
+    with pytest.raises(ModelError, match="eot_token_id is 320; allowed: 0 to 257"):
+        model_config.read_config(tmp_path / "model.gguf")
+
+
+def test_sampling_defaults_are_those_of_the_file(tmp_path):
+    values = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.top_p": 0.95,
+              "general.sampling.penalty_repeat": 1.1, "general.sampling.penalty_last_n": 64,
+              "general.sampling.mirostat": 2}
+    write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama"} | values, {})
+    found = defaults.read_defaults(tmp_path / "model.gguf")
+    assert found.settings == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1,
+                              "penalty_window": 64}
+    assert found.ignored == ("mirostat 2 (not supported)",)
+
+
+def test_a_folder_with_one_gguf_file_is_that_model_and_of_several_one_is_chosen(tmp_path, llama, capfd):
+    folder, model = llama
+    home = tmp_path / "models"
+    home.mkdir()
+    convert(folder, model, home / "one.gguf")
+    (home / "mmproj-one.gguf").write_bytes(b"")
+    assert hub.resolve(str(home)) == home / "one.gguf"
+    assert run(["generate", "It", "--model", str(home), "--max-new-tokens", "3", "--seed", "1"]) == 0
+    first = capfd.readouterr().out
+    convert(folder, model, home / "two.gguf", "Q8_0")
+    with pytest.raises(ModelError, match=r"has 2 GGUF files; choose one with --file: one.gguf, two.gguf"):
+        hub.resolve(str(home))
+    arguments = ["--max-new-tokens", "3", "--seed", "1"]
+    assert run(["generate", "It", "--model", str(home), "--file", "one.gguf", *arguments]) == 0
+    assert capfd.readouterr().out == first
+    with pytest.raises(UsageError, match="neither a folder nor a hub id"):
+        hub.with_file("novelist", "one.gguf")
+    assert hub.with_file("owner/name", "a.gguf") == "owner/name:a.gguf"
+    assert run(["generate", "It", "--model", str(home), "--file", "none.gguf", *arguments]) == 2
+
+
+def test_a_journal_of_a_gguf_file_is_resumed(tmp_path, llama):
+    folder, model = llama
+    convert(folder, model, tmp_path / "model.gguf", "Q8_0")
+    params = SamplingParams(max_new_tokens=30, seed=2, ignore_eos=True)
+    engine = longdraft.load(str(tmp_path / "model.gguf"), drafter="plain")
+    whole = [token for event in engine.generate(prompt_of(9), params) for token in event.tokens]
+    generation = engine.generate(prompt_of(9), params, journal=tmp_path / "journal")
+    for _ in zip(range(8), generation, strict=False):
+        pass
+    generation.close()
+    resumed = longdraft.resume(tmp_path / "journal")
+    for _ in resumed:
+        pass
+    assert resumed.tokens.tolist() == whole
+
+
+@pytest.mark.parametrize("values, message", [
+    ({"general.architecture": "gemma3"}, "general.architecture is 'gemma3'; supported: llama"),
+    ({"general.architecture": "gptoss"}, "in Ollama's own layout"),
+    ({"llama.expert_count": 8}, "mixture-of-experts layers"),
+    ({"llama.block_count": 0}, "llama.block_count is 0; allowed: a whole number of 1 or more"),
+    ({"llama.attention.head_count_kv": [4, 2]}, "must have 2 equal values, one for each layer"),
+    ({"llama.attention.head_count_kv": [2, 2, 2]}, "must have 2 equal values, one for each layer"),
+    ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "is nan; allowed: a finite number"),
+    ({"llama.rope.scaling.type": "twisted"}, "rope.scaling.type is 'twisted'; supported: none, linear, yarn"),
+    ({"llama.rope.dimension_count": 8}, "partial_rotary_factor is"),
+    ({"llama.embedding_length": 65}, "does not match its metadata"),
+    ({"llama.block_count": 3}, "missing model.layers.2"),
+])
+def test_metadata_that_cannot_be_used_is_one_clear_line(tmp_path, llama, values, message):
+    folder, model = llama
+    convert(folder, model, tmp_path / "model.gguf", values=values)
+    with pytest.raises(ModelError, match=message) as caught:
+        longdraft.load(str(tmp_path / "model.gguf"), drafter="plain")
+    assert "\n" not in str(caught.value)
