@@ -28,6 +28,7 @@ from longdraft.core import MAX_SEED, SamplingParams
 from longdraft.engine import Engine
 from longdraft.errors import UsageError, check
 from longdraft.generation import Generation
+from longdraft.kernels.int4 import Int4Weight
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model import checkpoint, defaults, hub
 from longdraft.model import config as model_config
@@ -86,6 +87,9 @@ class StateDict(TensorFiles):
     def stack(self, names: Sequence[str], dtype: torch.dtype | None, picks: Sequence[Pick | None] = ()) -> Tensor:
         picks = picks or [None] * len(names)
         return torch.cat([self.read(name, pick).to("cpu", dtype) for name, pick in zip(names, picks, strict=True)])
+
+    def int4(self, names: Sequence[str]) -> Int4Weight | None:
+        return None
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
@@ -169,13 +173,31 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     tensors = model.state_dict()
     if config.is_tied:
         tensors.pop("lm_head.weight", None)  # a second name of the embedding, which checkpoints leave out
-    files = StateDict(tensors, folder)
+    files = StateDict(_with_single_experts(tensors, config), folder)
     target = checkpoint.load_transformer(files, config, chosen, quantize)
     words = _NoTokenizer() if tokenizer is None else _SavedTokenizer(tokenizer)
     loaded = LoadedModel.load_parts(str(folder), files, target, words, choice, heads_name=heads,
                                     hub_options=hub.Hub(), defaults=defaults.Defaults())
     files.release_tensors()
     return TransformersWriter(Engine(loaded, choice), own)
+
+
+def _with_single_experts(tensors: dict[str, Tensor], config: model_config.ModelConfig) -> dict[str, Tensor]:
+    """The tensors with a matrix for each expert, as in checkpoints. In memory those of a layer are one tensor."""
+    form, found = config.experts, dict(tensors)
+    if form is None:
+        return found
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}."
+        if f"{layer}mlp.experts.down_proj" not in found:
+            continue
+        gate_up, down = (found.pop(f"{layer}mlp.experts.{name}") for name in ("gate_up_proj", "down_proj"))
+        found[f"{layer}{form.prefix}.gate.weight"] = found.pop(f"{layer}mlp.gate.weight")
+        for expert in range(form.count):
+            matrices = (*gate_up[expert].split(form.size), down[expert])
+            found |= {f"{layer}{form.prefix}.experts.{expert}.{name}.weight": matrix
+                      for name, matrix in zip(form.names, matrices, strict=True)}
+    return found
 
 
 def _require_version() -> None:

@@ -1,4 +1,4 @@
-"""`longdraft models` and `longdraft doctor`: list the bundled models, and describe this machine."""
+"""`longdraft models` and `longdraft doctor`: list the models on this machine, and describe the machine."""
 
 from __future__ import annotations
 
@@ -12,42 +12,36 @@ from longdraft.errors import UsageError
 
 _CONTEXTS = (4096, 100_000)  # tokens, for the estimated time per token
 _READ_BYTES = 1 << 29  # buffer for measuring the bandwidth; larger than any cache
+_MAX_WIDTH = 400  # characters of a table
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-def models(as_json: _Json = False) -> None:
-    """List the bundled models."""
-    from longdraft.model import config, hub
+def models(
+    as_json: _Json = False,
+    cache_dir: Annotated[Path | None, typer.Option(help="Cache folder for files from the hub; default: that of "
+                                                        "HF_HOME.")] = None,
+) -> None:
+    """List the models on this machine: bundled, in the hub's cache, of Ollama and of LM Studio."""
+    from longdraft.model import config, inventory
 
-    rows = [_describe(name) for name in hub.bundled_models()]
+    found = inventory.models_here(cache_dir)
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps([model._asdict() | {"runs": not model.problem} for model in found], indent=2))
         return
-    _table(rows)
-    print(f"\nCheckpoints of these model families work too ({', '.join(config.SUPPORTED)}): --model FOLDER, or --model "
-          "owner/name from the hub.")
-
-
-def _describe(name: str) -> dict[str, Any]:
-    from longdraft.model import config, hub, sizing
-
-    folder = hub.resolve(name)
-    parsed = config.read_config(folder)
-    sizes = sizing.model_sizes(parsed, parsed.dtype)
-    return {
-        "model": name,
-        "parameters": sizes.parameters,
-        "dtype": parsed.dtype,
-        "weights_bytes": sizes.weights_bytes,
-        "context_limit": parsed.max_positions,
-        "cache_bytes_per_token": sizes.cache_bytes_per_token,
-        "heads": (folder / "heads" / "config.json").exists(),
-    }
+    home = f"{Path.home()}/"
+    _table([{"model": model.model.replace(home, "~/", 1), "from": model.place, "format": model.format,
+             "parameters": model.parameters or "", "size": f"{model.nbytes / 1e9:,.2f} GB",
+             "context": model.context or "", "runs": "no" if model.problem else "yes"} for model in found])
+    if any(model.problem for model in found):
+        print("\n`longdraft doctor --model NAME` says why a model does not run.")
+    print(f"\nCheckpoints of these model families work too ({', '.join(config.SUPPORTED)}): --model FOLDER, --model "
+          "FILE.gguf, or --model owner/name from the hub.")
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Show what this model (bundled name, folder or hub id) needs and "
-                                              "how fast it can be here, from its config.json alone.")] = None,
+    model: Annotated[str | None, typer.Option(help="Show what this model (bundled name, folder, GGUF file or hub id) "
+                                              "needs and how fast it can be here, or why it does not run; from its "
+                                              "config.json or header alone.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Cache folder for files from the hub; default: that of "
                                                         "HF_HOME.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Use files from the hub's cache only.")] = False,
@@ -70,11 +64,15 @@ def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
     """The memory that a model needs, and a lower bound of its time per token, in bfloat16 on the CPU."""
     from longdraft import machine
     from longdraft.model import config, draft_copy, hub, sizing
+    from longdraft.model.checkpoint import require_tensors
     from longdraft.model.heads import require_model
+    from longdraft.model.tensor_files import TensorFiles, has_weights
 
     folder = hub.resolve(model, hub.Hub(cache_dir=cache_dir, offline=offline), is_config_enough=True)
     require_model(folder)
     parsed = config.read_config(folder)
+    if folder.is_file() or has_weights(folder):  # not of the hub, whose weights are not downloaded for this
+        require_tensors(TensorFiles(folder), parsed)
     sizes = sizing.model_sizes(parsed)
     copy_bytes = draft_copy.copy_bytes(parsed, sizes)
     memory = _memory_bytes()
@@ -84,6 +82,7 @@ def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
         "dtype": "bfloat16",
         "parameters": sizes.parameters,
         "weights_bytes": sizes.weights_bytes,
+        "bytes_per_token": sizes.read_bytes,
         "quantized_bytes": {name: sizing.quantized_bytes(parsed, name) for name in ("int8", "int4")},
         "draft_copy_bytes": copy_bytes,
         "cache_bytes_per_1k_tokens": 1024 * sizes.cache_bytes_per_token,
@@ -114,6 +113,8 @@ def _in_words(needs: dict[str, Any]) -> dict[str, str]:
         "model": needs["model"],
         "parameters": f"{needs['parameters']:,}",
         "weights": f"{needs['weights_bytes'] / 1e9:,.2f} GB in bfloat16, {quantized} quantised",
+        **({"read for a token": f"{needs['bytes_per_token'] / 1e9:,.2f} GB of them in bfloat16"}
+           if needs["bytes_per_token"] < needs["weights_bytes"] else {}),
         "draft copy": copy,
         "cache": f"{needs['cache_bytes_per_1k_tokens'] / 1e6:,.1f} MB for 1,024 tokens",
         f"fits here{memory}": room,
@@ -171,4 +172,5 @@ def _table(rows: list[dict[str, Any]]) -> None:
         table.add_column(name.replace("_", " "))
     for row in rows:
         table.add_row(*(f"{value:,}" if type(value) is int else str(value) for value in row.values()))
-    Console().print(table)
+    console = Console()
+    Console(width=max(console.width, _MAX_WIDTH)).print(table)  # names are not cut off

@@ -27,6 +27,7 @@ from longdraft.kernels.interface import (
     LayerWeights,
     Linear,
 )
+from longdraft.kernels.layer import LayerwiseDecoder
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels import _cpu
@@ -66,13 +67,14 @@ class CpuKernels:
         self._is_bf16 = self.dtype == torch.bfloat16
         self.native = _cpu.Kernels.get(variant)
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None, *, quantize: str = "none") -> CpuLinear:
-        rows, columns = weight.shape
+    def pack(self, weight: Tensor | int4.Int4Weight, bias: Tensor | None = None, *,
+             quantize: str = "none") -> CpuLinear:
+        rows, columns = (weight if isinstance(weight, Tensor) else weight.values).shape
         if bias is not None:
             bias = bias.to(self.dtype).float().contiguous()
             require(bias.shape == (rows,), f"a bias [{rows}]", bias.shape)
-        if quantize == "int4":
-            values, scale, zero = self.quantise_int4(weight)
+        if not isinstance(weight, Tensor) or quantize == "int4":
+            values, scale, zero = _contiguous(self.quantise_int4(weight) if isinstance(weight, Tensor) else weight)
             return CpuLinear(self.native.pack_int4(self._is_bf16, rows, columns, address(values), address(scale),
                                                    address(zero), address(bias)))
         packed, factor = int8.quantise(weight) if quantize == "int8" else (weight.to(self.dtype).contiguous(), None)
@@ -142,6 +144,8 @@ class CpuKernels:
         return CpuStore(self.native, self.dtype, num_kv_heads, head_dim)
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
+        if any(layer.experts for layer in layers):
+            return LayerwiseDecoder(self, layers, geometry)
         return CpuDecoder(self, layers, geometry)
 
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
@@ -240,6 +244,7 @@ class CpuDecoder:
     def _checked_weights(self, layer: LayerWeights) -> list[_cpu.Linear]:
         """qkv, out, gate_up and down. ValueError where they, or the norms, do not fit together."""
         heads, kv_heads, dim = self._geometry[:3]
+        assert layer.gate_up is not None
         hidden, inner, dtype = self._hidden, layer.gate_up.out_features // 2, self._kernels.dtype
         weights = [w.native for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CpuLinear)]
         shapes = [(w.n, w.k) for w in weights]
@@ -302,6 +307,16 @@ class CpuDecoder:
         require_tensor("cos", cos, (len(cos), dim // 2), torch.float32)
         require_tensor("sin", sin, (len(cos), dim // 2), torch.float32)
         return native, _remainder_address(remainder, (len(native), heads, dim + 1, dim + 1))
+
+
+def _contiguous(weight: int4.Int4Weight) -> int4.Int4Weight:
+    """The weight as the compiled module reads it. ValueError if its parts do not fit together."""
+    rows, columns = weight.values.shape
+    groups = (rows, -(-columns // int4.GROUP))
+    require(weight.scale.shape == weight.zero.shape == groups, f"scales and zero points {groups}", weight.scale.shape)
+    require((weight.values.dtype, weight.scale.dtype, weight.zero.dtype) == (torch.uint8, torch.float16, torch.uint8),
+            "uint8 values, float16 scales and uint8 zero points", weight.scale.dtype)
+    return int4.Int4Weight(*(part.contiguous() for part in weight))
 
 
 def _are_layers(x: Tensor, layer_stride: int) -> bool:

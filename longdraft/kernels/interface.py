@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from longdraft.kernels.int4 import Int4Weight
+
 STORE_BLOCK = 4096  # positions of a block of a store; stores share whole blocks
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -28,27 +30,53 @@ class Linear(Protocol):
     def nbytes(self) -> int: ...
 
 
+class Mlp(NamedTuple):
+    """An expert's weights: gate and up stacked [2 I, hidden], and down [hidden, I]."""
+
+    gate_up: Linear
+    down: Linear
+
+
+class Experts(NamedTuple):
+    """A mixture of experts in place of a layer's MLP (longdraft/kernels/experts.py).
+
+    router      [E, hidden]
+    mlps        the E experts
+    chosen      number of experts for each row
+    normalises  the weights of a row's experts are divided by their sum
+    rounds      these weights are rounded to the model's dtype
+    """
+
+    router: Linear
+    mlps: tuple[Mlp, ...]
+    chosen: int
+    normalises: bool
+    rounds: bool
+
+
 class LayerWeights(NamedTuple):
     """The weights of a decoder layer. Norms are [hidden] in the model's dtype.
 
     qkv      the weights of queries, keys and values, stacked: [(H + 2 Hkv) D, hidden]
-    gate_up  the weights of gate and up, stacked
+    gate_up  the weights of gate and up, stacked; None, as `down`, if the layer has experts
     window   positions that a row's attention sees, itself included (sliding window attention); 0: all
     q_norm   norm of the queries before their rotation; k_norm that of the keys. [D]: each head is normalised by itself;
              [H D] and [Hkv D]: all heads of a row as one vector; None: no norm
     rotates  whether queries and keys are rotated by their position
+    experts  the mixture in place of the MLP; None: there is none
     """
 
     attention_norm: Tensor
     qkv: Linear
     out: Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | None
+    down: Linear | None
     window: int = 0
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     rotates: bool = True
+    experts: Experts | None = None
 
 
 class Geometry(NamedTuple):
@@ -227,8 +255,10 @@ class Kernels(Protocol):
     dtype: torch.dtype
     is_device: bool  # has memory of its own: caches are reserved in full, tokens chosen there, prompt chunks are fixed
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None, *, quantize: str = "none") -> Linear:
+    def pack(self, weight: Tensor | Int4Weight, bias: Tensor | None = None, *, quantize: str = "none") -> Linear:
         """Convert a weight [N, K] and bias [N] to the kernels' layout.
+
+        weight    numbers, or with int4 a weight that is quantised already, whose numbers are kept
 
         quantize  none | int8 | int4: see kernels/int8.py and kernels/int4.py
 

@@ -8,13 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from longdraft.kernels.experts import experts_forward
 from longdraft.kernels.interface import KV, AttentionOutput, Geometry, LayersKV, LayerWeights, Linear
 
 
 class LayerOperations(Protocol):
     """The operations of a layer. See :class:`longdraft.kernels.interface.Kernels`."""
 
-    def linear(self, x: Tensor, weight: Linear) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor: ...
 
@@ -69,8 +70,15 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
         start = own.stop
     attended = AttentionOutput(*(torch.cat(part) for part in zip(*outputs, strict=True)))._replace(content=content)
     x = add_residual(x, ops.linear(attended.output.flatten(1), layer.out), layer.attention_norm)
-    gate_up = ops.linear(pre_norm(x, layer.mlp_norm), layer.gate_up)
-    return add_residual(x, ops.linear(ops.swiglu(gate_up), layer.down), layer.mlp_norm), attended
+    return add_residual(x, _mlp(ops, pre_norm(x, layer.mlp_norm), layer), layer.mlp_norm), attended
+
+
+def _mlp(ops: LayerOperations, x: Tensor, layer: LayerWeights) -> Tensor:
+    """The output of a layer's MLP, or of its experts."""
+    if layer.experts is not None:
+        return experts_forward(ops, x, layer.experts)
+    assert layer.gate_up is not None and layer.down is not None
+    return ops.linear(ops.swiglu(ops.linear(x, layer.gate_up)), layer.down)
 
 
 class LayerwiseDecoder:

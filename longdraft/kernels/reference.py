@@ -155,10 +155,12 @@ class ReferenceKernels:
         self.is_row_invariant = self.device.type == "cpu"  # not tested on other devices, so not claimed
         self.dtype = FLOAT_DTYPES[dtype]
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None, *, quantize: str = "none") -> ReferenceLinear:
+    def pack(self, weight: Tensor | int4.Int4Weight, bias: Tensor | None = None, *,
+             quantize: str = "none") -> ReferenceLinear:
         bias = None if bias is None else self._rounded(bias)
-        if quantize == "int4":
-            packed = int4.quantise(weight.to(self.device))
+        if not isinstance(weight, Tensor) or quantize == "int4":
+            packed = (int4.quantise(weight.to(self.device)) if isinstance(weight, Tensor)
+                      else int4.Int4Weight(*(part.to(self.device) for part in weight)))
             return ReferenceLinear(int4.dequantise(packed), bias, None, packed)
         if quantize == "int8":
             values, scale = int8.quantise(weight.to(self.device))

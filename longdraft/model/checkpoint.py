@@ -6,6 +6,7 @@ A tensor that is missing, unexpected or misshapen is an error. `load_transformer
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
+from longdraft.kernels.int4 import Int4Weight
+from longdraft.kernels.interface import Experts, Mlp
 from longdraft.model import rope
-from longdraft.model.config import ModelConfig
+from longdraft.model.config import ExpertsConfig, ModelConfig
 from longdraft.model.packed_file import PackedFile
 from longdraft.model.sharding import shard_config
 from longdraft.model.tensor_files import HEADS_PREFIX, TensorFiles
@@ -50,12 +53,28 @@ def _linears(config: ModelConfig) -> dict[str, _StackedLinear]:
     gate_up: tuple[tuple[str, tuple[int, ...]], ...] = (("mlp.gate_proj", (inner,)), ("mlp.up_proj", (inner,)))
     if config.is_fused:
         qkv, gate_up = (("self_attn.qkv_proj", (q, kv, kv)),), (("mlp.gate_up_proj", (inner, inner)),)
-    return {
+    attention = {
         "qkv": _StackedLinear(qkv, hidden, config.qkv_bias),
         "out": _StackedLinear((("self_attn.o_proj", (hidden,)),), q, config.out_bias, is_row_parallel=True),
+    }
+    if config.experts:
+        return attention | _expert_linears(config.experts, hidden)
+    return attention | {
         "gate_up": _StackedLinear(gate_up, hidden, config.mlp_bias),
         "down": _StackedLinear((("mlp.down_proj", (hidden,)),), inner, config.mlp_bias, is_row_parallel=True),
     }
+
+
+def _expert_linears(experts: ExpertsConfig, hidden: int) -> dict[str, _StackedLinear]:
+    """The router and, for each expert, its two matrices."""
+    gate, up, down = experts.names
+    found = {"router": _StackedLinear(((f"{experts.prefix}.gate", (experts.count,)),), hidden, False)}
+    for index in range(experts.count):
+        one = f"{experts.prefix}.experts.{index}"
+        found[f"gate_up {index}"] = _StackedLinear(
+            ((f"{one}.{gate}", (experts.size,)), (f"{one}.{up}", (experts.size,))), hidden, False)
+        found[f"down {index}"] = _StackedLinear(((f"{one}.{down}", (hidden,)),), experts.size, False)
+    return found
 
 
 def _norms(config: ModelConfig) -> dict[str, tuple[str, int]]:
@@ -120,7 +139,7 @@ def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, 
               head in int8
     packed    a file of the quantised matrices, which are read from it, or written to it for the next time
     """
-    _check(files, config)
+    require_tensors(files, config)
     return _Loader(files, config, kernels, quantize, packed).transformer()
 
 
@@ -138,7 +157,7 @@ def load_draft_copy(files: TensorFiles, target: Transformer, quantize: str,
 
 
 class _Loader:
-    """Reads and packs the matrices of a checkpoint that `_check` has accepted."""
+    """Reads and packs the matrices of a checkpoint that `require_tensors` has accepted."""
 
     def __init__(self, files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str,
                  packed: PackedFile | None) -> None:
@@ -172,13 +191,22 @@ class _Loader:
             qkv=self._linear(layer, linears["qkv"], self._order),
             out=self._linear(layer, linears["out"]),
             mlp_norm=norms["mlp_norm"],
-            gate_up=self._linear(layer, linears["gate_up"]),
-            down=self._linear(layer, linears["down"]),
+            gate_up=None if config.experts else self._linear(layer, linears["gate_up"]),
+            down=None if config.experts else self._linear(layer, linears["down"]),
             window=config.window_of(index),
             q_norm=norms.get("q_norm"),
             k_norm=norms.get("k_norm"),
             rotates=config.rotates(index),
+            experts=self._experts(layer, linears, config.experts) if config.experts else None,
         )
+
+    def _experts(self, layer: str, linears: Mapping[str, _StackedLinear], config: ExpertsConfig) -> Experts:
+        """The experts of a layer. Their router is never quantised: a small error in it chooses other experts."""
+        (name, _), = linears["router"].parts
+        router = self._kernels.pack(self._files.stack((f"{layer}{name}.weight",), self._kernels.dtype))
+        mlps = tuple(Mlp(self._linear(layer, linears[f"gate_up {i}"]), self._linear(layer, linears[f"down {i}"]))
+                     for i in range(config.count))
+        return Experts(router, mlps, config.chosen, config.normalises, config.rounds)
 
     def _linear(self, layer: str, stacked: _StackedLinear, order: Tensor | None = None) -> Linear:
         def read(suffix: str, dtype: torch.dtype | None) -> Tensor:
@@ -186,12 +214,18 @@ class _Loader:
             rows = self._files.stack(names, dtype, () if is_row_parallel and suffix == "bias" else stacked.picks(shard))
             return rows if order is None else rows[order]
 
+        def exact_int4() -> Int4Weight | None:
+            weight = self._files.int4([f"{layer}{name}.weight" for name, _ in stacked.parts])
+            return weight if weight is None or order is None else Int4Weight(*(part[order] for part in weight))
+
         shard = self._shard
         is_row_parallel = stacked.is_row_parallel and shard.size > 1
         has_bias = stacked.has_bias and not (is_row_parallel and shard.rank)  # the first rank adds it
         def pack() -> Linear:
             bias = read("bias", self._kernels.dtype) if has_bias else None
-            return self._kernels.pack(read("weight", self._dtype), bias, quantize=self._quantize)
+            weight = exact_int4() if self._quantize == "int4" else None
+            return self._kernels.pack(read("weight", self._dtype) if weight is None else weight, bias,
+                                      quantize=self._quantize)
 
         if self._packed:
             rows = sum(sum(segments) for _, segments in stacked.parts)
@@ -216,9 +250,12 @@ class _Loader:
         return self._files.read(name).to(self._kernels.device, self._kernels.dtype, copy=True)
 
 
-def _check(files: TensorFiles, config: ModelConfig) -> None:
-    if config.num_layers > len(files.names()):  # checked before the names of all expected tensors are built
-        raise ModelError(f"config.json says {config.num_layers} layers, but {files.folder} has only "
+def require_tensors(files: TensorFiles, config: ModelConfig) -> None:
+    """Raise ModelError unless the files have the tensors of this configuration, and its rope is sound."""
+    count = config.num_layers * (config.experts.count if config.experts else 1)
+    if count > len(files.names()):  # checked before the names of all expected tensors are built
+        experts = f" of {config.experts.count} experts" if config.experts else ""
+        raise ModelError(f"config.json says {config.num_layers} layers{experts}, but {files.folder} has only "
                          f"{len(files.names())} tensors")
     expected = expected_shapes(config)
     present = {name for name in files.names()

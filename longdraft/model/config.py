@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args
 
 from longdraft.errors import ModelError
-from longdraft.model.families import FAMILIES, MISSING, Family, HeadNorms
+from longdraft.model.families import FAMILIES, MISSING, ExpertsFormat, Family, HeadNorms
+from longdraft.model.four_bit import FourBitFormat
 from longdraft.model.gguf import metadata
 from longdraft.model.gguf.container import open_gguf
 
@@ -30,6 +31,7 @@ _REQUIRED_SETTINGS: dict[RopeType, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
+_LATER: dict[str, object] = {"experts": None}  # fields that are newer than the first journals, and their default
 _HASHED_AS = {"post_norm": "norms_follow"}  # fields that were renamed since the first journals
 
 
@@ -43,6 +45,24 @@ class RopeConfig:
     dims: int  # number of rotated dimensions of a head, from the first one on
     short_factors: tuple[float, ...] = ()  # longrope: one per pair of dimensions
     long_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The experts of every layer. `families.ExpertsFormat` explains the other fields.
+
+    count   experts of a layer
+    chosen  experts for each row
+    size    width of an expert
+    """
+
+    count: int
+    chosen: int
+    size: int
+    prefix: str
+    names: tuple[str, str, str]
+    normalises: bool
+    rounds: bool
 
 
 @dataclass(frozen=True)
@@ -78,6 +98,7 @@ class ModelConfig:
     logits_divisor: float
     eos_token_ids: tuple[int, ...]
     dtype: str  # in which the checkpoint runs by default: "float32" or "bfloat16"
+    experts: ExpertsConfig | None = None  # in place of every layer's MLP
 
     def window_of(self, layer: int) -> int:
         """Number of positions that a layer's attention sees; 0: all."""
@@ -91,8 +112,10 @@ class ModelConfig:
         return not self.skip_rope_every or (layer + 1) % self.skip_rope_every != 0
 
     def sha256(self) -> str:
-        """The hash by which a journal recognises the configuration. Fields count under the name they had first."""
-        fields = {_HASHED_AS.get(name, name): value for name, value in asdict(self).items()}
+        """The hash by which a journal recognises the configuration. Fields count under the name they had first, and
+        fields that are newer than the first journals count only if they are used."""
+        fields = {_HASHED_AS.get(name, name): value for name, value in asdict(self).items()
+                  if name not in _LATER or value != _LATER[name]}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
@@ -153,9 +176,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act is {config['hidden_act']!r}; supported: silu")
     if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise ModelError(f"the checkpoint is quantised ({method!r}); supported: float32, float16 and bfloat16 files; "
-                         "load the original model, with --quantize int8 to save memory")
+        FourBitFormat.parse(quantized if isinstance(quantized, dict) else {"quant_method": quantized})
     return family
 
 
@@ -205,7 +226,23 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         logits_divisor=_divisor(multiplied.get("logits_scaling", 1.0)),
         eos_token_ids=valid_token_ids(eos, vocabulary),
         dtype=_dtype(config),
+        experts=_experts(config, family.experts),
     )
+
+
+def _experts(config: Mapping[str, Any], form: ExpertsFormat | None) -> ExpertsConfig | None:
+    if form is None:
+        return None
+    count, chosen = int(config.get("num_local_experts") or config["num_experts"]), int(config["num_experts_per_tok"])
+    size = int(config[form.size])
+    if not 1 <= chosen <= count or size < 1:
+        raise ModelError(f"config.json: {chosen} of {count} experts of width {size}; allowed: 1 or more of each, and "
+                         "no more than there are")
+    if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step", 1)) != 1:
+        raise ModelError("mlp_only_layers and decoder_sparse_step in config.json make some layers dense; supported: "
+                         "experts in all layers")
+    normalises = bool(config.get("norm_topk_prob", False)) if form.normalises is None else form.normalises
+    return ExpertsConfig(count, chosen, size, form.prefix, form.names, normalises, form.rounds)
 
 
 def _divisor(value: Any) -> float:

@@ -14,6 +14,24 @@ HeadNorms = Literal["none", "each", "all"]
 
 
 @dataclass(frozen=True)
+class ExpertsFormat:
+    """How a family stores and weighs its experts.
+
+    prefix        of the names of their tensors in a layer
+    names         of gate, up and down of an expert
+    size          key of an expert's width in config.json
+    normalises    weights of a row's experts are divided by their sum; None: as `norm_topk_prob` says
+    rounds        these weights are rounded to the model's dtype
+    """
+
+    prefix: str
+    names: tuple[str, str, str]
+    size: str
+    normalises: bool | None
+    rounds: bool
+
+
+@dataclass(frozen=True)
 class Family:
     """What a family does differently.
 
@@ -28,6 +46,7 @@ class Family:
     skips_rope     layers may be without RoPE (no_rope_layers)
     is_multiplied  config.json has embedding_, residual_ and attention_multiplier, and logits_scaling
     rotates_part   partial_rotary_factor may be below 1
+    experts        mixtures of experts instead of MLPs; None: none
     defaults       values that `transformers` assumes where config.json has none, if they differ from Llama's
     """
 
@@ -41,6 +60,7 @@ class Family:
     skips_rope: bool = False
     is_multiplied: bool = False
     rotates_part: bool = False
+    experts: ExpertsFormat | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -58,6 +78,13 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(mlp_bias=False, head_norms="all", post_norm=True, defaults={"rms_norm_eps": 1e-5}),
     "smollm3": Family(windows="some", skips_rope=True, defaults={
         "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True}),
+    "mixtral": Family(qkv_bias=False, out_bias=False, mlp_bias=False, windows="all", defaults={
+        "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "rope_theta": 1e6},
+        experts=ExpertsFormat("block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size", True, False)),
+    "qwen3_moe": Family(mlp_bias=False, head_norms="each", windows="some", defaults=_QWEN | {
+        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        experts=ExpertsFormat("mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", None, True)),
 }
 
 _EXPERTS = "mixture-of-experts layers"
@@ -83,7 +110,6 @@ MISSING: dict[str, str] = {
     "llama4_text": f"chunked attention, {_EXPERTS}",
     "mamba": "state-space layers",
     "mamba2": "state-space layers",
-    "mixtral": _EXPERTS,
     "mistral3": "image input",
     "mllama": "image input by cross-attention",
     "olmo": "LayerNorm without weights",
@@ -93,7 +119,6 @@ MISSING: dict[str, str] = {
     "qwen2_moe": _EXPERTS,
     "qwen2_vl": "image input, RoPE with three positions",
     "qwen2_5_vl": "image input, RoPE with three positions",
-    "qwen3_moe": _EXPERTS,
     "qwen3_next": f"linear attention, {_EXPERTS}",
     "stablelm": "LayerNorm",
     "starcoder2": "LayerNorm, an MLP without a gate",

@@ -109,6 +109,11 @@ def with_file(name: str, file: str | None) -> str:
     return f"{name}:{file}"
 
 
+def is_first_part(name: str) -> bool:
+    """Whether a GGUF file of this name is a model, not a later part of one or the vision part (mmproj) of another."""
+    return not name.startswith("mmproj") and _LATER_PART.search(name) is None
+
+
 def gguf_in(folder: Path) -> Path | None:
     """The GGUF file of a folder that has no other model. None: the folder has another one, or is a file itself.
 
@@ -116,8 +121,7 @@ def gguf_in(folder: Path) -> Path | None:
     """
     if not folder.is_dir() or (folder / "config.json").exists():
         return None
-    files = sorted(path for path in folder.glob("*.gguf")
-                   if not path.name.startswith("mmproj") and _LATER_PART.search(path.name) is None)
+    files = sorted(path for path in folder.glob("*.gguf") if is_first_part(path.name))
     if len(files) > 1:
         raise ModelError(f"{folder} has {len(files)} GGUF files; choose one with --file: "
                          f"{', '.join(path.name for path in files[:_MAX_LISTED])}"

@@ -21,6 +21,8 @@ def shard_config(config: ModelConfig, shard: Shard, quantize: str = "none") -> M
                        and config.intermediate_size % n == 0]
             raise ModelError(f"tensor_parallel is {size}, but the model's {name} is {count}, which is not a multiple "
                              f"of it; allowed: {', '.join(map(str, [1, *divisors]))}")
+    if config.experts:
+        raise ModelError(f"tensor_parallel is {size}, but experts are not divided among ranks; allowed: 1")
     if config.head_norms == "all":
         raise ModelError(f"tensor_parallel is {size}, but the model normalises queries and keys over all heads at once "
                          "(OLMo 2), which needs all heads on one rank; allowed: 1")

@@ -20,6 +20,7 @@ from longdraft.model.transformer import Transformer
 USABLE = 0.9  # share of the memory that weights and cache may take; the rest is for the system and buffers
 LARGEST_TREE = 1024  # rows that a reserved cache has for a draft tree, besides the text
 _MAX_PARAMETERS = 10**14  # a hundred times the largest public model
+_MAX_EXPERTS = 1 << 16
 _BYTES = {"bfloat16": 2, "float32": 4}
 _INT4_BYTES = 19 / 32  # of a weight: 32 of them have 16 bytes and 3 for scale and zero point
 
@@ -30,7 +31,7 @@ class Sizes:
 
     parameters: int
     weights_bytes: int
-    read_bytes: int  # bytes that a forward of one token reads: all weights, except an untied embedding
+    read_bytes: int  # bytes that a forward of one token reads: not those of an untied embedding or of other experts
     cache_bytes_per_token: int
     context_limit: int
 
@@ -50,6 +51,8 @@ class Sizes:
 
 def model_sizes(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
     """Sizes of a model. Counts one layer, because all layers are alike. Raises ModelError for absurd sizes."""
+    if config.experts and config.experts.count > _MAX_EXPERTS:
+        raise ModelError(f"config.json says {config.experts.count} experts; allowed: {_MAX_EXPERTS:,}")
     outside = _count(replace(config, num_layers=0))
     parameters = outside + config.num_layers * (_count(replace(config, num_layers=1)) - outside)
     if parameters > _MAX_PARAMETERS:
@@ -57,6 +60,9 @@ def model_sizes(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
                          f"allowed: {_MAX_PARAMETERS:,}")
     width = _BYTES[dtype]
     unread = 0 if config.is_tied else config.vocab_size * config.hidden_size
+    if config.experts:
+        expert = 3 * config.hidden_size * config.experts.size
+        unread += config.num_layers * (config.experts.count - config.experts.chosen) * expert
     return Sizes(parameters, parameters * width, (parameters - unread) * width,
                  2 * config.num_layers * config.num_kv_heads * config.head_dim * width, config.max_positions)
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longdraft.errors import ModelError
+from longdraft.kernels.int4 import Int4Weight
 from longdraft.model.memory import forget_pages
 
 _MAX_HEADER = 1 << 25  # bytes of JSON; a 400-billion-parameter model's shard has some 100 KB
@@ -87,6 +88,9 @@ class TensorFile:
     def stored(self, name: str) -> tuple[str, Tensor]:
         """The name of a tensor's type, and its bytes, uint8."""
         return stored_bytes(self.view(name))
+
+    def int4(self, name: str) -> Int4Weight | None:
+        """None: the file has no matrices in 4 bits."""
 
     def forget(self, name: str) -> None:
         """Release the pages of a tensor, except those that it shares with its neighbours."""

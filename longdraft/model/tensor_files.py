@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from longdraft.errors import ModelError
+from longdraft.kernels.int4 import Int4Weight
+from longdraft.model import four_bit
 from longdraft.model.config import read_json
+from longdraft.model.four_bit import FourBitTensors
 from longdraft.model.gguf.container import open_gguf
 from longdraft.model.gguf.tensors import GgufTensors
 from longdraft.model.memory import temporary
@@ -29,7 +32,7 @@ TORCH_WEIGHTS = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
 
-TensorSource = TensorFile | TorchFile | GgufTensors
+TensorSource = TensorFile | TorchFile | GgufTensors | FourBitTensors
 ReadCallback = Callable[[int, int], None]  # called with (bytes read, bytes in all)
 
 
@@ -121,6 +124,24 @@ class TensorFiles:
         self._release()
         return stacked
 
+    def int4(self, names: Sequence[str]) -> Int4Weight | None:
+        """Matrices that the files hold in 4 bits, one below another, with the numbers of the files.
+
+        None if one of them is in another format. Raises ModelError for scales that are NaN or infinite.
+        """
+        parts = []
+        for name in names:
+            part = self._file_of[name].int4(name)
+            if part is None:
+                return None
+            if not part.scale.isfinite().all():
+                raise ModelError(f"{self._file_of[name].path}: {name} has scales that are NaN or infinite: the file is "
+                                 "damaged; get it again")
+            parts.append(part)
+            self._read.add(name)
+        self._report(sum(map(self._size, self._read)))
+        return Int4Weight(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
     def _view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor's numbers. Releases the pages of the previous one."""
         self._release()
@@ -187,12 +208,18 @@ def _open(folder: Path, single: str) -> Sequence[TensorSource]:
     if single != WEIGHTS:
         return [TensorFile(folder / single)]
     if (folder / INDEX).exists():
-        return [TensorFile(folder / name) for name in shard_names(folder / INDEX)]
+        return _safetensors(folder, shard_names(folder / INDEX))
     if (folder / TORCH_INDEX).exists() and not (folder / WEIGHTS).exists():
         return [TorchFile(folder / name) for name in shard_names(folder / TORCH_INDEX)]
     if (folder / TORCH_WEIGHTS).is_file() and not (folder / WEIGHTS).exists():
         return [TorchFile(folder / TORCH_WEIGHTS)]
-    return [TensorFile(folder / WEIGHTS)]
+    return _safetensors(folder, [WEIGHTS])
+
+
+def _safetensors(folder: Path, names: Sequence[str]) -> Sequence[TensorSource]:
+    files = [TensorFile(folder / name) for name in names]
+    has_config = (folder / "config.json").is_file()
+    return four_bit.wrap(folder, files, read_json(folder / "config.json")) if has_config else files
 
 
 def has_weights(folder: Path) -> bool:

@@ -162,8 +162,11 @@ class Transformer:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the weights that a forward reads."""
-        return sum(linear.nbytes for linear in self.linears)
+        """Bytes of the weights that a forward of one row reads. Of experts, the share that a row chooses."""
+        mixtures = [layer.experts for layer in self.weights.layers if layer.experts is not None]
+        chosen = sum(sum(mlp.gate_up.nbytes + mlp.down.nbytes for mlp in each.mlps) * each.chosen // len(each.mlps)
+                     for each in mixtures)
+        return sum(linear.nbytes for linear in self.linears) + chosen
 
     @property
     def weights_in_tokens(self) -> float:
@@ -172,10 +175,11 @@ class Transformer:
 
     @property
     def linears(self) -> list[Linear]:
-        """Every matrix that a row is multiplied with, in order."""
+        """Every matrix that each row is multiplied with, in order. Those of experts are not among them."""
         layers = [linear for layer in self.weights.layers
-                  for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return [*layers, self.weights.head]
+                  for linear in (layer.qkv, layer.out, layer.gate_up, layer.down) if linear is not None]
+        routers = [layer.experts.router for layer in self.weights.layers if layer.experts is not None]
+        return [*layers, *routers, self.weights.head]
 
     @property
     def cache_bytes_per_token(self) -> int:

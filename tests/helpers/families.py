@@ -27,6 +27,9 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granite": ("granite", dict(embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.4,
                                 logits_scaling=2.5)),
     "olmo2": ("olmo2", {}),
+    "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32,
+                                    norm_topk_prob=True)),
     "smollm3": ("smollm3", dict(no_rope_layers=[1, 0, 1], pad_token_id=None)),
 }
 LAYERS = 3

@@ -86,6 +86,7 @@ _INSIDE = {
     "self_attn.v_proj": "attn_v", "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
 }
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 PERMUTED = ("llama", "granite", "smollm3")
@@ -119,6 +120,11 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
         f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
     }
+    if hasattr(config, "num_local_experts"):
+        values |= {f"{arch}.expert_count": config.num_local_experts,
+                   f"{arch}.expert_used_count": config.num_experts_per_tok}
+        if hasattr(config, "moe_intermediate_size"):
+            values[f"{arch}.expert_feed_forward_length"] = config.moe_intermediate_size
     head_dim = getattr(config, "head_dim", None)
     if head_dim and head_dim != config.hidden_size // heads:
         values[f"{arch}.attention.key_length"] = values[f"{arch}.attention.value_length"] = head_dim
@@ -149,10 +155,15 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
     kind  the type of the matrices; norms are F32
     """
     config = model.config
-    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    arch = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
     converted: dict[str, Stored] = dict(tensors or {})
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if ".mlp.experts." in name:
+            layer, size = name.split(".")[2], tensor.shape[1] // 2
+            parts = {"down": tensor} if "down" in name else {"gate": tensor[:, :size], "up": tensor[:, size:]}
+            converted |= {f"blk.{layer}.ffn_{part}_exps.weight": stored(one, kind) for part, one in parts.items()}
             continue
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}.get(
             name.rpartition("_proj")[0][-1:] if "self_attn" in name else "")

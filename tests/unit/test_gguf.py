@@ -88,7 +88,9 @@ def meaning(config: model_config.ModelConfig) -> object:
     """The configuration without the ends of texts, and with one spelling for rotations."""
     settings = {name: number for name, number in config.rope.settings.items() if name != "partial_rotary_factor"}
     rotated = tuple(config.rotates(layer) for layer in range(config.num_layers))
-    return replace(config, eos_token_ids=(), rope=replace(config.rope, settings=settings), rotated=rotated)
+    inner = 0 if config.experts else config.intermediate_size  # not used then
+    return replace(config, eos_token_ids=(), rope=replace(config.rope, settings=settings), rotated=rotated,
+                   intermediate_size=inner)
 
 
 CONVERTED = [name for name, (_, own) in FAMILIES.items() if not {"use_sliding_window", "rope_parameters"} & set(own)
@@ -299,7 +301,8 @@ def test_a_journal_of_a_gguf_file_is_resumed(tmp_path, llama):
 @pytest.mark.parametrize("values, message", [
     ({"general.architecture": "gemma3"}, "general.architecture is 'gemma3'; supported: llama"),
     ({"general.architecture": "gptoss"}, "in Ollama's own layout"),
-    ({"llama.expert_count": 8}, "mixture-of-experts layers"),
+    ({"llama.expert_count": 8}, "llama.expert_used_count is missing"),
+    ({"llama.expert_count": 8, "llama.expert_shared_count": 1}, "mixture-of-experts layers"),
     ({"llama.block_count": 0}, "llama.block_count is 0; allowed: a whole number of 1 or more"),
     ({"llama.attention.head_count_kv": [4, 2]}, "must have 2 equal values, one for each layer"),
     ({"llama.attention.head_count_kv": [2, 2, 2]}, "must have 2 equal values, one for each layer"),

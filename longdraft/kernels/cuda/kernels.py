@@ -21,6 +21,7 @@ from longdraft.kernels.cuda.launch import require
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.row_invariance import is_row_invariant
+from longdraft.kernels.int4 import Int4Weight
 from longdraft.kernels.interface import (
     FLOAT_DTYPES,
     AttentionOutput,
@@ -53,8 +54,8 @@ class CudaKernels(CudaOperations):
         self.is_row_invariant = True
         self._element = FP8 if name.endswith(_FP8_SUFFIX) else self.dtype
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None, *, quantize: str = "none") -> CudaLinear:
-        if quantize == "int4":
+    def pack(self, weight: Tensor | Int4Weight, bias: Tensor | None = None, *, quantize: str = "none") -> CudaLinear:
+        if not isinstance(weight, Tensor) or quantize == "int4":
             raise UsageError("int4 weights have no CUDA kernels yet; use int8 or unquantised weights, or --device cpu")
         return CudaLinear(weight, bias, self.device, self.dtype, is_int8=quantize == "int8")
 
@@ -71,6 +72,8 @@ class CudaKernels(CudaOperations):
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
         """Also sets `is_row_invariant` to False where the device fails the test of the first layer."""
+        if any(layer.experts for layer in layers):
+            raise UsageError("mixture-of-experts layers have no CUDA kernels yet; use --device cpu")
         decoder = CudaDecoder(self, layers, geometry)
         if self.device.type == "cuda" and self.is_row_invariant:
             first_layer = CudaDecoder(self, layers[:1], geometry)

@@ -28,6 +28,13 @@ def dequantise(rows: Tensor, kind: BlockType, out: Tensor) -> None:
         out[start : start + step] = values.view(len(part), -1)
 
 
+def q4_0_parts(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The whole numbers [N, K] uint8, 0 to 15, and the scales [N, K / 32] float16 of rows of Q4_0 blocks."""
+    blocks = rows.reshape(-1, 18)
+    scales = blocks[:, :2].contiguous().view(torch.float16)
+    return _nibbles(blocks[:, 2:], 16).view(len(rows), -1), scales.view(len(rows), -1)
+
+
 def _half(blocks: Tensor, at: int) -> Tensor:
     """A float16 number of each block, as float32 [B, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()

@@ -48,7 +48,9 @@ ARCHITECTURES = {
     "granite": Architecture("granite", is_permuted=True, settings=_GRANITE),
     "olmo2": Architecture("olmo2"),
     "smollm3": Architecture("smollm3", is_permuted=True),
+    "qwen3moe": Architecture("qwen3_moe"),
 }
+_MIXTRAL = Architecture("mixtral", is_permuted=True)  # files of the architecture `llama` that have experts
 _OTHERS = {"gptoss": "gpt-oss in Ollama's own layout; get a file with general.architecture 'gpt-oss'",
            "clip": "a vision model (mmproj), which belongs to another file"}
 
@@ -63,9 +65,11 @@ def architecture(model: Gguf) -> tuple[str, Architecture]:
                    + (f"; this is {known}" if known else ""))
     if name == "olmo2" and f"{name}.attention.sliding_window" in model.values:
         model.fail("this is OLMo 3, which is not supported: it has a second RoPE for layers with a window")
-    if any(key.startswith(f"{name}.expert_") and value for key, value in model.values.items()):
+    if not model.values.get(f"{name}.expert_count"):
+        return name, found
+    if name not in ("llama", "qwen3moe") or model.values.get(f"{name}.expert_shared_count"):
         model.fail(f"the model has mixture-of-experts layers, which {found.model_type!r} in longdraft does not have")
-    return name, found
+    return name, _MIXTRAL if name == "llama" else found
 
 
 class _Reader:
@@ -131,7 +135,7 @@ def config_of(model: Gguf) -> dict[str, Any]:
         "model_type": kind.model_type,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": read.whole("feed_forward_length"),
+        "intermediate_size": read.whole("feed_forward_length", 1 if kind.model_type == "qwen3_moe" else None),
         "num_hidden_layers": read.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": read.whole("attention.head_count_kv", heads),
@@ -144,10 +148,14 @@ def config_of(model: Gguf) -> dict[str, Any]:
         "sliding_window": None,
         "mlp_bias": False,
     }
+    if kind.model_type in ("mixtral", "qwen3_moe"):
+        config |= {"num_local_experts": read.whole("expert_count"), "norm_topk_prob": True,
+                   "num_experts_per_tok": read.whole("expert_used_count"),
+                   "moe_intermediate_size": read.whole("expert_feed_forward_length", config["intermediate_size"])}
     for ours, theirs in (kind.settings or {}).items():
         if read.has(ours):
             config[theirs] = read.number(ours)
-    if kind.model_type == "phi3" or (name == "llama" and read.has("attention.sliding_window")):
+    if kind.model_type == "phi3" or (kind.model_type == "llama" and read.has("attention.sliding_window")):
         _add_window(config, read)
     _add_rope(config, model, read)
     return config

@@ -12,13 +12,17 @@ import warnings
 import torch
 from torch import Tensor
 
-from longdraft.model.gguf.blocks import dequantise
+from longdraft.kernels.int4 import Int4Weight
+from longdraft.model.families import FAMILIES, ExpertsFormat
+from longdraft.model.gguf.blocks import dequantise, q4_0_parts
 from longdraft.model.gguf.container import Gguf, GgufFile, TensorEntry
 from longdraft.model.gguf.metadata import architecture
 from longdraft.model.memory import forget_pages, temporary
 from longdraft.model.tensor_file import Entry
 
 _LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
+_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")  # of older files, one by one
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
             "output.weight": "lm_head.weight"}
 _INSIDE = {
@@ -30,6 +34,8 @@ _INSIDE = {
 _DIFFERENT = {
     "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "qwen3_moe": {"ffn_gate_inp": "mlp.gate"},
+    "mixtral": {"ffn_gate_inp": "block_sparse_moe.gate"},
 }
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # see metadata.py
 
@@ -42,10 +48,17 @@ class GgufTensors:
         name, kind = architecture(model)
         self._heads = {part: _heads(model, name, key) for part, key in (("q", "head_count"), ("k", "head_count_kv"))
                        } if kind.is_permuted else {}
-        different = _DIFFERENT.get(name, {})
-        self._stored: dict[str, TensorEntry] = {
-            _translated(theirs, different): entry for theirs, entry in file.tensors.items()
-            if theirs not in _NOT_WEIGHTS}
+        different, experts = _DIFFERENT.get(kind.model_type, {}), FAMILIES[kind.model_type].experts
+        self._stored: dict[str, TensorEntry] = {}
+        for theirs, entry in file.tensors.items():
+            if theirs in _NOT_WEIGHTS:
+                continue
+            if experts and (found := _EXPERTS.fullmatch(theirs)) and len(entry.shape) == 3:
+                self._stored |= _one_by_one(found[1], found[2], entry, experts)
+            elif experts and (found := _EXPERT.fullmatch(theirs)):
+                self._stored[_expert_name(found[1], found[2], int(found[3]), experts)] = entry
+            else:
+                self._stored[_translated(theirs, different)] = entry
         self.entries = {ours: Entry(entry.type.name, entry.shape, entry.start, entry.stop)
                         for ours, entry in self._stored.items()}
 
@@ -66,6 +79,18 @@ class GgufTensors:
         out = temporary((len(rows), entry.shape[-1]), dtype or torch.float32)
         dequantise(rows, entry.type, out)
         return out.view(entry.shape)
+
+    def int4(self, name: str) -> Int4Weight | None:
+        """The numbers of a Q4_0 matrix, unchanged; None for other types, which groups of 32 with a float16 scale and a
+        whole zero point cannot hold."""
+        entry = self._stored[name]
+        if entry.type.name != "Q4_0":
+            return None
+        order = self._order(name)
+        _, stored = self.stored(name)
+        rows = stored.view(entry.shape[0], -1)
+        values, scale = q4_0_parts(rows if order is None else rows[order])
+        return Int4Weight(values, scale, torch.full(scale.shape, 8, dtype=torch.uint8))
 
     def stored(self, name: str) -> tuple[str, Tensor]:
         """The name of a tensor's type, and its bytes, uint8, in the order of the file."""
@@ -99,6 +124,18 @@ def stored_rows(count: int, heads: int) -> Tensor | None:
     inside = torch.arange(dim)
     head = 2 * (inside % (dim // 2)) + inside // (dim // 2)
     return (torch.arange(heads)[:, None] * dim + head).flatten()
+
+
+def _one_by_one(layer: str, part: str, entry: TensorEntry, form: ExpertsFormat) -> dict[str, TensorEntry]:
+    """The matrices of a tensor [experts, N, K]."""
+    count, size = entry.shape[0], (entry.stop - entry.start) // entry.shape[0]
+    return {_expert_name(layer, part, i, form): TensorEntry(entry.type, entry.shape[1:], entry.start + i * size,
+                                                           entry.start + (i + 1) * size) for i in range(count)}
+
+
+def _expert_name(layer: str, part: str, index: int, form: ExpertsFormat) -> str:
+    name = form.names[("gate", "up", "down").index(part)]
+    return f"model.layers.{layer}.{form.prefix}.experts.{index}.{name}.weight"
 
 
 def _heads(model: Gguf, name: str, key: str) -> int:

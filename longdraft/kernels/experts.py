@@ -1,0 +1,57 @@
+"""Mixtures of experts: a router chooses some of many MLPs for each row (Shazeer et al. 2017, Jiang et al. 2024).
+
+    p = softmax(router x);   y = sum over the chosen experts e, in ascending order, of  w[e] * expert[e](x)
+
+with w[e] = p[e], divided by the sum over the chosen ones if the model does so. Rows that chose the same expert are
+multiplied together, so an expert's weights are read once. A row's result does not depend on the other rows: products
+are row-invariant, the softmax and the sorting work on each row by itself, and a row's sum has a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels.interface import Experts, Linear
+
+
+class ExpertOperations(Protocol):
+    """The operations of an expert. See :class:`longdraft.kernels.interface.Kernels`."""
+
+    def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor: ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor: ...
+
+
+class Choice(NamedTuple):
+    """The experts of some rows, best first, and their weights."""
+
+    experts: Tensor  # int64 [R, k]
+    weights: Tensor  # float32 [R, k]
+
+
+def route(logits: Tensor, experts: Experts) -> Choice:
+    """The choice for logits [R, E]. Of equal probabilities the lower index comes first."""
+    probabilities = torch.softmax(logits.float(), -1)
+    ordered, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+    weights, chosen = ordered[:, : experts.chosen], order[:, : experts.chosen]
+    if experts.normalises:
+        total = weights[:, 0]
+        for column in weights.unbind(1)[1:]:  # one after another: the order is the same for any number of rows
+            total = total + column
+        weights = weights / total[:, None]
+    return Choice(chosen, weights.to(logits.dtype).float() if experts.rounds else weights)
+
+
+def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts) -> Tensor:
+    """The mixture's outputs for rows x [R, hidden], in the dtype of x."""
+    chosen, weights = route(ops.linear(x, experts.router), experts)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for index in torch.unique(chosen).tolist():  # ascending
+        rows, places = torch.where(chosen == index)
+        expert = experts.mlps[index]
+        inner = ops.swiglu(ops.linear(x[rows], expert.gate_up))
+        total[rows] += ops.linear(inner, expert.down, keep_float=True) * weights[rows, places, None]
+    return total.to(x.dtype)

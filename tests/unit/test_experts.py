@@ -1,0 +1,116 @@
+"""Mixtures of experts: the routing, the sum, and that a row's company changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+import longdraft
+from helpers.checkpoints import load
+from helpers.equality import prompt_of
+from helpers.families import make_family
+from longdraft import kernels
+from longdraft.errors import ModelError
+from longdraft.kernels.experts import experts_forward, route
+from longdraft.kernels.interface import Experts, Mlp
+from longdraft.model import sizing
+from longdraft.model.config import parse_config, read_config
+
+HIDDEN, INNER, COUNT = 48, 32, 6
+
+
+def mixture(ops: kernels.Kernels, *, normalises: bool = True, rounds: bool = False, quantize: str = "none") -> Experts:
+    torch.manual_seed(1)
+
+    def packed(*shape: int) -> kernels.Linear:
+        return ops.pack(torch.randn(*shape) * 0.3, quantize=quantize)
+
+    mlps = tuple(Mlp(packed(2 * INNER, HIDDEN), packed(HIDDEN, INNER)) for _ in range(COUNT))
+    return Experts(ops.pack(torch.randn(COUNT, HIDDEN)), mlps, 3, normalises, rounds)
+
+
+@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_alone_and_in_any_company(name, dtype):
+    ops = kernels.choose("cpu", dtype, name)
+    for quantize in ("none", "int8", "int4"):
+        experts = mixture(ops, quantize=quantize)
+        x = torch.randn(33, HIDDEN).to(ops.dtype)
+        alone = torch.cat([experts_forward(ops, row[None], experts) for row in x])
+        for count in (2, 5, 16, 17, 33):
+            assert torch.equal(experts_forward(ops, x[:count], experts), alone[:count]), (quantize, count)
+        order = torch.randperm(33)
+        assert torch.equal(experts_forward(ops, x[order], experts), alone[order])
+
+
+@pytest.mark.parametrize("normalises", [True, False])
+def test_the_sum_is_that_of_the_definition(normalises):
+    """Row by row, expert by expert."""
+    ops = kernels.choose("cpu", "float32", "reference")
+    experts = mixture(ops, normalises=normalises)
+    x = torch.randn(7, HIDDEN)
+    for row, found in zip(x, experts_forward(ops, x, experts), strict=True):
+        p = torch.softmax(ops.linear(row[None], experts.router)[0], 0)
+        best = p.topk(3).indices.tolist()
+        total = torch.zeros(HIDDEN)
+        for expert in best:
+            gate, up = ops.linear(row[None], experts.mlps[expert].gate_up)[0].chunk(2)
+            inner = (functional.silu(gate) * up)[None]
+            weight = p[expert] / (p[best].sum() if normalises else 1)
+            total += weight * ops.linear(inner, experts.mlps[expert].down)[0]
+        torch.testing.assert_close(found, total, atol=1e-5, rtol=1e-5)
+
+
+def test_of_equal_probabilities_the_lower_index_comes_first():
+    experts = mixture(kernels.choose("cpu", "float32", "reference"))
+    choice = route(torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0, 1.0], [0.0] * 6]), experts)
+    assert choice.experts.tolist() == [[1, 2, 4], [0, 1, 2]]
+    torch.testing.assert_close(choice.weights, torch.full((2, 3), 1 / 3))
+
+
+def test_a_forward_reads_the_chosen_experts_only(tmp_path):
+    make_family(tmp_path, "qwen3_moe")
+    model, config = load(tmp_path, "bfloat16"), read_config(tmp_path)
+    sizes = sizing.model_sizes(config)
+    expert = 3 * 48 * 32 * 2  # bytes
+    assert sizes.weights_bytes - sizes.read_bytes == config.num_layers * 3 * expert
+    layer = model.weights.layers[0].experts
+    assert layer is not None and len(layer.mlps) == 6 and layer.chosen == 3
+    all_of_them = sum(mlp.gate_up.nbytes + mlp.down.nbytes for layer in model.weights.layers
+                      if layer.experts for mlp in layer.experts.mlps)
+    assert model.weights_bytes == sum(linear.nbytes for linear in model.linears) + all_of_them // 2
+
+
+def test_a_model_of_transformers_in_memory_is_the_same_model(tmp_path):
+    for name in ("mixtral", "qwen3_moe"):
+        make_family(tmp_path / name, name)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        writer = longdraft.from_transformers(theirs, drafter="plain")
+        ids = torch.tensor([prompt_of(20)])
+        greedy = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert torch.equal(writer.generate(ids, **greedy), theirs.generate(ids, **greedy))
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(num_experts_per_tok=9), "9 of 6 experts of width 32; allowed"),
+    (dict(moe_intermediate_size=0), "3 of 6 experts of width 0; allowed"),
+    (dict(mlp_only_layers=[0]), "make some layers dense; supported: experts in all layers"),
+    (dict(decoder_sparse_step=2), "make some layers dense; supported: experts in all layers"),
+])
+def test_settings_of_experts_are_checked(changes, message):
+    base = dict(model_type="qwen3_moe", vocab_size=320, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=4, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32)
+    with pytest.raises(ModelError, match=message):
+        parse_config(base | changes)
+
+
+def test_absurd_numbers_of_experts_are_refused_before_memory_is_taken(tmp_path):
+    make_family(tmp_path, "qwen3_moe")
+    text = (tmp_path / "config.json").read_text()
+    for name in ("num_experts", "num_local_experts"):
+        text = text.replace(f'"{name}": 6', f'"{name}": 1000000000000')
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"layers of 1000000000000 experts|1000000000000 experts; allowed"):
+        longdraft.load(str(tmp_path), drafter="plain")
