@@ -25,15 +25,15 @@ class ExpertOperations(Protocol):
     def swiglu(self, gate_up: Tensor) -> Tensor: ...
 
 
-class Choice(NamedTuple):
+class Routing(NamedTuple):
     """The experts of some rows, best first, and their weights."""
 
     experts: Tensor  # int64 [R, k]
     weights: Tensor  # float32 [R, k]
 
 
-def route(logits: Tensor, experts: Experts) -> Choice:
-    """The choice for logits [R, E]. Of equal probabilities the lower index comes first."""
+def route(logits: Tensor, experts: Experts) -> Routing:
+    """The routing for logits [R, E]. Of equal probabilities the lower index comes first."""
     probabilities = torch.softmax(logits.float(), -1)
     ordered, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
     weights, chosen = ordered[:, : experts.chosen], order[:, : experts.chosen]
@@ -42,7 +42,7 @@ def route(logits: Tensor, experts: Experts) -> Choice:
         for column in weights.unbind(1)[1:]:  # one after another: the order is the same for any number of rows
             total = total + column
         weights = weights / total[:, None]
-    return Choice(chosen, weights.to(logits.dtype).float() if experts.rounds else weights)
+    return Routing(chosen, weights.to(logits.dtype).float() if experts.rounds else weights)
 
 
 def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts) -> Tensor:

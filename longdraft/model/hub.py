@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longdraft.errors import ModelError, UsageError
-from longdraft.model.tensor_files import INDEX, TORCH_INDEX, TORCH_WEIGHTS, WEIGHTS, shard_names
+from longdraft.model.tensor_files import INDEX, TORCH_INDEX, TORCH_WEIGHTS, WEIGHTS, has_weights, shard_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,11 +115,11 @@ def is_first_part(name: str) -> bool:
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has no other model. None: the folder has another one, or is a file itself.
+    """The GGUF file of a folder without other weights. None: the folder has some, or is a file itself.
 
     Of a split file, the first part. Raises ModelError if the folder has several GGUF files.
     """
-    if not folder.is_dir() or (folder / "config.json").exists():
+    if not folder.is_dir() or has_weights(folder):
         return None
     files = sorted(path for path in folder.glob("*.gguf") if is_first_part(path.name))
     if len(files) > 1:

@@ -267,6 +267,7 @@ def test_a_folder_with_one_gguf_file_is_that_model_and_of_several_one_is_chosen(
     home.mkdir()
     convert(folder, model, home / "one.gguf")
     (home / "mmproj-one.gguf").write_bytes(b"")
+    (home / "config.json").write_text("{}")  # many folders of GGUF files have one
     assert hub.resolve(str(home)) == home / "one.gguf"
     assert run(["generate", "It", "--model", str(home), "--max-new-tokens", "3", "--seed", "1"]) == 0
     first = capfd.readouterr().out
