@@ -28,15 +28,12 @@ from longdraft.core import MAX_SEED, SamplingParams
 from longdraft.engine import Engine
 from longdraft.errors import UsageError, check
 from longdraft.generation import Generation
-from longdraft.kernels.int4 import Int4Weight
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model import checkpoint, defaults, hub
 from longdraft.model import config as model_config
 from longdraft.model.chat_template import ChatTemplate
-from longdraft.model.tensor_file import stored_bytes
-from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.state_dict import StateDict, with_single_experts
 from longdraft.model.tokenizer import Tokenizer
-from longdraft.parallel import Pick
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -55,60 +52,6 @@ _KNOWN_PROCESSORS = {
 }
 _COMPARED_VALUES = 1024  # values of each parameter that are hashed to detect changes
 _KNOWN_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria"}
-
-
-class StateDict(TensorFiles):
-    """The tensors of a model in memory, with the interface of tensors in files.
-
-    folder  the model's folder; drafting parts in it are found as by `longdraft.load`
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        self.folder = folder
-        self.files = []
-        self._tensors = dict(tensors)
-
-    def release_tensors(self) -> None:
-        """Drop the references to the tensors, so that the caller can free them."""
-        self._tensors = {}
-        self.sha256 = None  # their owner may change them from here on
-
-    def names(self) -> set[str]:
-        return set(self._tensors)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
-    def read(self, name: str, pick: Pick | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        whole = self._tensors[name].detach()
-        return whole if pick is None else pick(whole)
-
-    def stack(self, names: Sequence[str], dtype: torch.dtype | None, picks: Sequence[Pick | None] = ()) -> Tensor:
-        picks = picks or [None] * len(names)
-        return torch.cat([self.read(name, pick).to("cpu", dtype) for name, pick in zip(names, picks, strict=True)])
-
-    def int4(self, names: Sequence[str]) -> Int4Weight | None:
-        return None
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def _wrong_type(self, name: str) -> str:
-        return "" if self._tensors[name].is_floating_point() else f"{name} holds {self._tensors[name].dtype}"
-
-    def _stored(self, name: str) -> tuple[str, Tensor]:
-        return stored_bytes(self.read(name).cpu())
-
-    def _release(self) -> None:
-        """Do nothing: no pages of a file are mapped."""
-
-    def fingerprint(self) -> str:
-        """The fingerprint of the checkpoint, as long as the tensors are unchanged."""
-        if not self._tensors:
-            raise UsageError("a journal names the weights it belongs to, and those of a model in memory are not kept; "
-                             "save it, and give its folder to longdraft.load")
-        return super().fingerprint()
 
 
 class TransformersWriter:
@@ -173,31 +116,13 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     tensors = model.state_dict()
     if config.is_tied:
         tensors.pop("lm_head.weight", None)  # a second name of the embedding, which checkpoints leave out
-    files = StateDict(_with_single_experts(tensors, config), folder)
+    files = StateDict(with_single_experts(tensors, config), folder)
     target = checkpoint.load_transformer(files, config, chosen, quantize)
     words = _NoTokenizer() if tokenizer is None else _SavedTokenizer(tokenizer)
     loaded = LoadedModel.load_parts(str(folder), files, target, words, choice, heads_name=heads,
                                     hub_options=hub.Hub(), defaults=defaults.Defaults())
     files.release_tensors()
     return TransformersWriter(Engine(loaded, choice), own)
-
-
-def _with_single_experts(tensors: dict[str, Tensor], config: model_config.ModelConfig) -> dict[str, Tensor]:
-    """The tensors with a matrix for each expert, as in checkpoints. In memory those of a layer are one tensor."""
-    form, found = config.experts, dict(tensors)
-    if form is None:
-        return found
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}."
-        if f"{layer}mlp.experts.down_proj" not in found:
-            continue
-        gate_up, down = (found.pop(f"{layer}mlp.experts.{name}") for name in ("gate_up_proj", "down_proj"))
-        found[f"{layer}{form.prefix}.gate.weight"] = found.pop(f"{layer}mlp.gate.weight")
-        for expert in range(form.count):
-            matrices = (*gate_up[expert].split(form.size), down[expert])
-            found |= {f"{layer}{form.prefix}.experts.{expert}.{name}.weight": matrix
-                      for name, matrix in zip(form.names, matrices, strict=True)}
-    return found
 
 
 def _require_version() -> None:

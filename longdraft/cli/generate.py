@@ -116,8 +116,8 @@ def generate(
                                                  snapshot=snapshot, snapshot_max=snapshot_max),
                 params.max_new_tokens, files, journal, quiet, engine))
     finally:
-        for file in files.values():
-            file.abandon()
+        for opened in files.values():
+            opened.abandon()
 
 
 def _shortened(ids: list[int], prefill: int | None) -> list[int]:

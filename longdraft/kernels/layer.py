@@ -65,7 +65,7 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
         kv.v.copy_(v[own])
         if kv.remainder is not None:
             remainder = torch.einsum("thd,hde->the", content[own].float(), kv.remainder[:, :-1]) + kv.remainder[:, -1]
-            kv = kv._replace(remainder=remainder)
+            kv = kv._replace(remainder=remainder.contiguous())
         outputs.append(ops.attention(q[own], kv, parents[own], layer.window))
         start = own.stop
     attended = AttentionOutput(*(torch.cat(part) for part in zip(*outputs, strict=True)))._replace(content=content)

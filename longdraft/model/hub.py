@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -171,7 +171,10 @@ class _Repository:
         if not any((folder / name).exists() for name in _HEADS_FILES):
             if self._is_offline:  # the files may exist in the repository
                 raise self._incomplete()
-            if files := self._gguf_files():
+            files: list[str] = []
+            with suppress(ModelError):
+                files = self._gguf_files()
+            if files:
                 raise ModelError(f"{self._full_name} has GGUF files; choose one with --file: "
                                  f"{', '.join(files[:_MAX_LISTED])}" + (", ..." if len(files) > _MAX_LISTED else ""))
             raise ModelError(f"{self._full_name} has no {WEIGHTS}, no {TORCH_WEIGHTS} and no index of shards; other "

@@ -66,13 +66,13 @@ class TorchFile:
         member = members.get(f"data/{view.storage.key}")
         if member is None:
             fail(f"the numbers of {name} are missing")
-        nbytes = view.storage.count * STORAGES[view.storage.kind][1].itemsize
+        nbytes = view.storage.size * STORAGES[view.storage.kind][1].itemsize
         if member.stop - member.start != nbytes:
             fail(f"the storage of {name} has {member.stop - member.start:,} bytes, not {nbytes:,}")
         last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
-        if prod(view.shape) and last >= view.storage.count:
+        if prod(view.shape) and last >= view.storage.size:
             fail(f"{name} reaches beyond its storage")
-        if prod(view.shape) > view.storage.count:
+        if prod(view.shape) > view.storage.size:
             fail(f"{name} has more numbers than its storage")
         return view, member
 
@@ -89,7 +89,7 @@ class TorchFile:
             return torch.empty(view.shape, dtype=own)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to it
-            flat = torch.frombuffer(self._map, dtype=own, count=view.storage.count, offset=member.start)
+            flat = torch.frombuffer(self._map, dtype=own, count=view.storage.size, offset=member.start)
         if flat.data_ptr() % own.itemsize:
             flat = flat.clone()
         return flat.as_strided(view.shape, view.strides, view.offset)

@@ -20,16 +20,18 @@ STORAGES = {
     "CharStorage": ("I8", torch.int8), "ByteStorage": ("U8", torch.uint8), "BoolStorage": ("BOOL", torch.bool)}
 
 
-class Name(NamedTuple):
+class GlobalName(NamedTuple):
     """A global name of the pickle. It stands for nothing."""
 
     name: str
 
 
 class Storage(NamedTuple):
-    kind: str  # a key of STORAGES
+    """Numbers of a type that STORAGES names, in the archive's entry `key`."""
+
+    kind: str
     key: str
-    count: int
+    size: int
 
 
 class View(NamedTuple):
@@ -108,19 +110,19 @@ class Machine:
         name = name.replace(" ", ".")
         if name not in _CALLS and name.removeprefix("torch.") not in STORAGES:
             fail(f"its pickle names {name[:80]!r}, which tensors do not need")
-        self._stack.append(Name(name))
+        self._stack.append(GlobalName(name))
 
     def _persistent(self, _: None) -> None:
         """A storage, which is described by ('storage', class, key, device, number of numbers)."""
         match self._stack.pop():
-            case ("storage", Name(name), str(key), str(), int(count)) if 0 <= count < 1 << 48:
+            case ("storage", GlobalName(name), str(key), str(), int(count)) if 0 <= count < 1 << 48:
                 self._stack.append(Storage(name.removeprefix("torch."), key, count))
             case _:
                 fail("a storage in its pickle is damaged")
 
     def _call(self, _: None) -> None:
         arguments, name = self._stack.pop(), self._stack.pop()
-        if not isinstance(name, Name) or name.name not in _CALLS:
+        if not isinstance(name, GlobalName) or name.name not in _CALLS:
             fail("its pickle calls what is no function")
         self._stack.append(_CALLS[name.name](arguments))
 

@@ -78,7 +78,8 @@ class ParallelKernels:
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
         if self.is_device:  # device kernels run their self-check when they create a decoder
             first = layers[0]
-            out, down = (each.part if isinstance(each, RowParallel) else each for each in (first.out, first.down))
+            out = first.out.part if isinstance(first.out, RowParallel) else first.out
+            down = first.down.part if isinstance(first.down, RowParallel) else first.down
             self.local.new_decoder([first._replace(out=out, down=down)], geometry)
             self.is_row_invariant = self.local.is_row_invariant
         return LayerwiseDecoder(self, layers, geometry)  # each layer needs two sums over the ranks

@@ -27,17 +27,19 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granite": ("granite", dict(embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.4,
                                 logits_scaling=2.5)),
     "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", dict(no_rope_layers=[1, 0, 1], pad_token_id=None)),
+}
+MIXTURES: dict[str, tuple[str, dict[str, object]]] = {  # of experts, which take longer
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32,
                                     norm_topk_prob=True)),
-    "smollm3": ("smollm3", dict(no_rope_layers=[1, 0, 1], pad_token_id=None)),
 }
 LAYERS = 3
 
 
 def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
     """Save a random model of a family as a model folder; norms and biases are random too."""
-    kind, own = FAMILIES[name]
+    kind, own = (FAMILIES | MIXTURES)[name]
     settings: dict[str, object] = dict(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2, tie_word_embeddings=True,

@@ -26,7 +26,9 @@ def text(value: str | bytes) -> bytes:
 
 
 def value(content: Any) -> bytes:
-    """A value with its type: texts, truth values, u32, f32, and lists of one of these."""
+    """A value with its type: texts, truth values, u32, f32, lists of one of these, and arrays of NumPy (int32)."""
+    if isinstance(content, np.ndarray):
+        return struct.pack("<IIQ", 9, _FORMS["i32"][0], len(content)) + content.astype("<i4").tobytes()
     if isinstance(content, list):
         parts = [value(part) for part in content]
         kind = parts[0][:4] if parts else struct.pack("<I", 4)
@@ -144,7 +146,7 @@ def tokenizer_values(folder: Path, pre: str = "gpt-2") -> dict[str, Any]:
     tokens = [token for token, _ in sorted((vocabulary | special).items(), key=lambda pair: pair[1])]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
     return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+            "tokenizer.ggml.token_type": np.array([3 if token in special else 1 for token in tokens]),
             "tokenizer.ggml.merges": merges}
 
 

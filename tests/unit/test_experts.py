@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import longdraft
-from helpers.checkpoints import load
-from helpers.equality import prompt_of
-from helpers.families import make_family
+from helpers.checkpoints import load, load_glide, make_glide, make_heads
+from helpers.eagle import load_eagle, make_eagle
+from helpers.equality import DRAFTERS, LIARS, liar, prompt_of
+from helpers.families import MIXTURES, make_family
+from helpers.generation import by_name, generate
 from longdraft import kernels
+from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.kernels.experts import experts_forward, route
 from longdraft.kernels.interface import Experts, Mlp
-from longdraft.model import sizing
+from longdraft.model import heads, sizing
 from longdraft.model.config import parse_config, read_config
+from longdraft.model.transformer import Transformer, chain_rows
 
 HIDDEN, INNER, COUNT = 48, 32, 6
 
@@ -81,6 +87,70 @@ def test_a_forward_reads_the_chosen_experts_only(tmp_path):
     all_of_them = sum(mlp.gate_up.nbytes + mlp.down.nbytes for layer in model.weights.layers
                       if layer.experts for mlp in layer.experts.mlps)
     assert model.weights_bytes == sum(linear.nbytes for linear in model.linears) + all_of_them // 2
+
+
+def logits_of(model: Transformer, tokens: list[int], prefill: int) -> torch.Tensor:
+    """Of all tokens, the first `prefill` read at once, the others one by one."""
+    cache = model.new_cache()
+    parts = []
+    for start, end in [(0, prefill)] + [(i, i + 1) for i in range(prefill, len(tokens))]:
+        parts.append(model.logits(model.forward(chain_rows(tokens[start:end], start), cache).hidden))
+        cache.commit(range(end - start))
+    return torch.cat(parts)
+
+
+def theirs_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].float()
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_models_are_those_of_transformers(tmp_path, name):
+    """Logits over prefill and decode, in float32 and within bfloat16's rounding; greedy texts."""
+    theirs, tokens = make_family(tmp_path / "a", name), prompt_of(300)
+    ours = load(tmp_path / "a")
+    torch.testing.assert_close(logits_of(ours, tokens, 270), theirs_of(theirs, tokens), atol=1e-4, rtol=1e-4)
+    prompt = prompt_of(60)
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None,
+                               pad_token_id=0)[0, 60:].tolist()
+    assert generate(ours, prompt, SamplingParams(max_new_tokens=40, temperature=0.0), by_name("plain")) == expected
+    tokens = prompt_of(120)
+    exact = theirs_of(make_family(tmp_path / "b", name, initializer_range=0.1), tokens)
+    rounded = theirs_of(make_family(tmp_path / "b", name, torch.bfloat16, initializer_range=0.1), tokens)
+    found = logits_of(load(tmp_path / "b", "bfloat16"), tokens, 100)
+    assert (found - exact).abs().mean() <= 1.2 * (rounded - exact).abs().mean()
+    assert torch.equal(found, logits_of(load(tmp_path / "b", "bfloat16"), tokens, 1))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen")
+    make_heads(folder / "heads", make_family(folder, "qwen3_moe"))
+    make_glide(folder / "glide", folder)
+    make_eagle(folder / "eagle")
+    return folder
+
+
+@pytest.mark.parametrize("dtype, settings", [("float32", dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2)),
+                                             ("bfloat16", dict(temperature=0.0))])
+def test_every_drafter_writes_the_plain_text(qwen, dtype, settings):
+    model = load(qwen, dtype)
+    trained, layer, eagle = (heads.load_heads(qwen / "heads", model), load_glide(qwen / "glide", model),
+                             load_eagle(qwen / "eagle", model))
+    params = SamplingParams(max_new_tokens=14, seed=11, **settings)
+    plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
+    for name, options in DRAFTERS.values():
+        factory = by_name(name, trained, model if "model" in options else None, layer, eagle, **options)
+        assert generate(model, prompt_of(60), params, factory, banned=[1]) == plain, (name, options)
+
+
+@pytest.mark.parametrize("kind", LIARS)
+def test_lying_drafters_do_not_change_the_text(qwen, kind):
+    model, prompt = load(qwen), prompt_of(60)
+    params = SamplingParams(max_new_tokens=14, seed=5, temperature=1.0, top_p=0.9)
+    plain = generate(model, prompt, params, by_name("plain"), banned=[1])
+    drafter = liar(kind, plain, len(prompt))
+    assert generate(model, prompt, params, lambda given: drafter, banned=[1]) == plain
 
 
 def test_a_model_of_transformers_in_memory_is_the_same_model(tmp_path):

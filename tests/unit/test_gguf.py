@@ -12,7 +12,7 @@ import torch
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import prompt_of
-from helpers.families import FAMILIES, make_family
+from helpers.families import FAMILIES, MIXTURES, make_family
 from helpers.gguf_files import TYPE_IDS, convert, noise, permuted, stored, write_gguf
 from longdraft.__main__ import run
 from longdraft.core import SamplingParams
@@ -97,7 +97,7 @@ CONVERTED = [name for name, (_, own) in FAMILIES.items() if not {"use_sliding_wi
              and name != "smollm3"]
 
 
-@pytest.mark.parametrize("name", [*CONVERTED, "smollm3"])
+@pytest.mark.parametrize("name", [*CONVERTED, "smollm3", *MIXTURES])
 @pytest.mark.parametrize("kind", ["F32", "BF16"])
 def test_a_converted_model_is_the_same_model(tmp_path, name, kind):
     """Equal configuration, equal tensors, and so the same logits to the bit."""

@@ -196,7 +196,7 @@ def test_a_tokenizer_that_cannot_be_read_is_one_clear_error(tmp_path, content):
         Tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])
+@pytest.mark.parametrize("name", ["vocab.json", "tekken.json"])
 def test_a_model_with_another_form_of_tokenizer_says_how_to_convert_it(tmp_path, name):
     (tmp_path / name).write_bytes(b"...")
     with pytest.raises(ModelError, match=rf"the folder has {name}.*AutoTokenizer.*save_pretrained") as raised:

@@ -49,7 +49,7 @@ class ForwardBuffers:
         self.k, self.v = (zeros(num, rows, kv_heads, dim) for _ in range(2))
         self.q, self.content, self.output = (zeros(num, rows, heads, dim) for _ in range(3))
         self.lse = zeros(num, rows, heads, dtype=torch.float32)
-        self.inner = zeros(rows, max(layer.gate_up.out_features for layer in layers) // 2)
+        self.inner = zeros(rows, max(layer.gate_up.out_features for layer in layers if layer.gate_up) // 2)
         weights = [weight for layer in layers for weight in decoder.weights_of(layer)]
         self.sums = zeros(max(weight.num_sums(rows) for weight in weights), dtype=torch.float32)
         self.room = min(store.room for store in stores)

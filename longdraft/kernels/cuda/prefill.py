@@ -32,8 +32,8 @@ class PrefillOperations:
         self._ops = ops
         self.rms_norm, self.swiglu, self.rope = ops.rms_norm, ops.swiglu, ops.rope
 
-    def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        assert isinstance(weight, CudaLinear)
+    def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
+        assert isinstance(weight, CudaLinear) and not keep_float  # which is for the head and for experts
         return weight.matmul(x)
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:

@@ -39,10 +39,10 @@ _MAX_PARTS = 10_000
 
 
 class Array(NamedTuple):
-    """An array of the metadata: `count` values of type `kind` from byte `start` on. Decoded on use."""
+    """An array of the metadata: `size` values of type `kind` from byte `start` on. Decoded on use."""
 
     kind: int
-    count: int
+    size: int
     start: int
 
 

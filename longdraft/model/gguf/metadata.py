@@ -108,7 +108,7 @@ class _Reader:
         value = self._model.values[name]
         if not isinstance(value, Array):
             return value
-        values = self._model.array(name) if value.count == self.layers else []
+        values = self._model.array(name) if value.size == self.layers else []
         if not values or any(other != values[0] for other in values):
             self._model.fail(f"{name} must have {self.layers} equal values, one for each layer; models whose layers "
                              "differ are not supported")
@@ -161,7 +161,7 @@ def config_of(model: Gguf) -> dict[str, Any]:
     return config
 
 
-def biases_of(model: Gguf) -> dict[str, bool]:
+def biases_of(model: Gguf) -> dict[str, Any]:
     """The fields of a ModelConfig that say which matrices have a bias: those that the file has."""
     has = {name: f"blk.0.{name}.bias" in model.tensors for name in ("attn_q", "attn_qkv", "attn_output", "ffn_down")}
     return {"qkv_bias": has["attn_q"] or has["attn_qkv"], "out_bias": has["attn_output"], "mlp_bias": has["ffn_down"]}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
@@ -104,14 +106,13 @@ def _pieces(model: Gguf) -> list[Piece]:
         model.fail(f"{_PREFIX}tokens has {len(tokens):,} values; allowed: 1 to {_MAX_TOKENS:,} texts")
     tokens = [token or f"[PAD{i}]" for i, token in enumerate(tokens)]
     if len(set(tokens)) != len(tokens):
-        seen: set[str] = set()
-        twice = next(token for token in tokens if token in seen or seen.add(token))  # type: ignore[func-returns-value]
+        (twice, _), = Counter(tokens).most_common(1)
         model.fail(f"the token {twice[:80]!r} occurs twice in {_PREFIX}tokens; get the file again")
     scores, kinds = _list(model, "scores", len(tokens), 0.0), _list(model, "token_type", len(tokens), int(Kind.NORMAL))
     return [Piece(token, float(score), int(kind)) for token, score, kind in zip(tokens, scores, kinds, strict=True)]
 
 
-def _list(model: Gguf, name: str, count: int | None = None, default: object = None) -> list[object] | list[str]:
+def _list(model: Gguf, name: str, count: int | None = None, default: object = None) -> list[Any]:
     """An array of the tokenizer. With `count`: numbers, so many of them, or the default if there are none."""
     key = _PREFIX + name
     value = model.values.get(key)

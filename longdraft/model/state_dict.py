@@ -1,0 +1,88 @@
+"""The tensors of a model in memory, with the interface of tensors in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longdraft.errors import UsageError
+from longdraft.kernels.int4 import Int4Weight
+from longdraft.model.config import ModelConfig
+from longdraft.model.tensor_file import stored_bytes
+from longdraft.model.tensor_files import TensorFiles
+from longdraft.parallel import Pick
+
+
+class StateDict(TensorFiles):
+    """The tensors of a model in memory, with the interface of tensors in files.
+
+    folder  the model's folder; drafting parts in it are found as by `longdraft.load`
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        self.folder = folder
+        self.files = []
+        self._tensors = dict(tensors)
+
+    def release_tensors(self) -> None:
+        """Drop the references to the tensors, so that the caller can free them."""
+        self._tensors = {}
+        self.sha256 = None  # their owner may change them from here on
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def read(self, name: str, pick: Pick | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        whole = self._tensors[name].detach()
+        return whole if pick is None else pick(whole)
+
+    def stack(self, names: Sequence[str], dtype: torch.dtype | None, picks: Sequence[Pick | None] = ()) -> Tensor:
+        picks = picks or [None] * len(names)
+        return torch.cat([self.read(name, pick).to("cpu", dtype) for name, pick in zip(names, picks, strict=True)])
+
+    def int4(self, names: Sequence[str]) -> Int4Weight | None:
+        return None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def _wrong_type(self, name: str) -> str:
+        return "" if self._tensors[name].is_floating_point() else f"{name} holds {self._tensors[name].dtype}"
+
+    def _stored(self, name: str) -> tuple[str, Tensor]:
+        return stored_bytes(self.read(name).cpu())
+
+    def _release(self) -> None:
+        """Do nothing: no pages of a file are mapped."""
+
+    def fingerprint(self) -> str:
+        """The fingerprint of the checkpoint, as long as the tensors are unchanged."""
+        if not self._tensors:
+            raise UsageError("a journal names the weights it belongs to, and those of a model in memory are not kept; "
+                             "save it, and give its folder to longdraft.load")
+        return super().fingerprint()
+
+
+def with_single_experts(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors with a matrix for each expert, as in checkpoints. In memory those of a layer are one tensor."""
+    form, found = config.experts, dict(tensors)
+    if form is None:
+        return found
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}."
+        if f"{layer}mlp.experts.down_proj" not in found:
+            continue
+        gate_up, down = (found.pop(f"{layer}mlp.experts.{name}") for name in ("gate_up_proj", "down_proj"))
+        found[f"{layer}{form.prefix}.gate.weight"] = found.pop(f"{layer}mlp.gate.weight")
+        for expert in range(form.count):
+            matrices = (gate_up[expert, : form.size], gate_up[expert, form.size :], down[expert])
+            found |= {f"{layer}{form.prefix}.experts.{expert}.{name}.weight": matrix
+                      for name, matrix in zip(form.names, matrices, strict=True)}
+    return found
