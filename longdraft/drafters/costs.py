@@ -33,7 +33,7 @@ from longdraft.tree import Tree, chain
 
 log = logging.getLogger(__name__)
 
-ROWS = (1, 2, 4, 8, 16)  # rows of the forwards that are timed
+ROWS = (1, 2, 4, 6, 8, 16)  # rows of the forwards that are timed; products of up to six rows read their weights once
 _DEPTHS = (4, 12)  # depths of the drafts that are timed
 _SHORT = 256  # positions of the text behind which they are timed
 _MOST_BYTES = 1 << 28  # of the cache of random positions
@@ -41,7 +41,9 @@ _REPEATS = 2  # the fastest one counts
 _MOST_WARM_UPS = 4  # steps in which a drafter may read the text before it drafts
 _SLOW_S = 0.2  # what takes longer is timed once
 _USUAL_STEPS, _LONG_S = 40, 4.0  # a measurement takes as long as so many steps; a line announces one that takes longer
-_FORMAT = 1
+_FORMAT = 2
+_SEVERAL = 8  # rows by which the growth of the text's part is measured
+_GROWTH = 0.02  # where it is not
 
 _OUTLIER = 3.0  # a measured time counts as at most this many times the expected one, and at least 1 / 3 of it
 _MACHINE_RATE, _KIND_RATE = 0.2, 0.05  # how much of a ratio is taken over at once
@@ -54,11 +56,14 @@ class ForwardCosts(NamedTuple):
     host       seconds of a request's own work, which no other request shares
     rows       seconds of a forward of ROWS rows behind an empty text, without `host`
     positions  number of positions of the text that take as long to read as the weights
+    growth     share of the time for the text that each further row adds: little where memory is the limit, much where
+               several query heads share keys and arithmetic is
     """
 
     host: float
     rows: tuple[float, ...]
     positions: float
+    growth: float = _GROWTH
 
     @classmethod
     def by_size(cls, weights_in_tokens: float) -> ForwardCosts:
@@ -69,7 +74,8 @@ class ForwardCosts(NamedTuple):
         """Seconds of one request's part of a forward, for each number of rows, behind `context` tokens, if each of
         `requests` requests has so many rows: its own keys and values, and an equal share of the weights."""
         own = np.asarray(rows, dtype=np.float64)
-        return self.host + self._line(own * requests) / requests + self._line(own) * (context / self.positions)
+        text = self.rows[0] * (context / self.positions) * (1 + self.growth * (own - 1))
+        return self.host + self._line(own * requests) / requests + text
 
     def share(self, requests: float) -> float:
         """Cost of a forward of one row of each of `requests` requests, for one of them, relative to its cost alone."""
@@ -107,14 +113,14 @@ class Costs(NamedTuple):
 
     def numbers(self) -> list[float]:
         """All of them, in an order that `from_numbers` knows."""
-        forward = [self.forward.host, *self.forward.rows, self.forward.positions]
+        forward = [self.forward.host, *self.forward.rows, self.forward.positions, self.forward.growth]
         return [*forward, *(float(number) for costs in self.drafts.values() for number in costs)]
 
     @classmethod
     def from_numbers(cls, names: Iterable[str], numbers: Sequence[float]) -> Costs:
         """ValueError if these are not numbers of costs of these drafters."""
         names, size = list(names), len(DraftCosts._fields)
-        end = len(ROWS) + 2
+        end = len(ROWS) + 3
         if len(numbers) != end + size * len(names) or not all(
                 isinstance(number, float) and 0 <= number < 1e6 for number in numbers):
             raise ValueError("not the costs of these drafters")
@@ -122,7 +128,7 @@ class Costs(NamedTuple):
         for place, name in enumerate(names):
             base, token, nodes, depth = numbers[end + size * place : end + size * (place + 1)]
             drafts[name] = DraftCosts(base, token, nodes, int(depth))
-        return cls(ForwardCosts(numbers[0], tuple(numbers[1 : end - 1]), numbers[end - 1]), drafts)
+        return cls(ForwardCosts(numbers[0], tuple(numbers[1 : end - 2]), *numbers[end - 2 : end]), drafts)
 
 
 class Pace:
@@ -216,23 +222,26 @@ def measure(model: Transformer, sampler: Sampler, candidates: Callable[[FullCach
     by_rows = [plain, *(short.seconds(rows) for rows in ROWS[1:])]
     host = by_rows[0].sample + by_rows[0].commit
     seconds = [timings.verify + timings.sample + timings.commit - host for timings in by_rows]
-    forward = ForwardCosts(host, tuple(float(each) for each in np.maximum.accumulate(seconds)), _positions(
-        model, sampler, seconds[0]))
+    rising = [float(each) for each in np.maximum.accumulate(seconds)]
+    forward = ForwardCosts(host, tuple(rising), *_text_costs(model, sampler, rising))
     text = _RandomText(model, sampler, min(_SHORT, model.config.max_positions // 2))
     drafters = candidates(text.cache, text.sampler)
     return Costs(forward, {name: _of_drafter(text, drafter) for name, drafter in drafters.items()})
 
 
-def _positions(model: Transformer, sampler: Sampler, seconds: float) -> float:
-    """`ForwardCosts.positions`: by measurement where a cache of moderate size takes a good part of a step, else by
-    size. seconds: of a forward behind an empty text"""
+def _text_costs(model: Transformer, sampler: Sampler, rows: Sequence[float]) -> tuple[float, float]:
+    """`ForwardCosts.positions` and `growth`. The first one is measured where a cache of moderate size takes a good part
+    of a step, else taken by size. rows: seconds of forwards behind an empty text"""
     most = min(_MOST_BYTES // model.cache_bytes_per_token, model.config.max_positions // 2)
-    positions = int(min(model.weights_in_tokens, most))
-    if positions < model.weights_in_tokens / 4 or positions < _SHORT:
-        return model.weights_in_tokens
-    timings = _RandomText(model, sampler, positions).seconds(1)
-    more = timings.verify - seconds
-    return positions * seconds / max(more, 0.1 * seconds)
+    length = int(min(model.weights_in_tokens, most))
+    if length < _SHORT:
+        return model.weights_in_tokens, _GROWTH
+    text = _RandomText(model, sampler, length)
+    one, several = (text.seconds(count).verify for count in (1, _SEVERAL))
+    by_size = rows[0] * length / model.weights_in_tokens
+    alone = by_size if length < model.weights_in_tokens / 4 else max(one - rows[0], 0.1 * by_size)
+    growth = ((several - rows[ROWS.index(_SEVERAL)]) / alone - 1) / (_SEVERAL - 1)
+    return length * rows[0] / alone, max(0.0, growth)
 
 
 def _of_drafter(text: _RandomText, drafter: Drafter) -> DraftCosts:

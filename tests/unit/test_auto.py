@@ -62,7 +62,7 @@ def test_a_tree_keeps_the_wanted_nodes_below_wanted_ones():
 
 # Decisions, by a clock that only the drafters and the forwards move.
 
-FORWARD = ForwardCosts(0.0, (1.0, 1.02, 1.05, 1.1, 1.2), 1e6)  # seconds by rows; the text costs nothing
+FORWARD = ForwardCosts(0.0, (1.0, 1.02, 1.05, 1.075, 1.1, 1.2), 1e6)  # seconds by rows; the text costs nothing
 
 
 class Clock:
@@ -218,12 +218,22 @@ def test_several_texts_share_what_their_first_probes_may_lose():
 
 
 def test_auto_verifies_as_many_guesses_as_pay_for_their_rows():
-    dear = ForwardCosts(0.0, (1.0, 1.2, 1.6, 2.4, 4.0), 1e6)
+    dear = ForwardCosts(0.0, (1.0, 1.2, 1.6, 2.0, 2.4, 4.0), 1e6)
     texts = [Text({"chain": (0.01, 0.7)}, forward=forward) for forward in (FORWARD, dear)]
     for text in texts:
         text.write(3000)
     cheap, few = (np.mean(text.rows[-500:]) for text in texts)
     assert 6 < cheap < 13 and 2 <= few < 5
+
+
+def test_trees_are_smaller_behind_a_text_whose_rows_are_dear():
+    """Several query heads share keys, so that arithmetic is the limit: eight rows take four times one row's time."""
+    texts = [Text({"chain": (0.01, 0.9)}, forward=ForwardCosts(0.0, FORWARD.rows, 100.0, growth))
+             for growth in (0.0, 0.43)]
+    for text in texts:
+        text.write(2000)
+    cheap, dear = (np.mean(text.rows[-100:]) for text in texts)
+    assert dear < 0.7 * cheap
 
 
 def test_auto_corrects_costs_that_were_measured_wrongly():
@@ -238,7 +248,7 @@ def test_auto_corrects_costs_that_were_measured_wrongly():
 
 def test_drafts_begin_to_pay_when_requests_share_the_weights_and_trees_become_smaller():
     """Rows cost little beside reading the weights, and much when eight requests share that reading."""
-    forward = ForwardCosts(0.0, (1.0, 1.0, 1.02, 1.1, 2.0), 1e6)
+    forward = ForwardCosts(0.0, (1.0, 1.0, 1.02, 1.06, 1.1, 2.0), 1e6)
     text = Text({"chain": (0.1, 0.8)}, forward=forward)
     text.write(1000)
     alone = np.mean(text.rows[-100:])
