@@ -33,6 +33,7 @@ from longdraft.model import checkpoint, defaults, hub
 from longdraft.model import config as model_config
 from longdraft.model.chat_template import ChatTemplate
 from longdraft.model.state_dict import StateDict, with_single_experts
+from longdraft.model.tensor_file import text_entries
 from longdraft.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def from_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     dtype = "float32" if model.dtype == torch.float32 else "bfloat16"
     chosen = kernels.choose(model.device.type, dtype)
     folder = Path(str(model.config.name_or_path or "model in memory"))
-    tensors = model.state_dict()
+    tensors = text_entries(model.state_dict())
     if config.is_tied:
         tensors.pop("lm_head.weight", None)  # a second name of the embedding, which checkpoints leave out
     files = StateDict(with_single_experts(tensors, config), folder)

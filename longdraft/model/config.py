@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args
 
 from longdraft.errors import ModelError
-from longdraft.model.families import FAMILIES, MISSING, ExpertsFormat, Family, HeadNorms
+from longdraft.model.families import FAMILIES, MISSING, ExpertsFormat, Family, HeadNorms, text_config
 from longdraft.model.four_bit import FourBitFormat
 from longdraft.model.gguf import metadata
 from longdraft.model.gguf.container import open_gguf
@@ -156,6 +156,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_config(config: Mapping[str, Any], generation_eos: Any = None) -> ModelConfig:
     """Translate the dictionary of a `config.json`. generation_eos: eos_token_id of generation_config.json."""
+    config = text_config(config)
     family = _family(config)
     config = {**family.defaults, **config}
     try:

@@ -87,6 +87,8 @@ FAMILIES: dict[str, Family] = {
         experts=ExpertsFormat("mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", None, True)),
 }
 
+_WRAPPED = ("mistral3",)  # models with image input around one of the families, of which the text part is read
+
 _EXPERTS = "mixture-of-experts layers"
 # Unsupported families -> what longdraft lacks; part of the error message.
 MISSING: dict[str, str] = {
@@ -110,7 +112,6 @@ MISSING: dict[str, str] = {
     "llama4_text": f"chunked attention, {_EXPERTS}",
     "mamba": "state-space layers",
     "mamba2": "state-space layers",
-    "mistral3": "image input",
     "mllama": "image input by cross-attention",
     "olmo": "LayerNorm without weights",
     "olmo3": "a second RoPE for layers with a window",
@@ -123,3 +124,12 @@ MISSING: dict[str, str] = {
     "stablelm": "LayerNorm",
     "starcoder2": "LayerNorm, an MLP without a gate",
 }
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the language model where a model with image input wraps one of a supported family."""
+    inner = config.get("text_config")
+    if config.get("model_type") not in _WRAPPED or not isinstance(inner, dict):
+        return config
+    outer = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
+    return inner | {name: config[name] for name in outer if config.get(name) is not None}

@@ -12,7 +12,7 @@ import os
 import warnings
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,13 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = {**FLOATS, "F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
            "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
            "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+
+
+T = TypeVar("T")
+# Prefixes of a wrapped language model's tensors and what they are in a model of its own: the layouts before and since
+# transformers 5; and those of image input.
+_WRAPPERS = (("language_model.", ""), ("model.language_model.", "model."))
+_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
 class Entry(NamedTuple):
@@ -62,6 +69,7 @@ class TensorFile:
         self.entries = {name: Entry(entry["dtype"], tuple(entry["shape"]), *(8 + length + offset for offset in
                                                                               entry["data_offsets"]))
                         for name, entry in header.items()}
+        self.entries = text_entries(self.entries)
 
     def view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor as it is stored. Raises ModelError for a dtype that PyTorch does not have.
@@ -95,6 +103,18 @@ class TensorFile:
     def forget(self, name: str) -> None:
         """Release the pages of a tensor, except those that it shares with its neighbours."""
         forget_pages(self._map, self.entries[name].start, self.entries[name].stop)
+
+
+def text_entries(entries: dict[str, T]) -> dict[str, T]:
+    """The entries of the language model, by its own names, where a model with image input wraps it; else all."""
+    for outer, inner in _WRAPPERS:
+        if any(name.startswith(outer) for name in entries):
+            found = {inner + name.removeprefix(outer): entry for name, entry in entries.items()
+                     if name.startswith(outer)}
+            return found | {name: entry for name, entry in entries.items() if name == "lm_head.weight"}
+    if any(name.startswith(_IMAGE_PARTS) for name in entries):  # a shard of nothing but image input
+        return {name: entry for name, entry in entries.items() if not name.startswith(_IMAGE_PARTS)}
+    return entries
 
 
 def stored_bytes(tensor: Tensor) -> tuple[str, Tensor]:
