@@ -145,8 +145,12 @@ Choice::WindowChange Choice::window_change(const int32_t* path, long length) con
     return change;
 }
 
-// Apply penalty and bans to a row, and find its first highest logit. False where the logits are not finite.
-bool Choice::prepare(const float* logits, const PartOfVocabulary* part, const WindowChange& change, bool is_banned, float* row,
+Choice::PathChange Choice::path_change(const int32_t* path, long length, bool follows) const {
+    return {window_change(path, length), penalties_ ? penalties_->edits(path, length, follows) : std::vector<Edit>{}};
+}
+
+// Apply penalties and bans to a row, and find its first highest logit. False where the logits are not finite.
+bool Choice::prepare(const float* logits, const PartOfVocabulary* part, const PathChange& change, bool is_banned, float* row,
                      long& best) const {
     const long size = size_of(part);
     // Calls set(place) for each of the tokens that the row has.
@@ -157,9 +161,11 @@ bool Choice::prepare(const float* logits, const PartOfVocabulary* part, const Wi
     std::copy_n(logits, size, row);
     if (penalises()) {
         each(distinct_, [&](long place) { row[place] = penalised(logits[place], rules_.penalty); });
-        each(change.removed, [&](long place) { row[place] = logits[place]; });
-        each(change.added, [&](long place) { row[place] = penalised(logits[place], rules_.penalty); });
+        each(change.window.removed, [&](long place) { row[place] = logits[place]; });
+        each(change.window.added, [&](long place) { row[place] = penalised(logits[place], rules_.penalty); });
     }
+    for (const Edit& edit : change.edits)
+        if (long place = part ? part->places[static_cast<size_t>(edit.token)] : edit.token; place >= 0) row[place] -= edit.amount;
     if (is_banned) each(banned_, [&](long place) { row[place] = LOWEST; });
     float most[LANES];
     int32_t is_nan[LANES] = {};
@@ -181,7 +187,7 @@ bool Choice::prepare(const float* logits, const PartOfVocabulary* part, const Wi
 
 bool Choice::is_in_support(float value, float best) const {
     if (!(static_cast<double>(value) > static_cast<double>(best) + rules_.lowest)) return false;
-    return value / rules_.temperature >= best / rules_.temperature + rules_.least;
+    return value / rules_.filter_temperature >= best / rules_.filter_temperature + rules_.least;
 }
 
 // A value that no token of the support is below.
@@ -226,14 +232,14 @@ int64_t Choice::best_of(const float* row, const PartOfVocabulary* part, long bes
 void Choice::choose(const float* logits, const int32_t* tokens, const int32_t* parents, long nodes, long position,
                     long banned_depth, int64_t* chosen) const {
     std::vector<std::vector<int32_t>> paths(static_cast<size_t>(nodes));
-    std::vector<WindowChange> changes;
+    std::vector<PathChange> changes;
     for (long n = 0; n < nodes; n++) {
         auto& path = paths[static_cast<size_t>(n)];
         if (parents[n] >= 0) {
             path = paths[static_cast<size_t>(parents[n])];
             path.push_back(tokens[n]);
         }
-        changes.push_back(window_change(path.data(), static_cast<long>(path.size())));
+        changes.push_back(path_change(path.data(), static_cast<long>(path.size()), true));
     }
     parallel(nodes, [&](long n) {
         float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(vocabulary_) * sizeof(float)));
@@ -250,7 +256,8 @@ Ranked Choice::rank(const float* logits, const int32_t* path, long length, long 
     float* row = static_cast<float*>(workspace<3>(static_cast<size_t>(vocabulary_) * sizeof(float)));
     long best;
     const long size = size_of(part), few = std::max(count, 2L);  // two show the lead
-    if (!prepare(logits, part, window_change(path, length), is_banned, row, best)) return {{}, INFINITY};
+    const bool follows = !penalties_ || position == penalties_->length() + length;
+    if (!prepare(logits, part, path_change(path, length, follows), is_banned, row, best)) return {{}, INFINITY};
     const uint64_t key = key_of(rules_.seed, position);
     std::vector<Guess> guesses = rules_.temperature > 0 ? best_few(row, part, best, key, few) : highest_of(row, size, few);
     const double lead = guesses.size() > 1 ? guesses[0].score - guesses[1].score : INFINITY;

@@ -1,6 +1,8 @@
 // The sampler's passes over the vocabulary, for the sampling parameters that need no sums: temperature, repetition penalty,
-// min-p. It chooses the same tokens as longdraft/sampling/sampler.py, which defines the result.
+// min-p, penalties by path. It chooses the same tokens as longdraft/sampling/sampler.py, which defines the result.
 #pragma once
+
+#include "path_penalties.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -12,7 +14,8 @@ namespace longdraft {
 struct ChoiceRules {
     double temperature;   // 0: choose the highest logit
     double lowest;        // min-p, a cheap test first: logits must be above best + lowest; -infinity: off
-    double least;         // min-p: scores must be at least best / temperature + least
+    double least;         // min-p: scores must be at least the best one + least
+    double filter_temperature;  // of the scores that min-p sees: `temperature`, or 1 where temperature comes last
     float penalty;        // 1: off
     long window;          // the last `window` tokens of the text and the drafted path are penalised
     uint64_t seed;
@@ -53,6 +56,9 @@ class Choice {
     // Append tokens to the text.
     void extend(const int32_t* tokens, long count);
 
+    // Penalties that are applied after the repetition penalty. Their text must be this one's; not owned.
+    void set_penalties(const PathPenalties* penalties) { penalties_ = penalties; }
+
     // The target's token at each node of a tree; -1 where the node's logits are not finite.
     //   logits [nodes, vocabulary]; tokens, parents [nodes], the root first
     //   position: of the token that follows the root
@@ -68,11 +74,13 @@ class Choice {
 
   private:
     struct WindowChange { std::vector<int64_t> added, removed; };
+    struct PathChange { WindowChange window; std::vector<Edit> edits; };
 
     bool penalises() const { return rules_.penalty != 1.0f; }
     WindowChange window_change(const int32_t* path, long length) const;
+    PathChange path_change(const int32_t* path, long length, bool follows) const;
     long size_of(const PartOfVocabulary* part) const { return part ? static_cast<long>(part->ids.size()) : vocabulary_; }
-    bool prepare(const float* logits, const PartOfVocabulary* part, const WindowChange& change, bool is_banned, float* row,
+    bool prepare(const float* logits, const PartOfVocabulary* part, const PathChange& change, bool is_banned, float* row,
                  long& best) const;
     std::vector<Guess> best_few(const float* row, const PartOfVocabulary* part, long best, uint64_t key, long count) const;
     int64_t best_of(const float* row, const PartOfVocabulary* part, long best, uint64_t key) const;
@@ -83,6 +91,7 @@ class Choice {
 
     ChoiceRules rules_;
     long vocabulary_;
+    const PathPenalties* penalties_ = nullptr;
     std::vector<int64_t> banned_;
     std::vector<int32_t> recent_;       // ring buffer of the window's tokens
     long written_ = 0;                  // tokens of the text so far

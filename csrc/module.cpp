@@ -177,11 +177,13 @@ NB_MODULE(_cpu, m) {
             new (part) PartOfVocabulary(std::move(ids), vocabulary); });
 
     nb::class_<Choice>(m, "Choice")
-        .def("__init__", [](Choice* choice, double temperature, double lowest, double least, float penalty, long window,
-                            uint64_t seed, long vocabulary, std::vector<int64_t> banned) {
+        .def("__init__", [](Choice* choice, double temperature, double lowest, double least, double filter_temperature,
+                            float penalty, long window, uint64_t seed, long vocabulary, std::vector<int64_t> banned) {
             require(vocabulary > 0 && (penalty == 1.0f || window > 0), "a vocabulary and a window");
             for (int64_t token : banned) require(0 <= token && token < vocabulary, "banned ids of the vocabulary");
-            new (choice) Choice({temperature, lowest, least, penalty, window, seed}, vocabulary, std::move(banned)); })
+            new (choice) Choice({temperature, lowest, least, filter_temperature, penalty, window, seed}, vocabulary,
+                                std::move(banned)); })
+        .def("set_penalties", &Choice::set_penalties, nb::keep_alive<1, 2>())
         .def("extend", [](Choice& choice, Address tokens, long count) { choice.extend(at<int32_t>(tokens), count); })
         .def("choose", [](const Choice& choice, Address logits, const std::vector<int32_t>& tokens,
                           const std::vector<int32_t>& parents, long position, long banned_depth) {

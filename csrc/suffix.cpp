@@ -55,6 +55,7 @@ int32_t SuffixAutomaton::clone(int32_t state, int32_t length) {
     for (int32_t edge = states_[state].first; edge != NONE; edge = edges_[edge].next) {
         Edge copied = edges_[edge];
         int32_t copy = add_edge(made, copied.token, copied.target, copied.count);
+        edges_[copy].latest = copied.latest;
         detach(copy);
         place_last(copy, before);
         before = copy;
@@ -68,6 +69,7 @@ void SuffixAutomaton::count(int32_t token) {
     for (int32_t state = recent_.state; state != ROOT; state = states_[state].link) {
         int32_t edge = find(state, token);
         edges_[edge].count++;
+        edges_[edge].latest = states_[last_].length - 1;
         states_[state].followed++;
         detach(edge);
         place_first(edge);
@@ -82,6 +84,21 @@ void SuffixAutomaton::settle(Place& place) const {
         place.state = link;
 }
 
+SuffixAutomaton::Place SuffixAutomaton::shortened(Place place, int32_t length) const {
+    place.length = std::min(place.length, length);
+    settle(place);
+    return place;
+}
+
+SuffixAutomaton::Place SuffixAutomaton::advanced(Place place, int32_t token) const {
+    int32_t edge;
+    while ((edge = find(place.state, token)) == NONE && place.state != ROOT) {
+        place.state = states_[place.state].link;
+        place.length = states_[place.state].length;
+    }
+    return edge == NONE ? Place{ROOT, 0} : Place{edges_[edge].target, place.length + 1};
+}
+
 int32_t SuffixAutomaton::add_state(int32_t length) {
     states_.push_back({length, NONE, 0, 0, NONE});
     return static_cast<int32_t>(states_.size()) - 1;
@@ -89,7 +106,7 @@ int32_t SuffixAutomaton::add_state(int32_t length) {
 
 int32_t SuffixAutomaton::add_edge(int32_t source, int32_t token, int32_t target, int32_t count) {
     int32_t edge = static_cast<int32_t>(edges_.size());
-    edges_.push_back({source, token, target, count, NONE, NONE});
+    edges_.push_back({source, token, target, count, states_[last_].length, NONE, NONE});
     states_[source].degree++;
     place_first(edge);
     insert(edge);
@@ -142,14 +159,7 @@ void SuffixAutomaton::insert(int32_t edge) {
 // The longest suffix of `tail` that occurs in the text.
 SuffixAutomaton::Place SuffixAutomaton::match(const int32_t* tail, long length) const {
     Place place{ROOT, 0};
-    for (long i = std::max(0L, length - longest_); i < length; i++) {
-        int32_t edge;
-        while ((edge = find(place.state, tail[i])) == NONE && place.state != ROOT) {
-            place.state = states_[place.state].link;
-            place.length = states_[place.state].length;
-        }
-        if (edge != NONE) place = {edges_[edge].target, place.length + 1};
-    }
+    for (long i = std::max(0L, length - longest_); i < length; i++) place = advanced(place, tail[i]);
     return place;
 }
 

@@ -46,11 +46,30 @@ public:
     void push(int32_t token);
     Guesses guess(const int32_t* tail, long length, const Limits& limits) const;
     size_t bytes() const;
+    int32_t size() const { return states_[last_].length; }  // tokens pushed
+
+    struct Place { int32_t state, length; };  // a substring of `length` tokens, in `state`
+
+    Place tail() const { return recent_; }  // the last `longest` tokens of the text
+    Place shortened(Place place, int32_t length) const;  // its last `length` tokens
+    Place advanced(Place place, int32_t token) const;    // the longest suffix of place + token that the text has
+
+    // Call f(token, length, latest) for every token that followed the substring at `place`, or one of its suffixes of at
+    // least `least` tokens, anywhere in the text: the length of that suffix, and the token's latest position behind it. The
+    // longest suffix comes first; a token comes once for each set of suffixes with the same end positions.
+    template <class F> void for_each_successor(Place place, int32_t least, F f) const {
+        for (int32_t length = place.length, state = place.state; length >= least; length = states_[state].length) {
+            for (int32_t edge = states_[state].first; edge >= 0; edge = edges_[edge].next)
+                f(edges_[edge].token, length, edges_[edge].latest);
+            if ((state = states_[state].link) < 0) break;
+        }
+    }
 
 private:
     struct State { int32_t length, link, followed, degree, first; };  // followed: N; degree: T; first: an edge
-    struct Edge { int32_t source, token, target, count, previous, next; };  // a list per state, the latest seen first
-    struct Place { int32_t state, length; };  // a substring of `length` tokens, in `state`
+    // A list per state, the latest seen first. `latest`: the token's last position behind the state's substrings of up to
+    // `longest` tokens.
+    struct Edge { int32_t source, token, target, count, latest, previous, next; };
     struct Candidate { int32_t token, parent, depth; Place place; double probability; };
 
     int32_t add_state(int32_t length);

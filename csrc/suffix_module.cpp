@@ -1,17 +1,57 @@
-// The Python bindings of the suffix index (suffix.h), which check the arguments.
+// The Python bindings of the suffix index (suffix.h) and of the penalties by path, which check the arguments.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "path_penalties.h"
 #include "suffix.h"
 
 #include <stdexcept>
+#include <string>
 #include <tuple>
 
 namespace nb = nanobind;
 
 namespace longdraft {
+
+static void require(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(std::string("expected ") + what);
+}
+
+static void bind_penalties(nb::module_& m) {
+    using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+    using Lists = std::tuple<std::vector<int32_t>, std::vector<float>>;
+    nb::class_<PathPenalties>(m, "PathPenalties")
+        .def("__init__", [](PathPenalties* self, double presence, double frequency, long window, std::vector<float> dry,
+                            long allowed, long range, long ngram, long vocabulary, long prompt_length,
+                            const std::vector<int32_t>& breakers) {
+            require(vocabulary > 0 && window > 0 && range >= 0 && prompt_length >= 0, "a vocabulary, a window and a prompt");
+            require(dry.empty() || (dry.size() == LONGEST_REPEAT + 1 && allowed >= 1), "an amount for each length");
+            require(0 <= ngram && ngram <= LONGEST_REPEAT + 1, "n of 0 to 51");
+            for (int32_t token : breakers) require(0 <= token && token < vocabulary, "breakers of the vocabulary");
+            new (self) PathPenalties({presence, frequency, window, std::move(dry), allowed, range, ngram}, vocabulary,
+                                     prompt_length, breakers); },
+            nb::arg("presence"), nb::arg("frequency"), nb::arg("window"), nb::arg("dry"), nb::arg("allowed"),
+            nb::arg("range"), nb::arg("ngram"), nb::arg("vocabulary"), nb::arg("prompt_length"), nb::arg("breakers"))
+        .def("extend", [](PathPenalties& self, Tokens tokens) {
+            self.extend(tokens.data(), static_cast<long>(tokens.size())); }, nb::arg("tokens"))
+        .def("edits", [](const PathPenalties& self, const std::vector<int32_t>& path, bool follows) {
+            Lists lists;
+            for (const Edit& edit : self.edits(path.data(), static_cast<long>(path.size()), follows)) {
+                std::get<0>(lists).push_back(edit.token);
+                std::get<1>(lists).push_back(edit.amount);
+            }
+            return lists; }, nb::arg("path"), nb::arg("follows"))
+        .def("hopeful", [](const PathPenalties& self, const std::vector<int32_t>& tokens,
+                           const std::vector<int32_t>& parents, float most) {
+            for (size_t node = 1; node < parents.size(); node++)
+                require(0 <= parents[node] && parents[node] < static_cast<int32_t>(node), "parents before children");
+            require(tokens.size() == parents.size(), "a parent for each token");
+            return self.hopeful(tokens.data(), parents.data(), static_cast<long>(tokens.size()), most); },
+            nb::arg("tokens"), nb::arg("parents"), nb::arg("most"))
+        .def("__len__", &PathPenalties::length);
+}
 
 void bind_suffix(nb::module_& m) {
     using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -33,6 +73,7 @@ void bind_suffix(nb::module_& m) {
             nb::arg("contexts"), nb::arg("min_probability"))
         .def("__len__", &SuffixIndex::size)
         .def_prop_ro("nbytes", &SuffixIndex::bytes);
+    bind_penalties(m);
 }
 
 }  // namespace longdraft

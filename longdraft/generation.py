@@ -23,22 +23,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longdraft import drafters, kernels, run_statistics
+from longdraft.banned_phrases import PhraseFilter, settle
 from longdraft.core import Context, Event, Finish, Prompt, SamplingParams
 from longdraft.errors import JournalError, check, translate_memory_errors
 from longdraft.journal import Journal, parse_fsync
-from longdraft.journal.provenance import new_header, new_run
-from longdraft.journal.resume import open_for_resume
+from longdraft.journal.resume import create_journal, open_for_resume
 from longdraft.journal.snapshot import Snapshot
 from longdraft.journal.snapshot_folder import SnapshotOptions
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.loops import FullAcceptance
 from longdraft.model import sizing
-from longdraft.model.draft_copy import SAME
 from longdraft.model.routine import CostClock, Routine, run_batched
 from longdraft.model.transformer import Forward, ForwardRequest
 from longdraft.parallel import Request
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import HasSummary, memory_of
+from longdraft.speculation.drafter import Drafter, HasSummary, memory_of
 from longdraft.speculation.prefill import prefill
 from longdraft.speculation.reuse import PrefixReuse, Waiting
 from longdraft.speculation.step import Step, Tally, Timings
@@ -62,12 +61,9 @@ class Generation(Iterator[Event]):
         sampler   chooses the target's tokens; default: the sampler of `params`
         cache_salt  see `Engine.generate`
         """
-        self._model = model
-        self._drafter = drafter
-        self._params = params
-        self._on_prefill = on_prefill
+        self._model, self._drafter, self._params = model, drafter, params
+        self._on_prefill, self._is_pure = on_prefill, is_pure
         self._journal: Journal | None = None
-        self._is_pure = is_pure
         self.num_resumed = len(written)
         self.is_closed = False
         length = len(prompt) + params.max_new_tokens
@@ -76,24 +72,25 @@ class Generation(Iterator[Event]):
         self._cache = cache = target.new_cache()
         if target.kernels.is_device:
             sizing.reserve_cache(target, cache, length)
+        ends = stop_ids(params, target.config.eos_token_ids)
         if sampler is None:  # log-probabilities are computed on the host
-            sampler = Sampler(params, stop_ids(params, target.config.eos_token_ids),
-                              target.kernels.name != kernels.REFERENCE, target.kernels if logprobs is None else None)
+            sampler = Sampler(params, ends, target.kernels.name != kernels.REFERENCE, target.kernels if logprobs is None
+                              else None, model.marked_tokens(params), model.grammar_rules(params))
         self.clock = CostClock(agree=model.ranks.agree)
         self._draft_copy = model.draft_copy_for(length, drafter)
-        resources = drafters.Resources(target, cache, sampler, params, model.heads, model.glide, model.corpora, draft,
-                                       clock=self.clock, knowledge=model.knowledge,
-                                       draft_copy=self._draft_copy, eagle=model.eagle)
+        self._resources = drafters.Resources(
+            target, cache, sampler, params, model.heads, model.glide, model.corpora, draft, clock=self.clock,
+            knowledge=model.knowledge, draft_copy=self._draft_copy, eagle=model.eagle)
         context = Context(prompt)
         context.extend(int(token) for token in written)
-        self._step = Step(target, cache, drafters.new_drafter(drafter.name, drafter.options, resources), sampler,
-                          context, Timings(), Tally(), logprobs)
+        self._step = Step(target, cache, self._new_drafter(sampler), sampler, context, Timings(), Tally(), logprobs,
+                          drafts_forced=drafter.name != "plain")
+        self._phrases = PhraseFilter(model.tokenizer, params, prompt, written, ends) if params.banned_strings else None
         self._reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
         self._accepted: Counter[str] = Counter()  # accepted tokens in the text, by drafter
         self._full_acceptance = FullAcceptance()
         self._plain_speed = run_statistics.PlainSpeed(target.weights_in_tokens)
-        self._prefill_seconds = 0.0
-        self._decode_seconds = 0.0
+        self._prefill_seconds = self._decode_seconds = 0.0
         self._work = self._run()
 
     @classmethod
@@ -110,7 +107,7 @@ class Generation(Iterator[Event]):
         generation = cls(model, drafter, ids, params, on_prefill=on_prefill, logprobs=logprobs, cache_salt=cache_salt)
         if journal is not None:  # created last, so that a request that is refused leaves none
             found = generation._open_snapshot(Path(journal), snapshot)
-            generation._journal = generation._new_journal(Path(journal), interval)
+            generation._journal = create_journal(model, drafter, ids, params, Path(journal), interval)
             generation._journal.snapshot = found
         return generation
 
@@ -132,16 +129,12 @@ class Generation(Iterator[Event]):
         generation._journal = found.writer
         return generation
 
-    def _new_journal(self, folder: Path, fsync: float) -> Journal:
-        header = new_header(self._model, self._drafter, self.prompt, self._params)
-        return Journal.create(folder, header, new_run(self._model, self._drafter, 0), fsync)
-
     def _open_snapshot(self, folder: Path, options: SnapshotOptions | None) -> Snapshot | None:
         return Snapshot.open(folder, options, self._model, self._step.model, self._cache, self._step.context)
 
     def save_journal(self, folder: Path) -> None:
         """Create a journal of what was written so far, for `resume`. JournalError if `folder` holds one already."""
-        with self._new_journal(folder, 1.0) as journal:
+        with create_journal(self._model, self._drafter, self.prompt, self._params, folder, 1.0) as journal:
             if len(self.tokens):
                 journal.append(self.tokens.tolist(), 0, self._decode_seconds)
 
@@ -266,7 +259,9 @@ class Generation(Iterator[Event]):
                                            self._reuse)
                         self._prefill_seconds = time.perf_counter() - began
                     while not self.is_finished:
-                        yield (yield from self._advance())
+                        event = yield from self._advance()
+                        if event.tokens or event.finish_reason:  # all tokens of a step may be held, or taken back
+                            yield event
             finally:
                 ranks.end_request(is_finished=self.is_finished)
         finally:
@@ -288,11 +283,12 @@ class Generation(Iterator[Event]):
         """One step. Its tokens are in the journal before the caller sees them."""
         start, stream, drafting = time.perf_counter(), self._text_stream, self._step.timings.draft
         with self._model.ranks.synchronized(self._step.context):
-            accepted = yield from self._step.run(self._params.max_new_tokens - stream.num_tokens)
+            accepted = yield from self._step.run(self._params.max_new_tokens - self._step.context.num_new)
         had_loop = stream.loop is not None
-        new = stream.push(accepted.tokens)
+        settled, self._step = settle(self._phrases, accepted, self._step, self._cache, self._new_drafter)
+        new = stream.push([each.token for each in settled])
         count = len(new.tokens)  # tokens behind the end of the text are dropped
-        self._accepted.update(accepted.sources[:count])
+        self._accepted.update(each.source for each in settled[:count] if each.source)
         self._full_acceptance.push(len(accepted.sources), accepted.depth)
         seconds = time.perf_counter() - start
         self._decode_seconds += seconds
@@ -306,8 +302,12 @@ class Generation(Iterator[Event]):
             log.warning("%s%s; a repetition penalty or a higher temperature helps, on_loop=stop ends such a text",
                         stream.loop, drafts)
         return self._event(new)._replace(
-            sources=(*accepted.sources, "")[:count], drafted=accepted.drafted, depth=accepted.depth,
-            logprobs=accepted.logprobs[:count], seconds=seconds)
+            sources=tuple(each.source for each in settled[:count]), drafted=accepted.drafted, depth=accepted.depth,
+            logprobs=tuple(each.logprob for each in settled[:count] if each.logprob), seconds=seconds)
+
+    def _new_drafter(self, sampler: Sampler) -> Drafter:
+        return drafters.new_drafter(self._drafter.name, self._drafter.options,
+                                    self._resources._replace(sampler=sampler))
 
     def _event(self, new: DecodedTokens) -> Event:
         reason = self._text_stream.finish_reason
@@ -336,12 +336,12 @@ class Generation(Iterator[Event]):
             **run_statistics.of_tokens(self.tokens),
             "recent_distinct_4": stream.distinct,
             "loop": loop and loop._asdict(),
+            "rewinds": self._phrases.num_rewinds if self._phrases else 0,
             "exactness": "bit-exact" if target.kernels.is_row_invariant and self._is_pure else "distribution",
             **run_statistics.of_machine(target),
             "cache_bytes": self.cache_bytes,
             "drafter_memory_bytes": self.drafter_bytes,
-            "draft_weights": self._draft_copy.weights.quantize if self._draft_copy else SAME,
-            "draft_weights_bytes": self._draft_copy.weights_bytes if self._draft_copy else 0,
+            **run_statistics.of_draft_copy(self._draft_copy),
             "model": self._model.name,
             "drafter": self._drafter.name,
             "drafter_options": asdict(self._drafter.options),

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 # Options of a GenerationConfig that longdraft does not support, with the values that mean "off".
 _REFUSED: dict[str, tuple[Any, ...]] = defaults.FOREIGN | {
     "num_return_sequences": (1,), "dola_layers": (), "max_time": (), "token_healing": (False,),
-    "output_attentions": (False,), "output_hidden_states": (False,), "output_scores": (False,),
-    "output_logits": (False,),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "output_scores", "output_logits"), (False,)),
 }
-# The processors that `model.generate` creates from supported options. Others come from the caller and are refused.
+# What `model.generate` creates from supported options. Other processors come from the caller and are refused.
 _KNOWN_PROCESSORS = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "EtaLogitsWarper",
-    "RepetitionPenaltyLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
-    "InfNanRemoveLogitsProcessor", "LogitNormalization",
+    "TypicalLogitsWarper", "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor",
+    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
 }
 _COMPARED_VALUES = 1024  # values of each parameter that are hashed to detect changes
 _KNOWN_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria"}
@@ -276,7 +276,7 @@ def _params(config: GenerationConfig, prompt: int, vocabulary: int, seed: int | 
     settings: dict[str, Any] = {
         "max_new_tokens": count,
         "min_new_tokens": max(config.min_new_tokens or 0, (config.min_length or 0) - prompt, 0),
-        "repetition_penalty": config.repetition_penalty,
+        "repetition_penalty": config.repetition_penalty, "no_repeat_ngram_size": config.no_repeat_ngram_size,
         "penalty_window": prompt + count if penalty_window is None else penalty_window,
         "stop": (stops,) if isinstance(stops, str) else tuple(stops), "temperature": 0.0,
         "ignore_eos": True, "stop_token_ids": model_config.valid_token_ids(config.eos_token_id, vocabulary),
@@ -284,7 +284,7 @@ def _params(config: GenerationConfig, prompt: int, vocabulary: int, seed: int | 
     }
     if config.do_sample:
         settings |= {"temperature": 1.0 if config.temperature is None else config.temperature, "top_k": config.top_k,
-                     "top_p": config.top_p, "min_p": config.min_p, "eta_cutoff": config.eta_cutoff}
+                     **{name: getattr(config, name) for name in ("top_p", "min_p", "eta_cutoff", "typical_p")}}
     return SamplingParams(**{name: value for name, value in settings.items() if value is not None})
 
 

@@ -34,6 +34,9 @@ from longdraft.model.heads import Heads
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import Transformer
+from longdraft.sampling.grammar import GrammarRules
+from longdraft.sampling.sampler import MarkedTokens
+from longdraft.sampling_params import BREAKERS
 from longdraft.version import __version__
 
 
@@ -189,16 +192,48 @@ class LoadedModel:
     def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The prompt's token ids. UsageError if the model cannot serve a request with these settings."""
         ids = self.encode(prompt)
-        limit, vocabulary = self.target.config.max_positions, self.target.config.vocab_size
+        limit = self.target.config.max_positions
         total = len(ids) + params.max_new_tokens
         if total > limit:
             raise UsageError(f"prompt ({len(ids)} tokens) + max_new_tokens ({params.max_new_tokens}) is {total}; "
                              f"allowed: {limit} (the model's context limit); shorten the prompt or write fewer tokens")
+        self.check_settings(params)
+        return ids
+
+    def check_settings(self, params: SamplingParams) -> None:
+        """UsageError if the model cannot serve these settings: for token ids, breakers and grammars."""
+        vocabulary = self.target.config.vocab_size
         bad = next((i for i in params.stop_token_ids if i >= vocabulary), None)
         check(bad is None, "stop_token_ids", bad, f"0 to {vocabulary - 1}")
         bad = next((i for i, _ in params.logit_bias if i >= vocabulary), None)
         check(bad is None, "logit_bias", bad, f"token ids, 0 to {vocabulary - 1}")
-        return ids
+        if params.dry_multiplier:
+            unknown = next((text for text in params.dry_sequence_breakers
+                            if text not in BREAKERS and not self.tokenizer.tokens_with(text)), None)
+            check(unknown is None, "dry_sequence_breakers", unknown, "texts that are part of a token of this model")
+        self.grammar_rules(params)
+
+    def marked_tokens(self, params: SamplingParams) -> MarkedTokens:
+        """The tokens that DRY and XTC treat by their text."""
+        breakers, protected = set[int](), set[int]()
+        if params.dry_multiplier:
+            breakers.update(*map(self.tokenizer.tokens_with, params.dry_sequence_breakers))
+        if params.has_xtc:
+            protected = {*self.tokenizer.tokens_with("\n"), *self.target.config.eos_token_ids, *params.stop_token_ids}
+        return MarkedTokens(frozenset(breakers), frozenset(protected))
+
+    def grammar_rules(self, params: SamplingParams) -> GrammarRules | None:
+        """The grammar of a request. UsageError, in one line, if it or the model cannot be used."""
+        if not params.structured_outputs:
+            return None
+        config = self.target.config
+        if not config.eos_token_ids:
+            raise UsageError("structured_outputs needs a model with an end-of-text token, which this one has not",
+                             "structured_outputs")
+        kind, text = params.structured_outputs
+        ids = tuple(config.eos_token_ids)
+        return GrammarRules.compile((kind, text), self.tokenizer.for_grammars(config.vocab_size, ids[0]), ids,
+                                    config.vocab_size)
 
     @property
     def arithmetic(self) -> dict[str, str]:

@@ -9,17 +9,15 @@ from typing import Any
 # without being asked to.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "best_of": (1,), "continue_final_message": (False,), "add_generation_prompt": (True,),
-    "frequency_penalty": (0,), "presence_penalty": (0,), "function_call": ("none",), "functions": ([],),
-    "guided_choice": ("", []), "guided_grammar": ("",), "guided_json": ("", {}), "guided_regex": ("",),
-    "guided_decoding_backend": ("",), "guided_whitespace_pattern": ("",), "structured_outputs": ({},),
-    "chat_template": ("",), "detokenize": (True,), "documents": ([],), "early_stopping": (False,),
-    "include_stop_str_in_output": (False,), "length_penalty": (1,), "metadata": ({},), "modalities": (["text"],),
-    "moderation": (), "no_repeat_ngram_size": (0,), "parallel_tool_calls": (True, False), "prediction": (),
-    "prompt_logprobs": (), "reasoning_effort": (), "response_format": ({"type": "text"},),
-    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "truncate_prompt_tokens": (-1,),
+    "function_call": ("none",), "functions": ([],), "guided_decoding_backend": ("",),
+    "guided_whitespace_pattern": ("",), "chat_template": ("",), "detokenize": (True,), "documents": ([],),
+    "early_stopping": (False,), "include_stop_str_in_output": (False,), "length_penalty": (1,), "metadata": ({},),
+    "modalities": (["text"],), "moderation": (), "parallel_tool_calls": (True, False), "prediction": (),
+    "prompt_logprobs": (), "reasoning_effort": (), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,), "truncate_prompt_tokens": (-1,),
     "spaces_between_special_tokens": (True, False),
     "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "store": (False,), "suffix": ("",),
-    "tool_choice": ("none", "auto"), "tools": ([],), "typical_p": (1,), "use_beam_search": (False,), "verbosity": (),
+    "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,), "verbosity": (),
     "web_search_options": (),
 }
 

@@ -16,6 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from longdraft import kernels
+from longdraft.model.draft_copy import SAME
 from longdraft.model.transformer import Transformer
 from longdraft.speculation.step import Tally, Timings
 from longdraft.version import __version__
@@ -58,6 +59,12 @@ def of_machine(model: Transformer) -> dict[str, Any]:
         "longdraft_version": __version__,
         "torch_version": str(torch.__version__),
     }
+
+
+def of_draft_copy(copy: Transformer | None) -> dict[str, Any]:
+    """The quantised copy of the target that drafts."""
+    return {"draft_weights": copy.weights.quantize if copy else SAME,
+            "draft_weights_bytes": copy.weights_bytes if copy else 0}
 
 
 def of_tokens(tokens: NDArray[np.int32]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from longdraft.core import ALIASES, SamplingParams
 from longdraft.errors import UsageError
 from longdraft.files import require_text
 from longdraft.openai_body import UNSUPPORTED, unsupported
+from longdraft.structured import NAMES as STRUCTURE_NAMES
 
 Row = Mapping[str, Any]
 OutputRecord = dict[str, Any]
@@ -159,10 +160,12 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         if isinstance(bias := given.get("logit_bias"), dict):  # keys of a JSON object are texts
             given = {**given, "logit_bias": tuple(sorted((int(token), value) for token, value in bias.items()))}
-        SamplingParams.from_names(given)
+        structure = SamplingParams.from_names(given).structured_outputs
     except (TypeError, ValueError) as error:  # such as a number in place of a list
         raise UsageError(f"a sampling setting is of the wrong kind: {error}") from error
-    return {ALIASES.get(name, name): value for name, value in given.items() if value is not None}
+    settings = {ALIASES.get(name, name): value for name, value in given.items()
+                if value is not None and name not in STRUCTURE_NAMES}
+    return settings | ({"structured_outputs": structure} if structure else {})
 
 
 def _prompt(prompt: Any) -> Any:

@@ -142,7 +142,9 @@ class FullCache:
 
     def truncate(self, length: int) -> None:
         """Drop the rows from position `length` on."""
-        assert 0 <= length <= self.length and self.taps is None
+        assert 0 <= length <= self.length
+        if self.taps:
+            self.taps.truncate(length)
         self.length = length
 
     @property

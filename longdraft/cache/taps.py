@@ -73,6 +73,12 @@ class TapLog:
         """Forget all rows; the text begins again."""
         self._first, self._runs, self._end, self._tail = [], [], 0, None
 
+    def truncate(self, length: int) -> None:
+        """Drop the rows from position `length` on."""
+        self._first = [run.cut(run.start, length) for run in self._first if run.start < length]
+        self._runs = [run.cut(run.start, length) for run in self._runs if run.start < length]
+        self._end = length
+
     def take(self) -> list[TappedRows]:
         """All rows that are held, in order; the log forgets them."""
         runs = [*self._first, *self._runs]

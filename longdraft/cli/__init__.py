@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from longdraft.bench.cli import app as bench
-from longdraft.cli import batch, chat, doctor, generate, journal, serve
+from longdraft.cli import batch, book, chat, doctor, generate, journal, serve
 from longdraft.train.cli import app as train
 from longdraft.version import __version__
 
@@ -17,6 +17,7 @@ app.command("generate")(generate.generate)
 app.command("resume")(journal.resume)
 app.command("inspect")(journal.inspect)
 app.command("batch", cls=batch.Command)(batch.batch)
+app.command("book")(book.book)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("models")(doctor.models)

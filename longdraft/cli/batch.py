@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 
 from longdraft.cli import options
 from longdraft.cli.options import FILES, RUNNING, SAMPLING, option, parse_pairs
+from longdraft.cli.sampling_options import with_sampler_options
 from longdraft.errors import UsageError, check
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+@with_sampler_options
 def batch(
     rows: Annotated[Path, typer.Argument(metavar="IN", help="Input: rows as .jsonl or .parquet.", show_default=False)],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Output: records as .jsonl or .parquet.",
@@ -91,6 +93,8 @@ def batch(
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
     on_loop: options.OnLoop = "warn",
+    *,
+    samplers: dict[str, Any],
 ) -> int:
     """Write a text for every row of IN into OUT. Start the same command again to resume after any interruption.
 
@@ -105,7 +109,7 @@ def batch(
     given = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "temperature": temperature,
              "top_k": top_k, "top_p": top_p, "min_p": min_p, "eta_cutoff": eta_cutoff,
              "repetition_penalty": repetition_penalty, "penalty_window": penalty_window, "stop": stop or None,
-             "ignore_eos": ignore_eos or None, "on_loop": on_loop}
+             "ignore_eos": ignore_eos or None, "on_loop": on_loop, **samplers}
     SamplingParams.from_names({**given, "seed": seed})  # fail before any file is read
     parse_fsync(fsync)
     check(workers is None or 1 <= workers <= 4096, "--workers", workers, "1 to 4096")

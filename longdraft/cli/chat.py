@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from longdraft.cli import options
 from longdraft.cli.options import FILES, SAMPLING, option, parse_pairs
+from longdraft.cli.sampling_options import with_sampler_options
 from longdraft.console import Interrupt, Interrupted, replace_unencodable, stdout_lost
 from longdraft.core import SamplingParams
 from longdraft.errors import OutputError, UsageError
@@ -30,6 +31,7 @@ _HELP = """\
 End a line with \\ to continue on the next one. Start a message with // to send a /. Ctrl-C stops an answer."""
 
 
+@with_sampler_options
 def chat(
     system: Annotated[str | None, option("System prompt.", FILES)] = None,
     chat_option: options.ChatOption = None,
@@ -63,13 +65,15 @@ def chat(
     penalty_window: options.PenaltyWindowLength = SamplingParams.penalty_window,
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
+    *,
+    samplers: dict[str, Any],
 ) -> int:
     """Chat with a model that has a chat template. Messages are lines of stdin; /help lists the commands."""
     given = {
         "max_new_tokens": max_new_tokens, "seed": seed, "temperature": temperature, "top_k": top_k, "top_p": top_p,
         "min_p": min_p, "eta_cutoff": eta_cutoff, "min_tokens_to_keep": min_tokens_to_keep,
         "repetition_penalty": repetition_penalty, "penalty_window": penalty_window, "stop": stop or None,
-        "stop_token_ids": stop_token_id or None}
+        "stop_token_ids": stop_token_id or None, **samplers}
     SamplingParams.from_names(given)  # fail before the model is loaded
     require_text(system or "", "--system", "give it in UTF-8")
     drafting = parse_pairs("--drafter-option", drafter_option or ())

@@ -9,10 +9,12 @@ import typer
 
 from longdraft.cli import options
 from longdraft.cli.options import FILES, SAMPLING, option, parse_pairs
+from longdraft.cli.sampling_options import with_sampler_options
 from longdraft.core import SamplingParams
 from longdraft.errors import JournalError, UsageError
 
 
+@with_sampler_options
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.", show_default=False)] = None,
     prompt_file: Annotated[str | None, option("Read the prompt from a UTF-8 file; '-' is stdin.", FILES)] = None,
@@ -61,6 +63,8 @@ def generate(
     logit_bias: options.LogitBiasPairs = None,
     ignore_eos: options.IgnoreEos = False,
     on_loop: options.OnLoop = SamplingParams.on_loop,
+    *,
+    samplers: dict[str, Any],
 ) -> int:
     """Continue PROMPT and stream the text to stdout.
 
@@ -79,7 +83,7 @@ def generate(
         "min_tokens_to_keep": min_tokens_to_keep, "repetition_penalty": repetition_penalty,
         "penalty_window": penalty_window, "stop": stop or None,
         "stop_token_ids": stop_token_id or None, "logit_bias": options.parse_bias(logit_bias or ()),
-        "ignore_eos": ignore_eos, "on_loop": on_loop}
+        "ignore_eos": ignore_eos, "on_loop": on_loop, **samplers}
     SamplingParams.from_names(given)  # fail before the model is loaded
     drafting = parse_pairs("--drafter-option", drafter_option or ())
     chat_options = options.chat_options(chat_option or ())

@@ -128,7 +128,8 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
     def forget() -> None:
         costs.forget(identity)
 
-    return AutoDrafter(candidates, calibrate, forget, knowledge, clock, resources.partial)
+    return AutoDrafter(candidates, calibrate, forget, knowledge, clock, resources.partial,
+                       resources.sampler)
 
 
 def _with_shared_cache(resources: Resources) -> Resources:

@@ -37,6 +37,7 @@ from longdraft.drafters.selector import AUTO_SETTINGS, Selector, SharedKnowledge
 from longdraft.model.draft_copy import AUTO as AUTO_WEIGHTS
 from longdraft.model.draft_copy import check_draft_weights
 from longdraft.model.routine import CostClock, Routine, run_alone
+from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, ReadsText, Verified, memory_of
 from longdraft.tree import Tree
 
@@ -98,13 +99,16 @@ class AutoDrafter:
     shared      with the engine's other requests
     clock       the time that this request takes and how many requests share its forwards
     partial     a partial cache that candidates share, for its memory
+    sampler     of the request; it removes hopeless guesses
     """
 
     def __init__(self, candidates: Mapping[str, Drafter], calibrate: Callable[[], None], forget: Callable[[], None],
-                 shared: SharedKnowledge, clock: CostClock, partial: PartialCache | None = None) -> None:
+                 shared: SharedKnowledge, clock: CostClock, partial: PartialCache | None = None,
+                 sampler: Sampler | None = None) -> None:
         self._drafters = dict(candidates)
         self._calibrate, self._forget = calibrate, forget
         self._partial = partial
+        self._sampler = sampler
         self._clock = clock
         self._shared = shared
         self._selector: Selector | None = None
@@ -148,6 +152,8 @@ class AutoDrafter:
         tree = yield from drafter.propose(context, drafted)
         if confidence:
             drafted = allowed = confidence.num_drafted
+        if self._sampler:  # before the step does it, so that `observe` is given nodes of this tree
+            tree = self._sampler.pruned(tree, context)
         if not is_exploring and not selector.is_probing and len(tree) > 1:
             whole, tree = tree, self._worthwhile(tree)
             if tree is not whole:  # the step will show nothing about the depths that were cut off
@@ -214,6 +220,12 @@ class AutoDrafter:
             if self._shared.pace.is_off:
                 self._forget()
         self.choices[-1][self._last_writer] += written
+
+    def inherit(self, earlier: AutoDrafter, num_retracted: int) -> None:
+        """Continue the figures of a drafter of the same text, of whose tokens the last ones were taken back."""
+        self.turns, self.choices, self._last_writer = earlier.turns, earlier.choices, earlier._last_writer
+        for counts in (self.turns, self.choices[-1]) if self.choices else ():
+            counts[self._last_writer] -= num_retracted
 
     def summary(self, num_tokens: int) -> dict[str, Any]:
         """The tokens written with each candidate, in all and for each part of the text, for the statistics."""

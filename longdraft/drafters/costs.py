@@ -183,7 +183,7 @@ class _RandomText:
     """A text of random keys and values, and steps behind it."""
 
     def __init__(self, model: Transformer, sampler: Sampler, positions: int) -> None:
-        self.model, self.sampler = model, sampler.of_another_text()
+        self.model, self.sampler = model, sampler.of_another_text(is_structured=False)
         self.cache = model.random_cache(positions, 1024)
         self.context = Context([1] * (positions + 1))
 

@@ -17,6 +17,7 @@ from longdraft.journal.format import Header, Run
 from longdraft.loaded_model import DrafterChoice, LoadedModel
 from longdraft.model import hub
 from longdraft.model.tensor_files import WEIGHTS
+from longdraft.sampling import grammar
 
 
 def new_header(model: LoadedModel, drafter: DrafterChoice, prompt: Sequence[int], params: SamplingParams) -> Header:
@@ -32,7 +33,7 @@ def new_header(model: LoadedModel, drafter: DrafterChoice, prompt: Sequence[int]
         sampling=json.loads(json.dumps(asdict(params))),
         eos_token_ids=list(model.target.config.eos_token_ids),
         quantize=identity["quantize"],
-        arithmetic=model.arithmetic,
+        arithmetic=_arithmetic(model, params),
         exactness="bit-exact" if model.target.kernels.is_row_invariant else "distribution",
         drafter=drafter.name,
         drafter_options=json.loads(json.dumps(asdict(drafter.options))),
@@ -40,10 +41,15 @@ def new_header(model: LoadedModel, drafter: DrafterChoice, prompt: Sequence[int]
     )
 
 
-def new_run(model: LoadedModel, drafter: DrafterChoice, num_tokens: int) -> Run:
+def _arithmetic(model: LoadedModel, params: SamplingParams) -> dict[str, str]:
+    """What determines the logits and what may be chosen: with a grammar also the version of llguidance."""
+    return model.arithmetic | ({"llguidance": grammar.version()} if params.structured_outputs else {})
+
+
+def new_run(model: LoadedModel, drafter: DrafterChoice, params: SamplingParams, num_tokens: int) -> Run:
     """The record of a process that starts to write behind `num_tokens` new tokens."""
     began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return Run(began, num_tokens, model.arithmetic, drafter.name, kernels.threads(model.target.kernels))
+    return Run(began, num_tokens, _arithmetic(model, params), drafter.name, kernels.threads(model.target.kernels))
 
 
 def differences(began: Header, now: Header) -> tuple[list[str], list[str]]:

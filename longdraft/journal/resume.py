@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,12 @@ class Resumption(NamedTuple):
             self.writer.close()
 
 
+def create_journal(model: LoadedModel, drafter: DrafterChoice, prompt: Sequence[int], params: SamplingParams,
+                   folder: Path, fsync: float) -> Journal:
+    """The journal of a new text. JournalError if `folder` holds one already."""
+    return Journal.create(folder, new_header(model, drafter, prompt, params), new_run(model, drafter, params, 0), fsync)
+
+
 def open_for_resume(folder: Path, model: LoadedModel, drafter: DrafterChoice, fsync: float,
                     allow_different_kernels: bool) -> Resumption:
     """Lock the journal in `folder` and check that `model` continues its text. Nothing is written yet.
@@ -71,7 +77,7 @@ def open_for_resume(folder: Path, model: LoadedModel, drafter: DrafterChoice, fs
         if writer:
             writer.close()
         raise
-    run = new_run(model, drafter, len(content.tokens))
+    run = new_run(model, drafter, params, len(content.tokens))
     runs = [*content.runs, run] if writer else content.runs
     is_pure = all(each.arithmetic == content.header.arithmetic for each in runs)
     return Resumption(content, params, is_pure, run, writer)

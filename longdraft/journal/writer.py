@@ -102,6 +102,7 @@ class Journal:
         self._synced = self._looked = time.monotonic()
         self._is_closed = self._has_failed = False
         self.snapshot: Snapshot | None = None
+        self._unwritten = 0, 0.0  # drafted tokens and seconds of steps without tokens
 
     @classmethod
     def create(cls, folder: Path, header: Header, run: Run, fsync: float = 1.0) -> Journal:
@@ -156,8 +157,14 @@ class Journal:
         self._put(form.RUN, form.dump_payload(run))
 
     def append(self, tokens: Sequence[int], drafted: int, seconds: float) -> None:
-        """Write one step: its new token ids, the number of tokens drafted for it and the seconds it took."""
-        assert len(tokens)
+        """Write one step: its new token ids, the number of tokens drafted for it and the seconds it took.
+
+        The figures of a step without tokens count for the next one.
+        """
+        drafted, seconds = self._unwritten[0] + drafted, self._unwritten[1] + seconds
+        self._unwritten = (0, 0.0) if len(tokens) else (drafted, seconds)
+        if not len(tokens):
+            return
         self._put(form.TOKENS, form.dump_step(np.array(tokens, dtype=np.int32), drafted, seconds))
         if self.snapshot:
             self.snapshot.offer()

@@ -23,6 +23,7 @@ UInt64s = NDArray[np.uint64]
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _POSITION = np.uint64(0xD1342543DE82EF95)
 _TOKEN = np.uint64(0xAF251AF3B0F025B5)
+_COIN = 0xD6E8FEB86659FD93  # makes another seed for the coins
 
 
 def _mix(x: UInt64s) -> UInt64s:
@@ -44,6 +45,12 @@ def bits(seed: int, positions: Positions, tokens: NDArray[np.integer]) -> UInt64
     """The 52 random bits of each token id [N] at its position: [N], integers below 2**52."""
     key = _mix(mix_seed(seed) + np.atleast_1d(np.asarray(positions, dtype=np.uint64)) * _POSITION)
     return _mix(key + tokens.astype(np.uint64) * _TOKEN) >> np.uint64(12)
+
+
+def coin(seed: int, position: int) -> float:
+    """A uniform number in (0, 1) for each position, independent of the noise of its tokens."""
+    value = int(bits(seed ^ _COIN, position, np.zeros(1, np.int64))[0])
+    return (value + 0.5) * 2.0**-52
 
 
 def from_bits(random_bits: UInt64s) -> NDArray[np.float64]:

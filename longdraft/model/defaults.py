@@ -21,15 +21,15 @@ from longdraft.model.gguf.metadata import sampling_of
 
 GENERATION_CONFIG = "generation_config.json"
 _SUPPORTED = ("temperature", "top_p", "top_k", "min_p", "eta_cutoff", "repetition_penalty", "penalty_window",
-              "stop_strings")
+              "typical_p", "no_repeat_ngram_size", "stop_strings")
 # Settings that would change the text and that longdraft does not have, with the values that turn them off.
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": (), "begin_suppress_tokens": (), "constraints": (), "diversity_penalty": (0,),
     "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,), "epsilon_cutoff": (0,),
     "exponential_decay_length_penalty": (), "force_words_ids": (), "forced_bos_token_id": (),
-    "forced_eos_token_id": (), "guidance_scale": (1,), "no_repeat_ngram_size": (0,), "num_beam_groups": (1,),
+    "forced_eos_token_id": (), "guidance_scale": (1,), "num_beam_groups": (1,),
     "num_beams": (1,), "penalty_alpha": (0,), "sequence_bias": (), "suppress_tokens": (), "top_h": (1,),
-    "typical_p": (1,), "watermarking_config": (),
+    "watermarking_config": (),
 }
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
@@ -18,6 +18,10 @@ from longdraft.model import sentencepiece_file
 from longdraft.model.chat_template import ChatTemplate, Message
 from longdraft.model.gguf.container import open_gguf
 from longdraft.model.gguf.vocabulary import tokenizer_of
+from longdraft.sampling import grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 _REPLACEMENT = "\ufffd"  # what a decoder returns for bytes that do not form a character
 _MAX_LISTED = 3  # differing tokens that an error message lists
@@ -27,6 +31,7 @@ _MAX_FILE = 1 << 28  # bytes; the largest known have a sixth of this
 _BLOCK = 1 << 18  # characters; tokenising them takes some 30 MB
 _MAX_CUT = 256  # tokens that cutting a text may add
 _LONG_TEXT = 1 << 14  # characters or tokens; for more, the calls that leave the interpreter to other threads
+_MAX_REMEMBERED = 64  # texts whose tokens are remembered
 _OTHER_FORMATS = ("tekken.json", "vocab.json")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _CONVERT = ("`pip install transformers sentencepiece tiktoken protobuf`, then `python -c \"from transformers import "
@@ -67,6 +72,8 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception for every malformed file
             raise ModelError(f"{path} is not a valid tokenizer: {error}") from error
         self.sha256 = hashlib.sha256(content).hexdigest()
+
+    _for_grammars: LLTokenizer | None = None
 
     @property
     def size(self) -> int:
@@ -125,6 +132,35 @@ class Tokenizer:
         ids, before = self._context
         both = self.decode([*ids, token])
         return both[len(before) :] if both.startswith(before) else self.decode([token])
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """The text that each token adds after another token, by its id; "" for special tokens and unused ids.
+
+        Tokens that are part of a character have U+FFFD in their place. Takes a second for the largest vocabularies.
+        """
+        ids, before = self._context
+        both = self._tokenizer.decode_batch([[*ids, token] for token in range(self.size)], skip_special_tokens=True)
+        return [text[len(before) :] if text.startswith(before) else self.decode([token])
+                for token, text in enumerate(both)]
+
+    def tokens_with(self, text: str) -> frozenset[int]:
+        """The tokens whose text contains `text`."""
+        if text not in self._tokens_with:
+            if len(self._tokens_with) >= _MAX_REMEMBERED:
+                self._tokens_with.clear()
+            self._tokens_with[text] = frozenset(i for i, each in enumerate(self.texts) if text in each)
+        return self._tokens_with[text]
+
+    def for_grammars(self, vocabulary: int, eos_token: int) -> LLTokenizer:
+        """This tokenizer for grammars (longdraft/sampling/grammar.py). It is made once; that takes up to seconds."""
+        if self._for_grammars is None:
+            self._for_grammars = grammar.new_tokenizer(self._tokenizer.to_str(), vocabulary, eos_token)
+        return self._for_grammars
+
+    @cached_property
+    def _tokens_with(self) -> dict[str, frozenset[int]]:
+        return {}
 
     @cached_property
     def _context(self) -> tuple[list[int], str]:
@@ -224,6 +260,12 @@ class IncrementalDecoder:
             self._num_emitted += len(new)
         return new
 
+    def copy(self) -> IncrementalDecoder:
+        """A decoder in the same state."""
+        other = IncrementalDecoder(self._tokenizer)
+        other._emitted, other._pending, other._num_emitted = [*self._emitted], [*self._pending], self._num_emitted
+        return other
+
     def flush(self) -> str:
         """The text held back, at the end of the tokens. An incomplete character at its end is dropped if possible."""
         held, self._pending = self._pending, []
@@ -242,7 +284,7 @@ class StopText:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._states = _stop_states(tuple(stops))
+        self._states = stop_states(tuple(stops))
         self._state = self._states[0]
         self._held = ""
 
@@ -269,7 +311,7 @@ class StopText:
         return held
 
 
-class _StopState:
+class StopState:
     """The longest end of the text so far that begins a stop text.
 
     depth        its length in characters
@@ -282,19 +324,19 @@ class _StopState:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.next: dict[str, _StopState] = {}
+        self.next: dict[str, StopState] = {}
         self.fallback = self
         self.stop_length = 0
 
 
 @lru_cache(maxsize=4)  # the texts of one request have the same stop texts
-def _stop_states(stops: tuple[str, ...]) -> list[_StopState]:
+def stop_states(stops: tuple[str, ...]) -> list[StopState]:
     """The states of the stop texts by depth, the start first. Takes time in proportion to the length of the texts."""
-    start = _StopState(0)
+    start = StopState(0)
     for stop in stops:
         state = start
         for letter in stop:
-            state = state.next.setdefault(letter, _StopState(state.depth + 1))
+            state = state.next.setdefault(letter, StopState(state.depth + 1))
         state.stop_length = len(stop)
     states = [start]
     for state in states:  # grows: shorter states come first, and fallbacks are shorter

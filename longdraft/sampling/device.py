@@ -1,6 +1,7 @@
 """The sampler of a CUDA device: it chooses the same tokens from the same logits, without copying those to the host.
 
-It supports settings that need no sums (temperature, penalty, min-p); the host decides the others. The walk along the
+It supports temperature, repetition penalty and min-p; the host decides the other settings, for which the logits are
+copied to it. The walk along the
 tree runs on the device too, so the cache can commit its rows before the host has read which they are.
 """
 
@@ -28,9 +29,9 @@ class DeviceSampler:
     @staticmethod
     def supports(params: SamplingParams, kernels: Kernels) -> bool:
         """Whether the kernels' device can decide these settings."""
-        no_sums = params.top_k == 0 and params.top_p == 1 and params.eta_cutoff == 0
-        is_known = params.temperature == 0 or (no_sums and params.min_tokens_to_keep == 1)
-        return kernels.is_device and not params.logit_bias and is_known
+        restricts = params.logit_bias or params.banned_strings or params.structured_outputs
+        on_host = restricts or params.has_path_penalties or params.needs_sums
+        return kernels.is_device and not on_host and not (params.temperature_last and params.min_p)
 
     def __init__(self, params: SamplingParams, banned: Sequence[int], kernels: Kernels) -> None:
         from longdraft.kernels.cuda.choice import ChoiceRules, TokenChooser  # needs Triton

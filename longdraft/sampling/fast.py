@@ -1,4 +1,4 @@
-"""The compiled sampler, for settings that need no sums: temperature, penalty, min-p. It chooses the same tokens.
+"""The compiled sampler, for settings that need no sums: temperature, penalties, min-p. It chooses the same tokens.
 
 Its definition is the Python code of this package (`sampler`, `process`, `window`). That code runs where the compiled
 module is missing, where a filter needs a sum or a sort, and in the tests.
@@ -17,6 +17,8 @@ from torch import Tensor
 from longdraft.core import Context, SamplingParams
 from longdraft.kernels import native
 from longdraft.kernels.native_draft import Ranked, Ranking
+from longdraft.sampling import process
+from longdraft.sampling.path_penalties import PathPenalties
 from longdraft.tree import Tree
 
 _MAX_WINDOW = 2**31 - 1  # tokens: the largest C++ int; no text is longer
@@ -28,20 +30,24 @@ class FastSampler:
     @staticmethod
     def supports(params: SamplingParams) -> bool:
         """Whether the compiled module is installed and supports these settings."""
-        no_sums = params.top_k == 0 and params.top_p == 1 and params.eta_cutoff == 0
-        return not native.IMPORT_ERROR and (params.temperature == 0 or (no_sums and params.min_tokens_to_keep == 1))
+        return not native.IMPORT_ERROR and not params.needs_sums
 
-    def __init__(self, params: SamplingParams, banned: NDArray[np.int64], vocabulary: int) -> None:
+    def __init__(self, params: SamplingParams, banned: NDArray[np.int64], vocabulary: int,
+                 penalties: PathPenalties | None = None) -> None:
+        """penalties: compiled ones, which the caller keeps up to date with the text; None: there are none."""
         self._params = params
         self._vocabulary = vocabulary
         lowest = least = -math.inf
+        filter_temperature = process.filter_temperature(params)
         if params.min_p > 0:
             least = math.log(params.min_p)
-            lowest = params.temperature * (least - 1.0)
+            lowest = filter_temperature * (least - 1.0)
         inside = [int(token) for token in banned if token < vocabulary]
         window = min(params.penalty_window, _MAX_WINDOW)
-        self._native = native.new_choice(params.temperature, lowest, least, params.repetition_penalty, window,
-                                         params.seed or 0, vocabulary, inside)
+        self._native = native.new_choice(params.temperature, lowest, least, filter_temperature,
+                                         params.repetition_penalty, window, params.seed or 0, vocabulary, inside)
+        if penalties is not None:
+            self._native.set_penalties(penalties)  # type: ignore[arg-type]
         self._num_seen = 0
 
     def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:

@@ -1,14 +1,17 @@
 """The filters: from one row of logits to the tokens that can be chosen, as pure functions in a fixed order.
 
-    0. logit_bias added                          (raw logits, float32)
-    1. repetition penalty within the window
-    2. end-of-text ids banned before min_new_tokens
-    3. temperature                               (from here on float64)
-    4. top_k   5. top_p   6. min_p   7. eta_cutoff
+    0. logit_bias added                                    (raw logits, float32)
+    1. repetition penalty, then presence and frequency penalty, within the window
+    2. DRY, then no_repeat_ngram_size
+    3. end-of-text ids banned before min_new_tokens
+    4. temperature, unless `temperature_last`              (from here on float64)
+    5. top_n_sigma, top_k, typical_p, top_p, min_p, eta_cutoff
+    6. XTC
+    7. with `temperature_last`: temperature, or dynamic temperature
 
-The order is that of `transformers` (logits processors, then warpers). Each filter sees the distribution that the
-previous one left. Of equal scores, the smaller token id wins, everywhere. The vocabulary is never sorted: a threshold
-where that suffices, else the largest scores first, with an exact fallback.
+This is the order of `transformers` (logits processors, then warpers); with `temperature_last` it is llama.cpp's. Each
+filter sees the distribution that the previous one left. Of equal scores, the smaller token id wins, everywhere. The
+vocabulary is never sorted where a threshold suffices; else the largest scores come first, with an exact fallback.
 
 A *support* is the set of tokens with non-zero probability: ids, ascending, and their scores.
 """
@@ -26,6 +29,7 @@ from longdraft.errors import NumericalError
 from longdraft.kernels import reproducible
 
 NEGLIGIBLE = 45.0  # nats below the best score at which a probability counts as 0: e^-45 < 2^-64
+MIN_TEMPERATURE = 1e-3  # lower bound of dynamic temperature
 _FIRST_TOP_P = 256  # highest scores that top_p examines first; eight times as many at each further try
 
 
@@ -45,29 +49,98 @@ def penalise(logits: NDArray[np.float32], penalty: float) -> NDArray[np.float32]
     return np.where(logits < 0, logits * theta, logits / theta)
 
 
-def filtered(row: NDArray[np.float32], params: SamplingParams) -> Support:
+def filter_temperature(params: SamplingParams) -> float:
+    """The temperature (> 0) of the scores that the filters see."""
+    return 1.0 if params.temperature_last else params.temperature
+
+
+def filtered(row: NDArray[np.float32], params: SamplingParams, coin: float = 1.0,
+             protected: frozenset[int] = frozenset()) -> Support:
     """What temperature (> 0) and the filters leave of one penalised row [V].
+
+    coin       uniform number of the position, for XTC
+    protected  ids that XTC never excludes: if it would, it does nothing
 
     Raises NumericalError if the highest logit is not finite.
     """
+    divisor = filter_temperature(params)
     best = float(row.max())
     if not math.isfinite(best):
         raise NumericalError("the model's logits are not finite; its weights may be damaged")
     # With min_p alone, a threshold on the float32 row removes most tokens; a nat of margin keeps it exact.
     lowest = -math.inf
-    if params.min_p > 0 and params.top_p == 1 and params.top_k == 0 and params.min_tokens_to_keep == 1:
-        lowest = best + params.temperature * (math.log(params.min_p) - 1.0)
+    is_alone = params.top_p == 1 and params.top_k == 0 and params.typical_p == 1 and params.top_n_sigma <= 0
+    if params.min_p > 0 and is_alone and params.min_tokens_to_keep == 1:
+        lowest = best + divisor * (math.log(params.min_p) - 1.0)
     ids = np.flatnonzero(row > np.float64(lowest))  # in float64: the margin may be less than float32's step
-    kept = Support(ids, row[ids].astype(np.float64) / params.temperature)
+    kept = Support(ids, row[ids].astype(np.float64) / divisor)
+    if params.top_n_sigma > 0:
+        kept = top_n_sigma(kept, params.top_n_sigma)
     if 0 < params.top_k < len(kept.ids):
         kept = top_k(kept, params.top_k)
+    if params.typical_p < 1:
+        kept = typical(kept, params.typical_p)
     if params.top_p < 1:
         kept = top_p(kept, params.top_p)
     if params.min_p > 0:
         kept = min_p(kept, params.min_p, params.min_tokens_to_keep)
     if params.eta_cutoff > 0:
         kept = eta(kept, params.eta_cutoff, params.min_tokens_to_keep)
+    if params.has_xtc and coin < params.xtc_probability:
+        kept = without_top_choices(kept, params.xtc_threshold, protected)
+    if params.temperature_last:
+        kept = Support(kept.ids, kept.scores / final_temperature(kept, params))
     return kept
+
+
+def top_n_sigma(kept: Support, n: float) -> Support:
+    """Scores of at least the highest minus n standard deviations of all (Tang et al. 2024, arXiv 2411.07641)."""
+    mean = float(np.cumsum(kept.scores)[-1]) / len(kept.scores)
+    variance = float(np.cumsum((kept.scores - mean) ** 2)[-1]) / len(kept.scores)
+    return kept.keep(kept.scores >= float(kept.scores.max()) - n * math.sqrt(variance))
+
+
+def typical(kept: Support, p: float) -> Support:
+    """The tokens whose surprise is closest to the entropy, up to a total probability of p (Meister et al. 2022)."""
+    probabilities, surprises, entropy = _surprises(kept)
+    order = np.lexsort((kept.ids, np.abs(surprises - entropy)))
+    num_kept = int((np.cumsum(probabilities[order]) < p).sum()) + 1
+    mask = np.zeros(len(order), dtype=bool)
+    mask[order[:num_kept]] = True
+    return kept.keep(mask)
+
+
+def without_top_choices(kept: Support, threshold: float, protected: frozenset[int]) -> Support:
+    """XTC: without the tokens of a probability of at least `threshold`, except the least likely of these.
+
+    oobabooga/text-generation-webui#6335. All are kept if one that would go is protected.
+    """
+    probabilities, _, _ = _surprises(kept)
+    top = np.flatnonzero(probabilities >= threshold)
+    excluded = top[np.lexsort((kept.ids[top], -kept.scores[top]))[:-1]]
+    if not len(excluded) or not protected.isdisjoint(kept.ids[excluded].tolist()):
+        return kept
+    mask = np.ones(len(kept.ids), dtype=bool)
+    mask[excluded] = False
+    return kept.keep(mask)
+
+
+def final_temperature(kept: Support, params: SamplingParams) -> float:
+    """The temperature behind the filters: with `dynatemp_range`, by the entropy of what they left (as in llama.cpp)."""
+    if not params.dynatemp_range or len(kept.ids) == 1:
+        return params.temperature
+    low = max(MIN_TEMPERATURE, params.temperature - params.dynatemp_range)
+    _, _, entropy = _surprises(kept)
+    share = min(1.0, max(0.0, entropy / math.log(len(kept.ids))))
+    return low + (params.temperature + params.dynatemp_range - low) * math.pow(share, params.dynatemp_exponent)
+
+
+def _surprises(kept: Support) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+    """Probabilities [N], their negative logarithms [N], and the entropy."""
+    masses = _masses(kept)
+    total = float(np.cumsum(masses)[-1])
+    surprises = math.log(total) + (float(kept.scores.max()) - kept.scores)
+    return masses / total, surprises, float(np.cumsum(masses * np.where(masses > 0, surprises, 0.0))[-1]) / total
 
 
 def top_k(kept: Support, k: int) -> Support:

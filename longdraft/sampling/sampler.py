@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from longdraft.kernels.native_draft import Ranked, Ranking
 from longdraft.sampling import process
 from longdraft.sampling.device import DeviceSampler
 from longdraft.sampling.fast import FastSampler
+from longdraft.sampling.grammar import Grammar, GrammarRules, Mask
+from longdraft.sampling.path_penalties import HOPELESS, PathPenalties, new_path_penalties
 from longdraft.sampling.process import Support
 from longdraft.sampling.window import PenaltyWindow
 from longdraft.tree import Tree
@@ -31,6 +34,20 @@ _MAX_DIRECT = 512  # up to this many tokens, the noise of each is computed
 _GUESS_POOL = 128  # highest logits from which `ranked` takes guesses when the filters leave too few
 
 
+class MarkedTokens(NamedTuple):
+    """Tokens that some settings treat by their text.
+
+    breakers   tokens that end a repeated passage, for DRY
+    protected  tokens that XTC never excludes: ends of the text, and tokens with a line break
+    """
+
+    breakers: frozenset[int] = frozenset()
+    protected: frozenset[int] = frozenset()
+
+
+NO_MARKS = MarkedTokens()
+
+
 class Sampler:
     """Chooses tokens of one request.
 
@@ -38,27 +55,42 @@ class Sampler:
     banned   ids that cannot be chosen before params.min_new_tokens (end of text, stop ids)
     is_fast  use the compiled sampler for the settings that it supports (the same tokens, faster)
     kernels  use the sampler of their device for the settings that it supports (the same tokens, logits stay there)
+    marked   tokens that DRY and XTC treat by their text
+    rules    the grammar that the text must match; None: any text
     """
 
     def __init__(self, params: SamplingParams, banned: Iterable[int] = (), is_fast: bool = True,
-                 kernels: Kernels | None = None) -> None:
+                 kernels: Kernels | None = None, marked: MarkedTokens = NO_MARKS,
+                 rules: GrammarRules | None = None) -> None:
         assert params.seed is not None or params.temperature == 0
-        self._settings = params, tuple(banned), is_fast, kernels
+        self._settings = params, tuple(banned), is_fast, kernels, marked
+        self._rules = rules
+        self._grammar = Grammar(rules) if rules else None
         self.params = params
         self._seed = params.seed or 0
         self._banned = np.array(sorted(set(self._settings[1])), dtype=np.int64)
         self._window = PenaltyWindow(params.penalty_window) if params.repetition_penalty != 1 else None
         tokens, values = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
         self._bias = torch.tensor(tokens, dtype=torch.int64), torch.tensor(values, dtype=torch.float32)
+        self._marked = marked
+        self._path_penalties: PathPenalties | None = None  # created when the vocabulary is known
+        self._bans: tuple[int, list[int]] = (-1, [])  # tokens that cannot be chosen at one position
         self._is_fast = is_fast and FastSampler.supports(params)
         self._fast: FastSampler | None = None
         self.on_device: DeviceSampler | None = None
         if kernels is not None and DeviceSampler.supports(params, kernels):
             self.on_device = DeviceSampler(params, self._banned.tolist(), kernels)
 
-    def of_another_text(self) -> Sampler:
-        """A sampler with the same settings. A sampler remembers the text that it was used with."""
-        return Sampler(*self._settings)
+    def of_another_text(self, is_structured: bool = True) -> Sampler:
+        """A sampler with the same settings. A sampler remembers the text that it was used with.
+
+        is_structured  whether that text must match the same grammar
+        """
+        return Sampler(*self._settings, self._rules if is_structured else None)
+
+    def ban(self, position: int, tokens: Sequence[int]) -> None:
+        """Tokens cannot be chosen at this position of the text. It replaces an earlier ban."""
+        self._bans = position, list(tokens)
 
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
         """The target's token behind each node, from its logits [nodes, V] float32.
@@ -67,9 +99,10 @@ class Sampler:
         """
         if self.on_device:
             return self.on_device.choose(logits, tree, context)
-        logits = self._biased(logits)
+        masks = self._grammar.masks(tree, context) if self._grammar else None
+        logits = self._biased(logits, [len(context) + depth for depth in tree.depths], masks)
         if self._is_fast:
-            return self._compiled(logits.shape[1]).choose(logits, tree, context)
+            return self._compiled(context, logits.shape[1]).choose(logits, tree, context)
         paths = [[tree.tokens[n] for n in tree.path(node)[1:]] for node in range(len(tree))]
         rows = self._penalised(logits, context, paths)
         sound = np.flatnonzero(np.isfinite(rows.max(axis=1))).tolist()
@@ -77,8 +110,9 @@ class Sampler:
         if self.params.temperature == 0:
             taken = [process.best_token(rows[node]) for node in sound]
         else:
-            supports = [process.filtered(rows[node], self.params) for node in sound]
-            taken = gumbel_argmaxes(supports, self._seed, [len(context) + tree.depths[node] for node in sound])
+            positions = [len(context) + tree.depths[node] for node in sound]
+            supports = [self._filtered(rows[node], position) for node, position in zip(sound, positions, strict=True)]
+            taken = gumbel_argmaxes(supports, self._seed, positions)
         for node, token in zip(sound, taken, strict=True):
             chosen[node] = token
         return chosen
@@ -99,9 +133,14 @@ class Sampler:
         agrees with its samples, at any temperature. Tokens that the filters remove come last, because a drafter's
         logits are an estimate. Logits that are not finite give no guesses.
         """
-        logits = self._biased(logits)
+        masks = None
+        if self._grammar and not ahead:
+            masks = [self._grammar.mask(context, path)]
+            if masks[0] is None:
+                return Ranked([], math.inf)
+        logits = self._biased(logits[None], [len(context) + len(path) + ahead], masks)[0]
         if self._is_fast:
-            return self._compiled(len(logits)).ranked(logits, context, path, num, ahead, within)
+            return self._compiled(context, len(logits)).ranked(logits, context, path, num, ahead, within)
         position = len(context) + len(path) + ahead
         row = self._penalised(logits[None], context, [path], ahead)[0]
         num = min(num, len(row))
@@ -113,7 +152,7 @@ class Sampler:
             best = best[np.lexsort((best, -row[best]))]
             ranked = [(float(row[token]), int(token)) for token in best]
         else:
-            inside = process.filtered(row, self.params)
+            inside = self._filtered(row, position)
             ranked = _by_noise(inside, self._seed, position)
         lead = ranked[0][0] - ranked[1][0] if len(ranked) > 1 else math.inf
         ranked = ranked[:num]
@@ -129,32 +168,88 @@ class Sampler:
                           paths: Sequence[Sequence[int]]) -> list[Support]:
         """For row i of logits [R, V], behind the text and the tokens of paths[i]: the ids that penalty, bans and
         filters leave, and their log-probabilities. At T = 0, log-probabilities of the penalised logits at T = 1."""
-        rows = self._penalised(self._biased(logits), context, paths)
-        return [_normalised(row, self.params) for row in rows]
+        positions = [len(context) + len(path) for path in paths]
+        masks = [self._grammar.mask(context, path) for path in paths] if self._grammar else None
+        rows = self._penalised(self._biased(logits, positions, masks), context, paths)
+        return [self._normalised(row, position) for row, position in zip(rows, positions, strict=True)]
 
-    def _biased(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] with `logit_bias` added."""
+    def pruned(self, tree: Tree, context: Context) -> Tree:
+        """A draft tree without the guesses that the grammar forbids, or that penalties make hopeless.
+
+        It saves time and changes no text.
+        """
+        if self._grammar and len(tree) > 1:
+            tree = tree.kept([mask is not None for mask in self._grammar.masks(tree, context)])
+        if not (self.params.dry_multiplier or self.params.no_repeat_ngram_size) or len(tree) == 1:
+            return tree
+        penalties = self._updated_penalties(context)
+        return tree if penalties is None else tree.kept(penalties.hopeful(tree.tokens, tree.parents, HOPELESS))
+
+    def extended(self, tree: Tree, context: Context, max_depth: int) -> Tree:
+        """A pruned tree with the tokens that the grammar forces behind its leaves, at most `max_depth` deep."""
+        return self._grammar.extended(tree, context, max_depth) if self._grammar else tree
+
+    def _biased(self, logits: torch.Tensor, positions: Sequence[int],
+                masks: Sequence[Mask | None] | None) -> torch.Tensor:
+        """Logits [R, V] of the tokens at these positions, with `logit_bias` added and without banned tokens.
+
+        masks  of each row, the tokens that the grammar allows; None for rows that the text cannot reach
+        """
         tokens, values = self._bias
-        if not len(tokens):
+        has_ban = self._bans[0] in positions
+        if not len(tokens) and not has_ban and masks is None:
             return logits
         logits = logits.detach().to(torch.float32, copy=True)
         logits[..., tokens.to(logits.device)] += values.to(logits.device)
+        for row in range(len(positions) if has_ban else 0):
+            if positions[row] == self._bans[0]:
+                logits[row, self._bans[1]] = -torch.inf
+        for row, mask in enumerate(masks or ()):
+            if mask is not None:
+                logits[row].masked_fill_(torch.from_numpy(~mask).to(logits.device), -torch.inf)
         return logits
 
     def native_ranking(self, context: Context, vocabulary: int, width: int, within: float) -> Ranking | None:
         """What the compiled module needs to rank a whole chain of guesses as `ranked` does; None where it cannot."""
-        if not self._is_fast or len(self._bias[0]):
+        if not self._is_fast or len(self._bias[0]) or self._grammar or self._bans[0] == len(context):
             return None
-        return self._compiled(vocabulary).ranking(context, width, within)
+        return self._compiled(context, vocabulary).ranking(context, width, within)
 
-    def _compiled(self, vocabulary: int) -> FastSampler:
+    def _compiled(self, context: Context, vocabulary: int) -> FastSampler:
+        """The compiled sampler; its penalties are up to date with the text."""
+        penalties = self._updated_penalties(context, vocabulary)
         if self._fast is None:
-            self._fast = FastSampler(self.params, self._banned, vocabulary)
+            self._fast = FastSampler(self.params, self._banned, vocabulary, penalties)
         return self._fast
+
+    def _updated_penalties(self, context: Context, vocabulary: int | None = None) -> PathPenalties | None:
+        """The penalties by path, up to date with the text; None if there are none, or no vocabulary is known yet."""
+        if self._path_penalties is None:
+            if not self.params.has_path_penalties or vocabulary is None:
+                return None
+            self._path_penalties = new_path_penalties(self.params, vocabulary, context.prompt_length,
+                                                      self._marked.breakers, self._settings[2])
+        if len(self._path_penalties) < len(context):
+            self._path_penalties.extend(context.slice(len(self._path_penalties), len(context)))
+        return self._path_penalties
+
+    def _filtered(self, row: NDArray[np.float32], position: int) -> Support:
+        coin = noise.coin(self._seed, position) if self.params.has_xtc else 1.0
+        return process.filtered(row, self.params, coin, self._marked.protected)
+
+    def _normalised(self, row: NDArray[np.float32], position: int) -> Support:
+        """The tokens that can be chosen and their log-probabilities; at T = 0 those of all tokens at T = 1."""
+        if self.params.temperature == 0:
+            ids = np.flatnonzero(np.isfinite(row))
+            kept = Support(ids, row[ids].astype(np.float64))
+        else:
+            kept = self._filtered(row, position)
+        best = kept.scores.max()
+        return Support(kept.ids, kept.scores - best - np.log(np.exp(kept.scores - best).sum()))
 
     def _penalised(self, logits: torch.Tensor, context: Context, paths: Sequence[Sequence[int]],
                    ahead: int = 0) -> NDArray[np.float32]:
-        """Rows [R, V] after penalty and bans; row i is behind the text and the tokens of paths[i]."""
+        """Rows [R, V] after penalties and bans; row i is behind the text and the tokens of paths[i]."""
         raw: NDArray[np.float32] = logits.detach().float().cpu().numpy()
         rows = raw.copy()
         if self._window is not None:
@@ -166,20 +261,14 @@ class Sampler:
                     added, removed = self._window.difference(context, path)
                     _restore(rows[i], raw[i], removed)
                     _penalise(rows[i], raw[i], added, self.params.repetition_penalty)
+        if (penalties := self._updated_penalties(context, rows.shape[1])) is not None:
+            for i, path in enumerate(paths):
+                tokens, amounts = penalties.edits(path, ahead == 0)
+                np.subtract.at(rows[i], tokens, np.array(amounts, np.float32))
         for i, path in enumerate(paths):
             if context.num_new + ahead + len(path) < self.params.min_new_tokens:
                 rows[i, self._banned] = -np.inf
         return rows
-
-
-def _normalised(row: NDArray[np.float32], params: SamplingParams) -> Support:
-    if params.temperature == 0:
-        ids = np.flatnonzero(np.isfinite(row))
-        kept = Support(ids, row[ids].astype(np.float64))
-    else:
-        kept = process.filtered(row, params)
-    best = kept.scores.max()
-    return Support(kept.ids, kept.scores - best - np.log(np.exp(kept.scores - best).sum()))
 
 
 def _restore(row: NDArray[np.float32], raw: NDArray[np.float32], tokens: set[int]) -> None:

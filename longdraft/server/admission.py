@@ -16,10 +16,11 @@ from typing import TypeVar
 
 from fastapi import Request
 
+from longdraft.server.body_types import StrictModel
 from longdraft.server.errors import CLIENT_CLOSED, ApiError, retry_later
 from longdraft.server.logs import log_event
 from longdraft.server.metrics import ServerMetrics
-from longdraft.server.schemas import StrictModel, parse_body
+from longdraft.server.schemas import parse_body
 from longdraft.server.settings import ServerSettings
 
 _SMALL_BODY = 1 << 16  # bytes; preparing a larger one may take seconds

@@ -19,6 +19,7 @@ from longdraft.errors import JournalError, UsageError, check
 from longdraft.journal import journal_exists, read_journal
 from longdraft.loaded_model import DrafterChoice
 from longdraft.model.sizing import LARGEST_TREE
+from longdraft.server.body_types import SamplerFields
 from longdraft.server.errors import ApiError, retry_later
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import has_space, prompt_excerpt
@@ -44,10 +45,10 @@ _SCRATCH_BYTES = 32 << 20  # memory of a text besides caches: scratch buffers, n
 _LOGPROB_BYTES, _TOP_LOGPROB_BYTES = 320, 160  # of a token in an event, and of each likeliest token beside it
 _GROWTH = 1.15  # caches grow by blocks, beyond the length in use
 # Sampling settings at a request's top level, and those of its `longdraft` object.
-_TOP_LEVEL_SETTINGS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens", "temperature", "top_p",
-                       "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "seed")
-_LONGDRAFT_SETTINGS = ("min_p", "top_k", "eta_cutoff", "min_tokens_to_keep", "repetition_penalty", "penalty_window",
-                       "min_new_tokens", "stop_token_ids", "ignore_eos", "on_loop")
+_SAMPLERS = tuple(SamplerFields.model_fields)
+_TOP_LEVEL_SETTINGS = (*_SAMPLERS, "max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens", "temperature",
+                       "top_p", "presence_penalty", "frequency_penalty", "stop", "seed")
+_LONGDRAFT_SETTINGS = (*_SAMPLERS, "eta_cutoff", "min_tokens_to_keep", "min_new_tokens", "on_loop")
 
 
 class PreparedRequest(NamedTuple):
@@ -230,7 +231,9 @@ class Preparer:
         if not {ALIASES.get(name, name) for name in given} & {"max_new_tokens"}:
             given["max_new_tokens"] = default_tokens
         try:
-            return self.engine.params(**given)
+            params = self.engine.params(**given)
+            self.engine.loaded.check_settings(params)
+            return params
         except UsageError as error:
             param = _request_spelling(error.name, given, extension.model_fields_set)
             raise ApiError(400, str(error), param=param, code="invalid_value") from error

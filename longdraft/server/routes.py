@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from longdraft import drafters
 from longdraft.journal import is_being_written, journal_exists
+from longdraft.server.body_types import StrictModel
 from longdraft.server.errors import ApiError, Cancelled
 from longdraft.server.jobs import GenerationJob
 from longdraft.server.schemas import (
@@ -22,7 +23,6 @@ from longdraft.server.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     ResumeRequest,
-    StrictModel,
     TokenizeRequest,
     body_reference,
 )

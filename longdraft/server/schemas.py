@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    ModelWrapValidatorHandler,
     ValidationError,
     WithJsonSchema,
     model_validator,
@@ -24,47 +20,37 @@ from pydantic import (
 from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticCustomError
 
-from longdraft.errors import UsageError
-from longdraft.files import require_text
 from longdraft.openai_body import UNSUPPORTED, unsupported
+from longdraft.server.body_types import (
+    MAX_IDS,
+    MAX_MEMBERS,
+    AnyObject,
+    Name,
+    SamplerFields,
+    Stops,
+    StopString,
+    StrictModel,
+    Utf8Text,
+    check_utf8,
+)
 from longdraft.server.errors import ApiError, from_validation_error
 
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
 MAX_LOGPROBS = 20
-MAX_STOPS, MAX_STOP_LENGTH = 16, 1024  # texts, characters of each
-_MAX_NAME = 256  # characters of a model's name, a drafter's or a label
-_MAX_MEMBERS = 128  # of an object
-_MAX_IDS = 1024  # of stop_token_ids and logit_bias
 _MAX_MESSAGES, _MAX_PARTS = 4096, 1024
 _EMPTY_MEMBERS = ("tool_calls", "annotations", "audio", "function_call", "refusal")
 _MAX_TOKENS = 1 << 24  # of /detokenize, within the limit for bodies
 
 
-def _check_utf8(text: str) -> str:
-    try:
-        require_text(text, "the text", "escape it as whole characters")
-    except UsageError as error:
-        raise PydanticCustomError("utf8", "the text has half of a surrogate pair; send whole characters") from error
-    return text
-
-
-Utf8Text = Annotated[str, AfterValidator(_check_utf8)]
-Name = Annotated[Utf8Text, Field(max_length=_MAX_NAME)]
-StopString = Annotated[Utf8Text, Field(max_length=MAX_STOP_LENGTH)]
-Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
-TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=_MAX_IDS)]
-AnyObject = Annotated[dict[str, Any], Field(max_length=_MAX_MEMBERS)]
-
-
 def _check_bias(value: object) -> object:
-    if isinstance(value, dict) and len(value) > _MAX_IDS:
+    if isinstance(value, dict) and len(value) > MAX_IDS:
         raise PydanticCustomError("too_long", "has {count} entries; allowed: {limit}",
-                                  {"count": len(value), "limit": _MAX_IDS})
+                                  {"count": len(value), "limit": MAX_IDS})
     return value
 
 
 # Checked before its values: pydantic would report an error for each of them.
-LogitBias = Annotated[dict[str, float], BeforeValidator(_check_bias), Field(max_length=_MAX_IDS)]
+LogitBias = Annotated[dict[str, float], BeforeValidator(_check_bias), Field(max_length=MAX_IDS)]
 
 
 def _check_prompt(value: object) -> object:
@@ -77,7 +63,7 @@ def _check_prompt(value: object) -> object:
         raise PydanticCustomError("prompt", "must be a text, a list of texts, a list of token ids or a list of such "
                                             "lists; lists must not be empty")
     for text in [value] if isinstance(value, str) else value if is_texts else []:  # type: ignore[attr-defined]
-        _check_utf8(text)
+        check_utf8(text)
     return value
 
 
@@ -88,35 +74,14 @@ PromptInput = Annotated[Any, BeforeValidator(_check_prompt), WithJsonSchema({"an
     {"type": "array", "items": _IDS, "minItems": 1}]})]
 
 
-class StrictModel(BaseModel):
-    """A body without unknown fields. Values are not converted: "1" is not a number."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _refuse_many_members(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Before the other checks: pydantic would report an error for each unknown member."""
-        if isinstance(body, Mapping) and len(body) > _MAX_MEMBERS:
-            raise PydanticCustomError("too_long", "the object has {count} members; allowed: {limit}",
-                                      {"count": len(body), "limit": _MAX_MEMBERS})
-        return handler(body)
-
-
-class LongdraftOptions(StrictModel):
+class LongdraftOptions(SamplerFields):
     """The `longdraft` object of a request: options for which OpenAI's API has no name."""
 
     drafter: Name | None = Field(default=None, description="Drafter. Does not change the text.")
     drafter_options: AnyObject | None = Field(default=None, description="As --drafter-option of the command line.")
-    min_p: float | None = None
-    top_k: int | None = None
     eta_cutoff: float | None = None
     min_tokens_to_keep: int | None = None
-    repetition_penalty: float | None = None
-    penalty_window: int | None = None
     min_new_tokens: int | None = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
     on_loop: Literal["warn", "stop", "off"] | None = None
     journal: bool | Annotated[str, Field(pattern=ID_PATTERN)] | None = Field(
         default=None, description="Keep the text on disk under this id (true: the response's id), to resume it.")
@@ -131,7 +96,7 @@ class StreamOptions(StrictModel):
     include_usage: bool = Field(default=False, description="Send one more chunk at the end, with the usage.")
 
 
-class SamplingRequest(StrictModel):
+class SamplingRequest(SamplerFields):
     """The parameters that completions and chat have in common."""
 
     model: Name | None = None
@@ -145,12 +110,9 @@ class SamplingRequest(StrictModel):
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     stop: StopString | Stops | None = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
     logit_bias: LogitBias | None = None
     user: Name | None = Field(default=None, description="Label for the server's log.")
     return_progress: bool = Field(default=False, description="A stream has chunks with `prompt_progress` while the "
@@ -312,7 +274,7 @@ def parse_body(model: type[Model], body: bytes | bytearray, on_unknown: Callable
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if on_unknown and isinstance(content, dict) and len(content) <= _MAX_MEMBERS:
+    if on_unknown and isinstance(content, dict) and len(content) <= MAX_MEMBERS:
         for name in content.keys() - model.model_fields.keys() - UNSUPPORTED.keys():
             on_unknown(name)
             del content[name]

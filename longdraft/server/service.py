@@ -17,6 +17,7 @@ from longdraft.core import Event
 from longdraft.engine import Engine
 from longdraft.errors import LongdraftError
 from longdraft.server.admission import Admission, BoundedThreads
+from longdraft.server.body_types import StrictModel
 from longdraft.server.errors import CLIENT_CLOSED, ApiError, to_api_error
 from longdraft.server.jobs import EventQueue, GenerationJob
 from longdraft.server.journals import JournalFolder
@@ -25,7 +26,6 @@ from longdraft.server.metrics import ServerMetrics
 from longdraft.server.prepare import PreparedRequest, Preparer
 from longdraft.server.replies import DONE, EventStream, ReplyBuilder, data_event, progress_comment
 from longdraft.server.scheduler import Scheduler
-from longdraft.server.schemas import StrictModel
 from longdraft.server.settings import ServerSettings
 
 _MIN_VALUES = 1 << 18  # of a body: a parser takes some 20 ms for so many

@@ -62,6 +62,7 @@ class Step(NamedTuple):
     """What the steps of one request work with.
 
     num_logprobs  likeliest tokens to report beside each accepted one; None: no log-probabilities
+    drafts_forced  draft the tokens that a grammar forces, whatever the drafter proposes; not in plain decoding
     """
 
     model: Transformer
@@ -72,6 +73,7 @@ class Step(NamedTuple):
     timings: Timings
     tally: Tally
     num_logprobs: int | None = None
+    drafts_forced: bool = False
 
     def measure_plain(self, decode_seconds: float) -> float:
         """See `Generation.measure_plain_step`. decode_seconds: of all steps so far."""
@@ -88,9 +90,12 @@ class Step(NamedTuple):
 
         NumericalError if the target's logits are not finite.
         """
-        model, cache, drafter, sampler, context, timings, tally, num_logprobs = self
+        model, cache, drafter, sampler, context, timings, tally, num_logprobs, drafts_forced = self
         with timings.measure("draft"):
             tree = (yield from drafter.propose(context, max_tokens - 1)).pruned(max_tokens - 1)
+            tree = sampler.pruned(tree, context)
+            if drafts_forced:
+                tree = sampler.extended(tree, context, max_tokens - 1)
             assert tree.tokens[0] == context.last, "a tree grows on the last token of the text"
         with timings.measure("verify"):
             result = yield ForwardRequest(model, tree_rows(tree, len(context) - 1), cache, len(tree))

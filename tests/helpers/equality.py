@@ -20,6 +20,11 @@ SETTINGS = {
     "eta": dict(temperature=1.0, eta_cutoff=2e-4),
     "all of it": dict(temperature=0.7, top_k=60, top_p=0.95, min_p=0.02, eta_cutoff=1e-4, min_new_tokens=20,
                       repetition_penalty=1.1, penalty_window=30),
+    "repeats": dict(temperature=0.0, dry_multiplier=1.0, dry_base=1.3, dry_allowed_length=1, dry_penalty_last_n=60,
+                    repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.2, penalty_window=12,
+                    no_repeat_ngram_size=4),
+    "top choices": dict(temperature=0.9, temperature_last=True, dynatemp_range=0.4, xtc_probability=0.5,
+                        xtc_threshold=0.02, typical_p=0.95, top_n_sigma=2.5, dry_multiplier=0.8, dry_allowed_length=1),
 }
 DRAFTERS = {
     "auto": ("auto", {}),

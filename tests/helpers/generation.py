@@ -11,7 +11,7 @@ from longdraft import drafters
 from longdraft.core import Context, SamplingParams
 from longdraft.model.routine import atomic, run_alone
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, chain_rows
-from longdraft.sampling.sampler import Sampler
+from longdraft.sampling.sampler import MarkedTokens, Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.tree import Tree
@@ -36,7 +36,7 @@ def generate(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
     """Return exactly params.max_new_tokens new tokens (the engine handles stops). Fill `tally` if given."""
     model = model.with_taps(getattr(factory, "taps", ()))
     cache = model.new_cache()
-    sampler = Sampler(params, banned)
+    sampler = Sampler(params, banned, marked=MarkedTokens(frozenset({7, 30, 41}), frozenset({1, 9})))
     drafter = factory(drafters.Resources(model, cache, sampler, params, None))
     context = Context(prompt)
     verified = None

@@ -163,7 +163,7 @@ def test_a_generation_config_can_request_a_dictionary(model):
 @pytest.mark.parametrize("options, message", [
     ({"num_beams": 4}, "does not have num_beams=4"),
     ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2"),
-    ({"no_repeat_ngram_size": 3, "typical_p": 0.5}, "no_repeat_ngram_size=3, typical_p=0.5"),
+    ({"epsilon_cutoff": 0.1, "top_h": 0.5}, "epsilon_cutoff=0.1, top_h=0.5"),
     ({"bad_words_ids": [[3]]}, "bad_words_ids"),
     ({"output_scores": True}, "output_scores"),
     ({"tempratur": 0.5}, "no option tempratur"),

@@ -176,7 +176,13 @@ def test_chat_logprobs_have_bytes_and_alternatives(client):
 
 BAD = [
     ({"prompt": "a", "frobnicate": 1}, "frobnicate"),
-    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+    ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+    ({"prompt": "a", "longdraft": {"dry_multiplier": -1}}, "longdraft.dry_multiplier"),
+    ({"prompt": "a", "dry_multiplier": 1, "dry_sequence_breakers": ["no token has this text"]},
+     "dry_sequence_breakers"),
+    ({"prompt": "a", "samplers": ["temperature", "dry", "top_k"]}, "samplers"),
+    ({"prompt": "a", "dynatemp_range": 0.5}, "dynatemp_range"),
+    ({"prompt": "a", "mirostat_mode": 2}, "mirostat_mode"),
     ({"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
     ({"prompt": "a", "best_of": 3}, "best_of"),
     ({"prompt": "a", "suffix": "b"}, "suffix"),
@@ -232,7 +238,7 @@ def test_an_unsupported_or_invalid_parameter_is_refused_by_name(server, body, pa
 
 
 def test_unsupported_parameters_with_neutral_values_are_accepted(post):
-    body = {"prompt": "a", "max_tokens": 2, "presence_penalty": 0, "best_of": 1, "suffix": None, "tools": []}
+    body = {"prompt": "a", "max_tokens": 2, "length_penalty": 1, "best_of": 1, "suffix": None, "tools": []}
     assert post("/v1/completions", body).status_code == 200
 
 

@@ -18,11 +18,10 @@ from helpers import serving
 from longdraft.server import admission, connections
 from longdraft.server.admission import BoundedThreads
 from longdraft.server.app import App
+from longdraft.server.body_types import MAX_STOP_LENGTH, MAX_STOPS
 from longdraft.server.errors import ApiError
 from longdraft.server.metrics import ServerMetrics
 from longdraft.server.schemas import (
-    MAX_STOP_LENGTH,
-    MAX_STOPS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

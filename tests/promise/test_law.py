@@ -45,6 +45,13 @@ def adversarial(context: Context) -> Tree:
 def next_law(text: list[int], params: SamplingParams) -> np.ndarray:
     """The processed softmax for the token after a text, computed without the sampler."""
     row = LOGITS[text[-1]].copy()
+    for token in range(VOCAB):
+        new = text[max(len(PROMPT), len(text) - params.penalty_window) :]
+        row[token] -= params.presence_penalty * (token in new) + params.frequency_penalty * new.count(token)
+        repeats = [length for length in range(1, len(text)) for i in range(length, len(text))
+                   if text[i] == token and text[i - length : i] == text[-length:]]
+        if params.dry_multiplier and max(repeats, default=0) >= params.dry_allowed_length:
+            row[token] -= params.dry_multiplier * params.dry_base ** (max(repeats) - params.dry_allowed_length)
     if params.repetition_penalty != 1:
         window = sorted(set(text[-params.penalty_window :]))
         row[window] = process.penalise(row[window], params.repetition_penalty)
@@ -91,6 +98,36 @@ def test_the_first_two_tokens_follow_the_processed_softmax(settings):
     assert departure(counts, pair_law(params)) > ALPHA
     first_counts = counts.reshape(VOCAB, VOCAB).sum(1)
     assert departure(first_counts, next_law(PROMPT, params)) > ALPHA
+
+
+MORE = [
+    dict(presence_penalty=0.5, frequency_penalty=0.7, penalty_window=3, temperature_last=True, min_p=0.1),
+    dict(dry_multiplier=1.2, dry_allowed_length=1, typical_p=0.9),
+]
+
+
+@pytest.mark.parametrize("settings", MORE)
+def test_texts_with_penalties_by_path_follow_their_law(settings):
+    params = SamplingParams(temperature=1.2, **settings)
+    counts = np.zeros(VOCAB * VOCAB)
+    for seed in range(SEEDS // 10):
+        first, second = first_two(seed, params, adversarial)
+        counts[first * VOCAB + second] += 1
+    assert departure(counts, pair_law(params)) > ALPHA
+
+
+def test_xtc_excludes_top_choices_as_often_as_its_coin_says():
+    """Either all tokens can be chosen, or those without the top choices but the least likely of them."""
+    params = SamplingParams(xtc_probability=0.4, xtc_threshold=0.15)
+    counts = np.zeros(VOCAB)
+    for seed in range(SEEDS // 10):
+        counts[first_two(seed, params, adversarial)[0]] += 1
+    whole = next_law(PROMPT, SamplingParams())
+    top = [token for token in np.argsort(-whole) if whole[token] >= 0.15]
+    assert len(top) >= 2
+    rest = whole.copy()
+    rest[top[:-1]] = 0
+    assert departure(counts, 0.6 * whole + 0.4 * rest / rest.sum()) > ALPHA
 
 
 def published_rule(pick: random.Random, tree: Tree, laws: list[np.ndarray]) -> list[int]:

@@ -29,6 +29,7 @@ engine = pytest.fixture(scope="module")(resuming.suffix_engine)
 SAMPLINGS = {
     "greedy": dict(temperature=0.0, repetition_penalty=1.0),
     "filters": dict(top_k=50, top_p=0.9, min_p=0.02, eta_cutoff=1e-3),
+    "samplers": dict(dry_multiplier=0.8, presence_penalty=0.3, xtc_probability=0.5, temperature_last=True),
     "at least": dict(min_new_tokens=55, temperature=1.5),
     "stop text": dict(stop=("e",), min_new_tokens=30),
     "stop id": dict(stop_token_ids=(70, 71, 72, 73, 74, 75), min_new_tokens=20),

@@ -16,14 +16,14 @@ PACKAGE = ROOT / "longdraft"
 
 # Lower floors know nothing of higher ones. `version` and `errors` may be read from anywhere.
 FLOORS = {
-    "version": 0, "errors": 0, "core": 0, "tree": 0, "kernels": 0,
+    "version": 0, "errors": 0, "core": 0, "sampling_params": 0, "structured": 0, "tree": 0, "kernels": 0,
     "cache": 1, "sampling": 1, "parallel": 1,
     "model": 2,
     "speculation": 3,
     "drafters": 4, "run_statistics": 4,
     "loops": 1, "timing": 0, "machine": 1,
     "loaded_model": 5, "journal": 5, "text_stream": 5, "generation": 5, "batching": 5, "engine": 5, "loading": 5,
-    "console": 5, "files": 5, "report": 5, "openai_body": 5,
+    "banned_phrases": 5, "export": 5, "book": 5, "console": 5, "files": 5, "report": 5, "openai_body": 5,
     "cli": 6, "batch": 6, "train": 6, "bench": 6, "server": 6, "huggingface": 6,
     "__main__": 7, "__init__": 7,
 }

@@ -67,7 +67,8 @@ def test_settings_record_which_values_came_from_the_model(given, expected):
     ({"stop_strings": [""]}, "allowed: a tuple of non-empty texts"),
     ({"do_sample": "yes"}, "do_sample 'yes'"),
     ({"num_beams": 4}, "num_beams 4 (not supported)"),
-    ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size 3 (not supported)"),
+    ({"no_repeat_ngram_size": 300}, "no_repeat_ngram_size 300; allowed: 0 to 51"),
+    ({"top_h": 0.4}, "top_h 0.4 (not supported)"),
     ({"suppress_tokens": [5]}, "suppress_tokens [5] (not supported)"),
 ])
 def test_unsupported_settings_of_the_file_are_reported_and_ignored(file, message):
@@ -77,7 +78,7 @@ def test_unsupported_settings_of_the_file_are_reported_and_ignored(file, message
 
 
 def test_settings_without_effect_are_not_reported():
-    off = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "guidance_scale": None, "suppress_tokens": [],
+    off = {"num_beams": 1, "top_h": 1.0, "guidance_scale": None, "suppress_tokens": [],
            "diversity_penalty": 0.0, "use_cache": True, "pad_token_id": 0, "max_length": 20, "penalty_alpha": None}
     assert defaults.parse_defaults(off) == defaults.Defaults()
 

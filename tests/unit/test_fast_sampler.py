@@ -31,7 +31,9 @@ def sampling(draw) -> SamplingParams:
     return SamplingParams(
         seed=draw(st.integers(0, 2**64 - 1)), temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 1.7])),
         min_p=draw(st.sampled_from([0.0, 0.02, 0.1, 0.9])), repetition_penalty=draw(st.sampled_from([1.0, 1.2, 0.8])),
-        penalty_window=draw(st.integers(1, 30)), max_new_tokens=100, min_new_tokens=draw(st.sampled_from([0, 3, 50])))
+        penalty_window=draw(st.integers(1, 30)), max_new_tokens=100, min_new_tokens=draw(st.sampled_from([0, 3, 50])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 0.7])), temperature_last=draw(st.booleans()),
+        dry_multiplier=draw(st.sampled_from([0.0, 0.0, 0.8])), no_repeat_ngram_size=draw(st.sampled_from([0, 0, 3])))
 
 
 @st.composite
@@ -67,7 +69,9 @@ def test_the_compiled_sampler_agrees_with_the_python_sampler(data):
         context.extend(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9)))
 
 
-@pytest.mark.parametrize("setting", [dict(top_p=0.9), dict(top_k=5), dict(eta_cutoff=0.1), dict(min_tokens_to_keep=2)])
+@pytest.mark.parametrize("setting", [dict(top_p=0.9), dict(top_k=5), dict(eta_cutoff=0.1), dict(min_tokens_to_keep=2),
+                                     dict(typical_p=0.9), dict(top_n_sigma=1.0), dict(xtc_probability=0.1),
+                                     dict(temperature_last=True, dynatemp_range=0.5)])
 def test_settings_that_need_a_sum_or_a_sort_are_not_supported(setting):
     assert not FastSampler.supports(SamplingParams(**setting))
     assert FastSampler.supports(SamplingParams(temperature=0, **setting)) == FastSampler.supports(SamplingParams())

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 from transformers import (
     EtaLogitsWarper,
     LogitsProcessorList,
@@ -15,6 +16,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from longdraft.core import Context, SamplingParams
@@ -180,3 +182,73 @@ def test_a_drafter_with_the_targets_logits_ranks_the_targets_token_first(tempera
         assert ranked[0] == taken[0]
         assert len(set(ranked)) == 150
         context.extend(taken)
+
+
+# Further filters.
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_typical_keeps_what_transformers_keeps(seed, spread):
+    row = logits(seed, 3000, spread)
+    for p in (0.05, 0.5, 0.9, 0.99):
+        assert ours(row, typical_p=p) == theirs(row, TypicalLogitsWarper(p))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_top_n_sigma_is_llama_cpps_threshold(seed):
+    """On finite logits only (ggml-org/llama.cpp#13344), by the population's standard deviation; at any temperature."""
+    row = logits(seed, 3000)
+    row[:100] = -np.inf
+    finite = row[100:].astype(np.float64)
+    for n in (0.5, 1.0, 2.5):
+        expected = {100 + i for i in np.flatnonzero(finite >= finite.max() - n * finite.std())}
+        for temperature in (0.5, 1.0, 1.5):
+            assert ours(row, top_n_sigma=n, temperature=temperature) == expected
+    assert ours(row, top_n_sigma=-1) == ours(row)
+
+
+def test_xtc_keeps_the_least_likely_top_choice_and_all_others():
+    row = np.log(np.array([0.3, 0.05, 0.3, 0.2, 0.15], np.float32))
+    kept = process.filtered(row, SamplingParams(xtc_probability=0.5, xtc_threshold=0.18), coin=0.4)
+    assert kept.ids.tolist() == [1, 3, 4]
+    for threshold, coin in ((0.18, 0.5), (0.3, 1.0), (0.6, 0.1)):
+        whole = process.filtered(row, SamplingParams(xtc_probability=0.5, xtc_threshold=threshold), coin=coin)
+        assert whole.ids.tolist() == [0, 1, 2, 3, 4]
+    equal = process.filtered(row, SamplingParams(xtc_probability=0.5, xtc_threshold=0.25), coin=0.1)
+    assert equal.ids.tolist() == [1, 2, 3, 4]  # of equal ones the smaller id is the more likely
+
+
+def test_xtc_does_nothing_where_a_protected_token_would_go():
+    row = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    params = SamplingParams(xtc_probability=1.0, xtc_threshold=0.15)
+    assert process.filtered(row, params, 0.1, frozenset({1})).ids.tolist() == [0, 1, 2, 3]
+    assert process.filtered(row, params, 0.1, frozenset({2, 3})).ids.tolist() == [2, 3]
+
+
+def test_the_coin_is_uniform_and_a_function_of_seed_and_position():
+    coins = [noise.coin(7, position) for position in range(4000)]
+    assert stats.kstest(coins, "uniform").pvalue > 1e-4
+    assert coins == [noise.coin(7, position) for position in range(4000)]
+    assert noise.coin(8, 0) != coins[0] and 0 < noise.coin(2**64 - 1, 10**6) < 1
+
+
+def test_with_temperature_last_the_filters_see_temperature_one():
+    row = logits(3, 500)
+    for settings in (dict(min_p=0.1), dict(top_p=0.8), dict(typical_p=0.7)):
+        last = process.filtered(row, SamplingParams(temperature=0.5, temperature_last=True, **settings))
+        assert set(last.ids.tolist()) == ours(row, **settings)
+        np.testing.assert_array_equal(last.scores, row[last.ids].astype(np.float64) / 0.5)
+
+
+def test_dynamic_temperature_is_llama_cpps_formula():
+    row = logits(4, 50)
+    params = SamplingParams(temperature=0.9, temperature_last=True, dynatemp_range=0.5, dynatemp_exponent=1.3, top_k=20)
+    kept = process.filtered(row, params)
+    before = row[kept.ids].astype(np.float64)
+    law = np.exp(before - before.max())
+    law /= law.sum()
+    share = -(law * np.log(law)).sum() / np.log(20)
+    np.testing.assert_allclose(kept.scores, before / (0.4 + 1.0 * share**1.3), rtol=1e-12)
+    alone = process.filtered(row, SamplingParams(temperature=0.9, temperature_last=True, dynatemp_range=5, top_k=1))
+    assert alone.scores[0] == float(row.max()) / 0.9

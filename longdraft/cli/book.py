@@ -1,0 +1,115 @@
+"""`longdraft book`: from a premise to an outline, chapters, and a book as Markdown and EPUB."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from longdraft.cli import options
+from longdraft.cli.options import FILES, SAMPLING, option, parse_pairs
+from longdraft.cli.sampling_options import with_sampler_options
+from longdraft.console import Interrupt, Interrupted
+from longdraft.core import SamplingParams
+from longdraft.errors import UsageError
+from longdraft.files import read_prompt
+
+if TYPE_CHECKING:
+    from longdraft.generation import Generation
+
+
+@with_sampler_options
+def book(
+    premise: Annotated[str | None, typer.Argument(help="What the book is about.", show_default=False)] = None,
+    premise_file: Annotated[str | None, option("Read the premise from a UTF-8 file; '-' is stdin.", FILES)] = None,
+    folder: Annotated[Path, option("Folder for the outline, the journals and the book.", FILES)] = Path("book"),
+    chapters: Annotated[int, option("Number of chapters, 1 to 200.", FILES)] = 10,
+    words: Annotated[int, option("Words of a chapter, about, 50 to 20000.", FILES)] = 1500,
+    outline_only: Annotated[bool, option("Stop behind the outline, which you can edit in BOOK.json. The same command "
+                                         "without this option goes on.", FILES, "--outline-only")] = False,
+    chat_option: options.ChatOption = None,
+    quiet: options.Quiet = False,
+    model: options.ModelName = "novelist",
+    revision: options.Revision = None,
+    cache_dir: options.CacheDir = None,
+    offline: options.Offline = False,
+    drafter: options.DrafterName = "auto",
+    drafter_option: options.DrafterOption = None,
+    heads: options.HeadsSource = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    quantize: options.Quantize = "none",
+    quantized_cache: options.QuantizedCache = None,
+    threads: options.Threads = None,
+    seed: Annotated[int, option("0 to 2**64-1. Each chapter has a seed of its own, which follows from this one.",
+                                SAMPLING)] = 0,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    penalty_window: options.PenaltyWindowLength = SamplingParams.penalty_window,
+    *,
+    samplers: dict[str, Any],
+) -> int:
+    """Write a book from PREMISE. Start the same command again to go on after any interruption.
+
+    The folder has BOOK.json with the outline, a journal for each chapter, book.md and book.epub. The same premise,
+    model, settings and seed give the same book.
+    """
+    from longdraft.book import Book, BookPlan
+    from longdraft.cli.display import LoadBar
+    from longdraft.loading import load
+
+    given = {"seed": seed, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+             "repetition_penalty": repetition_penalty, "penalty_window": penalty_window, **samplers}
+    if SamplingParams.from_names(given).structured_outputs:
+        raise UsageError("a book is prose; leave --json-schema, --regex and --grammar out")
+    plan = BookPlan(read_prompt(premise, premise_file), chapters, words)
+    drafting = parse_pairs("--drafter-option", drafter_option or ())
+    chat_options = options.chat_options(chat_option or ())
+    with LoadBar(quiet=quiet, quantises=quantize != "none") as bar:
+        engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,
+                      quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
+                      quantized_cache=quantized_cache, on_load=bar.show)
+    params = engine.params(**given)
+    options.print_model_defaults(params, quiet=quiet)
+    with engine, Interrupt() as interrupt:
+        found = Book.open(folder, engine, plan, params, chat_options)
+        follow = _Follower(interrupt, quiet)
+        try:
+            for progress in (found.outline if outline_only else found.write)(follow):
+                if not quiet and progress.state == "outlined":
+                    print(f"longdraft: outline of {len(found.state.chapters)} chapters in {folder / 'BOOK.json'}",
+                          file=sys.stderr)
+        except Interrupted:
+            print(f"longdraft: interrupted; the same command goes on with the book in {folder}", file=sys.stderr)
+            return 128 + interrupt.number
+    if not quiet and not outline_only:
+        print(f"longdraft: the book is in {folder / 'book.md'} and {folder / 'book.epub'}", file=sys.stderr)
+    return 0
+
+
+class _Follower:
+    """Runs the generations of a book and prints a line for each."""
+
+    def __init__(self, interrupt: Interrupt, quiet: bool) -> None:
+        self._interrupt, self._quiet = interrupt, quiet
+
+    def __call__(self, generation: Generation, part: str) -> str:
+        """The text of a generation. Interrupted at the first signal; the journal holds what was written."""
+        texts: list[str] = []
+        start = time.perf_counter()
+        with generation:
+            self._interrupt.check()
+            for event in generation:
+                texts.append(event.text)
+                self._interrupt.check()
+            tokens, seconds = len(generation.tokens) - generation.num_resumed, time.perf_counter() - start
+        if not self._quiet:
+            speed = f", {tokens / seconds:.1f} tokens/s" if tokens else ", kept"
+            print(f"longdraft: {part}: {len(generation.tokens):,} tokens{speed}", file=sys.stderr)
+        return "".join(texts)

@@ -1,0 +1,297 @@
+"""Structured output: every text matches its grammar, and every drafter and resume point gives the same text."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+
+import longdraft
+import longdraft.sampling.grammar
+from helpers.equality import DRAFTERS
+from longdraft.__main__ import run
+from longdraft.core import Context, SamplingParams
+from longdraft.errors import JournalError, UsageError
+from longdraft.journal import provenance
+from longdraft.sampling.grammar import FORCED, Grammar, GrammarRules
+from longdraft.structured import structured_outputs
+from longdraft.tree import Tree, chain, root_only
+
+llguidance = pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["title", "chapters"],
+    "properties": {"title": {"type": "string", "maxLength": 12},
+                   "chapters": {"type": "array", "minItems": 2, "maxItems": 2, "items": {
+                       "type": "object", "additionalProperties": False, "required": ["brief", "words"],
+                       "properties": {"brief": {"enum": ["love", "war"]},
+                                      "words": {"type": "integer", "minimum": 100, "maximum": 900}}}}}}
+JSON = ("json", json.dumps(SCHEMA))
+
+
+@pytest.fixture(scope="module")
+def engine() -> longdraft.Engine:
+    return longdraft.load("novelist", drafter="suffix", threads=1)
+
+
+@pytest.fixture(scope="module")
+def rules(engine) -> GrammarRules:
+    found = engine.loaded.grammar_rules(SamplingParams(structured_outputs=JSON))
+    assert found is not None
+    return found
+
+
+def text_of(generation: longdraft.Generation) -> str:
+    return "".join(event.text for event in generation)
+
+
+def params_of(structure: tuple[str, str] = JSON, **changes) -> SamplingParams:
+    return SamplingParams(**(dict(max_new_tokens=160, seed=3, temperature=0.8, min_p=0.02, dry_multiplier=0.3,
+                                  structured_outputs=structure) | changes))
+
+
+# Equality
+
+
+@pytest.fixture(scope="module")
+def tiny_engine(tiny: dict[str, Path]) -> longdraft.Engine:
+    return longdraft.load(str(tiny["gqa"]), drafter="plain", threads=1)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_engine) -> list[int]:
+    generation = tiny_engine.generate("It was", params_of())
+    jsonschema.validate(json.loads(text_of(generation)), SCHEMA)
+    assert generation.finish_reason == "eos"
+    return generation.tokens.tolist()
+
+
+@pytest.mark.parametrize("drafter", ["auto", "ngram", "suffix", "tokenswift", "magicdec, streaming", "medusa", "eagle",
+                                     "glide, long and wide", "draft-model, itself", "triforce"])
+def test_every_drafter_writes_the_plain_text(tiny, tiny_engine, plain, drafter):
+    name, options = DRAFTERS[drafter]
+    if "model" in options:
+        options = options | {"model": str(tiny["gqa"])}
+    engine = longdraft.load(str(tiny["gqa"]), drafter=name, drafter_options=options, threads=1)
+    generation = engine.generate("It was", params_of())
+    list(generation)
+    assert generation.tokens.tolist() == plain
+    forced = generation.stats()["by_source"][FORCED]
+    assert forced["accepted"] > 0 and generation.stats()["steps"] < len(plain) - 5
+
+
+def test_plain_decoding_drafts_nothing(tiny_engine, plain):
+    generation = tiny_engine.generate("It was", params_of())
+    list(generation)
+    assert generation.stats()["steps"] == len(plain) and generation.stats()["by_source"] == {}
+
+
+def test_a_batch_and_log_probabilities_change_nothing(tiny_engine, plain):
+    other = tiny_engine.with_drafter("suffix")
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    for place, event in other.generate_many(["It was"] * 2, params_of()):
+        tokens[place] += event.tokens
+    assert tokens == {0: plain, 1: plain}
+    generation = other.generate("It was", params_of(), logprobs=1)
+    assert [entry.token for event in generation for entry in event.logprobs] == plain
+
+
+@pytest.mark.parametrize("after", [1, 9, 30])
+def test_a_text_cut_anywhere_is_resumed_to_the_same_text(tiny_engine, plain, tmp_path, after):
+    generation = tiny_engine.generate("It was", params_of(), journal=tmp_path)
+    for _ in range(after):
+        next(generation)
+    generation.close()
+    resumed = tiny_engine.with_drafter("suffix").resume(tmp_path)
+    list(resumed)
+    assert resumed.tokens.tolist() == plain
+
+
+def test_another_version_of_llguidance_is_refused_like_other_kernels(tiny_engine, tmp_path, monkeypatch):
+    with tiny_engine.generate("It was", params_of(), journal=tmp_path) as generation:
+        next(generation)
+    monkeypatch.setattr(provenance.grammar, "version", lambda: "0.1")
+    with pytest.raises(JournalError, match=r"begun with other kernels: llguidance .*, now 0.1"):
+        tiny_engine.resume(tmp_path)
+
+
+# Every text matches
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_text_of_a_schema_validates(engine, seed):
+    text = text_of(engine.generate("It was", params_of(seed=seed, temperature=1.2)))
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize("expression", ["[0-9]{3}-[a-f]+x", "(yes|no|perhaps)( and (yes|no)){2}", "a{2,5}b?c",
+                                        "(?i)the [a-z ]{5,20}\\."])
+def test_every_text_of_a_regular_expression_matches_as_a_whole(engine, expression):
+    for seed in range(3):
+        generation = engine.generate("It was", params_of(("regex", expression), seed=seed, max_new_tokens=120))
+        text = text_of(generation)
+        assert re.fullmatch(expression, text) or generation.finish_reason == "length", text
+    assert re.fullmatch(expression, text)
+
+
+def test_a_grammar_may_be_in_the_notation_of_lark_or_of_llama_cpp(engine):
+    for grammar in ('start: "Chapter " /[1-9]/ ": " /[a-z]{3,9}/', 'root ::= "Chapter " [1-9] ": " [a-z]{3,9}'):
+        text = text_of(engine.generate("It was", params_of(("grammar", grammar))))
+        assert re.fullmatch(r"Chapter [1-9]: [a-z]{3,9}", text), text
+
+
+def test_a_choice_is_one_of_its_texts(engine):
+    choices = ["war & peace (1869)", "a.b*c", "line\nbreak", "{x}[y]-^$|\\"]
+    structure = structured_outputs("guided_choice", choices)
+    texts = {text_of(engine.generate("It was", params_of(structure, seed=seed, temperature=50.0, temperature_last=True,
+                                                         min_p=0.0))) for seed in range(8)}
+    assert texts <= set(choices) and len(texts) > 1
+
+
+def test_a_text_that_is_cut_short_says_so(engine):
+    generation = engine.generate("It was", params_of(max_new_tokens=12))
+    assert text_of(generation) and generation.finish_reason == "length"
+
+
+# The faults that other engines had
+
+
+def obvious_mask(rules: GrammarRules, tokens: list[int]) -> np.ndarray | None:
+    """The mask behind some tokens, from a new matcher."""
+    matcher = llguidance.LLMatcher(rules.tokenizer, rules.grammar)
+    for token in tokens:
+        if token in rules.eos_ids:
+            return rules.end_only
+        if not matcher.try_consume_tokens([token]):
+            return None
+    packed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.unpackbits(packed, bitorder="little")[: rules.vocabulary].astype(bool)
+
+
+def test_every_node_has_the_mask_of_its_own_path_and_drafts_leave_no_trace(engine, rules):
+    """State advanced by rejected drafts (vllm-project/vllm#44006), rows without a mask behind an invalid draft
+    (vllm-project/vllm#54442), masks of finished matchers (sgl-project/sglang#15373)."""
+    pick, text = random.Random(5), [*engine.encode('{"title": "a b", "chapters": [{"brief": "war", "words": 200}]}')]
+    context, grammar = Context([4, 7]), Grammar(rules)
+    written: list[int] = []
+    while (mask := grammar.mask(context, [])) is not None and not mask[rules.eos_ids[0]] and len(written) < 60:
+        allowed = np.flatnonzero(mask)
+        parents, tokens = [-1], [context.last]
+        for node in range(1, 14):
+            parents.append(pick.randrange(node))
+            tokens.append(int(pick.choice(allowed)) if pick.random() < 0.6 else pick.choice(text))
+        tree = Tree(tuple(tokens), tuple(parents), ("",) + ("liar",) * 13)
+        for node, found in enumerate(grammar.masks(tree, context)):
+            path = [tree.tokens[n] for n in tree.path(node)[1:]]
+            expected = obvious_mask(rules, [*written, *path])
+            assert (found is None) == (expected is None)
+            assert found is None or np.array_equal(found, expected)
+        token = int(pick.choice(allowed))
+        written.append(token)
+        context.extend([token])
+    assert len(written) > 10
+
+
+def test_the_end_may_be_inside_a_draft_and_nothing_follows_it(engine):
+    """The end of the grammar was missed inside an accepted run (sgl-project/sglang#21723)."""
+    rules = engine.loaded.grammar_rules(SamplingParams(structured_outputs=("regex", "ab")))
+    first, end = engine.tokenizer.encode("ab", add_special_tokens=False), rules.eos_ids[0]
+    grammar, context = Grammar(rules), Context([5])
+    masks = grammar.masks(chain(5, [*first, end, first[0]], "liar"), context)
+    assert [mask is not None for mask in masks] == [True] * (len(first) + 2) + [False]
+    assert np.flatnonzero(masks[len(first)]).tolist() == [end]
+    context.extend([*first, end])
+    assert np.array_equal(grammar.mask(context, []), rules.end_only)
+    assert grammar.extended(root_only(end), context, 5) == root_only(end)
+
+
+def test_rows_of_the_vocabulary_beyond_the_tokenizer_are_masked(engine):
+    size = engine.tokenizer.size
+    words = longdraft.sampling.grammar.new_tokenizer(engine.tokenizer._tokenizer.to_str(), size + 64, 1)
+    rules = GrammarRules.compile(("regex", ".*"), words, (1, size + 3), size + 64)
+    mask = Grammar(rules).mask(Context([5]), [])
+    assert mask[: size].sum() > 1000 and mask[1] and np.flatnonzero(mask[size:]).tolist() == [3]  # the second end
+
+
+def test_forced_tokens_are_always_right(engine):
+    generation = engine.generate("It was", params_of(("regex", "Once upon a time there was (a|no) king\\.")))
+    assert re.fullmatch(r"Once upon a time there was (a|no) king\.", text_of(generation))
+    stats = generation.stats()
+    assert stats["by_source"][FORCED]["accepted"] > 0.8 * stats["new_tokens"] - 3 and stats["steps"] <= 4
+
+
+# Requests
+
+
+@pytest.mark.parametrize("name, value, expected", [
+    ("response_format", {"type": "text"}, None),
+    ("response_format", {"type": "json_object"}, ("json", '{"type": "object"}')),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "null"}}},
+     ("json", '{"type": "null"}')),
+    ("structured_outputs", {"regex": "a+", "json": None}, ("regex", "a+")),
+    ("structured_outputs", {"json_object": True}, ("json", '{"type": "object"}')),
+    ("structured_outputs", {}, None),
+    ("guided_json", {"type": "null"}, ("json", '{"type": "null"}')),
+    ("guided_json", '{"type": "null"}', ("json", '{"type": "null"}')),
+    ("guided_regex", "[a-z]", ("regex", "[a-z]")),
+    ("guided_choice", ["a", "b.c"], ("regex", r"(a)|(b\.c)")),
+    ("guided_grammar", 'start: "a"', ("grammar", 'start: "a"')),
+    ("grammar", 'root ::= "a"', ("grammar", 'root ::= "a"')),
+    ("json_schema", {"type": "null"}, ("json", '{"type": "null"}')),
+])
+def test_the_names_of_other_tools_mean_the_same(name, value, expected):
+    params = SamplingParams.from_names({name: value})
+    assert params.structured_outputs == (expected or ())
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"response_format": {"type": "xml"}}, "response_format is .* allowed: type text, json_object, or json_schema"),
+    ({"guided_choice": []}, "guided_choice is .* allowed: a list of texts"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "an object with one of json, regex, choice"),
+    ({"guided_regex": "a", "guided_json": {}}, "contradicts another spelling"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos is True; allowed: false with structured_outputs"),
+    ({"guided_regex": "a", "min_new_tokens": 3}, "min_new_tokens is 3; allowed: 0 with structured_outputs"),
+    ({"guided_regex": "a", "no_repeat_ngram_size": 3}, "no_repeat_ngram_size is 3; allowed: off with structured"),
+    ({"guided_regex": "a", "banned_strings": ["b"]}, "banned_strings is .* allowed: off with structured_outputs"),
+    ({"guided_regex": ""}, "allowed: 1 to"),
+])
+def test_wrong_requests_are_refused(settings, message):
+    with pytest.raises(UsageError, match=message):
+        SamplingParams.from_names(settings)
+
+
+@pytest.mark.parametrize("structure, message", [
+    (("json", '{"type": "nonsense"}'), "the JSON schema cannot be used: Invalid type: nonsense"),
+    (("json", '{"type": "object", "unevaluatedProperties": false}'), "Unimplemented keys"),
+    (("json", '{"type": '), "the JSON schema cannot be used: Expecting value"),
+    (("regex", "(a"), "the regular expression cannot be used: .*unclosed group"),
+    (("grammar", "start: nonsense"), "the grammar cannot be used"),
+])
+def test_a_bad_grammar_is_one_clear_line(engine, structure, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        engine.generate("It was", params_of(structure))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_without_llguidance_the_line_says_what_to_install(engine, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(UsageError, match=r"pip install 'longdraft\[structured\]'"):
+        engine.generate("It was", params_of())
+
+
+def test_the_command_line_takes_a_schema_a_regular_expression_or_a_grammar(tmp_path, capfd):
+    command = ["generate", "It was", "--seed", "1", "--quiet", "--threads", "1", "--drafter", "suffix"]
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    assert run([*command, "--max-new-tokens", "200", "--json-schema", str(tmp_path / "schema.json")]) == 0
+    jsonschema.validate(json.loads(capfd.readouterr().out), SCHEMA)
+    assert run([*command, "--regex", "[a-c]{4}"]) == 0
+    assert re.fullmatch("[a-c]{4}", capfd.readouterr().out.rstrip("\n"))
+    assert run([*command, "--regex", "a", "--grammar", "x"]) == 2
+    assert "--regex and --grammar are given; give one of them" in capfd.readouterr().err
+    assert run([*command, "--json-schema", str(tmp_path / "none.json")]) == 2
+    assert "--json-schema cannot read" in capfd.readouterr().err
