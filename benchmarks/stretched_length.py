@@ -51,7 +51,7 @@ def stretched_rows(small: FullCache, places: Places, start: int, count: int, sha
     """Keys and values [layers, rows, KV heads, head size] of the large model, from the small model's cache."""
     k, v = (torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(2))
     for large_layer, small_layer in places.layers.items():
-        heads = small.num_kv_heads
+        heads = places.kv_heads
         positions = torch.arange(start, start + count).expand(heads, -1)
         keys, values = (part.permute(1, 0, 2) for part in small.stores[small_layer].read(positions))
         k[large_layer][:, :heads], v[large_layer][:, :heads] = 0, 0

@@ -50,10 +50,12 @@ class Places:
     """Where a large model holds a small one.
 
     layers     large layer -> small layer, for the layers that do not add 0
+    kv_heads   KV heads of the small model, which are the first ones of the large one
     head_rows  rows of a small head's queries and keys in a large head
     """
 
     def __init__(self, small: ModelConfig, large: ModelConfig) -> None:
+        self.kv_heads = small.num_kv_heads
         half = torch.arange(small.head_dim // 2) * (large.head_dim // small.head_dim)
         self.head_rows = torch.cat([half, half + large.head_dim // 2])
         spacing = large.num_layers / small.num_layers
