@@ -31,7 +31,7 @@ from longdraft.version import __version__
 
 _PRUNE_INTERVAL_S = 600.0
 _PAGE_FILES = {"index.html": "text/html", "page.css": "text/css", "icon.svg": "image/svg+xml"} | dict.fromkeys(
-    ("page.js", "stream.js", "text.js", "charts.js", "files.js"), "text/javascript")
+    ("page.js", "stream.js", "text.js", "takes.js", "charts.js", "files.js"), "text/javascript")
 _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {status: {"description": text} for status, text in (
     (400, "The request is invalid; `param` names the parameter."), (401, "The API key is missing or wrong."),
     (403, "The origin or the host name is not allowed."), (404, "Not found."), (405, "Method not allowed."),

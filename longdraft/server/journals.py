@@ -100,8 +100,8 @@ class JournalFolder:
         if header.tokenizer == self._tokenizer.sha256:
             stream = TextStream(self._tokenizer, header.params, header.eos_token_ids)
             written = stream.push(found.tokens.tolist())
-            detail |= {"prompt": self._tokenizer.decode(header.prompt), "text": written.text,
-                       "tokens": list(written.tokens), "pieces": list(written.pieces)}
+            detail |= {"prompt": self._tokenizer.decode(header.prompt), "prompt_ids": header.prompt,
+                       "text": written.text, "tokens": list(written.tokens), "pieces": list(written.pieces)}
         return detail
 
     def remove(self, name: str) -> None:

@@ -132,6 +132,61 @@ def test_stop_reload_and_resume(page, server):
     assert count(page) == 1200
 
 
+def text_on_display(page) -> str:
+    with page.expect_download() as text:
+        page.click("#downloads summary")
+        page.click("#save-text")
+    return Path(text.value.path()).read_text()
+
+
+def cut(page) -> int:
+    """Click into the second line of the text; returns the number of tokens before the cut."""
+    page.locator(".text .block").first.click(position={"x": 150, "y": 45})
+    page.wait_for_selector("#here:not([hidden])")
+    return int(re.search(r"token ([\d,]+)", page.inner_text("#here-at")).group(1).replace(",", "")) - 1
+
+
+def test_a_text_is_cut_at_a_token_and_goes_on_with_another_seed_or_other_words(page, server):
+    """Takes of one text are kept side by side, and each is the text that the library writes behind the same tokens."""
+    engine = server.app.service.engine
+    write(page, 120, seed=7)
+    state(page, "done")
+    first = text_on_display(page)
+    tokens = [token for event in engine.generate("It was", engine.params(max_new_tokens=120, seed=7, min_p=0.1))
+              for token in event.tokens]
+
+    def behind(kept: list[int], seed: int) -> str:
+        params = engine.params(max_new_tokens=120 - len(kept), seed=seed, min_p=0.1)
+        new = [token for event in engine.generate(engine.encode("It was") + kept, params) for token in event.tokens]
+        return engine.tokenizer.decode(kept + new)
+
+    count_kept = cut(page)
+    assert 5 < count_kept < 110 and page.inner_text("#here-go") == "Another take (seed 8)"
+    page.click("#here-go")
+    page.wait_for_selector("#takes button:nth-child(2)")
+    state(page, "done")
+    second = text_on_display(page)
+    assert second == behind(tokens[:count_kept], 8) != first and count(page) == 120
+    page.click("#takes button:nth-child(1)")
+    assert text_on_display(page) == first
+
+    assert cut(page) == count_kept
+    page.fill("#here-words", "Suddenly the door")
+    assert page.inner_text("#here-go") == "Go on behind these words"
+    page.click("#here-go")
+    page.wait_for_selector("#takes button:nth-child(3)")
+    state(page, "done")
+    own = engine.tokenizer.encode("Suddenly the door", add_special_tokens=False)
+    assert text_on_display(page) == behind(tokens[:count_kept] + own, 7)
+    page.click("#takes button:nth-child(1)")
+    cut(page)
+    page.click("#here-go")  # the same take again
+    page.wait_for_selector("#takes button:nth-child(4)")
+    state(page, "done")
+    assert text_on_display(page) == second
+    shot(page, "takes")
+
+
 def test_an_invalid_setting_shows_an_error_in_the_form(page):
     page.fill("#seed", "99999999999999999999999")
     page.click("#start")

@@ -3,6 +3,7 @@
 import { Chart, short } from "./charts.js";
 import { npy, report, save } from "./files.js";
 import { ApiError, ask, stream } from "./stream.js";
+import { Takes } from "./takes.js";
 import { TextView, styleOf } from "./text.js";
 
 const GENERATIONS = "/v1/longdraft/generations";
@@ -17,6 +18,8 @@ const speed = new Chart($("speed-chart"), { unit: "tokens/s", plain: "plain deco
   `${value.toFixed(0)} tokens per second at a context of ${at} tokens${plain ? `; plain decoding ${plain.toFixed(0)}` : ""}` });
 const lengths = new Chart($("length-chart"), { unit: "per step", digits: 1, line: "--heads", floor: 1, describe: (value, _, at) =>
   `${value.toFixed(1)} tokens per forward of the model at a context of ${at} tokens; 1 in plain decoding` });
+const takes = new Takes(view, { go: (token, words) => fromHere(token, words).catch(showError), show: showTake,
+  seed: () => (run?.seed ?? 0) + 1 });
 let run = null; // the text on display: { id, journal, seed, max, prompt, promptTokens, controller, stats, state, ... }
 
 // ---- generating
@@ -35,15 +38,58 @@ function settings() {
 
 async function generate() {
   const [url, body] = settings();
-  begin({ prompt: $("prompt").value, max: body.max_tokens, id: null });
+  takes.clear();
+  begin({ prompt: $("prompt").value, max: body.max_tokens, id: null, body, messages: body.messages });
   await receive(url, body);
+}
+
+// ---- takes
+
+// Go on behind the first `token` tokens of the text on display, with another seed or behind words of one's own.
+async function fromHere(token, words) {
+  if (document.body.dataset.state === "running") { await stop(); run.controller.abort(); onEnd("cut"); }
+  const before = run, tokens = view.tokens.slice(0, token), pieces = view.pieces.slice(0, token);
+  takes.keep({ run: before, seed: before.seed, from: before.from });
+  before.promptIds ??= (await ask("/tokenize", "POST", before.messages ? { messages: before.messages } : { prompt: before.prompt })).tokens;
+  if (words) {
+    const own = (await ask("/tokenize", "POST", { prompt: words, add_special_tokens: false })).tokens;
+    tokens.push(...own);
+    pieces.push(words, ...own.slice(1).map(() => ""));
+  }
+  const { messages, ...kept } = before.body, seed = words ? before.seed : before.seed + 1;
+  const body = { ...kept, prompt: [...before.promptIds, ...tokens], seed, max_tokens: Math.max(1, before.max - tokens.length) };
+  const { prompt, promptIds } = before;
+  begin({ prompt, promptIds, messages, body: kept, max: before.max, id: null, seed, from: token, offset: tokens.length });
+  takes.begin();
+  if (tokens.length) view.push({ tokens, pieces, sources: tokens.map(() => ""), steps: tokens.map(() => 1) }, true);
+  await receive("/v1/completions", body);
+}
+
+function showTake(take) {
+  run?.controller.abort();
+  run = take.run;
+  speed.clear();
+  lengths.clear();
+  view.show(run.prompt, take.text);
+  set("done", `Take ${take.number}`);
+  $("resume").hidden = true;
+  update();
 }
 
 async function resume(id) {
   close();
   const about = await ask(`${GENERATIONS}/${id}`);
-  begin({ prompt: about.prompt, max: about.max_new_tokens, id, isResumed: true });
+  takes.clear();
+  begin(ofJournal(about, id));
   await receive(`${GENERATIONS}/${id}/resume`, { stream: true, details: true });
+}
+
+// What is known of a text from its journal.
+function ofJournal(about, id) {
+  const { temperature, top_p, stop, min_p, top_k, repetition_penalty, penalty_window } = about.sampling;
+  const body = { stream: true, temperature, top_p, stop: stop?.length ? stop : undefined,
+    longdraft: { details: true, journal: true, min_p, top_k, repetition_penalty, penalty_window } };
+  return { prompt: about.prompt, promptIds: about.prompt_ids, max: about.max_new_tokens, id, body, isResumed: true };
 }
 
 function begin(next) {
@@ -91,8 +137,8 @@ function onChunk(chunk) {
 
 function onProgress(progress) {
   run.progress = progress;
-  run.promptTokens = progress.prompt_tokens;
-  run.max = progress.max_new_tokens;
+  run.promptTokens = progress.prompt_tokens - (run.offset ?? 0);
+  run.max = progress.max_new_tokens + (run.offset ?? 0);
   const { own_tokens_per_second: rate, plain_tokens_per_second: plain, new_tokens: done } = progress;
   const context = progress.prompt_tokens + done;
   if (progress.state === "queued") set("running", "Queued");
@@ -167,6 +213,7 @@ function onEnd(how) {
   const reasons = { length: "Finished", eos: "Ended by the model", stop: "Stopped at the stop text", loop: "Stopped in a loop" };
   set(how === "cut" ? "cut" : "done", how === "cut" ? "Stopped" : reasons[run.reason] ?? "Finished");
   $("resume").hidden = how !== "cut" || !window.keepsJournals || !run.id;
+  if (takes.all.length) takes.keep({ run, seed: run.seed, from: run.from });
   update();
   speed.draw();
   lengths.draw();
@@ -268,7 +315,8 @@ async function read(id) {
   const about = await ask(`${GENERATIONS}/${id}`);
   if (!about.text && !about.tokens) throw new ApiError("this text belongs to another model; open it on a server of that model");
   close();
-  begin({ prompt: about.prompt, max: about.max_new_tokens, id, isResumed: true });
+  takes.clear();
+  begin(ofJournal(about, id));
   view.push({ tokens: about.tokens, pieces: about.pieces, sources: about.tokens.map(() => ""), steps: about.tokens.map(() => 1) }, true);
   run.seed = about.seed;
   run.reason = about.finish_reason;

@@ -67,6 +67,35 @@ export class TextView {
 
   flush() { this.#draw(); }
 
+  // Everything that is needed to show this text again.
+  snapshot() {
+    this.#draw();
+    const { pieces, tokens, sources, runs, ends, names, counts, old } = this;
+    return { pieces, tokens, sources, runs, ends, names, counts, old };
+  }
+
+  show(promptText, snapshot) {
+    this.clear();
+    this.prompt(promptText);
+    Object.assign(this, snapshot);
+    this.#draw();
+  }
+
+  // The token whose text is at an offset of a node; null outside the tokens.
+  tokenAt(node, offset) {
+    const element = (node.nodeType === Node.TEXT_NODE ? node.parentElement : node).closest?.(".block");
+    if (!element?.block?.isLive) return null;
+    const before = document.createRange();
+    before.setStart(element, 0);
+    before.setEnd(node, offset);
+    let length = before.toString().length, token = element.block.start;
+    while (token < element.block.end && length >= this.pieces[token].length) length -= this.pieces[token++].length;
+    return Math.min(token, this.tokens.length - 1);
+  }
+
+  // Some words behind a token's place.
+  around(token) { return this.pieces.slice(token, token + 8).join("").replace(/\s+/g, " ").trim().slice(0, 40); }
+
   follow() {
     this.follows = true;
     this.#toEnd();
