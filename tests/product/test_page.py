@@ -73,6 +73,7 @@ def count(page) -> int:
 
 
 def test_a_text_is_generated_highlighted_measured_and_downloaded(page, server, tmp_path):
+    page.select_option("#drafter", "magicdec")  # `auto` may not draft in a short text
     write(page, 300)
     state(page, "done")
     assert count(page) == 300 and page.inner_text("#status") == "Finished"
