@@ -30,6 +30,8 @@ def structured_outputs(name: str, value: Any) -> Structure | None:
     """The pair for a setting; None where it asks for nothing. UsageError for what cannot be understood."""
     if isinstance(value, tuple) and not value:
         return None
+    if value == "" and name != "structured_outputs":  # clients send their empty fields
+        return None
     if name == "response_format":
         return _response_format(value)
     if name == "structured_outputs":

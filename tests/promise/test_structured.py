@@ -258,7 +258,7 @@ def test_the_names_of_other_tools_mean_the_same(name, value, expected):
     ({"guided_regex": "a", "min_new_tokens": 3}, "min_new_tokens is 3; allowed: 0 with structured_outputs"),
     ({"guided_regex": "a", "no_repeat_ngram_size": 3}, "no_repeat_ngram_size is 3; allowed: off with structured"),
     ({"guided_regex": "a", "banned_strings": ["b"]}, "banned_strings is .* allowed: off with structured_outputs"),
-    ({"guided_regex": ""}, "allowed: 1 to"),
+    ({"structured_outputs": {"regex": ""}}, "allowed: 1 to"),
 ])
 def test_wrong_requests_are_refused(settings, message):
     with pytest.raises(UsageError, match=message):

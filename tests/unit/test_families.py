@@ -170,10 +170,10 @@ BASE = dict(model_type="llama", vocab_size=320, hidden_size=48, intermediate_siz
 
 @pytest.mark.parametrize("changes, message", [
     (dict(model_type="gemma2"),
-     "'gemma2'; supported: llama, .*smollm3; longdraft lacks what it needs: logit soft-capping"),
-    (dict(model_type="qwen3_moe"), "longdraft lacks what it needs: mixture-of-experts"),
+     "'gemma2'; supported: llama, .*qwen3_moe; longdraft lacks what it needs: logit soft-capping"),
+    (dict(model_type="gpt_oss"), "longdraft lacks what it needs: attention sinks"),
     (dict(model_type="unheard-of"), r"model_type is 'unheard-of'; supported: [\w, ]*$"),
-    (dict(quantization_config={"quant_method": "gptq"}), r"quantised \('gptq'\); supported: float32"),
+    (dict(quantization_config={"quant_method": "gptq"}), r"quantised \('gptq', None bits\); supported: awq and gptq"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; supported: 1"),
     (dict(model_type="phi3", partial_rotary_factor=0.75), "rotates an even number"),
     (dict(model_type="mistral", sliding_window=0), "sliding_window is 0 in config.json; allowed: null"),
