@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
+_HEADING = re.compile(r"^##?[ \t]+(\S.*)$", re.MULTILINE)
 _TIME = (1980, 1, 1, 0, 0, 0)  # the earliest that a ZIP archive can hold
 _MODIFIED = "1980-01-01T00:00:00Z"  # EPUB wants a time
 # Characters that XML 1.0 does not allow.
@@ -74,6 +75,20 @@ class ExportedBook(NamedTuple):
     chapters: Sequence[ExportedChapter]
     author: str = ""
     language: str = "en"
+
+
+def parse_chapters(text: str, title: str = "", author: str = "", language: str = "en") -> ExportedBook:
+    """A text cut at its Markdown headings (# or ##, each on a line of its own); without any it is one chapter.
+
+    A heading in front of the text is its title if none is given, and if a chapter's heading follows at once.
+    """
+    pieces = _HEADING.split(text)  # text, heading, text, heading, text ...
+    chapters = [ExportedChapter(_line(heading), body) for heading, body in zip(pieces[1::2], pieces[2::2], strict=True)]
+    if pieces[0].strip() or not chapters:
+        chapters.insert(0, ExportedChapter("", pieces[0]))
+    elif not title and len(chapters) > 1 and not chapters[0].text.strip():
+        title = chapters.pop(0).title
+    return ExportedBook(title, chapters, author, language)
 
 
 def markdown(book: ExportedBook) -> str:

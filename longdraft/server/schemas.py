@@ -245,6 +245,16 @@ class DetokenizeRequest(StrictModel):
     tokens: Annotated[list[int], Field(fail_fast=True, max_length=_MAX_TOKENS)]
 
 
+class ExportRequest(StrictModel):
+    """A text that becomes a file. Its chapters begin at its Markdown headings."""
+
+    text: Utf8Text
+    format: Literal["epub", "markdown"] = "epub"
+    title: Utf8Text = ""
+    author: Utf8Text = ""
+    language: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,35}$")] = "en"
+
+
 class ResumeRequest(StrictModel):
     """Options of a resumed text. Everything that determines the text is in the journal."""
 
@@ -260,7 +270,8 @@ class ResumeRequest(StrictModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-BODIES = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, ResumeRequest)
+BODIES = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, ExportRequest,
+          ResumeRequest)
 _SCHEMAS = "#/components/schemas/"
 Model = TypeVar("Model", bound=StrictModel)
 

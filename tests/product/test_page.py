@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,11 @@ def test_a_text_is_generated_highlighted_measured_and_downloaded(page, server, t
         page.click("#downloads summary")
         page.click("#save-text")
     assert Path(text.value.path()).read_text() == expected
+    with page.expect_download() as book:
+        page.click("#downloads summary")
+        page.click("#save-epub")
+    with zipfile.ZipFile(book.value.path()) as archive:
+        assert "It was" in archive.read("OEBPS/chapter-0001.xhtml").decode()
     with page.expect_download() as tokens:
         page.click("#downloads summary")
         page.click("#save-tokens")

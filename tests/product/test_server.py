@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import zipfile
 
 import httpx
 import openai
@@ -280,3 +282,19 @@ def test_malformed_requests_get_an_error_object(server):
     assert httpx.post(url, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}).status_code == 400
     assert httpx.get(url).status_code == 405
     assert httpx.get(server.url + "/nowhere").json()["error"]["code"] == "not_found"
+
+
+# Files
+
+
+def test_a_text_is_exported_as_a_book(post):
+    body = {"text": "# One\n\nIt was.\n\n# Two\n\nThe end.", "title": "A book", "author": "Ann"}
+    reply = post("/v1/longdraft/export", body)
+    assert reply.headers["content-type"] == "application/epub+zip"
+    with zipfile.ZipFile(io.BytesIO(reply.content)) as archive:
+        assert "It was." in archive.read("OEBPS/chapter-0001.xhtml").decode()
+        assert "A book" in archive.read("OEBPS/package.opf").decode()
+    reply = post("/v1/longdraft/export", body | {"format": "markdown"})
+    assert reply.text == "# A book\n\n## One\n\nIt was.\n\n## Two\n\nThe end.\n"
+    for change in ({"format": "pdf"}, {"language": "a b"}, {"text": 3}):
+        assert post("/v1/longdraft/export", body | change).status_code == 400

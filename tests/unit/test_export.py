@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from longdraft.export import ExportedBook, ExportedChapter, epub, markdown, paragraphs
+from longdraft.export import ExportedBook, ExportedChapter, epub, markdown, paragraphs, parse_chapters
 
 BOOK = ExportedBook("War & <Peace>", [
     ExportedChapter("One", "First line,\nsecond line.\n\n\n  Next paragraph. \x00\x1b\ud800\n"),
@@ -57,3 +57,22 @@ def test_equal_books_are_equal_bytes_and_others_have_another_identifier():
 def test_books_of_any_length_are_exported(chapters):
     data = epub(ExportedBook("", [ExportedChapter(str(i), "word " * 80) for i in range(chapters)]))
     assert len(zipfile.ZipFile(io.BytesIO(data)).namelist()) == 4 + chapters
+
+
+@pytest.mark.parametrize("text, title, chapters", [
+    ("No heading.\n", "", [("", "No heading.\n")]),
+    ("", "", [("", "")]),
+    ("# Book\n\n## One\nA.\n## Two\nB.", "Book", [("One", "\nA.\n"), ("Two", "\nB.")]),
+    ("# One\nA.\n# Two\nB.", "", [("One", "\nA.\n"), ("Two", "\nB.")]),
+    ("Before.\n## One\nA # sign.\n### Part\nC.", "", [("", "Before.\n"), ("One", "\nA # sign.\n### Part\nC.")]),
+])
+def test_chapters_begin_at_markdown_headings(text, title, chapters):
+    book = parse_chapters(text)
+    assert book.title == title and [tuple(chapter) for chapter in book.chapters] == chapters
+    assert parse_chapters(text, "Mine").title == "Mine"
+
+
+def test_a_book_that_was_exported_as_markdown_is_read_back():
+    book = ExportedBook("A book", [ExportedChapter("One", "A.\n\nB."), ExportedChapter("Two", "C.")])
+    again = parse_chapters(markdown(book))
+    assert again.title == book.title and markdown(again) == markdown(book)

@@ -2,7 +2,7 @@
 
 import { Chart, short } from "./charts.js";
 import { npy, report, save } from "./files.js";
-import { ApiError, ask, stream } from "./stream.js";
+import { ApiError, ask, request, stream } from "./stream.js";
 import { Takes } from "./takes.js";
 import { TextView, styleOf } from "./text.js";
 
@@ -187,7 +187,7 @@ function update() {
     $("elapsed").textContent = clock(progress.elapsed_seconds);
     document.title = isOn ? `${Math.floor(100 * share)} % · longdraft` : "longdraft";
   }
-  for (const id of ["copy", "save-text", "save-tokens", "save-report"]) $(id).disabled = !done;
+  for (const id of ["copy", "save-text", "save-markdown", "save-epub", "save-tokens", "save-report"]) $(id).disabled = !done;
   legend();
 }
 
@@ -387,6 +387,14 @@ function download(kind) {
   $("downloads").open = false;
 }
 
+async function saveBook(format, ending) {
+  try {
+    const reply = await request("/v1/longdraft/export", "POST", { text: run.prompt + view.string, format });
+    save(`longdraft-${run.id ?? "text"}.${ending}`, [await reply.blob()], reply.headers.get("Content-Type"));
+  } catch (error) { showError(error); }
+  $("downloads").open = false;
+}
+
 function tip(event) {
   const token = event.target.token, box = $("tip");
   box.hidden = token === undefined || !$("tint").checked;
@@ -425,6 +433,8 @@ async function start() {
   on("resume", () => resume(run.id).catch(showError));
   on("copy", copy);
   on("save-text", () => download("text"));
+  on("save-markdown", () => saveBook("markdown", "md"));
+  on("save-epub", () => saveBook("epub", "epub"));
   on("save-tokens", () => download("tokens"));
   on("save-report", () => download("report"));
   on("follow", () => view.follow());

@@ -34,12 +34,14 @@ export async function stream(url, body, on, signal) {
   throw new ApiError("the connection closed before the text was finished", "cut");
 }
 
-export async function ask(url, method = "GET", body) {
+export const ask = async (url, method, body) => (await request(url, method, body)).json();
+
+export async function request(url, method = "GET", body) {
   const reply = await fetch(url, {
     method, ...(body ? { body: JSON.stringify(body), headers: { "Content-Type": "application/json" } } : {}),
   });
   if (!reply.ok) throw await refusal(reply);
-  return reply.json();
+  return reply;
 }
 
 async function refusal(reply) {
