@@ -53,11 +53,16 @@ class FakeHub:
                 self.fetched.add(name)
         return str(target)
 
+    def list_repo_files(self, repo_id: str, **asked: object) -> list[str]:
+        folder = self.root / repo_id
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
 
 @pytest.fixture
 def hub_options(tmp_path, monkeypatch):
     fake = FakeHub(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
+    for name in ("snapshot_download", "list_repo_files"):
+        monkeypatch.setattr(huggingface_hub, name, getattr(fake, name))
     return fake
 
 
@@ -125,12 +130,11 @@ def test_bin_weights_are_fetched_where_there_are_no_others(hub_options, tmp_path
     assert (hub.resolve("owner/model") / "pytorch_model.bin").exists()
 
 
-def test_a_gguf_file_of_a_repository_is_fetched_alone(hub_options, tmp_path, monkeypatch):
+def test_a_gguf_file_of_a_repository_is_fetched_alone(hub_options, tmp_path):
     folder = tmp_path / "owner/model"
     folder.mkdir(parents=True)
     for name in ("a-Q4_K_M.gguf", "a-Q8_0.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf"):
         (folder / name).write_bytes(b"GGUF")
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo_id, **asked: sorted(os.listdir(folder)))
     assert hub.resolve(hub.with_file("owner/model", "a-Q8_0.gguf")).name == "a-Q8_0.gguf"
     assert hub_options.fetched == {"a-Q8_0.gguf"}
     assert hub.resolve("owner/model@v2:b-00002-of-00002.gguf").name == "b-00001-of-00002.gguf"
