@@ -8,6 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from helpers.checkpoints import VOCAB, write_tokenizer
+from longdraft.model.transformer import Transformer, chain_rows
 
 WINDOW = 24  # far below the prompts here, and below the partial caches
 LONGROPE = dict(rope_type="longrope", short_factor=[1.0, 1.1, 1.2], long_factor=[1.5, 2.0, 4.0], rope_theta=10000.0)
@@ -53,3 +54,18 @@ def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **c
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return model
+
+
+def logits_of(model: Transformer, tokens: list[int], prefill: int) -> torch.Tensor:
+    """Logits [tokens, vocabulary] of our model: the first `prefill` tokens in one forward, each further one alone."""
+    cache = model.new_cache()
+    parts = []
+    for start, end in [(0, prefill)] + [(i, i + 1) for i in range(prefill, len(tokens))]:
+        parts.append(model.logits(model.forward(chain_rows(tokens[start:end], start), cache).hidden))
+        cache.commit(range(end - start))
+    return torch.cat(parts)
+
+
+def theirs_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].float()

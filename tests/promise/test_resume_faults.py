@@ -82,7 +82,7 @@ def test_replacing_the_model_folder_while_it_writes_changes_nothing(folder, tmp_
     generation = engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path / "j")
     tokens = [*next(generation).tokens]
     weights = tmp_path / "m" / WEIGHTS
-    weights.write_bytes(bytes(weights.stat().st_size))  # in place: whoever still read from it would see zeros
+    weights.write_bytes(bytes(weights.stat().st_size))  # in place: a reader of the file would see zeros
     assert tokens + written(generation)[1] == expected
     engine.generate("It was", longdraft.SamplingParams(**SETTINGS), journal=tmp_path / "k").close()
     assert read_journal(tmp_path / "k").header.weights == read_journal(tmp_path / "j").header.weights

@@ -13,7 +13,7 @@ import longdraft
 from helpers.checkpoints import load, load_glide, make_glide, make_heads
 from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import DRAFTERS, LIARS, liar, prompt_of
-from helpers.families import MIXTURES, make_family
+from helpers.families import MIXTURES, logits_of, make_family, theirs_of
 from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.core import SamplingParams
@@ -22,7 +22,6 @@ from longdraft.kernels.experts import experts_forward, route
 from longdraft.kernels.interface import Experts, Mlp
 from longdraft.model import heads, sizing
 from longdraft.model.config import parse_config, read_config
-from longdraft.model.transformer import Transformer, chain_rows
 
 HIDDEN, INNER, COUNT = 48, 32, 6
 
@@ -87,21 +86,6 @@ def test_a_forward_reads_the_chosen_experts_only(tmp_path):
     all_of_them = sum(mlp.gate_up.nbytes + mlp.down.nbytes for layer in model.weights.layers
                       if layer.experts for mlp in layer.experts.mlps)
     assert model.weights_bytes == sum(linear.nbytes for linear in model.linears) + all_of_them // 2
-
-
-def logits_of(model: Transformer, tokens: list[int], prefill: int) -> torch.Tensor:
-    """Of all tokens, the first `prefill` read at once, the others one by one."""
-    cache = model.new_cache()
-    parts = []
-    for start, end in [(0, prefill)] + [(i, i + 1) for i in range(prefill, len(tokens))]:
-        parts.append(model.logits(model.forward(chain_rows(tokens[start:end], start), cache).hidden))
-        cache.commit(range(end - start))
-    return torch.cat(parts)
-
-
-def theirs_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0].float()
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -15,14 +15,13 @@ import longdraft
 from helpers.checkpoints import load, load_glide, make_glide, make_heads
 from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import DRAFTERS, prompt_of
-from helpers.families import FAMILIES, make_family
+from helpers.families import FAMILIES, logits_of, make_family, theirs_of
 from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.model import config as model_config
 from longdraft.model import heads, sizing
-from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.speculation.step import Tally
 
 
@@ -43,21 +42,6 @@ class Made:
 @pytest.fixture(scope="module", params=FAMILIES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("family"), request.param)
-
-
-def logits_of(model: Transformer, tokens: list[int], prefill: int) -> torch.Tensor:
-    """Of all tokens, the first `prefill` read at once, the others one by one."""
-    cache = model.new_cache()
-    parts = []
-    for start, end in [(0, prefill)] + [(i, i + 1) for i in range(prefill, len(tokens))]:
-        parts.append(model.logits(model.forward(chain_rows(tokens[start:end], start), cache).hidden))
-        cache.commit(range(end - start))
-    return torch.cat(parts)
-
-
-def theirs_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0].float()
 
 
 def test_logits_agree_over_prefill_and_decode_at_far_positions(made):
