@@ -13,8 +13,8 @@ import typer
 from typer.core import TyperCommand
 
 from longdraft.cli import options
-from longdraft.cli.options import FILES, RUNNING, SAMPLING, option, parse_pairs
-from longdraft.cli.sampling_options import with_sampler_options
+from longdraft.cli.option_groups import Loading, Sampling, with_option_groups
+from longdraft.cli.options import FILES, RUNNING, SAMPLING, option
 from longdraft.errors import UsageError, check
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@with_sampler_options
+@with_option_groups
 def batch(
     rows: Annotated[Path, typer.Argument(metavar="IN", help="Input: rows as .jsonl or .parquet.", show_default=False)],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Output: records as .jsonl or .parquet.",
@@ -59,19 +59,8 @@ def batch(
     stats: Annotated[Path | None, option("Write the job's totals to this JSON file.", FILES)] = None,
     fsync: options.Fsync = "1",
     quiet: options.Quiet = False,
-    model: options.ModelName = "novelist",
-    file: options.FileName = None,
-    tokenizer: options.TokenizerName = None,
-    revision: options.Revision = None,
-    cache_dir: options.CacheDir = None,
-    offline: options.Offline = False,
-    drafter: options.DrafterName = "auto",
-    drafter_option: options.DrafterOption = None,
-    heads: options.HeadsSource = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = "none",
-    quantized_cache: options.QuantizedCache = None,
+    *,
+    loading: Loading,
     tensor_parallel: options.TensorParallel = 1,
     cache_ram: options.CacheRam = None,
     threads: Annotated[int | None, option("CPU threads of each worker.", RUNNING, "--threads",
@@ -82,19 +71,10 @@ def batch(
                                                  show_default="0")] = None,
     seed: Annotated[int, option("Seed of the job. A row without a seed derives its own from this one and its id.",
                                 SAMPLING)] = 0,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    eta_cutoff: options.EtaCutoff = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    penalty_window: Annotated[int | None, option("Number of latest tokens that are penalised.", SAMPLING,
-                                                 show_default="1024")] = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
     on_loop: options.OnLoop = "warn",
-    *,
-    samplers: dict[str, Any],
+    sampling: Sampling,
 ) -> int:
     """Write a text for every row of IN into OUT. Start the same command again to resume after any interruption.
 
@@ -106,27 +86,22 @@ def batch(
     from longdraft.journal import parse_fsync
     from longdraft.model.hub import from_anywhere, with_file
 
-    given = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "temperature": temperature,
-             "top_k": top_k, "top_p": top_p, "min_p": min_p, "eta_cutoff": eta_cutoff,
-             "repetition_penalty": repetition_penalty, "penalty_window": penalty_window, "stop": stop or None,
-             "ignore_eos": ignore_eos or None, "on_loop": on_loop, **samplers}
+    given = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "stop": stop or None,
+             "ignore_eos": ignore_eos or None, "on_loop": on_loop, **sampling}
     SamplingParams.from_names({**given, "seed": seed})  # fail before any file is read
     parse_fsync(fsync)
     check(workers is None or 1 <= workers <= 4096, "--workers", workers, "1 to 4096")
     check(1 <= batch_size <= 1024, "--batch-size", batch_size, "1 to 1024")
     check(0 <= retries <= 1000, "--retries", retries, "0 to 1000")
-    if ray is None and workers and workers > 1 and _is_on_gpu(device):
+    if ray is None and workers and workers > 1 and _is_on_gpu(loading["device"]):
         raise UsageError("--workers would share one GPU; leave the option out, or use --ray, which gives "
                          "each worker its own GPU")
     if ray is None and threads is None and workers:
         threads = max(1, (os.cpu_count() or 1) // workers)
-    load: dict[str, Any] = {
-        "model": from_anywhere(with_file(model, file)), "revision": revision,
-        "tokenizer": tokenizer and from_anywhere(tokenizer), "cache_dir": cache_dir and str(cache_dir),
-        "offline": offline, "heads": heads and from_anywhere(heads), "drafter": drafter,
-        "drafter_options": parse_pairs("--drafter-option", drafter_option or ()),
-        "device": device, "dtype": dtype, "quantize": quantize, "threads": threads, "tensor_parallel": tensor_parallel,
-        "quantized_cache": quantized_cache, "cache_ram": cache_ram}
+    model, file, cache_dir = (loading.pop(name) for name in ("model", "file", "cache_dir"))
+    load = {"model": from_anywhere(with_file(model, file)), **loading, "cache_dir": cache_dir and str(cache_dir),
+            **{name: loading[name] and from_anywhere(loading[name]) for name in ("tokenizer", "heads")},
+            "threads": threads, "tensor_parallel": tensor_parallel, "cache_ram": cache_ram}
     options.require_one_process(tensor_parallel)
     if tensor_parallel > 1 and (workers or ray is not None):
         raise UsageError("--tensor-parallel writes one text at a time on all ranks; leave --workers and --ray out")
@@ -141,7 +116,7 @@ def batch(
 
     job = BatchJob(Path(os.path.abspath(work or f"{output}.work")), load, defaults, seed, served_model_name or model,
                    fsync, retries, batch_size=1 if tensor_parallel > 1 else batch_size)
-    return _run(rows, output, job, _executor(workers, ray, threads, device), retry_errors, stats, quiet)
+    return _run(rows, output, job, _executor(workers, ray, threads, loading["device"]), retry_errors, stats, quiet)
 
 
 def _is_on_gpu(device: str) -> bool:

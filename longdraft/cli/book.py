@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from longdraft.cli import options
-from longdraft.cli.options import FILES, SAMPLING, option, parse_pairs
-from longdraft.cli.sampling_options import with_sampler_options
+from longdraft.cli.option_groups import Loading, Sampling, with_option_groups
+from longdraft.cli.options import FILES, SAMPLING, option
 from longdraft.console import Interrupt, Interrupted
 from longdraft.core import SamplingParams
 from longdraft.errors import UsageError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from longdraft.generation import Generation
 
 
-@with_sampler_options
+@with_option_groups
 def book(
     premise: Annotated[str | None, typer.Argument(help="What the book is about.", show_default=False)] = None,
     premise_file: Annotated[str | None, option("Read the premise from a UTF-8 file; '-' is stdin.", FILES)] = None,
@@ -32,28 +32,11 @@ def book(
                                          "without this option goes on.", FILES, "--outline-only")] = False,
     chat_option: options.ChatOption = None,
     quiet: options.Quiet = False,
-    model: options.ModelName = "novelist",
-    revision: options.Revision = None,
-    cache_dir: options.CacheDir = None,
-    offline: options.Offline = False,
-    drafter: options.DrafterName = "auto",
-    drafter_option: options.DrafterOption = None,
-    heads: options.HeadsSource = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = "none",
-    quantized_cache: options.QuantizedCache = None,
-    threads: options.Threads = None,
+    *,
+    loading: Loading,
     seed: Annotated[int, option("0 to 2**64-1. Each chapter has a seed of its own, which follows from this one.",
                                 SAMPLING)] = 0,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    penalty_window: options.PenaltyWindowLength = SamplingParams.penalty_window,
-    *,
-    samplers: dict[str, Any],
+    sampling: Sampling,
 ) -> int:
     """Write a book from PREMISE. Start the same command again to go on after any interruption.
 
@@ -61,20 +44,14 @@ def book(
     model, settings and seed give the same book.
     """
     from longdraft.book import Book, BookPlan
-    from longdraft.cli.display import LoadBar
-    from longdraft.loading import load
+    from longdraft.cli.display import load_with_bar
 
-    given = {"seed": seed, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-             "repetition_penalty": repetition_penalty, "penalty_window": penalty_window, **samplers}
+    given = {"seed": seed, **sampling}
     if SamplingParams.from_names(given).structured_outputs:
         raise UsageError("a book is prose; leave --json-schema, --regex and --grammar out")
     plan = BookPlan(read_prompt(premise, premise_file), chapters, words)
-    drafting = parse_pairs("--drafter-option", drafter_option or ())
     chat_options = options.chat_options(chat_option or ())
-    with LoadBar(quiet=quiet, quantises=quantize != "none") as bar:
-        engine = load(model, drafter=drafter, drafter_options=drafting, heads=heads, device=device, dtype=dtype,
-                      quantize=quantize, threads=threads, revision=revision, cache_dir=cache_dir, offline=offline,
-                      quantized_cache=quantized_cache, on_load=bar.show)
+    engine = load_with_bar(loading, quiet=quiet)
     params = engine.params(**given)
     options.print_model_defaults(params, quiet=quiet)
     with engine, Interrupt() as interrupt:

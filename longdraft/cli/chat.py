@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from longdraft.cli import options
-from longdraft.cli.options import FILES, SAMPLING, option, parse_pairs
-from longdraft.cli.sampling_options import with_sampler_options
+from longdraft.cli.option_groups import Loading, Sampling, with_option_groups
+from longdraft.cli.options import FILES, SAMPLING, option
 from longdraft.console import Interrupt, Interrupted, replace_unencodable, stdout_lost
 from longdraft.core import SamplingParams
 from longdraft.errors import OutputError, UsageError
@@ -31,61 +31,31 @@ _HELP = """\
 End a line with \\ to continue on the next one. Start a message with // to send a /. Ctrl-C stops an answer."""
 
 
-@with_sampler_options
+@with_option_groups
 def chat(
     system: Annotated[str | None, option("System prompt.", FILES)] = None,
     chat_option: options.ChatOption = None,
     stats: Annotated[bool, option("Print a summary of each answer on stderr, if that is a terminal. It is always "
                                   "printed if stdin is a terminal too.", FILES, "--stats")] = False,
     quiet: options.Quiet = False,
-    model: options.ModelName = "novelist",
-    file: options.FileName = None,
-    tokenizer: options.TokenizerName = None,
-    revision: options.Revision = None,
-    cache_dir: options.CacheDir = None,
-    offline: options.Offline = False,
-    drafter: options.DrafterName = "auto",
-    drafter_option: options.DrafterOption = None,
-    heads: options.HeadsSource = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = "none",
-    quantized_cache: options.QuantizedCache = None,
-    threads: options.Threads = None,
+    *,
+    loading: Loading,
     cache_ram: options.CacheRam = None,
     max_new_tokens: Annotated[int, option("Maximum number of tokens per answer.", SAMPLING)] = 4096,
     seed: options.Seed = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    eta_cutoff: options.EtaCutoff = None,
-    min_tokens_to_keep: options.MinTokensToKeep = 1,
-    repetition_penalty: options.RepetitionPenalty = None,
-    penalty_window: options.PenaltyWindowLength = SamplingParams.penalty_window,
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
-    *,
-    samplers: dict[str, Any],
+    sampling: Sampling,
 ) -> int:
     """Chat with a model that has a chat template. Messages are lines of stdin; /help lists the commands."""
-    given = {
-        "max_new_tokens": max_new_tokens, "seed": seed, "temperature": temperature, "top_k": top_k, "top_p": top_p,
-        "min_p": min_p, "eta_cutoff": eta_cutoff, "min_tokens_to_keep": min_tokens_to_keep,
-        "repetition_penalty": repetition_penalty, "penalty_window": penalty_window, "stop": stop or None,
-        "stop_token_ids": stop_token_id or None, **samplers}
+    given = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop or None,
+             "stop_token_ids": stop_token_id or None, **sampling}
     SamplingParams.from_names(given)  # fail before the model is loaded
     require_text(system or "", "--system", "give it in UTF-8")
-    drafting = parse_pairs("--drafter-option", drafter_option or ())
     chat_options = options.chat_options(chat_option or ())
-    from longdraft.cli.display import LoadBar
-    from longdraft.loading import load
+    from longdraft.cli.display import load_with_bar
 
-    with LoadBar(quiet=quiet, quantises=quantize != "none") as bar:
-        engine = load(model, file=file, tokenizer=tokenizer, drafter=drafter, drafter_options=drafting, heads=heads,
-                      device=device, dtype=dtype, quantize=quantize, threads=threads, revision=revision,
-                      cache_dir=cache_dir, offline=offline, quantized_cache=quantized_cache,
-                      cache_ram=cache_ram, on_load=bar.show)
+    engine = load_with_bar({**loading, "cache_ram": cache_ram}, quiet=quiet)
     params = engine.params(**given)
     conversation = Conversation(engine, params, system, chat_options)
     conversation.prompt("Hello")  # fail before the first message without a template, or for an unknown option

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,6 +20,7 @@ from longdraft.core import Event
 
 if TYPE_CHECKING:
     from longdraft.batch.run import Totals
+    from longdraft.engine import Engine
 
 _REFRESH_RATE = 8  # per second
 _LARGE_MODEL = 1 << 30  # bytes of weights from which loading gets a progress bar
@@ -57,6 +58,14 @@ class LoadBar:
             self._progress.start()
             self._progress.update(self._task, completed=done, total=total,
                                   description="quantising" if self._quantises else "loading")
+
+
+def load_with_bar(loading: dict[str, Any], *, quiet: bool) -> Engine:
+    """`longdraft.load` with these arguments, and a progress bar."""
+    from longdraft.loading import load
+
+    with LoadBar(quiet=quiet, quantises=loading["quantize"] != "none") as bar:
+        return load(**loading, on_load=bar.show)
 
 
 class TextDisplay:

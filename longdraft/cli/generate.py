@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from longdraft.cli import options
-from longdraft.cli.options import FILES, SAMPLING, option, parse_pairs
-from longdraft.cli.sampling_options import with_sampler_options
+from longdraft.cli.option_groups import Loading, Sampling, with_option_groups
+from longdraft.cli.options import FILES, SAMPLING, option
 from longdraft.core import SamplingParams
 from longdraft.errors import JournalError, UsageError
 
 
-@with_sampler_options
+@with_option_groups
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.", show_default=False)] = None,
     prompt_file: Annotated[str | None, option("Read the prompt from a UTF-8 file; '-' is stdin.", FILES)] = None,
@@ -32,45 +32,24 @@ def generate(
     snapshot: options.SnapshotMode = "auto",
     snapshot_max: options.SnapshotMax = 8,
     quiet: options.Quiet = False,
-    model: options.ModelName = "novelist",
-    file: options.FileName = None,
-    tokenizer: options.TokenizerName = None,
-    revision: options.Revision = None,
-    cache_dir: options.CacheDir = None,
-    offline: options.Offline = False,
-    drafter: options.DrafterName = "auto",
-    drafter_option: options.DrafterOption = None,
-    heads: options.HeadsSource = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = "none",
-    quantized_cache: options.QuantizedCache = None,
-    threads: options.Threads = None,
+    *,
+    loading: Loading,
     tensor_parallel: options.TensorParallel = 1,
     max_new_tokens: Annotated[int, option("Maximum number of new tokens.", SAMPLING)] = SamplingParams.max_new_tokens,
     min_new_tokens: Annotated[int, option("Minimum number of new tokens before the text may end.", SAMPLING)] = 0,
     seed: options.Seed = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    eta_cutoff: options.EtaCutoff = None,
-    min_tokens_to_keep: options.MinTokensToKeep = 1,
-    repetition_penalty: options.RepetitionPenalty = None,
-    penalty_window: options.PenaltyWindowLength = SamplingParams.penalty_window,
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
     logit_bias: options.LogitBiasPairs = None,
     ignore_eos: options.IgnoreEos = False,
     on_loop: options.OnLoop = SamplingParams.on_loop,
-    *,
-    samplers: dict[str, Any],
+    sampling: Sampling,
 ) -> int:
     """Continue PROMPT and stream the text to stdout.
 
     The text depends on the model, prompt, seed and sampling settings only, never on the drafter.
     """
-    from longdraft.cli.display import LoadBar
+    from longdraft.cli.display import load_with_bar
     from longdraft.cli.stream import TextRun, follow, write_generation
     from longdraft.files import open_outputs, read_prompt
     from longdraft.journal import journal_exists, parse_fsync, resume_hint
@@ -78,25 +57,17 @@ def generate(
     from longdraft.loading import load
 
     given = {
-        "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "seed": seed, "temperature": temperature,
-        "top_k": top_k, "top_p": top_p, "min_p": min_p, "eta_cutoff": eta_cutoff,
-        "min_tokens_to_keep": min_tokens_to_keep, "repetition_penalty": repetition_penalty,
-        "penalty_window": penalty_window, "stop": stop or None,
+        "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "seed": seed, "stop": stop or None,
         "stop_token_ids": stop_token_id or None, "logit_bias": options.parse_bias(logit_bias or ()),
-        "ignore_eos": ignore_eos, "on_loop": on_loop, **samplers}
+        "ignore_eos": ignore_eos, "on_loop": on_loop, **sampling}
     SamplingParams.from_names(given)  # fail before the model is loaded
-    drafting = parse_pairs("--drafter-option", drafter_option or ())
     chat_options = options.chat_options(chat_option or ())
     if chat_options and not chat:
         raise UsageError("--chat-option is a variable of the chat template; give --chat with it")
     parse_fsync(fsync)
     SnapshotOptions.parse(snapshot, snapshot_max)
     options.require_one_process(tensor_parallel)
-    loading: dict[str, Any] = {
-        "model": model, "file": file, "tokenizer": tokenizer, "drafter": drafter, "drafter_options": drafting,
-        "heads": heads, "device": device, "dtype": dtype, "quantize": quantize, "threads": threads,
-        "revision": revision, "cache_dir": cache_dir, "offline": offline, "tensor_parallel": tensor_parallel,
-        "quantized_cache": quantized_cache, "cache_ram": 0}
+    loading = {**loading, "tensor_parallel": tensor_parallel, "cache_ram": 0}
     if options.is_follower():
         return follow(lambda: load(**loading))
     if journal and journal_exists(journal):
@@ -109,8 +80,7 @@ def generate(
         require_packages("--report")
     files = open_outputs({"--output": output, "--tokens-out": tokens_out, "--stats": stats, "--report": report})
     try:
-        with LoadBar(quiet=quiet, quantises=quantize != "none") as bar:
-            engine = load(**loading, on_load=bar.show)
+        engine = load_with_bar(loading, quiet=quiet)
         params = engine.params(**given)
         options.print_model_defaults(params, quiet=quiet)
         ids = _shortened(engine.chat(text, **chat_options) if chat else engine.encode(text), prefill)

@@ -72,12 +72,12 @@ TopP = Annotated[float | None, _of_model("Keep the likeliest tokens with this to
 MinP = Annotated[float | None, _of_model("Keep tokens with at least this fraction of the highest probability.", "0",
                                          "--min-p")]
 EtaCutoff = Annotated[float | None, _of_model("Entropy-dependent probability cutoff; 0: off.", "0", "--eta-cutoff")]
-MinTokensToKeep = Annotated[int, option("Tokens that --min-p and --eta-cutoff keep at least.", SAMPLING,
-                                        "--min-tokens-to-keep")]
+MinTokensToKeep = Annotated[int | None, option("Tokens that --min-p and --eta-cutoff keep at least.", SAMPLING,
+                                               "--min-tokens-to-keep", show_default="1")]
 RepetitionPenalty = Annotated[float | None, _of_model("Penalty on tokens in the penalty window; 1: off.", "1",
                                                       "--repetition-penalty")]
-PenaltyWindowLength = Annotated[int, option("Number of latest tokens that are penalised.", SAMPLING,
-                                            "--penalty-window")]
+PenaltyWindowLength = Annotated[int | None, option("Number of latest tokens that are penalised.", SAMPLING,
+                                                   "--penalty-window", show_default="1024")]
 OnLoop = Annotated[str, option("If the text repeats itself: warn, stop (finish reason 'loop') or off.", SAMPLING,
                                "--on-loop")]
 Fsync = Annotated[str, option("When the journal is synced to the disk, to survive a power cut: always, never, or an "

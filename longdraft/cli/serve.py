@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from longdraft.cli import options
-from longdraft.cli.options import RUNNING, option, parse_pairs
+from longdraft.cli.option_groups import Loading, with_option_groups
+from longdraft.cli.options import RUNNING, option
 from longdraft.errors import UsageError, check
 
 _SERVING, _LIMITS = "Serving", "Limits"
@@ -19,6 +19,7 @@ def _env(text: str, name: str, *, limits: bool = False) -> Any:
     return typer.Option(help=text, rich_help_panel=_LIMITS if limits else _SERVING, envvar=f"LONGDRAFT_{name}")
 
 
+@with_option_groups
 def serve(
     host: Annotated[str, _env("Address to listen on; 0.0.0.0: all. Give a key then.", "HOST")] = "127.0.0.1",
     port: Annotated[int, _env("Port; 0: any free one.", "PORT")] = 8000,
@@ -83,20 +84,8 @@ def serve(
                                         limits=True)] = 256,
     progress: Annotated[float, _env("Seconds between progress comments in a stream.", "PROGRESS",
                                     limits=True)] = 5,
-    model: options.ModelName = "novelist",
-    file: options.FileName = None,
-    tokenizer: options.TokenizerName = None,
-    revision: options.Revision = None,
-    cache_dir: options.CacheDir = None,
-    offline: options.Offline = False,
-    drafter: options.DrafterName = "auto",
-    drafter_option: options.DrafterOption = None,
-    heads: options.HeadsSource = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = "none",
-    quantized_cache: options.QuantizedCache = None,
-    threads: options.Threads = None,
+    *,
+    loading: Loading,
     quiet: Annotated[bool, option("Show no progress bar while the model is loaded.", RUNNING, "--quiet")] = False,
 ) -> int:
     """Serve a model with OpenAI's completions and chat API, streams, journals, metrics, and a page at /."""
@@ -113,11 +102,10 @@ def serve(
         raise UsageError(f"`longdraft serve` needs {error.name}; pip install 'longdraft[serve]'") from error
 
     check(0 < max_body_mib <= 1 << 20, "--max-body-mib", max_body_mib, "above 0, at most 1048576")
-    drafting = parse_pairs("--drafter-option", drafter_option or ())
     root = None if journals == "none" else Path(journals) if journals else default_journal_folder()
     keys = read_keys(tuple(api_key or ()), api_key_file)
     given: dict[str, Any] = dict(
-        host=host, port=port, model_name=served_model_name or model, api_keys=tuple(keys),
+        host=host, port=port, model_name=served_model_name or loading["model"], api_keys=tuple(keys),
         key_labels=tuple(keys.values()), key_requests=key_requests, key_tokens=key_tokens, certfile=certfile,
         keyfile=keyfile, journals=root, journal_from=journal_from,
         keep_finished=keep_finished, keep_cut_s=keep_cut_days * 86400, journals_bytes=journals_mib * MiB,
@@ -131,14 +119,10 @@ def serve(
         given["memory_bytes"] = memory_mib * MiB
     ServerSettings(**given)  # fail before the model is loaded
     logs.configure_logging(log_format, log_level)
-    from longdraft.cli.display import LoadBar
-    from longdraft.loading import MAX_CACHE_RAM, load
+    from longdraft.cli.display import load_with_bar
+    from longdraft.loading import MAX_CACHE_RAM
 
-    with LoadBar(quiet=quiet, quantises=quantize != "none") as bar:
-        engine = load(model, file=file, tokenizer=tokenizer, drafter=drafter, drafter_options=drafting, heads=heads,
-                      device=device, dtype=dtype, quantize=quantize, threads=threads, revision=revision,
-                      cache_dir=cache_dir, offline=offline, quantized_cache=quantized_cache,
-                      cache_ram=cache_ram, on_load=bar.show)
+    engine = load_with_bar({**loading, "cache_ram": cache_ram}, quiet=quiet)
     given.setdefault("memory_bytes", cache_budget(engine.model.kernels.free_bytes()))
     if engine.loaded.prefixes is not None and cache_ram is None:
         engine.loaded.prefixes.limit(min(MAX_CACHE_RAM * MiB, given["memory_bytes"] // 4))
