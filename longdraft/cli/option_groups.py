@@ -68,7 +68,8 @@ class _Group:
 
 
 def _loading(given: dict[str, Any]) -> dict[str, Any]:
-    return {**given, "drafter_options": parse_pairs("--drafter-option", given.pop("drafter_option") or ())}
+    pairs = given.pop("drafter_option")
+    return {**given, "drafter_options": parse_pairs("--drafter-option", pairs or ())}
 
 
 def _sampling(given: dict[str, Any]) -> dict[str, Any]:
