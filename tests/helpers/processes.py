@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -27,7 +28,7 @@ class Fork:
         folder.mkdir(parents=True, exist_ok=True)
         self._files = [str(folder / name) for name in ("stdout", "stderr")]
         for path in self._files:
-            Path(path).touch()
+            Path(path).write_bytes(b"")
         given = dict(os.environ, **environment or {})
         self._process = _forks.Process(target=_call, args=(self._files, given, function, arguments))
         self._process.start()
@@ -88,3 +89,12 @@ def run_code(code: str, *arguments: object) -> None:
     """The function of a fork that runs code as `python -c` does."""
     sys.argv = ["longdraft", *map(str, arguments)]
     exec(code, {"__name__": "__main__"})
+
+
+def wait_for(condition, seconds: float = 10.0) -> float:
+    """Wait for a condition. Returns the seconds it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "the condition was not met in time"
+        time.sleep(0.005)
+    return time.monotonic() - began

@@ -75,7 +75,7 @@ PROMPT = "It was the best of times, it was the worst of times, " * 3
 
 
 def params(settings: dict[str, object]) -> SamplingParams:
-    return SamplingParams(max_new_tokens=24, seed=5, on_loop="off", ignore_eos=True, **settings)
+    return SamplingParams(max_new_tokens=16, seed=5, on_loop="off", ignore_eos=True, **settings)
 
 
 def write(engine: longdraft.Engine, settings: dict[str, object]) -> list[object]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
+import signal
 import threading
 import time
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 import openai
 
 import longdraft
+from helpers.processes import Fork, run_longdraft, wait_for
 from longdraft.model import hub
 from longdraft.server.app import App
 from longdraft.server.run import HttpServer
@@ -82,24 +82,18 @@ def written(engine, prompt, **settings) -> str:
 
 
 @contextmanager
-def process(*options: str):
-    """`longdraft serve` as a process, killed at the end. `lines` is its log so far."""
-    command = [sys.executable, "-m", "longdraft", "serve", "--port", "0", "--threads", "1", "--log-format", "json",
-               *options]
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    lines: list[str] = []
-    found = SimpleNamespace(child=child, lines=lines, url="")
+def process(folder: Path, *options: str):
+    """`longdraft serve` as a process, killed at the end, with its output in a folder."""
+    child = Fork(folder, run_longdraft, "serve", "--port", 0, "--threads", 1, "--log-format", "json", *options)
     try:
-        for line in child.stderr:
-            lines.append(line)
-            if match := re.search(r"http://[\d.]+:\d+", line):
-                found.url = match.group()
-                break
-        assert found.url, lines
-        threading.Thread(target=lambda: lines.extend(child.stderr), daemon=True).start()
-        yield found
+        address = re.compile(r'"(http://[\d.]+:\d+)"')
+        wait_for(lambda: address.search(child.stderr) or not child.is_running(), 60)
+        found = address.search(child.stderr)
+        assert found, child.stderr
+        yield SimpleNamespace(child=child, url=found[1])
     finally:
-        child.kill()
+        if child.is_running():
+            child.kill(signal.SIGKILL)
         child.wait()
 
 
@@ -108,12 +102,3 @@ def events(body: str) -> list[dict]:
     found = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
     assert found[-1] == "[DONE]"
     return [json.loads(line) for line in found[:-1]]
-
-
-def wait_for(condition, seconds: float = 10.0) -> float:
-    """Wait for a condition. Returns the seconds it took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, "the condition was not met in time"
-        time.sleep(0.005)
-    return time.monotonic() - began

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -17,6 +15,7 @@ from queue import SimpleQueue
 import pytest
 
 from helpers.jobs import ROWS, put, records, stop_after
+from helpers.processes import Fork, run_code
 from longdraft.batch import job_files, local
 from longdraft.batch.job_files import RecordFile
 from longdraft.batch.local import in_process, worker_processes
@@ -216,7 +215,7 @@ def test_a_row_that_kills_the_process_ends_after_the_retries_of_several_runs(job
         batching.Batch.step = deadly
         run(Path({str(rows)!r}), Path({str(out)!r}), {job!r}, in_process)
         """).replace("PosixPath", "Path")
-    statuses = [subprocess.run([sys.executable, "-c", code], check=False).returncode for _ in range(2)]
+    statuses = [Fork(tmp_path / f"process-{number}", run_code, code).wait() for number in range(2)]
     assert statuses == [9, 0]
     found = {record["id"]: record for record in map(json.loads, out.read_text().splitlines())}
     assert found[ROWS[1]["id"]]["error"]["code"] == "worker_lost"

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import longdraft
+from helpers.processes import Fork, run_longdraft, wait_for
 from longdraft.__main__ import run
 from longdraft.book import STATE, Book, BookPlan, OutlinedChapter
 from longdraft.core import SamplingParams
 from longdraft.errors import JournalError, UsageError
-from longdraft.journal import read_journal
+from longdraft.journal import FILE, read_journal
 
 PREMISE = "It was a dark night, and the keeper of the lighthouse found a letter."
 COMMAND = ["book", PREMISE, "--chapters", "3", "--words", "50", "--seed", "4", "--threads", "1", "--quiet"]
@@ -58,16 +57,14 @@ def test_a_chapter_follows_the_headings_and_the_chapters_before_it(whole):
 def test_a_book_that_is_killed_in_any_chapter_becomes_the_same_book(whole, tmp_path):
     """kill -9 as soon as each of the chapters has a journal, then the same command with another drafter."""
     folder = tmp_path / "book"
-    command = [sys.executable, "-m", "longdraft", *COMMAND, "--folder", str(folder), "--drafter", "suffix"]
+    command = [*COMMAND, "--folder", str(folder), "--drafter", "suffix"]
     for number in (1, 3):
-        process = subprocess.Popen(command)
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not (folder / f"chapter-{number:03d}" / "text.journal").exists():
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
+        process = Fork(tmp_path / f"process-{number}", run_longdraft, *command)
+        wait_for((folder / f"chapter-{number:03d}" / FILE).exists, 60)
+        process.kill(signal.SIGKILL)
         process.wait()
     assert not (folder / FILES[0]).exists() or files(folder) != files(whole)
-    assert subprocess.run(command).returncode == 0
+    assert run(command) == 0
     assert files(folder) == files(whole)
 
 
@@ -80,7 +77,7 @@ def test_the_same_command_keeps_a_finished_book(whole, capfd):
 
 def test_a_changed_brief_makes_its_chapter_and_those_behind_it_stale(whole, tmp_path, capfd):
     folder = tmp_path / "book"
-    subprocess.run(["cp", "-r", str(whole), str(folder)], check=True)
+    shutil.copytree(whole, folder)
     state = json.loads((folder / STATE).read_text())
     state["chapters"][1]["words"] = 55  # the brief, the title and earlier chapters would do as well
     (folder / STATE).write_text(json.dumps(state))

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.processes import Fork, run_longdraft, wait_for
 from helpers.terminal import on_terminal
 from longdraft.__main__ import run
 from longdraft.files import OutputFile
@@ -196,17 +197,13 @@ def test_a_prompt_file_that_is_not_utf8_is_refused(capfd, tmp_path):
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_output_files_are_complete_after_a_signal(tmp_path, number, status):
     output, stats, tokens = tmp_path / "text.txt", tmp_path / "stats.json", tmp_path / "ids.npy"
-    work = subprocess.Popen(
-        [*LONGDRAFT, "generate", "It was", "--max-new-tokens", "100000", "--seed", "1", "--output", str(output),
-         "--stats", str(stats), "--tokens-out", str(tokens)], stderr=subprocess.PIPE, text=True)
+    work = Fork(tmp_path / "process", run_longdraft, "generate", "It was", "--max-new-tokens", 100000, "--seed", 1,
+                "--output", output, "--stats", stats, "--tokens-out", tokens)
     partial = tmp_path / "text.txt.partial"
-    deadline = time.monotonic() + 60
-    while (not partial.exists() or partial.stat().st_size < 50) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    work.send_signal(number)
-    _, err = work.communicate(timeout=60)
-    assert work.returncode == status
-    assert "interrupted after" in err and "Traceback" not in err
+    wait_for(lambda: partial.exists() and partial.stat().st_size >= 50, 60)
+    work.kill(number)
+    assert work.wait(60) == status
+    assert "interrupted after" in work.stderr and "Traceback" not in work.stderr
     report = json.loads(stats.read_text())
     ids = np.load(tokens)
     assert report["finish_reason"] == "cancelled"

@@ -188,14 +188,14 @@ def test_a_damaged_journal_is_listed_and_refused(server):
 
 
 def test_sigterm_finishes_short_texts_and_keeps_journals_of_long_ones(engine, tmp_path):
-    options = ("--journals", str(tmp_path), "--drain", "1", "--journal-from", "1000000")
-    with serving.process(*options) as server, httpx.stream(
+    options = ("--journals", str(tmp_path / "journals"), "--drain", "1", "--journal-from", "1000000")
+    with serving.process(tmp_path / "server", *options) as server, httpx.stream(
             "POST", server.url + "/v1/completions", json=BODY | {"max_tokens": 1500}, timeout=30) as reply:
         lines = reply.iter_lines()
         while not next(lines).startswith("data: "):
             pass
-        server.child.send_signal(signal.SIGTERM)
-        serving.wait_for(lambda: any("draining" in line for line in server.lines))
+        server.child.kill(signal.SIGTERM)
+        serving.wait_for(lambda: "draining" in server.child.stderr)
         assert httpx.get(server.url + "/ready").status_code == 503
         refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"})
         assert refused.status_code == 503 and refused.headers["retry-after"]
@@ -203,14 +203,14 @@ def test_sigterm_finishes_short_texts_and_keeps_journals_of_long_ones(engine, tm
         assert rest[-1] == "data: [DONE]"
         error = json.loads(rest[-2][6:])["error"]
         name = error["message"].rpartition("/generations/")[2].removesuffix("/resume")
-        assert error["code"] == "draining" and server.child.wait(timeout=10) == 0
-    with serving.process("--journals", str(tmp_path)) as server:
+        assert error["code"] == "draining" and server.child.wait(10) == 0
+    with serving.process(tmp_path / "server", "--journals", str(tmp_path / "journals")) as server:
         assert listed(server.url)[name]["resumable"]
         assert resume(server.url, name) == uncut(engine, 1500)
 
 
 def test_kill_nine_loses_no_text_that_was_sent(engine, tmp_path):
-    with serving.process("--journals", str(tmp_path)) as server:
+    with serving.process(tmp_path / "server", "--journals", str(tmp_path / "journals")) as server:
         text, began = "", time.monotonic()
         with httpx.stream("POST", server.url + "/v1/completions", json=body(700, journal="mine"), timeout=30) as reply:
             try:
@@ -218,11 +218,11 @@ def test_kill_nine_loses_no_text_that_was_sent(engine, tmp_path):
                     if line.startswith("data: {"):
                         text += json.loads(line[6:])["choices"][0]["text"]
                         if len(text) > 300:
-                            server.child.kill()
+                            server.child.kill(signal.SIGKILL)
             except httpx.HTTPError:
                 pass
         assert time.monotonic() - began < 30
-    with serving.process("--journals", str(tmp_path)) as server:
+    with serving.process(tmp_path / "server", "--journals", str(tmp_path / "journals")) as server:
         whole = resume(server.url, "mine")
     assert whole.startswith(text) and whole == uncut(engine, 700)
 

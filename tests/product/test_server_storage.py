@@ -233,16 +233,17 @@ def test_ready_says_no_and_why_when_no_round_ends(server, monkeypatch):
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path):
     body = {"prompt": "It was", "max_tokens": 50_000, "stream": True}
-    with serving.process("--journals", str(tmp_path), "--drain", "60") as server, httpx.stream(
+    options = ("--journals", str(tmp_path / "journals"), "--drain", "60")
+    with serving.process(tmp_path / "server", *options) as server, httpx.stream(
             "POST", server.url + "/v1/completions", timeout=30, json=body) as reply:
         lines = reply.iter_lines()
         while not next(lines).startswith("data: {"):
             pass
-        server.child.send_signal(signal.SIGTERM)
-        serving.wait_for(lambda: any("draining" in line for line in server.lines))
-        server.child.send_signal(signal.SIGTERM)
-        assert server.child.wait(timeout=2) == 128 + signal.SIGTERM
-    (folder,) = tmp_path.iterdir()
+        server.child.kill(signal.SIGTERM)
+        serving.wait_for(lambda: "draining" in server.child.stderr)
+        server.child.kill(signal.SIGTERM)
+        assert server.child.wait(2) == 128 + signal.SIGTERM
+    (folder,) = (tmp_path / "journals").iterdir()
     assert len(read_journal(folder).tokens) > 0
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-import time
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +11,11 @@ import pytest
 
 import longdraft
 from helpers.equality import DRAFTERS, prompt_of
+from helpers.processes import Fork, run_longdraft, wait_for
 from longdraft.banned_phrases import MAX_BANS, ChosenToken, PhraseFilter, folded
 from longdraft.core import SamplingParams
 from longdraft.errors import UsageError
-from longdraft.journal import read_journal
+from longdraft.journal import FILE, read_journal
 
 
 class Words:
@@ -164,14 +163,11 @@ def test_a_text_cut_anywhere_is_resumed_to_the_same_text(engine, params, plain, 
 
 
 def test_a_killed_process_loses_only_what_was_held(tmp_path):
-    command = [sys.executable, "-m", "longdraft", "generate", "It was the", "--journal", str(tmp_path / "j"), "--seed",
-               "5", "--max-new-tokens", "300", "--ignore-eos", "--threads", "1", "--quiet", "--drafter", "suffix",
-               "--ban", "the", "--ban", " of "]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    journal, deadline = tmp_path / "j" / "text.journal", time.monotonic() + 60
-    while time.monotonic() < deadline and not (journal.exists() and len(read_journal(tmp_path / "j").tokens) > 20):
-        time.sleep(0.02)
-    process.kill()
+    process = Fork(tmp_path / "process", run_longdraft, "generate", "It was the", "--journal", tmp_path / "j", "--seed",
+                   5, "--max-new-tokens", 300, "--ignore-eos", "--threads", 1, "--quiet", "--drafter", "suffix",
+                   "--ban", "the", "--ban", " of ")
+    wait_for(lambda: (tmp_path / "j" / FILE).exists() and len(read_journal(tmp_path / "j").tokens) > 20, 60)
+    process.kill(signal.SIGKILL)
     process.wait()
     assert 20 < len(read_journal(tmp_path / "j").tokens) < 300
     with longdraft.load("novelist", drafter="plain", threads=1) as engine:

@@ -21,7 +21,7 @@ from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.tree import Tree, from_paths, root_only
 
-SEEDS = 20_000
+SEEDS = 10_000
 ALPHA = 1e-4
 VOCAB = 5
 LOGITS = np.random.default_rng(0).normal(0, 1, (VOCAB, VOCAB)).astype(np.float32)
@@ -154,7 +154,7 @@ def test_the_published_verification_rule_fails_this_test():
     counts = np.zeros(VOCAB)
     for _ in range(SEEDS):
         counts[published_rule(pick, tree, laws)[0]] += 1
-    assert departure(counts, next_law(PROMPT, params)) < 1e-100
+    assert departure(counts, next_law(PROMPT, params)) < 1e-50
     assert counts[1] / SEEDS > 1.5 * next_law(PROMPT, params)[1]  # the much-tried token comes far too often
 
 

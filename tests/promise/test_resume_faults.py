@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 import longdraft
 from helpers import resuming
 from helpers.journals import FaultyOS
+from helpers.processes import Fork, run_code
 from helpers.resuming import SETTINGS, cut, written
 from longdraft.errors import OutputError
 from longdraft.journal import read_journal
@@ -105,7 +104,7 @@ for kernels in ("reference", "portable"):
     import shutil
     shutil.copyfile({str(folder / WEIGHTS)!r}, {str(tmp_path / "m" / WEIGHTS)!r})
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert Fork(tmp_path / "process", run_code, code).wait() == 0
 
 
 def test_weights_that_were_replaced_before_they_were_hashed_have_no_hash(folder, tmp_path):

@@ -232,7 +232,7 @@ def test_a_resumed_text_equals_the_uninterrupted_text(folders, monkeypatch, tmp_
     assert remainder.tokens.tolist() == whole.tokens.tolist()
 
 
-@pytest.mark.parametrize("name", [NAME, NAME + "-fp8"])
+@pytest.mark.parametrize("name", [NAME, NAME + "-fp8"] if HAS_CUDA else [NAME])
 def test_texts_share_the_rows_of_whole_prompt_chunks(folders, monkeypatch, name):
     """Rows of the last, shorter chunk and of written tokens are computed by other operations, and stay out."""
     for module in (reuse, prefilling):
@@ -240,13 +240,13 @@ def test_texts_share_the_rows_of_whole_prompt_chunks(folders, monkeypatch, name)
         monkeypatch.setattr(module, "DRAFTER_ROWS", 4)
     monkeypatch.setenv("LONGDRAFT_KERNELS", name)
     engine = longdraft.load(str(folders["model"]), drafter="suffix", device=DEVICE, dtype="float32", cache_ram=50)
-    prompt, params = prompt_of(60), SamplingParams(max_new_tokens=6, seed=5, ignore_eos=True)
+    prompt, params = prompt_of(44), SamplingParams(max_new_tokens=4, seed=5, ignore_eos=True)
     texts, cached = [], []
-    for ids, salt in ((prompt, None), (prompt, ""), (prompt, ""), (prompt[:40], None), (prompt[:40], "")):
+    for ids, salt in ((prompt, None), (prompt, ""), (prompt, ""), (prompt[:24], None), (prompt[:24], "")):
         generation = engine.generate(ids, params, cache_salt=salt)
         texts.append(list(generation)[-1].stats["sha256_tokens"])
         cached.append(generation.cached_tokens)
-    assert cached == [0, 0, 48, 0, 32]
+    assert cached == [0, 0, 32, 0, 16]
     assert texts[0] == texts[1] == texts[2] and texts[3] == texts[4]
 
 
