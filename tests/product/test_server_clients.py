@@ -7,6 +7,7 @@ Those of SillyTavern and Open WebUI were put together from the names in their so
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import httpx
@@ -73,6 +74,27 @@ def test_unknown_parameters_are_refused_or_left_out_with_a_warning(engine, post,
         refused = httpx.post(lenient.url + "/v1/completions", json=body | {"best_of": 3})
         assert refused.status_code == 400
     assert sum("unknown_parameter" in record.getMessage() for record in caplog.records) == 1
+
+
+RECIPES = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
+
+
+@pytest.mark.parametrize("package", ["openai", "langchain_openai", "litellm"])
+def test_the_recipes_of_the_document_write_a_text(engine, server, package):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    code, = (block for block in re.findall(r"```python\n(.*?)```", RECIPES, re.DOTALL)
+             if re.search(rf"(from|import) {package}\b", block))
+    names: dict[str, object] = {}
+    exec(code.replace("http://127.0.0.1:8000", server.url).replace("KEY", "one"), names)
+    assert names["text"] and engine.encode(names["text"])
+    if package != "langchain_openai":  # which has a temperature of its own
+        penalty = {"dry_multiplier": 0.8} if package == "openai" else {}
+        assert names["text"] == serving.written(engine, "It was", max_new_tokens=60, seed=7, **penalty)
+
+
+def test_the_recipe_of_curl_is_accepted(post):
+    body, = re.findall(r"-d '(\{.*?\})'", RECIPES)
+    assert post("/v1/completions", json.loads(body)).status_code == 200
 
 
 # The rest of a message
