@@ -23,6 +23,7 @@ from longdraft.version import __version__
 
 _ENOUGH_PLAIN_STEPS = 16  # from this many steps without a draft, plain decoding counts as measured
 _ENOUGH_STEPS = 16  # an estimate needs this many steps
+_FEW_ROWS = 6  # products of so many rows read their weights once
 _LARGEST_ERROR = 0.1  # an estimate with a larger relative standard error is left out
 _OUTLIER = 3.0  # in the fit, a step counts as at most this many times the mean of those before
 
@@ -92,54 +93,21 @@ def of_steps(num_tokens: int, accepted: Counter[str], decode_seconds: float, tal
     }
 
 
-class PlainSpeed:
-    """How fast plain decoding would have written the tokens of a run, from the run's own steps. It adds no forward.
+class _Fit:
+    """A least-squares line through the costs of steps by their rows."""
 
-    Apart from its drafting, a step takes about (a + b * rows) * (weights + context) seconds. Plain decoding verifies
-    one row:
-
-        measured    a + b is the mean over the steps without a draft
-        estimated   a + b follows from a least-squares fit over all steps, if their numbers of rows differ enough
-
-    weights  tokens of context whose KV cache is as large as the model's weights
-    """
-
-    def __init__(self, weights: float) -> None:
-        self._weights = weights
-        self._is_warm = False
-        self._tokens, self._reads = 0, 0.0  # reads: weights + context, summed over the tokens
-        self._plain_steps, self._plain_costs = 0, 0.0
+    def __init__(self) -> None:
         self._sums: tuple[float, ...] = (0.0,) * 6  # over the steps: 1, rows, cost, rows^2, rows * cost, cost^2
 
-    def add(self, rows: int, context: int, tokens: int, seconds: float) -> None:
-        """Count a step that verified `rows` rows and wrote `tokens` tokens. seconds: without those of drafting."""
-        reads = self._weights + context
-        self._tokens += tokens
-        self._reads += tokens * reads
-        if not self._is_warm:  # the first step of a run takes longer than the others
-            self._is_warm = True
-            return
-        cost, (count, _, costs, *_) = seconds / reads, self._sums
-        if rows == 1:
-            self._plain_steps += 1
-            self._plain_costs += cost
+    def add(self, rows: int, cost: float) -> None:
+        count, _, costs, *_ = self._sums
         if count > 3:
             cost = min(cost, _OUTLIER * costs / count)
         new = (1.0, rows, cost, rows * rows, rows * cost, cost * cost)
         self._sums = tuple(old + value for old, value in zip(self._sums, new, strict=True))
 
-    def figures(self) -> dict[str, Any]:
-        """Tokens per second, and "measured" or "estimated"; None for both if the steps support neither."""
-        if self._plain_steps >= _ENOUGH_PLAIN_STEPS:
-            cost, basis = self._plain_costs / self._plain_steps, "measured"
-        else:
-            cost, basis = self._estimate(), "estimated"
-        if not cost:
-            return {"plain_tokens_per_second": None, "plain_is": None}
-        return {"plain_tokens_per_second": self._tokens / (cost * self._reads), "plain_is": basis}
-
-    def _estimate(self) -> float:
-        """The fitted cost of one row; 0.0 if its standard error is too large."""
+    def of_one_row(self) -> float:
+        """The fitted cost; 0.0 if its standard error is too large."""
         count = self._sums[0]
         if count < _ENOUGH_STEPS:
             return 0.0
@@ -153,3 +121,50 @@ class PlainSpeed:
         variance = max(0.0, cost_2 - cost * cost - 2 * slope * covariance + slope * slope * spread)
         error = math.sqrt(variance / count * (1 + (1 - rows) ** 2 / spread))
         return estimate if error < _LARGEST_ERROR * estimate else 0.0
+
+
+class PlainSpeed:
+    """How fast plain decoding would have written the tokens of a run, from the run's own steps. It adds no forward.
+
+    Apart from its drafting, a step takes about (a + b * rows) * (weights + context) seconds. Plain decoding verifies
+    one row:
+
+        measured    a + b is the mean over the steps without a draft
+        estimated   a + b follows from a least-squares fit, if the steps' numbers of rows differ enough: over the steps
+                    of few rows if they tell it, because on many kernels more rows read the weights twice; else over all
+
+    weights  tokens of context whose KV cache is as large as the model's weights
+    """
+
+    def __init__(self, weights: float) -> None:
+        self._weights = weights
+        self._is_warm = False
+        self._tokens, self._reads = 0, 0.0  # reads: weights + context, summed over the tokens
+        self._plain_steps, self._plain_costs = 0, 0.0
+        self._few, self._all = _Fit(), _Fit()
+
+    def add(self, rows: int, context: int, tokens: int, seconds: float) -> None:
+        """Count a step that verified `rows` rows and wrote `tokens` tokens. seconds: without those of drafting."""
+        reads = self._weights + context
+        self._tokens += tokens
+        self._reads += tokens * reads
+        if not self._is_warm:  # the first step of a run takes longer than the others
+            self._is_warm = True
+            return
+        cost = seconds / reads
+        if rows == 1:
+            self._plain_steps += 1
+            self._plain_costs += cost
+        self._all.add(rows, cost)
+        if rows <= _FEW_ROWS:
+            self._few.add(rows, cost)
+
+    def figures(self) -> dict[str, Any]:
+        """Tokens per second, and "measured" or "estimated"; None for both if the steps support neither."""
+        if self._plain_steps >= _ENOUGH_PLAIN_STEPS:
+            cost, basis = self._plain_costs / self._plain_steps, "measured"
+        else:
+            cost, basis = self._few.of_one_row() or self._all.of_one_row(), "estimated"
+        if not cost:
+            return {"plain_tokens_per_second": None, "plain_is": None}
+        return {"plain_tokens_per_second": self._tokens / (cost * self._reads), "plain_is": basis}

@@ -60,7 +60,10 @@ class TapLog:
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these provisional rows, in this order; drop the others."""
         if self._tail is not None and len(rows):
-            self._runs.append(TappedRows(self._end, self._tail.rows[:, list(rows)]))
+            states = self._tail.rows
+            if list(rows) != list(range(states.shape[1])):  # selecting takes longer than a short forward's attention
+                states = states[:, list(rows)]
+            self._runs.append(TappedRows(self._end, states))
             self._end += len(rows)
             self._forget()
         self._tail = None
@@ -80,10 +83,15 @@ class TapLog:
         self._end = length
 
     def take(self) -> list[TappedRows]:
-        """All rows that are held, in order; the log forgets them."""
-        runs = [*self._first, *self._runs]
+        """All rows that are held, in order, in as few runs as possible; the log forgets them."""
+        joined: list[list[TappedRows]] = []
+        for run in [*self._first, *self._runs]:
+            if joined and run.start == joined[-1][-1].start + joined[-1][-1].states.shape[1]:
+                joined[-1].append(run)
+            else:
+                joined.append([run])
         self._first, self._runs = [], []
-        return runs
+        return [TappedRows(runs[0].start, torch.cat([run.states for run in runs], 1)) for runs in joined]
 
     def _forget(self) -> None:
         """Drop the runs before the latest rows. Of the run at the text's beginning, the first rows stay."""

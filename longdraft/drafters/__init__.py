@@ -122,7 +122,7 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
     def calibrate() -> None:
         found = costs.load_or_measure(
             identity, list(candidates), clock.agree,
-            lambda: costs.measure(resources.model, resources.sampler, random_text_candidates))
+            lambda: costs.measure(resources.model, resources.sampler, random_text_candidates, clock.agree))
         knowledge.begin(found, {name: DRAFTERS[name].prior for name in candidates})
 
     def forget() -> None:

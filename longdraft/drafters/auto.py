@@ -39,7 +39,7 @@ from longdraft.model.draft_copy import check_draft_weights
 from longdraft.model.routine import CostClock, Routine, run_alone
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, ReadsText, Verified, memory_of
-from longdraft.tree import Tree
+from longdraft.tree import Tree, root_only
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,9 @@ class AutoDrafter:
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         began, selector = self._clock(), self.selector
+        if selector.is_plain:  # what is done beside a short step would be felt
+            self._proposal = Proposal(root_only(context.last), 0, 0, began, began)
+            return self._proposal.tree
         drafter = self._drafters[selector.active]
         is_exploring = self._num_steps % AUTO_SETTINGS.steps_per_exploration == 0 and not selector.is_probing
         if confidence := self._confidences[selector.active]:
@@ -172,26 +175,29 @@ class AutoDrafter:
     def observe(self, context: Context, accepted: Accepted) -> None:
         verified_at, active = self._clock(), self.selector.active
         self._drafters[active].observe(context, accepted)
-        self._measure(accepted, verified_at)
+        now = self._measure(accepted, verified_at)
         self._report(context, len(accepted.tokens))
         self._num_steps += 1
-        if self._num_steps % self.selector.steps_per_decision == 0:
+        if self.selector.is_due(self._num_steps, now):
             self.selector.decide(context)
+            self.selector.postpone(now)
             self._watch(context, accepted)
         self._has_switched = self.selector.active != active
         if self._has_switched:  # the new candidate has not seen the latest tokens
             self._drafters[self.selector.active].observe(context, accepted)
 
-    def _measure(self, accepted: Accepted, verified_at: float) -> None:
-        """Count the step's guesses and time."""
+    def _measure(self, accepted: Accepted, verified_at: float) -> float:
+        """Count the step's guesses and time; returns what the clock shows."""
         assert self._proposal is not None, "observe without propose"
         tree, drafted, allowed, began, drafted_at = self._proposal
-        draft = drafted_at - began + self._clock() - verified_at
         if len(tree) > 1:
             self._node_acceptance.add(tree, accepted.rows)
-        self.selector.learn(self.selector.active, tree, allowed, len(accepted.tokens) - 1)
+        if not self.selector.is_plain:
+            self.selector.learn(self.selector.active, tree, allowed, len(accepted.tokens) - 1)
+        draft = drafted_at - began + (now := self._clock()) - verified_at
         self.selector.spend(len(accepted.tokens), len(tree), verified_at - drafted_at, drafted, draft,
                             is_typical=not self._has_switched)  # some candidates catch up first
+        return now
 
     def _watch(self, context: Context, accepted: Accepted) -> None:
         """Compare a watched draft with the text that follows it, and watch another one."""

@@ -38,6 +38,7 @@ _DEPTHS = (4, 12)  # depths of the drafts that are timed
 _SHORT = 256  # positions of the text behind which they are timed
 _MOST_BYTES = 1 << 28  # of the cache of random positions
 _REPEATS = 2  # the fastest one counts
+_SHORT_S, _MORE_REPEATS = 0.005, 8  # of what takes less time, which noise disturbs more
 _MOST_WARM_UPS = 4  # steps in which a drafter may read the text before it drafts
 _SLOW_S = 0.2  # what takes longer is timed once
 _USUAL_STEPS, _LONG_S = 40, 4.0  # a measurement takes as long as so many steps; a line announces one that takes longer
@@ -46,7 +47,7 @@ _SEVERAL = 8  # rows by which the growth of the text's part is measured
 _GROWTH = 0.02  # where it is not
 
 _OUTLIER = 3.0  # a measured time counts as at most this many times the expected one, and at least 1 / 3 of it
-_MACHINE_RATE, _KIND_RATE = 0.2, 0.05  # how much of a ratio is taken over at once
+_MACHINE_RATE, _KIND_RATE = 0.2, 0.1  # how much of a ratio is taken over at once
 _ENOUGH, _TOLERANCE = 200, 1.5  # pieces of work after which a factor beyond this one means that costs are off
 
 
@@ -135,25 +136,36 @@ class Pace:
     """Measured seconds over expected seconds, for each kind of work, relative to how fast the machine is now.
 
     A machine that is busy with other work makes all kinds slower, and that changes no decision. How fast it is now is
-    seen in the latest forwards. What a kind deviates from them in the long run is the error of its costs.
+    seen in the latest forwards. What a kind deviates from them in the long run is the error of its costs. A forward
+    tells that only behind a forward of another kind: in a row of the same kind, all that changes is the machine.
     """
 
     def __init__(self) -> None:
         self._machine = 1.0
+        self._latest: object = None  # kind of the latest forward
         self._of: dict[object, float] = {}
         self._counts: defaultdict[object, int] = defaultdict(int)
+        self._telling: defaultdict[object, int] = defaultdict(int)
 
     def __getitem__(self, kind: object) -> float:
         """Factor for the expected seconds of this kind of work."""
         return self._of.get(kind, 1.0)
 
-    def add(self, kind: object, ratio: float, *, is_forward: bool = False) -> None:
-        """A piece of work took `ratio` times the expected seconds, this kind's factor included."""
+    def add(self, kind: object, measured: float, expected: float, *, is_forward: bool = False, slack: float = 0.0
+            ) -> None:
+        """A piece of work took `measured` seconds. expected: this kind's factor included
+
+        slack  seconds of noise, which both may have besides. Work that takes less does not tell that its costs are off
+        """
+        expected *= self._machine
+        ratio = min(_OUTLIER, max(1 / _OUTLIER, (measured + slack) / (expected + slack)))
         self._counts[kind] += 1
-        ratio = min(_OUTLIER, max(1 / _OUTLIER, ratio / self._machine))
+        self._telling[kind] += expected > slack
         rate = _KIND_RATE
         if is_forward:
+            rate *= kind != self._latest
             self._machine *= ratio ** _MACHINE_RATE
+            self._latest = kind
         else:  # the first drafts tell much
             rate = max(rate, 1 / (1 + self._counts[kind]))
         self._of[kind] = self[kind] * ratio ** rate
@@ -161,7 +173,7 @@ class Pace:
     @property
     def is_off(self) -> bool:
         """Whether some kind of work takes much longer, or shorter, than its costs say."""
-        return any(self._counts[kind] >= _ENOUGH and not 1 / _TOLERANCE < factor < _TOLERANCE
+        return any(self._telling[kind] >= _ENOUGH and not 1 / _TOLERANCE < factor < _TOLERANCE
                    for kind, factor in self._of.items())
 
 
@@ -182,8 +194,8 @@ class _Guesses:
 class _RandomText:
     """A text of random keys and values, and steps behind it."""
 
-    def __init__(self, model: Transformer, sampler: Sampler, positions: int) -> None:
-        self.model, self.sampler = model, sampler.of_another_text(is_structured=False)
+    def __init__(self, model: Transformer, sampler: Sampler, agree: Callable[[float], float], positions: int) -> None:
+        self.model, self.sampler, self._agree = model, sampler.of_another_text(is_structured=False), agree
         self.cache = model.random_cache(positions, 1024)
         self.context = Context([1] * (positions + 1))
 
@@ -196,47 +208,55 @@ class _RandomText:
         """The fastest step with so many rows."""
         guesses = _Guesses()
         first = self.step(guesses, rows - 1)[1]
-        if first.verify > _SLOW_S:  # the processor's caches and clocks make no difference
+        repeats = self._repeats(first.verify)
+        if not repeats:  # the processor's caches and clocks make no difference
             return first
-        return min((self.step(guesses, rows - 1)[1] for _ in range(_REPEATS)), key=lambda timings: timings.verify)
+        return min((self.step(guesses, rows - 1)[1] for _ in range(repeats)), key=lambda timings: timings.verify)
+
+    def _repeats(self, seconds: float) -> int:
+        """How often to repeat what took so long, on all ranks."""
+        seconds = self._agree(seconds)
+        return 0 if seconds > _SLOW_S else _REPEATS if seconds > _SHORT_S else _MORE_REPEATS
 
     def draft(self, drafter: Drafter, depth: int) -> tuple[Accepted, float]:
         """The fastest draft, and what it drafted."""
         found = [self.step(drafter, depth)]
-        while len(found) < _REPEATS and found[0][1].draft < _SLOW_S:
-            found.append(self.step(drafter, depth))
+        found += [self.step(drafter, depth) for _ in range(self._repeats(found[0][1].draft))]
         accepted, timings = min(found, key=lambda each: each[1].draft)
         return accepted, timings.draft
 
 
-def measure(model: Transformer, sampler: Sampler, candidates: Callable[[FullCache, Sampler], Mapping[str, Drafter]]
-            ) -> Costs:
+def measure(model: Transformer, sampler: Sampler, candidates: Callable[[FullCache, Sampler], Mapping[str, Drafter]],
+            agree: Callable[[float], float]) -> Costs:
     """Time steps of plain decoding, and drafts.
 
     candidates  makes the drafters for a text with this cache and this sampler
+    agree       maps this rank's number to that of all ranks
     """
-    short = _RandomText(model, sampler, 0)
+    short = _RandomText(model, sampler, agree, 0)
     plain = short.seconds(1)
     if (expected := _USUAL_STEPS * plain.verify) > _LONG_S:
         log.warning("timing the drafters of this model on this machine, once: about %d s", expected)
     by_rows = [plain, *(short.seconds(rows) for rows in ROWS[1:])]
     host = by_rows[0].sample + by_rows[0].commit
     seconds = [timings.verify + timings.sample + timings.commit - host for timings in by_rows]
-    rising = [float(each) for each in np.maximum.accumulate(seconds)]
-    forward = ForwardCosts(host, tuple(rising), *_text_costs(model, sampler, rising))
-    text = _RandomText(model, sampler, min(_SHORT, model.config.max_positions // 2))
+    # More rows take no less time, and noise only adds to it: a time above that of more rows is noise.
+    rising = [float(each) for each in np.minimum.accumulate(seconds[::-1])[::-1]]
+    forward = ForwardCosts(host, tuple(rising), *_text_costs(model, sampler, agree, rising))
+    text = _RandomText(model, sampler, agree, min(_SHORT, model.config.max_positions // 2))
     drafters = candidates(text.cache, text.sampler)
     return Costs(forward, {name: _of_drafter(text, drafter) for name, drafter in drafters.items()})
 
 
-def _text_costs(model: Transformer, sampler: Sampler, rows: Sequence[float]) -> tuple[float, float]:
+def _text_costs(model: Transformer, sampler: Sampler, agree: Callable[[float], float], rows: Sequence[float]
+                ) -> tuple[float, float]:
     """`ForwardCosts.positions` and `growth`. The first one is measured where a cache of moderate size takes a good part
     of a step, else taken by size. rows: seconds of forwards behind an empty text"""
     most = min(_MOST_BYTES // model.cache_bytes_per_token, model.config.max_positions // 2)
     length = int(min(model.weights_in_tokens, most))
     if length < _SHORT:
         return model.weights_in_tokens, _GROWTH
-    text = _RandomText(model, sampler, length)
+    text = _RandomText(model, sampler, agree, length)
     one, several = (text.seconds(count).verify for count in (1, _SEVERAL))
     by_size = rows[0] * length / model.weights_in_tokens
     alone = by_size if length < model.weights_in_tokens / 4 else max(one - rows[0], 0.1 * by_size)

@@ -26,6 +26,7 @@ class AutoSettings:
     switch_ratio           another candidate must take at most this share of the leader's time for each token
     steps_per_decision     steps between two decisions while plain decoding leads; they are short
     drafts_per_decision    steps between two decisions while another candidate leads
+    decision_share         share of the time that decisions may take
     steps_per_exploration  every so many steps a draft is `exploration_depth` tokens deeper than the best depth
     first_steps            steps that a candidate is probed before it may be chosen
     probe_steps            steps of a later probe
@@ -40,6 +41,7 @@ class AutoSettings:
     switch_ratio: float = 0.97
     steps_per_decision: int = 8
     drafts_per_decision: int = 2
+    decision_share: float = 0.01
     steps_per_exploration: int = 32
     exploration_depth: int = 2
     first_steps: int = 4
@@ -53,7 +55,7 @@ class AutoSettings:
 AUTO_SETTINGS = AutoSettings()
 
 _SIZES = [rows.bit_length() for rows in range(1 + AUTO_SETTINGS.max_rows)]  # forwards of a size share a pace
-_TYPICAL = 0.05  # share of a step that a draft must take to tell the pace of drafts
+_NOISE = 0.05  # of a step: a draft that takes less does not tell that its costs are off
 
 FloatArray = NDArray[np.float64]
 
@@ -135,6 +137,7 @@ class Selector:
         self.turn = self._plain  # the candidate that was rated last
         self._acceptance = {name: known.acceptance.of_a_request() for name, known in shared.candidates.items()}
         self._ratings: dict[str, Rating] = {}
+        self._next_decision = 0.0  # by the clock
         self._probe_steps, self._reserved = 0, 0.0  # steps and seconds that are left to the current probe
         self._look(context)
         for name in shared.candidates:
@@ -149,19 +152,35 @@ class Selector:
         return self._probe_steps > 0
 
     @property
-    def steps_per_decision(self) -> int:
+    def is_plain(self) -> bool:
+        """Whether plain decoding is active."""
+        return self.active == self._plain
+
+    def is_due(self, num_steps: int, now: float) -> bool:
+        """Whether to decide behind this step. now: by the clock"""
         if self.is_probing:
-            return 1
-        is_plain = self.active == self._plain
-        return AUTO_SETTINGS.steps_per_decision if is_plain else AUTO_SETTINGS.drafts_per_decision
+            return True
+        every = AUTO_SETTINGS.steps_per_decision if self.is_plain else AUTO_SETTINGS.drafts_per_decision
+        return num_steps % every == 0 and now >= self._next_decision
+
+    def postpone(self, began: float) -> None:
+        """A decision that began then is done. The next one waits until decisions take a small part of the time."""
+        now = self._clock()
+        self._next_decision = now + (now - began) / AUTO_SETTINGS.decision_share
 
     def depth(self, ends_itself: bool) -> int:
         """How deep the active candidate drafts. Its first drafts are short: they may all be wrong.
 
         ends_itself: its chains end where a further token does not pay (`least_probability`)
         """
-        deepest = AUTO_SETTINGS.max_depth if ends_itself else self._ratings[self.active].depth
+        deepest = self._deepest() if ends_itself else self._ratings[self.active].depth
         return min(deepest, 2 << min(8, self._shared.candidates[self.active].steps))
+
+    def _deepest(self) -> int:
+        """How deep a further token pays if it is certain. A row can be dear: the first that reads the weights again."""
+        rows = np.diff(self._steps[1 : AUTO_SETTINGS.max_depth + 2])  # seconds of the 2nd row, the 3rd row, ...
+        pays = self._token_seconds + rows < self._ratings[self.active].seconds
+        return max(1, len(pays) if pays.all() else int(pays.argmin()))
 
     @property
     def least_probability(self) -> float:
@@ -170,8 +189,12 @@ class Selector:
         rating = self._ratings[self.active]
         deep = max(1, min(rating.depth, len(self._steps) - 2))
         row = float(self._steps[1 + deep] - self._steps[1]) / deep
-        token = self._draft_factor(self.active) * self._shared.candidates[self.active].costs.token
-        return (token + row) / rating.seconds
+        return (self._token_seconds + row) / rating.seconds
+
+    @property
+    def _token_seconds(self) -> float:
+        """Seconds of a further token of the active candidate's draft."""
+        return self._draft_factor(self.active) * self._shared.candidates[self.active].costs.token
 
     def decide(self, context: Context) -> None:
         """Choose the active candidate."""
@@ -207,10 +230,10 @@ class Selector:
         if self.is_probing:
             self._reserved -= step + draft - tokens * self._ratings[self._leader].seconds
         if rows < len(self._steps):
-            shared.pace.add(self._forward_kind(_SIZES[rows]), step / self._steps[rows], is_forward=True)
-        expected = self._draft_factor(self.active) * shared.candidates[self.active].costs.at(drafted)
-        if is_typical and expected > _TYPICAL * step:
-            shared.pace.add(self._draft_kind(self.active), draft / expected)
+            shared.pace.add(self._forward_kind(_SIZES[rows]), step, self._steps[rows], is_forward=True)
+        if is_typical and not self.is_plain:
+            expected = self._draft_factor(self.active) * shared.candidates[self.active].costs.at(drafted)
+            shared.pace.add(self._draft_kind(self.active), draft, expected, slack=_NOISE * step)
 
     def num_guesses(self, reach: Sequence[float]) -> int:
         """How many of the likeliest guesses are worth their rows. reach: P(guess becomes text), falling"""

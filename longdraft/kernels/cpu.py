@@ -294,8 +294,8 @@ class CpuDecoder:
                  f"different tapped layers, 0 to {len(self._layers)}", layers)
         require_tensor("tapped rows", rows, (len(layers), kv.k.shape[1], self._hidden), self._kernels.dtype)
         where = [0] * (len(self._layers) + 1)
-        for layer, tapped in zip(layers, rows, strict=True):
-            where[layer] = tapped.data_ptr()
+        for place, layer in enumerate(layers):
+            where[layer] = rows.data_ptr() + place * rows.stride(0) * rows.itemsize
         return where
 
     def draft_arguments(self, stores: Sequence[KVStore], length: int, remainder: Tensor | None, cos: Tensor,

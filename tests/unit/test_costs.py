@@ -79,7 +79,7 @@ def test_a_busy_machine_changes_no_comparison():
     pace = Pace()
     for _ in range(100):
         for kind in ("forward", "draft"):
-            pace.add(kind, 2.0 / pace[kind], is_forward=kind == "forward")
+            pace.add(kind, 2.0, pace[kind], is_forward=kind == "forward")
     assert pace["forward"] == pytest.approx(pace["draft"], rel=0.1)
     assert not pace.is_off and pace["unknown"] == 1
 
@@ -87,10 +87,35 @@ def test_a_busy_machine_changes_no_comparison():
 def test_a_kind_of_work_that_takes_longer_than_the_others_is_corrected():
     pace = Pace()
     for _ in range(400):
-        pace.add("forward", 1.0 / pace["forward"], is_forward=True)
-        pace.add("draft", 4.0 / pace["draft"])
+        pace.add("forward", 1.0, pace["forward"], is_forward=True)
+        pace.add("draft", 4.0, pace["draft"])
     assert pace["draft"] / pace["forward"] == pytest.approx(4, rel=0.1)
     assert pace.is_off
+
+
+def test_a_machine_that_slows_down_does_not_make_one_kind_of_forward_look_slow():
+    pace = Pace()
+    for step in range(400):
+        pace.add("one row", 1.0 if step < 100 else 2.0, pace["one row"], is_forward=True)
+    assert pace["one row"] == pytest.approx(pace["two rows"])
+    for step in range(400):  # two rows cost 1.5 times what was measured
+        kind, seconds = (("one row", 2.0), ("two rows", 3.0))[step % 2]
+        pace.add(kind, seconds, pace[kind], is_forward=True)
+    assert pace["two rows"] / pace["one row"] == pytest.approx(1.5, rel=0.1)
+
+
+def test_a_short_draft_is_corrected_too_but_does_not_tell_that_costs_are_off():
+    """A draft believed to take 1 % of a step takes 10 %, on a machine at half its speed."""
+    pace = Pace()
+    for _ in range(400):
+        pace.add("forward", 2.0, pace["forward"], is_forward=True)
+        pace.add("draft", 0.2, 0.01 * pace["draft"], slack=0.1)
+    assert pace["draft"] / pace["forward"] == pytest.approx(10, rel=0.2)
+    assert 400 > pace._telling["draft"] > 0
+    few = Pace()
+    for _ in range(400):
+        few.add("draft", 0.08, 0.01 * few["draft"], slack=0.1)
+    assert few["draft"] > 5 and not few.is_off
 
 
 def test_the_costs_of_every_candidate_are_measured(monkeypatch, tmp_path, tiny):

@@ -43,6 +43,14 @@ def test_plain_speed_is_unknown_where_the_steps_do_not_support_it(rows):
     assert run_of(rows)[0].figures() == UNKNOWN
 
 
+def test_rows_that_read_the_weights_twice_do_not_make_one_row_look_cheap():
+    speed = PlainSpeed(1000)
+    for step in range(120):
+        rows = 3 + step % 8
+        speed.add(rows, 0, 4, 1e-3 * (1 + 0.02 * rows) * (1 if rows <= 6 else 2))
+    assert speed.figures()["plain_tokens_per_second"] == pytest.approx(1 / 1.02e-3, rel=0.01)
+
+
 def test_an_estimate_with_a_large_error_is_left_out():
     speed = PlainSpeed(1000)
     for step in range(100):
