@@ -30,8 +30,6 @@
 
 namespace longdraft::LONGDRAFT_VARIANT {
 
-constexpr long TILE = 4 * BLOCK;  // positions that all batches of rows read before the next: they stay in the L2 cache
-
 // The attention of one text. Use: construct, `prepare`, run all jobs in any order, `merge_rows`.
 //
 //     queries  [KV heads][padded query rows][padded dim] elements
@@ -39,6 +37,7 @@ constexpr long TILE = 4 * BLOCK;  // positions that all batches of rows read bef
 template <class T> class TextAttention {
     using Element = typename T::Element;
     static constexpr int BATCH = Products<T>::BATCH;
+    static constexpr long TILE = Products<T>::TILE;
 
   public:
     explicit TextAttention(const Attention& a)
@@ -131,8 +130,20 @@ template <class T> class TextAttention {
                 const long low = *std::min_element(batch.first, batch.first + count);
                 const long high = *std::max_element(batch.end, batch.end + count);
                 for (long start = tile; start < std::min(end, tile + TILE); start += BLOCK)
-                    if (low < start + BLOCK && start < high) block.add(batch, start);
+                    if (low < start + BLOCK && start < high)
+                        block.add(batch, start, ahead(head, start, end, i - first, last - first));
             }
+    }
+
+    // The batch of rows from `row` on fetches its share of the next tile of the split beside the block at `start`. A single
+    // row reads the cache as fast as memory gives it.
+    Ahead ahead(long head, long start, long end, long row, long rows) const {
+        const long next = start + TILE, batches = (rows + BATCH - 1) / BATCH, steps = store_.padded / T::PER_WORD;
+        if (!Products<T>::FETCHES_AHEAD || rows == 1 || next + BLOCK > end) return {};
+        const long lines = (steps + batches - 1) / batches, share = row / BATCH * lines * BLOCK / LANES * 64;
+        const long words = next % SPLIT * steps;
+        return {reinterpret_cast<const char*>(store_.key(next / SPLIT, head) + words) + share,
+                reinterpret_cast<const char*>(store_.value(next / SPLIT, head) + words) + share, lines};
     }
 
     // Merge the splits of one row and query head in order, then the remainder, and write the result.

@@ -36,7 +36,7 @@ template <class T> struct BlockAttention {
     float scale;  // of scores in base 2: log2(e) / sqrt(dim)
 
     // Add the positions [start, start + BLOCK) to the rows' states. At least one row must see one of them.
-    void add(const RowBatch& b, long start) const {
+    void add(const RowBatch& b, long start, Ahead ahead) const {
         alignas(64) float scores[Unit::BATCH][BLOCK];
         alignas(64) Element weights[Unit::BATCH][BLOCK];
         const long padded = store.padded, steps = padded / T::PER_WORD, place = start % SPLIT;
@@ -45,7 +45,8 @@ template <class T> struct BlockAttention {
         // `shared` positions of the block are read in the store by all rows, `own[r]` more in the row's tail.
         const long shared = std::clamp(shared_end - start, 0L, std::min(BLOCK, round_up(reach, POSITION_GROUP)));
         if (shared)
-            Unit::score(b.count, b.queries, steps, store.key(start / SPLIT, head) + place * steps, shared, steps, scores);
+            Unit::score(b.count, b.queries, steps, store.key(start / SPLIT, head) + place * steps, shared, steps, scores,
+                        ahead);
         const long in_tail = start + shared - shared_end;
         long own[Unit::BATCH];
         for (int r = 0; r < b.count; r++) {

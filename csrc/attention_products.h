@@ -14,6 +14,20 @@ namespace longdraft::LONGDRAFT_VARIANT {
 
 constexpr long AHEAD = 512;  // words between a load and the prefetch next to it; 2 KiB was fastest when measured
 
+// Keys and values that the rows of a job read next, for the L2 cache. They arrive while scores are computed: a line that
+// is fetched only when it is needed lets the processor wait for memory first, and memory for the softmax afterwards.
+struct Ahead {
+    const char *keys = nullptr, *values = nullptr;
+    long lines = 0;  // of 64 bytes, of the keys and of the values, for each group of 16 positions that is scored
+
+    void fetch(long groups) {
+        for (long i = 0; i < lines * groups; i++, keys += 64, values += 64) {
+            __builtin_prefetch(keys, 0, 2);
+            __builtin_prefetch(values, 0, 2);
+        }
+    }
+};
+
 // Scores of ROWS queries with GROUPS groups of 16 keys: out[row * BLOCK + 16 * group + lane]. Each lane's sum is a chain
 // of dependent operations, so with few rows several groups are computed at the same time.
 template <class T, int ROWS, int GROUPS>
@@ -30,12 +44,17 @@ void score_groups(const uint32_t* q, long q_stride, const uint32_t* keys, long s
 }
 
 template <class T, int ROWS>
-void score_rows(const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps, float* out) {
+void score_rows(const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps, float* out, Ahead ahead) {
     constexpr int MANY = ROWS > 4 ? 1 : 8 / ROWS;
     long p = 0;
-    for (; p + MANY * LANES <= count; p += MANY * LANES)
+    for (; p + MANY * LANES <= count; p += MANY * LANES) {
+        ahead.fetch(MANY);
         score_groups<T, ROWS, MANY>(q, q_stride, keys + p * steps, steps, out + p);
-    for (; p < count; p += LANES) score_groups<T, ROWS, 1>(q, q_stride, keys + p * steps, steps, out + p);
+    }
+    for (; p < count; p += LANES) {
+        ahead.fetch(1);
+        score_groups<T, ROWS, 1>(q, q_stride, keys + p * steps, steps, out + p);
+    }
 }
 
 // sums[row] += weights[row] . values, for WIDE * 16 dimensions, positions in order.
@@ -61,11 +80,13 @@ void accumulate_wide(const typename T::Element* weights, const uint32_t* values,
 template <class T> struct Products {
     using Element = typename T::Element;
     static constexpr int BATCH = 8;
+    static constexpr long TILE = BLOCK;  // positions that all batches of rows read before the next: they stay in L2
+    static constexpr bool FETCHES_AHEAD = true;
 
     // out[row][position] = q[row] . keys[position], for `count` positions (a multiple of 16)
     static void score(int rows, const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps,
-                      float (*out)[BLOCK]) {
-        with_count<BATCH>(rows, [&](auto n) { score_rows<T, n>(q, q_stride, keys, count, steps, out[0]); });
+                      float (*out)[BLOCK], Ahead ahead = {}) {
+        with_count<BATCH>(rows, [&](auto n) { score_rows<T, n>(q, q_stride, keys, count, steps, out[0], ahead); });
     }
 
     // sums[row] += weights[row] . values, for `count` positions. Four rows at a time: more would not fit registers.
@@ -99,10 +120,12 @@ template <class T> struct Products {
 template <> struct Products<BF16> : amx::Unit {
     using Element = BF16::Element;
     static constexpr int BATCH = 2 * amx::ROWS;
+    static constexpr long TILE = 4 * BLOCK;
+    static constexpr bool FETCHES_AHEAD = false;
     static constexpr int WORDS = amx::INNER / 2;
 
     static void score(int rows, const uint32_t* q, long q_stride, const uint32_t* keys, long count, long steps,
-                      float (*out)[BLOCK]) {
+                      float (*out)[BLOCK], Ahead = {}) {
         long from = rows == 1 ? 0 : q_stride * 4, to = rows == 1 ? 0 : BLOCK * 4, p = 0;
         if (rows > amx::ROWS)
             for (; p < count; p += 2 * LANES) score_wide<2, 2>(q, from, keys + p * steps, steps, out[0] + p, to);

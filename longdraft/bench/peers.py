@@ -59,12 +59,27 @@ PEERS: dict[str, dict[str, PeerProgram]] = {  # name on the command line -> the 
 }
 
 
-def named(text: str) -> dict[str, PeerProgram]:
-    """'longdraft,llama.cpp' -> the variants to measure."""
+_QUANTIZED: dict[str, dict[str, Mapping[str, Any]]] = {  # --quantize -> options of the workers that can do the like
+    "none": {},
+    "int8": {"longdraft": {"quantize": "int8"}, "llama_cpp": {"weights": "q8_0"}},
+    "int4": {"longdraft": {"quantize": "int4"}, "llama_cpp": {"weights": "q4_0"}},
+}
+
+
+def named(text: str, quantize: str = "none") -> dict[str, PeerProgram]:
+    """'longdraft,llama.cpp' -> the variants to measure.
+
+    quantize  none | int8 | int4: longdraft's weights, beside llama.cpp's Q8_0 or Q4_0
+    """
     chosen: dict[str, PeerProgram] = {}
     for name in text.split(","):
         check(name.strip() in PEERS, "--peers", text, f"names with commas between them: {', '.join(PEERS)}")
         chosen |= PEERS[name.strip()]
+    options = _QUANTIZED[quantize]
+    for name, program in chosen.items():
+        check(not options or program.worker in options, "--peers", text,
+              f"longdraft and llama.cpp with --quantize {quantize}")
+        chosen[name] = program._replace(options={**program.options, **options.get(program.worker, {})})
     return chosen
 
 

@@ -164,12 +164,14 @@ def peers(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the file that are the prompt.")] = 1024,
     new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 256,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model with the same vocabulary.")] = None,
+    quantize: Annotated[str, typer.Option(
+        help="int8 or int4: longdraft's weights, beside llama.cpp's Q8_0 or Q4_0; none: 16 bits.")] = "none",
     threads: ThreadsOption = None, output: OutputOption = None,
 ) -> None:
     """Measure the same weights in other engines, side by side, each in its own process.
 
     Steps of plain decoding by context; with --prompt-file also whole texts, plain, by prompt lookup and with a smaller
-    model. Engines that are not installed are named and left out. Greedy, 16-bit weights and caches, equal threads.
+    model. Engines that are not installed are named and left out. Greedy, 16-bit caches, equal threads.
     """
     from longdraft.bench import peers as engines
     from longdraft.bench import peers_text
@@ -184,8 +186,10 @@ def peers(
     within("--prefill", prefill, 0, MAX_TOKENS)
     within("--steps", steps, 1, 1000)
     within("--limit", limit, 1, 86400, "seconds")
+    check(quantize == "none" or not prompt_file, "--quantize", quantize, "none with --prompt-file")
+    programs = engines.named(peers, checked_quantize(quantize))
     prepare_run(threads, repeats)
-    plan = engines.PeersPlan(model, hub.resolve(model), engines.named(peers), engines.interpreter(python), lengths,
+    plan = engines.PeersPlan(model, hub.resolve(model), programs, engines.interpreter(python), lengths,
                              prefill, steps, repeats, limit, prompt_tokens + new_tokens + 64 if prompt_file else 0)
     plan.check()
     draft = hub.resolve(draft_model) if draft_model else None
@@ -193,7 +197,7 @@ def peers(
     if prompt_file:
         prompt = Tokenizer(plan.folder).encode(read_prompt(None, str(prompt_file)))[:prompt_tokens]
         check(len(prompt) == prompt_tokens, "tokens in --prompt-file", len(prompt), f"{prompt_tokens} or more")
-    with document("peers", output) as filled:
+    with document("peers", output, quantize=quantize) as filled:
         engines.measure_peers(plan, filled, status)
         for table in engines.tables(filled):
             table.show()

@@ -60,6 +60,17 @@ def test_an_unsupported_mode_is_listed_with_its_reason(tiny, monkeypatch):
     assert [row[2] for row in peers_text.tables(report)[0].rows][-1] == "never"
 
 
+def test_quantised_weights_are_compared_with_llama_cpp_alone(tiny, capfd):
+    programs = peers.named("longdraft,llama.cpp", "int4")
+    assert [dict(program.options) for program in programs.values()] == [
+        {"quantize": "int4"}, {"flash": False, "weights": "q4_0"}, {"flash": True, "weights": "q4_0"}]
+    assert all("weights" not in program.options for program in peers.named("longdraft,llama.cpp").values())
+    for given in (["--peers", "longdraft,openvino", "--quantize", "int4"], ["--quantize", "int5"],
+                  ["--peers", "longdraft", "--quantize", "int8", "--prompt-file", "x"]):
+        assert run(["bench", "peers", "--model", str(tiny["gqa"]), *given]) == 2
+        assert len(capfd.readouterr().err.strip().splitlines()) == 1
+
+
 @pytest.fixture
 def llama_cpp_worker(monkeypatch):
     """The worker's module with stand-ins for the packages that it needs. `writer` collects what is written."""

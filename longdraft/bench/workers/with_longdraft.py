@@ -22,12 +22,12 @@ _PREFILL_ROWS = 512  # rows of a forward while a prompt is read
 
 
 class StepEngine:
-    def __init__(self, folder: str, threads: int, longest: int) -> None:
+    def __init__(self, folder: str, threads: int, longest: int, quantize: str = "none") -> None:
         kernels.set_threads(threads)
         torch.set_num_threads(1)  # as generation does: PyTorch's threads would compete with those of the kernels
-        models = ModelCopies(folder, kernels.choose("cpu", "bfloat16"))
+        models = ModelCopies(folder, kernels.choose("cpu", "bfloat16"), quantize)
         self._model = models.model
-        self.version = f"{__version__} ({models.kernels.name})"
+        self.version = f"{__version__} ({models.kernels.name}{'' if quantize == 'none' else ', ' + quantize})"
         self._begin(self._model.new_cache(), [])
 
     def prefill(self, tokens: Sequence[int]) -> None:
