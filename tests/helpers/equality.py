@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
-from helpers.checkpoints import VOCAB
-from helpers.generation import TreeDrafter
+from helpers.checkpoints import VOCAB, load_glide
+from helpers.eagle import load_eagle
+from helpers.generation import Factory, TreeDrafter, by_name
 from longdraft.core import Context, SamplingParams
+from longdraft.model import heads
+from longdraft.model.transformer import Transformer
 from longdraft.tree import Tree, chain, from_paths, root_only
 
 NEW = 48
@@ -76,6 +80,14 @@ def params_of(name: str) -> SamplingParams:
 def batch_params(seed: int = 1, **changes) -> SamplingParams:
     """Ten tokens for a request of a batch."""
     return SamplingParams(**(dict(max_new_tokens=10, seed=seed, ignore_eos=True) | changes))
+
+
+def factory_of(drafter: str, model: Transformer, another: Transformer, folder: Path) -> Factory:
+    """The factory of one of DRAFTERS, with the trained parts in the model's folder and `another` as a draft model."""
+    name, options = DRAFTERS[drafter]
+    draft = {"another": another, "itself": model}.get(options.get("model"))
+    return by_name(name, heads.load_heads(folder / "heads", model), draft, load_glide(folder / "glide", model),
+                   load_eagle(folder / "eagle", model), **options)
 
 
 def liar(kind: str, truth: list[int], prompt_length: int) -> TreeDrafter:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import openai
 
 import longdraft
@@ -73,6 +74,11 @@ def opened(engine, tmp_path_factory):
 def client(server) -> openai.OpenAI:
     """OpenAI's client."""
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+def poster(server):
+    """Posts a body to a path of the fixture `server`."""
+    return lambda path, body, **options: httpx.post(server.url + path, json=body, timeout=60, **options)
 
 
 def written(engine, prompt, **settings) -> str:

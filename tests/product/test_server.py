@@ -20,11 +20,7 @@ OURS = {"longdraft": {"min_p": 0.1}}
 engine = pytest.fixture(scope="module")(serving.talker)
 server = pytest.fixture(scope="module")(serving.opened)
 client = pytest.fixture(scope="module")(serving.client)
-
-
-@pytest.fixture
-def post(server):
-    return lambda path, body, **options: httpx.post(server.url + path, json=body, timeout=60, **options)
+post = pytest.fixture(serving.poster)
 
 
 # Texts

@@ -15,11 +15,7 @@ from longdraft.server.logs import TextFormatter
 engine = pytest.fixture(scope="module")(serving.talker)
 server = pytest.fixture(scope="module")(serving.opened)
 client = pytest.fixture(scope="module")(serving.client)
-
-
-@pytest.fixture
-def post(server):
-    return lambda path, body, **options: httpx.post(server.url + path, json=body, timeout=60, **options)
+post = pytest.fixture(serving.poster)
 
 
 def test_models_tokenize_detokenize_version(client, server, engine, post):

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import re
 
-import httpx
 import pytest
 
 from helpers import serving
 
 engine = pytest.fixture(scope="module")(serving.talker)
 server = pytest.fixture(scope="module")(serving.opened)
-
-
-@pytest.fixture
-def post(server):
-    return lambda path, body, **options: httpx.post(server.url + path, json=body, timeout=60, **options)
+post = pytest.fixture(serving.poster)
 
 
 SAMPLERS = {"presence_penalty": 0.4, "frequency_penalty": 0.1, "dry_multiplier": 0.8,

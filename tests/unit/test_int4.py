@@ -7,13 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.checkpoints import load, load_glide
-from helpers.eagle import load_eagle
-from helpers.equality import DRAFTERS, params_of, prompt_of
+from helpers.checkpoints import load
+from helpers.equality import DRAFTERS, factory_of, params_of, prompt_of
 from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.kernels import cpu, int4
-from longdraft.model import heads
 
 every_kernel = pytest.mark.parametrize("name", kernels.available())
 compiled_kernels = pytest.mark.parametrize("name", kernels.available()[:-1])
@@ -127,11 +125,7 @@ def plain(quantised):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_drafter_writes_the_plain_text_of_the_int4_model(quantised, plain, drafter):
     model, another, folder = quantised
-    name, options = DRAFTERS[drafter]
-    draft = {"another": another, "itself": model}.get(options.get("model"))
-    parts = [heads.load_heads(folder / "heads", model), draft, load_glide(folder / "glide", model),
-             load_eagle(folder / "eagle", model)]
-    factory = by_name(name, *parts, **options)
+    factory = factory_of(drafter, model, another, folder)
     for settings_name, expected in plain.items():
         assert generate(model, prompt_of(90), params_of(settings_name), factory) == expected, settings_name
 

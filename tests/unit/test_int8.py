@@ -10,15 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longdraft
-from helpers.checkpoints import load, load_glide, make_checkpoint
-from helpers.eagle import load_eagle
-from helpers.equality import DRAFTERS, params_of, prompt_of
+from helpers.checkpoints import load, make_checkpoint
+from helpers.equality import DRAFTERS, factory_of, params_of, prompt_of
 from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.__main__ import run
 from longdraft.errors import UsageError
 from longdraft.kernels.int8 import quantise
-from longdraft.model import heads
 
 every_kernel = pytest.mark.parametrize("name", kernels.available())
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -102,11 +100,7 @@ def plain(quantised):
 def test_every_drafter_writes_the_plain_text_of_the_quantised_model(quantised, plain, drafter):
     """With both settings; on the slow reference the drafters take turns."""
     model, another, folder = quantised
-    name, options = DRAFTERS[drafter]
-    draft = {"another": another, "itself": model}.get(options.get("model"))
-    parts = [heads.load_heads(folder / "heads", model), draft, load_glide(folder / "glide", model),
-             load_eagle(folder / "eagle", model)]
-    factory = by_name(name, *parts, **options)
+    factory = factory_of(drafter, model, another, folder)
     in_turn = list(plain)[list(DRAFTERS).index(drafter) % 2 :][:1]
     for sampling in in_turn if model.kernels.name == "reference" else plain:
         assert generate(model, prompt_of(90), params_of(sampling), factory) == plain[sampling], sampling
