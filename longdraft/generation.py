@@ -306,8 +306,7 @@ class Generation(Iterator[Event]):
             logprobs=tuple(each.logprob for each in settled[:count] if each.logprob), seconds=seconds)
 
     def _new_drafter(self, sampler: Sampler) -> Drafter:
-        return drafters.new_drafter(self._drafter.name, self._drafter.options,
-                                    self._resources._replace(sampler=sampler))
+        return self._drafter.build(self._resources._replace(sampler=sampler))
 
     def _event(self, new: DecodedTokens) -> Event:
         reason = self._text_stream.finish_reason

@@ -37,6 +37,7 @@ from longdraft.model.transformer import Transformer
 from longdraft.sampling.grammar import GrammarRules
 from longdraft.sampling.sampler import MarkedTokens
 from longdraft.sampling_params import BREAKERS
+from longdraft.speculation.drafter import Drafter
 from longdraft.version import __version__
 
 
@@ -61,6 +62,10 @@ class DrafterChoice:
     def draft_name(self) -> str:
         """The smaller model that the options name; "" if they name none."""
         return self.options.draft_model
+
+    def build(self, resources: drafters.Resources) -> Drafter:
+        """The drafter of one request. UsageError where the trained part that it needs is missing."""
+        return drafters.new_drafter(self.name, self.options, resources)
 
     def with_draft_name(self, name: str) -> DrafterChoice:
         """This choice, with `name` as its draft model if it has that option and does not set it."""

@@ -263,6 +263,8 @@ def _converted(name: str, value: Any) -> Any:
         return tuple(value)
     if name == "logit_bias" and isinstance(value, Mapping):
         return tuple(sorted(value.items()))
+    if name == "logit_bias" and isinstance(value, list):
+        return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
     return value
 
 

@@ -9,6 +9,8 @@
     [base]                                      # defaults of all cases
     prefill = 4096
     sampling = { min_p = 0.1 }
+    [profiles."8B"]                              # settings of one model, chosen by --profile
+    sampling = { top_p = 0.9 }
     [systems.medusa]
     drafter = "medusa"
     options = { tree = "3,3,3" }                # "prefill" or "prefill/2": the prompt's length
@@ -34,48 +36,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from longdraft import drafters
+from longdraft.bench.systems import System
 from longdraft.core import SamplingParams
 from longdraft.errors import UsageError, check
 
 FOLDER = Path(__file__).parent / "experiments"
-RULES = ("keyed", "independent", "per-path")
-MEASURES = ("alpha", "beta", "speedup", "tau", "minutes", "minutes_reference", "tokens_per_second", "distinct_1",
-            "distinct_2", "distinct_3", "distinct_4", "distinct_mean")
+MEASURES = ("alpha", "beta", "speedup", "speedup_weak", "tau", "minutes", "minutes_reference",
+            "tokens_per_second", "distinct_1", "distinct_2", "distinct_3", "distinct_4", "distinct_mean")
 
 Published = Mapping[str, Mapping[str, Sequence[float]]]  # paper's model -> measure -> values
-
-
-@dataclass(frozen=True)
-class System:
-    """A drafter with its options, and the verification rule (longdraft/bench/rules.py)."""
-
-    drafter: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    rule: str = "keyed"
-
-    def __post_init__(self) -> None:
-        check(self.rule in RULES, "rule", self.rule, ", ".join(RULES))
-        check(self.drafter in drafters.DRAFTERS, "drafter", self.drafter, ", ".join(drafters.DRAFTERS))
-
-    @classmethod
-    def named(cls, setting: str) -> System:
-        """ "magicdec,chain=6" -> the drafter and its options. Raises UsageError for anything else."""
-        name, *pairs = setting.split(",")
-        check(all("=" in pair for pair in pairs), "drafter", setting, "a name with options, such as magicdec,chain=6")
-        return cls(name, dict(pair.split("=", 1) for pair in pairs))
-
-    def options_for(self, prefill: int) -> dict[str, Any]:
-        """The options, with "prefill" and "prefill/N" replaced by numbers of tokens."""
-        return {name: _resolved(value, prefill) for name, value in self.options.items()}
-
-
-def _resolved(value: Any, prefill: int) -> Any:
-    if not isinstance(value, str) or not value.startswith("prefill"):
-        return value
-    divisor = value.removeprefix("prefill").removeprefix("/") or "1"
-    check(divisor.isdecimal() and int(divisor) > 0, "option", value, "prefill or prefill/NUMBER")
-    return prefill // int(divisor)
 
 
 @dataclass(frozen=True)
@@ -164,7 +133,18 @@ def _as_json(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """The settings with which the paper measured one model (its table 10). `published` are those that only systems of
+    version `published` have."""
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    published: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Experiment:
+    """weak: the name of the system that `speedup_weak` compares with; "": there is none."""
+
     name: str
     title: str
     reference: str
@@ -175,6 +155,9 @@ class Experiment:
     sampling: Mapping[str, Any]
     default_scale: str = "default"
     marks: tuple[int, ...] = ()  # `at` of all cases, including those of tables that are not chosen
+    weak: str = ""
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    profile: str = ""  # of `profiles`; "": none is chosen
 
     def scale(self, name: str) -> Scale:
         check(name in self.scales, "--scale", name, ", ".join(self.scales))
@@ -186,6 +169,18 @@ class Experiment:
         for wanted in ids:
             check(wanted in known, "--tables", wanted, ", ".join(known))
         return replace(self, tables=tuple(table for table in self.tables if not ids or table.id in ids))
+
+    def with_profile(self, name: str) -> Experiment:
+        """The experiment with one model's settings; of the published values, only that model's."""
+        known = {key.lower(): key for key in self.profiles}
+        check(name.lower() in known, "--profile", name, ", ".join(self.profiles) or "none for this experiment")
+        key = known[name.lower()]
+
+        def only(case: Case) -> Case:
+            return replace(case, paper={key: case.paper[key]} if key in case.paper else {})
+
+        return replace(self, profile=key, tables=tuple(
+            replace(table, cases=tuple(map(only, table.cases))) for table in self.tables))
 
     def with_draft_model(self, name: str) -> Experiment:
         """The experiment with a smaller model for the drafters that use one."""
@@ -201,7 +196,9 @@ class Experiment:
         return max(2, round((case.prefill or self.prefill) * scale.prefix))
 
     def text_of(self, case: Case, scale: Scale, seed: int, stretch: int) -> TextSpec:
-        settings = {**self.sampling, **case.sampling}
+        system, profile = self.systems[case.system], self.profiles.get(self.profile, Profile())
+        published = profile.published if system.version == "published" else {}
+        settings = {**self.sampling, **profile.sampling, **published, **system.sampling, **case.sampling}
         params = SamplingParams.from_names({**settings, "max_new_tokens": scale.lengths[-1], "seed": seed,
                                             "ignore_eos": True, "on_loop": "off"})
         return TextSpec(self.prefill_of(case, scale), params, stretch)
@@ -213,8 +210,8 @@ class Experiment:
             for table in self.tables:
                 for case in table.cases:
                     names = found.setdefault(self.text_of(case, scale, seed, stretch), [self.reference])
-                    if case.system not in names:
-                        names.append(case.system)
+                    wanted = [self.weak] if self.weak and "speedup_weak" in table.measures else []
+                    names += [name for name in (*wanted, case.system) if name not in names]
         return found
 
     def ends(self, scale: Scale) -> list[int]:
@@ -245,21 +242,26 @@ def parse_experiment(data: Mapping[str, Any]) -> Experiment:
     rest = dict(data)
     scales = {name: _make(Scale, f"scale {name}", given) for name, given in _taken(rest, "scales", dict).items()}
     systems = {name: _make(System, f"system {name}", given) for name, given in _taken(rest, "systems", dict).items()}
+    profiles = {name: _make(Profile, f"profile {name}", given)
+                for name, given in _taken(rest, "profiles", dict).items()}
     base = _taken(rest, "base", dict)
     tables = tuple(_table(given) for given in _taken(rest, "tables", list))
     found: Experiment = _make(Experiment, "experiment", {
-        **rest, "scales": scales, "systems": systems, "tables": tables, "prefill": base.get("prefill", 4096),
-        "sampling": base.get("sampling", {}), "marks": tuple(case.at for table in tables for case in table.cases
-                                                             if case.at)})
+        **rest, "scales": scales, "systems": systems, "tables": tables, "profiles": profiles,
+        "prefill": base.get("prefill", 4096), "sampling": base.get("sampling", {}),
+        "marks": tuple(case.at for table in tables for case in table.cases if case.at)})
     check(bool(scales), "scales", list(scales), "at least one")
-    for name in (found.reference, *(case.system for table in tables for case in table.cases)):
+    weak = [found.weak] if found.weak else []
+    for name in (found.reference, *weak, *(case.system for table in tables for case in table.cases)):
         check(name in systems, "system", name, ", ".join(systems))
-    check(systems[found.reference].rule == "keyed", "reference", found.reference, "a system with rule keyed")
+    check(not systems[found.reference].has_own_text, "reference", found.reference, "a system with rule keyed")
+    needs_weak = any("speedup_weak" in table.measures for table in tables)
+    check(not needs_weak or found.weak, "weak", found.weak, "a system of version weak, for speedup_weak")
     for table in tables:  # report a wrong setting now, not after hours
         for case in table.cases:
             text = found.text_of(case, next(iter(scales.values())), 0, 0)
             for name in (found.reference, case.system):
-                drafters.parse_options(systems[name].drafter, systems[name].options_for(text.prefill))
+                systems[name].choice(text.prefill)
     return found
 
 

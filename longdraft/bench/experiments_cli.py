@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,12 +21,20 @@ if TYPE_CHECKING:
     from longdraft.bench.results import Results
     from longdraft.report.table import Table
 
-_Prompt = Annotated[Path, typer.Option(help="A long text; prompts are taken from it.")]
+_Prompt = Annotated[list[Path], typer.Option(
+    help="Texts that prompts are taken from: .txt, or .parquet or .jsonl with one text per row. Repeatable.")]
+_Skip = Annotated[int, typer.Option(help="Characters at the beginning of each text that are left out.")]
+_Documents = Annotated[int, typer.Option(help="Texts of a .parquet or .jsonl file that are used; 0: all.")]
+_Profile = Annotated[str, typer.Option(
+    help="Settings of one of the paper's models (its table 10), such as Qwen2.5-7B; default: LLaMA3.1-8B's, without "
+         "banned tokens.")]
+_MedusaHeads = Annotated[str | None, typer.Option(
+    help="Folder or hub id of heads trained as Medusa's, for Medusa*; default: the model's heads.")]
 _Scale = Annotated[str | None, typer.Option(
     "--scale", help="Length of the texts: smoke, small (the default) or full; an experiment may name others.")]
 _Tables = Annotated[str, typer.Option(help="Only these tables, such as 3,5,F3; default: all.")]
 _Seeds = Annotated[str, typer.Option(help="Seeds of the sampling; several give mean ± standard deviation.")]
-_Stretches = Annotated[int, typer.Option(help="Number of prompts, taken from even distances in the file.")]
+_Stretches = Annotated[int, typer.Option(help="Number of prompts, taken from even distances in each text.")]
 _Results = Annotated[Path | None, typer.Option(
     help="Results as JSON lines; only what an existing file lacks is measured.")]
 _DraftModel = Annotated[str | None, typer.Option(help="A smaller model for `triforce` and `draft-model`.")]
@@ -35,7 +45,9 @@ _Memory = Annotated[float, typer.Option(help="GiB that are read to measure the m
 
 def paper(prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scale = None, tables: _Tables = "",
           seeds: _Seeds = "7", stretches: _Stretches = 1, output: _Results = None, draft_model: _DraftModel = None,
-          heads: _Heads = None, dtype: _Dtype = "auto", threads: ThreadsOption = None, memory: _Memory = 1.0) -> None:
+          heads: _Heads = None, dtype: _Dtype = "auto", threads: ThreadsOption = None, memory: _Memory = 1.0,
+          skip_characters: _Skip = 0, documents: _Documents = 0, profile: _Profile = "",
+          medusa_heads: _MedusaHeads = None) -> None:
     """Repeat TokenSwift's tables and ablations, with the published values beside the measured ones.
 
     Includes the published verification rule, which samples from another distribution and exists only here.
@@ -45,8 +57,8 @@ def paper(prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scale =
 
 def ablation(prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scale = None, tables: _Tables = "",
              seeds: _Seeds = "7", stretches: _Stretches = 1, output: _Results = None, draft_model: _DraftModel = None,
-             heads: _Heads = None, dtype: _Dtype = "auto", threads: ThreadsOption = None, memory: _Memory = 1.0
-             ) -> None:
+             heads: _Heads = None, dtype: _Dtype = "auto", threads: ThreadsOption = None, memory: _Memory = 1.0,
+             skip_characters: _Skip = 0, documents: _Documents = 0, medusa_heads: _MedusaHeads = None) -> None:
     """Measure the effect of each drafter and of each of its parts, on one text."""
     _run_experiment("ablation", **locals())
 
@@ -54,39 +66,63 @@ def ablation(prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scal
 def run(experiment: Annotated[str, typer.Argument(help="A .toml file; longdraft/bench/experiment.py describes it.")],
         prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scale = None, tables: _Tables = "",
         seeds: _Seeds = "7", stretches: _Stretches = 1, output: _Results = None, draft_model: _DraftModel = None,
-        heads: _Heads = None, dtype: _Dtype = "auto", threads: ThreadsOption = None, memory: _Memory = 1.0) -> None:
+        heads: _Heads = None, dtype: _Dtype = "auto", threads: ThreadsOption = None, memory: _Memory = 1.0,
+          skip_characters: _Skip = 0, documents: _Documents = 0, profile: _Profile = "",
+          medusa_heads: _MedusaHeads = None) -> None:
     """Run an experiment of your own."""
     _run_experiment(**locals())
 
 
-def _run_experiment(experiment: str, *, prompt_file: Path, model: str, scale: str | None, tables: str, seeds: str,
-                    stretches: int, output: Path | None, draft_model: str | None, heads: str | None, dtype: str,
-                    threads: int | None, memory: float) -> None:
+def _run_experiment(experiment: str, *, prompt_file: Sequence[Path], model: str, scale: str | None, tables: str,
+                    seeds: str, stretches: int, output: Path | None, draft_model: str | None, heads: str | None,
+                    dtype: str, threads: int | None, memory: float, skip_characters: int, documents: int,
+                    medusa_heads: str | None, profile: str = "") -> None:
     from longdraft import machine
     from longdraft.bench import experiment as experiments
     from longdraft.bench import measures, runner
     from longdraft.bench.document import measure_limits
-    from longdraft.files import read_prompt
+    from longdraft.bench.systems import Engines
     from longdraft.loading import load
 
     parts = [part.strip() for part in seeds.split(",")]
     check(all(part.isdecimal() for part in parts), "--seeds", seeds, "whole numbers with commas between them")
     within("--stretches", stretches, 1, 1000)
+    within("--skip-characters", skip_characters, 0, 10**9)
+    within("--documents", documents, 0, 10**6)
     check(0 < memory <= 1024, "--memory", memory, "above 0, at most 1024 GiB")
     ids = [part.strip() for part in tables.split(",") if part.strip()]
     chosen = experiments.load_experiment(experiment).chosen(ids)
     chosen = chosen.with_draft_model(draft_model) if draft_model else chosen
+    chosen = chosen.with_profile(profile) if profile else chosen
     scale = scale or chosen.default_scale
     plan = runner.ExperimentPlan(chosen, chosen.scale(scale), scale, prompt_file, [int(part) for part in parts],
                                  stretches)
-    text = read_prompt(None, str(prompt_file))
+    texts = [text for path in prompt_file for text in _texts(path, skip_characters, documents)]
     engine = load(model, heads=heads, dtype=dtype, threads=threads, cache_ram=0)
     limits = measure_limits(machine.affordable(int(memory * (1 << 30))), 1)
-    results = runner.run_experiment(plan, engine, engine.encode(text), output, limits.details)
+    results = runner.run_experiment(plan, Engines(engine, medusa_heads), [engine.encode(text) for text in texts],
+                                    output, limits.details)
     for table in measures.tables(results, chosen, plan.scale):
         table.show()
     print(json.dumps({"bench": chosen.name, "output": str(output) if output else None,
                       **measures.summary(results, chosen, plan.scale)}))
+
+
+def _texts(path: Path, skip: int, documents: int) -> list[str]:
+    """The texts of a prompt file, from character `skip` on. UsageError if one is shorter, or if there is none."""
+    from longdraft.files import read_prompt
+
+    if path.suffix.lower() in (".parquet", ".jsonl"):
+        from longdraft.train.data import read_documents
+
+        found = list(islice(read_documents([str(path)], "text"), documents or None))
+    else:
+        check(not documents, "--documents", documents, "0 with a text file, which is one text")
+        found = [read_prompt(None, str(path))]
+    check(bool(found), "--prompt-file", str(path), "a file with at least one text")
+    shortest = min(map(len, found))
+    check(skip < shortest, "--skip-characters", skip, f"less than the shortest text of {path} has ({shortest})")
+    return [text[skip:] for text in found]
 
 
 def report(
@@ -150,5 +186,6 @@ def _tables(results: Results, experiment: str | None) -> list[Table]:
     if not name or not results.texts or (name not in bundled and not Path(name).is_file()):
         return []
     plan = experiments.load_experiment(name)
+    plan = plan.with_profile(profile) if (profile := results.sessions[0].get("profile")) else plan
     scale = plan.scale(results.sessions[0]["scale"])
     return measures.tables(results, measures.with_measured_tables(results, plan, scale), scale)

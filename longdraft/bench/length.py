@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from longdraft.bench.experiment import System
 from longdraft.bench.results import Results
+from longdraft.bench.systems import Engines, System
 from longdraft.bench.turns import write_in_turns
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
@@ -51,7 +51,7 @@ def measure_length(engine: Engine, settings: Sequence[str], prompt: Sequence[int
             on_round(figures())
 
     ends = [*range(turn, params.max_new_tokens, turn), params.max_new_tokens]
-    write_in_turns(engine, systems, prompt, params, ends, text, emit)
+    write_in_turns(Engines(engine), systems, prompt, params, ends, text, emit)
     return figures()
 
 

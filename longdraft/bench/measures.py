@@ -2,11 +2,12 @@
 
     alpha    accepted draft tokens / depth of the drafts, summed over the steps. With drafts of depth 4 in every step
              this is the paper's alpha, the mean of accepted / 4
-    beta     the same for n-gram drafters alone. A token that the tree proposed too counts for the tree (in the paper:
-             for the n-grams)
+    beta     the same for n-gram drafters alone. A token that the tree proposed too counts for the tree; with the rule
+             per-path for the n-grams, as in the paper
     tau      tokens written per forward of the model on its whole cache; at least 1
     speedup  seconds per token of the reference over those of the system, in the same run, from the first new token to
              the given length. The prompt does not count (as in the paper)
+    speedup_weak  the same, over the weak loop (longdraft/bench/weak_loop.py), as the paper's are
     minutes, minutes_reference    decoding time up to the given length, of the system and of the reference
     distinct_n, distinct_mean     distinct n-grams / n-grams of all new tokens, and their mean for n = 1 to 4
 """
@@ -25,7 +26,8 @@ from longdraft.report.table import Table
 from longdraft.report.turns import MeasuredText, Record
 
 _NGRAM_SOURCES = ("ngram", "suffix")
-_HEADINGS = {"alpha": "α", "beta": "β", "tau": "tokens/forward", "speedup": "×", "minutes": "minutes",
+_HEADINGS = {"alpha": "α", "beta": "β", "tau": "tokens/forward", "speedup": "×", "speedup_weak": "× the weak loop",
+             "minutes": "minutes",
              "minutes_reference": "minutes, plain", "tokens_per_second": "tokens/s", "distinct_1": "distinct-1",
              "distinct_2": "distinct-2", "distinct_3": "distinct-3", "distinct_4": "distinct-4",
              "distinct_mean": "distinct, mean"}
@@ -46,7 +48,11 @@ class MeasureSummary(NamedTuple):
 
 def measure(text: MeasuredText, system: str, name: str, until: int) -> float | None:
     """A measure of the first `until` new tokens of a system, or None if it does not exist or is not measured yet."""
-    turns, reference = (_turns_until(text.turns.get(each, []), until) for each in (system, text.about["reference"]))
+    other = text.about["reference"]
+    if name == "speedup_weak":
+        versions = {each: about.get("version") for each, about in text.about["systems"].items()}
+        other = next((each for each, version in versions.items() if version == "weak"), "")
+    turns, reference = (_turns_until(text.turns.get(each, []), until) for each in (system, other))
     if not turns or not reference:
         return None
     if name.startswith("distinct"):
@@ -61,7 +67,8 @@ def measure(text: MeasuredText, system: str, name: str, until: int) -> float | N
     pace, reference_pace = (sum(turn["seconds"] for turn in each) / sum(turn["tokens"] for turn in each)
                             for each in (turns, reference))
     values: dict[str, float] = {
-        "speedup": reference_pace / pace, "tau": total["tokens"] / total["steps"], "tokens_per_second": 1 / pace,
+        "speedup": reference_pace / pace, "speedup_weak": reference_pace / pace,
+        "tau": total["tokens"] / total["steps"], "tokens_per_second": 1 / pace,
         "minutes": pace * until / 60, "minutes_reference": reference_pace * until / 60}
     return values[name]
 

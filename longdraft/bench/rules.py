@@ -15,12 +15,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from longdraft.core import Context, SamplingParams
+from longdraft.drafters.ngram import NGRAM
 from longdraft.kernels.native_draft import Ranked, Ranking
 from longdraft.sampling import process
 from longdraft.sampling.sampler import Sampler
@@ -46,17 +48,48 @@ class PathSampler(IndependentSampler):
     """Chooses tokens so that the walk accepts the path of the published rule and adds its last sample."""
 
     def choose(self, logits: torch.Tensor, tree: Tree, context: Context) -> list[int]:
-        rows = self._penalised(logits, context, [()] * len(tree))  # the root's penalty window for all nodes
-        distributions = [_distribution(row, self.params) for row in rows]
         generator = np.random.default_rng([self.params.seed or 0, len(context)])
-        path, last = best_path(tree, distributions, generator)
+        best, place = best_paths(tree, _Distributions(self, logits, tree, context), generator)
+        path, last = best[place]
         chosen = [0] * len(tree)
         for node, child in pairwise(path):
             chosen[node] = tree.tokens[child]
+            tree.children[node, tree.tokens[child]] = child  # of several equal children, this path's
         chosen[path[-1]] = last
         # The rule ends here, even if another path continues with this token, so the walk must not follow it.
         tree.children.pop((path[-1], last), None)
+        if any(tree.sources[nodes[-1]] == NGRAM for nodes, _ in best if len(nodes) > 1):
+            _credit(tree, path[1:], NGRAM)
         return chosen
+
+
+def _credit(tree: Tree, nodes: Sequence[int], source: str) -> None:
+    """Count these nodes for a drafter. The paper's beta credits n-grams wherever one of the longest paths is one's."""
+    sources = [source if node in nodes else found for node, found in enumerate(tree.sources)]
+    object.__setattr__(tree, "sources", tuple(sources))  # a tree is frozen; this one is dropped after the step
+
+
+class _Distributions(Sequence["Distribution"]):
+    """The target's distribution at each node of a tree, computed where a path reaches it.
+
+    The penalty window of all nodes is that which ends at the root. Nodes with the same tokens before them have the same
+    distribution; each is computed once.
+    """
+
+    def __init__(self, sampler: PathSampler, logits: torch.Tensor, tree: Tree, context: Context) -> None:
+        self._sampler, self._logits, self._tree, self._context = sampler, logits, tree, context
+        self._known: dict[tuple[int, ...], Distribution] = {}
+
+    def __len__(self) -> int:
+        return len(self._tree)
+
+    def __getitem__(self, node: Any) -> Any:
+        tree, sampler, context = self._tree, self._sampler, self._context
+        tokens = tuple(tree.tokens[each] for each in tree.path(node)[1:])
+        if tokens not in self._known:
+            row = sampler._biased(self._logits[node : node + 1], [len(context) + len(tokens)], None)
+            self._known[tokens] = _distribution(sampler._penalised(row, context, [()])[0], sampler.params)
+        return self._known[tokens]
 
 
 Distribution = tuple[NDArray[np.int64], NDArray[np.float64]]  # token ids, and the running sum of their probabilities
@@ -70,9 +103,19 @@ def _distribution(row: NDArray[np.float32], params: SamplingParams) -> Distribut
     return kept.ids, np.cumsum(masses / masses.sum())
 
 
+Ends = list[tuple[list[int], int]]  # paths, as nodes from the root, each with the token that is added behind it
+
+
 def best_path(tree: Tree, distributions: Sequence[Distribution],
               generator: np.random.Generator) -> tuple[list[int], int]:
     """The nodes that the published rule accepts, root first, and the token that it adds behind them."""
+    best, place = best_paths(tree, distributions, generator)
+    return best[place]
+
+
+def best_paths(tree: Tree, distributions: Sequence[Distribution], generator: np.random.Generator) -> tuple[Ends, int]:
+    """The paths with the longest match, and the place of the one that the published rule takes: the first or the
+    last."""
     inner = set(tree.parents)
     ends = []
     for leaf in (node for node in range(len(tree)) if node not in inner):
@@ -81,7 +124,7 @@ def best_path(tree: Tree, distributions: Sequence[Distribution],
         ends.append((path[: matched + 1], last))
     longest = max(len(path) for path, _ in ends)
     best = [end for end in ends if len(end[0]) == longest]
-    return best[0] if generator.random() < 0.5 else best[-1]
+    return best, 0 if generator.random() < 0.5 else -1
 
 
 def _sampled(tree: Tree, path: Sequence[int], distributions: Sequence[Distribution],

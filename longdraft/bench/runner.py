@@ -1,7 +1,7 @@
 """Run an experiment: each text is written by all its systems in turns, and each turn is appended to the results.
 
-    plan = ExperimentPlan(experiment, experiment.scale("small"), "small", Path("novel.txt"), seeds=[7], stretches=1)
-    results = run_experiment(plan, engine, engine.encode(text), Path("results.jsonl"), limits)
+    plan = ExperimentPlan(experiment, experiment.scale("small"), "small", [Path("novel.txt")], seeds=[7], stretches=1)
+    results = run_experiment(plan, Engines(engine), [engine.encode(text)], Path("results.jsonl"), limits)
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import numpy as np
 from longdraft import machine, run_statistics
 from longdraft.bench.experiment import Experiment, Scale, TextSpec
 from longdraft.bench.results import Results, ResultsWriter
-from longdraft.bench.turns import OWN_TEXT, write_in_turns
+from longdraft.bench.systems import Engines
+from longdraft.bench.turns import write_in_turns
 from longdraft.engine import Engine
 from longdraft.errors import check
 from longdraft.report.turns import Record
@@ -33,20 +34,25 @@ _STEP_OVERHEAD_BYTES = 1e6  # the rest of a step as bytes read, for the estimate
 
 
 class ExperimentPlan(NamedTuple):
-    """An experiment at a scale, on prompts from `stretches` places of a text, with each of the seeds."""
+    """An experiment at a scale, on prompts from `stretches` places of each text, with each of the seeds."""
 
     experiment: Experiment
     scale: Scale
     scale_name: str
-    prompt_file: Path
+    prompt_files: Sequence[Path]
     seeds: Sequence[int]
     stretches: int
+
+    def with_texts(self, count: int) -> ExperimentPlan:
+        """The plan for `count` texts, of which a file may hold several; `stretches` counts those of all texts."""
+        return self._replace(stretches=self.stretches * count)
 
     def identity(self) -> Record:
         """The properties of the experiment that a result depends on."""
         systems = {name: asdict(system) for name, system in self.experiment.systems.items()}
         return {"experiment": self.experiment.name, "scale": self.scale_name, "lengths": list(self.scale.lengths),
                 "turn": self.scale.turn, "seeds": list(self.seeds), "stretches": self.stretches,
+                "profile": self.experiment.profile,
                 "systems_sha256": hashlib.sha256(json.dumps(systems, sort_keys=True).encode()).hexdigest()}
 
 
@@ -58,27 +64,30 @@ class WorkUnit(NamedTuple):
     systems: list[str]
 
 
-def run_experiment(plan: ExperimentPlan, engine: Engine, ids: Sequence[int], output: Path | None,
+def run_experiment(plan: ExperimentPlan, engines: Engines, texts: Sequence[Sequence[int]], output: Path | None,
                    limits: Record) -> Results:
     """Measure what is missing in `output`. Returns all results, including those of earlier runs.
 
-    ids     tokens of the prompt file
+    texts   tokens of the texts that prompts are taken from
     limits  limits of this machine, measured in this run
     """
+    engine, plan = engines.engine, plan.with_texts(len(texts))
     kernels = engine.model.kernels
     session = machine.description(kernels) | engine.provenance | plan.identity() | {
-        "device": str(kernels.device), "kind": "session", "limits": limits, "prompt_file": plan.prompt_file.name,
-        "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "prompt_sha256": _sha256(ids)}
-    texts = plan.experiment.plan(plan.scale, plan.seeds, plan.stretches)
-    prompts = {spec: _prompt(ids, spec, plan.stretches) for spec in texts}
+        "device": str(kernels.device), "kind": "session", "limits": limits,
+        "prompt_file": ", ".join(path.name for path in plan.prompt_files),
+        "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "prompt_sha256": _sha256([token for ids in texts for token in ids]), **engines.provenance}
+    planned = plan.experiment.plan(plan.scale, plan.seeds, plan.stretches)
+    prompts = {spec: _prompt(texts, spec, plan.stretches) for spec in planned}
     for spec, prompt in prompts.items():  # before the first text is measured for hours
         engine.check_request(prompt, spec.sampling)
     ends = plan.experiment.ends(plan.scale)
     with closing(ResultsWriter(output, session)) as writer:
-        units = list(_units(engine, texts, writer.results))
+        units = list(_units(engine, planned, writer.results))
         with _progress(units, ends, engine, writer.results) as show:
             for unit in units:
-                _write_unit(plan, engine, writer, unit, prompts[unit.spec], ends, show)
+                _write_unit(plan, engines, writer, unit, prompts[unit.spec], ends, show)
     writer.results.check()
     return writer.results
 
@@ -102,12 +111,12 @@ def _units(engine: Engine, texts: Mapping[TextSpec, list[str]], known: Results) 
             yield WorkUnit(spec, f"{spec.key}/{'+'.join(part)}", [reference, *part])
 
 
-def _write_unit(plan: ExperimentPlan, engine: Engine, writer: ResultsWriter, unit: WorkUnit, prompt: Sequence[int],
+def _write_unit(plan: ExperimentPlan, engines: Engines, writer: ResultsWriter, unit: WorkUnit, prompt: Sequence[int],
                 ends: Sequence[int], show: Callable[[Record], None]) -> None:
     systems = {name: plan.experiment.systems[name] for name in unit.systems}
     if unit.key not in writer.results.texts:
         about = {name: {**asdict(system), "options": system.options_for(unit.spec.prefill),
-                        "own_text": system.rule in OWN_TEXT} for name, system in systems.items()}
+                        "own_text": system.has_own_text} for name, system in systems.items()}
         writer.append({"kind": "text", "text": unit.key, **unit.spec.about, "reference": unit.systems[0],
                        "systems": about, "prompt_sha256": _sha256(prompt), "ends": list(ends)})
 
@@ -116,14 +125,17 @@ def _write_unit(plan: ExperimentPlan, engine: Engine, writer: ResultsWriter, uni
         show(record)
 
     text = writer.results.texts[unit.key]
-    write_in_turns(engine, systems, prompt, unit.spec.sampling, text.about["ends"], text, emit)
+    write_in_turns(engines, systems, prompt, unit.spec.sampling, text.about["ends"], text, emit)
 
 
-def _prompt(ids: Sequence[int], spec: TextSpec, stretches: int) -> list[int]:
-    """The first `prefill` tokens of the text's stretch. Stretches begin at even distances in the prompt file."""
-    start = len(ids) // stretches * spec.stretch
+def _prompt(texts: Sequence[Sequence[int]], spec: TextSpec, stretches: int) -> list[int]:
+    """The first `prefill` tokens of a stretch. Stretches begin at even distances in each text; those of the first text
+    come first."""
+    per_text = stretches // len(texts)
+    ids, place = texts[spec.stretch // per_text], spec.stretch % per_text
+    start = len(ids) // per_text * place
     check(start + spec.prefill <= len(ids), "tokens in --prompt-file", len(ids),
-          f"at least {start + spec.prefill} for prompts of {spec.prefill} from {stretches} stretches")
+          f"at least {start + spec.prefill} for prompts of {spec.prefill} from {per_text} stretches")
     return list(ids[start : start + spec.prefill])
 
 

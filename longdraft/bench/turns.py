@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from longdraft import kernels, run_statistics
 from longdraft.bench import rules
-from longdraft.bench.experiment import System
 from longdraft.bench.results import require_one_text
+from longdraft.bench.systems import Engines, System
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
 from longdraft.generation import Generation
@@ -24,14 +24,13 @@ from longdraft.sampling.sampler import Sampler
 from longdraft.text_stream import stop_ids
 
 SAMPLERS = {"independent": rules.IndependentSampler, "per-path": rules.PathSampler}  # "keyed" is the engine's own
-OWN_TEXT = ("per-path",)  # verification rules whose text differs from plain decoding
 
 
 def start(engine: Engine, system: System, prompt: Sequence[int], params: SamplingParams,
           written: Sequence[int] | NDArray[np.int32] = ()) -> Generation:
     """A generation by a system that continues behind the new tokens `written`."""
-    with_drafter = engine.with_drafter(system.drafter, system.options_for(len(prompt)))
-    generation = Generation(with_drafter.loaded, with_drafter.choice, list(prompt), params, written=written,
+    choice = system.choice(len(prompt))
+    generation = Generation(engine.loaded.with_draft_for(choice), choice, list(prompt), params, written=written,
                             sampler=_sampler(engine.model, system.rule, params))
     if len(written):
         next(generation)  # the first event returns `written` without any work
@@ -61,7 +60,7 @@ def write_turn(generation: Generation, end: int) -> Record:
                 name: count - old.get(name, 0) for name, count in after.get("tokens_by_choice", {}).items()}}
 
 
-def write_in_turns(engine: Engine, systems: Mapping[str, System], prompt: Sequence[int], params: SamplingParams,
+def write_in_turns(engines: Engines, systems: Mapping[str, System], prompt: Sequence[int], params: SamplingParams,
                    ends: Sequence[int], text: MeasuredText, emit: Callable[[Record], None]) -> None:
     """Write a text with each system up to each of `ends`, in rounds of turns. The first system is the reference.
 
@@ -74,7 +73,8 @@ def write_in_turns(engine: Engine, systems: Mapping[str, System], prompt: Sequen
     if rounds == len(ends) and all(name in text.stats for name in systems):
         return
     written = {name: text.tokens(name)[: text.turns[name][rounds - 1]["until"]] if rounds else () for name in systems}
-    generations = {name: start(engine, system, prompt, params, written[name]) for name, system in systems.items()}
+    generations = {name: start(engines.of(system), system, prompt, params, written[name])
+                   for name, system in systems.items()}
     key, reference = text.about["text"], next(iter(systems))
     for turn, end in enumerate(ends[rounds:], rounds):
         for name, generation in generations.items():
@@ -82,7 +82,7 @@ def write_in_turns(engine: Engine, systems: Mapping[str, System], prompt: Sequen
                 "kind": "turn", "text": key, "system": name, "turn": turn, "end": end,
                 "is_resumed": bool(rounds) and turn == rounds,
                 "sha256_tokens": run_statistics.sha256_tokens(generation.tokens[:end])}
-            if name == reference or systems[name].rule in OWN_TEXT:
+            if name == reference or systems[name].has_own_text:
                 record["ids"] = pack_tokens(generation.tokens[record["until"] - record["tokens"] :])
             emit(record)
         require_one_text(text)

@@ -7,6 +7,7 @@ from pathlib import Path
 from longdraft.__main__ import run
 from longdraft.bench import experiment as experiments
 from longdraft.bench import runner
+from longdraft.bench.systems import Engines
 
 GOLDEN = Path(__file__).parents[1] / "product" / "golden"
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 30
@@ -32,12 +33,12 @@ EXPERIMENT = {
 
 def plan_of(data=EXPERIMENT, **changes) -> runner.ExperimentPlan:
     chosen = experiments.parse_experiment(data)
-    plan = runner.ExperimentPlan(chosen, chosen.scale("default"), "default", Path("text.txt"), [7], 1)
+    plan = runner.ExperimentPlan(chosen, chosen.scale("default"), "default", [Path("text.txt")], [7], 1)
     return plan._replace(**changes)
 
 
 def measured(engine, output=None, **changes):
-    return runner.run_experiment(plan_of(**changes), engine, engine.encode(TEXT), output, {})
+    return runner.run_experiment(plan_of(**changes), Engines(engine), [engine.encode(TEXT)], output, {})
 
 
 def bench(capfd, *arguments):

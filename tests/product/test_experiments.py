@@ -192,25 +192,58 @@ def test_bundled_experiments_can_run_at_every_scale(name):
         assert all(names[0] == "plain" and len(names) > 1 for names in plan.values())
         for text, names in plan.items():
             for system in (found.systems[name] for name in names):
-                drafters.parse_options(system.drafter, system.options_for(text.prefill))
+                system.choice(text.prefill)
 
 
 def test_published_values_are_those_of_the_paper():
     """A sample: tables 3, 4, 5, 6, 7, 13 and 15, and the identity of figure 3 and table 12."""
     paper = experiments.load_experiment("paper")
     tables = {table.id: {case.name: case for case in table.cases} for table in paper.tables}
-    assert set(tables) == {"1", "3", "4", "F1", "F3", "5", "6", "7", "8", "12", "13", "14", "15", "16"}
-    llama = {case.prefill: case.paper["LLaMA3.1-8B"] for case in experiments.load_experiment("paper").tables[1].cases
-             if case.system == "tokenswift-per-path"}
-    assert llama[4096]["speedup"] == [1.93, 2.47, 2.88, 3.13, 3.27] and llama[8192]["alpha"][-1] == 0.90
-    assert tables["4"]["TokenSwift, published rule"].paper["Qwen2.5-14B"]["minutes_reference"][-1] == 474.6
-    assert tables["5"]["Static"].paper["LLaMA3.1-8B"]["speedup"][0] == 0.94
-    assert tables["6"]["top-p 0.9"].paper["LLaMA3.1-8B"]["distinct_1"] == [0.15]
-    assert tables["7"]["1,9,9,9"].paper["LLaMA3.1-8B"]["alpha"][-1] == 0.57
-    assert tables["13"]["T = 0.6, published rule"].paper["LLaMA3.1-8B"]["speedup"][-1] == 3.41
-    assert tables["15"]["window 128"].paper["LLaMA3.1-8B"]["alpha"][0] == 0.59
-    min_p = tables["12"]["min-p 0.1, published rule"].paper["LLaMA3.1-8B"]
-    assert min_p["alpha"] == tables["F3"]["k = 20, published rule"].paper["LLaMA3.1-8B"]["alpha"]
+    assert set(tables) == {"1", "3", "4", "F1", "B", "F3", "F4", "H", "5", "6", "7", "8", "10", "12", "13", "14", "15",
+                           "16"}
+
+    def llama(table, case):
+        return tables[table][f"{case}, published system"].paper["LLaMA3.1-8B"]
+
+    by_prefill = {case.prefill: case.paper["LLaMA3.1-8B"] for case in paper.tables[1].cases
+                  if case.system == "published"}
+    assert by_prefill[4096]["speedup"] == [1.93, 2.47, 2.88, 3.13, 3.27] and by_prefill[8192]["alpha"][-1] == 0.90
+    published = tables["4"]["TokenSwift, published system"]
+    assert published.paper["Qwen2.5-14B"]["minutes_reference"][-1] == 474.6
+    assert llama("5", "Static")["speedup"][0] == 0.94
+    assert llama("6", "top-p 0.9")["distinct_1"] == [0.15]
+    assert llama("7", "1,9,9,9")["alpha"][-1] == 0.57
+    assert llama("13", "T = 0.6")["speedup"][-1] == 3.41
+    assert llama("15", "window 128")["alpha"][0] == 0.59
+    assert llama("12", "min-p 0.1")["alpha"] == llama("F3", "k = 20")["alpha"]
+
+
+def test_published_values_stand_beside_the_published_system_and_the_other_papers_only():
+    own = {"medusa-star", "triforce", "magicdec", "magicdec-standalone"}
+    for table in experiments.load_experiment("paper").tables:
+        for case in table.cases:
+            assert not case.paper or case.system.startswith("published") or case.system in own
+
+
+@pytest.mark.parametrize("profile, expected", [
+    ("LLaMA3.1-8B", {"min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": ((18328, -100), (78191, -100))}),
+    ("YaRN-LLaMA2-7B", {"top_p": 0.9, "min_p": 0.0, "repetition_penalty": 1.15}),
+    ("qwen2.5-1.5b", {"top_p": 0.9, "min_p": 0.0, "repetition_penalty": 1.15}),
+    ("qwen2.5-7b", {"top_p": 1.0, "min_p": 0.05, "repetition_penalty": 1.15}),
+    ("Qwen2.5-14B", {"min_p": 0.05, "repetition_penalty": 1.13, "penalty_window": 1024}),
+])
+def test_a_profile_has_its_models_sampler_and_published_values(profile, expected):
+    """The paper's table 10. The published code keeps at least 20 tokens and bans two of LLaMA3.1; ours does neither."""
+    chosen = experiments.load_experiment("paper").with_profile(profile)
+    case = next(case for case in chosen.tables[1].cases if case.system == "published")
+    found = chosen.text_of(case, chosen.scale("small"), 7, 0).sampling
+    assert {name: getattr(found, name) for name in expected} == expected and found.min_tokens_to_keep == 20
+    ours = chosen.text_of(replace(case, system="tokenswift"), chosen.scale("small"), 7, 0).sampling
+    assert ours == replace(found, min_tokens_to_keep=1, logit_bias=())
+    triforce = chosen.text_of(replace(case, system="triforce"), chosen.scale("small"), 7, 0).sampling
+    assert triforce == replace(ours, repetition_penalty=1.0)
+    values = {model for table in chosen.tables for case in table.cases for model in case.paper}
+    assert {model.lower() for model in values} == {profile.lower()}
 
 
 MISTAKES = {
@@ -223,6 +256,12 @@ MISTAKES = {
     "rule": ({"systems": {"plain": {"drafter": "plain", "rule": "best"}}}, "rule is 'best'"),
     "drafter": ({"systems": {"plain": {"drafter": "magic"}}}, "drafter is 'magic'"),
     "reference": ({"reference": "nobody"}, "system is 'nobody'"),
+    "version": ({"systems": {"plain": {"drafter": "plain", "version": "new"}}}, "version is 'new'"),
+    "published": ({"systems": {"plain": {"drafter": "plain"}, "magicdec": {"drafter": "magicdec",
+                                                                           "version": "published"}},
+                   "tables": [{"id": "1", "title": "", "cases": [{"name": "", "system": "magicdec"}]}]},
+                  "drafter is 'magicdec'; allowed: tokenswift, with version published"),
+    "no weak loop": ({"tables": [{"id": "1", "title": "", "measures": ["speedup_weak"], "cases": []}]}, "weak is ''"),
     "lengths": ({"scales": {"a": {"lengths": [5, 4]}}}, "lengths is [5, 4]"),
 }
 
@@ -244,7 +283,7 @@ def test_mistakes_on_the_command_line_get_one_line(capfd, tmp_path):
     prompt.write_text("It was. ")
     for arguments, message in (
             (["paper", "--prompt-file", str(prompt), "--tables", "99"], "--tables is '99'"),
-            (["paper", "--prompt-file", str(prompt), "--scale", "huge"], "--scale is 'huge'; allowed: smoke, sm"),
+            (["paper", "--prompt-file", str(prompt), "--scale", "huge"], "--scale is 'huge'; allowed: smoke, sh"),
             (["paper", "--prompt-file", str(prompt), "--seeds", "x"], "--seeds is 'x'"),
             (["ablation", "--prompt-file", str(tmp_path / "none")], "--prompt-file cannot read"),
             (["report", str(prompt), "--output", str(tmp_path)], "is not a file of results"),
