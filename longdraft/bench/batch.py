@@ -26,7 +26,7 @@ import numpy as np
 from longdraft import drafters, run_statistics
 from longdraft.batching import Batch
 from longdraft.bench import peers
-from longdraft.bench.experiment import System
+from longdraft.bench.systems import System
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
 from longdraft.errors import UsageError

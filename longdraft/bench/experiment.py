@@ -256,7 +256,7 @@ def parse_experiment(data: Mapping[str, Any]) -> Experiment:
         check(name in systems, "system", name, ", ".join(systems))
     check(not systems[found.reference].has_own_text, "reference", found.reference, "a system with rule keyed")
     needs_weak = any("speedup_weak" in table.measures for table in tables)
-    check(not needs_weak or found.weak, "weak", found.weak, "a system of version weak, for speedup_weak")
+    check(not needs_weak or bool(found.weak), "weak", found.weak, "a system of version weak, for speedup_weak")
     for table in tables:  # report a wrong setting now, not after hours
         for case in table.cases:
             text = found.text_of(case, next(iter(scales.values())), 0, 0)

@@ -113,9 +113,10 @@ def _texts(path: Path, skip: int, documents: int) -> list[str]:
     from longdraft.files import read_prompt
 
     if path.suffix.lower() in (".parquet", ".jsonl"):
-        from longdraft.train.data import read_documents
+        from longdraft.data_files import read_documents
 
-        found = list(islice(read_documents([str(path)], "text"), documents or None))
+        read = (text for text in read_documents([str(path)], "text") if isinstance(text, str))
+        found = list(islice(read, documents or None))
     else:
         check(not documents, "--documents", documents, "0 with a text file, which is one text")
         found = [read_prompt(None, str(path))]

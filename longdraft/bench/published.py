@@ -125,8 +125,10 @@ class PublishedTable:
 
     def continuations(self, token: int, num: int) -> list[tuple[int, ...]]:
         """The first `num` entries behind `token`; they may contain an n-gram twice."""
-        ranked = self._ranked.get(token, {})
         found: list[tuple[int, ...]] = []
+        if token not in self._ranked:
+            return found
+        ranked = self._ranked[token]
         for count in sorted(ranked, reverse=True):
             found += list(reversed(ranked[count]))[: num - len(found)]
             if len(found) == num:

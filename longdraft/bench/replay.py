@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longdraft import drafters, journal
-from longdraft.bench.experiment import System
+from longdraft.bench.systems import System
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.corpus import Corpora
 from longdraft.drafters.ngram import NgramDrafter

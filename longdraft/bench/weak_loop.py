@@ -80,8 +80,10 @@ class WeakKernels(ReferenceKernels):
              ) -> ReferenceLinear:
         if not isinstance(weight, Tensor) or quantize != "none":
             raise UsageError("the weak loop has no quantised weights; measure a model as it is")
-        return ReferenceLinear(*(None if part is None else part.to(self.device, self.dtype, copy=True).contiguous()
-                                 for part in (weight, bias)), None)  # type: ignore[arg-type]
+        return ReferenceLinear(self._copied(weight), None if bias is None else self._copied(bias), None)
+
+    def _copied(self, x: Tensor) -> Tensor:
+        return x.to(self.device, self.dtype, copy=True).contiguous()
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
         assert isinstance(table, ReferenceLinear)

@@ -8,24 +8,21 @@ is the whole state of the data.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from longdraft.core import lone_surrogate
-from longdraft.errors import ModelError, UsageError
+from longdraft.data_files import Document, Tokens, is_hub_data
+from longdraft.errors import ModelError, UsageError, check
 from longdraft.version import __version__
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Tokens = NDArray[np.int32]
-SUFFIXES = (".parquet", ".jsonl", ".txt")
-HUB = "hf:"  # hf:NAME, hf:NAME:CONFIG, either with @SPLIT
 BATCH_CHARACTERS = 8_000_000  # tokenised at a time; the tokenizer needs about 30 bytes per character
 
 
@@ -34,100 +31,6 @@ class Split(NamedTuple):
 
     training: list[Tokens]
     validation: list[Tokens]
-
-
-def is_hub_data(name: str) -> bool:
-    return name.startswith(HUB)
-
-
-def check_files(files: Sequence[str]) -> None:
-    """Raise UsageError unless every local file exists and has a supported suffix. Hub data is checked later."""
-    for name in files:
-        if is_hub_data(name):
-            continue
-        if not Path(name).is_file():
-            raise UsageError(f"no file {name!r}; data files are {', '.join(SUFFIXES)}")
-        if Path(name).suffix.lower() not in SUFFIXES:
-            raise UsageError(f"the format of {name!r} is unknown; its name must end in {', '.join(SUFFIXES)}")
-
-
-def read_documents(files: Sequence[str], column: str) -> Iterator[str]:
-    """The non-empty texts of the files, in order. Raises UsageError with the file's name and the reason."""
-    check_files(files)
-    for name in files:
-        if is_hub_data(name):
-            yield from (text for text in _hub(name, column) if text.strip())
-            continue
-        path = Path(name)
-        read = {".parquet": _parquet, ".jsonl": _jsonl, ".txt": _txt}[path.suffix.lower()]
-        try:
-            yield from (text for text in read(path, column) if text.strip())
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _txt(path: Path, column: str) -> Iterator[str]:
-    yield path.read_text(encoding="utf-8")
-
-
-def _jsonl(path: Path, column: str) -> Iterator[str]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[column]
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise UsageError(f"{path} line {number}: not an object with the key {column!r}; "
-                                 "name another key with --text-column") from error
-            if not isinstance(text, str):
-                raise UsageError(f"{path} line {number}: {column!r} is a {type(text).__name__}, not a text")
-            if (place := lone_surrogate(text)) is not None:  # only JSON can contain a lone surrogate
-                raise UsageError(f"{path} line {number}: {column!r} has a lone surrogate at character "
-                                 f"{place}; correct or remove the document")
-            yield text
-
-
-def _parquet(path: Path, column: str) -> Iterator[str]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UsageError(f"parquet files need {error.name}; pip install 'longdraft[train]'") from error
-    try:
-        file = parquet.ParquetFile(path)
-        kinds = {field.name: field.type for field in file.schema_arrow}
-        if column not in kinds or not (pyarrow.types.is_string(kinds[column])
-                                       or pyarrow.types.is_large_string(kinds[column])):
-            raise UsageError(f"{path} has no text column {column!r}; its columns: {', '.join(kinds)}; "
-                             "name one with --text-column")
-        for batch in file.iter_batches(batch_size=16, columns=[column]):
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
-    except pyarrow.ArrowException as error:
-        raise UsageError(f"{path} is not a readable parquet file: {error}") from error
-
-
-def _hub(name: str, column: str) -> Iterator[str]:
-    """Stream the texts of a data set of the hub."""
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise UsageError(f"{name} needs {error.name}; pip install datasets") from error
-    what, _, split = name.removeprefix(HUB).partition("@")
-    path, _, config = what.partition(":")
-    try:
-        rows = load_dataset(path, config or None, split=split or "train", streaming=True)
-        for row in rows:
-            if not isinstance(text := row.get(column), str):
-                raise UsageError(f"{name} has no text column {column!r}; its columns: {', '.join(row)}; name one with "
-                                 "--text-column")
-            yield text
-    except UsageError:
-        raise
-    except Exception as error:  # the library raises errors of files, of the network and its own
-        raise UsageError(f"cannot read {name}: {str(error).strip().splitlines()[0]}") from error
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
@@ -147,8 +50,9 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def tokenise(texts: Iterator[str], tokenizer: Tokenizer, end_id: int | None) -> Iterator[Tokens]:
-    """Token ids of each document, with `end_id` at its end unless that is None."""
+def tokenise(documents: Iterator[Document], tokenizer: Tokenizer, end_id: int | None) -> Iterator[Tokens]:
+    """Token ids of each document, with `end_id` at its end unless that is None. Documents of token ids come unchanged,
+    each behind the texts before it. UsageError for an id outside the vocabulary."""
     batch: list[str] = []
     size = 0
 
@@ -159,14 +63,32 @@ def tokenise(texts: Iterator[str], tokenizer: Tokenizer, end_id: int | None) -> 
                 ids = [*ids, end_id]
             yield np.array(ids, dtype=np.int32)
 
-    for text in texts:
-        batch.append(text)
-        size += len(text)
+    vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
+    for document in documents:
+        if not isinstance(document, str):
+            if batch:
+                yield from flush()
+                batch, size = [], 0
+            bad = next((token for token in (document.min(), document.max()) if not 0 <= token < vocabulary), None)
+            check(bad is None, "a token id of the data", bad, f"0 to {vocabulary - 1}, those of the model's tokenizer")
+            yield document
+            continue
+        batch.append(document)
+        size += len(document)
         if size >= BATCH_CHARACTERS:
             yield from flush()
             batch, size = [], 0
     if batch:
         yield from flush()
+
+
+def limited(documents: Iterator[Tokens], least: int, most: int, count: int) -> Iterator[Tokens]:
+    """Documents of at least `least` tokens: the first `most` tokens of each (0: all), at most `count` of them (0: all).
+
+    Nothing is read behind the last one.
+    """
+    found = (document[:most] if most else document for document in documents if len(document) >= least)
+    return islice(found, count or None)
 
 
 def hold_out(documents: list[Tokens], part: float, seed: int) -> Split:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longdraft.data_files import Tokens
 from longdraft.errors import ModelError
 from longdraft.model.config import ModelConfig, RopeConfig, read_json
 from longdraft.model.eagle import OWN_KEY, eagle_shapes
@@ -32,7 +33,6 @@ from longdraft.model.eagle_config import EagleConfig, canonical_names, read_eagl
 from longdraft.model.rope import frequencies
 from longdraft.model.tensor_files import WEIGHTS, TensorFiles, dump_json
 from longdraft.train.checkpoint import write_tensors
-from longdraft.train.data import Tokens
 from longdraft.train.frozen_model import (
     IGNORED,
     FrozenModel,

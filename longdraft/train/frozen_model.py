@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longdraft.data_files import Tokens
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.config import ModelConfig, read_config
 from longdraft.model.tensor_files import TensorFiles
-from longdraft.train.data import Tokens
 
 CPU_CHUNK_ELEMENTS = 2**21  # logits of a chunk; 8 MiB of float32, about the L2 cache of a server's core
 GPU_CHUNK_ELEMENTS = 2**28

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longdraft.data_files import Tokens
 from longdraft.errors import ModelError
 from longdraft.model.glide import GLIDE_KIND, glide_shapes
 from longdraft.model.tensor_files import WEIGHTS, TensorFiles, dump_json
 from longdraft.train.checkpoint import write_tensors
-from longdraft.train.data import Tokens
 from longdraft.train.frozen_model import (
     FrozenModel,
     FrozenOutputs,

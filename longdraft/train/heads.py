@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longdraft.data_files import Tokens
 from longdraft.model import medusa
 from longdraft.model.heads import HEADS_KIND
 from longdraft.model.tensor_files import HEADS_PREFIX, WEIGHTS, TensorFiles, dump_json
 from longdraft.train.checkpoint import write_tensors
-from longdraft.train.data import Tokens
 from longdraft.train.frozen_model import IGNORED, FrozenModel, Scores, StoredTensor, as_ids, mixed_loss, read_part
 from longdraft.train.loop import decayed
 from longdraft.train.settings import HeadSettings

@@ -19,14 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from longdraft import data_files
 from longdraft.core import SamplingParams
+from longdraft.data_files import Tokens
 from longdraft.engine import Engine
 from longdraft.errors import LongdraftError, OutputError, UsageError
 from longdraft.loading import load
 from longdraft.model.tensor_files import dump_json
 from longdraft.train import checkpoint as checkpoints
 from longdraft.train import data, lm, self_generated
-from longdraft.train.data import Sequences, Tokens
+from longdraft.train.data import Sequences
 from longdraft.train.loop import Outcome, Position, TrainingLoop, make_optimizer
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.progress import MetricsLog, TrainingProgress
@@ -105,7 +107,7 @@ def _check_writable(output: Path) -> None:
 
 def train(settings: TrainingSettings, output: Path, progress: TrainingProgress | None = None) -> Result:
     """Train into a new folder. All input is checked before the first step."""
-    data.check_files(settings.local_files())
+    data_files.check_files(settings.local_files())
     settings = TRAININGS[settings.KIND].settle(settings)
     processes = DistributedProcesses(settings.device)
     if processes.is_main:
@@ -121,7 +123,7 @@ def resume(kind: str, output: Path, given: Mapping[str, Any], progress: Training
         raise UsageError(f"{str(output)!r} holds a training of {state.get('kind')!r}, not of {kind!r}; continue it "
                          f"with `longdraft train {state.get('kind')} --resume`")
     settings = resumed(from_dict(TRAININGS[kind].settings, state["settings"]), given)
-    data.check_files(settings.local_files())
+    data_files.check_files(settings.local_files())
     processes = DistributedProcesses(settings.device)
     if processes.is_main:  # all processes share the file
         _check_writable(output)
@@ -184,7 +186,7 @@ def load_data(settings: TrainingSettings, context: TrainingContext, output: Path
               progress: TrainingProgress) -> tuple[Sequences, Tokens]:
     """The packed training sequences in their order, and the validation sequences."""
     def read(files: tuple[str, ...]) -> list[Tokens]:
-        texts = data.read_documents(files, settings.text_column)
+        texts = data_files.read_documents(files, settings.text_column)
         return list(data.tokenise(texts, context.tokenizer, context.end_id))
 
     split = data.Split(read(settings.data), read(settings.validation))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longdraft.train.data import Tokens
+from longdraft.data_files import Tokens
 from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, mixed_loss, row_chunks
 from longdraft.train.loop import decayed
 from longdraft.train.settings import LmSettings

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from longdraft.console import Interrupt, clock
+from longdraft.data_files import Tokens
 from longdraft.errors import NumericalError
-from longdraft.train.data import Sequences, Tokens
+from longdraft.train.data import Sequences
 from longdraft.train.processes import DistributedProcesses
 from longdraft.train.progress import MetricsLog, TrainingProgress
 from longdraft.train.settings import TrainingSettings

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from longdraft import data_files
+from longdraft.data_files import Tokens
 from longdraft.errors import UsageError, check
 from longdraft.model.config import read_config, read_json
 from longdraft.model.eagle import OWN_KEY
 from longdraft.model.hub import resolve
 from longdraft.model.tokenizer import vocabulary_sha256
 from longdraft.train import data, eagle, glide, heads, lm
-from longdraft.train.data import Tokens
 from longdraft.train.frozen_model import TORCH_DTYPES, FrozenModel, load_frozen_model, pretrained
 from longdraft.train.loop import TrainingTask
 from longdraft.train.processes import DistributedProcesses
@@ -163,8 +164,8 @@ class _LanguageModelContext:
         if named:
             return resolve(named)
         if self._processes.is_main and not (output / "tokenizer.json").exists():
-            texts = data.read_documents(settings.data, settings.text_column)
-            tokenizer = lm.train_tokenizer(texts, settings.vocab_size)
+            texts = data_files.read_documents(settings.data, settings.text_column)
+            tokenizer = lm.train_tokenizer((text for text in texts if isinstance(text, str)), settings.vocab_size)
             partial = output / "tokenizer.partial"
             tokenizer.save(str(partial))
             partial.replace(output / "tokenizer.json")

@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from longdraft.core import SamplingParams
+from longdraft.data_files import Tokens
 from longdraft.errors import ModelError
 from longdraft.loading import load
 from longdraft.model.config import read_config
 from longdraft.model.hub import resolve
 from longdraft.train.checkpoint import write_tensors
-from longdraft.train.data import Tokens
 from longdraft.train.progress import TrainingProgress
 from longdraft.train.settings import FrozenTargetSettings
 

@@ -283,7 +283,7 @@ def test_mistakes_on_the_command_line_get_one_line(capfd, tmp_path):
     prompt.write_text("It was. ")
     for arguments, message in (
             (["paper", "--prompt-file", str(prompt), "--tables", "99"], "--tables is '99'"),
-            (["paper", "--prompt-file", str(prompt), "--scale", "huge"], "--scale is 'huge'; allowed: smoke, sh"),
+            (["paper", "--prompt-file", str(prompt), "--scale", "huge"], "--scale is 'huge'; allowed: smoke, sm"),
             (["paper", "--prompt-file", str(prompt), "--seeds", "x"], "--seeds is 'x'"),
             (["ablation", "--prompt-file", str(tmp_path / "none")], "--prompt-file cannot read"),
             (["report", str(prompt), "--output", str(tmp_path)], "is not a file of results"),

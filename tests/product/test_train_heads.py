@@ -15,6 +15,7 @@ from helpers import training
 from helpers.checkpoints import load, make_checkpoint
 from helpers.processes import Fork, run_longdraft
 from helpers.training import ALPHABET, At, losses, settings
+from longdraft import data_files
 from longdraft.__main__ import run
 from longdraft.errors import LongdraftError, ModelError, UsageError
 from longdraft.model import heads as trained_heads
@@ -162,11 +163,11 @@ def test_documents_are_read_from_every_supported_file_format(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"body": "three"}\n\n{"body": " "}\n{"body": "fünf"}\n')
     (tmp_path / "c.txt").write_text("six")
     files = [str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.txt")]
-    assert list(data.read_documents(files, "body")) == ["one", "two", "three", "fünf", "six"]
+    assert list(data_files.read_documents(files, "body")) == ["one", "two", "three", "fünf", "six"]
     with pytest.raises(UsageError, match=r"no text column 'text'; its columns: body; .*--text-column"):
-        list(data.read_documents(files[:1], "text"))
+        list(data_files.read_documents(files[:1], "text"))
     with pytest.raises(UsageError, match="line 1: not an object with the key 'text'"):
-        list(data.read_documents(files[1:2], "text"))
+        list(data_files.read_documents(files[1:2], "text"))
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [

@@ -24,6 +24,7 @@ FLOORS = {
     "loops": 1, "timing": 0, "machine": 1,
     "loaded_model": 5, "journal": 5, "text_stream": 5, "generation": 5, "batching": 5, "engine": 5, "loading": 5,
     "banned_phrases": 5, "export": 5, "book": 5, "console": 5, "files": 5, "report": 5, "openai_body": 5,
+    "data_files": 5,
     "cli": 6, "batch": 6, "train": 6, "bench": 6, "server": 6, "huggingface": 6,
     "__main__": 7, "__init__": 7,
 }
