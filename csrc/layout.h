@@ -214,6 +214,31 @@ struct Attention {
     float* lse;              // [rows, heads]: log of the sum of exp(score)
 };
 
+constexpr long MAX_WIDTH = 16;  // of the convolution of a delta layer
+
+// The weights of a delta layer (delta.h) that are no matrices. C = 2 key_heads key_dim + value_heads value_dim channels.
+struct DeltaLayer {
+    long key_heads, value_heads, key_dim, value_dim, width;
+    const float *conv, *decay, *bias, *norm;  // [width, C], twice [value_heads], [value_dim]
+    float eps;                                // of the norm
+};
+
+// One text's rows in a delta layer. The states are blocks of columns, 32, or 16 if value_dim is no multiple of 32:
+// [value_heads][value_dim / columns][key_dim][columns].
+struct DeltaText {
+    long rows;
+    const void* history;     // [width - 1, C]: inputs of the convolution before the rows
+    const float* state;
+    void* history_after;     // results: both behind the last row and its path
+    float* state_after;
+    const void* mixed;       // [rows, C]
+    const float* gates;      // [rows, 2 value_heads]
+    const void* z;           // rows of value_heads value_dim, `z_stride` apart; null: no output is wanted
+    long z_stride;
+    void* out;               // [rows, value_heads value_dim]
+    const int32_t* parent;   // [rows]; -1: the row continues `state`
+};
+
 // One variant's operations. `bf16` selects the element type where the data does not determine it.
 struct Kernels {
     const char* name;
@@ -235,6 +260,9 @@ struct Kernels {
     void (*map_remainder)(bool bf16, const void* content, const float* map, long rows, long heads, long dim, float* out);
     void (*scale)(bool bf16, void* x, long count, float by);
     void (*solve_spd)(const float* a, float* x, long count, long n);
+    void (*delta)(bool bf16, const DeltaLayer&, const DeltaText*, long count);  // of `count` texts
+    // As rms_norm with rounds_once, with a float32 weight.
+    void (*rms_norm_float)(bool bf16, const void* x, const float* weight, long rows, long width, float eps, void* out);
 };
 
 }  // namespace longdraft

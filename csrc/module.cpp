@@ -226,6 +226,25 @@ NB_MODULE(_cpu, m) {
         .def("rms_norm", [](const Kernels& k, bool bf16, Address x, Address weight, long rows, long width, float eps,
                             bool rounds_once, Address out) {
             k.rms_norm(bf16, at<void>(x), at<void>(weight), rows, width, eps, rounds_once, at<void>(out)); })
+        .def("rms_norm_float", [](const Kernels& k, bool bf16, Address x, Address weight, long rows, long width, float eps,
+                                  Address out) {
+            k.rms_norm_float(bf16, at<void>(x), at<float>(weight), rows, width, eps, at<void>(out)); })
+        .def("delta", [](const Kernels& k, bool bf16, const std::vector<long>& shape, const std::vector<Address>& weights,
+                         float eps, const std::vector<long>& counts, const std::vector<std::vector<Address>>& texts,
+                         Address z, long z_stride, Address out, Address parent) {
+            const DeltaLayer layer = {shape[0], shape[1], shape[2], shape[3], shape[4], at<float>(weights[0]),
+                                      at<float>(weights[1]), at<float>(weights[2]), at<float>(weights[3]), eps};
+            const long size = bf16 ? 2 : 4, width = layer.value_heads * layer.value_dim;
+            std::vector<DeltaText> rows;
+            long row = 0;
+            for (size_t i = 0; i < texts.size(); row += counts[i], i++) {
+                const std::vector<Address>& t = texts[i];
+                require_order(at<int32_t>(parent) + row, counts[i]);
+                rows.push_back({counts[i], at<void>(t[0]), at<float>(t[1]), at<void>(t[2]), at<float>(t[3]), at<void>(t[4]),
+                                at<float>(t[5]), z ? at<void>(z + row * z_stride * size) : nullptr, z_stride,
+                                at<void>(out + row * width * size), at<int32_t>(parent) + row});
+            }
+            k.delta(bf16, layer, rows.data(), static_cast<long>(rows.size())); }, free_gil)
         .def("swiglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, Address out) {
             k.swiglu(bf16, at<void>(x), rows, width, at<void>(out)); })
         .def("rope", [](const Kernels& k, bool bf16, Address x, long row_stride, long head_stride, Address cos,

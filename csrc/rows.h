@@ -25,10 +25,10 @@ template <class T> Floats widen_some(const typename T::Element* p, long count) {
 
 // RMS norm: x / sqrt(mean(x^2) + eps), rounded (unless `rounds_once`), times weight, rounded. The end of a row that does
 // not fill 16 lanes is padded with zeros. `out` may be x.
-template <class T>
+template <class T, class Gain = T>
 void rms_norm_as(const void* x, const void* weight, long rows, long width, float eps, bool rounds_once, void* out) {
     using Element = typename T::Element;
-    const auto* gain = static_cast<const Element*>(weight);
+    const auto* gain = static_cast<const typename Gain::Element*>(weight);
     for (long r = 0; r < rows; r++) {
         const Element* in = static_cast<const Element*>(x) + r * width;
         Element* to = static_cast<Element*>(out) + r * width;
@@ -41,16 +41,16 @@ void rms_norm_as(const void* x, const void* weight, long rows, long width, float
         long i = 0;
         for (; i + LANES <= width; i += LANES) {
             if (rounds_once) {
-                T::narrow(to + i, T::widen(gain + i) * (T::widen(in + i) * by));
+                T::narrow(to + i, Gain::widen(gain + i) * (T::widen(in + i) * by));
                 continue;
             }
             typename T::Element scaled[LANES];
             T::narrow(scaled, T::widen(in + i) * by);
-            T::narrow(to + i, T::widen(gain + i) * T::widen(scaled));
+            T::narrow(to + i, Gain::widen(gain + i) * T::widen(scaled));
         }
         for (; i < width; i++) {
             float scaled = T::widen(in[i]) * by;
-            to[i] = T::round(T::widen(gain[i]) * (rounds_once ? scaled : T::widen(T::round(scaled))));
+            to[i] = T::round(Gain::widen(gain[i]) * (rounds_once ? scaled : T::widen(T::round(scaled))));
         }
     }
 }
@@ -71,6 +71,12 @@ template <class T> void scale_as(void* x, long count, float by) {
     for (long i = 0; i < count; i++) at[i] = T::round(T::widen(at[i]) * by);
 }
 
+inline Floats silu(Floats x) {
+    Floats power = x * -1.44269504f;  // exp(-x) as a power of two, within the range of exp2
+    power = power > 126.0f ? broadcast(126.0f) : max(power, broadcast(-126.0f));
+    return x / (1.0f + exp2(power));
+}
+
 // silu(gate) * up, for gate_up [rows, 2 width] with the gate first: out [rows, width].
 template <class T> void swiglu_as(const void* gate_up, long rows, long width, void* out) {
     using Element = typename T::Element;
@@ -80,11 +86,8 @@ template <class T> void swiglu_as(const void* gate_up, long rows, long width, vo
         Element* to = static_cast<Element*>(out) + r * width;
         for (long i = 0; i < width; i += LANES) {
             long some = std::min<long>(LANES, width - i);
-            Floats g = widen_some<T>(gate + i, some);
-            Floats power = g * -1.44269504f;  // exp(-g) as a power of two, within the range of exp2
-            power = power > 126.0f ? broadcast(126.0f) : max(power, broadcast(-126.0f));
             float lanes[LANES];
-            store(lanes, g / (1.0f + exp2(power)));
+            store(lanes, silu(widen_some<T>(gate + i, some)));
             if (some == LANES) {
                 Element active[LANES];
                 T::narrow(active, load(lanes));

@@ -2,6 +2,7 @@
 // processors and LONGDRAFT_VARIANT set to the variant's name.
 #include "attention.h"
 #include "attention_weights.h"
+#include "delta.h"
 #include "layout.h"
 #include "linear.h"
 #include "rows.h"
@@ -78,12 +79,21 @@ void attention(const Attention* texts, long count) {
     texts->store->is_bf16 ? attention_as<BF16>(texts, count) : attention_as<F32>(texts, count);
 }
 
+void delta(bool bf16, const DeltaLayer& layer, const DeltaText* texts, long count) {
+    bf16 ? delta_as<BF16>(layer, texts, count) : delta_as<F32>(layer, texts, count);
+}
+
+void rms_norm_float(bool bf16, const void* x, const float* weight, long rows, long width, float eps, void* out) {
+    bf16 ? rms_norm_as<BF16, F32>(x, weight, rows, width, eps, true, out)
+         : rms_norm_as<F32>(x, weight, rows, width, eps, true, out);
+}
+
 }  // namespace
 
 extern const Kernels table;
 const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, int4::pack, quantise_int4, linear, embed, take_rows,
                        rms_norm, add, swiglu, rope, write, read, weights, attention, map_remainder, scale,
-                       solve_spd};
+                       solve_spd, delta, rms_norm_float};
 
 }  // namespace LONGDRAFT_VARIANT
 }  // namespace longdraft

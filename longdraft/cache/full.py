@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from longdraft.cache.states import StateCache
 from longdraft.cache.taps import TapLog
 from longdraft.kernels import Kernels, KVStore, LayersKV
 from longdraft.kernels.interface import STORE_BLOCK
@@ -40,16 +41,18 @@ class KVCache(Protocol):
 
 
 class FullCache:
-    """Committed rows of all layers, in stores that grow by blocks (`KVStore.reserve`).
+    """Committed rows of all layers with attention, in stores that grow by blocks (`KVStore.reserve`).
 
     windows  positions that each layer's attention sees; 0, or an empty sequence: all. Every row is held in any case
     taps     holds the tapped states of the rows; None: no layer is tapped
+    states   of the delta layers; None: the model has none
     """
 
     def __init__(self, kernels: Kernels, num_layers: int, num_kv_heads: int, head_dim: int,
-                 windows: Sequence[int] = (), taps: TapLog | None = None) -> None:
+                 windows: Sequence[int] = (), taps: TapLog | None = None,
+                 states: StateCache | None = None) -> None:
         self._kernels = kernels
-        self.taps = taps
+        self.taps, self.states = taps, states
         self.windows = tuple(windows) or (0,) * num_layers
         self._shape = (num_kv_heads, head_dim)
         self._new_store = partial(kernels.new_store, num_kv_heads, head_dim)
@@ -66,7 +69,8 @@ class FullCache:
     def append(self, k: Tensor, v: Tensor) -> LayersKV:
         self.reserve(self.length + k.shape[1])
         taps = self.taps.append(k.shape[1]) if self.taps else None
-        self._tail = LayersKV(self.stores, self.length, k, v, taps=taps)
+        deltas = self.states.append(k.shape[1]) if self.states else ()
+        self._tail = LayersKV(self.stores, self.length, k, v, taps=taps, deltas=deltas)
         return self._tail
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -75,6 +79,8 @@ class FullCache:
             self._kernels.keep(self._tail, rows)
         if self.taps:
             self.taps.commit(rows)
+        if self.states:
+            self.states.commit(rows)
         self._tail, self._is_placed = None, False
         self.length += len(rows)
 
@@ -128,6 +134,8 @@ class FullCache:
         self._tail, self.length = None, 0
         if self.taps:
             self.taps.clear()
+        if self.states:
+            self.states.reset()
 
     @property
     def store_dtype(self) -> torch.dtype:
@@ -143,13 +151,14 @@ class FullCache:
     def truncate(self, length: int) -> None:
         """Drop the rows from position `length` on."""
         assert 0 <= length <= self.length
+        assert self.states is None or length == self.length, "states cannot go back"
         if self.taps:
             self.taps.truncate(length)
         self.length = length
 
     @property
     def nbytes(self) -> int:
-        return sum(store.nbytes for store in self.stores)
+        return sum(store.nbytes for store in self.stores) + (self.states.nbytes if self.states else 0)
 
 
 _RANDOM_BLOCK = 4096  # positions

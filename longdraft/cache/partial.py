@@ -99,6 +99,8 @@ class PartialCache:
         self._must_select = False  # at the next update
         self._mode = mode
         self._rows = FullCache(kernels, len(full.stores), num_kv_heads, head_dim)
+        self._states = full.states.for_drafts() if full.states else None
+        check(mode != "full" or self._states is None, "cache", mode, "dynamic or static for models with delta layers")
         self._num_kv_heads = num_kv_heads
         self._num_seen = 0  # rows of the full cache that were appended here or left out
         self.num_selections = 0
@@ -115,11 +117,15 @@ class PartialCache:
 
     def append(self, k: Tensor, v: Tensor) -> LayersKV:
         kv = self._base.append(k, v)
+        if self._states:
+            kv = kv._replace(deltas=self._states.append(k.shape[1]))
         return kv if self._remainder is None else kv._replace(remainder=self._remainder)
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep drafted rows for the drafts behind them, until `drop_drafts`."""
         self._base.commit(rows)
+        if self._states:
+            self._states.commit(rows)
         self._num_drafted += len(rows)
 
     def place(self, rows: Tensor, positions: Tensor) -> None:
@@ -138,6 +144,8 @@ class PartialCache:
     def drop_drafts(self) -> None:
         """Drop the drafted rows: verification computes the rows of the tokens that it accepts."""
         self._base.truncate(self.length - self._num_drafted)
+        if self._states:
+            self._states.reset()
         self._num_drafted = 0
 
     def select_again(self) -> None:
@@ -207,4 +215,5 @@ class PartialCache:
     def nbytes(self) -> int:
         rows = 0 if self._mode == "full" else self._rows.nbytes
         remainder = 0 if self._remainder is None else self._remainder.nbytes
-        return rows + remainder + (self._fit.nbytes if self._fit else 0)
+        states = self._states.nbytes if self._states else 0
+        return rows + remainder + states + (self._fit.nbytes if self._fit else 0)

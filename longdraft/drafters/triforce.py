@@ -164,7 +164,7 @@ class TriForceDrafter:
             small = windowed(draft, model, options.window, options.sinks, options.refresh)
             self._first_level = FirstLevelModel(small, sampler)
         config = model.config
-        self._chunks = row_selection.Chunks(config.num_layers, config.num_kv_heads, options.budget, _RECENT,
+        self._chunks = row_selection.Chunks(config.num_kv_layers, config.num_kv_heads, options.budget, _RECENT,
                                            RETRIEVAL_CHUNK)
         size = PartialBudget(options.budget + options.stride, RETRIEVAL_CHUNK, _RECENT, options.stride)
         self.partial = PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size,

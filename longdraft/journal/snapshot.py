@@ -58,8 +58,9 @@ class Snapshot:
              cache: FullCache, context: Context) -> Snapshot | None:
         """The snapshot of a text, if it has one. UsageError if it should have one and cannot."""
         options = options or SnapshotOptions()
-        can = not model.kernels.is_device and shard_of(loaded.target.kernels).size == 1
-        check(can or options.mode != "always", "snapshot", options.mode, "auto or never on CUDA and with several ranks")
+        can = not model.kernels.is_device and shard_of(loaded.target.kernels).size == 1 and cache.states is None
+        check(can or options.mode != "always", "snapshot", options.mode,
+              "auto or never on CUDA, with several ranks, and for models with delta layers")
         return cls(folder, options, loaded, model, cache, context) if can and options.mode != "never" else None
 
     def restore(self, available: int) -> Routine[int]:

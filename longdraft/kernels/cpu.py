@@ -7,7 +7,6 @@ compared with the reference, results agree within the rounding error of floating
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,8 +14,21 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from longdraft.kernels import int4, int8
-from longdraft.kernels.cpu_store import CpuStore, address, require, require_length, require_tensor, strided
+from longdraft.kernels import cpu_delta, int4, int8
+from longdraft.kernels.cpu_decoder import CpuDecoder
+from longdraft.kernels.cpu_store import (
+    CpuLinear,
+    CpuStore,
+    address,
+    are_layers,
+    native_stores,
+    remainder_address,
+    require,
+    require_length,
+    require_tensor,
+    strided,
+)
+from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.interface import (
     KV,
     AttentionOutput,
@@ -31,27 +43,6 @@ from longdraft.kernels.layer import LayerwiseDecoder
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels import _cpu
-
-
-class CpuLinear:
-    """A weight packed in tiles of 64 rows. `csrc/layout.h` describes the layout."""
-
-    def __init__(self, native: _cpu.Linear) -> None:
-        self.native = native
-        self.out_features = native.n
-
-    @property
-    def nbytes(self) -> int:
-        return self.native.nbytes
-
-    def memory(self) -> list[memoryview]:
-        """The bytes of the tiles, the scale and the bias, in place; empty for what the weight has not."""
-        found = []
-        for start, size in self.native.memory:
-            array = (ctypes.c_ubyte * size).from_address(start) if size else (ctypes.c_ubyte * 0)()
-            array.owner = self.native  # type: ignore[attr-defined]  # lives as long as the view
-            found.append(memoryview(array).cast("B"))
-        return found
 
 
 class CpuKernels:
@@ -115,9 +106,13 @@ class CpuKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor:
         rows, width = x.shape
-        x, weight = self._input(x, width), self._aligned(weight)
+        x, out = self._input(x, width), torch.empty(rows, width, dtype=self.dtype)
         require(weight.shape == (width,), f"a norm [{width}]", weight.shape)
-        out = torch.empty_like(x)
+        if weight.dtype == torch.float32 and self._is_bf16:
+            require(rounds_once and weight.is_contiguous(), "a norm that rounds once for a float32 weight", rounds_once)
+            self.native.rms_norm_float(True, x.data_ptr(), weight.data_ptr(), rows, width, eps, out.data_ptr())
+            return out
+        weight = self._aligned(weight)
         self.native.rms_norm(self._is_bf16, x.data_ptr(), weight.data_ptr(), rows, width, eps, rounds_once,
                              out.data_ptr())
         return out
@@ -143,17 +138,24 @@ class CpuKernels:
     def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
         return CpuStore(self.native, self.dtype, num_kv_heads, head_dim)
 
+    def new_state(self, weights: DeltaWeights) -> DeltaState:
+        return cpu_delta.new_state(weights, self.dtype)
+
+    def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
+                   parents: Tensor) -> Tensor | None:
+        return cpu_delta.delta_rule(self.native, self.dtype, weights, texts, z, parents)
+
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
-        if any(layer.experts for layer in layers):
+        if any(layer.experts or layer.delta or layer.is_gated for layer in layers):
             return LayerwiseDecoder(self, layers, geometry)
-        return CpuDecoder(self, layers, geometry)
+        return CpuDecoder(self.native, self.dtype, layers, geometry)
 
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
         num_layers, num_rows, heads, dim = kv.k.shape
         for x in (kv.k, kv.v):
-            fits = x.shape == kv.k.shape and x.dtype == self.dtype and _are_layers(x, kv.k.stride(0))
+            fits = x.shape == kv.k.shape and x.dtype == self.dtype and are_layers(x, kv.k.stride(0))
             require(fits, f"{self.dtype} [L, T, Hkv, D]", (x.shape, x.dtype))
-        stores = self.native_stores(kv.stores, num_layers, heads, dim)
+        stores = native_stores(self.dtype, kv.stores, num_layers, heads, dim)
         require(kv.length >= 0, "positions of 0 or more", kv.length)
         if len(rows):
             self.native.keep(stores, kv.length, rows, num_rows, kv.k.stride(0), kv.k.data_ptr(), kv.v.data_ptr())
@@ -170,7 +172,7 @@ class CpuKernels:
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
         num_layers, heads, count = positions.shape
         positions = positions.to(torch.int64).contiguous()
-        source, target = (self.native_stores(stores, num_layers, heads) for stores in (sources, targets))
+        source, target = (native_stores(self.dtype, stores, num_layers, heads) for stores in (sources, targets))
         require(start >= 0 and len({store.dim for store in (*source, *target)}) == 1, "stores of one shape", start)
         self.native.copy(source, target, positions.data_ptr(), count, start)
 
@@ -178,23 +180,13 @@ class CpuKernels:
         num_layers, rows, heads, dim = whole.queries.shape
         q, output, lse = (part.contiguous() for part in (whole.queries, whole.output, whole.lse))
         require(q.dtype == output.dtype == self.dtype and lse.dtype == torch.float32, f"rows of {self.dtype}", q.dtype)
-        native = self.native_stores(stores, num_layers, None, dim)
+        native = native_stores(self.dtype, stores, num_layers, None, dim)
         fits = all(heads % store.heads == 0 and 0 < rows <= length <= store.capacity for store in native)
         require(fits, "query heads in groups of KV heads, and rows within the stores' positions", (heads, length))
         remainder = torch.empty(num_layers, rows, heads, dim + 1)
         self.native.remainder(native, length, rows, heads, q.data_ptr(), output.data_ptr(), lse.data_ptr(),
                               remainder.data_ptr())
         return remainder
-
-    def native_stores(self, stores: Sequence[KVStore], num_layers: int, heads: int | None,
-                      dim: int | None = None) -> list[_cpu.Store]:
-        """The compiled module's stores of all layers, checked. None stands for any number of heads, or any dim."""
-        native = [store.native for store in stores if isinstance(store, CpuStore)]
-        fits = len(native) == num_layers and all(
-            store.is_bf16 == self._is_bf16 and heads in (None, store.heads) and dim in (None, store.dim)
-            for store in native)
-        require(fits, f"{num_layers} stores of {self.dtype}, {heads} heads of {dim}", len(native))
-        return native
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         store, length = kv.store, kv.length
@@ -210,7 +202,7 @@ class CpuKernels:
         out, lse = torch.empty_like(q), torch.empty(rows, heads)
         self.native.attention(store.native, length, rows, heads, q.data_ptr(), *strided(k), *strided(v),
                               parents.data_ptr(), 1 / math.sqrt(dim), window,
-                              _remainder_address(kv.remainder, (rows, heads, dim + 1)), out.data_ptr(), lse.data_ptr())
+                              remainder_address(kv.remainder, (rows, heads, dim + 1)), out.data_ptr(), lse.data_ptr())
         return AttentionOutput(q, out, lse, q)
 
     def _input(self, x: Tensor, width: int) -> Tensor:
@@ -224,91 +216,6 @@ class CpuKernels:
         return x if x.data_ptr() % 4 == 0 else x.clone()
 
 
-class CpuDecoder:
-    """See :class:`longdraft.kernels.interface.Decoder`. One call runs all layers. Weights are checked once, here."""
-
-    def __init__(self, kernels: CpuKernels, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
-        self._kernels = kernels
-        self._layers = tuple(layers)  # keeps the tensors alive that the compiled decoder points to
-        self._geometry = geometry
-        heads, kv_heads, dim = geometry[:3]
-        self._hidden = len(layers[0].attention_norm)
-        require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
-        self.native = _cpu.Decoder(*geometry)
-        for layer in self._layers:
-            qkv, out, gate_up, down = self._checked_weights(layer)
-            norms_heads = layer.q_norm is not None and layer.q_norm.shape == (dim,)
-            self.native.add(layer.attention_norm.data_ptr(), qkv, out, layer.mlp_norm.data_ptr(), gate_up, down,
-                             layer.window, address(layer.q_norm), address(layer.k_norm), norms_heads, layer.rotates)
-
-    def _checked_weights(self, layer: LayerWeights) -> list[_cpu.Linear]:
-        """qkv, out, gate_up and down. ValueError where they, or the norms, do not fit together."""
-        heads, kv_heads, dim = self._geometry[:3]
-        assert layer.gate_up is not None
-        hidden, inner, dtype = self._hidden, layer.gate_up.out_features // 2, self._kernels.dtype
-        weights = [w.native for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CpuLinear)]
-        shapes = [(w.n, w.k) for w in weights]
-        wanted = [((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)]
-        require(shapes == wanted, f"weights {wanted}", shapes)
-        require(all(w.is_bf16 == (dtype == torch.bfloat16) for w in weights), f"weights of {dtype}", "another dtype")
-        require_tensor("attention_norm", layer.attention_norm, (hidden,), dtype)
-        require_tensor("mlp_norm", layer.mlp_norm, (hidden,), dtype)
-        require((layer.q_norm is None) == (layer.k_norm is None), "both a q_norm and a k_norm, or neither", "one")
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q_units, k_units = (1, 1) if layer.q_norm.shape == (dim,) else (heads, kv_heads)
-            require_tensor("q_norm", layer.q_norm, (q_units * dim,), dtype)
-            require_tensor("k_norm", layer.k_norm, (k_units * dim,), dtype)
-        require(layer.window >= 0, "a window of 0 or more positions", layer.window)
-        return weights
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
-                parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        heads, kv_heads, dim = self._geometry[:3]
-        num_layers, rows, dtype = len(self._layers), x.shape[0], self._kernels.dtype
-        require(x.shape == (rows, self._hidden), f"rows [R, {self._hidden}]", x.shape)
-        require_tensor("cos", cos, (rows, dim // 2), torch.float32)
-        require_tensor("sin", sin, (rows, dim // 2), torch.float32)
-        require_tensor("parents", parents, (rows,), torch.int32)
-        shape = (num_layers, rows, kv_heads, dim)
-        k, v = (_whole_address(parts, shape, dtype) for parts in ([kv.k for kv in texts], [kv.v for kv in texts]))
-        stores = [self._kernels.native_stores(kv.stores, num_layers, kv_heads, dim) for kv in texts]
-        for kv, native in zip(texts, stores, strict=True):
-            require_length(kv.length, native)
-        result = x.to(dtype, copy=True).contiguous()
-        q, content, output = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(3))
-        lse = torch.empty(num_layers, rows, heads)
-        self._kernels.native.forward(
-            self.native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
-            [_remainder_address(kv.remainder, (num_layers, heads, dim + 1, dim + 1)) for kv in texts],
-            [self._tap_addresses(kv) for kv in texts],
-            result.data_ptr(), cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), q.data_ptr(), content.data_ptr(),
-            k, v, output.data_ptr(), lse.data_ptr())
-        return result, AttentionOutput(q, output, lse, content)
-
-    def _tap_addresses(self, kv: LayersKV) -> list[int]:
-        """For each layer, and for the result: where to copy the rows that enter it, or 0; empty without taps."""
-        if not kv.taps:
-            return []
-        layers, rows = kv.taps
-        require(len(set(layers)) == len(layers) and all(0 <= layer <= len(self._layers) for layer in layers),
-                 f"different tapped layers, 0 to {len(self._layers)}", layers)
-        require_tensor("tapped rows", rows, (len(layers), kv.k.shape[1], self._hidden), self._kernels.dtype)
-        where = [0] * (len(self._layers) + 1)
-        for place, layer in enumerate(layers):
-            where[layer] = rows.data_ptr() + place * rows.stride(0) * rows.itemsize
-        return where
-
-    def draft_arguments(self, stores: Sequence[KVStore], length: int, remainder: Tensor | None, cos: Tensor,
-                        sin: Tensor) -> tuple[list[_cpu.Store], int]:
-        """The compiled stores and the remainder's address for a chain of drafts, checked as `forward` checks them."""
-        heads, kv_heads, dim = self._geometry[:3]
-        native = self._kernels.native_stores(stores, len(self._layers), kv_heads, dim)
-        require_length(length, native)
-        require_tensor("cos", cos, (len(cos), dim // 2), torch.float32)
-        require_tensor("sin", sin, (len(cos), dim // 2), torch.float32)
-        return native, _remainder_address(remainder, (len(native), heads, dim + 1, dim + 1))
-
-
 def _contiguous(weight: int4.Int4Weight) -> int4.Int4Weight:
     """The weight as the compiled module reads it. ValueError if its parts do not fit together."""
     rows, columns = weight.values.shape
@@ -317,32 +224,3 @@ def _contiguous(weight: int4.Int4Weight) -> int4.Int4Weight:
     require((weight.values.dtype, weight.scale.dtype, weight.zero.dtype) == (torch.uint8, torch.float16, torch.uint8),
             "uint8 values, float16 scales and uint8 zero points", weight.scale.dtype)
     return int4.Int4Weight(*(part.contiguous() for part in weight))
-
-
-def _are_layers(x: Tensor, layer_stride: int) -> bool:
-    """Whether x [L, T, Hkv, D] is contiguous within each layer, with this stride between layers."""
-    strides, wanted = x.stride(), (layer_stride, x.shape[2] * x.shape[3], x.shape[3], 1)
-    return strides == wanted or all(
-        size == 1 or stride == to for size, stride, to in zip(x.shape, strides, wanted, strict=True))
-
-
-def _whole_address(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The address of the tensor [L, R, Hkv, D] of which `parts` are consecutive slices [L, T, Hkv, D]."""
-    num_layers, rows, heads, dim = shape
-    width, start = heads * dim, parts[0].data_ptr()
-    row, size = 0, width * dtype.itemsize
-    for part in parts:
-        count = part.shape[1]
-        fits = (part.dtype == dtype and count > 0 and part.shape == (num_layers, count, heads, dim)
-                and part.data_ptr() == start + row * size and _are_layers(part, rows * width))
-        if not fits:
-            require(False, f"keys and values {shape} of {dtype}, a slice for each text", (part.shape, part.dtype))
-        row += count
-    require(row == rows, f"keys and values of {rows} rows", row)
-    return start
-
-
-def _remainder_address(remainder: Tensor | None, shape: tuple[int, ...]) -> int:
-    if remainder is not None:
-        require_tensor("a remainder", remainder, shape, torch.float32)
-    return address(remainder)

@@ -1,10 +1,11 @@
-"""The compiled module's stores of keys and values, and the checks of what is passed to the module.
+"""The compiled module's weights and stores of keys and values, and the checks of what is passed to the module.
 
 The C++ code relies on these checks.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +19,27 @@ with suppress(ImportError):  # the reference is used instead; native.py has the 
     from longdraft.kernels import _cpu
 
 _GROWTH = 256  # positions by which a small first block grows
+
+
+class CpuLinear:
+    """A weight packed in tiles of 64 rows. `csrc/layout.h` describes the layout."""
+
+    def __init__(self, native: _cpu.Linear) -> None:
+        self.native = native
+        self.out_features = native.n
+
+    @property
+    def nbytes(self) -> int:
+        return self.native.nbytes
+
+    def memory(self) -> list[memoryview]:
+        """The bytes of the tiles, the scale and the bias, in place; empty for what the weight has not."""
+        found = []
+        for start, size in self.native.memory:
+            array = (ctypes.c_ubyte * size).from_address(start) if size else (ctypes.c_ubyte * 0)()
+            array.owner = self.native  # type: ignore[attr-defined]  # lives as long as the view
+            found.append(memoryview(array).cast("B"))
+        return found
 
 
 class CpuStore:
@@ -86,6 +108,17 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+def native_stores(dtype: torch.dtype, stores: Sequence[KVStore], num_layers: int, heads: int | None,
+                  dim: int | None = None) -> list[_cpu.Store]:
+    """The compiled module's stores of all layers, checked. None stands for any number of heads, or any dim."""
+    native = [store.native for store in stores if isinstance(store, CpuStore)]
+    fits = len(native) == num_layers and all(
+        store.is_bf16 == (dtype == torch.bfloat16) and heads in (None, store.heads) and dim in (None, store.dim)
+        for store in native)
+    require(fits, f"{num_layers} stores of {dtype}, {heads} heads of {dim}", len(native))
+    return native
+
+
 def strided(x: Tensor) -> tuple[int, int, int]:
     """Address, row stride and head stride, as the compiled module takes them."""
     return x.data_ptr(), x.stride(0), x.stride(1)
@@ -107,3 +140,17 @@ def require(condition: bool, wanted: str, got: object) -> None:
     """ValueError unless the condition holds."""
     if not condition:
         raise ValueError(f"CPU kernels want {wanted}, got {got}")
+
+
+def are_layers(x: Tensor, layer_stride: int) -> bool:
+    """Whether x [L, T, Hkv, D] is contiguous within each layer, with this stride between layers."""
+    strides, wanted = x.stride(), (layer_stride, x.shape[2] * x.shape[3], x.shape[3], 1)
+    return strides == wanted or all(
+        size == 1 or stride == to for size, stride, to in zip(x.shape, strides, wanted, strict=True))
+
+
+def remainder_address(remainder: Tensor | None, shape: tuple[int, ...]) -> int:
+    """Of a checked remainder; 0 for None."""
+    if remainder is not None:
+        require_tensor("a remainder", remainder, shape, torch.float32)
+    return address(remainder)

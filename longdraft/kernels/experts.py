@@ -2,7 +2,8 @@
 
     p = softmax(router x);   y = sum over the chosen experts e, in ascending order, of  w[e] * expert[e](x)
 
-with w[e] = p[e], divided by the sum over the chosen ones if the model does so. Rows that chose the same expert are
+with w[e] = p[e], divided by the sum over the chosen ones if the model does so. A shared expert, if there is one, is
+added last, with the weight sigmoid(gate x). Rows that chose the same expert are
 multiplied together, so an expert's weights are read once. A row's result does not depend on the other rows: products
 are row-invariant, the softmax and the sorting work on each row by itself, and a row's sum has a fixed order.
 """
@@ -54,4 +55,9 @@ def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts) -> Tenso
         expert = experts.mlps[index]
         inner = ops.swiglu(ops.linear(x[rows], expert.gate_up))
         total[rows] += ops.linear(inner, expert.down, keep_float=True) * weights[rows, places, None]
+    if experts.shared is not None and experts.shared_gate is not None:
+        inner = ops.swiglu(ops.linear(x, experts.shared.gate_up))
+        weight = ops.linear(x, experts.shared_gate, keep_float=True)  # [R, 1]
+        weight = torch.stack([row.sigmoid() for row in weight.unbind()])
+        total += ops.linear(inner, experts.shared.down, keep_float=True) * weight
     return total.to(x.dtype)

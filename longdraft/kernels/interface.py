@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.int4 import Int4Weight
 
 STORE_BLOCK = 4096  # positions of a block of a store; stores share whole blocks
@@ -45,6 +46,7 @@ class Experts(NamedTuple):
     chosen      number of experts for each row
     normalises  the weights of a row's experts are divided by their sum
     rounds      these weights are rounded to the model's dtype
+    shared      an expert that every row has besides, times sigmoid(shared_gate x) [1, hidden]; None: there is none
     """
 
     router: Linear
@@ -52,18 +54,23 @@ class Experts(NamedTuple):
     chosen: int
     normalises: bool
     rounds: bool
+    shared: Mlp | None = None
+    shared_gate: Linear | None = None
 
 
 class LayerWeights(NamedTuple):
-    """The weights of a decoder layer. Norms are [hidden] in the model's dtype.
+    """The weights of a decoder layer. Norms are [hidden] in the model's dtype, or in float32 with `rounds_once`.
 
-    qkv      the weights of queries, keys and values, stacked: [(H + 2 Hkv) D, hidden]
+    qkv      the weights of queries, keys and values, stacked: [(H + 2 Hkv) D, hidden]; those of the gate behind them
+             with `is_gated`: [(2 H + 2 Hkv) D, hidden]; of a delta layer q, k, v, z: [C + Hv Dv, hidden]
     gate_up  the weights of gate and up, stacked; None, as `down`, if the layer has experts
     window   positions that a row's attention sees, itself included (sliding window attention); 0: all
     q_norm   norm of the queries before their rotation; k_norm that of the keys. [D]: each head is normalised by itself;
              [H D] and [Hkv D]: all heads of a row as one vector; None: no norm
     rotates  whether queries and keys are rotated by their position
     experts  the mixture in place of the MLP; None: there is none
+    is_gated the attention's output is multiplied by sigmoid(gate)
+    delta    a state in place of attention and KV rows (delta.py); with it `gates`: b and a [2 Hv, hidden]
     """
 
     attention_norm: Tensor
@@ -77,6 +84,9 @@ class LayerWeights(NamedTuple):
     k_norm: Tensor | None = None
     rotates: bool = True
     experts: Experts | None = None
+    is_gated: bool = False
+    delta: DeltaWeights | None = None
+    gates: Linear | None = None
 
 
 class Geometry(NamedTuple):
@@ -166,13 +176,14 @@ class Taps(NamedTuple):
 
 
 class LayersKV(NamedTuple):
-    """`KV` for all L layers of a model: k, v [L, T, Hkv, D], contiguous within each layer.
+    """`KV` for all L layers of a model that have attention: k, v [L, T, Hkv, D], contiguous within each layer.
 
     remainder  [L, H, D + 1, D + 1] float32: an affine map M for each layer and head, whose value M[:D] . query + M[D]
                is the row of `KV.remainder`, for the row's query before its rotation (longdraft/cache/remainder.py)
     is_prompt  the rows are a chunk of a prompt. Every run cuts a prompt into the same chunks, so kernels may use faster
                operations that are not row-invariant, and may report the attention of the last rows only
     taps       filled with the rows that enter these layers; None: with none
+    deltas     the rows in each delta layer, whose inputs and states `Decoder.forward` fills
     """
 
     stores: Sequence[KVStore]
@@ -182,6 +193,7 @@ class LayersKV(NamedTuple):
     remainder: Tensor | None = None
     is_prompt: bool = False
     taps: Taps | None = None
+    deltas: Sequence[DeltaRows] = ()
 
     def tap(self, layer: int, x: Tensor) -> None:
         """Copy the text's rows x [T, hidden], which enter `layer`, if the layer is tapped."""
@@ -244,10 +256,8 @@ class Decoder(Protocol):
 
 
 class Kernels(Protocol):
-    """The operations of a transformer. Activations are [R, ...] in `dtype`; sums are float32.
-
-    Operations raise ValueError for arguments whose shape, dtype or range does not fit.
-    """
+    """The operations of a transformer. Activations are [R, ...] in `dtype`; sums are float32. ValueError for arguments
+    whose shape, dtype or range does not fit."""
 
     name: str
     is_row_invariant: bool  # whether results are row-invariant to the bit on this device and dtype
@@ -280,7 +290,8 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, rounds_once: bool = False) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight for each row of x [R, K] (Zhang and Sennrich 2019).
 
-        The result is rounded to `dtype`, and unless `rounds_once` the normalised row is rounded before `weight` too.
+        The result is rounded to `dtype`, and unless `rounds_once` the normalised row is rounded before `weight` too;
+        with it, `weight` may be float32.
         """
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -292,6 +303,17 @@ class Kernels(Protocol):
     def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
         """An empty store for one layer."""
 
+    def new_state(self, weights: DeltaWeights) -> DeltaState:
+        """The state of a delta layer before the first row of a text."""
+
+    def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
+                   parents: Tensor) -> Tensor | None:
+        """A delta layer's rows [R, Hv Dv] from its inputs; fills `DeltaRows.after`. See longdraft/kernels/delta.py.
+
+        z        [R, Hv Dv]; None: no rows are wanted, and None is returned
+        parents  [R] int32, relative to the first row of the text
+        """
+
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
         """A decoder of these layers. ValueError where weights, norms and geometry do not fit together."""
 
@@ -299,13 +321,13 @@ class Kernels(Protocol):
         """Commit these rows of `kv`, in this order, to positions kv.length, kv.length + 1, ... of every layer."""
 
     def scatter_rows(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
-        """Commit rows [N] to positions targets [N], both tensors on the device. A negative position skips the row."""
+        """Commit rows [N] to positions [N], tensors on the device. A negative position skips the row."""
 
     def cache_bytes(self, head_dim: int) -> int:
-        """Bytes that a store needs for one head's key, or value, at one position."""
+        """Of a store, for one head's key, or value, at one position."""
 
     def free_bytes(self) -> int | None:
-        """Free memory of the device; None for the CPU, which uses the system's memory."""
+        """Free memory of the device; None for the CPU."""
 
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
         """Copy the rows at positions [L, Hkv, N] (int64) of each source to start, start + 1, ... of its target."""

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from longdraft.kernels.delta import DeltaRows, DeltaWeights
 from longdraft.kernels.experts import experts_forward
 from longdraft.kernels.interface import KV, AttentionOutput, Geometry, LayersKV, LayerWeights, Linear
 
@@ -26,9 +27,43 @@ class LayerOperations(Protocol):
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput: ...
 
 
+class HybridOperations(LayerOperations, Protocol):
+    """With those of a delta layer."""
+
+    def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
+                   parents: Tensor) -> Tensor | None: ...
+
+
+class _Residuals:
+    """The norms and the additions around the parts of a layer."""
+
+    def __init__(self, ops: LayerOperations, geometry: Geometry) -> None:
+        self._ops, self._geometry = ops, geometry
+
+    def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Normalise vectors of the weight's length, which may span the last two axes."""
+        if weight is None:
+            return x
+        return self._ops.rms_norm(x.reshape(-1, len(weight)), weight, self._geometry.eps,
+                                  rounds_once=self._geometry.rounds_once).view(x.shape)
+
+    def before(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The input of a part."""
+        return x if self._geometry.post_norm else self.norm(x, weight)
+
+    def add(self, x: Tensor, output: Tensor, weight: Tensor) -> Tensor:
+        """Rows x with the output of a part."""
+        output = self.norm(output, weight) if self._geometry.post_norm else output
+        factor = self._geometry.residual_factor
+        return x + (output if factor == 1 else output * factor)
+
+    def add_mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        return self.add(x, _mlp(self._ops, self.before(x, layer.mlp_norm), layer), layer.mlp_norm)
+
+
 def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor,
                   texts: Sequence[KV], parents: Tensor, source: Tensor | None = None) -> tuple[Tensor, AttentionOutput]:
-    """Run rows x [R, hidden] of one or more texts through one layer. Fills the k and v of `texts`.
+    """Run rows x [R, hidden] of one or more texts through one layer with attention. Fills the k and v of `texts`.
 
     source  [R, K], the input of queries, keys and values; None: x after the layer's first norm
 
@@ -36,28 +71,15 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     `longdraft.kernels.interface.Decoder.forward`, for a single layer.
     """
     heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
-
-    def norm(x: Tensor, weight: Tensor | None) -> Tensor:
-        """Normalise vectors of the weight's length, which may span the last two axes."""
-        if weight is None:
-            return x
-        return ops.rms_norm(x.reshape(-1, len(weight)), weight, geometry.eps,
-                            rounds_once=geometry.rounds_once).view(x.shape)
-
-    def pre_norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x if geometry.post_norm else norm(x, weight)
-
-    def add_residual(x: Tensor, output: Tensor, weight: Tensor) -> Tensor:
-        output = norm(output, weight) if geometry.post_norm else output
-        return x + (output if geometry.residual_factor == 1 else output * geometry.residual_factor)
-
-    source = pre_norm(x, layer.attention_norm) if source is None else source
-    qkv = ops.linear(source, layer.qkv).view(len(x), heads + 2 * kv_heads, dim)
-    content = norm(qkv[:, :heads], layer.q_norm)
+    around = _Residuals(ops, geometry)
+    source = around.before(x, layer.attention_norm) if source is None else source
+    qkv = ops.linear(source, layer.qkv).view(len(x), -1, dim)  # and the gate's heads, if there are any
+    content = around.norm(qkv[:, :heads], layer.q_norm)
     if not layer.rotates:
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     q = ops.rope(content, cos * geometry.query_factor, sin * geometry.query_factor)
-    k, v = ops.rope(norm(qkv[:, heads : heads + kv_heads], layer.k_norm), cos, sin), qkv[:, heads + kv_heads :]
+    end = heads + 2 * kv_heads
+    k, v = ops.rope(around.norm(qkv[:, heads : heads + kv_heads], layer.k_norm), cos, sin), qkv[:, end - kv_heads : end]
     outputs, start = [], 0
     for kv in texts:
         own = slice(start, start + len(kv.k))
@@ -69,8 +91,33 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
         outputs.append(ops.attention(q[own], kv, parents[own], layer.window))
         start = own.stop
     attended = AttentionOutput(*(torch.cat(part) for part in zip(*outputs, strict=True)))._replace(content=content)
-    x = add_residual(x, ops.linear(attended.output.flatten(1), layer.out), layer.attention_norm)
-    return add_residual(x, _mlp(ops, pre_norm(x, layer.mlp_norm), layer), layer.mlp_norm), attended
+    output = attended.output
+    if layer.is_gated:
+        output = (output.float() * _sigmoid(qkv[:, end:])).to(x.dtype)
+    x = around.add(x, ops.linear(output.flatten(1), layer.out), layer.attention_norm)
+    return around.add_mlp(x, layer), attended
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """float32, row by row: a vectorised function may treat the ends of its input differently."""
+    return torch.stack([row.float().sigmoid() for row in x.unbind()])
+
+
+def delta_forward(ops: HybridOperations, x: Tensor, layer: LayerWeights, geometry: Geometry, texts: Sequence[DeltaRows],
+                  parents: Tensor) -> Tensor:
+    """Run rows x [R, hidden] of one or more texts through one delta layer. Fills `texts`."""
+    assert layer.delta is not None and layer.gates is not None
+    around, channels = _Residuals(ops, geometry), layer.delta.shape.channels
+    source = around.before(x, layer.attention_norm)
+    qkvz, gates = ops.linear(source, layer.qkv), ops.linear(source, layer.gates, keep_float=True)
+    counts = [len(rows.mixed) for rows in texts]
+    for rows, mixed, own in zip(texts, torch.split(qkvz[:, :channels], counts), torch.split(gates, counts),
+                                strict=True):
+        rows.mixed.copy_(mixed)
+        rows.gates.copy_(own)
+    output = ops.delta_rule(layer.delta, texts, qkvz[:, channels:], parents)
+    assert output is not None
+    return around.add_mlp(around.add(x, ops.linear(output, layer.out), layer.attention_norm), layer)
 
 
 def _mlp(ops: LayerOperations, x: Tensor, layer: LayerWeights) -> Tensor:
@@ -84,16 +131,21 @@ def _mlp(ops: LayerOperations, x: Tensor, layer: LayerWeights) -> Tensor:
 class LayerwiseDecoder:
     """See :class:`longdraft.kernels.interface.Decoder`. Runs layer after layer, each by single operations."""
 
-    def __init__(self, ops: LayerOperations, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
+    def __init__(self, ops: HybridOperations, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
         self._ops, self._layers, self._geometry = ops, layers, geometry
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        outputs = []
+        outputs: list[AttentionOutput] = []
+        num_deltas = 0
         for index, layer in enumerate(self._layers):
             self._tap(index, x, texts)
-            x, output = layer_forward(self._ops, x, layer, self._geometry, cos, sin, [kv.layer(index) for kv in texts],
-                                      parents)
+            if layer.delta is not None:
+                x = delta_forward(self._ops, x, layer, self._geometry, [kv.deltas[num_deltas] for kv in texts], parents)
+                num_deltas += 1
+                continue
+            x, output = layer_forward(self._ops, x, layer, self._geometry, cos, sin,
+                                      [kv.layer(len(outputs)) for kv in texts], parents)
             outputs.append(output)
         self._tap(len(self._layers), x, texts)
         return x, AttentionOutput(*(torch.stack(part) for part in zip(*outputs, strict=True)))

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cpu import CpuDecoder, CpuKernels, CpuLinear
+from longdraft.kernels.cpu import CpuKernels
+from longdraft.kernels.cpu_decoder import CpuDecoder
+from longdraft.kernels.cpu_store import CpuLinear
 from longdraft.kernels.interface import Decoder, Kernels, KVStore, Linear
 
 with suppress(ImportError):

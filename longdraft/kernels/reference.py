@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.kernels import int4, int8
+from longdraft.kernels import delta, int4, int8
+from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.interface import (
     FLOAT_DTYPES,
     KV,
@@ -210,6 +211,20 @@ class ReferenceKernels:
 
     def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
         return ReferenceStore(num_kv_heads, head_dim, self.device)
+
+    def new_state(self, weights: DeltaWeights) -> DeltaState:
+        heads, dims = weights.shape.value_heads, (weights.shape.key_dim, weights.shape.value_dim)
+        history = torch.zeros(weights.shape.width - 1, weights.shape.channels, dtype=self.dtype, device=self.device)
+        return DeltaState(history, torch.zeros(heads, *dims, device=self.device))
+
+    def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
+                   parents: Tensor) -> Tensor | None:
+        counts = [len(rows.mixed) for rows in texts]
+        parts: Sequence[Tensor | None] = [None] * len(texts) if z is None else torch.split(z, counts)
+        with _one_thread():
+            found = [delta.delta_rule(weights, rows, part, own.tolist())
+                     for rows, part, own in zip(texts, parts, torch.split(parents, counts), strict=True)]
+        return None if z is None else torch.cat([part for part in found if part is not None])
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
         return LayerwiseDecoder(self, layers, geometry)

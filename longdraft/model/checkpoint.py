@@ -14,10 +14,12 @@ from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
+from longdraft.kernels.delta import DeltaWeights
 from longdraft.kernels.int4 import Int4Weight
 from longdraft.kernels.interface import Experts, Mlp
-from longdraft.model import rope
-from longdraft.model.config import ExpertsConfig, ModelConfig
+from longdraft.model import hybrid, rope
+from longdraft.model.config import ModelConfig
+from longdraft.model.experts_config import ExpertsConfig
 from longdraft.model.packed_file import PackedFile
 from longdraft.model.sharding import shard_config
 from longdraft.model.tensor_files import HEADS_PREFIX, TensorFiles
@@ -44,24 +46,38 @@ class _StackedLinear(NamedTuple):
         return [shard.columns() if self.is_row_parallel else shard.rows(segments) for _, segments in self.parts]
 
 
-def _linears(config: ModelConfig) -> dict[str, _StackedLinear]:
+def _linears(config: ModelConfig, index: int) -> dict[str, _StackedLinear]:
     """The matrices of a layer, by their names in LayerWeights."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv: tuple[tuple[str, tuple[int, ...]], ...] = (
-        ("self_attn.q_proj", (q,)), ("self_attn.k_proj", (kv,)), ("self_attn.v_proj", (kv,)))
     gate_up: tuple[tuple[str, tuple[int, ...]], ...] = (("mlp.gate_proj", (inner,)), ("mlp.up_proj", (inner,)))
     if config.is_fused:
-        qkv, gate_up = (("self_attn.qkv_proj", (q, kv, kv)),), (("mlp.gate_up_proj", (inner, inner)),)
-    attention = {
-        "qkv": _StackedLinear(qkv, hidden, config.qkv_bias),
-        "out": _StackedLinear((("self_attn.o_proj", (hidden,)),), q, config.out_bias, is_row_parallel=True),
-    }
+        gate_up = (("mlp.gate_up_proj", (inner, inner)),)
+    mixing = _delta_linears(config.hybrid, hidden) if config.hybrid and config.is_delta(index) else _attention(config)
     if config.experts:
-        return attention | _expert_linears(config.experts, hidden)
-    return attention | {
+        return mixing | _expert_linears(config.experts, hidden)
+    return mixing | {
         "gate_up": _StackedLinear(gate_up, hidden, config.mlp_bias),
         "down": _StackedLinear((("mlp.down_proj", (hidden,)),), inner, config.mlp_bias, is_row_parallel=True),
+    }
+
+
+def _attention(config: ModelConfig) -> dict[str, _StackedLinear]:
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    gated_q = 2 * q if config.hybrid else q
+    qkv: tuple[tuple[str, tuple[int, ...]], ...] = (
+        ("self_attn.q_proj", (gated_q,)), ("self_attn.k_proj", (kv,)), ("self_attn.v_proj", (kv,)))
+    if config.is_fused:
+        qkv = (("self_attn.qkv_proj", (q, kv, kv)),)
+    return {
+        "qkv": _StackedLinear(qkv, config.hidden_size, config.qkv_bias),
+        "out": _StackedLinear((("self_attn.o_proj", (config.hidden_size,)),), q, config.out_bias, is_row_parallel=True),
+    }
+
+
+def _delta_linears(config: hybrid.HybridConfig, hidden: int) -> dict[str, _StackedLinear]:
+    return {
+        "qkv": _StackedLinear(tuple((name, (rows,)) for name, rows in config.projections), hidden, False),
+        "out": _StackedLinear(((config.out_name, (hidden,)),), config.shape.values, False),
     }
 
 
@@ -74,16 +90,22 @@ def _expert_linears(experts: ExpertsConfig, hidden: int) -> dict[str, _StackedLi
         found[f"gate_up {index}"] = _StackedLinear(
             ((f"{one}.{gate}", (experts.size,)), (f"{one}.{up}", (experts.size,))), hidden, False)
         found[f"down {index}"] = _StackedLinear(((f"{one}.{down}", (hidden,)),), experts.size, False)
+    if experts.shared:
+        one = f"{experts.prefix}.shared_expert"
+        found["shared_gate"] = _StackedLinear(((f"{one}_gate", (1,)),), hidden, False)
+        found["shared gate_up"] = _StackedLinear(
+            ((f"{one}.{gate}", (experts.shared,)), (f"{one}.{up}", (experts.shared,))), hidden, False)
+        found["shared down"] = _StackedLinear(((f"{one}.{down}", (hidden,)),), experts.shared, False)
     return found
 
 
-def _norms(config: ModelConfig) -> dict[str, tuple[str, int]]:
+def _norms(config: ModelConfig, index: int) -> dict[str, tuple[str, int]]:
     """The norms of a layer, by their names in LayerWeights: name in the file, and width."""
     first, second = "input_layernorm", "post_attention_layernorm"
     if config.post_norm:
         first, second = "post_attention_layernorm", "post_feedforward_layernorm"
     norms = {"attention_norm": (first, config.hidden_size), "mlp_norm": (second, config.hidden_size)}
-    if config.head_norms != "none":
+    if config.head_norms != "none" and not config.is_delta(index):
         heads = (config.num_heads, config.num_kv_heads) if config.head_norms == "all" else (1, 1)
         for name, count in zip(("q_norm", "k_norm"), heads, strict=True):
             norms[name] = (f"self_attn.{name}", count * config.head_dim)
@@ -100,9 +122,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
-        for name, width in _norms(config).values():
+        if config.hybrid and config.is_delta(index):
+            small = config.hybrid.small_shapes(config.hidden_size)
+            shapes |= {layer + name: shape for name, shape in small.items()}
+        for name, width in _norms(config, index).values():
             shapes[f"{layer}{name}.weight"] = (width,)
-        for stacked in _linears(config).values():
+        for stacked in _linears(config, index).values():
             for name, segments in stacked.parts:
                 shapes[f"{layer}{name}.weight"] = (sum(segments), stacked.columns)
                 if stacked.has_bias:
@@ -110,8 +135,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _rotated_order(config: ModelConfig) -> Tensor | None:
-    """An order of qkv's rows in which the dimensions of each rotated pair are half a head apart, as the kernels expect.
+def _head_order(config: ModelConfig) -> Tensor | None:
+    """An order of a head's dimensions in which those of each rotated pair are half a head apart, as the kernels expect.
 
     If RoPE rotates only the first `dims` dimensions of a head (a with b), the other ones are split in halves:
 
@@ -123,11 +148,22 @@ def _rotated_order(config: ModelConfig) -> Tensor | None:
     if dims == head_dim:
         return None
     a, b, c, d = torch.split(torch.arange(head_dim), [dims // 2, dims // 2, *[(head_dim - dims) // 2] * 2])
-    head = torch.cat([a, c, b, d])
-    rotated = config.num_heads + config.num_kv_heads
-    starts = torch.arange(rotated)[:, None] * head_dim
-    values = torch.arange(rotated * head_dim, (rotated + config.num_kv_heads) * head_dim)
-    return torch.cat([(starts + head).flatten(), values])
+    return torch.cat([a, c, b, d])
+
+
+def _qkv_order(config: ModelConfig) -> Tensor | None:
+    """The order of qkv's rows: heads in `_head_order`, and the gates, which follow each query head in the file, behind
+    the values. None: the file's order is right."""
+    head, dim = _head_order(config), config.head_dim
+    if head is None and not config.hybrid:
+        return None
+    head = torch.arange(dim) if head is None else head
+    heads, kv_heads, step = config.num_heads, config.num_kv_heads, 2 * dim if config.hybrid else dim
+    queries = torch.arange(heads)[:, None] * step
+    keys = heads * step + torch.arange(kv_heads)[:, None] * dim
+    values = torch.arange(kv_heads * dim) + heads * step + kv_heads * dim
+    parts = [(queries + head).flatten(), (keys + head).flatten(), values]
+    return torch.cat([*parts, (queries + dim + torch.arange(dim)).flatten()] if config.hybrid else parts)
 
 
 def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str = "none",
@@ -139,6 +175,9 @@ def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, 
               head in int8
     packed    a file of the quantised matrices, which are read from it, or written to it for the next time
     """
+    if config.hybrid and kernels.is_device:
+        raise ModelError("models with delta layers (Qwen3-Next, Qwen3.5, Qwen3.6) run on the CPU only so far; use "
+                         "--device cpu")
     require_tensors(files, config)
     return _Loader(files, config, kernels, quantize, packed).transformer()
 
@@ -165,7 +204,7 @@ class _Loader:
         self._files, self._whole, self._kernels, self._quantize = files, config, kernels, quantize
         self._shard = shard_of(kernels)
         self._config = shard_config(config, self._shard, quantize)
-        self._order = _rotated_order(self._config)
+        self._order, self._head_order = _qkv_order(self._config), _head_order(self._config)
         self._dtype = kernels.dtype if quantize == "none" else None  # quantised from the file's own precision
 
     def transformer(self, embedding: Linear | None = None) -> Transformer:
@@ -184,11 +223,14 @@ class _Loader:
         return Transformer(config, weights, self._kernels, self._whole)
 
     def _layer(self, index: int) -> LayerWeights:
-        config, layer, linears = self._config, f"model.layers.{index}.", _linears(self._whole)
-        norms = {name: self._norm(f"{layer}{file_name}.weight") for name, (file_name, _) in _norms(config).items()}
+        config, layer, linears = self._config, f"model.layers.{index}.", _linears(self._whole, index)
+        orders = dict.fromkeys(("q_norm", "k_norm"), self._head_order)
+        norms = {name: self._norm(f"{layer}{file_name}.weight", orders.get(name))
+                 for name, (file_name, _) in _norms(config, index).items()}
+        delta = config.hybrid if config.hybrid and config.is_delta(index) else None
         return LayerWeights(
             attention_norm=norms["attention_norm"],
-            qkv=self._linear(layer, linears["qkv"], self._order),
+            qkv=self._linear(layer, linears["qkv"], delta.projection_order() if delta else self._order),
             out=self._linear(layer, linears["out"]),
             mlp_norm=norms["mlp_norm"],
             gate_up=None if config.experts else self._linear(layer, linears["gate_up"]),
@@ -198,15 +240,35 @@ class _Loader:
             k_norm=norms.get("k_norm"),
             rotates=config.rotates(index),
             experts=self._experts(layer, linears, config.experts) if config.experts else None,
+            is_gated=config.hybrid is not None and delta is None,
+            delta=self._delta(layer, delta) if delta else None,
+            gates=self._gates(layer, delta) if delta else None,
         )
 
+    def _delta(self, layer: str, config: hybrid.HybridConfig) -> DeltaWeights:
+        device = self._kernels.device
+        small = {name: self._files.read(layer + name).to(device, copy=True)
+                 for name in config.small_shapes(self._whole.hidden_size) if "in_proj" not in name}
+        return hybrid.delta_weights(config, small, self._kernels.dtype, self._config.rms_norm_eps)
+
+    def _gates(self, layer: str, config: hybrid.HybridConfig) -> Linear:
+        """Never quantised: they decide what a state keeps, and are small."""
+        rows = self._files.stack([f"{layer}{name}.weight" for name in config.gate_names], self._kernels.dtype)
+        order = config.gate_order()
+        return self._kernels.pack(rows if order is None else rows[order])
+
     def _experts(self, layer: str, linears: Mapping[str, _StackedLinear], config: ExpertsConfig) -> Experts:
-        """The experts of a layer. Their router is never quantised: a small error in it chooses other experts."""
-        (name, _), = linears["router"].parts
-        router = self._kernels.pack(self._files.stack((f"{layer}{name}.weight",), self._kernels.dtype))
-        mlps = tuple(Mlp(self._linear(layer, linears[f"gate_up {i}"]), self._linear(layer, linears[f"down {i}"]))
-                     for i in range(config.count))
-        return Experts(router, mlps, config.chosen, config.normalises, config.rounds)
+        """The experts of a layer. Their routers are never quantised: a small error in one chooses other experts."""
+        def router(name: str) -> Linear:
+            (part, _), = linears[name].parts
+            return self._kernels.pack(self._files.stack((f"{layer}{part}.weight",), self._kernels.dtype))
+
+        def mlp(gate_up: str, down: str) -> Mlp:
+            return Mlp(self._linear(layer, linears[gate_up]), self._linear(layer, linears[down]))
+
+        mlps = tuple(mlp(f"gate_up {i}", f"down {i}") for i in range(config.count))
+        shared = (mlp("shared gate_up", "shared down"), router("shared_gate")) if config.shared else (None, None)
+        return Experts(router("router"), mlps, config.chosen, config.normalises, config.rounds, *shared)
 
     def _linear(self, layer: str, stacked: _StackedLinear, order: Tensor | None = None) -> Linear:
         def read(suffix: str, dtype: torch.dtype | None) -> Tensor:
@@ -246,8 +308,13 @@ class _Loader:
         rows = self._files.stack((name,), self._dtype, [lambda rows: rows[own]])
         return ColumnParallel(self._kernels.pack(rows, quantize=quantize), own.start, whole.vocab_size)
 
-    def _norm(self, name: str) -> Tensor:
-        return self._files.read(name).to(self._kernels.device, self._kernels.dtype, copy=True)
+    def _norm(self, name: str, order: Tensor | None = None) -> Tensor:
+        """A norm's weight. Hybrids store it minus 1. It stays float32: the model's dtype would round the sum."""
+        weight = self._files.read(name)
+        weight = weight if order is None else weight[order]
+        dtype = torch.float32 if self._config.hybrid else self._kernels.dtype
+        weight = weight.to(self._kernels.device, dtype, copy=True)
+        return weight + 1 if self._config.hybrid else weight
 
 
 def require_tensors(files: TensorFiles, config: ModelConfig) -> None:
@@ -259,7 +326,8 @@ def require_tensors(files: TensorFiles, config: ModelConfig) -> None:
                          f"{len(files.names())} tensors")
     expected = expected_shapes(config)
     present = {name for name in files.names()
-               if not name.startswith(HEADS_PREFIX) and not name.endswith("rotary_emb.inv_freq")}
+               if not name.startswith(HEADS_PREFIX) and not name.endswith("rotary_emb.inv_freq")
+               and not (config.hybrid and name.startswith(hybrid.DRAFT_LAYERS))}
     if config.is_tied:
         present.discard("lm_head.weight")  # some files have it although it is tied
     files.check(expected, present, "its metadata" if files.folder.is_file() else "its config.json")

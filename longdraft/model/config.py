@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args
 
 from longdraft.errors import ModelError
-from longdraft.model.families import FAMILIES, MISSING, ExpertsFormat, Family, HeadNorms, text_config
+from longdraft.model.experts_config import ExpertsConfig, parse_experts
+from longdraft.model.families import FAMILIES, MISSING, Family, HeadNorms, text_config
 from longdraft.model.four_bit import FourBitFormat
 from longdraft.model.gguf import metadata
 from longdraft.model.gguf.container import open_gguf
+from longdraft.model.hybrid import HybridConfig, parse_hybrid
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 SUPPORTED = tuple(FAMILIES)
@@ -31,7 +33,8 @@ _REQUIRED_SETTINGS: dict[RopeType, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
-_LATER: dict[str, object] = {"experts": None}  # fields that are newer than the first journals, and their default
+# Fields that are newer than the first journals, and their default.
+_LATER: dict[str, object] = {"experts": None, "hybrid": None}
 _HASHED_AS = {"post_norm": "norms_follow"}  # fields that were renamed since the first journals
 
 
@@ -45,24 +48,6 @@ class RopeConfig:
     dims: int  # number of rotated dimensions of a head, from the first one on
     short_factors: tuple[float, ...] = ()  # longrope: one per pair of dimensions
     long_factors: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """The experts of every layer. `families.ExpertsFormat` explains the other fields.
-
-    count   experts of a layer
-    chosen  experts for each row
-    size    width of an expert
-    """
-
-    count: int
-    chosen: int
-    size: int
-    prefix: str
-    names: tuple[str, str, str]
-    normalises: bool
-    rounds: bool
 
 
 @dataclass(frozen=True)
@@ -99,6 +84,21 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str  # in which the checkpoint runs by default: "float32" or "bfloat16"
     experts: ExpertsConfig | None = None  # in place of every layer's MLP
+    hybrid: HybridConfig | None = None  # layers with a state in place of attention; the others have gates
+
+    def is_delta(self, layer: int) -> bool:
+        """Whether a layer has a state in place of attention, and no rows in a KV cache."""
+        return self.hybrid is not None and self.hybrid.is_delta[layer]
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers with attention."""
+        return self.num_layers - (sum(self.hybrid.is_delta) if self.hybrid else 0)
+
+    @property
+    def rounds_once(self) -> bool:
+        """Whether norms round only after their weight."""
+        return self.post_norm or self.hybrid is not None
 
     def window_of(self, layer: int) -> int:
         """Number of positions that a layer's attention sees; 0: all."""
@@ -114,7 +114,10 @@ class ModelConfig:
     def sha256(self) -> str:
         """The hash by which a journal recognises the configuration. Fields count under the name they had first, and
         fields that are newer than the first journals count only if they are used."""
-        fields = {_HASHED_AS.get(name, name): value for name, value in asdict(self).items()
+        own = asdict(self)
+        if self.experts and not self.experts.shared:
+            del own["experts"]["shared"]
+        fields = {_HASHED_AS.get(name, name): value for name, value in own.items()
                   if name not in _LATER or value != _LATER[name]}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -227,23 +230,9 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         logits_divisor=_divisor(multiplied.get("logits_scaling", 1.0)),
         eos_token_ids=valid_token_ids(eos, vocabulary),
         dtype=_dtype(config),
-        experts=_experts(config, family.experts),
+        experts=parse_experts(config, family.experts),
+        hybrid=parse_hybrid(config, family.hybrid, num_layers),
     )
-
-
-def _experts(config: Mapping[str, Any], form: ExpertsFormat | None) -> ExpertsConfig | None:
-    if form is None:
-        return None
-    count, chosen = int(config.get("num_local_experts") or config["num_experts"]), int(config["num_experts_per_tok"])
-    size = int(config[form.size])
-    if not 1 <= chosen <= count or size < 1:
-        raise ModelError(f"config.json: {chosen} of {count} experts of width {size}; allowed: 1 or more of each, and "
-                         "no more than there are")
-    if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step", 1)) != 1:
-        raise ModelError("mlp_only_layers and decoder_sparse_step in config.json make some layers dense; supported: "
-                         "experts in all layers")
-    normalises = bool(config.get("norm_topk_prob", False)) if form.normalises is None else form.normalises
-    return ExpertsConfig(count, chosen, size, form.prefix, form.names, normalises, form.rounds)
 
 
 def _divisor(value: Any) -> float:
@@ -305,8 +294,8 @@ def _rope(config: Mapping[str, Any], family: Family, head_dim: int, trained: int
 def _rotated_dims(part: Any, family: Family, head_dim: int) -> int:
     dims = head_dim if part is None else int(head_dim * float(part))
     if (dims != head_dim and not family.rotates_part) or dims % 2 or not 2 <= dims <= head_dim:
-        raise ModelError(f"partial_rotary_factor is {part!r}; supported: 1, and for phi3 every value that rotates an "
-                         "even number of dimensions")
+        raise ModelError(f"partial_rotary_factor is {part!r}; supported: 1, and for phi3 and hybrids every value "
+                         "that rotates an even number of dimensions")
     return dims
 
 

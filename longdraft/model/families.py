@@ -7,8 +7,10 @@ arithmetic, add an entry to `FAMILIES`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from longdraft.model.hybrid import HybridFormat
 
 HeadNorms = Literal["none", "each", "all"]
 
@@ -22,6 +24,7 @@ class ExpertsFormat:
     size          key of an expert's width in config.json
     normalises    weights of a row's experts are divided by their sum; None: as `norm_topk_prob` says
     rounds        these weights are rounded to the model's dtype
+    shared        key of the width of an expert that every row has besides; "": there is none
     """
 
     prefix: str
@@ -29,6 +32,7 @@ class ExpertsFormat:
     size: str
     normalises: bool | None
     rounds: bool
+    shared: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Family:
     is_multiplied  config.json has embedding_, residual_ and attention_multiplier, and logits_scaling
     rotates_part   partial_rotary_factor may be below 1
     experts        mixtures of experts instead of MLPs; None: none
+    hybrid         most layers are gated delta nets (longdraft/model/hybrid.py), whose projections have this format
     defaults       values that `transformers` assumes where config.json has none, if they differ from Llama's
     """
 
@@ -61,10 +66,18 @@ class Family:
     is_multiplied: bool = False
     rotates_part: bool = False
     experts: ExpertsFormat | None = None
+    hybrid: HybridFormat | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32768}
+_HYBRID = {"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768,
+           "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+           "linear_num_key_heads": 16, "linear_num_value_heads": 32}
+_HYBRID_EXPERTS = {"num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+                   "intermediate_size": 5632}
+_SHARED = ExpertsFormat("mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", None, True,
+                        "shared_expert_intermediate_size")
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "mistral": Family(qkv_bias=False, out_bias=False, mlp_bias=False, windows="all", defaults={
@@ -85,9 +98,17 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(mlp_bias=False, head_norms="each", windows="some", defaults=_QWEN | {
         "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         experts=ExpertsFormat("mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", None, True)),
+    "qwen3_next": Family(mlp_bias=False, head_norms="each", rotates_part=True, hybrid="fused", experts=_SHARED,
+                         defaults=_HYBRID | _HYBRID_EXPERTS | {
+                             "norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}),
+    "qwen3_5_text": Family(mlp_bias=False, head_norms="each", rotates_part=True, hybrid="split", defaults=_HYBRID),
+    "qwen3_5_moe_text": Family(mlp_bias=False, head_norms="each", rotates_part=True, hybrid="split",
+                               experts=replace(_SHARED, normalises=True), defaults=_HYBRID | _HYBRID_EXPERTS | {
+                                   "num_experts": 256, "num_experts_per_tok": 8}),
 }
 
-_WRAPPED = ("mistral3",)  # models with image input around one of the families, of which the text part is read
+# Models with image input around one of the families, of which the text part is read.
+_WRAPPED = ("mistral3", "qwen3_5", "qwen3_5_moe")
 
 _EXPERTS = "mixture-of-experts layers"
 # Unsupported families -> what longdraft lacks; part of the error message.
@@ -120,7 +141,6 @@ MISSING: dict[str, str] = {
     "qwen2_moe": _EXPERTS,
     "qwen2_vl": "image input, RoPE with three positions",
     "qwen2_5_vl": "image input, RoPE with three positions",
-    "qwen3_next": f"linear attention, {_EXPERTS}",
     "stablelm": "LayerNorm",
     "starcoder2": "LayerNorm, an MLP without a gate",
 }
@@ -131,5 +151,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config.get("text_config")
     if config.get("model_type") not in _WRAPPED or not isinstance(inner, dict):
         return config
+    if (kind := f"{config['model_type']}_text") in FAMILIES:
+        inner = {"model_type": kind} | inner
     outer = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
     return inner | {name: config[name] for name in outer if config.get(name) is not None}

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from longdraft.errors import ModelError
 from longdraft.kernels import Linear
-from longdraft.kernels.cpu import CpuKernels, CpuLinear
+from longdraft.kernels.cpu import CpuKernels
+from longdraft.kernels.cpu_store import CpuLinear
 from longdraft.model.tensor_file import TensorFile
 
 log = logging.getLogger(__name__)

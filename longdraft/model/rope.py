@@ -114,7 +114,7 @@ class RopeTable:
     """cos and sin by position, computed in aligned chunks. It keeps the latest chunks, so its memory is bounded.
 
     Dimensions that are not rotated have cos 1 and sin 0. They are the end of each half of a head: see
-    `checkpoint._rotated_order`.
+    `checkpoint._head_order`.
     """
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:

@@ -21,6 +21,9 @@ def shard_config(config: ModelConfig, shard: Shard, quantize: str = "none") -> M
                        and config.intermediate_size % n == 0]
             raise ModelError(f"tensor_parallel is {size}, but the model's {name} is {count}, which is not a multiple "
                              f"of it; allowed: {', '.join(map(str, [1, *divisors]))}")
+    if config.hybrid:
+        raise ModelError(f"tensor_parallel is {size}, but the states of delta layers are not divided among ranks; "
+                         "allowed: 1")
     if config.experts:
         raise ModelError(f"tensor_parallel is {size}, but experts are not divided among ranks; allowed: 1")
     if config.head_norms == "all":

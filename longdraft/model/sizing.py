@@ -34,27 +34,29 @@ class Sizes:
     read_bytes: int  # bytes that a forward of one token reads: not those of an untied embedding or of other experts
     cache_bytes_per_token: int
     context_limit: int
+    state_bytes: int = 0  # of the delta layers' states, which a token reads and writes; a text has them twice
 
     def max_context(self, memory_bytes: int, copy_bytes: int = 0) -> int:
         """Tokens whose cache fits beside the weights, up to the context limit; 0 if the weights do not fit.
 
         copy_bytes  of a draft copy of the weights, which is left out where nothing else would fit
         """
-        free = int(memory_bytes * USABLE) - self.weights_bytes
+        free = int(memory_bytes * USABLE) - self.weights_bytes - 2 * self.state_bytes
         free -= copy_bytes if free > copy_bytes else 0
         return max(0, min(self.context_limit, free // self.cache_bytes_per_token))
 
     def ms_per_token(self, context: int, bytes_per_s: float) -> float:
         """Lower bound of the time per token of plain decoding, in ms, at a context of so many tokens."""
-        return (self.read_bytes + context * self.cache_bytes_per_token) / bytes_per_s * 1e3
+        states = 2 * self.state_bytes
+        return (self.read_bytes + states + context * self.cache_bytes_per_token) / bytes_per_s * 1e3
 
 
 def model_sizes(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
-    """Sizes of a model. Counts one layer, because all layers are alike. Raises ModelError for absurd sizes."""
+    """Sizes of a model. Counts one layer of each kind. Raises ModelError for absurd sizes."""
     if config.experts and config.experts.count > _MAX_EXPERTS:
         raise ModelError(f"config.json says {config.experts.count} experts; allowed: {_MAX_EXPERTS:,}")
     outside = _count(replace(config, num_layers=0))
-    parameters = outside + config.num_layers * (_count(replace(config, num_layers=1)) - outside)
+    parameters = outside + sum(count * (_count(layer) - outside) for count, layer in _layers(config))
     if parameters > _MAX_PARAMETERS:
         raise ModelError(f"config.json describes a model of 10**{len(str(parameters)) - 1} parameters or more; "
                          f"allowed: {_MAX_PARAMETERS:,}")
@@ -64,16 +66,35 @@ def model_sizes(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
         expert = 3 * config.hidden_size * config.experts.size
         unread += config.num_layers * (config.experts.count - config.experts.chosen) * expert
     return Sizes(parameters, parameters * width, (parameters - unread) * width,
-                 2 * config.num_layers * config.num_kv_heads * config.head_dim * width, config.max_positions)
+                 2 * config.num_kv_layers * config.num_kv_heads * config.head_dim * width, config.max_positions,
+                 _state_bytes(config))
+
+
+def _state_bytes(config: ModelConfig) -> int:
+    if config.hybrid is None:
+        return 0
+    shape = config.hybrid.shape
+    return 4 * sum(config.hybrid.is_delta) * shape.key_dim * shape.values
+
+
+def _layers(config: ModelConfig) -> list[tuple[int, ModelConfig]]:
+    """For each kind of layer: the number of such layers, and a model of one of them."""
+    one = replace(config, num_layers=1)
+    if config.hybrid is None:
+        return [(config.num_layers, one)]
+    return [(config.hybrid.is_delta.count(kind), replace(one, hybrid=replace(config.hybrid, is_delta=(kind,))))
+            for kind in (True, False)]
 
 
 def quantized_bytes(config: ModelConfig, quantize: str, *, is_draft_copy: bool = False) -> int:
     """Bytes of the weights in int8 or int4. Tables are int8 in both; a draft copy shares the embedding table."""
-    shapes = expected_shapes(replace(config, num_layers=1))
-    matrices = [shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2]
-    layer = sum(rows * (columns * _INT4_BYTES if quantize == "int4" else columns + 4) for rows, columns in matrices)
+    layers = 0.0
+    for count, one in _layers(config):
+        matrices = [shape for name, shape in expected_shapes(one).items() if ".layers." in name and len(shape) == 2]
+        layers += count * sum(rows * (columns * _INT4_BYTES if quantize == "int4" else columns + 4)
+                              for rows, columns in matrices)
     tables = 1 if config.is_tied or is_draft_copy else 2
-    return int(config.num_layers * layer + tables * config.vocab_size * (config.hidden_size + 4))
+    return int(layers + tables * config.vocab_size * (config.hidden_size + 4))
 
 
 def require_room(config: ModelConfig, chosen: Kernels, quantize: str, parts: int) -> None:

@@ -33,7 +33,8 @@ T = TypeVar("T")
 # Prefixes of a wrapped language model's tensors and what they are in a model of its own: the layouts before and since
 # transformers 5; and those of image input.
 _WRAPPERS = (("language_model.", ""), ("model.language_model.", "model."))
-_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
+                "model.visual.")
 
 
 class Entry(NamedTuple):
@@ -69,7 +70,7 @@ class TensorFile:
         self.entries = {name: Entry(entry["dtype"], tuple(entry["shape"]), *(8 + length + offset for offset in
                                                                               entry["data_offsets"]))
                         for name, entry in header.items()}
-        self.entries = text_entries(self.entries)
+        self.entries = _with_single_experts(text_entries(self.entries))
 
     def view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor as it is stored. Raises ModelError for a dtype that PyTorch does not have.
@@ -115,6 +116,24 @@ def text_entries(entries: dict[str, T]) -> dict[str, T]:
     if any(name.startswith(_IMAGE_PARTS) for name in entries):  # a shard of nothing but image input
         return {name: entry for name, entry in entries.items() if not name.startswith(_IMAGE_PARTS)}
     return entries
+
+
+def _with_single_experts(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The entries with a matrix for each expert, where a file has those of a layer in one tensor (Qwen3.5)."""
+    found: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        start, mark, part = name.partition(".mlp.experts.")
+        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part)
+        if not mark or names is None or len(entry.shape) != 3 or not all(entry.shape) or entry.shape[1] % len(names):
+            found[name] = entry
+            continue
+        rows, size = entry.shape[1] // len(names), (entry.stop - entry.start) // entry.shape[0] // len(names)
+        for index in range(entry.shape[0] * len(names)):
+            expert, which = divmod(index, len(names))
+            first = entry.start + index * size
+            found[f"{start}{mark}{expert}.{names[which]}.weight"] = Entry(
+                entry.dtype, (rows, entry.shape[2]), first, first + size)
+    return found
 
 
 def stored_bytes(tensor: Tensor) -> tuple[str, Tensor]:

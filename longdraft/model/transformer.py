@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from longdraft.cache.full import FullCache, KVCache, fill_randomly
+from longdraft.cache.states import StateCache
 from longdraft.cache.taps import TapLog
 from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayerWeights, Linear, native_draft
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, PartOfVocabulary, Ranked, Ranking
@@ -114,7 +115,7 @@ class Transformer:
         self.weights = weights
         self.kernels = kernels
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps,
-                            config.post_norm, config.post_norm, config.query_factor, config.residual_factor)
+                            config.post_norm, config.rounds_once, config.query_factor, config.residual_factor)
         self._decoder = kernels.new_decoder(weights.layers, geometry)
         self._rope = RopeTable(config, 1, kernels.device)
         self._has_warned = False
@@ -178,21 +179,25 @@ class Transformer:
         """Every matrix that each row is multiplied with, in order. Those of experts are not among them."""
         layers = [linear for layer in self.weights.layers
                   for linear in (layer.qkv, layer.out, layer.gate_up, layer.down) if linear is not None]
-        routers = [layer.experts.router for layer in self.weights.layers if layer.experts is not None]
-        return [*layers, *routers, self.weights.head]
+        mixtures = [layer.experts for layer in self.weights.layers if layer.experts is not None]
+        shared = [linear for each in mixtures for linear in (*(each.shared or ()), each.shared_gate) if linear]
+        gates = [layer.gates for layer in self.weights.layers if layer.gates is not None]
+        return [*layers, *(each.router for each in mixtures), *shared, *gates, self.weights.head]
 
     @property
     def cache_bytes_per_token(self) -> int:
         config = self.config
-        heads = 2 * config.num_layers * config.num_kv_heads
+        heads = 2 * config.num_kv_layers * config.num_kv_heads
         return heads * self.kernels.cache_bytes(config.head_dim)
 
     def new_cache(self) -> FullCache:
         """An empty KV cache for one text."""
         config = self.config
-        windows = [config.window_of(layer) for layer in range(config.num_layers)]
+        windows = [config.window_of(layer) for layer in range(config.num_layers) if not config.is_delta(layer)]
         taps = TapLog(self.kernels, self.taps, config.hidden_size) if self.taps else None
-        return FullCache(self.kernels, config.num_layers, config.num_kv_heads, config.head_dim, windows, taps)
+        deltas = [layer.delta for layer in self.weights.layers if layer.delta is not None]
+        return FullCache(self.kernels, config.num_kv_layers, config.num_kv_heads, config.head_dim, windows, taps,
+                         StateCache(self.kernels, deltas) if deltas else None)
 
     def random_cache(self, positions: int, room: int = 0) -> FullCache:
         """A cache of random keys and values, to time forwards behind so many positions.
@@ -222,7 +227,7 @@ class Transformer:
         kernels, config = self.kernels, self.config
         counts = [len(request.rows.tokens) for request in requests]
         ends = list(accumulate(counts))
-        shape = (config.num_layers, ends[-1], config.num_kv_heads, config.head_dim)
+        shape = (config.num_kv_layers, ends[-1], config.num_kv_heads, config.head_dim)
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))  # [L, R, Hkv, D]
         layers_kv = [request.cache.append(*parts)._replace(is_prompt=request.is_prompt) for request, *parts in
                      zip(requests, _split(k, counts, 1), _split(v, counts, 1), strict=True)]
@@ -277,7 +282,7 @@ class Transformer:
     def normed(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] after the final norm."""
         config = self.config
-        return self.kernels.rms_norm(hidden, self.weights.norm, config.rms_norm_eps, rounds_once=config.post_norm)
+        return self.kernels.rms_norm(hidden, self.weights.norm, config.rms_norm_eps, rounds_once=config.rounds_once)
 
     def head(self, normed: Tensor) -> Tensor:
         """Logits [R, V] float32 of hidden states [R, hidden] after the final norm."""

@@ -48,7 +48,8 @@ class PrefixReuse:
 
     def __init__(self, tree: PrefixTree | None, salt: str | None, model: Transformer, cache: FullCache,
                  context: Context) -> None:
-        self._tree, self._cache, self._context = None if salt is None else tree, cache, context
+        has_tree = salt is not None and cache.states is None  # the tree has no states of delta layers
+        self._tree, self._cache, self._context = tree if has_tree else None, cache, context
         self._group = (salt, model.rotation_key)
         self._is_device = model.kernels.is_device
         self._leases: list[Lease] = []

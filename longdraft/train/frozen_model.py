@@ -129,6 +129,9 @@ def load_frozen_model(folder: Path, dtype: str, device: torch.device, *, shard: 
     shard  distribute the layers over all GPUs that this process sees
     """
     config = read_config(folder)
+    if config.hybrid:
+        raise ModelError(f"{folder} is a model with delta layers, for which training is not built; use --drafter "
+                         "magicdec, which needs none")
     fingerprint = TensorFiles(folder).fingerprint()
     saved = TORCH_DTYPES[config.dtype]
     model = pretrained(folder, saved if dtype == "auto" else TORCH_DTYPES[dtype], device, shard=shard)

@@ -35,12 +35,20 @@ MIXTURES: dict[str, tuple[str, dict[str, object]]] = {  # of experts, which take
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32,
                                     norm_topk_prob=True)),
 }
+_DELTA = dict(num_hidden_layers=4, head_dim=16, linear_key_head_dim=16, linear_value_head_dim=32,
+              linear_num_key_heads=2, linear_num_value_heads=4)
+_SHARED = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=24)
+HYBRIDS: dict[str, tuple[str, dict[str, object]]] = {  # of delta layers and attention
+    "qwen3_5": ("qwen3_5_text", _DELTA | dict(linear_value_head_dim=16)),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _DELTA | _SHARED),
+    "qwen3_next": ("qwen3_next", _DELTA | _SHARED),
+}
 LAYERS = 3
 
 
 def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
     """Save a random model of a family as a model folder; norms and biases are random too."""
-    kind, own = (FAMILIES | MIXTURES)[name]
+    kind, own = (FAMILIES | MIXTURES | HYBRIDS)[name]
     settings: dict[str, object] = dict(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2, tie_word_embeddings=True,

@@ -21,6 +21,7 @@ from longdraft.kernels.cuda.launch import require
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.row_invariance import is_row_invariant
+from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.int4 import Int4Weight
 from longdraft.kernels.interface import (
     FLOAT_DTYPES,
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 _TILES = (64, 32, 16)
 _PREFIX, _FP8_SUFFIX = "triton-", "-fp8"
 NAMES = tuple(f"{_PREFIX}{tile}{suffix}" for suffix in ("", _FP8_SUFFIX) for tile in _TILES)
+
+_NO_DELTA = "delta layers have no CUDA kernels yet; use --device cpu"
 
 
 class CudaKernels(CudaOperations):
@@ -69,6 +72,13 @@ class CudaKernels(CudaOperations):
 
     def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
         return CudaStore(self.device, self.dtype, self._element, num_kv_heads, head_dim)
+
+    def new_state(self, weights: DeltaWeights) -> DeltaState:
+        raise UsageError(_NO_DELTA)
+
+    def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
+                   parents: Tensor) -> Tensor | None:
+        raise UsageError(_NO_DELTA)
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
         """Also sets `is_row_invariant` to False where the device fails the test of the first layer."""

@@ -1,0 +1,126 @@
+"""All layers of a decoder in one call of the compiled module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels.cpu_store import (
+    CpuLinear,
+    address,
+    are_layers,
+    native_stores,
+    remainder_address,
+    require,
+    require_length,
+    require_tensor,
+)
+from longdraft.kernels.interface import AttentionOutput, Geometry, KVStore, LayersKV, LayerWeights
+
+with suppress(ImportError):  # the reference is used instead; native.py has the reason
+    from longdraft.kernels import _cpu
+
+
+class CpuDecoder:
+    """See :class:`longdraft.kernels.interface.Decoder`. One call runs all layers. Weights are checked once, here."""
+
+    def __init__(self, kernels: _cpu.Kernels, dtype: torch.dtype, layers: Sequence[LayerWeights],
+                 geometry: Geometry) -> None:
+        self._kernels, self._dtype = kernels, dtype
+        self._layers = tuple(layers)  # keeps the tensors alive that the compiled decoder points to
+        self._geometry = geometry
+        heads, kv_heads, dim = geometry[:3]
+        self._hidden = len(layers[0].attention_norm)
+        require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
+        self.native = _cpu.Decoder(*geometry)
+        for layer in self._layers:
+            qkv, out, gate_up, down = self._checked_weights(layer)
+            norms_heads = layer.q_norm is not None and layer.q_norm.shape == (dim,)
+            self.native.add(layer.attention_norm.data_ptr(), qkv, out, layer.mlp_norm.data_ptr(), gate_up, down,
+                             layer.window, address(layer.q_norm), address(layer.k_norm), norms_heads, layer.rotates)
+
+    def _checked_weights(self, layer: LayerWeights) -> list[_cpu.Linear]:
+        """qkv, out, gate_up and down. ValueError where they, or the norms, do not fit together."""
+        heads, kv_heads, dim = self._geometry[:3]
+        assert layer.gate_up is not None
+        hidden, inner, dtype = self._hidden, layer.gate_up.out_features // 2, self._dtype
+        weights = [w.native for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CpuLinear)]
+        shapes = [(w.n, w.k) for w in weights]
+        wanted = [((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)]
+        require(shapes == wanted, f"weights {wanted}", shapes)
+        require(all(w.is_bf16 == (dtype == torch.bfloat16) for w in weights), f"weights of {dtype}", "another dtype")
+        require_tensor("attention_norm", layer.attention_norm, (hidden,), dtype)
+        require_tensor("mlp_norm", layer.mlp_norm, (hidden,), dtype)
+        require((layer.q_norm is None) == (layer.k_norm is None), "both a q_norm and a k_norm, or neither", "one")
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q_units, k_units = (1, 1) if layer.q_norm.shape == (dim,) else (heads, kv_heads)
+            require_tensor("q_norm", layer.q_norm, (q_units * dim,), dtype)
+            require_tensor("k_norm", layer.k_norm, (k_units * dim,), dtype)
+        require(layer.window >= 0, "a window of 0 or more positions", layer.window)
+        return weights
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
+                parents: Tensor) -> tuple[Tensor, AttentionOutput]:
+        heads, kv_heads, dim = self._geometry[:3]
+        num_layers, rows, dtype = len(self._layers), x.shape[0], self._dtype
+        require(x.shape == (rows, self._hidden), f"rows [R, {self._hidden}]", x.shape)
+        require_tensor("cos", cos, (rows, dim // 2), torch.float32)
+        require_tensor("sin", sin, (rows, dim // 2), torch.float32)
+        require_tensor("parents", parents, (rows,), torch.int32)
+        shape = (num_layers, rows, kv_heads, dim)
+        k, v = (_whole_address(parts, shape, dtype) for parts in ([kv.k for kv in texts], [kv.v for kv in texts]))
+        stores = [native_stores(self._dtype, kv.stores, num_layers, kv_heads, dim) for kv in texts]
+        for kv, native in zip(texts, stores, strict=True):
+            require_length(kv.length, native)
+        result = x.to(dtype, copy=True).contiguous()
+        q, content, output = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(3))
+        lse = torch.empty(num_layers, rows, heads)
+        self._kernels.forward(
+            self.native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
+            [remainder_address(kv.remainder, (num_layers, heads, dim + 1, dim + 1)) for kv in texts],
+            [self._tap_addresses(kv) for kv in texts],
+            result.data_ptr(), cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), q.data_ptr(), content.data_ptr(),
+            k, v, output.data_ptr(), lse.data_ptr())
+        return result, AttentionOutput(q, output, lse, content)
+
+    def _tap_addresses(self, kv: LayersKV) -> list[int]:
+        """For each layer, and for the result: where to copy the rows that enter it, or 0; empty without taps."""
+        if not kv.taps:
+            return []
+        layers, rows = kv.taps
+        require(len(set(layers)) == len(layers) and all(0 <= layer <= len(self._layers) for layer in layers),
+                 f"different tapped layers, 0 to {len(self._layers)}", layers)
+        require_tensor("tapped rows", rows, (len(layers), kv.k.shape[1], self._hidden), self._dtype)
+        where = [0] * (len(self._layers) + 1)
+        for place, layer in enumerate(layers):
+            where[layer] = rows.data_ptr() + place * rows.stride(0) * rows.itemsize
+        return where
+
+    def draft_arguments(self, stores: Sequence[KVStore], length: int, remainder: Tensor | None, cos: Tensor,
+                        sin: Tensor) -> tuple[list[_cpu.Store], int]:
+        """The compiled stores and the remainder's address for a chain of drafts, checked as `forward` checks them."""
+        heads, kv_heads, dim = self._geometry[:3]
+        native = native_stores(self._dtype, stores, len(self._layers), kv_heads, dim)
+        require_length(length, native)
+        require_tensor("cos", cos, (len(cos), dim // 2), torch.float32)
+        require_tensor("sin", sin, (len(cos), dim // 2), torch.float32)
+        return native, remainder_address(remainder, (len(native), heads, dim + 1, dim + 1))
+
+
+def _whole_address(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """The address of the tensor [L, R, Hkv, D] of which `parts` are consecutive slices [L, T, Hkv, D]."""
+    num_layers, rows, heads, dim = shape
+    width, start = heads * dim, parts[0].data_ptr()
+    row, size = 0, width * dtype.itemsize
+    for part in parts:
+        count = part.shape[1]
+        fits = (part.dtype == dtype and count > 0 and part.shape == (num_layers, count, heads, dim)
+                and part.data_ptr() == start + row * size and are_layers(part, rows * width))
+        if not fits:
+            require(False, f"keys and values {shape} of {dtype}, a slice for each text", (part.shape, part.dtype))
+        row += count
+    require(row == rows, f"keys and values of {rows} rows", row)
+    return start

@@ -1,0 +1,254 @@
+"""Hybrids: models with delta layers (Qwen3-Next, Qwen3.5) against `transformers`; all drafters write the plain text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import longdraft
+from helpers.checkpoints import load, make_heads
+from helpers.eagle import load_eagle, make_eagle
+from helpers.equality import DRAFTERS, LIARS, liar, prompt_of
+from helpers.families import HYBRIDS, logits_of, make_family, theirs_of
+from helpers.generation import by_name, generate
+from longdraft import kernels
+from longdraft.core import SamplingParams
+from longdraft.errors import LongdraftError, ModelError
+from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
+from longdraft.model import heads, sizing
+from longdraft.model.config import parse_config, read_config
+from longdraft.model.transformer import Rows, chain_rows
+
+LOADED = ["auto", "suffix", "magicdec"]  # drafters of the tests with the whole engine
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_models_are_those_of_transformers(tmp_path, name):
+    """Logits over prefill and decode, in float32 and within bfloat16's rounding; greedy texts."""
+    theirs, tokens = make_family(tmp_path / "a", name), prompt_of(200)
+    ours = load(tmp_path / "a")
+    torch.testing.assert_close(logits_of(ours, tokens, 170), theirs_of(theirs, tokens), atol=5e-4, rtol=1e-4)
+    prompt = prompt_of(60)
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None,
+                               pad_token_id=0)[0, 60:].tolist()
+    assert generate(ours, prompt, SamplingParams(max_new_tokens=40, temperature=0.0), by_name("plain")) == expected
+    exact = theirs_of(make_family(tmp_path / "b", name, initializer_range=0.05), tokens)
+    rounded = theirs_of(make_family(tmp_path / "b", name, torch.bfloat16, initializer_range=0.05), tokens)
+    found = logits_of(load(tmp_path / "b", "bfloat16"), tokens, 170)
+    assert (found - exact).abs().mean() <= 1.2 * (rounded - exact).abs().mean()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3.5 with heads for drafts. Their attention has gates, and a quarter of a head rotates."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    make_heads(folder / "heads", make_family(folder, "qwen3_5"))
+    make_eagle(folder / "eagle")
+    return folder
+
+
+@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_have_the_same_bits_one_by_one_together_and_in_a_tree(folder, name, dtype):
+    model, tokens = load(folder, dtype, name), prompt_of(40)
+    alone = logits_of(model, tokens, 1)
+    assert torch.equal(logits_of(model, tokens, 40), alone)
+    if name != "reference" and dtype == "float32":
+        torch.testing.assert_close(alone, logits_of(load(folder, name="reference"), tokens, 40), atol=1e-4, rtol=1e-4)
+    cache = model.new_cache()
+    model.forward(chain_rows(tokens[:30], 0), cache)
+    cache.commit(range(30))
+    # The true continuation is the path 0, 2, 3, 5 of a tree; its other nodes are wrong.
+    rows = Rows([tokens[30], 7, tokens[31], tokens[32], 9, tokens[33], 11], [30, 31, 31, 32, 32, 33, 34],
+                [-1, 0, 0, 2, 2, 3, 4])
+    found = model.forward(rows, cache, 7).logits
+    assert torch.equal(found[[0, 2, 3, 5]], alone[30:34])
+    cache.commit([0, 2, 3, 5])
+    assert torch.equal(model.forward(chain_rows(tokens[34:], 34), cache, 6).logits, alone[34:])
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@pytest.mark.parametrize("shape", [DeltaShape(1, 3, 32, 48, 2), DeltaShape(2, 2, 16, 64, 4)])
+def test_the_compiled_rule_is_that_of_the_definition(name, shape):
+    """With zeros as well: rows of zeros have no direction."""
+    torch.manual_seed(2)
+    weights = DeltaWeights(shape, torch.randn(shape.width, shape.channels), -torch.rand(shape.value_heads) * 3,
+                           torch.randn(shape.value_heads), torch.randn(shape.value_dim), 1e-6)
+    parents = torch.tensor([-1, 0, 1, 0, -1, 4, 3], dtype=torch.int32)
+    mixed, z = torch.randn(7, shape.channels), torch.randn(7, shape.values)
+    mixed[1] = 0
+    gates, found = torch.randn(7, 2 * shape.value_heads) * 4, []
+    for ops in (kernels.choose("cpu", "float32", kind) for kind in (name, "reference")):
+        text = DeltaRows(ops.new_state(weights), ops.new_state(weights), mixed, gates)
+        ops.delta_rule(weights, [text], None, parents)  # a state that is not zero
+        text = text._replace(before=text.after, after=ops.new_state(weights))
+        found.append((ops.delta_rule(weights, [text], z, parents), text.after))
+    (ours, state), (theirs, expected) = found
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    blocks = state.matrix.permute(0, 2, 1, 3).reshape(expected.matrix.shape)
+    torch.testing.assert_close(blocks, expected.matrix, atol=1e-4, rtol=1e-4)
+    assert torch.equal(state.history, expected.history)
+
+
+@pytest.mark.parametrize("dtype, settings", [("float32", dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2)),
+                                             ("bfloat16", dict(temperature=0.0))])
+def test_every_drafter_writes_the_plain_text(folder, dtype, settings):
+    model = load(folder, dtype)
+    other = load_other(folder.parent / "llama", dtype)
+    trained, eagle = heads.load_heads(folder / "heads", model), load_eagle(folder / "eagle", model)
+    params = SamplingParams(max_new_tokens=24, seed=11, **settings)
+    plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
+    for name, options in DRAFTERS.values():
+        if name == "glide" or (name == "tokenswift" and options.get("cache") == "full"):
+            continue  # refused
+        factory = by_name(name, trained, other if "model" in options else None, None, eagle, **options)
+        assert generate(model, prompt_of(60), params, factory, banned=[1]) == plain, (name, options)
+
+
+def load_other(folder: Path, dtype: str):
+    make_family(folder, "llama")
+    return load(folder, dtype)
+
+
+@pytest.mark.parametrize("kind", LIARS)
+def test_lying_drafters_do_not_change_the_text(folder, kind):
+    model, prompt = load(folder, "bfloat16"), prompt_of(60)
+    params = SamplingParams(max_new_tokens=24, seed=5, temperature=1.0, top_p=0.9)
+    plain = generate(model, prompt, params, by_name("plain"), banned=[1])
+    drafter = liar(kind, plain, len(prompt))
+    assert generate(model, prompt, params, lambda given: drafter, banned=[1]) == plain
+
+
+def test_an_unchanged_state_drafts_the_plain_text(folder):
+    """With a partial cache that holds the whole text, drafts are right: their states begin with those of the text."""
+    engine = longdraft.load(str(folder), drafter="magicdec", drafter_options={"suffix": "false"})
+    params = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
+    stats = list(engine.generate(prompt_of(60), params))[-1].stats
+    assert stats["mean_accepted_length"] > 6
+
+
+def test_a_four_bit_copy_drafts_with_the_states_of_the_text(folder):
+    params = SamplingParams(max_new_tokens=30, seed=3, ignore_eos=True)
+    plain = longdraft.load(str(folder), drafter="plain").generate(prompt_of(60), params)
+    engine = longdraft.load(str(folder), drafter="magicdec", quantized_cache="none",
+                            drafter_options={"draft_weights": "int4", "suffix": "false"})
+    drafted = engine.generate(prompt_of(60), params)
+    ids = [[token for event in text for token in event.tokens] for text in (plain, drafted)]
+    assert ids[0] == ids[1]
+    assert drafted.stats()["accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("drafter", LOADED)
+def test_texts_of_a_batch_and_resumed_texts_are_the_plain_ones(folder, tmp_path, drafter):
+    params = [SamplingParams(max_new_tokens=20, seed=seed, ignore_eos=True) for seed in (1, 2, 3)]
+    prompts = [prompt_of(30), prompt_of(45, 4), prompt_of(30)]
+    plain = longdraft.load(str(folder), drafter="plain")
+    expected = [[token for event in plain.generate(prompt, each) for token in event.tokens]
+                for prompt, each in zip(prompts, params, strict=True)]
+    engine = plain.with_drafter(drafter)
+    found: list[list[int]] = [[], [], []]
+    for place, event in engine.generate_many(prompts, params, batch_size=3):
+        found[place] += event.tokens
+    assert found == expected
+    with engine.generate(prompts[0], params[0], journal=tmp_path / "j") as text:
+        while len(text.tokens) < 8:
+            next(text)
+    assert [token for event in engine.resume(tmp_path / "j") for token in event.tokens] == expected[0]
+
+
+def test_quantised_models_have_one_text_for_all_drafters(folder):
+    for quantize in ("int8", "int4"):
+        model = load(folder, "bfloat16", quantize=quantize)
+        params = SamplingParams(max_new_tokens=20, seed=2, temperature=1.0)
+        plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
+        assert generate(model, prompt_of(60), params, by_name("magicdec", chain=4), banned=[1]) == plain
+
+
+def test_the_text_part_of_a_wrapped_model_is_read_without_its_native_drafts(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    wrapped = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    wrapped |= {"model.visual.blocks.0.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
+    save_file(wrapped, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": config,
+                                                      "tie_word_embeddings": True}))
+    assert torch.equal(logits_of(load(tmp_path), prompt_of(20), 20), logits_of(load(folder), prompt_of(20), 20))
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert torch.equal(logits_of(load(tmp_path), prompt_of(20), 20), logits_of(load(folder), prompt_of(20), 20))
+
+
+def test_experts_of_a_layer_may_be_one_tensor(tmp_path):
+    """As in the files of Qwen3.5 on the hub."""
+    make_family(tmp_path, "qwen3_5_moe")
+    tensors, expected = load_file(tmp_path / "model.safetensors"), logits_of(load(tmp_path), prompt_of(20), 20)
+    for layer in (f"model.layers.{index}.mlp.experts." for index in range(4)):
+        gate, up, down = (torch.stack([tensors.pop(f"{layer}{expert}.{part}_proj.weight") for expert in range(6)])
+                          for part in ("gate", "up", "down"))
+        tensors |= {f"{layer}gate_up_proj": torch.cat([gate, up], 1), f"{layer}down_proj": down}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(logits_of(load(tmp_path), prompt_of(20), 20), expected)
+
+
+def test_a_model_of_transformers_in_memory_is_the_same_model(tmp_path):
+    for name in HYBRIDS:
+        make_family(tmp_path / name, name)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        writer = longdraft.from_transformers(theirs, drafter="plain")
+        ids = torch.tensor([prompt_of(20)])
+        greedy = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert torch.equal(writer.generate(ids, **greedy), theirs.generate(ids, **greedy))
+
+
+def test_sizes_count_delta_layers_and_states(folder, tmp_path):
+    make_family(tmp_path, "qwen3_next")
+    for path in (folder, tmp_path):
+        config, tensors = read_config(path), load_file(path / "model.safetensors")
+        sizes = sizing.model_sizes(config, "float32")
+        assert sizes.parameters == sum(tensor.numel() for tensor in tensors.values())
+        model = load(path)
+        assert sizes.cache_bytes_per_token == model.cache_bytes_per_token == 2 * 2 * 16 * 4  # one layer of four
+        heads_of = config.hybrid.shape
+        assert sizes.state_bytes == 3 * 4 * heads_of.value_heads * heads_of.key_dim * heads_of.value_dim
+    doubled = sizes.ms_per_token(0, 1e9) * 1e6
+    assert doubled == pytest.approx(sizes.read_bytes + 2 * sizes.state_bytes)
+
+
+BASE = dict(model_type="qwen3_5_text", vocab_size=320, hidden_size=48, intermediate_size=64, num_hidden_layers=4,
+            num_attention_heads=4)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(linear_value_head_dim=24), "linear_value_head_dim 24 and .*supported: multiples of 16"),
+    (dict(linear_num_value_heads=24), "value heads that are a multiple of the key heads"),
+    (dict(linear_conv_kernel_dim=1), "a convolution of 2 or more"),
+    (dict(layer_types=["linear_attention"] * 4), "names layers of one kind only"),
+    (dict(layer_types=["mamba"] * 4), "must be a list of 4 values"),
+])
+def test_sizes_of_delta_layers_are_checked(changes, message):
+    assert parse_config(BASE).hybrid is not None
+    with pytest.raises(ModelError, match=message):
+        parse_config(BASE | changes)
+
+
+def test_what_delta_layers_cannot_do_is_refused_in_one_line(folder, tmp_path):
+    engine = longdraft.load(str(folder), drafter="plain")
+    params = SamplingParams(max_new_tokens=4)
+
+    def with_full_cache() -> None:
+        longdraft.load(str(folder), drafter="tokenswift", heads=str(folder / "heads"),
+                       drafter_options={"cache": "full"}).generate("It", params)
+
+    for attempt, message in (
+            (lambda: engine.generate("It", SamplingParams(banned_strings=("x",))), "banned_strings cuts"),
+            (lambda: engine.generate("It", params, journal=tmp_path / "j", snapshot="always"), "auto or never on"),
+            (lambda: engine.with_drafter("draft-model", {"model": str(folder)}), "has delta layers, whose states"),
+            (lambda: engine.with_drafter("glide"), "needs trained glide"),
+            (with_full_cache, "dynamic or static for models with delta layers")):
+        with pytest.raises(LongdraftError, match=message) as caught:
+            attempt()
+        assert "\n" not in str(caught.value)
