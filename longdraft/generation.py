@@ -75,7 +75,7 @@ class Generation(Iterator[Event]):
         ends = stop_ids(params, target.config.eos_token_ids)
         if sampler is None:  # log-probabilities are computed on the host
             sampler = Sampler(params, ends, target.kernels.name != kernels.REFERENCE, target.kernels if logprobs is None
-                              else None, model.marked_tokens(params), model.grammar_rules(params))
+                              else None, model.marked_tokens(params), model.grammar_rules(params, prompt))
         self.clock = CostClock(agree=model.ranks.agree)
         self._draft_copy = model.draft_copy_for(length, drafter)
         self._resources = drafters.Resources(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from longdraft.drafters.selector import SharedKnowledge
 from longdraft.errors import ModelError, UsageError, check
 from longdraft.model import fingerprint, hub
 from longdraft.model.auxiliary import DRAFT_FOLDER, Target, TrainedParts, load_draft_model, optional_part
+from longdraft.model.chat_template import closed_thinking
 from longdraft.model.defaults import Defaults
 from longdraft.model.draft_copy import SAME, load_copy
 from longdraft.model.eagle import Eagle
@@ -39,6 +40,8 @@ from longdraft.sampling.sampler import MarkedTokens
 from longdraft.sampling_params import BREAKERS
 from longdraft.speculation.drafter import Drafter
 from longdraft.version import __version__
+
+_TAG_TOKENS = 8  # at the end of a prompt, which may open a thinking
 
 
 @dataclass(frozen=True)
@@ -230,8 +233,11 @@ class LoadedModel:
             protected = {*self.tokenizer.tokens_with("\n"), *self.target.config.eos_token_ids, *params.stop_token_ids}
         return MarkedTokens(frozenset(breakers), frozenset(protected))
 
-    def grammar_rules(self, params: SamplingParams) -> GrammarRules | None:
-        """The grammar of a request. UsageError, in one line, if it or the model cannot be used."""
+    def grammar_rules(self, params: SamplingParams, prompt: Sequence[int] = ()) -> GrammarRules | None:
+        """The grammar of a request. UsageError, in one line, if it or the model cannot be used.
+
+        If the prompt ends with an opened <think>, as some chat templates do, the grammar begins behind </think>.
+        """
         if not params.structured_outputs:
             return None
         config = self.target.config
@@ -240,8 +246,9 @@ class LoadedModel:
                              "structured_outputs")
         kind, text = params.structured_outputs
         ids = tuple(config.eos_token_ids)
+        after = params.structured_after or closed_thinking(self.tokenizer.decode(prompt[-_TAG_TOKENS:]))
         return GrammarRules.compile((kind, text), self.tokenizer.for_grammars(config.vocab_size, ids[0]), ids,
-                                    config.vocab_size)
+                                    config.vocab_size, after)
 
     @property
     def arithmetic(self) -> dict[str, str]:

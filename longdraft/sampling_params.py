@@ -116,6 +116,8 @@ class SamplingParams:
     banned_strings      phrases that the text must not contain, in any letter case; see longdraft/banned_phrases.py
     structured_outputs  what the text must match: ("json", schema), ("regex", expression) or ("grammar", Lark or GBNF);
                         see longdraft/structured.py for the other forms that `from_names` takes
+    structured_after    the text behind which it must match, such as "</think>"; what comes before is free. Default: the
+                        whole text, or behind the thinking that the end of the prompt opens
     stop                strings that end the generation; they are not part of the text
     stop_token_ids      token ids that end the generation, in addition to the model's end-of-text ids
     logit_bias          pairs (token id, -100 to 100 to add to its logit), applied before everything else
@@ -152,6 +154,7 @@ class SamplingParams:
     dynatemp_exponent: float = 1.0
     banned_strings: tuple[str, ...] = ()
     structured_outputs: tuple[str, ...] = ()
+    structured_after: str = ""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -191,6 +194,9 @@ class SamplingParams:
             for name in ("no_repeat_ngram_size", "banned_strings"):
                 check(not getattr(self, name), name, getattr(self, name), "off with structured_outputs",
                       "it could ban what the grammar demands")
+        check(isinstance(self.structured_after, str) and len(self.structured_after) <= MAX_PHRASE
+              and bool(self.structured_outputs or not self.structured_after), "structured_after",
+              self.structured_after, f"a text of at most {MAX_PHRASE} characters, with structured_outputs")
         ids: object = self.stop_token_ids
         check(isinstance(ids, tuple) and all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", ids,
               "a tuple of token ids, 0 or more")

@@ -46,10 +46,11 @@ _SAMPLERS: dict[str, tuple[Any, str]] = {
     "json_schema": (Path, "The text is JSON that matches this JSON schema, a file (extra: structured)."),
     "regex": (str, "The text matches this regular expression as a whole (extra: structured)."),
     "grammar": (Path, "The text matches this grammar, a file in Lark's or llama.cpp's notation (extra: structured)."),
+    "structured_after": (str, "Text behind which --json-schema, --regex or --grammar begins, such as </think>."),
 }
 _SHOWN = {"dry_sequence_breaker": "line break, colon, quote and asterisk", "typical_p": "the model's, else 1",
           "no_repeat_ngram_size": "the model's, else 0", "ban": "none", "json_schema": "any text",
-          "regex": "any text", "grammar": "any text"}
+          "regex": "any text", "grammar": "any text", "structured_after": "the end of a thinking that the prompt opens"}
 
 
 def _annotation(name: str) -> Any:

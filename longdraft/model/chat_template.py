@@ -120,6 +120,12 @@ def opened_thinking(prompt: str) -> str:
     return found.group() if found else ""
 
 
+def closed_thinking(prompt: str) -> str:
+    """The tag that ends the thinking which the end of a prompt has opened, such as `</think>`; or nothing."""
+    found = _THINKING_TAG.search(prompt)
+    return f"</{found['tag']}>" if found else ""
+
+
 def parse_option(text: str) -> Any:
     """The value of a `--chat-option`: parsed as JSON if possible (true, 3, null), otherwise the text itself."""
     try:

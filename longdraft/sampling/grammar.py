@@ -4,8 +4,9 @@
     text = Grammar(rules)
     text.mask(context, path)      # [V] bool: the tokens that may follow
 
-The grammar covers the new text from its first token on. The end of the text is possible only where the grammar is
-complete. The engine is llguidance (https://github.com/guidance-ai/llguidance; extra `structured`).
+The grammar covers the new text from its first token on, or behind a text such as </think>. The end of the text is
+possible only where the grammar is complete. The engine is llguidance (https://github.com/guidance-ai/llguidance; extra
+`structured`).
 
     Illegal guesses are removed before the forward, so they cost nothing.
     Forced tokens: where the grammar leaves one way to go on, its tokens are free drafts; their source is "grammar".
@@ -14,6 +15,7 @@ complete. The engine is llguidance (https://github.com/guidance-ai/llguidance; e
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 Mask = NDArray[np.bool_]  # [V]: the tokens that are allowed
 FORCED = "grammar"  # the source of forced tokens in the statistics
 _MAX_FORCED = 32  # forced tokens that a step adds to a tree at most
+_TAG = re.compile(r"<[^<>\s]+>")
 _WHITESPACE = r"[ \n]{0,2}"  # between the parts of JSON: unbounded white space can go on for ever
 
 
@@ -70,15 +73,18 @@ class GrammarRules:
     vocabulary: int
 
     @classmethod
-    def compile(cls, structure: Structure, tokenizer: LLTokenizer, eos_ids: tuple[int, ...],
-                vocabulary: int) -> GrammarRules:
-        """UsageError, in one line, for a grammar that cannot be used."""
+    def compile(cls, structure: Structure, tokenizer: LLTokenizer, eos_ids: tuple[int, ...], vocabulary: int,
+                after: str = "") -> GrammarRules:
+        """UsageError, in one line, for a grammar that cannot be used. after: the text that comes before, if any."""
         version()
         from llguidance import LLMatcher
 
         try:
-            grammar = _translated(*structure)
+            grammar = _translated(*structure) if not after else _behind(after, *structure, is_token=True)
             problem = LLMatcher.validate_grammar(grammar, tokenizer)
+            if after and problem.find("unknown special token") >= 0:
+                grammar = _behind(after, *structure, is_token=False)
+                problem = LLMatcher.validate_grammar(grammar, tokenizer)
         except Exception as error:  # the converters raise their own errors for grammars that they cannot read
             problem = str(error)
         if problem:
@@ -108,6 +114,29 @@ def _translated(kind: str, text: str) -> str:
     if kind == "regex":
         return str(LLMatcher.grammar_from_regex(text))
     return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
+
+
+def _behind(after: str, kind: str, text: str, *, is_token: bool) -> str:
+    """The grammar of free text, `after`, and then what the structure allows, in Lark's notation.
+
+    is_token: the tokenizer has one token for `after`, as for </think>; llguidance does not match it as text then.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if kind == "json":
+        schema = json.loads(text)
+        limits = {"whitespace_pattern": _WHITESPACE}
+        own = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
+        body = f"%json {json.dumps({**own, 'x-guidance': limits | own.get('x-guidance', {})})}"
+    elif kind == "regex":
+        body = "/" + text.replace("/", r"\/").replace("\n", r"\n") + "/"
+    else:
+        body = f"%lark {{\n{any_to_lark(text)}\n}}"
+    free = f"free: /(.|\\n)*/ {after}" if is_token and _TAG.fullmatch(after) else (
+        f"free[suffix={json.dumps(after)}]: /(.|\\n)*/")
+    return str(LLMatcher.grammar_from_lark(f"start: free body\n{free}\nbody: BLANK? structure\n"
+                                           f"BLANK: /[ \\n]{{1,2}}/\nstructure: {body}\n"))
 
 
 class Grammar:

@@ -101,5 +101,7 @@ class SamplerFields(StrictModel):
     guided_grammar: StructureText | None = None
     json_schema: AnyObject | None = Field(default=None, description="llama.cpp's.")
     grammar: StructureText | None = Field(default=None, description="llama.cpp's GBNF, or Lark.")
+    structured_after: Annotated[str, Field(max_length=MAX_PHRASE)] | None = Field(
+        default=None, description="The text behind which the structure begins, such as </think>.")
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None

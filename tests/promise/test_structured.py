@@ -13,6 +13,7 @@ import pytest
 
 import longdraft
 import longdraft.sampling.grammar
+from helpers import serving
 from helpers.equality import DRAFTERS
 from longdraft.__main__ import run
 from longdraft.core import Context, SamplingParams
@@ -295,3 +296,48 @@ def test_the_command_line_takes_a_schema_a_regular_expression_or_a_grammar(tmp_p
     assert "--regex and --grammar are given; give one of them" in capfd.readouterr().err
     assert run([*command, "--json-schema", str(tmp_path / "none.json")]) == 2
     assert "--json-schema cannot read" in capfd.readouterr().err
+
+
+# Behind a thinking
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory) -> longdraft.Engine:
+    """The bundled model with `</think>` as a token of its own, and a template that opens the thinking."""
+    folder = serving.talkative(tmp_path_factory.mktemp("thinker") / "model")
+    words = json.loads((folder / "tokenizer.json").read_text())
+    unused = max(words["model"]["vocab"], key=words["model"]["vocab"].get)
+    number = words["model"]["vocab"].pop(unused)
+    words["model"]["merges"] = [pair for pair in words["model"]["merges"]
+                                if "".join(pair if isinstance(pair, list) else pair.split(" ")) != unused]
+    words["added_tokens"].append(dict(id=number, content="</think>", single_word=False, lstrip=False, rstrip=False,
+                                      normalized=False, special=False))
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<think>\n")
+    return longdraft.load(str(folder), drafter="suffix", threads=1)
+
+
+BEHIND = [(("regex", "[ab]{3}/[0-9]"), r"[ab]{3}/[0-9]"), (("grammar", 'start: ("x" | "y")+ "."'), r"[xy]+\."),
+          (("json", '{"type": "array", "items": {"enum": [1]}, "minItems": 2, "maxItems": 2}'), r"\[\s*1\s*,\s*1\s*\]")]
+
+
+@pytest.mark.parametrize("structure, matches", BEHIND)
+def test_the_grammar_begins_behind_the_thinking_that_the_prompt_opens(thinker, structure, matches):
+    """What comes before is free. A bias makes the model write the tag."""
+    ids = thinker.chat("A plan.")
+    tag, = thinker.tokenizer.encode("</think>", add_special_tokens=False)
+    params = params_of(structure, max_new_tokens=300, logit_bias=((tag, 9.0),))
+    plain = text_of(thinker.with_drafter("plain").generate(ids, params))
+    assert text_of(thinker.generate(ids, params)) == plain
+    free, _, rest = plain.partition("</think>")
+    assert free and re.fullmatch(r"[ \n]{0,2}" + matches, rest), plain
+
+
+@pytest.mark.parametrize("structure, matches", BEHIND)
+def test_the_grammar_begins_behind_a_text_that_is_named(engine, structure, matches):
+    params = params_of(structure, max_new_tokens=300, structured_after=".")
+    plain = text_of(engine.with_drafter("plain").generate("It was", params))
+    assert text_of(engine.generate("It was", params)) == plain
+    assert re.fullmatch(r"[^.]+\.[ \n]{0,2}" + matches, plain), plain
+    with pytest.raises(UsageError, match=r"structured_after is 'x'; allowed: .*, with structured_outputs"):
+        SamplingParams(structured_after="x")
