@@ -238,7 +238,7 @@ def measure(model: Transformer, sampler: Sampler, candidates: Callable[[FullCach
     if (expected := _USUAL_STEPS * plain.verify) > _LONG_S:
         log.warning("timing the drafters of this model on this machine, once: about %d s", expected)
     by_rows = [plain, *(short.seconds(rows) for rows in ROWS[1:])]
-    host = by_rows[0].sample + by_rows[0].commit
+    host = min(timings.sample + timings.commit for timings in by_rows)  # noise only adds to it
     seconds = [timings.verify + timings.sample + timings.commit - host for timings in by_rows]
     # More rows take no less time, and noise only adds to it: a time above that of more rows is noise.
     rising = [float(each) for each in np.minimum.accumulate(seconds[::-1])[::-1]]

@@ -133,6 +133,24 @@ def test_the_costs_of_every_candidate_are_measured(monkeypatch, tmp_path, tiny):
     assert len(list((tmp_path / "longdraft" / "drafting-costs").iterdir())) == 1
 
 
+def test_a_plain_step_that_is_interrupted_gives_no_negative_costs(monkeypatch, tmp_path, tiny):
+    """Other work may take the processor while the first step chooses its token."""
+    seconds, seen = costs._RandomText.seconds, []
+
+    def interrupted(text, rows):
+        timings = seconds(text, rows)
+        timings.sample += 5.0 if not seen else 0.0
+        seen.append(rows)
+        return timings
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(costs._RandomText, "seconds", interrupted)
+    engine = longdraft.load(str(tiny["mha"]), drafter="auto", threads=1)
+    assert list(engine.generate("It was", SamplingParams(max_new_tokens=4, seed=1, ignore_eos=True)))[-1].finish_reason == "length"
+    file, = (tmp_path / "longdraft" / "drafting-costs").iterdir()
+    assert min(json.loads(file.read_text())) >= 0
+
+
 def test_a_measurement_that_takes_long_is_announced_and_times_each_step_once(monkeypatch, tmp_path, tiny, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(costs, "_LONG_S", 0.0)
