@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,13 +40,14 @@ PROMPTS = ("It was", "The ship", "She had not", "In the year 1843", "\"No,\" sai
 
 
 @contextmanager
-def server(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and URL of a server that is started like a user starts it."""
+def server(*options: str, on_line: Callable[[str], object] = len) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and URL of a server that is started like a user starts it. `on_line` gets each line of its log."""
     command = [sys.executable, "-m", "longdraft", "serve", "--port", "0", "--log-level", "info", *options]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
     url = next(found.group() for line in child.stderr if (found := re.search(r"http://[\d.]+:\d+", line)))
-    threading.Thread(target=lambda: child.stderr and child.stderr.read(), daemon=True).start()
+    threading.Thread(target=lambda: [None for line in child.stderr or () if on_line(line) is Ellipsis],
+                     daemon=True).start()
     try:
         yield child, url
     finally:

@@ -4,6 +4,7 @@
     python benchmarks/soak.py kills --count 20 --command-line    # `longdraft generate` and `resume` themselves
     python benchmarks/soak.py fuzz --count 200000
     python benchmarks/soak.py long --tokens 100000
+    python benchmarks/soak.py server --seconds 3600              # honest and hostile clients of one server
 
 Each ends with one JSON line, and with exit status 1 after any failure. Figures: docs/reliability.md.
 """
@@ -158,6 +159,20 @@ def fuzz(count: Annotated[int, typer.Option(help="Inputs.")] = 200_000,
     figures, failures = fuzzing.run(first, count, chunk)
     for failure in failures:
         print(failure, file=sys.stderr)
+    end(figures, not failures)
+
+
+@app.command("server")
+def server_run(seconds: Annotated[float, typer.Option(help="Length of the run.")] = 3600, seed: int = 1,
+               output: Annotated[Path | None, typer.Option(help="Figures as JSON.")] = None) -> None:
+    """Honest and hostile clients of one server: equal texts, flat memory, no open file left, /health in time."""
+    import soak_server
+
+    figures, failures = soak_server.run(seconds, seed)
+    for failure in failures[:100]:
+        print(failure, file=sys.stderr)
+    if output:
+        output.write_text(json.dumps(figures, indent=2) + "\n")
     end(figures, not failures)
 
 
