@@ -104,6 +104,30 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """A file with this content, which has its name only when it is complete and on the disk. Raises OSError."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        write_synced(partial, data, os.O_TRUNC)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_synced(path: Path, data: bytes, flag: int = os.O_APPEND) -> None:
+    """Append to a file, or with O_TRUNC replace its content; it is on the disk when this returns. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag, 0o666)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def open_outputs(paths: Mapping[str, Path | None]) -> dict[str, OutputFile]:
     """Open the file of each option that has a path: option -> file. UsageError if two options name the same file."""
     files: dict[str, OutputFile] = {}

@@ -21,13 +21,14 @@ from typing import Any
 
 from longdraft.batch.requests import OutputRecord, Row, fingerprint_of, is_failed, key_of, num_tokens
 from longdraft.errors import OutputError, UsageError
-from longdraft.files import sync_folder
+from longdraft.files import sync_folder, write_synced
 
 PARQUET = ".parquet"
 _LONGEST_LINE = 1 << 28  # bytes
 _ROWS_PER_READ = 256  # of a Parquet table
 _COLLECTED = "records.jsonl"  # in the work folder, for a Parquet output, which cannot be appended to
 _ROWS_PER_WRITE = 1024
+_SECTOR = 512  # bytes of the smallest unit that a disk writes
 _RECORD_START = b'{"id": "'
 _LINE_ENDS = "\x85\u2028\u2029"  # JSON does not escape them, but some readers end a line there
 
@@ -186,7 +187,7 @@ class RecordFile:
                 self._count(json.loads(line))
             except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 # A power cut may keep the last sectors of a line, its end included, and lose those before.
-                if size and size + len(line) == end and not _is_json(line):
+                if size + len(line) == end and not _is_json(line) and (size or _is_torn_record(line)):
                     break
                 raise UsageError(f"line {number} of the output {self._output} is no record of a job; give another "
                                  "name, or remove the file") from error
@@ -211,12 +212,11 @@ class RecordFile:
         kept = b"".join(line for line in self._lines() if not is_failed(json.loads(line)))
         partial = self._path.with_name(self._path.name + ".partial")
         try:
-            partial.write_bytes(kept)
-            with open(partial, "rb") as file:
-                os.fsync(file.fileno())
-                fresh = os.open(partial, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            write_synced(partial, kept, os.O_TRUNC)
+            fresh = os.open(partial, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
             fcntl.flock(fresh, fcntl.LOCK_EX)
             os.replace(partial, self._path)
+            sync_folder(self._path.parent)  # else a power cut could leave the old file without the records to come
         except OSError as error:
             raise self._failure(error) from error
         os.close(self._file)
@@ -301,11 +301,12 @@ def _is_json(line: bytes) -> bool:
 
 
 def _is_torn_record(line: bytes) -> bool:
-    """Whether a line without a line end may be the start of a record that a power cut left incomplete."""
+    """Whether the only line of a file may be a record of which a power cut left some sectors; the others are zeros."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
-        return line.startswith(_RECORD_START) or _RECORD_START.startswith(line)
+        lost_start = line.startswith(bytes(min(_SECTOR, len(line)))) and line.rstrip(b"\n\0")[-1:] in (b"", b"}")
+        return line.startswith(_RECORD_START) or _RECORD_START.startswith(line) or lost_start
     return isinstance(found, dict) and key_of(found) is not None
 
 

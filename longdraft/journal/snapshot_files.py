@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import queue
 import shutil
 import threading
@@ -22,7 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from longdraft.cache.prefix import Ids
-from longdraft.files import sync_folder
+from longdraft.files import write_synced, write_whole
 from longdraft.journal.snapshot_folder import FOLDER, INDEX, files_of
 from longdraft.kernels import KVStore
 from longdraft.kernels.interface import STORE_BLOCK
@@ -144,7 +143,7 @@ class SnapshotWriter:
         for path in files_of(self._folder):
             if path.name != INDEX and path not in kept:
                 path.unlink(missing_ok=True)
-        self._replace(self._folder / INDEX, b"".join(_line(block) for block in self._written))
+        write_whole(self._folder / INDEX, b"".join(_line(block) for block in self._written))
 
     def _write(self, job: BlockJob) -> bool:
         """Write one block. False if there is no room for it."""
@@ -155,28 +154,11 @@ class SnapshotWriter:
         held = sum(block.nbytes for block in self._written if block.block != job.block)
         if held + len(data) > self._max_bytes or shutil.disk_usage(self._folder).free < len(data) + _DISK_FLOOR:
             return False
-        self._replace(_path(self._folder, job.block), data)
+        write_whole(_path(self._folder, job.block), data)
         block = Block(job.block, job.rows, job.chain, len(data), hashlib.blake2b(data, digest_size=32).hexdigest())
-        with (self._folder / INDEX).open("ab") as file:
-            file.write(_line(block))
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(self._folder / INDEX, _line(block))
         self._written.append(block)
         return True
-
-    def _replace(self, path: Path, data: bytes) -> None:
-        """A file with this content, which has its name only when it is complete and on the disk."""
-        partial = path.with_name(path.name + ".partial")
-        try:
-            with partial.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
-        sync_folder(self._folder)
 
 
 def _line(block: Block) -> bytes:

@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,7 +238,7 @@ def test_a_full_disk_ends_the_snapshot_and_not_the_text(engine, whole, tmp_path,
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(snapshots, "os", SimpleNamespace(replace=full, fsync=os.fsync))
+    monkeypatch.setattr(snapshots, "write_whole", full)
     with engine.generate(PROMPT, PARAMS, journal=tmp_path / "j", snapshot="always") as generation:
         found = [token for _ in range(40) for token in next(generation).tokens]
     assert "No space left on device; resuming will read more of the text again" in caplog.text
