@@ -109,7 +109,7 @@ class Book:
         params   with a seed; its numbers of tokens are not used
         options  variables of the chat template
         """
-        assert params.seed is not None
+        check(params.seed is not None, "seed", None, "a number", "each part of a book derives its own from it")
         settings = {name: value for name, value in asdict(params).items()
                     if name not in ("max_new_tokens", "min_new_tokens", "from_model")}
         state = BookState(asdict(plan), json.loads(json.dumps(settings)), engine.name, engine.fingerprint)

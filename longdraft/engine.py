@@ -233,7 +233,8 @@ class Engine:
     def follow(self) -> None:
         """On ranks other than the first: work on the first rank's texts until it closes its engine or ends."""
         ranks = self.loaded.ranks
-        assert isinstance(ranks, parallel.RankGroup) and ranks.is_follower
+        if not (isinstance(ranks, parallel.RankGroup) and ranks.is_follower):
+            raise UsageError("follow() is for the ranks of a run other than the first; this engine is not one of them")
         while (request := ranks.next_request()) is not None:
             generation = Generation(self.loaded, self.choice, request.prompt.tolist(), request.params,
                                     written=request.written)

@@ -146,7 +146,9 @@ def hf_generate(model: PreTrainedModel, input_ids: Tensor, logits_processor: Any
     The packed weights are cached for each model and packed again if its parameters change. `generate` does not pass
     `streamer` to a custom function: give it as `text_streamer`.
     """
-    assert generation_config is not None, "model.generate prepares one"
+    if generation_config is None:
+        raise UsageError("hf_generate needs a generation_config; call model.generate(..., "
+                         "custom_generate=longdraft.hf_generate), which prepares one")
     _require_plain_input(model_kwargs, input_ids.shape[-1])
     for given, known in ((logits_processor, _KNOWN_PROCESSORS), (stopping_criteria, _KNOWN_CRITERIA)):
         foreign = [type(one).__name__ for one in given or () if type(one).__name__ not in known]

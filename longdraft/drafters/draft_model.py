@@ -63,6 +63,8 @@ def windowed(model: Transformer, target: Transformer, budget: int, sinks: int, r
     """`model` as a drafter of `target` that reads a window of the text. UsageError if its context is smaller."""
     most = model.config.max_positions
     check(budget <= most, "budget", budget, f"at most {most}, the draft model's context")
+    check(sinks + refresh < budget, "budget", budget, f"more than sinks and refresh, {sinks + refresh}; the "
+          "draft model's context must hold them")
     return StreamingDraftModel(model, target.config.vocab_size, budget, sinks, refresh)
 
 
@@ -80,6 +82,9 @@ class DraftModelDrafter:
     @property
     def nbytes(self) -> int:
         return self._draft_model.cache.nbytes
+
+    def read_prompt(self, context: Context) -> Routine[None]:
+        yield from self._draft_model.read_prompt(context)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
         self._draft_model.begin(context)

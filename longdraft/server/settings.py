@@ -114,7 +114,8 @@ class ServerSettings:
             if getattr(self, name) and not self.api_keys:
                 raise UsageError(f"--{name.replace('_', '-')} limits each API key, and there is none; set "
                                  "LONGDRAFT_API_KEY or --api-key-file")
-        assert len(self.key_labels) in (0, len(self.api_keys)), "read_keys gives a label for each key"
+        check(len(self.key_labels) in (0, len(self.api_keys)), "key_labels", len(self.key_labels),
+              "one label for each key, or none")
 
     def _check_certificate(self) -> None:
         if self.keyfile and not self.certfile:

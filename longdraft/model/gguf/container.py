@@ -77,9 +77,10 @@ class GgufFile:
         self.values, self.tensors = header.values, header.tensors
 
     def array(self, key: str) -> list[Any]:
-        """The values of an array; of strings, those must be valid UTF-8."""
-        found = self.values[key]
-        assert isinstance(found, Array)
+        """The values of an array; of strings, those must be valid UTF-8. ModelError if there is no such array."""
+        found = self.values.get(key)
+        if not isinstance(found, Array):
+            raise ModelError(f"{self.path}: {key} is {'missing' if found is None else 'no array'}; get the file again")
         kind, count, at = found
         if kind != _STRING:
             numbers = np.frombuffer(self.map, dtype=np.dtype("<" + _NUMBERS[kind]), count=count, offset=at)
