@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -20,14 +19,17 @@ __all__ = ["ALIASES", "MAX_SEED", "Context", "Event", "Finish", "Prompt", "Sampl
 Finish = Literal["length", "eos", "stop", "loop", "cancelled"]
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]  # a text, or its token ids
 
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
-
 
 def lone_surrogate(text: str) -> int | None:
     """The index of the first lone surrogate, or None. JSON escapes can contain one, and Python represents bytes that
     are not UTF-8 by them (PEP 383), but valid text has none."""
-    found = _HALF_PAIR.search(text)
-    return found and found.start()
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 class Context:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from longdraft import drafters, kernels, run_statistics
 from longdraft.banned_phrases import PhraseFilter, settle
 from longdraft.core import Context, Event, Finish, Prompt, SamplingParams
-from longdraft.errors import JournalError, check, translate_memory_errors
+from longdraft.errors import check, translate_memory_errors
 from longdraft.journal import Journal, parse_fsync
 from longdraft.journal.resume import create_journal, open_for_resume
 from longdraft.journal.snapshot import Snapshot
@@ -39,7 +39,7 @@ from longdraft.parallel import Request
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.drafter import Drafter, HasSummary, memory_of
 from longdraft.speculation.prefill import prefill
-from longdraft.speculation.reuse import PrefixReuse, Waiting
+from longdraft.speculation.reuse import WAITING, PrefixReuse, Waiting
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.text_stream import DecodedTokens, TextStream, stop_ids
 
@@ -94,6 +94,7 @@ class Generation(Iterator[Event]):
         self._work = self._run()
 
     @classmethod
+    @translate_memory_errors()
     def start(cls, model: LoadedModel, drafter: DrafterChoice, prompt: Prompt, params: SamplingParams | None = None, *,
               journal: str | Path | None = None, fsync: str | float = 1.0,
               on_prefill: Callable[[int, int], None] | None = None, logprobs: int | None = None,
@@ -112,6 +113,7 @@ class Generation(Iterator[Event]):
         return generation
 
     @classmethod
+    @translate_memory_errors()
     def resume(cls, model: LoadedModel, drafter: DrafterChoice, journal: str | Path, *, fsync: str | float = 1.0,
                allow_different_kernels: bool = False, on_prefill: Callable[[int, int], None] | None = None,
                cache_salt: str | None = "", snapshot: SnapshotOptions | None = None) -> Generation:
@@ -269,15 +271,16 @@ class Generation(Iterator[Event]):
             if self._journal:
                 self._journal.close()
 
-    def _replay(self) -> Iterator[Event]:
-        """What earlier runs wrote, as one event."""
-        if self.num_resumed:
-            start = self._step.context.prompt_length
-            written = self._step.context.slice(start, start + self.num_resumed).tolist()
-            new = self._text_stream.push(written)
-            if len(new.tokens) < len(written):
-                raise JournalError("the journal holds tokens behind the text's end; it cannot be used")
-            yield self._event(new)._replace(sources=("",) * len(new.tokens))
+    def _replay(self) -> Iterator[Event | Waiting]:
+        """What earlier runs wrote, as one event. In a batch, other texts go on while it is decoded."""
+        if not self.num_resumed:
+            return
+        start, pieces = self._step.context.prompt_length, list[str]()
+        written = self._step.context.slice(start, start + self.num_resumed).tolist()
+        for _ in self._text_stream.replay(written, pieces):
+            if self._reuse.is_in_batch:
+                yield WAITING
+        yield self._event(DecodedTokens(tuple(written), tuple(pieces)))._replace(sources=("",) * len(written))
 
     def _advance(self) -> Routine[Event]:
         """One step. Its tokens are in the journal before the caller sees them."""
@@ -328,8 +331,7 @@ class Generation(Iterator[Event]):
             "resumed_tokens": self.num_resumed,
             **self._reuse.figures(),
             "finish_reason": self.finish_reason,
-            "seed": self._params.seed,
-            "prefill_seconds": self._prefill_seconds,
+            "seed": self._params.seed, "prefill_seconds": self._prefill_seconds,
             **run_statistics.of_steps(num_written, self._accepted, self._decode_seconds, step.tally, step.timings),
             **self._plain_speed.figures(),
             **run_statistics.of_tokens(self.tokens),
@@ -338,11 +340,9 @@ class Generation(Iterator[Event]):
             "rewinds": self._phrases.num_rewinds if self._phrases else 0,
             "exactness": "bit-exact" if target.kernels.is_row_invariant and self._is_pure else "distribution",
             **run_statistics.of_machine(target),
-            "cache_bytes": self.cache_bytes,
-            "drafter_memory_bytes": self.drafter_bytes,
+            "cache_bytes": self.cache_bytes, "drafter_memory_bytes": self.drafter_bytes,
             **run_statistics.of_draft_copy(self._draft_copy),
-            "model": self._model.name,
-            "drafter": self._drafter.name,
+            "model": self._model.name, "drafter": self._drafter.name,
             "drafter_options": asdict(self._drafter.options),
             **(step.drafter.summary(num_written) if isinstance(step.drafter, HasSummary) else {}),
             "sampling": asdict(self._params),

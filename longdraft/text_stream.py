@@ -5,12 +5,15 @@ The same tokens give the same text and the same end, whether they are pushed at 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from longdraft.core import Finish, SamplingParams
+from longdraft.errors import JournalError
 from longdraft.loops import Loop, LoopGuard
 from longdraft.model.tokenizer import StopText, Tokenizer
+
+_REPLAYED = 512  # tokens; some 8 ms
 
 
 class DecodedTokens(NamedTuple):
@@ -86,6 +89,20 @@ class TextStream:
                     self.finish_reason = "stop"
                 return DecodedTokens(tuple(tokens[:count]), tuple(pieces))
         return DecodedTokens(tuple(tokens), tuple(pieces))
+
+    def replay(self, tokens: Sequence[int], pieces: list[str]) -> Iterator[None]:
+        """Push the tokens of an earlier run, of which there may be very many, in parts of a few milliseconds.
+
+        Appends the tokens' pieces of text to `pieces`, and yields after each part. Raises JournalError for tokens that
+        go on behind the text's end.
+        """
+        for start in range(0, len(tokens), _REPLAYED):
+            part = tokens[start : start + _REPLAYED]
+            new = self.push(part).pieces if self.finish_reason is None else ()
+            if len(new) < len(part):
+                raise JournalError("the journal holds tokens behind the text's end; it cannot be used")
+            pieces += new
+            yield
 
     def flush(self) -> str:
         """The text that was held back, up to a stop text in it. Call it last: no token can be pushed after it."""

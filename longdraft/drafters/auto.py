@@ -38,7 +38,7 @@ from longdraft.model.draft_copy import AUTO as AUTO_WEIGHTS
 from longdraft.model.draft_copy import check_draft_weights
 from longdraft.model.routine import CostClock, Routine, run_alone
 from longdraft.sampling.sampler import Sampler
-from longdraft.speculation.drafter import Accepted, Drafter, ReadsText, Verified, memory_of
+from longdraft.speculation.drafter import Accepted, Drafter, ReadsPrompt, ReadsText, Verified, memory_of
 from longdraft.tree import Tree, root_only
 
 
@@ -132,6 +132,11 @@ class AutoDrafter:
     def nbytes(self) -> int:
         shared = self._partial.nbytes if self._partial else 0
         return shared + sum(memory_of(drafter) for drafter in self._drafters.values())
+
+    def read_prompt(self, context: Context) -> Routine[None]:
+        for drafter in self._drafters.values():
+            if isinstance(drafter, ReadsPrompt):
+                yield from drafter.read_prompt(context)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
         for drafter in self._drafters.values():

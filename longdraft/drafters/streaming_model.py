@@ -48,11 +48,15 @@ class StreamingDraftModel:
         self._start = sinks  # place in the text of the first row behind the sinks
         self._drafts: list[int] = []  # the last tokens read, as far as they were drafts at that time
 
-    def begin(self, context: Context) -> None:
+    def read_prompt(self, context: Context) -> Routine[None]:
         """Read the prompt without its last token."""
         end = len(context) - 1
         while self._place(self.cache.length) < end:
-            run_alone(self._read_on(context, (), end))
+            yield from self._read_on(context, (), end)
+
+    def begin(self, context: Context) -> None:
+        """Read what `read_prompt` has not read."""
+        run_alone(self.read_prompt(context))
 
     def next_logits(self, context: Context, path: Sequence[int]) -> Routine[Tensor | None]:
         """Logits [1, V] behind `path` (the root, then drafted tokens); None if CHUNK tokens did not reach its end."""

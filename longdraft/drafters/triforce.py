@@ -105,8 +105,11 @@ class FirstLevel(Protocol):
     def nbytes(self) -> int:
         """Memory of its caches."""
 
-    def begin(self, context: Context) -> None:
+    def read_prompt(self, context: Context) -> Routine[None]:
         """Read the prompt."""
+
+    def begin(self, context: Context) -> None:
+        """Read what of the prompt `read_prompt` has not read."""
 
     def propose(self, context: Context, path: Sequence[int], max_depth: int) -> Routine[Tree]:
         """A tree on the last token of `path` (the text's last token, then drafted tokens)."""
@@ -122,6 +125,9 @@ class FirstLevelModel:
     @property
     def nbytes(self) -> int:
         return self._model.cache.nbytes
+
+    def read_prompt(self, context: Context) -> Routine[None]:
+        yield from self._model.read_prompt(context)
 
     def begin(self, context: Context) -> None:
         self._model.begin(context)
@@ -139,6 +145,10 @@ class FirstLevelNgrams:
 
     def __init__(self, params: SamplingParams) -> None:
         self._matcher = NgramMatcher(NgramOptions(continuations=1), params)
+
+    @atomic
+    def read_prompt(self, context: Context) -> None:
+        self._matcher.update(context)
 
     def begin(self, context: Context) -> None:
         self._matcher.update(context)
@@ -175,6 +185,9 @@ class TriForceDrafter:
     @property
     def nbytes(self) -> int:
         return self.partial.nbytes + self._chunks.nbytes + self._first_level.nbytes
+
+    def read_prompt(self, context: Context) -> Routine[None]:
+        yield from self._first_level.read_prompt(context)
 
     def begin(self, context: Context, verified: Verified | None) -> None:
         self.partial.update((lambda: verified.attention_output) if verified else None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -35,6 +36,40 @@ _CLOSE = {"Connection": "close"}
 
 Model = TypeVar("Model", bound=StrictModel)
 T = TypeVar("T")
+
+
+class Turnstile:
+    """Lets a few requests begin in each turn of the event loop, in order of arrival.
+
+    A hundred that arrive together would otherwise begin in one turn, of a millisecond each, and /health would wait for
+    several such turns: for its connection, its headers and its answer.
+    """
+
+    def __init__(self, each: int = 2) -> None:
+        """each: requests of a turn."""
+        self._each, self._begun = each, 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def enter(self) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._begun:
+            loop.call_soon(self._next_turn, loop)
+        if self._begun < self._each:
+            self._begun += 1
+            return
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._begun = 0
+        while self._waiting and self._begun < self._each:
+            turn = self._waiting.popleft()
+            if not turn.done():  # cancelled
+                turn.set_result(None)
+                self._begun += 1
+        if self._begun:
+            loop.call_soon(self._next_turn, loop)
 
 
 class BoundedThreads:

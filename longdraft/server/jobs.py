@@ -6,13 +6,17 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from longdraft.core import Event, SamplingParams
+from longdraft.errors import JournalError
 from longdraft.generation import Generation
+from longdraft.journal import journal_exists, remove_journal
 from longdraft.server.job_statistics import DraftAcceptance, PlainDecodingCost, Throughput
 
 
@@ -77,6 +81,7 @@ class GenerationJob:
     key_label      label of the request's API key
     charge         counts tokens that are read or written for the request's API key
     cache_salt     the text shares rows of the prefix tree with texts of the same salt; None: with none
+    begins_apart   `start` reads a journal, which may be long: it runs in a thread of its own
     """
 
     id: str
@@ -96,9 +101,11 @@ class GenerationJob:
     key_label: str | None = None
     charge: Callable[[int], None] = lambda tokens: None
     cache_salt: str | None = ""
+    begins_apart: bool = False
 
     generation: Generation | None = None
-    number: int = -1  # in the batch
+    beginning: Future[Generation] | None = None  # of `start` in a thread of its own
+    number: int = -1  # in the batch; -1: not there yet
     state: str = "queued"  # queued | prefill | running | finished | cancelled | failed
     cancelled: BaseException | None = None  # the reason; any thread may set it
     created: float = field(default_factory=time.time)  # Unix time; the next ones are monotonic times
@@ -125,6 +132,12 @@ class GenerationJob:
         """Begin without a journal."""
         assert not self.keeps_journal
         self.start, self.journal = partial(self.start, journal=None), None
+
+    def remove_journal(self) -> None:
+        """Remove the text's journal, if it has one and no other process uses it."""
+        with suppress(OSError, JournalError):
+            if self.journal:
+                remove_journal(self.journal)
 
     def _on_prefill(self, done: int, total: int) -> None:
         self.prefill = done, total
@@ -168,6 +181,12 @@ class GenerationJob:
     def resume_id(self) -> str | None:
         """The id under which the text can be resumed; None without a journal."""
         return self.journal.name if self.journal else None
+
+    @property
+    def resume_hint(self) -> str:
+        """How to resume the text, if its journal exists: a job in the queue has none yet."""
+        exists = self.journal is not None and journal_exists(self.journal)
+        return f"; resume it with POST /v1/longdraft/generations/{self.resume_id}/resume" if exists else ""
 
     @property
     def finish_reason(self) -> str | None:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from longdraft.server.admission import Turnstile
 from longdraft.server.errors import CLIENT_CLOSED, ApiError, retry_later
 from longdraft.server.keys import KeyRing
 from longdraft.server.logs import log_event
@@ -40,11 +41,14 @@ class RequestMiddleware:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, keys: KeyRing) -> None:
         self._app, self._settings, self._metrics, self._keys = app, settings, metrics, keys
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"] not in _PATHS_OF_SURPLUS:
+            await self._turnstile.enter()
         headers, start, status = Headers(scope=scope), time.monotonic(), 0
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)

@@ -115,7 +115,7 @@ class Preparer:
                 folder.name, 0, events, partial(engine.resume, folder, **self._snapshot), params, prompt_tokens,
                 self._num_bytes(engine, prompt_tokens + params.max_new_tokens),
                 prompt_excerpt(engine.tokenizer, header.prompt), folder, keeps_journal=True,
-                times_plain=request.details, deadline=self._deadline(request.timeout))
+                times_plain=request.details, deadline=self._deadline(request.timeout), begins_apart=True)
         except UsageError as error:
             raise JournalError(str(error)) from error
         options = ResponseOptions("text_completion", folder.name, prompt_tokens, request.stream,

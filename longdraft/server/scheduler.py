@@ -7,18 +7,16 @@ jobs join and leave.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from longdraft.core import Event
 from longdraft.engine import Engine
-from longdraft.errors import JournalError, LongdraftError, OutputError, UsageError
+from longdraft.errors import LongdraftError, OutputError, UsageError
 from longdraft.generation import Generation
-from longdraft.journal import journal_exists, remove_journal
 from longdraft.server.errors import ApiError, Cancelled, retry_later
 from longdraft.server.jobs import GenerationJob, JobEnd
 from longdraft.server.journals import has_space
@@ -27,6 +25,7 @@ from longdraft.server.metrics import ServerMetrics
 from longdraft.server.settings import ServerSettings
 
 _MAX_ENDED = 100  # ended jobs that remain visible
+_PAUSE_S = 0.005  # where no text is in the batch yet
 _STALLED_S = 60.0  # without a round, although texts run: something is wrong
 
 
@@ -47,6 +46,7 @@ class Scheduler:
         self._last_round = time.monotonic()  # when the last round ended, or the engine thread last had nothing to do
         self._batch = engine.batch()
         self._tree = engine.loaded.prefixes
+        self._resuming = ThreadPoolExecutor(1, "resume")
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._add_gauges()
 
@@ -199,15 +199,19 @@ class Scheduler:
         now = time.monotonic()
         for job in [*self._waiting, *self._running]:
             if job.deadline is not None and now > job.deadline:
-                self.cancel(job, ApiError(408, f"the text was not finished in time{_resume_hint(job)}", code="timeout"))
+                self.cancel(job, ApiError(408, f"the text was not finished in time{job.resume_hint}", code="timeout"))
 
     def _round(self) -> None:
         """Remove cancelled jobs, begin new ones, run one forward for all, and deliver the events."""
         for job in list(self._running):
+            if job.beginning is not None and not job.beginning.done():
+                continue
             if job.cancelled is not None:
                 self._stop(job, job.cancelled)
-            elif job.generation is None:
+            elif job.number < 0:
                 self._begin(job)
+        if self._running and not self._batch:
+            time.sleep(_PAUSE_S)
         by_number = {job.number: job for job in self._running}
         try:
             events = self._batch.step() if self._batch else []
@@ -228,7 +232,10 @@ class Scheduler:
 
     def _begin(self, job: GenerationJob) -> None:
         try:
-            job.number = self._batch.admit(self._start(job))
+            if job.begins_apart and job.beginning is None:
+                job.beginning = self._resuming.submit(self._start, job)
+            else:
+                job.number = self._batch.admit(job.beginning.result() if job.beginning else self._start(job))
         except Exception as error:
             self._fail(job, error)
 
@@ -264,8 +271,8 @@ class Scheduler:
             metrics.count_finished(event.finish_reason)
             metrics.total_time.observe(now - job.arrived)
             self._close(job)
-            if job.journal and not job.keeps_journal:
-                _remove(job.journal)
+            if not job.keeps_journal:
+                job.remove_journal()
             self._end(job, "finished", None)
 
     def _stop(self, job: GenerationJob, reason: BaseException) -> None:
@@ -280,10 +287,10 @@ class Scheduler:
             if generation is not None and job.journal is None and job.may_journal:
                 self._save(job, generation)
             if job.journal and "resume" not in str(reason):
-                reason = ApiError(reason.status_code, f"{reason}{_resume_hint(job)}", code=reason.code,
+                reason = ApiError(reason.status_code, f"{reason}{job.resume_hint}", code=reason.code,
                                   headers=dict(reason.headers or {}))
-        elif job.journal and not (job.keeps_journal or getattr(reason, "keeps_journal", False)):
-            _remove(job.journal)
+        elif not (job.keeps_journal or getattr(reason, "keeps_journal", False)):
+            job.remove_journal()
         self._end(job, "cancelled", reason)
 
     def _save(self, job: GenerationJob, generation: Generation) -> None:
@@ -335,14 +342,3 @@ class Scheduler:
     def _cache_bytes(self) -> float:
         generations = [job.generation for job in list(self._running)]
         return float(sum(generation.cache_bytes for generation in generations if generation is not None))
-
-
-def _remove(journal: Path) -> None:
-    with contextlib.suppress(OSError, JournalError):
-        remove_journal(journal)
-
-
-def _resume_hint(job: GenerationJob) -> str:
-    """How to resume the text, if its journal exists: a job in the queue has none yet."""
-    exists = job.journal is not None and journal_exists(job.journal)
-    return f"; resume it with POST /v1/longdraft/generations/{job.resume_id}/resume" if exists else ""

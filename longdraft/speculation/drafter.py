@@ -77,6 +77,15 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class ReadsPrompt(Protocol):
+    """A drafter with a model of its own that reads the text."""
+
+    def read_prompt(self, context: Context) -> Routine[None]:
+        """Read all of the context but its last token, in forwards of limited size. `begin` comes after this, and reads
+        what was not read, in one go: where a text is cut, and in measurements."""
+
+
+@runtime_checkable
 class HoldsMemory(Protocol):
     """A drafter with caches of its own."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from longdraft.model.routine import Routine
 from longdraft.model.transformer import ForwardRequest, chain_rows
 from longdraft.parallel import SingleProcess
-from longdraft.speculation.drafter import Verified
+from longdraft.speculation.drafter import ReadsPrompt, Verified
 from longdraft.speculation.reuse import DRAFTER_ROWS, PREFILL_CHUNK, PrefixReuse
 from longdraft.speculation.step import Step
 
@@ -40,6 +40,8 @@ def prefill(step: Step, ranks: SingleProcess, is_shared: Callable[[], bool],
         if on_prefill:
             on_prefill(end, last)
     reuse.end_reading()
+    if isinstance(step.drafter, ReadsPrompt):
+        yield from step.drafter.read_prompt(context)
     step.drafter.begin(context, verified)
 
 

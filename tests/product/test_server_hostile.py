@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import itertools
 import json
 import resource
 import socket
@@ -16,7 +18,8 @@ from pydantic import ValidationError
 
 from helpers import serving
 from longdraft.server import admission, connections
-from longdraft.server.admission import BoundedThreads
+from longdraft.server import run as running
+from longdraft.server.admission import BoundedThreads, Turnstile
 from longdraft.server.app import App
 from longdraft.server.body_types import MAX_STOP_LENGTH, MAX_STOPS
 from longdraft.server.errors import ApiError
@@ -229,6 +232,59 @@ def test_bodies_share_a_bounded_memory(engine, monkeypatch):
         assert app.service.admission._num_bytes == 0
 
     asyncio.run(main())
+
+
+# Many requests at the same time
+
+
+def test_requests_that_arrive_together_begin_in_several_turns_of_the_event_loop():
+    async def main():
+        stile, begun, turns = Turnstile(each=2), [], []
+
+        async def request(number):
+            await stile.enter()
+            begun.append(number)
+
+        async def count():
+            while len(begun) < 9:
+                turns.append(len(begun))
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(request(number)) for number in range(10)]
+        counting = asyncio.create_task(count())
+        await asyncio.sleep(0)
+        tasks[4].cancel()
+        await asyncio.gather(*tasks, counting, return_exceptions=True)
+        assert begun == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+        assert all(later - earlier <= 2 for earlier, later in itertools.pairwise(turns)) and len(turns) > 4
+        await stile.enter()  # nothing waits any more
+
+    asyncio.run(main())
+
+
+def test_health_is_answered_before_requests_that_arrived_earlier(engine):
+    app, done = App(engine, ServerSettings()), []
+
+    async def main():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            async def ask(path):
+                await client.get(path)
+                done.append(path)
+
+            await asyncio.gather(*(ask("/version") for _ in range(40)), ask("/health"), ask("/ready"), ask("/metrics"))
+
+    asyncio.run(main())
+    assert max(done.index(path) for path in ("/health", "/ready", "/metrics")) < 30
+
+
+def test_what_a_server_has_loaded_is_no_work_for_the_garbage_collector(engine, monkeypatch):
+    frozen = []
+    monkeypatch.setattr(running.HttpServer, "run", lambda self: frozen.append(gc.get_freeze_count()))
+    running.run_server(engine, ServerSettings(port=0))
+    try:
+        assert frozen[0] > 50_000 and len(gc.get_objects()) < frozen[0] / 2
+    finally:
+        gc.unfreeze()
 
 
 # Connections

@@ -8,6 +8,7 @@ import functools
 import json
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,10 +17,13 @@ import openai
 import pytest
 
 from helpers import serving
+from longdraft import text_stream
+from longdraft.engine import Engine
 from longdraft.journal import FILE
 from longdraft.server import journals
 from longdraft.server.journals import JournalFolder
 from longdraft.server.replies import EventStream
+from longdraft.text_stream import TextStream
 
 URL = "/v1/longdraft/generations"
 BODY = {"prompt": "The ship", "max_tokens": 400, "seed": 7, "stream": True, "longdraft": {"min_p": 0.1}}
@@ -78,6 +82,33 @@ def test_an_interrupted_text_is_resumed_by_its_id(server, engine):
     assert resume(server.url, "mine", drafter="suffix") == uncut(engine)
     assert listed(server.url)["mine"]["state"] == "finished"
     assert resume(server.url, "mine") == uncut(engine)  # again, after its end
+
+
+def test_other_texts_are_written_while_a_long_journal_is_resumed(server, engine, monkeypatch):
+    """Reading the journal, and decoding its tokens, do not hold up the engine."""
+    read_some(server.url, body(800, journal="mine"))
+    serving.wait_for(lambda: server.scheduler.num_jobs == 0)
+    gate, begin, push = threading.Event(), Engine.resume, TextStream.push
+    monkeypatch.setattr(Engine, "resume", lambda *given, **options: gate.wait(20) and begin(*given, **options))
+    monkeypatch.setattr(text_stream, "_REPLAYED", 8)
+    states = []
+
+    def pushed(self, tokens):  # while the journal's tokens are decoded
+        states.append(sorted(job.state for job in server.scheduler.jobs() if job.ended is None))
+        return push(self, tokens)
+
+    with ThreadPoolExecutor(1) as pool:
+        resumed = pool.submit(resume, server.url, "mine")
+        serving.wait_for(lambda: any(job.state == "prefill" for job in server.scheduler.jobs()))
+        short = {"prompt": "a", "max_tokens": 5}
+        assert httpx.post(server.url + "/v1/completions", json=short, timeout=10).status_code == 200
+        with httpx.stream("POST", server.url + "/v1/completions", json=body(3000, journal=False), timeout=30) as reply:
+            lines = reply.iter_lines()
+            next(line for line in lines if line.startswith("data: "))
+            monkeypatch.setattr(TextStream, "push", pushed)
+            gate.set()
+            serving.wait_for(lambda: states.count(["prefill", "running"]) > 9)
+        assert resumed.result(60) == uncut(engine, 800)
 
 
 def test_a_resumed_stream_starts_with_the_existing_text(server, engine):

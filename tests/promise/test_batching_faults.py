@@ -9,6 +9,8 @@ import pytest
 import longdraft
 from helpers.equality import batch_params, prompt_of
 from helpers.journals import FaultyOS
+from longdraft import text_stream
+from longdraft.drafters import streaming_model
 from longdraft.errors import NumericalError, OutputError
 from longdraft.generation import Generation
 from longdraft.journal import writer as writing
@@ -126,3 +128,29 @@ def test_an_interrupted_forward_leaves_a_complete_journal(plain, tmp_path, monke
         with pytest.raises(KeyboardInterrupt):
             next(generation)
     assert list(plain.resume(tmp_path / "work"))[-1].stats["sha256_tokens"] == whole
+
+
+def test_a_resumed_text_and_the_prompt_of_a_draft_model_are_read_between_the_steps_of_others(plain, tiny, tmp_path,
+                                                                                             monkeypatch):
+    """... a part of the journal's text, or a chunk of the prompt, in each round."""
+    monkeypatch.setattr(text_stream, "_REPLAYED", 4)
+    monkeypatch.setattr(streaming_model, "CHUNK", 16)
+    params = batch_params(0, max_new_tokens=40)
+    expected = list(plain.generate(prompt_of(100), params))[-1].stats["sha256_tokens"]
+    with plain.generate(prompt_of(100), params, journal=tmp_path) as cut:
+        for _ in range(20):
+            next(cut)
+    engine = longdraft.load(str(tiny["gqa"]), drafter="draft-model", drafter_options={"model": str(tiny["gqa"])})
+    batch, events = engine.batch(), []
+    other = batch.admit(plain.generate(prompt_of(5, seed=3), batch_params(3, max_new_tokens=200)))
+    batch.step()
+    text = batch.resume(tmp_path)
+    while text in batch:
+        events += batch.step()
+    batch.close()
+    numbers = [number for number, _ in events]
+    assert numbers[-1] == text and events[-1][1].stats["sha256_tokens"] == expected
+    replay = numbers.index(text)
+    assert numbers[:replay] == [other] * replay and replay >= 20 // 4  # an event of the other text for each part
+    chunks = numbers[replay + 1 :].index(text)  # of the target, which computes rows together, and of the draft model
+    assert chunks >= 119 // 64 + 119 // 16
