@@ -37,12 +37,13 @@ ROWS = (1, 2, 4, 6, 8, 16)  # rows of the forwards that are timed; products of u
 _DEPTHS = (4, 12)  # depths of the drafts that are timed
 _SHORT = 256  # positions of the text behind which they are timed
 _MOST_BYTES = 1 << 28  # of the cache of random positions
+_UNCACHED_BYTES = 3 << 25  # so many do not stay in the processor's caches
 _REPEATS = 2  # the fastest one counts
 _SHORT_S, _MORE_REPEATS = 0.005, 8  # of what takes less time, which noise disturbs more
 _MOST_WARM_UPS = 4  # steps in which a drafter may read the text before it drafts
 _SLOW_S = 0.2  # what takes longer is timed once
 _USUAL_STEPS, _LONG_S = 40, 4.0  # a measurement takes as long as so many steps; a line announces one that takes longer
-_FORMAT = 2
+_FORMAT = 3
 _SEVERAL = 8  # rows by which the growth of the text's part is measured
 _GROWTH = 0.02  # where it is not
 
@@ -56,15 +57,18 @@ class ForwardCosts(NamedTuple):
 
     host       seconds of a request's own work, which no other request shares
     rows       seconds of a forward of ROWS rows behind an empty text, without `host`
-    positions  number of positions of the text that take as long to read as the weights
+    positions  number of positions of the text that take as long to read as one row's forward behind an empty text
     growth     share of the time for the text that each further row adds: little where memory is the limit, much where
                several query heads share keys and arithmetic is
+    near, near_positions  the same as `positions` for the first `near` ones, which may stay in the processor's caches
     """
 
     host: float
     rows: tuple[float, ...]
     positions: float
     growth: float = _GROWTH
+    near: float = 0.0
+    near_positions: float = 1.0
 
     @classmethod
     def by_size(cls, weights_in_tokens: float) -> ForwardCosts:
@@ -75,7 +79,9 @@ class ForwardCosts(NamedTuple):
         """Seconds of one request's part of a forward, for each number of rows, behind `context` tokens, if each of
         `requests` requests has so many rows: its own keys and values, and an equal share of the weights."""
         own = np.asarray(rows, dtype=np.float64)
-        text = self.rows[0] * (context / self.positions) * (1 + self.growth * (own - 1))
+        near = min(context, self.near)
+        reads = near / self.near_positions + (context - near) / self.positions
+        text = self.rows[0] * reads * (1 + self.growth * (own - 1))
         return self.host + self._line(own * requests) / requests + text
 
     def share(self, requests: float) -> float:
@@ -114,22 +120,22 @@ class Costs(NamedTuple):
 
     def numbers(self) -> list[float]:
         """All of them, in an order that `from_numbers` knows."""
-        forward = [self.forward.host, *self.forward.rows, self.forward.positions, self.forward.growth]
-        return [*forward, *(float(number) for costs in self.drafts.values() for number in costs)]
+        host, rows, *text = self.forward
+        return [host, *rows, *text, *(float(number) for costs in self.drafts.values() for number in costs)]
 
     @classmethod
     def from_numbers(cls, names: Iterable[str], numbers: Sequence[float]) -> Costs:
         """ValueError if these are not numbers of costs of these drafters."""
         names, size = list(names), len(DraftCosts._fields)
-        end = len(ROWS) + 3
+        end = len(ROWS) + 5
         if len(numbers) != end + size * len(names) or not all(
-                isinstance(number, float) and 0 <= number < 1e6 for number in numbers):
+                isinstance(number, float) and 0 <= number < 1e9 for number in numbers):
             raise ValueError("not the costs of these drafters")
         drafts = {}
         for place, name in enumerate(names):
             base, token, nodes, depth = numbers[end + size * place : end + size * (place + 1)]
             drafts[name] = DraftCosts(base, token, nodes, int(depth))
-        return cls(ForwardCosts(numbers[0], tuple(numbers[1 : end - 2]), *numbers[end - 2 : end]), drafts)
+        return cls(ForwardCosts(numbers[0], tuple(numbers[1 : end - 4]), *numbers[end - 4 : end]), drafts)
 
 
 class Pace:
@@ -159,15 +165,15 @@ class Pace:
         """
         expected *= self._machine
         ratio = min(_OUTLIER, max(1 / _OUTLIER, (measured + slack) / (expected + slack)))
-        self._counts[kind] += 1
         self._telling[kind] += expected > slack
         rate = _KIND_RATE
-        if is_forward:
-            rate *= kind != self._latest
-            self._machine *= ratio ** _MACHINE_RATE
-            self._latest = kind
-        else:  # the first drafts tell much
+        if not is_forward or kind != self._latest:  # the first ones tell much
+            self._counts[kind] += 1
             rate = max(rate, 1 / (1 + self._counts[kind]))
+        if is_forward:
+            rate *= self._latest not in (None, kind)
+            self._machine *= ratio ** (_MACHINE_RATE * (1 - rate))
+            self._latest = kind
         self._of[kind] = self[kind] * ratio ** rate
 
     @property
@@ -249,19 +255,28 @@ def measure(model: Transformer, sampler: Sampler, candidates: Callable[[FullCach
 
 
 def _text_costs(model: Transformer, sampler: Sampler, agree: Callable[[float], float], rows: Sequence[float]
-                ) -> tuple[float, float]:
-    """`ForwardCosts.positions` and `growth`. The first one is measured where a cache of moderate size takes a good part
-    of a step, else taken by size. rows: seconds of forwards behind an empty text"""
+                ) -> tuple[float, float, float, float]:
+    """`ForwardCosts.positions`, `growth`, `near` and `near_positions`. They are measured where a cache of moderate size
+    takes a good part of a step, else taken by size. rows: seconds of forwards behind an empty text"""
     most = min(_MOST_BYTES // model.cache_bytes_per_token, model.config.max_positions // 2)
-    length = int(min(model.weights_in_tokens, most))
-    if length < _SHORT:
-        return model.weights_in_tokens, _GROWTH
-    text = _RandomText(model, sampler, agree, length)
-    one, several = (text.seconds(count).verify for count in (1, _SEVERAL))
-    by_size = rows[0] * length / model.weights_in_tokens
-    alone = by_size if length < model.weights_in_tokens / 4 else max(one - rows[0], 0.1 * by_size)
-    growth = ((several - rows[ROWS.index(_SEVERAL)]) / alone - 1) / (_SEVERAL - 1)
-    return length * rows[0] / alone, max(0.0, growth)
+    near = int(min(model.weights_in_tokens, most))
+    if near < _SHORT:
+        return model.weights_in_tokens, _GROWTH, 0.0, 1.0
+
+    def alone(text: _RandomText, length: int) -> float:
+        """Seconds for the text itself."""
+        by_size = rows[0] * length / model.weights_in_tokens
+        is_small = length < model.weights_in_tokens / 4
+        return by_size if is_small else max(text.seconds(1).verify - rows[0], 0.1 * by_size)
+
+    far = max(near, min(most, _UNCACHED_BYTES // model.cache_bytes_per_token))
+    text = _RandomText(model, sampler, agree, far)
+    far_s, several = alone(text, far), text.seconds(_SEVERAL).verify - rows[ROWS.index(_SEVERAL)]
+    growth = max(0.0, (several / far_s - 1) / (_SEVERAL - 1))
+    if far == near:
+        return near * rows[0] / far_s, growth, 0.0, 1.0
+    near_s = min(alone(_RandomText(model, sampler, agree, near), near), far_s * near / far)
+    return (far - near) * rows[0] / (far_s - near_s), growth, float(near), near * rows[0] / near_s
 
 
 def _of_drafter(text: _RandomText, drafter: Drafter) -> DraftCosts:

@@ -31,6 +31,8 @@ class AutoSettings:
     first_steps            steps that a candidate is probed before it may be chosen
     probe_steps            steps of a later probe
     probe_budget           share of the time that probes may lose
+    hopeful_budget         share of the time that the probes of one candidate may lose, whatever others lost, while it
+                           is expected to be the fastest
     allowance              steps of plain decoding that first probes may lose besides
     least_loss             steps of plain decoding that each step of a probe is expected to lose at least
     tokens_per_report      new tokens over which `choices` of the statistics are counted
@@ -47,6 +49,7 @@ class AutoSettings:
     first_steps: int = 4
     probe_steps: int = 3
     probe_budget: float = 0.005
+    hopeful_budget: float = 0.0025
     allowance: float = 4.0
     least_loss: float = 0.5
     tokens_per_report: int = 1024
@@ -86,6 +89,7 @@ class Candidate:
         self.costs = costs
         self.acceptance = AcceptanceByDepth(AUTO_SETTINGS.max_depth, prior)
         self.steps = 0
+        self.lost = 0.0  # seconds, by its probes
         self._nodes = costs.nodes  # guesses that are verified, for each token of depth
 
     def add(self, tree: Tree, allowed: int, accepted: int) -> None:
@@ -204,7 +208,8 @@ class Selector:
             self._rate(name)
         if self.is_probing:
             self._probe_steps -= 1
-            if self.is_probing and self._reserved > 0:
+            is_promising = self._ratings[self.active].seconds < self._ratings[self._leader].seconds
+            if self.is_probing and (self._reserved > 0 or is_promising):  # bad luck alone does not end a probe
                 return
             self._probe_steps = 0
             self._shared.lost = max(0.0, self._shared.lost - self._reserved)
@@ -228,7 +233,9 @@ class Selector:
         shared = self._shared
         shared.seconds += step + draft
         if self.is_probing:
-            self._reserved -= step + draft - tokens * self._ratings[self._leader].seconds
+            loss = step + draft - tokens * self._ratings[self._leader].seconds
+            self._reserved -= loss
+            shared.candidates[self.active].lost += max(0.0, loss)
         if rows < len(self._steps):
             shared.pace.add(self._forward_kind(_SIZES[rows]), step, self._steps[rows], is_forward=True)
         if is_typical and not self.is_plain:
@@ -287,6 +294,8 @@ class Selector:
             steps = AUTO_SETTINGS.first_steps
             budget += AUTO_SETTINGS.allowance * plain
         loss = steps * max(AUTO_SETTINGS.least_loss * plain, rating.tokens * (rating.seconds - leader.seconds))
-        if self._shared.lost + loss <= budget:
+        is_hopeful = rating.seconds < leader.seconds and (
+            self._shared.candidates[name].lost + loss <= AUTO_SETTINGS.hopeful_budget * self._shared.seconds)
+        if is_hopeful or self._shared.lost + loss <= budget:
             self.active, self._probe_steps, self._reserved = name, steps, loss
             self._shared.lost += loss

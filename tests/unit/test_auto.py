@@ -205,6 +205,22 @@ def test_drafters_near_break_even_cost_little(rate):
         assert text.slowest(256) > 0.93
 
 
+def test_a_hopeful_drafter_is_tried_although_another_one_lost_much():
+    """The first probe of `reads` costs a hundred plain steps, as when a head has to read a long text."""
+    text = Text({"reads": (0.02, 0.0), "chain": (0.1, 0.9)}, prior=0.2)
+    reads = text.drafters["reads"]
+    propose = reads.propose
+
+    def slow_propose(context, depth):
+        text.clock.now += 100.0
+        reads.propose = propose
+        return propose(context, depth)
+
+    reads.propose = slow_propose
+    text.write(3000)
+    assert text.auto.turns["chain"] > 1500
+
+
 def test_several_texts_share_what_their_first_probes_may_lose():
     shared, clock = SharedKnowledge(), Clock()
     texts = [Text({"one": (0.4, 0.0), "two": (0.4, 0.0)}, shared=shared, clock=clock, seed=seed) for seed in range(8)]

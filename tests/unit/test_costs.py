@@ -26,6 +26,14 @@ def test_a_forward_costs_its_rows_and_its_text():
     assert FORWARD.at([4], 1000)[0] == pytest.approx(11.5 + 13.0), "and a tenth longer for each further row"
 
 
+def test_the_first_part_of_a_text_may_be_read_from_the_processors_caches():
+    forward = FORWARD._replace(near=200.0, near_positions=4000.0)
+    assert forward.at([1], 200)[0] == pytest.approx(10.5 + 0.5)
+    assert forward.at([1], 1200)[0] == pytest.approx(10.5 + 0.5 + 10.0)
+    costs = Costs(forward, {})
+    assert Costs.from_numbers([], costs.numbers()) == costs
+
+
 def test_the_parts_of_requests_that_do_the_same_add_up_to_the_forward():
     parts = 4 * FORWARD.at([2], 100, 4)[0]
     assert parts == pytest.approx(4 * 0.5 + 14.0 + 4 * 10.0 * 0.1 * 1.1), "own work, weights, texts"
@@ -48,7 +56,7 @@ def test_measured_costs_are_kept_and_found_again(monkeypatch, tmp_path):
         load_or_measure(identity, names, alone, never)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1, 2]", '["x"]', "[NaN]", json.dumps([-1.0] * 15)])
+@pytest.mark.parametrize("content", ["", "{}", "[1, 2]", '["x"]', "[NaN]", json.dumps([-1.0] * 19)])
 def test_a_damaged_file_is_measured_anew(monkeypatch, tmp_path, content):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     names = list(COSTS.drafts)
