@@ -154,7 +154,8 @@ def test_a_plain_step_that_is_interrupted_gives_no_negative_costs(monkeypatch, t
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(costs._RandomText, "seconds", interrupted)
     engine = longdraft.load(str(tiny["mha"]), drafter="auto", threads=1)
-    assert list(engine.generate("It was", SamplingParams(max_new_tokens=4, seed=1, ignore_eos=True)))[-1].finish_reason == "length"
+    events = list(engine.generate("It was", SamplingParams(max_new_tokens=4, seed=1, ignore_eos=True)))
+    assert events[-1].finish_reason == "length"
     file, = (tmp_path / "longdraft" / "drafting-costs").iterdir()
     assert min(json.loads(file.read_text())) >= 0
 
