@@ -78,8 +78,8 @@ def _run_experiment(experiment: str, *, prompt_file: Sequence[Path], model: str,
                     dtype: str, threads: int | None, memory: float, skip_characters: int, documents: int,
                     medusa_heads: str | None, profile: str = "") -> None:
     from longdraft import machine
+    from longdraft.bench import device, measures, runner
     from longdraft.bench import experiment as experiments
-    from longdraft.bench import measures, runner
     from longdraft.bench.document import measure_limits
     from longdraft.bench.systems import Engines
     from longdraft.loading import load
@@ -99,9 +99,11 @@ def _run_experiment(experiment: str, *, prompt_file: Sequence[Path], model: str,
                                  stretches)
     texts = [text for path in prompt_file for text in _texts(path, skip_characters, documents)]
     engine = load(model, heads=heads, dtype=dtype, threads=threads, cache_ram=0)
-    limits = measure_limits(machine.affordable(int(memory * (1 << 30))), 1)
+    kernels = engine.model.kernels
+    limits = (device.limits(kernels) if kernels.is_device
+              else measure_limits(machine.affordable(int(memory * (1 << 30))), 1).details)
     results = runner.run_experiment(plan, Engines(engine, medusa_heads), [engine.encode(text) for text in texts],
-                                    output, limits.details)
+                                    output, limits)
     for table in measures.tables(results, chosen, plan.scale):
         table.show()
     print(json.dumps({"bench": chosen.name, "output": str(output) if output else None,

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longdraft import machine, run_statistics
+from longdraft.bench import device
 from longdraft.bench.experiment import Experiment, Scale, TextSpec
 from longdraft.bench.results import Results, ResultsWriter
 from longdraft.bench.systems import Engines
@@ -28,8 +29,6 @@ from longdraft.engine import Engine
 from longdraft.errors import check
 from longdraft.report.turns import Record
 
-_MAX_MEMORY_SHARE = 0.5  # of the available memory, for the caches of all systems of a text
-_CACHE_BYTES_MARGIN = 1.2
 _STEP_OVERHEAD_BYTES = 1e6  # the rest of a step as bytes read, for the estimate of the remaining time
 
 
@@ -73,7 +72,8 @@ def run_experiment(plan: ExperimentPlan, engines: Engines, texts: Sequence[Seque
     """
     engine, plan = engines.engine, plan.with_texts(len(texts))
     kernels = engine.model.kernels
-    session = machine.description(kernels) | engine.provenance | plan.identity() | {
+    session = machine.description(kernels) | engine.provenance | plan.identity() | device.description(
+        str(kernels.device)) | {
         "device": str(kernels.device), "kind": "session", "limits": limits,
         "prompt_file": ", ".join(path.name for path in plan.prompt_files),
         "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -93,7 +93,8 @@ def run_experiment(plan: ExperimentPlan, engines: Engines, texts: Sequence[Seque
 
 
 def _units(engine: Engine, texts: Mapping[TextSpec, list[str]], known: Results) -> Iterator[WorkUnit]:
-    """Split the systems of each text so that their caches fit into memory; the reference writes with each part.
+    """Split the systems of each text so that their caches fit into memory; the reference writes with each part. Where
+    not even two caches fit, the two systems of a part read their text again for each turn (`write_in_turns`).
 
     Units that earlier runs began come first, then the systems that no run has begun.
     """
@@ -103,9 +104,7 @@ def _units(engine: Engine, texts: Mapping[TextSpec, list[str]], known: Results) 
         others = [name for name in names if not any(name in about["systems"] for about in begun)]
         if begun and not others:
             continue
-        positions = spec.prefill + spec.sampling.max_new_tokens
-        cache_bytes = _CACHE_BYTES_MARGIN * positions * engine.model.cache_bytes_per_token
-        most = max(1, int(_MAX_MEMORY_SHARE * machine.available_memory() / cache_bytes) - 1)
+        most = max(1, device.num_caches(engine.model, spec.prefill + spec.sampling.max_new_tokens) - 1)
         for start in range(0, max(1, len(others)), most):
             part = others[start : start + most]
             yield WorkUnit(spec, f"{spec.key}/{'+'.join(part)}", [reference, *part])
@@ -125,7 +124,9 @@ def _write_unit(plan: ExperimentPlan, engines: Engines, writer: ResultsWriter, u
         show(record)
 
     text = writer.results.texts[unit.key]
-    write_in_turns(engines, systems, prompt, unit.spec.sampling, text.about["ends"], text, emit)
+    fits = device.num_caches(engines.engine.model, len(prompt) + unit.spec.sampling.max_new_tokens)
+    write_in_turns(engines, systems, prompt, unit.spec.sampling, text.about["ends"], text, emit,
+                   holds_all=fits >= len(systems))
 
 
 def _prompt(texts: Sequence[Sequence[int]], spec: TextSpec, stretches: int) -> list[int]:

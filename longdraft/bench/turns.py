@@ -61,11 +61,14 @@ def write_turn(generation: Generation, end: int) -> Record:
 
 
 def write_in_turns(engines: Engines, systems: Mapping[str, System], prompt: Sequence[int], params: SamplingParams,
-                   ends: Sequence[int], text: MeasuredText, emit: Callable[[Record], None]) -> None:
+                   ends: Sequence[int], text: MeasuredText, emit: Callable[[Record], None], *,
+                   holds_all: bool = True) -> None:
     """Write a text with each system up to each of `ends`, in rounds of turns. The first system is the reference.
 
     text  its description, and the turns that an earlier process wrote; complete rounds are not measured again
     emit  is called with the record of each turn and of each finished system, and must add it to `text`
+    holds_all  the caches of all systems are held together; else one at a time, and each turn reads its text again. A
+               turn's seconds never include reading
 
     Raises UsageError if two systems write different texts.
     """
@@ -73,19 +76,29 @@ def write_in_turns(engines: Engines, systems: Mapping[str, System], prompt: Sequ
     if rounds == len(ends) and all(name in text.stats for name in systems):
         return
     written = {name: text.tokens(name)[: text.turns[name][rounds - 1]["until"]] if rounds else () for name in systems}
-    generations = {name: start(engines.of(system), system, prompt, params, written[name])
-                   for name, system in systems.items()}
+    generations: dict[str, Generation] = {}
+    stats: dict[str, Record] = {}
     key, reference = text.about["text"], next(iter(systems))
     for turn, end in enumerate(ends[rounds:], rounds):
-        for name, generation in generations.items():
+        for name, system in systems.items():
+            is_new = name not in generations
+            if is_new:
+                generations[name] = start(engines.of(system), system, prompt, params, written[name])
+            generation = generations[name]
             record = write_turn(generation, end) | {
                 "kind": "turn", "text": key, "system": name, "turn": turn, "end": end,
-                "is_resumed": bool(rounds) and turn == rounds,
+                "is_resumed": is_new and turn > 0,
                 "sha256_tokens": run_statistics.sha256_tokens(generation.tokens[:end])}
             if name == reference or systems[name].has_own_text:
                 record["ids"] = pack_tokens(generation.tokens[record["until"] - record["tokens"] :])
             emit(record)
+            stats[name] = generation.stats()
+            if not holds_all:
+                written[name] = generation.tokens.copy()
+                generations.pop(name).close()
+                del generation
         require_one_text(text)
-    for name, generation in generations.items():
-        emit({"kind": "stats", "text": key, "system": name, "stats": generation.stats()})
+    for name, found in stats.items():
+        emit({"kind": "stats", "text": key, "system": name, "stats": found})
+    for generation in generations.values():
         generation.close()

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longdraft.errors import UsageError
+from longdraft.train.lm_settings import DraftSettings, LmSettings
+from longdraft.train.presets import PRESETS
 from longdraft.train.settings import (
-    DraftSettings,
     EagleSettings,
     GlideSettings,
     HeadSettings,
-    LmSettings,
     TrainingSettings,
 )
 
@@ -40,21 +40,6 @@ def _group() -> None:
     """Train drafters (heads, a glide layer, an EAGLE head, a small model) and small language models."""
 
 
-# The recipes of the paper (TokenSwift, table 9 and its scripts). A step has 983,040 tokens, on 4 GPUs with 3 sequences
-# each. Start as many processes with `torchrun`, or raise --gradient-accumulation.
-_PAPER: dict[str, Any] = {
-    "kind": "tokenswift", "init": "paper", "distill": 0.0, "heads": 3, "sequence_length": 8192, "steps": 200,
-    "batch_size": 3, "gradient_accumulation": 10, "learning_rate": 5e-3, "warmup_steps": 50, "weight_decay": 0.1,
-    "beta2": 0.999, "max_grad_norm": 1.0, "seed": 42, "dtype": "bfloat16",
-}
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper-llama3.1-8b": _PAPER | {"model": "meta-llama/Llama-3.1-8B"},
-    "paper-yarn-llama2-7b-128k": _PAPER | {"model": "NousResearch/Yarn-Llama-2-7b-128k"},
-    "paper-qwen2.5-1.5b": _PAPER | {"model": "Qwen/Qwen2.5-1.5B"},
-    "paper-qwen2.5-7b": _PAPER | {"model": "Qwen/Qwen2.5-7B"},
-    "paper-qwen2.5-14b": _PAPER | {"model": "Qwen/Qwen2.5-14B", "learning_rate": 1e-3, "steps": 600, "batch_size": 1},
-}
-
 # Options of the run, which are not settings of the training.
 _RUN: dict[str, Any] = {
     "output": Annotated[Path, typer.Option(
@@ -64,11 +49,14 @@ _RUN: dict[str, Any] = {
         "--resume", help="Continue the unfinished training in --output, with its settings.")],
     "quiet": Annotated[bool, typer.Option("--quiet", help="Print no progress on stderr.")],
 }
-_PRESET = Annotated[str, typer.Option(
-    help=f"The paper's recipe for one of its models; other options override it. One of {', '.join(PRESETS)}.")]
 
 
-def _command(kind: type[TrainingSettings], text: str, presets: bool = False) -> None:
+def _preset_option(kind: str) -> Any:
+    return Annotated[str, typer.Option(
+        help=f"A published recipe; other options override it. One of {', '.join(PRESETS[kind])}.")]
+
+
+def _command(kind: type[TrainingSettings], text: str) -> None:
     """Add the command for one kind of training."""
     def command(called: typer.Context, **given: Any) -> None:
         _run(kind, called, given)
@@ -76,7 +64,7 @@ def _command(kind: type[TrainingSettings], text: str, presets: bool = False) -> 
     hints = typing.get_type_hints(kind)
     run = [_parameter(name, hint, inspect.Parameter.empty if name == "output" else False)
            for name, hint in _RUN.items()]
-    preset = [_parameter("preset", _PRESET, "")] if presets else []
+    preset = [_parameter("preset", _preset_option(kind.KIND), "")] if kind.KIND in PRESETS else []
     settings = [_parameter(field.name, _option(field, hints[field.name]), _default(field)) for field in fields(kind)]
     # Typer reads the parameters from this attribute.
     command.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
@@ -115,14 +103,14 @@ def _run(kind: type[TrainingSettings], called: typer.Context, given: dict[str, A
                              "leave it out")
         result = job.resume(kind.KIND, output, explicit, progress)
     else:
-        result = job.train(kind(**(_preset(preset) | {"data": ()} | explicit)), output, progress)
+        result = job.train(kind(**(_preset(kind.KIND, preset) | {"data": ()} | explicit)), output, progress)
     _report(result)
 
 
-def _preset(name: str) -> dict[str, Any]:
-    if name and name not in PRESETS:
-        raise UsageError(f"preset is {name!r}; allowed: {', '.join(PRESETS)}")
-    return dict(PRESETS[name]) if name else {}
+def _preset(kind: str, name: str) -> dict[str, Any]:
+    if name and name not in PRESETS[kind]:
+        raise UsageError(f"preset is {name!r}; allowed: {', '.join(PRESETS[kind])}")
+    return dict(PRESETS[kind][name]) if name else {}
 
 
 def _setting(name: str, value: Any) -> Any:
@@ -168,7 +156,7 @@ _STOPS = "Ctrl-C finishes the step, saves a checkpoint and prints how to resume.
 _command(HeadSettings, f"""Train heads on a frozen model, for --drafter tokenswift or medusa.
 
 Head j predicts the token 1 + j places ahead from a row of the model's last layer. The loss is the sum of
-the heads' mean cross-entropies. {_STOPS}""", presets=True)
+the heads' mean cross-entropies. {_STOPS}""")
 _command(GlideSettings, f"""Train a one-layer drafter on a frozen model's cache, for --drafter glide.
 
 It combines self-attention over a short window with cross-attention to the model's last keys and values. {_STOPS}""")

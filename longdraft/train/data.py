@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from longdraft.data_files import Document, Tokens, is_hub_data
 from longdraft.errors import ModelError, UsageError, check
+from longdraft.model import sentencepiece_file
 from longdraft.version import __version__
 
 if TYPE_CHECKING:
@@ -38,10 +39,13 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers library raises plain Exception
-        raise ModelError(f"cannot read {path}: {error}") from error
+    if not path.is_file() and (folder / sentencepiece_file.NAME).is_file():
+        tokenizer = sentencepiece_file.read_tokenizer(folder)
+    else:
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the tokenizers library raises plain Exception
+            raise ModelError(f"cannot read {path}: {error}") from error
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= vocab_size:
         raise ModelError(f"{path} has ids up to {largest}, but the model's vocabulary has {vocab_size} "
@@ -69,7 +73,8 @@ def tokenise(documents: Iterator[Document], tokenizer: Tokenizer, end_id: int | 
             if batch:
                 yield from flush()
                 batch, size = [], 0
-            bad = next((token for token in (document.min(), document.max()) if not 0 <= token < vocabulary), None)
+            ends = int(document.min()), int(document.max())
+            bad = next((token for token in ends if not 0 <= token < vocabulary), None)
             check(bad is None, "a token id of the data", bad, f"0 to {vocabulary - 1}, those of the model's tokenizer")
             yield document
             continue
@@ -106,7 +111,7 @@ def pack(documents: list[Tokens], sequence_length: int, seed: int, what: str) ->
     """Shuffled documents as sequences [N, sequence_length] int32, without the incomplete last one."""
     total = sum(len(document) for document in documents)
     if total == 0:
-        raise UsageError(f"the {what} data holds no text; give files with text")
+        raise UsageError(f"the {what} data holds no text; give files with text, or a smaller --min-tokens")
     if total < sequence_length:
         raise UsageError(f"sequence_length is {sequence_length}, but the {what} data has {total} tokens; "
                          "give more data or a smaller --sequence-length")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -167,7 +168,7 @@ def pretrained(folder: Path, dtype: torch.dtype, device: torch.device, *, shard:
 
 
 def as_ids(sequences: Tokens, device: torch.device) -> Tensor:
-    return torch.from_numpy(sequences).long().to(device)
+    return torch.from_numpy(sequences.astype(np.int64)).to(device)  # a copy: the data may be a map of a file
 
 
 def mixed_loss(logits: Tensor, wanted: Tensor, taught: Tensor | None, part: float) -> Tensor:

@@ -13,10 +13,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from longdraft import data_files
@@ -36,6 +37,7 @@ from longdraft.train.registry import MODELS, TRAININGS, Drafting, TrainingContex
 from longdraft.train.settings import FrozenTargetSettings, TrainingSettings, from_dict, resumed
 
 METRICS = "metrics.jsonl"
+PACKED = ("packed-training.npy", "packed-validation.npy")  # while the processes open them
 SETTINGS = "longdraft-training.json"  # of a training that has no checkpoint yet
 _PROBE_PROMPTS = 3
 _LONGEST_PROMPT = 4096  # tokens
@@ -184,10 +186,32 @@ def _use_threads(threads: int) -> None:
 
 def load_data(settings: TrainingSettings, context: TrainingContext, output: Path, processes: DistributedProcesses,
               progress: TrainingProgress) -> tuple[Sequences, Tokens]:
-    """The packed training sequences in their order, and the validation sequences."""
+    """The packed training sequences in their order, and the validation sequences.
+
+    With several processes the main one reads, tokenises and packs, and all of them map its result from the disk.
+    """
+    if processes.size == 1:
+        training, validation = _packed(settings, context, output, progress)
+        return Sequences(training, settings.seed), validation
+    paths = [output / name for name in PACKED]
+    if processes.is_main:
+        for path, part in zip(paths, _packed(settings, context, output, progress), strict=True):
+            np.save(path, part)
+    processes.wait_for_all()
+    mapped: list[Tokens] = [np.load(path, mmap_mode="r") for path in paths]
+    processes.wait_for_all()
+    if processes.is_main:  # the maps remain
+        for path in paths:
+            path.unlink()
+    return Sequences(mapped[0], settings.seed), mapped[1]
+
+
+def _packed(settings: TrainingSettings, context: TrainingContext, output: Path,
+            progress: TrainingProgress) -> tuple[Tokens, Tokens]:
     def read(files: tuple[str, ...]) -> list[Tokens]:
-        texts = data_files.read_documents(files, settings.text_column)
-        return list(data.tokenise(texts, context.tokenizer, context.end_id))
+        documents = data_files.read_documents(files, settings.text_column)
+        tokens = data.tokenise(documents, context.tokenizer, context.end_id)
+        return list(data.limited(tokens, settings.min_tokens, settings.document_tokens, settings.max_documents))
 
     split = data.Split(read(settings.data), read(settings.validation))
     if not settings.validation and split.training:
@@ -196,18 +220,9 @@ def load_data(settings: TrainingSettings, context: TrainingContext, output: Path
     training = data.pack(split.training, length, seed, "training")
     validation = data.pack(split.validation, length, seed, "validation")
     if isinstance(settings, FrozenTargetSettings) and settings.own_tokens:
-        def write() -> list[Tokens]:
-            return self_generated.write(settings, context.fingerprint, split.training, output, progress)
-
-        training = data.pack([*split.training, *_main_process_first(processes, write)], length, seed, "training")
-    return Sequences(training, seed), data.spread(validation, settings.eval_tokens)
-
-
-def _main_process_first(processes: DistributedProcesses, work: Callable[[], list[Tokens]]) -> list[Tokens]:
-    """Run `work` on the main process, then on the other processes, which find its result on the disk."""
-    found = work() if processes.is_main else []
-    processes.wait_for_all()
-    return found if processes.is_main else work()
+        own = self_generated.write(settings, context.fingerprint, split.training, output, progress)
+        training = data.pack([*split.training, *own], length, seed, "training")
+    return training, data.spread(validation, settings.eval_tokens)
 
 
 def _restore(saved: checkpoints.Checkpoint, identity: Mapping[str, Any], module: torch.nn.Module,

@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from longdraft.data_files import Tokens
 from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, mixed_loss, row_chunks
+from longdraft.train.lm_settings import LmSettings
 from longdraft.train.loop import decayed
-from longdraft.train.settings import LmSettings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -54,7 +54,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def new_model(settings: LmSettings, vocab_size: int, begin: int | None, end: int | None) -> Any:
-    """A Llama with random weights and tied embeddings."""
+    """A Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(settings.seed)
@@ -63,7 +63,7 @@ def new_model(settings: LmSettings, vocab_size: int, begin: int | None, end: int
         num_hidden_layers=settings.layers, num_attention_heads=settings.num_heads,
         num_key_value_heads=settings.num_kv_heads or settings.num_heads, max_position_embeddings=settings.context,
         rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
-        tie_word_embeddings=True, bos_token_id=begin, eos_token_id=end))
+        tie_word_embeddings=settings.tied, bos_token_id=begin, eos_token_id=end))
 
 
 def with_fewer_kv_heads(model: Any, num: int) -> Any:

@@ -15,8 +15,8 @@ import pytest
 from helpers.experiments import EXPERIMENT, measured, plan_of
 from longdraft import drafters
 from longdraft.__main__ import run
+from longdraft.bench import device, measures, turns
 from longdraft.bench import experiment as experiments
-from longdraft.bench import measures, turns
 from longdraft.bench import results as stored
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.errors import UsageError
@@ -110,6 +110,53 @@ def test_an_interrupted_run_measures_only_the_missing_turns(engine, output, tmp_
     written.clear()
     measured(engine, cut)
     assert not written  # nothing is missing
+
+
+def test_where_two_caches_do_not_fit_each_turn_reads_its_text_again(engine, output, monkeypatch):
+    """Two systems at a time, one cache at a time: the same texts as with all caches in memory."""
+    monkeypatch.setattr(device, "num_caches", lambda model, positions: 1)
+    held, most = set(), []
+
+    class Watched(turns.Generation):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            held.add(self)
+            most.append(len(held))
+
+        def close(self):
+            held.discard(self)
+            super().close()
+
+    monkeypatch.setattr(turns, "Generation", Watched)
+    found = measured(engine)
+    assert set(most) == {1} and not held
+    together = stored.read_results(output)
+    texts = {system: turns_[-1]["sha256_tokens"] for text in together.texts.values() for system, turns_ in
+             text.turns.items() if text.about["sampling"]["temperature"] == 1}
+    for text in found.texts.values():
+        assert len(text.turns) == 2
+        for system, written in text.turns.items():
+            if text.about["sampling"]["temperature"] == 1:
+                assert written[-1]["sha256_tokens"] == texts[system]
+            assert [turn["is_resumed"] for turn in written] == [False, *[True] * (len(written) - 1)]
+
+
+def test_the_caches_that_fit_are_counted_by_what_the_device_has_free(engine, monkeypatch):
+    kernels, per_token = engine.model.kernels, engine.model.cache_bytes_per_token
+    monkeypatch.setattr(kernels, "free_bytes", lambda: 10_000 * per_token)
+    assert device.num_caches(engine.model, 1000) == 7  # 0.9 x 10,000 / (1.2 x 1,000)
+    monkeypatch.setattr(kernels, "is_device", True)
+    assert device.num_caches(engine.model, 1000) == 3  # with room for a tree of 1,024 rows each
+
+
+def test_clocks_are_recorded_where_the_system_tells_them(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '1980 MHz, 2619 MHz, 1980 MHz, 2619 MHz, 700.00 W, 550.1'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert device.clocks()["clocks.sm"] == "1980 MHz" and device.clocks()["driver_version"] == "550.1"
+    monkeypatch.setenv("PATH", "")
+    assert device.clocks() == {} and device.description("cpu") == {}
 
 
 def test_more_tables_are_added_to_a_file_without_measuring_again(engine, tmp_path, monkeypatch):

@@ -23,7 +23,8 @@ from longdraft.core import SamplingParams
 from longdraft.errors import LongdraftError, UsageError
 from longdraft.train import frozen_model as frozen
 from longdraft.train import job, lm, processes
-from longdraft.train.settings import DraftSettings, HeadSettings, LmSettings
+from longdraft.train.lm_settings import DraftSettings, LmSettings
+from longdraft.train.settings import HeadSettings
 
 QUICK = dict(sequence_length=32, steps=25, batch_size=4, learning_rate=2e-2, warmup_steps=3, eval_every=0,
              checkpoint_every=0, probe_tokens=0, device="cpu", threads=1, dtype="float32")
@@ -318,7 +319,7 @@ def test_train_commands_print_json_on_the_last_line(text, tokens, tmp_path, caps
 def test_options_override_a_preset(text, tokens, tmp_path, capsys):
     more = ["--preset", "paper-llama3.1-8b", "--model", str(tokens), "--data", text, "--sequence-length", "32",
             "--steps", "2", "--batch-size", "1", "--gradient-accumulation", "2", "--threads", "1",
-            "--probe-tokens", "0"]
+            "--probe-tokens", "0", "--min-tokens", "0", "--document-tokens", "0"]
     assert run(["train", "heads", "--output", str(tmp_path / "heads"), *more]) == 0
     record = json.loads((tmp_path / "heads" / "config.json").read_text())["training"]
     assert [record[name] for name in ("kind", "init", "learning_rate", "steps")] == ["tokenswift", "paper", 5e-3, 2]
