@@ -4,6 +4,7 @@
 #   make demo    install, then write a long text with the bundled model
 #   make test    install what tests need, then run them all
 #   make test-cuda  the CUDA kernels' tests on a device of this machine (docs/cuda.md)
+#   make test-cuda-offline, install-offline  the same with the Python that has PyTorch for CUDA, without network
 #   make lint    ruff and mypy, which `make test` does not run
 #   make sanitize  the kernels' tests with addresses and undefined behaviour watched (GCC or Clang; minutes)
 #   make cluster  a batch job on a local Ray cluster whose workers and nodes are killed (a minute)
@@ -22,7 +23,7 @@ TOKENS ?= 4000
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt  # reaches isolated builds too
 
-.PHONY: demo test test-cuda test-page lint docs sanitize cluster soak wheel image clean
+.PHONY: demo test test-cuda test-cuda-offline install-offline test-page lint docs sanitize cluster soak wheel image clean
 
 demo: $(VENV)/.installed
 	$(BIN)/longdraft generate --prompt-file examples/chapter.txt --max-new-tokens $(TOKENS) --seed 7 \
@@ -35,6 +36,13 @@ test: $(VENV)/.installed-dev
 test-cuda: $(VENV)/.installed-dev
 	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "PyTorch sees no CUDA device; docs/cuda.md says what is needed")'
 	$(BIN)/python -m pytest --timeout 900 tests/unit/test_cuda_*.py tests/product/test_cuda_bench.py
+
+# With $(PYTHON) as it is, whose PyTorch may have another version than constraints.txt: nothing is downloaded.
+install-offline:
+	PIP_CONSTRAINT= $(PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
+
+test-cuda-offline: install-offline
+	$(PYTHON) -m pytest --numprocesses 4 --timeout 120 tests/unit/test_cuda_*.py
 
 test-page: $(VENV)/.installed-dev
 	mkdir -p build/pictures

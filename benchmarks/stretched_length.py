@@ -16,58 +16,19 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from stretched_model import Places
-from torch import Tensor
-
 from longdraft import machine
 from longdraft.bench import length, turns
 from longdraft.bench.document import document
 from longdraft.bench.options import settings
+from longdraft.bench.stretched import Places, fill, read_by
 from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
 from longdraft.engine import Engine
 from longdraft.files import read_prompt
 from longdraft.loading import load
-from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.report.turns import Record
 
 LAST = 512  # tokens of the prompt that the large model reads
-CHUNK = 512
-
-
-def read_by(model: Transformer, tokens: Sequence[int]) -> FullCache:
-    """The cache of a text."""
-    cache = model.new_cache()
-    for start in range(0, len(tokens), CHUNK):
-        some = list(tokens[start : start + CHUNK])
-        model.forward(chain_rows(some, start), cache)
-        cache.commit(range(len(some)))
-    return cache
-
-
-def stretched_rows(small: FullCache, places: Places, start: int, count: int, shape: tuple[int, ...],
-                   generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Keys and values [layers, rows, KV heads, head size] of the large model, from the small model's cache."""
-    k, v = (torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(2))
-    for large_layer, small_layer in places.layers.items():
-        heads = places.kv_heads
-        positions = torch.arange(start, start + count).expand(heads, -1)
-        keys, values = (part.permute(1, 0, 2) for part in small.stores[small_layer].read(positions))
-        k[large_layer][:, :heads], v[large_layer][:, :heads] = 0, 0
-        k[large_layer][:, :heads, places.head_rows] = keys
-        v[large_layer][:, :heads, : values.shape[2]] = values
-    return k, v
-
-
-def fill(cache: FullCache, small: FullCache, model: Transformer, places: Places) -> None:
-    """Write the small model's rows to an empty cache of the large model."""
-    config, generator = model.config, torch.Generator().manual_seed(1)
-    for start in range(0, small.length, CHUNK):
-        count = min(CHUNK, small.length - start)
-        shape = (config.num_layers, count, config.num_kv_heads, config.head_dim)
-        cache.append(*stretched_rows(small, places, start, count, shape, generator))
-        cache.commit(range(count))
 
 
 def measure(engine: Engine, small: FullCache, places: Places, chosen: Sequence[str], prompt: Sequence[int],

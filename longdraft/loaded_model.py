@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -256,6 +257,9 @@ class LoadedModel:
         kernels = self.target.kernels
         size = parallel.shard_of(kernels).size
         degree = {"tensor_parallel": str(size)} if size > 1 else {}  # ranks add up in an order of their own
+        if kernels.device.type == "cuda":
+            degree |= {"gpu": torch.cuda.get_device_name(kernels.device),
+                       "triton_version": importlib.metadata.version("triton")}
         return {"kernels": kernels.name, "device": str(kernels.device),
                 "dtype": str(kernels.dtype).removeprefix("torch."), "longdraft_version": __version__,
                 "torch_version": str(torch.__version__), **degree}

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -231,24 +230,37 @@ def context(
 
 
 def cuda(
-    output: Annotated[Path, typer.Option(help="The JSON document. The parts that an existing one lacks are added.")],
-    limit: Annotated[float, typer.Option(help="Seconds that the whole command may take.")] = 460,
+    output: Annotated[Path, typer.Option(help="Folder of the JSON documents, one for each slice. A document that is "
+                                              "there is continued.")],
+    slices: Annotated[str, typer.Option(help="Slices to measure, in order: first, length, kernels, whole.")] = "first",
+    previous: Annotated[Path | None, typer.Option(help="Folder of an earlier visit, which is continued in --output.")
+                        ] = None,
+    limit: Annotated[float | None, typer.Option(
+        help="Seconds for each slice. Default: 330, 330, 360 and 540 for the four slices.")] = None,
+    prompt_file: Annotated[Path, typer.Option(help="A text that the stretched models continue.")] =
+        Path("examples/chapter.txt"),
+    force: Annotated[bool, typer.Option("--force", help="Measure speed although rows of trees differ.")] = False,
     interpret: Annotated[bool, typer.Option(
         "--interpret", help="Test the command: the smallest sizes on the CPU, in Triton's interpreter.")] = False,
 ) -> None:
-    """Measure a CUDA device: kernels, equality, steps beside the memory's floor, another engine, a whole run.
+    """Use a visit to a CUDA device in full: exactness, texts behind long prompts, speed, a text of 100,000 tokens.
 
-    Each part is written as soon as it is measured. Run the command again to measure the missing parts.
+    Each part is written as soon as it is measured, and may crash or hang without harm to the others. Run the command
+    again to measure what is missing; after a change of the kernels, all of it.
     """
     import torch
 
-    within("--limit", limit, 10, 86400, "seconds")
-    if interpret:
-        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-    elif not torch.cuda.is_available():
+    from longdraft.bench.cuda import visit
+    from longdraft.bench.cuda.plan import LIMITS_S, SLICES
+
+    chosen = settings("--slices", slices)
+    for name in chosen:
+        check(name in SLICES, "--slices", name, ", ".join(SLICES))
+    within("--limit", 10 if limit is None else limit, 10, 86400, "seconds")
+    if not interpret and not torch.cuda.is_available():
         raise UsageError("PyTorch finds no CUDA device; run this on a machine that has one, or test the command "
                          "itself with --interpret")
-    from longdraft.bench.cuda import INTERPRETED, ON_DEVICE, CudaDocument, measure_device
-
-    plan = INTERPRETED if interpret else ON_DEVICE
-    measure_device(plan, CudaDocument.open(output, plan, limit))
+    if not interpret and not prompt_file.is_file():
+        raise UsageError(f"--prompt-file {prompt_file} does not exist; name a text file")
+    given = visit.Visit(output, previous, "interpret" if interpret else "device", str(prompt_file), force)
+    given.run(chosen, {name: LIMITS_S[name] if limit is None else limit for name in chosen})

@@ -25,6 +25,7 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters.ngram import NGRAM
 from longdraft.kernels.native_draft import Ranked, Ranking
 from longdraft.sampling import process
+from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import Tree
 
@@ -40,7 +41,8 @@ class IndependentSampler(Sampler):
                within: float = math.inf) -> Ranked:
         return self._by_logit.ranked(logits, context, path, num, ahead, within)
 
-    def native_ranking(self, context: Context, vocabulary: int, width: int, within: float) -> Ranking | None:
+    def native_ranking(self, context: Context, vocabulary: int, width: int,
+                       within: float) -> Ranking | DeviceRanking | None:
         return self._by_logit.native_ranking(context, vocabulary, width, within)
 
 

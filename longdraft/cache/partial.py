@@ -44,6 +44,7 @@ from longdraft.kernels import AttentionOutput, Kernels, LayersKV
 from longdraft.kernels.native_draft import DraftStores
 
 CacheMode = Literal["dynamic", "static", "full"]
+_DEVICE_ROOM = 128  # drafted rows for which a device's cache has room at once
 _NUM_QUERIES = 8  # last verified rows whose queries select the heavy hitters
 
 
@@ -101,6 +102,8 @@ class PartialCache:
         self._rows = FullCache(kernels, len(full.stores), num_kv_heads, head_dim)
         self._states = full.states.for_drafts() if full.states else None
         check(mode != "full" or self._states is None, "cache", mode, "dynamic or static for models with delta layers")
+        if kernels.is_device and mode != "full":  # stores that grow would need new graphs
+            self._rows.reserve(size.budget + _DEVICE_ROOM)
         self._num_kv_heads = num_kv_heads
         self._num_seen = 0  # rows of the full cache that were appended here or left out
         self.num_selections = 0

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,11 @@ from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayerWeights, 
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, PartOfVocabulary, Ranked, Ranking
 from longdraft.model.config import ModelConfig
 from longdraft.model.rope import RopeTable, max_unscaled_length
+from longdraft.sampling.device import DeviceRanking
 from longdraft.tree import Tree
+
+if TYPE_CHECKING:
+    from longdraft.kernels.cuda.choice import LogitsSource
 
 log = logging.getLogger(__name__)
 
@@ -90,10 +94,18 @@ class Forward:
     attention_output  what each layer's attention computed for the rows
     """
 
-    def __init__(self, hidden: Tensor, attention_output: AttentionOutput, rows: slice | None, logits: Tensor) -> None:
-        """rows: this text's rows in `hidden` and `attention_output`; None: all."""
-        self.logits = logits
+    def __init__(self, hidden: Tensor, attention_output: AttentionOutput, rows: slice | None,
+                 logits: Tensor | Callable[[], Tensor], source: LogitsSource | None = None) -> None:
+        """rows: this text's rows in `hidden` and `attention_output`; None: all.
+
+        source  on a device, for a forward whose rows all have logits: computes them together with the choice of tokens
+        """
+        self._logits, self.source = logits, source
         self._hidden, self._attention_output, self._rows = hidden, attention_output, rows
+
+    @cached_property
+    def logits(self) -> Tensor:
+        return self._logits() if callable(self._logits) else self._logits
 
     @cached_property
     def hidden(self) -> Tensor:
@@ -153,6 +165,7 @@ class Transformer:
         part  made from this model's head
         """
         other = copy.copy(self)
+        other.__dict__.pop("_logits_source", None)  # that of another head
         other.weights, other.part = self.weights._replace(head=part.head), part
         return other
 
@@ -235,6 +248,8 @@ class Transformer:
             self.embed([token for request in requests for token in request.rows.tokens]), *_rotations(requests),
             layers_kv, torch.tensor([parent for request in requests for parent in request.rows.parents],
                                     dtype=torch.int32))
+        if kernels.is_device and len(requests) == 1 and requests[0].num_logits == counts[0]:
+            return [Forward(hidden, attention_output, None, lambda: self.logits(hidden), self._logits_source)]
         logits = self._last_logits(hidden, [(end, request.num_logits)
                                             for end, request in zip(ends, requests, strict=True)])
         if len(requests) == 1:
@@ -242,15 +257,20 @@ class Transformer:
         return [Forward(hidden, attention_output, slice(end - count, end), part)
                 for count, end, part in zip(counts, ends, logits, strict=True)]
 
-    def draft_chain(self, cache: DraftStores, ranking: Ranking, end: ChainEnd, root: int, path: Sequence[int],
-                    position: int, count: int) -> list[Ranked] | None:
-        """Draft up to `count` tokens in one call (longdraft/kernels/native_draft.py). None where these kernels cannot.
+    def draft_chain(self, cache: DraftStores, ranking: Ranking | DeviceRanking, end: ChainEnd, root: int,
+                    path: Sequence[int], position: int, count: int) -> list[Ranked] | None:
+        """Draft up to `count` tokens in one call (longdraft/kernels/native_draft.py, on a device
+        longdraft/kernels/cuda/drafting.py). None where these kernels cannot.
 
         position  of the first drafted token in the text
         """
         config = self.config
         weights = DraftWeights(self.weights.embedding, self.weights.norm, self.weights.head, config.logits_divisor,
                                self.part)
+        if isinstance(ranking, DeviceRanking):
+            rotations = self.rotations(range(position - 1, position - 1 + count))
+            return ranking.sampler.draft_chain(self._decoder, weights, config.embedding_factor, cache, ranking,
+                                               rotations, path, end)
         if config.embedding_factor != 1 or not native_draft.supports(self.kernels, self._decoder, weights):
             return None
         rotations = self.rotations(range(position - 1, position - 1 + count))
@@ -269,6 +289,17 @@ class Transformer:
     def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos and sin [R, D / 2] float32 of positions."""
         return self._rope.at(positions)
+
+    @cached_property
+    def _logits_source(self) -> LogitsSource | None:
+        """See `Forward`; None where other kernels, or a part of the vocabulary, compute the logits."""
+        from longdraft.kernels.cuda.kernels import CudaKernels  # needs Triton
+
+        if not isinstance(self.kernels, CudaKernels) or self.part is not None:
+            return None
+        config = self.config
+        return self.kernels.logits_source(self.weights.norm, config.rms_norm_eps, config.post_norm, self.weights.head,
+                                          config.logits_divisor)
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """Embeddings [R, hidden], the first layer's input."""

@@ -21,7 +21,7 @@ from longdraft.core import Context, SamplingParams
 from longdraft.kernels import Kernels, noise
 from longdraft.kernels.native_draft import Ranked, Ranking
 from longdraft.sampling import process
-from longdraft.sampling.device import DeviceSampler
+from longdraft.sampling.device import MAX_GUESSES, DeviceRanking, DeviceSampler
 from longdraft.sampling.fast import FastSampler
 from longdraft.sampling.grammar import Grammar, GrammarRules, Mask
 from longdraft.sampling.path_penalties import HOPELESS, PathPenalties, new_path_penalties
@@ -131,13 +131,15 @@ class Sampler:
 
         Guesses are ranked with the noise that the target will use, so a draft that agrees with the target's logits
         agrees with its samples, at any temperature. Tokens that the filters remove come last, because a drafter's
-        logits are an estimate. Logits that are not finite give no guesses.
+        logits are an estimate; a device leaves them out. Logits that are not finite give no guesses.
         """
         masks = None
         if self._grammar and not ahead:
             masks = [self._grammar.mask(context, path)]
             if masks[0] is None:
                 return Ranked([], math.inf)
+        if self.on_device and logits.device == self.on_device.device and num <= MAX_GUESSES:
+            return self.on_device.ranked(logits, context, path, num, ahead, within)
         logits = self._biased(logits[None], [len(context) + len(path) + ahead], masks)[0]
         if self._is_fast:
             return self._compiled(context, len(logits)).ranked(logits, context, path, num, ahead, within)
@@ -209,8 +211,12 @@ class Sampler:
                 logits[row].masked_fill_(torch.from_numpy(~mask).to(logits.device), -torch.inf)
         return logits
 
-    def native_ranking(self, context: Context, vocabulary: int, width: int, within: float) -> Ranking | None:
-        """What the compiled module needs to rank a whole chain of guesses as `ranked` does; None where it cannot."""
+    def native_ranking(self, context: Context, vocabulary: int, width: int,
+                       within: float) -> Ranking | DeviceRanking | None:
+        """What the compiled module, or a device, needs to rank a whole chain of guesses as `ranked` does; None where
+        neither can."""
+        if self.on_device and self._bans[0] != len(context):
+            return self.on_device.ranking(context, width, within)
         if not self._is_fast or len(self._bias[0]) or self._grammar or self._bans[0] == len(context):
             return None
         return self._compiled(context, vocabulary).ranking(context, width, within)

@@ -100,7 +100,7 @@ class Step(NamedTuple):
         with timings.measure("verify"):
             result = yield ForwardRequest(model, tree_rows(tree, len(context) - 1), cache, len(tree))
         with timings.measure("sample"):
-            path, tokens = verify(sampler, result.logits, tree, context, cache)
+            path, tokens = verify(sampler, result, tree, context, cache)
             if NO_TOKEN in tokens:
                 raise NumericalError("the model's logits are not finite; its weights may be damaged")
             logprobs = () if num_logprobs is None else path_logprobs(

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from longdraft.cache.full import KVCache
 from longdraft.core import Context
+from longdraft.model.transformer import Forward
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import Tree
 
@@ -25,16 +24,17 @@ def accepted_path(tree: Tree, choices: Sequence[int]) -> list[int]:
     return path
 
 
-def verify(sampler: Sampler, logits: Tensor, tree: Tree, context: Context,
+def verify(sampler: Sampler, result: Forward, tree: Tree, context: Context,
            cache: KVCache) -> tuple[list[int], list[int]]:
     """The accepted nodes, and the token that the target chooses behind each of them.
 
-    logits  [nodes, V] float32; a device sampler overwrites them
+    result  the forward of all nodes
 
     A device sampler finds the path on the device, and the cache keeps its rows there before the host knows the path.
     """
     if sampler.on_device:
-        return sampler.on_device.walk(logits, tree, context, cache.place)
-    choices = sampler.choose(logits, tree, context)
+        behind = None if result.source is None else (result.source, result.hidden)
+        return sampler.on_device.walk(behind or result.logits, tree, context, cache.place)
+    choices = sampler.choose(result.logits, tree, context)
     path = accepted_path(tree, choices)
     return path, [choices[node] for node in path]

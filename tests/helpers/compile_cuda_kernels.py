@@ -2,22 +2,27 @@
 
     python tests/helpers/compile_cuda_kernels.py
 
-It prints for each kernel: its name, bytes of shared memory, fused multiply-adds, spilled bytes.
+It prints for each kernel: its name, bytes of shared memory, fused multiply-adds, bytes of stack, registers, whether
+products and reductions come in pairs. The bytes of stack are those that the assembler spills. PTX does not show them,
+so they are read from the machine code. Pairs are for attention, whose two loops must compute a block alike.
 
 The sizes are those of Llama-3.1-8B (4 query heads per KV head), with 64 rows per tile.
 """
 
 from __future__ import annotations
 
+import re
+import struct
+
 import triton.language as tl
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from longdraft.kernels.cuda import jit_attention, jit_choice, jit_kv_store, jit_linear, jit_rows
+from longdraft.kernels.cuda import jit_attention, jit_choice, jit_drafting, jit_int4, jit_kv_store, jit_linear, jit_rows
 
 BF16, F32, F64, I32, I64, FP8 = "*bf16", "*fp32", "*fp64", "*i32", "*i64", "*fp8e4nv"
-SPLITS = dict(SHORT=512, NUM_SHORT=16, LONG=2048)
+SPLITS = dict(SHORT=256, NUM_SHORT=32, LONG=1024)
 PARTS = dict(PARTS=4, HAS_SCALE=True, HAS_BIAS=True)
 SUMS = dict(parts=F32, scale=F32, bias=F32, num_rows="i32")
 UNFUSED = dict(enable_fp_fusion=False)
@@ -29,12 +34,13 @@ def kernels():
     attend = dict(q=BF16, k=BF16, v=BF16, k_scale=F32, v_scale=F32, where=I64, path=I32, depths=I32, max_scores=F32,
                   weight_sums=F32, value_sums=F32, is_end="i32", num_rows="i32", capacity="i32", num_splits="i32",
                   path_stride="i32", window="i32", factor="fp32")
-    shape = dict(KV_HEADS=8, GROUP=4, DIM=128, PADDED=128, LANES=64, BLOCK=64, IS_SCALED=False, **SPLITS)
-    pipelined = dict(num_warps=4, num_stages=3, **UNFUSED)
+    shape = dict(KV_HEADS=8, GROUP=4, DIM=128, PADDED=128, LANES=64, BLOCK=64, IS_SCALED=False, HAS_WINDOW=False,
+                 STAGES=3, **SPLITS)
+    pipelined = dict(num_warps=4, **UNFUSED)
     yield jit_attention.attend_split_kernel, attend, shape, pipelined
     yield jit_attention.attend_split_kernel, attend | dict(k=FP8, v=FP8), shape | dict(IS_SCALED=True), pipelined
-    yield jit_attention.attend_split_kernel, attend, shape | dict(DIM=80, LANES=16), pipelined
-    yield jit_attention.attend_split_kernel, attend, shape | dict(DIM=256, PADDED=256, BLOCK=32), pipelined
+    yield (jit_attention.attend_split_kernel, attend, shape | dict(DIM=256, PADDED=256, BLOCK=32),
+           pipelined | dict(num_warps=8))
     yield (jit_attention.merge_splits_kernel,
            dict(max_scores=F32, weight_sums=F32, value_sums=F32, where=I64, depths=I32, remainder=F32, out=BF16,
                 lse=F32, num_splits="i32"),
@@ -46,6 +52,10 @@ def kernels():
     yield jit_linear.few_rows_kernel, linear | dict(weight="*i8"), tile, dict(num_warps=4, num_stages=3)
     yield (jit_linear.few_rows_kernel, linear, tile | dict(OUT=128256, COLUMNS=128, BLOCK=64, SPLITS=1),
            dict(num_warps=4, num_stages=4))
+    int4 = dict(x=BF16, words=I32, scales="*fp16", zeros="*u8", parts=F32, num_rows="i32")
+    yield (jit_int4.few_rows_int4_kernel, int4,
+           dict(OUT=4096, INNER=4096, BLOCKS=32, ROWS=16, COLUMNS=128, SPLITS=8, STAGES=4),
+           dict(num_warps=4, **UNFUSED))
     yield jit_rows.sum_parts_kernel, SUMS | dict(out=F32), dict(WIDTH=4096, BLOCK=1024, **PARTS), {}
     yield (jit_rows.rms_norm_kernel, dict(x=BF16, weight=BF16, out=BF16, eps="fp32"),
            dict(WIDTH=4096, PADDED=4096, ROUNDS_ONCE=False), dict(num_warps=8))
@@ -93,8 +103,54 @@ def kernels():
            dict(BLOCK=64), dict(num_warps=1))
 
 
+def drafting():
+    state = dict(state=I64, settings=F64, scores=F64, ids=I32)
+    yield (jit_drafting.best_in_blocks_kernel, dict(logits=F32, bests=F32, num_blocks="i32") | state | VOCABULARY,
+           dict(BLOCK=1024, BLOCKS=128, WIDTH=2, HAS_NOISE=True, HAS_MIN_P=True), UNFUSED)
+    yield (jit_drafting.rank_kernel, dict(bests=F32, outcome=I64, num_blocks="i32", num_wanted="i32") | state,
+           dict(BLOCKS=128, CANDIDATES=256, WIDTH=2), UNFUSED)
+    yield (jit_drafting.begin_place_kernel,
+           dict(text=I32, state=I64, table="*i8", scale=F32, rotations_cos=F32, rotations_sin=F32, x=BF16, cos=F32,
+                sin=F32, factor="fp32"),
+           dict(HIDDEN=4096, HALF=64, PADDED=64, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True), UNFUSED)
+    yield (jit_drafting.end_place_kernel, dict(text=I32, state=I64, where=I64, outcome=I64), {}, dict(num_warps=1))
+
+
+_FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # attributes of .nv.info
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Bytes of stack and number of registers of the kernel in an ELF file of machine code."""
+    table, entry, count, names = struct.unpack_from("<Q", cubin, 40)[0], *struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + place * entry) for place in range(count)]
+    first_name = headers[names][4]
+    stack = registers = 0
+    for name, _, _, _, start, size, *_ in headers:
+        begin = first_name + name
+        if cubin[begin : cubin.index(b"\0", begin)] != b".nv.info":
+            continue
+        place = start
+        while place < start + size:
+            form, attribute, length = struct.unpack_from("<BBH", cubin, place)
+            place += 4
+            if form != 4:
+                continue  # the value is `length` itself
+            if attribute in (_FRAME_SIZE, _REGISTERS):
+                value = struct.unpack_from("<I", cubin, place + 4)[0]
+                stack, registers = (value, registers) if attribute == _FRAME_SIZE else (stack, value)
+            place += length
+    return stack, registers
+
+
+def comes_in_pairs(code: str) -> bool:
+    """Whether each product and each reduction of Triton's own code occurs an even number of times, layouts included."""
+    found = re.findall(r"(?:warp_group_dot|tt\.dot) [^\n]*?(-> tensor<[^>]*>)", code)
+    found += re.findall(r"\}\) : (\(tensor<[^\n]*) loc", code)
+    return all(found.count(each) % 2 == 0 for each in found)
+
+
 def main() -> None:
-    for kernel, types, constants, options in kernels():
+    for kernel, types, constants, options in (*kernels(), *drafting()):
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                    if signature[name].startswith("*")}
@@ -102,7 +158,8 @@ def main() -> None:
         done = triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         code = done.asm["ptx"]
         fused = code.count("fma.rn.f32") + code.count("fma.rn.f64")
-        print(kernel.__name__, done.metadata.shared, fused, code.count("st.local"))
+        print(kernel.__name__, done.metadata.shared, fused, *resources(done.asm["cubin"]),
+              int(comes_in_pairs(done.asm["ttgir"])))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import VOCAB, load, make_checkpoint
+from longdraft.bench.stretched import Places
 from longdraft.model.transformer import chain_rows
 
 # Four times the width and the head size: the factors of norms and queries are powers of two, and no bit is lost.
@@ -35,7 +36,7 @@ def test_rows_that_the_small_model_read_serve_the_stretched_one(tmp_path, script
     script("stretched_model").stretch(tmp_path / "small", LARGE, tmp_path / "large")
     small, large = (load(tmp_path / name, "bfloat16") for name in ("small", "large"))
     stretched, tokens = script("stretched_length"), list(range(2, 60))
-    cache, places = large.new_cache(), script("stretched_model").Places(small.config, large.config)
+    cache, places = large.new_cache(), Places(small.config, large.config)
     stretched.fill(cache, stretched.read_by(small, tokens[:50]), large, places)
     assert cache.length == 50
     wanted = large.forward(chain_rows(tokens, 0), large.new_cache(), 8).logits

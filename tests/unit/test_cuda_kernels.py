@@ -17,7 +17,7 @@ from longdraft.kernels import KV, Geometry, LayersKV, LayerWeights, Taps
 from longdraft.kernels.cuda import prefill
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.linear import CudaLinear
-from longdraft.kernels.cuda.row_invariance import is_row_invariant
+from longdraft.kernels.cuda.row_invariance import first_difference
 
 
 @every_dtype
@@ -177,21 +177,25 @@ def test_nothing_keeps_the_cache_of_a_finished_request_alive():
         assert gone() is None and not decoder._buffers
 
 
-def test_the_row_invariance_check_detects_a_wrong_product(monkeypatch):
-    """The tree crosses the end of a split. The wrong product depends on the number of rows."""
+def test_the_row_invariance_check_names_the_operation_that_is_wrong(monkeypatch):
+    """The wrong product is wrong in one row of a tree of more than two."""
     geometry = Geometry(2, 1, 16, 1e-5)
-    kernel = kernels("float16", "triton-64")
+    kernel = kernels("float16")
     decoder = kernel.new_decoder(layers_of(kernel, geometry, 1, "none", False), geometry)
-    assert is_row_invariant(kernel, decoder, geometry, 48, 120, 9, 7)
-    honest = CudaLinear.partial_sums
+    assert first_difference(kernel, decoder, geometry, 48, 9, 3, 2, has_remainder=True) is None
+    honest, planted = CudaLinear.partial_sums, 0
 
     def wrong(self, x, tile, buffer=None):
         parts = honest(self, x, tile, buffer)
-        parts.sums.mul_(1 + len(x) / 1000)
+        if len(x) > 2 and self.out_features == planted:
+            parts.sums[:, 2] *= 1.01
         return parts
 
     monkeypatch.setattr(CudaLinear, "partial_sums", wrong)
-    assert not is_row_invariant(kernel, decoder, geometry, 48, 120, 9, 7)
+    for width, stage in ((64, "queries, keys"), (48, "behind attention")):
+        planted = width
+        found = first_difference(kernel, decoder, geometry, 48, 9, 3, 2)
+        assert found and stage in found and found.endswith("row 2 of 3")
 
 
 def test_arguments_that_do_not_fit_are_refused():

@@ -2,12 +2,14 @@
 
 The `jit_*` modules hold the Triton kernels, the other modules launch them. Each module imports only modules above it:
 
-    launch                        sizes, launch options, argument checks
-    linear  kv_store  choice      weights; keys and values; the choice of tokens
-    attention  graph_cache        attention of a tree's rows; captured CUDA graphs
+    launch  graph_cache           sizes, launch options, argument checks; captured CUDA graphs
+    linear  kv_store              weights; keys and values
+    int4_linear                   weights of 4 bits
+    attention  choice             attention of a tree's rows; logits and the choice of tokens
     operations                    the operations of one decoder layer
     prefill                       all layers, for a chunk of the prompt
     decoder                       all layers, for a few rows at a time
+    drafting                      guesses and whole chains of drafts
     row_invariance                tests a decoder on the device at hand
     kernels                       `CudaKernels`, the implementation of `longdraft.kernels.interface.Kernels`
 

@@ -13,6 +13,11 @@ from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, padded_size, require
 
 _SPLITS_PER_MERGE_STEP = 32
+_LANES, _FLOAT_LANES = 64, 16  # in one program: rows of a product on Hopper; of float32, more do not fit in registers
+_SHORTEST = 128  # positions of a split: a multiple of every block
+_SHORT_BY_HEAD = 32  # positions of a short split for each KV head: 256 programs read 8,192 positions of 8 heads
+_SHORT_UP_TO = 8192  # positions that short splits cover
+_LONG_TO_SHORT = 4
 
 
 class Splits(NamedTuple):
@@ -21,9 +26,15 @@ class Splits(NamedTuple):
     The cut is part of the arithmetic: another cut changes the last bits of a text.
     """
 
-    short: int = 512
-    num_short: int = 16
-    long: int = 2048
+    short: int
+    num_short: int
+    long: int
+
+    @classmethod
+    def of_heads(cls, kv_heads: int) -> Splits:
+        """The cut for a number of KV heads: few heads get short splits, so that enough programs read at a time."""
+        short = max(_SHORTEST, ceil_div(_SHORT_BY_HEAD * kv_heads, _SHORTEST) * _SHORTEST)
+        return cls(short, max(1, _SHORT_UP_TO // short), _LONG_TO_SHORT * short)
 
     def of(self, position: int) -> int:
         """The split that contains `position`."""
@@ -40,9 +51,12 @@ class AttentionPlan(NamedTuple):
     heads: int
     kv_heads: int
     dim: int
-    lanes: int
     splits: Splits
     is_float: bool  # float32
+
+    @property
+    def lanes(self) -> int:
+        return _FLOAT_LANES if self.is_float else _LANES
 
     @property
     def block(self) -> int:
@@ -106,13 +120,14 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
     tiles = ceil_div(rows * plan.group, plan.lanes)
     end_tiles = rows * ceil_div(plan.group, plan.lanes)
     with on_device(q.device):
-        for is_end, grid in ((0, (plan.num_splits(length), plan.kv_heads, tiles)),
-                             (1, (plan.end_splits(rows), plan.kv_heads, end_tiles))):
+        for is_end, grid in ((0, (tiles, plan.kv_heads, plan.num_splits(length))),
+                             (1, (end_tiles, plan.kv_heads, plan.end_splits(rows)))):
             jit_attention.attend_split_kernel[grid](
                 q, store.k, store.v, store.k_scale, store.v_scale, where, work.path, work.depths, work.max_scores,
                 work.weight_sums, work.value_sums, is_end, rows, store.capacity, work.num_splits, work.rows, window,
                 factor, KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes, BLOCK=plan.block,
-                IS_SCALED=store.is_scaled, **sizes, num_warps=4, num_stages=2 if plan.is_float else 3, **UNFUSED)
+                IS_SCALED=store.is_scaled, HAS_WINDOW=window > 0, STAGES=2 if plan.is_float else 3, **sizes,
+                num_warps=8 if dim > 128 else 4, **UNFUSED)
         jit_attention.merge_splits_kernel[(rows, heads)](
             work.max_scores, work.weight_sums, work.value_sums, where, work.depths,
             work.max_scores if remainder is None else remainder, out, lse, work.num_splits, HEADS=heads,

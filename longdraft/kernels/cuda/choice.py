@@ -6,6 +6,7 @@ The host is not asked in between, so the next forward can be prepared while the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longdraft.kernels import noise
-from longdraft.kernels.cuda import jit_attention, jit_choice
+from longdraft.kernels.cuda import jit_attention, jit_choice, jit_rows
+from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache, new_owner
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, padded_size, require
+from longdraft.kernels.cuda.linear import CudaLinear, add_partial_sums
 
-_BLOCK = 1024  # elements of one program: tokens of the vocabulary or of a penalty window
+BLOCK = 1024  # elements of one program: tokens of the vocabulary or of a penalty window
 _FIRST_CAPACITY = 4096  # tokens
+_MAX_BUFFERS = 10  # numbers of rows of one request
+MAX_CHAIN = 64  # tokens of a chain of drafts
 
 
 class ChoiceRules(NamedTuple):
@@ -38,41 +43,124 @@ class ChosenTokens(NamedTuple):
     choices: Tensor  # [R] int32: the token that follows each node, -1 where its logits are not finite
     path: Tensor  # [R] int32: the nodes that the target accepts, from the root down, then zeros
     targets: Tensor  # [R] int64: the cache positions of those nodes; -1: the row is not kept
-    outcome: Tensor  # [1 + 2 R] int32: length of the path, its nodes, the choices at them
+    outcome: Tensor  # [1 + 2 B] int32: length of the path, its nodes, the choices at them
+    size: int  # B, R or more
 
     def read(self) -> tuple[list[int], list[int]]:
         """The nodes of the path and the choices at them. Waits for the device."""
         outcome: list[int] = self.outcome.tolist()
-        count, rows = outcome[0], len(self.path)
+        count, rows = outcome[0], self.size
         return outcome[1 : 1 + count], outcome[1 + rows : 1 + rows + count]
+
+
+class LogitsSource(NamedTuple):
+    """From the last layer's output to logits: the final norm and the head.
+
+    graphs   of the head's kernels
+    tile     rows that a product computes at a time
+    divisor  of the logits
+    """
+
+    graphs: GraphCache
+    tile: int
+    norm: Tensor
+    eps: float
+    rounds_once: bool
+    head: CudaLinear
+    divisor: float
+
+    def launch(self, hidden: Tensor, normed: Tensor, sums: Tensor, logits: Tensor) -> None:
+        """Write the logits [R, V] of hidden [R, hidden]."""
+        rows, width = hidden.shape
+        jit_rows.rms_norm_kernel[(rows,)](hidden, self.norm, normed, self.eps, WIDTH=width, PADDED=padded_size(width),
+                                          ROUNDS_ONCE=self.rounds_once, num_warps=8 if width > 512 else 1)
+        add_partial_sums(self.head.partial_sums(normed, self.tile, sums), logits)
+        if self.divisor != 1:
+            logits.div_(self.divisor)
+
+
+class ChoiceBuffers:
+    """The memory of one number of rows: the tree, intermediate results, and the outcome."""
+
+    def __init__(self, rows: int, vocabulary: int, window: int, device: torch.device,
+                 source: LogitsSource | None) -> None:
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        num, int32 = ceil_div(vocabulary, BLOCK), torch.int32
+        self.rows, self.window = rows, window
+        self._staged = empty(4 + rows, dtype=torch.int64)
+        self.scalars, self.tree = self._staged[:4], self._staged[4:].view(int32).view(2, rows)
+        self.path, self.depths = torch.zeros(rows, rows, dtype=int32, device=device), empty(rows, dtype=int32)
+        self.found, self.values = empty(rows, window, dtype=int32), empty(rows, window)
+        self.bests, self.ids = empty(rows, num), empty(rows, num, dtype=int32)
+        self.scores = empty(rows, num, dtype=torch.float64)
+        self.choices, self.walked = (empty(rows, dtype=int32) for _ in range(2))
+        self.targets, self.outcome = empty(rows, dtype=torch.int64), empty(1 + 2 * rows, dtype=int32)
+        self.given: Tensor | None = None
+        self.logits: Tensor | None = None
+        self.normed = self.sums = self.bests
+        if source is not None:
+            self.given = empty(rows, source.head.in_features, dtype=source.head.dtype).zero_()
+            self.normed, self.sums = torch.empty_like(self.given), empty(source.head.num_sums(rows))
+            self.logits = empty(rows, vocabulary)
+
+    def load(self, tokens: Sequence[int], parents: Sequence[int], scalars: tuple[int, int, int, int]) -> None:
+        """One copy to the device. Padding rows are behind no node, so no walk reaches them."""
+        staged = np.empty(4 + self.rows, dtype=np.int64)
+        staged[:4] = scalars
+        tree = staged[4:].view(np.int32).reshape(2, self.rows)
+        tree[0], tree[1] = 0, -1
+        tree[0, : len(tokens)], tree[1, : len(parents)] = tokens, parents
+        self._staged.copy_(torch.from_numpy(staged), non_blocking=True)
+
+    def chosen(self, rows: int) -> ChosenTokens:
+        return ChosenTokens(self.choices[:rows], self.walked[:rows], self.targets[:rows], self.outcome, self.rows)
 
 
 class TokenChooser:
     """Chooses the tokens of one request. Holds a copy of the request's tokens on the device."""
 
     def __init__(self, rules: ChoiceRules, device: torch.device) -> None:
-        self._rules, self._device = rules, device
-        self._seed = int(noise.mix_seed(rules.seed).view(np.int64)[0])
+        self.rules, self._device = rules, device
+        self.seed = int(noise.mix_seed(rules.seed).view(np.int64)[0])
         self._settings = torch.tensor([rules.temperature, rules.log_min_p or 0.0], dtype=torch.float64, device=device)
         self._banned = torch.tensor([*rules.banned, 0], dtype=torch.int32, device=device)
         self._tokens = torch.zeros(_FIRST_CAPACITY, dtype=torch.int32, device=device)
         self._length = 0
+        self._serial = new_owner()
+        self._buffers: dict[object, ChoiceBuffers] = {}
 
     def extend(self, tokens: NDArray[np.int32], start: int) -> None:
         """Set the request's tokens from position `start` on. ValueError where tokens before `start` are missing."""
         end = start + len(tokens)
         require(start <= self._length, f"tokens from {self._length} on", start)
+        self._reserve(end)
+        self._tokens[start:end].copy_(torch.from_numpy(tokens.copy()), non_blocking=True)
+        self._length = end
+
+    def place(self, drafted: Sequence[int]) -> None:
+        """Put drafted tokens behind those of the request, until the next `extend`, with room for a longest chain."""
+        end = self._length + len(drafted)
+        self._reserve(end + MAX_CHAIN)
+        if drafted:
+            self._tokens[self._length : end].copy_(torch.tensor(drafted, dtype=torch.int32), non_blocking=True)
+
+    def _reserve(self, end: int) -> None:
         if end > len(self._tokens):
             grown = torch.zeros(2 * end, dtype=torch.int32, device=self._device)
             grown[: self._length] = self._tokens[: self._length]
             self._tokens = grown
-        self._tokens[start:end].copy_(torch.from_numpy(tokens.copy()), non_blocking=True)
-        self._length = end
 
     @property
     def length(self) -> int:
         """Tokens on the device."""
         return self._length
+
+    @property
+    def text(self) -> Tensor:
+        """The request's tokens, and those that `place` put behind them: int32 [capacity]."""
+        return self._tokens
 
     def choose(self, logits: Tensor, tokens: Sequence[int], parents: Sequence[int], cached: int,
                required: int) -> ChosenTokens:
@@ -80,60 +168,93 @@ class TokenChooser:
 
         cached    committed rows of the cache: the position of the root's row
         required  tokens that must still be written before the text may end
+
+        The result is valid until the next choice.
         """
         rows = len(logits)
         require(rows == len(tokens) == len(parents) and logits.is_contiguous() and logits.dtype == torch.float32,
                 f"logits [{len(tokens)}, V] float32", (logits.shape, logits.dtype))
-        tree = torch.tensor([tokens, parents], dtype=torch.int32).to(self._device, non_blocking=True)
-        scalars = torch.tensor([self._length, self._seed, required, cached]).to(self._device, non_blocking=True)
-        path = torch.zeros(rows, rows, dtype=torch.int32, device=self._device)
-        depths = torch.zeros(rows, dtype=torch.int32, device=self._device)
-        with on_device(self._device):
-            jit_attention.tree_paths_kernel[(rows,)](tree[1], path, depths, rows, num_warps=1)
-            self._apply_penalty_and_bans(logits, tree[0], path, depths, scalars, required)
-            choices = self._choose_tokens(logits, depths, scalars)
-            return self._walk_tree(choices, tree, scalars)
+        buffers = self._buffers_for(rows, logits.shape[1])
+        buffers.load(tokens, parents, (self._length, self.seed, required, cached))
+        self._run(buffers, logits, required > 0)
+        return buffers.chosen(rows)
 
-    def _apply_penalty_and_bans(self, logits: Tensor, tokens: Tensor, path: Tensor, depths: Tensor, scalars: Tensor,
-                                required: int) -> None:
-        """In place."""
+    def choose_behind(self, source: LogitsSource, hidden: Tensor, tokens: Sequence[int], parents: Sequence[int],
+                      cached: int, required: int) -> ChosenTokens:
+        """As `choose`, from the last layer's outputs [R, hidden]: norm, head, choice and walk are one CUDA graph."""
+        rows = len(hidden)
+        require(rows == len(tokens) == len(parents), f"{len(tokens)} rows", rows)
+        bucket = next((size for size in BUCKETS if size >= rows), rows)
+        buffers = self._buffers_for(bucket, source.head.out_features, source)
+        buffers.load(tokens, parents, (self._length, self.seed, required, cached))
+        assert buffers.given is not None and buffers.logits is not None
+        buffers.given[:rows].copy_(hidden)
+        text, has_bans = self._tokens, required > 0
+        key = ("choice", self._serial, bucket, has_bans, text.data_ptr(), id(source.head))
+        with on_device(self._device):
+            if bucket in BUCKETS:
+                source.graphs.own(self, self._serial)
+                source.graphs.run(key, partial(self._run_behind, source, buffers, has_bans))
+            else:
+                self._run_behind(source, buffers, has_bans)
+        return buffers.chosen(rows)
+
+    def _run_behind(self, source: LogitsSource, buffers: ChoiceBuffers, has_bans: bool) -> None:
+        assert buffers.given is not None and buffers.logits is not None
+        source.launch(buffers.given, buffers.normed, buffers.sums, buffers.logits)
+        self._run(buffers, buffers.logits, has_bans)
+
+    def _buffers_for(self, rows: int, vocabulary: int, source: LogitsSource | None = None) -> ChoiceBuffers:
+        """Buffers for `rows` rows; those of the latest numbers of rows are kept."""
+        rules = self.rules
+        window = 0 if rules.penalty == 1 else min(rules.window, len(self._tokens))
+        key = (rows, vocabulary, window, None if source is None else id(source.head))
+        buffers = self._buffers.pop(key, None) or ChoiceBuffers(rows, vocabulary, window, self._device, source)
+        self._buffers[key] = buffers
+        while len(self._buffers) > _MAX_BUFFERS:
+            del self._buffers[next(iter(self._buffers))]
+        return buffers
+
+    def _run(self, buffers: ChoiceBuffers, logits: Tensor, has_bans: bool) -> None:
+        """Launches that do not depend on the buffers' contents, as a graph requires."""
+        rows, num = buffers.rows, ceil_div(logits.shape[1], BLOCK)
+        tokens, parents = buffers.tree
+        with on_device(self._device):
+            jit_attention.tree_paths_kernel[(rows,)](parents, buffers.path, buffers.depths, rows, num_warps=1)
+            self.edit(logits, tokens, buffers.path, buffers.depths, buffers.scalars, buffers.window, has_bans,
+                      (buffers.found, buffers.values))
+            vocabulary = logits.shape[1]
+            jit_choice.block_maxima_kernel[(rows, num)](logits, buffers.bests, buffers.ids, vocabulary, num,
+                                                        BLOCK=BLOCK)
+            scores: Tensor = buffers.bests
+            if self.rules.temperature > 0:
+                scores = buffers.scores
+                jit_choice.noisy_block_maxima_kernel[(rows, num)](
+                    logits, buffers.bests, buffers.depths, buffers.scalars, self._settings, scores, buffers.ids,
+                    vocabulary, num, BLOCK=BLOCK, BLOCKS=padded_size(num),
+                    HAS_MIN_P=self.rules.log_min_p is not None, **UNFUSED)
+            jit_choice.choose_tokens_kernel[(rows,)](buffers.bests, scores, buffers.ids, buffers.choices, num,
+                                                     BLOCKS=padded_size(num))
+            jit_choice.walk_tree_kernel[(1,)](buffers.choices, tokens, parents, buffers.scalars[3:], buffers.walked,
+                                              buffers.targets, buffers.outcome, rows, rows, BLOCK=padded_size(rows),
+                                              num_warps=1)
+
+    def edit(self, logits: Tensor, tokens: Tensor, path: Tensor, depths: Tensor, scalars: Tensor, window: int,
+             has_bans: bool, buffers: tuple[Tensor, Tensor]) -> None:
+        """Apply penalty and bans in place.
+
+        window   tokens of the penalty's window; the text may be shorter
+        buffers  int32 and float32 [R, window], which are overwritten
+        """
         rows, vocabulary = logits.shape
-        rules = self._rules
-        window = min(rules.window, self._length + rows)
+        rules = self.rules
         if rules.penalty != 1:
-            found = torch.empty(rows, window, dtype=torch.int32, device=self._device)
-            values = torch.empty(rows, window, device=self._device)
-            grid = (rows, ceil_div(window, _BLOCK))
+            found, values = buffers
+            grid = (rows, ceil_div(window, BLOCK))
             jit_choice.read_window_kernel[grid](logits, self._tokens, tokens, path, depths, scalars, found, values,
-                                                window, rows, vocabulary, BLOCK=_BLOCK)
-            jit_choice.penalise_kernel[grid](logits, found, values, window, rules.penalty, vocabulary, BLOCK=_BLOCK,
+                                                window, rows, vocabulary, BLOCK=BLOCK)
+            jit_choice.penalise_kernel[grid](logits, found, values, window, rules.penalty, vocabulary, BLOCK=BLOCK,
                                              **UNFUSED)
-        if required > 0 and rules.banned:
+        if has_bans and rules.banned:
             jit_choice.ban_kernel[(rows,)](logits, self._banned, depths, scalars, len(rules.banned), vocabulary,
                                            BLOCK=padded_size(len(rules.banned)))
-
-    def _choose_tokens(self, logits: Tensor, depths: Tensor, scalars: Tensor) -> Tensor:
-        """[R] int32."""
-        rows, vocabulary = logits.shape
-        num = ceil_div(vocabulary, _BLOCK)
-        bests = torch.empty(rows, num, device=self._device)
-        ids = torch.empty(rows, num, dtype=torch.int32, device=self._device)
-        choices = torch.empty(rows, dtype=torch.int32, device=self._device)
-        jit_choice.block_maxima_kernel[(rows, num)](logits, bests, ids, vocabulary, num, BLOCK=_BLOCK)
-        scores = bests
-        if self._rules.temperature > 0:
-            scores = torch.empty(rows, num, dtype=torch.float64, device=self._device)
-            jit_choice.noisy_block_maxima_kernel[(rows, num)](
-                logits, bests, depths, scalars, self._settings, scores, ids, vocabulary, num, BLOCK=_BLOCK,
-                BLOCKS=padded_size(num), HAS_MIN_P=self._rules.log_min_p is not None, **UNFUSED)
-        jit_choice.choose_tokens_kernel[(rows,)](bests, scores, ids, choices, num, BLOCKS=padded_size(num))
-        return choices
-
-    def _walk_tree(self, choices: Tensor, tree: Tensor, scalars: Tensor) -> ChosenTokens:
-        rows = len(choices)
-        path = torch.empty(rows, dtype=torch.int32, device=self._device)
-        targets = torch.empty(rows, dtype=torch.int64, device=self._device)
-        outcome = torch.empty(1 + 2 * rows, dtype=torch.int32, device=self._device)
-        jit_choice.walk_tree_kernel[(1,)](choices, tree[0], tree[1], scalars[3:], path, targets, outcome, rows, rows,
-                                          BLOCK=padded_size(rows), num_warps=1)
-        return ChosenTokens(choices, path, targets, outcome)

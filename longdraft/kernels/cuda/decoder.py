@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
+from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, PartialSums
@@ -21,7 +22,6 @@ from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill
 from longdraft.kernels.interface import AttentionOutput, Geometry, LayersKV, LayerWeights
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows; a larger forward runs unpadded and without a graph
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
 Key = tuple[int, bool, tuple[int, ...], tuple[int, ...]]  # bucket of rows, whether there is a remainder, taps, serials
 
@@ -69,9 +69,13 @@ class ForwardBuffers:
         padding = torch.full((self.rows - rows,), -1, dtype=torch.int32)
         self.parents.copy_(torch.cat([parents.to(torch.int32), padding]), non_blocking=True)
         self.where.copy_(torch.tensor([kv.length, self.room]), non_blocking=True)
-        if self.remainder is not None and kv.remainder is not None and self._remainder_source is not kv.remainder:
-            self.remainder.copy_(kv.remainder)
-            self._remainder_source = kv.remainder
+        self.load_remainder(kv.remainder)
+
+    def load_remainder(self, remainder: Tensor | None) -> None:
+        """Copy the function of the remainder, if it is another than before."""
+        if self.remainder is not None and remainder is not None and self._remainder_source is not remainder:
+            self.remainder.copy_(remainder)
+            self._remainder_source = remainder
 
 
 class CudaDecoder:
@@ -113,12 +117,12 @@ class CudaDecoder:
             return prefill(self.ops, self.layers, self.geometry, x, cos, sin, kv, parents)
         for store in stores:
             store.reserve_drafts(max(rows, BUCKETS[-1]))
-        buffers = self._buffers_for(rows, stores, kv.remainder is not None, kv.taps.layers if kv.taps else ())
+        buffers = self.buffers_for(rows, stores, kv.remainder is not None, kv.taps.layers if kv.taps else ())
         buffers.load(x, cos, sin, kv, parents)
         if buffers.rows in BUCKETS:
-            self.ops.graphs.run(buffers, lambda: self._run(buffers, stores))
+            self.ops.graphs.run(buffers, lambda: self.run_layers(buffers, stores))
         else:
-            self._run(buffers, stores)
+            self.run_layers(buffers, stores)
         kv.k.copy_(buffers.k[:, :rows])
         kv.v.copy_(buffers.v[:, :rows])
         if kv.taps:
@@ -126,7 +130,7 @@ class CudaDecoder:
         parts = (part[:, :rows].clone() for part in (buffers.q, buffers.output, buffers.lse, buffers.content))
         return buffers.x[:rows].clone(), AttentionOutput(*parts)
 
-    def _buffers_for(self, rows: int, stores: Sequence[CudaStore], has_remainder: bool,
+    def buffers_for(self, rows: int, stores: Sequence[CudaStore], has_remainder: bool,
                      taps: tuple[int, ...]) -> ForwardBuffers:
         """The buffers for `rows` rows over these stores. The most recently used ones are kept."""
         bucket = next((size for size in BUCKETS if size >= rows), rows)
@@ -147,7 +151,7 @@ class CudaDecoder:
         if buffers := self._buffers.pop(key, None):
             self.ops.graphs.drop(buffers)
 
-    def _run(self, buffers: ForwardBuffers, stores: Sequence[CudaStore]) -> None:
+    def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore]) -> None:
         """All layers over the buffers. The launches do not depend on the buffers' contents, as a graph requires."""
         geometry, post_norm = self.geometry, self.geometry.post_norm
         buffers.work.set_tree(buffers.parents)

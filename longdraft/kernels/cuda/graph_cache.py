@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows; a larger forward runs unpadded and without a graph
+_serials = itertools.count()
 _MAX_GRAPHS = 128  # buckets of rows times the caches of a drafter, for several requests
 
 
@@ -15,33 +21,82 @@ class GraphCache:
 
     The work behind a key must be replayable: it reads and writes the same memory each time, allocates none, leaves its
     inputs unchanged, and does not depend on values that the host computes.
+
+    A graph that is destroyed during a capture breaks it. So the collector of cyclic garbage is off during a capture,
+    and `drop`, which a finaliser may call at any time, only remembers what to destroy.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.is_on = device.type == "cuda"
+        self.latest: Any = None  # the graph that ran last; None: there was none
         self._device = device
         self._graphs: dict[Hashable, Any] = {}
+        self._dropped: list[Any] = []
+        self._owners: set[int] = set()
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Replay the graph of `key`. The first call captures it from `work`."""
         if not self.is_on:
             work()
             return
+        self._dropped.clear()
         graph = self._graphs.pop(key, None) or self._capture(work)
-        self._graphs[key] = graph
+        self._graphs[key] = self.latest = graph
         while len(self._graphs) > _MAX_GRAPHS:
             self.drop(next(iter(self._graphs)))
         graph.replay()
 
     def _capture(self, work: Callable[[], None]) -> Any:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), without_collection():
             work()  # compiles kernels that are not compiled yet, which is not allowed during a capture
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                work()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+            torch.cuda.current_stream().wait_stream(stream)
         return graph
 
     def drop(self, key: Hashable) -> None:
-        """Free the graph of `key`, if there is one."""
-        self._graphs.pop(key, None)
+        """Free the graph of `key`, if there is one, at the next `run`."""
+        if (graph := self._graphs.pop(key, None)) is not None:
+            if graph is self.latest:
+                self.latest = None
+            self._dropped.append(graph)
+
+    def own(self, owner: object, serial: int) -> None:
+        """Free the graphs of the keys (..., serial, ...) when their owner is freed: they use its memory."""
+        if serial not in self._owners:
+            self._owners.add(serial)
+            weakref.finalize(owner, _drop_owned, weakref.ref(self), serial).atexit = False
+
+    def drop_owned(self, serial: int) -> None:
+        """Free the graphs of an owner, as `drop` does."""
+        self._owners.discard(serial)
+        for key in [key for key in self._graphs if isinstance(key, tuple) and key[1:2] == (serial,)]:
+            self.drop(key)
+
+
+def new_owner() -> int:
+    """The serial of an object whose memory graphs use: the second part of their keys."""
+    return next(_serials)
+
+
+def _drop_owned(graphs: weakref.ref[GraphCache], serial: int) -> None:
+    if found := graphs():
+        found.drop_owned(serial)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """A context in which no cyclic garbage is collected."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

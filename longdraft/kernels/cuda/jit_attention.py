@@ -36,12 +36,37 @@ def split_start(split, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr, LONG: tl.co
     return tl.where(split < NUM_SHORT, split * SHORT, NUM_SHORT * SHORT + (split - NUM_SHORT) * LONG)
 
 
+@triton.jit
+def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score, weight_sum, value_sum, factor,
+               IS_SCALED: tl.constexpr, IS_MASKED: tl.constexpr):
+    """One block of an online softmax: its new maximum, sum of weights and weighted sum of values.
+
+    queries  [LANES, PADDED]; keys [PADDED, BLOCK]; values [BLOCK, PADDED]; scales [BLOCK], of 8-bit rows
+    is_seen  [LANES, BLOCK]: the keys that a lane sees, where IS_MASKED; otherwise every lane sees all
+    """
+    scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * factor
+    if IS_SCALED:
+        scores = scores * key_scale[None, :]
+    if IS_MASKED:
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_max = tl.maximum(max_score, tl.max(scores, 1))
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - safe_max[:, None])
+    rescale = tl.exp2(max_score - safe_max)
+    weight_sum = weight_sum * rescale + tl.sum(weights, 1)
+    if IS_SCALED:
+        weights = weights * value_scale[None, :]
+    value_sum = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), value_sum * rescale[:, None],
+                       input_precision="ieee")
+    return new_max, weight_sum, value_sum
+
+
 @triton.jit(do_not_specialize=["is_end", "num_rows", "capacity", "num_splits", "path_stride", "window"])
 def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scores, weight_sums, value_sums,
                         is_end, num_rows, capacity, num_splits, path_stride, window, factor,
                         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
                         LANES: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr,
-                        LONG: tl.constexpr, IS_SCALED: tl.constexpr):
+                        LONG: tl.constexpr, IS_SCALED: tl.constexpr, HAS_WINDOW: tl.constexpr, STAGES: tl.constexpr):
     """One split for some lanes of a KV head.
 
     q                        [R, H, D]
@@ -51,15 +76,17 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     max_scores, weight_sums  [R, H, S] float32: the maximum of the scores in base 2, the sum of the weights
     value_sums               [R, H, S, D] float32: the weighted sum of the values
     is_end                   the stage: 0 or 1
+    window                   positions that a row sees, itself included, where HAS_WINDOW
     factor                   log2(e) / sqrt(D)
 
-    Grid (splits, Hkv, tiles of lanes). In stage 1, splits are counted from the one where the prefix ends, and a tile
-    holds lanes of one row only.
+    Grid (tiles of lanes, Hkv, splits), so that programs that read the same keys run at the same time. Splits are
+    counted down in stage 0: the long ones, which take longest, begin first. In stage 1, splits are counted from the one
+    where the prefix ends, and a tile holds lanes of one row only.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     TILES: tl.constexpr = (GROUP + LANES - 1) // LANES  # of one row
+    tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    tile = tl.program_id(2)
     length = tl.load(where)
     drafts_at = tl.load(where + 1)
     shared_end = length // BLOCK * BLOCK  # the full blocks of the prefix, which stage 0 computes for all rows
@@ -72,7 +99,8 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     lane_row = lane // GROUP
     head = kv_head * GROUP + lane % GROUP
 
-    split = tl.program_id(0) + tl.where(is_end != 0, split_of(shared_end, SHORT, NUM_SHORT, LONG), 0)
+    split = tl.where(is_end != 0, split_of(shared_end, SHORT, NUM_SHORT, LONG) + tl.program_id(2),
+                     tl.num_programs(2) - 1 - tl.program_id(2))
     begin = split_start(split, SHORT, NUM_SHORT, LONG)
     own = length + tl.load(depths + row, mask=is_end != 0, other=0)  # in stage 1: the row's own position
     start = tl.maximum(begin, tl.where(is_end != 0, shared_end, 0))
@@ -94,31 +122,42 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
         value_sum = tl.load(value_sum_at, mask=continues[:, None] & is_dim[None, :], other=0.0)
 
         base = kv_head.to(tl.int64) * capacity
-        unseen = tl.where(window > 0, tl.maximum(length + 1 - window, 0) // BLOCK * BLOCK, 0)
-        for block in range(tl.maximum(start, unseen), stop, BLOCK):
-            position = block + tl.arange(0, BLOCK)
+        if HAS_WINDOW:
+            start = tl.maximum(start, tl.maximum(length + 1 - window, 0) // BLOCK * BLOCK)
+        place = tl.arange(0, BLOCK)
+        # Whole blocks of the prefix: no masks, addresses that are known before, so loads run ahead of the arithmetic.
+        for block in tl.range(start, tl.where(is_end != 0, start, stop), BLOCK, num_stages=STAGES):
+            slot = base + block + place
+            if DIM == PADDED:
+                keys = tl.load(k + slot[None, :] * DIM + dim[:, None])
+                values = tl.load(v + slot[:, None] * DIM + dim[None, :])
+            else:
+                keys = tl.load(k + slot[None, :] * DIM + dim[:, None], mask=is_dim[:, None], other=0.0)
+                values = tl.load(v + slot[:, None] * DIM + dim[None, :], mask=is_dim[None, :], other=0.0)
+            key_scale, value_scale = place, place
+            if IS_SCALED:
+                key_scale, value_scale = tl.load(k_scale + slot), tl.load(v_scale + slot)
+            is_seen = (block + place)[None, :] >= oldest[:, None]
+            max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, is_seen,
+                                                          max_score, weight_sum, value_sum, factor, IS_SCALED,
+                                                          HAS_WINDOW)
+        # The row's own end: the last part of the prefix, then the drafted rows of its path.
+        for block in tl.range(tl.where(is_end != 0, start, stop), stop, BLOCK, num_stages=1):
+            position = block + place
             is_inside = position < stop
             is_draft = is_inside & (position >= length)
             node = tl.load(path + row * path_stride + (position - length), mask=is_draft, other=0)
             slot = base + tl.where(is_draft, drafts_at + node, position)
             keys = tl.load(k + slot[None, :] * DIM + dim[:, None], mask=is_inside[None, :] & is_dim[:, None], other=0.0)
-            scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * factor
-            if IS_SCALED:
-                scores = scores * tl.load(k_scale + slot, mask=is_inside, other=0.0)[None, :]
-            is_seen = is_inside[None, :] & (position[None, :] >= oldest[:, None])
-            scores = tl.where(is_seen, scores, float("-inf"))
-            new_max = tl.maximum(max_score, tl.max(scores, 1))
-            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weights = tl.exp2(scores - safe_max[:, None])
-            rescale = tl.exp2(max_score - safe_max)
-            weight_sum = weight_sum * rescale + tl.sum(weights, 1)
-            if IS_SCALED:
-                weights = weights * tl.load(v_scale + slot, mask=is_inside, other=0.0)[None, :]
             values = tl.load(v + slot[:, None] * DIM + dim[None, :], mask=is_inside[:, None] & is_dim[None, :],
                              other=0.0)
-            value_sum = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), value_sum * rescale[:, None],
-                         input_precision="ieee")
-            max_score = new_max
+            key_scale, value_scale = place, place
+            if IS_SCALED:
+                key_scale = tl.load(k_scale + slot, mask=is_inside, other=0.0)
+                value_scale = tl.load(v_scale + slot, mask=is_inside, other=0.0)
+            is_seen = is_inside[None, :] & (position[None, :] >= oldest[:, None])
+            max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, is_seen,
+                                                          max_score, weight_sum, value_sum, factor, IS_SCALED, True)
         tl.store(max_scores + state, max_score, mask=is_lane)
         tl.store(weight_sums + state, weight_sum, mask=is_lane)
         tl.store(value_sum_at, value_sum, mask=is_lane[:, None] & is_dim[None, :])

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from longdraft.errors import UsageError
 from longdraft.kernels.cuda.attention import AttentionWorkspace, Splits, tree_attention
+from longdraft.kernels.cuda.choice import LogitsSource
 from longdraft.kernels.cuda.decoder import CudaDecoder
+from longdraft.kernels.cuda.int4_linear import CudaInt4Linear
 from longdraft.kernels.cuda.kv_store import FP8, CudaStore, copy_rows, cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import require
 from longdraft.kernels.cuda.linear import CudaLinear
@@ -52,26 +54,26 @@ class CudaKernels(CudaOperations):
         """`splits` replaces the default cut of positions: tests use short splits. ValueError for an unknown name."""
         require(name in NAMES, f"a name of {', '.join(NAMES)}", name)
         tile = int(name.removesuffix(_FP8_SUFFIX).removeprefix(_PREFIX))
-        super().__init__(device, FLOAT_DTYPES[dtype], tile, splits or Splits())
+        super().__init__(device, FLOAT_DTYPES[dtype], tile, splits)
         self.name = name
         self.is_row_invariant = True
-        self._element = FP8 if name.endswith(_FP8_SUFFIX) else self.dtype
+        self.element = FP8 if name.endswith(_FP8_SUFFIX) else self.dtype
 
     def pack(self, weight: Tensor | Int4Weight, bias: Tensor | None = None, *, quantize: str = "none") -> CudaLinear:
         if not isinstance(weight, Tensor) or quantize == "int4":
-            raise UsageError("int4 weights have no CUDA kernels yet; use int8 or unquantised weights, or --device cpu")
+            return CudaInt4Linear(weight, bias, self.device, self.dtype)
         return CudaLinear(weight, bias, self.device, self.dtype, is_int8=quantize == "int8")
 
     def embed(self, table: Linear, tokens: Sequence[int]) -> Tensor:
-        assert isinstance(table, CudaLinear)
+        assert isinstance(table, CudaLinear) and not isinstance(table, CudaInt4Linear)
         require(len(tokens) > 0 and min(tokens) >= 0 and max(tokens) < table.out_features,
                 f"token ids below {table.out_features}", tokens)
-        ids = torch.tensor(tokens, device=self.device)
+        ids = torch.tensor(tokens).to(self.device, non_blocking=True)  # `device=` would wait for the device
         rows = table.weight[ids]
         return rows if table.scale is None else (rows.float() * table.scale[ids, None]).to(self.dtype)
 
     def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
-        return CudaStore(self.device, self.dtype, self._element, num_kv_heads, head_dim)
+        return CudaStore(self.device, self.dtype, self.element, num_kv_heads, head_dim)
 
     def new_state(self, weights: DeltaWeights) -> DeltaState:
         raise UsageError(_NO_DELTA)
@@ -93,6 +95,13 @@ class CudaKernels(CudaOperations):
                             "their distribution, but are not bit-identical to those of plain decoding")
         return decoder
 
+    def logits_source(self, norm: Tensor, eps: float, rounds_once: bool, head: Linear,
+                      divisor: float) -> LogitsSource | None:
+        """What computes logits in one graph with the choice of tokens; None for a head of other kernels."""
+        if not isinstance(head, CudaLinear):
+            return None
+        return LogitsSource(self.graphs, self.tile, norm, eps, rounds_once, head, divisor)
+
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
         if len(rows):
             require(min(rows) >= 0 and max(rows) < kv.k.shape[1], f"rows below {kv.k.shape[1]}", rows)
@@ -105,8 +114,8 @@ class CudaKernels(CudaOperations):
         scatter_rows(kv.k, kv.v, cuda_stores(kv.stores), rows, targets)
 
     def cache_bytes(self, head_dim: int) -> int:
-        scale = 4 if self._element == FP8 else 0
-        return head_dim * self._element.itemsize + scale
+        scale = 4 if self.element == FP8 else 0
+        return head_dim * self.element.itemsize + scale
 
     def free_bytes(self) -> int | None:
         if self.device.type != "cuda":

@@ -19,11 +19,11 @@ class CudaOperations:
 
     dtype   float32, float16 or bfloat16
     tile    rows that one program multiplies, whether the forward has as many or not
-    splits  how attention cuts positions
+    splits  how attention cuts positions; None: by the number of KV heads
     graphs  the captured graphs of all decoders of these operations
     """
 
-    def __init__(self, device: str, dtype: torch.dtype, tile: int, splits: Splits) -> None:
+    def __init__(self, device: str, dtype: torch.dtype, tile: int, splits: Splits | None) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
         self.tile = tile
@@ -31,7 +31,8 @@ class CudaOperations:
         self.graphs = GraphCache(self.device)
 
     def attention_plan(self, heads: int, kv_heads: int, dim: int) -> AttentionPlan:
-        return AttentionPlan(heads, kv_heads, dim, self.tile, self.splits, self.dtype == torch.float32)
+        splits = self.splits or Splits.of_heads(kv_heads)
+        return AttentionPlan(heads, kv_heads, dim, splits, self.dtype == torch.float32)
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, CudaLinear)

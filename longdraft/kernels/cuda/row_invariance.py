@@ -1,53 +1,91 @@
 """A test on the device at hand: does a row of a tree get the same bits as in plain decoding?
 
-The kernels are row-invariant by construction, as long as the compiler and the device execute them as written. Three
-forwards of one layer check that. Where the check fails, the engine reports the exactness "distribution".
+The kernels are row-invariant by construction, as long as the compiler and the device execute them as written. Forwards
+of one layer check that. Where the check fails, the engine reports the exactness "distribution".
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longdraft.kernels.interface import Decoder, Geometry, Kernels, LayersKV
 
-_PREFIX_LENGTH = 1000  # positions; a split of attention ends among the tree's positions that follow
-_TREE_ROWS = 70
-_CHAIN_LENGTH = 30
+_PREFIX_LENGTHS = (1000, 9000)  # positions; behind 8,192 the splits of attention are longer
+_TREE_ROWS = 16
+_CHAIN_LENGTH = 9
+_STAGES = ("the product of queries, keys and values, or the rotation", "attention",
+           "the products behind attention, or a norm")
 
 
-def is_row_invariant(kernels: Kernels, decoder: Decoder, geometry: Geometry, hidden: int, length: int = _PREFIX_LENGTH,
-                     rows: int = _TREE_ROWS, depth: int = _CHAIN_LENGTH) -> bool:
-    """Whether rows of a tree equal the rows computed one at a time, to the bit.
+class _Rows(NamedTuple):
+    """What a forward computed for some rows, in the order of the layer; the axis of rows is the first."""
+
+    projected: tuple[Tensor, ...]
+    attended: tuple[Tensor, ...]
+    hidden: tuple[Tensor, ...]
+
+    def stage_that_differs(self, rows: list[int], other: _Rows) -> str | None:
+        """The first stage in which `rows` of these differ from all rows of `other`."""
+        for stage, ours, theirs in zip(_STAGES, self, other, strict=True):
+            if any(not torch.equal(a[rows], b) for a, b in zip(ours, theirs, strict=True)):
+                return stage
+        return None
+
+
+def is_row_invariant(kernels: Kernels, decoder: Decoder, geometry: Geometry, hidden: int) -> bool:
+    """Whether rows of a tree equal the rows computed one at a time, to the bit, in one layer of this hidden size."""
+    return not any(first_difference(kernels, decoder, geometry, hidden, length, _TREE_ROWS, _CHAIN_LENGTH,
+                                    has_remainder) for length in _PREFIX_LENGTHS for has_remainder in (False, True))
+
+
+def first_difference(kernels: Kernels, decoder: Decoder, geometry: Geometry, hidden: int, length: int, rows: int,
+                     depth: int, has_remainder: bool = False) -> str | None:
+    """The first operation of a layer whose result for a row of a tree differs from plain decoding; None: no row does.
 
     decoder  one layer of hidden size `hidden`, made by `kernels`
     length   committed positions before the tree
-    rows     rows of the tree: a chain of `depth` rows, and side branches
+    rows     rows of the tree: a chain of `depth` rows, and side branches behind its rows
 
-    The first row of the tree is compared with plain decoding at its position. The last row of the chain is compared
-    with plain decoding after the rows before it were committed.
+    Every row of the tree is compared with plain decoding behind its own path. Then the first 1, 2, 4, ... rows alone
+    are compared with the same rows of the tree, because other numbers of rows run as other launches.
     """
     kv_heads, dim = geometry.num_kv_heads, geometry.head_dim
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(kernels.device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(kernels.device, kernels.dtype)
+        return torch.randn(*shape, generator=generator, device=kernels.device).to(kernels.dtype)
 
     store = kernels.new_store(kv_heads, dim)
     store.reserve(length + rows)
     store.write(0, random(length, kv_heads, dim), random(length, kv_heads, dim))
     x, angles = random(rows, hidden), random(rows, dim // 2).float()
-    parents = torch.tensor([*range(-1, depth - 1), *(row % depth for row in range(depth, rows))], dtype=torch.int32)
+    size = (1, geometry.num_heads, dim + 1, dim + 1)
+    remainder = random(*size).float() / 3 if has_remainder else None
+    parents = [*range(-1, depth - 1), *((row - depth) % depth for row in range(depth, rows))]
 
-    def run(chosen: list[int], start: int, parents: Tensor) -> tuple[Tensor, LayersKV]:
+    def run(chosen: list[int], start: int, parents: list[int]) -> tuple[_Rows, LayersKV]:
         shape = (1, len(chosen), kv_heads, dim)
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
-        kv = LayersKV([store], start, k, v)
-        return decoder.forward(x[chosen], angles[chosen].cos(), angles[chosen].sin(), [kv], parents)[0], kv
+        kv = LayersKV([store], start, k, v, remainder)
+        out, attended = decoder.forward(x[chosen], angles[chosen].cos(), angles[chosen].sin(), [kv],
+                                        torch.tensor(parents, dtype=torch.int32))
+        return _Rows((k[0], v[0], attended.queries[0], attended.content[0]), (attended.output[0], attended.lse[0]),
+                     (out,)), kv
 
-    no_parent = torch.tensor([-1], dtype=torch.int32)
     tree, kv = run(list(range(rows)), length, parents)
-    first, _ = run([0], length, no_parent)
-    kernels.keep(kv, range(depth - 1))
-    last, _ = run([depth - 1], length + depth - 1, no_parent)
-    return torch.equal(tree[:1], first) and torch.equal(tree[depth - 1 : depth], last)
+    count = 1
+    while count < rows:
+        if found := tree.stage_that_differs(list(range(count)), run(list(range(count)), length, parents[:count])[0]):
+            return f"{found}: {count} rows of {rows}"
+        count *= 2
+    for place in range(depth + 1):
+        branches = [row for row in range(depth, rows) if parents[row] == place - 1]
+        for row in [place, *branches] if place < depth else branches:
+            if found := tree.stage_that_differs([row], run([row], length + place, [-1])[0]):
+                return f"{found}: row {row} of {rows}"
+        if place < depth:
+            kernels.keep(kv._replace(length=length + place), [place])
+    return None

@@ -1,0 +1,10 @@
+"""`longdraft bench cuda`: uses a visit to a CUDA device in full, in slices that stand alone.
+
+    plan     the slices and their parts, on a device and in Triton's interpreter
+    visit    the JSON documents and the driver: parts run in a process of their own, which may crash or hang
+    worker   the process that runs parts
+    models   random and stretched models on the device, and its clock
+    checks   exactness: tests, rows of trees, kernels against the reference, a memory checker
+    speed    rates, kernels, steps and prefills against the memory's floor
+    texts    equal texts, drafters, long runs
+"""

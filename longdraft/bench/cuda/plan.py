@@ -1,0 +1,142 @@
+"""The slices of a visit: what they measure on a device, and at the smallest size in Triton's interpreter.
+
+    first    copy and product rates, the tests, rows of trees, kernels against the reference, a memory checker
+    length   stretched models behind 4K to 100K tokens: equal texts, and each drafter's speed
+    kernels  each kernel, steps and verifications, prefills, another engine, beside the memory's floor
+    whole    100,000 drafted tokens with plain decoding in windows between them; the bundled model's long text
+
+The slices stand alone and run in this order, because no speed is measured on wrong bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from longdraft.bench.shapes import SHAPES
+
+LIMITS_S = {"first": 330.0, "length": 330.0, "kernels": 360.0, "whole": 540.0}
+SLICES = tuple(LIMITS_S)
+_PATIENCE, _LEAST_PATIENCE = 3.0, 20.0  # a part may take so many times its expected seconds, and at least so many
+
+
+class Part(NamedTuple):
+    """A part of a slice.
+
+    kind     the function of the worker that measures it
+    options  its arguments
+    seconds  that it is expected to take
+    lasts    its figures do not depend on our kernels, and stay valid when these change
+    """
+
+    name: str
+    kind: str
+    options: dict[str, Any]
+    seconds: float
+    lasts: bool = False
+
+    @property
+    def patience(self) -> float:
+        return max(_LEAST_PATIENCE, _PATIENCE * self.seconds)
+
+
+class CudaPlan(NamedTuple):
+    """What is measured.
+
+    kernels_names  kernels, the default first
+    shapes         model name -> its config.json; the first is measured first
+    contexts       of texts and steps, ascending
+    prefixes       positions before the trees whose rows are compared
+    rows           of verifications
+    tokens         written by each drafter behind each context
+    whole          tokens of the drafted text; its windows have `window` tokens
+    drafters       name -> drafter and its options, for the texts
+    tests          arguments of pytest; empty: no tests
+    copied         bytes of the copy
+    repeats        of each measurement
+    has_peer       measure transformers too
+    """
+
+    device: str
+    dtype: str
+    kernels_names: tuple[str, ...]
+    shapes: dict[str, dict[str, Any]]
+    contexts: tuple[int, ...]
+    prefixes: tuple[int, ...]
+    rows: tuple[int, ...]
+    tokens: int
+    whole: int
+    window: int
+    drafters: dict[str, tuple[str, dict[str, Any]]]
+    tests: tuple[str, ...]
+    copied: int
+    repeats: int
+    has_peer: bool
+
+
+_TESTS = ("tests/unit/test_cuda_kernels.py", "tests/unit/test_cuda_attention.py", "tests/unit/test_cuda_engine.py",
+          "tests/unit/test_cuda_drafting.py", "tests/unit/test_cuda_int4.py", "-q", "--numprocesses", "4",
+          "--timeout", "120", "-p", "no:cacheprovider")
+_SELF = {"chain": 4, "suffix": False}
+ON_DEVICE = CudaPlan(
+    "cuda", "bfloat16", ("triton-64", "triton-64-fp8", "triton-16"),
+    {name: SHAPES[name] for name in ("llama-3.1-8b", "qwen2.5-1.5b")}, (4096, 9000, 32768, 102400),
+    (1000, 9000, 102400), (1, 4, 8, 16, 64), 48, 100_000, 500,
+    {"plain": ("plain", {}), "liar": ("", {}), "self": ("magicdec", _SELF | {"draft_weights": "same"}),
+     "self int8": ("magicdec", _SELF | {"draft_weights": "int8"}),
+     "self int4": ("magicdec", _SELF | {"draft_weights": "int4"}), "suffix": ("suffix", {})},
+    _TESTS, 1 << 32, 9, True)
+_TINY = SHAPES["qwen2.5-1.5b"] | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+                                  "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+INTERPRETED = CudaPlan(
+    "cpu", "float32", ("triton-16",), {"tiny": _TINY}, (24,), (20,), (1, 2), 3, 4, 2,
+    {"plain": ("plain", {}), "liar": ("", {})}, (), 1 << 12, 1, False)
+
+
+_COPY_RATE = Part("copy rate", "copy_rate", {}, 10, lasts=True)
+
+
+def parts_of(plan: CudaPlan, name: str) -> list[Part]:
+    """The parts of a slice, in the order in which they run."""
+    return {"first": _first, "length": _length, "kernels": _kernels, "whole": _whole}[name](plan)
+
+
+def _first(plan: CudaPlan) -> list[Part]:
+    parts = [_COPY_RATE, Part("product rate", "product_rate", {}, 10, lasts=True)]
+    for name in plan.kernels_names:
+        parts += [Part(f"rows {name} {prefix}", "rows", {"name": name, "prefix": prefix}, 15)
+                  for prefix in plan.prefixes]
+    parts += [Part(f"reference {name}", "reference", {"name": name}, 20) for name in plan.kernels_names]
+    if plan.tests:
+        parts.append(Part("tests", "tests", {}, 170))
+    if plan.device == "cuda":
+        parts.append(Part("memory checker", "memory_checker", {}, 60))
+    return parts
+
+
+def _length(plan: CudaPlan) -> list[Part]:
+    """From the longest context down: the cache is filled once for each model and then cut."""
+    return [Part(f"texts {shape} {context}", "texts", {"shape": shape, "context": context},
+                 35 if context == plan.contexts[-1] else 20)
+            for shape in plan.shapes for context in reversed(plan.contexts)]
+
+
+def _kernels(plan: CudaPlan) -> list[Part]:
+    parts = [_COPY_RATE]
+    for shape in plan.shapes:
+        parts.append(Part(f"kernels {shape}", "each_kernel", {"shape": shape}, 40))
+        parts += [Part(f"steps {shape} {context}", "steps", {"shape": shape, "context": context}, 15)
+                  for context in plan.contexts]
+        parts.append(Part(f"trace {shape}", "trace", {"shape": shape, "context": plan.contexts[0]}, 15))
+    first = next(iter(plan.shapes))
+    parts += [Part(f"prefill {first} {context}", "prefill", {"shape": first, "context": context}, 25)
+              for context in (plan.contexts[0], plan.contexts[-1])]
+    if plan.has_peer:
+        options = {"shape": first, "context": plan.contexts[0]}
+        parts.append(Part("transformers", "transformers", options, 60, lasts=True))
+    return parts
+
+
+def _whole(plan: CudaPlan) -> list[Part]:
+    parts = [Part(f"long text {shape}", "long_text", {"shape": shape}, 380 if place == 0 else 150)
+             for place, shape in enumerate(plan.shapes)]
+    return [*parts, Part("bundled", "bundled", {}, 60)]

@@ -1,0 +1,62 @@
+"""The process that runs parts of a slice: `python -m longdraft.bench.cuda.worker PLAN SLICE DOCUMENT ENDS_AT PART...`.
+
+PLAN is `device` or `interpret`. `longdraft bench cuda` starts it, and starts another one if it dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from longdraft.bench.cuda.plan import INTERPRETED, ON_DEVICE, CudaPlan, Part, parts_of
+from longdraft.bench.cuda.visit import Document, measure_parts
+
+
+class Worker:
+    """Measures parts. It keeps the models that several parts use."""
+
+    def __init__(self, plan: CudaPlan, prompt: str, ends_at: float, folder: Path) -> None:
+        from longdraft.bench.cuda.models import Bench
+
+        self._plan = plan
+        self._bench = Bench(plan, prompt, ends_at, folder)
+
+    def measure(self, part: Part) -> Any:
+        from longdraft.bench.cuda import checks, speed, texts
+
+        found = next(getattr(module, part.kind) for module in (checks, speed, texts) if hasattr(module, part.kind))
+        return found(self._plan, self._bench, **part.options)
+
+    def describe(self) -> dict[str, Any]:
+        from longdraft.bench.cuda.models import describe
+
+        return describe(self._plan)
+
+
+def is_fatal(error: Exception) -> bool:
+    """Whether the device's context is lost, so that every later call in this process would fail."""
+    words = f"{type(error).__name__}: {error}"
+    return any(mark in words for mark in ("CUDA error", "AcceleratorError", "illegal memory", "device-side assert"))
+
+
+def main(arguments: Sequence[str]) -> int:
+    which, name, path, ends_at, *names = arguments
+    if which == "interpret":
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    plan = INTERPRETED if which == "interpret" else ON_DEVICE
+    document = Document(Path(path), json.loads(Path(path).read_text(encoding="utf-8"))["sources"])
+    document.reload()
+    worker = Worker(plan, document.filled.get("prompt", ""), float(ends_at), document.path.parent)
+    if "machine" not in document.filled:
+        document.filled["machine"] = worker.describe()
+        document.save()
+    parts = {part.name: part for part in parts_of(plan, name)}
+    return measure_parts(document, [parts[wanted] for wanted in names], float(ends_at), worker.measure, is_fatal)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,219 @@
+"""Drafts on the device: guesses ranked without their logits on the host, and a whole chain without a wait.
+
+    DraftRanking   ranks one row of logits as `Sampler.ranked` does; the host reads a few ids
+    DraftChain     drafts L tokens with a model: embed | layers | head | edit, rank | next token, L times
+
+A chain is one CUDA graph of four tokens and one of a single token, which are replayed as often as it takes. What
+changes from token to token (place, length, rotation) is in device memory. The host uploads one small state before, and
+reads all guesses and leads in one copy behind.
+
+The guesses are those that the filters leave. (The host fills up with tokens that they remove, where they leave fewer
+guesses than it wants.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longdraft.kernels.cuda import jit_choice, jit_drafting
+from longdraft.kernels.cuda.choice import BLOCK, MAX_CHAIN, LogitsSource, TokenChooser
+from longdraft.kernels.cuda.decoder import CudaDecoder, ForwardBuffers
+from longdraft.kernels.cuda.graph_cache import new_owner
+from longdraft.kernels.cuda.kv_store import cuda_stores
+from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, padded_size, require
+from longdraft.kernels.cuda.linear import CudaLinear
+from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
+
+_UNROLLED = 4  # tokens of the larger graph
+_MAX_WIDTH = 16
+_EMBED_BLOCK = 1024  # columns
+
+
+class DraftRanking:
+    """Ranks the guesses of one request from one row of logits at a time.
+
+    vocabulary  number of logits
+    width       guesses at most
+    """
+
+    def __init__(self, chooser: TokenChooser, vocabulary: int, width: int, device: torch.device) -> None:
+        require(1 <= width <= _MAX_WIDTH, f"1 to {_MAX_WIDTH} guesses", width)
+        rules, self._device = chooser.rules, device
+        self._chooser, self._vocabulary, self._num_wanted = chooser, vocabulary, width
+        self._width = max(2, width)  # two show the lead
+        self._blocks = ceil_div(vocabulary, BLOCK)
+        self.state = torch.zeros(8, dtype=torch.int64, device=device)
+        self.outcome = torch.zeros(MAX_CHAIN, 2 + _MAX_WIDTH, dtype=torch.int64, device=device)
+        self._window = rules.window if rules.penalty != 1 else 0
+        self._within: float | None = None
+        self._settings = torch.zeros(3, dtype=torch.float64, device=device)
+        self._root = torch.zeros(1, 1, dtype=torch.int32, device=device)  # tokens, path and depths of a single node
+        self._bests = torch.empty(1, self._blocks, device=device)
+        self._best_ids = torch.empty(1, self._blocks, dtype=torch.int32, device=device)
+        self._scores = torch.empty(self._blocks, self._width, dtype=torch.float64, device=device)
+        self._ids = torch.empty(self._blocks, self._width, dtype=torch.int32, device=device)
+        self._buffers = torch.empty(1, 0, dtype=torch.int32, device=device), torch.empty(1, 0, device=device)
+
+    def begin(self, within: float, position: int, required: int) -> None:
+        """Set the place of the first guess: `position` tokens are before it, and `required` must follow before the end.
+
+        within  largest gap between a guess's score and the best one's
+        """
+        rules = self._chooser.rules
+        if within != self._within:
+            self._within = within
+            self._settings.copy_(torch.tensor([rules.temperature, rules.log_min_p or 0.0, within],
+                                              dtype=torch.float64))
+        self.state.copy_(torch.tensor([position, self._chooser.seed, required, 0, position, 0, 0, 0]),
+                         non_blocking=True)
+        window = min(self._window, len(self._chooser.text))
+        if self._buffers[0].shape[1] != window:
+            self._buffers = (torch.empty(1, window, dtype=torch.int32, device=self._device),
+                             torch.empty(1, window, device=self._device))
+
+    def rank(self, logits: Tensor, has_bans: bool, ahead: int = 0) -> None:
+        """Rank the guesses of logits [1, V], which are overwritten; the result goes to `outcome`.
+
+        ahead  unknown tokens between the text and the guesses
+        """
+        chooser, rules, blocks = self._chooser, self._chooser.rules, self._blocks
+        root = self._root[0]
+        chooser.edit(logits, root, self._root, root, self.state, self._buffers[0].shape[1],
+                     has_bans, self._buffers)
+        if ahead:
+            self.state[0] += ahead  # the noise is that of the guess's own position
+        jit_choice.block_maxima_kernel[(1, blocks)](logits, self._bests, self._best_ids, self._vocabulary, blocks,
+                                                    BLOCK=BLOCK)
+        jit_drafting.best_in_blocks_kernel[(blocks,)](
+            logits, self._bests, self.state, self._settings, self._scores, self._ids, self._vocabulary, blocks,
+            BLOCK=BLOCK, BLOCKS=padded_size(blocks), WIDTH=self._width, HAS_NOISE=rules.temperature > 0,
+            HAS_MIN_P=rules.log_min_p is not None, **UNFUSED)
+        jit_drafting.rank_kernel[(1,)](
+            self._bests, self._scores, self._ids, self.state, self._settings, self.outcome, blocks, self._num_wanted,
+            BLOCKS=padded_size(blocks), CANDIDATES=padded_size(blocks * self._width), WIDTH=self._width, **UNFUSED)
+
+    def read(self, count: int) -> list[Ranked]:
+        """The guesses of the first `count` places. Waits for the device."""
+        rows = self.outcome[:count].cpu()
+        leads = rows[:, 1].contiguous().view(torch.float64).tolist()
+        return [Ranked(row[2 : 2 + row[0]], lead) for row, lead in zip(rows.tolist(), leads, strict=True)]
+
+
+class _ChainShape(NamedTuple):
+    """What the graphs of a chain depend on."""
+
+    weights: DraftWeights
+    embedding_factor: float
+    eps: float
+    rounds_once: bool
+
+
+class DraftChain:
+    """Chains of one request with one model over one cache.
+
+    decoder  of the model that drafts
+    shape    see `_ChainShape`
+    """
+
+    def __init__(self, decoder: CudaDecoder, shape: _ChainShape, stores: DraftStores, chooser: TokenChooser,
+                 width: int) -> None:
+        embedding, head = shape.weights.embedding, shape.weights.head
+        assert isinstance(embedding, CudaLinear) and isinstance(head, CudaLinear)
+        self._decoder, self._shape, self._embedding = decoder, shape, embedding
+        self._stores, self._chooser = cuda_stores(stores.stores), chooser
+        device, dim = decoder.ops.device, decoder.geometry.head_dim
+        self._buffers: ForwardBuffers = decoder.buffers_for(1, self._stores, stores.remainder is not None, ())
+        self._ranking = DraftRanking(chooser, head.out_features, width, device)
+        self._rotations = [torch.zeros(MAX_CHAIN, dim // 2, device=device) for _ in range(2)]
+        self._source = LogitsSource(decoder.ops.graphs, decoder.ops.tile, shape.weights.norm, shape.eps,
+                                    shape.rounds_once, head, shape.weights.logits_divisor)
+        self._normed = torch.empty_like(self._buffers.x)
+        self._sums = torch.empty(head.num_sums(1), device=device)
+        self._logits = torch.empty(1, head.out_features, device=device)
+        self._key = new_owner()
+        decoder.ops.graphs.own(self, self._key)
+
+    def draft(self, stores: DraftStores, rotations: tuple[Tensor, Tensor], path: Sequence[int], required: int,
+              within: float, end: ChainEnd) -> list[Ranked]:
+        """Draft a token for each row of `rotations`; what `end` cuts off is drafted and dropped.
+
+        path       drafted tokens behind the text, which the chain continues
+        required   tokens that must be written behind `path` before the text may end
+        rotations  cos, sin [N, D / 2] float32, N <= 64
+        """
+        buffers, count = self._buffers, len(rotations[0])
+        require(count <= MAX_CHAIN, f"chains of at most {MAX_CHAIN} tokens", count)
+        self._chooser.place(path)
+        self._ranking.begin(within, self._chooser.length + len(path), required)
+        for held, rows in zip(self._rotations, rotations, strict=True):
+            held[:count].copy_(rows)
+        buffers.parents.fill_(-1)
+        buffers.where.fill_(stores.length)  # each row's slot is its place in the cache
+        buffers.load_remainder(stores.remainder)
+        graphs, text = self._decoder.ops.graphs, self._chooser.text
+        has_bans = required > 0
+        with on_device(self._logits.device):
+            for unrolled in [_UNROLLED] * (count // _UNROLLED) + [1] * (count % _UNROLLED):
+                key = ("chain", self._key, unrolled, has_bans, text.data_ptr())
+                graphs.run(key, partial(self._places, unrolled, text, has_bans))
+        places = self._ranking.read(count)
+        return _until_end(places, end)
+
+    def _places(self, count: int, text: Tensor, has_bans: bool) -> None:
+        for _ in range(count):
+            self._place(text, has_bans)
+
+    def _place(self, text: Tensor, has_bans: bool) -> None:
+        """One token: from the text's last token to the next."""
+        buffers, ranking, embedding, shape = self._buffers, self._ranking, self._embedding, self._shape
+        hidden, half, scale = embedding.in_features, self._rotations[0].shape[1], embedding.scale
+        jit_drafting.begin_place_kernel[(ceil_div(hidden, _EMBED_BLOCK),)](
+            text, ranking.state, embedding.weight, self._sums if scale is None else scale, *self._rotations,
+            buffers.x_in, buffers.cos, buffers.sin, shape.embedding_factor, HIDDEN=hidden, HALF=half,
+            PADDED=padded_size(half), BLOCK=_EMBED_BLOCK, HAS_SCALE=scale is not None,
+            HAS_FACTOR=shape.embedding_factor != 1, **UNFUSED)
+        self._decoder.run_layers(buffers, self._stores)
+        self._source.launch(buffers.x, self._normed, self._sums, self._logits)
+        ranking.rank(self._logits, has_bans)
+        jit_drafting.end_place_kernel[(1,)](text, ranking.state, buffers.where, ranking.outcome, num_warps=1)
+
+
+def _until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:
+    """The places up to the first without a guess, and as far as `end` lets a chain go."""
+    kept: list[Ranked] = []
+    reached = 1.0
+    for place in places:
+        if reached < end.least:
+            break
+        kept.append(place)
+        if not place.tokens:
+            break
+        reached *= end.rate(place.lead)
+    return kept
+
+
+def draft_chain(decoder: CudaDecoder, weights: DraftWeights, embedding_factor: float, stores: DraftStores,
+                chooser: TokenChooser, held: dict[object, DraftChain], width: int, rotations: tuple[Tensor, Tensor],
+                path: Sequence[int], required: int, within: float, end: ChainEnd) -> list[Ranked]:
+    """As `longdraft.kernels.native_draft.draft_chain`, on the device.
+
+    held  the request's chains, by what they depend on
+    """
+    for store in stores.stores:
+        store.reserve(stores.length + len(rotations[0]))
+    serials = tuple(store.serial for store in cuda_stores(stores.stores))
+    key = (id(decoder), id(weights.head), serials, stores.remainder is not None, width)
+    if key not in held:
+        while len(held) >= _MAX_HELD:
+            del held[next(iter(held))]
+        shape = _ChainShape(weights, embedding_factor, decoder.geometry.eps, decoder.geometry.rounds_once)
+        held[key] = DraftChain(decoder, shape, stores, chooser, width)
+    return held[key].draft(stores, rotations, path, required, within, end)
+
+
+_MAX_HELD = 4  # chains of one request: the models and caches with which it drafts in turn

@@ -1,0 +1,95 @@
+"""Weights of 4-bit integers on the device, and the product of a few rows with them: launches `jit_int4`.
+
+The numbers are those of longdraft/kernels/int4.py. The rows stay in the model's dtype (on the CPU they are quantised to
+int8), so a product differs from the CPU's in its last bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longdraft.kernels import int4
+from longdraft.kernels.cuda import jit_int4
+from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, require
+from longdraft.kernels.cuda.linear import CudaLinear, PartialSums
+from longdraft.kernels.int4 import GROUP, Int4Weight
+
+_COLUMNS = 128  # output features of one program: two operands of 64 rows
+_BLOCK = 4 * GROUP  # inputs that 16 words of an output feature hold
+_MIN_PROGRAMS = 256  # fewer programs than this do not use the full memory bandwidth
+_MIN_BLOCKS = 4  # of one split
+_STAGES = 4
+
+
+class CudaInt4Linear(CudaLinear):
+    """A weight [N, K] of 4-bit integers in groups of 32 inputs; bias [N] float32."""
+
+    def __init__(self, weight: Tensor | Int4Weight, bias: Tensor | None, device: torch.device,
+                 dtype: torch.dtype) -> None:
+        if isinstance(weight, Tensor):
+            weight = int4.quantise(weight.to(device))
+        self.out_features, self.in_features = weight.values.shape
+        self.dtype, self.scale = dtype, None
+        self.bias = None if bias is None else bias.to(device, dtype).float().contiguous()
+        self._blocks = ceil_div(self.in_features, _BLOCK)
+        self._tiles = ceil_div(self.out_features, _COLUMNS)
+        self._words, self._scales, self._zeros = (part.to(device) for part in self._packed(weight))
+        self.columns, self.splits = _COLUMNS, self._num_splits()
+
+    def _num_splits(self) -> int:
+        splits = 1
+        while splits * self._tiles < _MIN_PROGRAMS and self._blocks >= 2 * splits * _MIN_BLOCKS:
+            splits *= 2
+        return splits
+
+    def _packed(self, weight: Int4Weight) -> tuple[Tensor, Tensor, Tensor]:
+        """Words, scales and zero points in the order in which `few_rows_int4_kernel` reads them."""
+        rows, width = self._tiles * _COLUMNS - self.out_features, self._blocks * _BLOCK - self.in_features
+        groups = self._blocks * 4 - weight.scale.shape[1]
+        values = functional.pad(weight.values, (0, width, 0, rows)).int()
+        scale, zero = (functional.pad(part, (0, groups, 0, rows)) for part in (weight.scale, weight.zero))
+        # Padded inputs meet rows of 0; padded groups have the scale 0.
+        pairs = values.view(self._tiles, _COLUMNS, self._blocks, 4, 16, 2).permute(0, 2, 1, 4, 3, 5)
+        shifts = torch.tensor([[4 * group, 4 * group + 16] for group in range(4)], dtype=torch.int32,
+                              device=values.device)
+        words = (pairs << shifts).sum((4, 5)).to(torch.int32)  # [tiles, blocks, columns, 16]
+        scales, zeros = (part.view(self._tiles, _COLUMNS, self._blocks, 4).permute(0, 2, 3, 1).contiguous()
+                         for part in (scale, zero))
+        return words.contiguous(), scales, zeros
+
+    def unpacked(self) -> Int4Weight:
+        """The weight as `longdraft.kernels.int4` has it."""
+        shifts = torch.tensor([[4 * group, 4 * group + 16] for group in range(4)], dtype=torch.int32,
+                              device=self._words.device)
+        nibbles = (self._words[..., None, None] >> shifts) & 15  # [tiles, blocks, columns, 16, 4, 2]
+        values = nibbles.permute(0, 2, 1, 4, 3, 5).reshape(self._tiles * _COLUMNS, self._blocks * _BLOCK)
+        scale, zero = (part.permute(0, 3, 1, 2).reshape(self._tiles * _COLUMNS, self._blocks * 4)
+                       for part in (self._scales, self._zeros))
+        groups = ceil_div(self.in_features, GROUP)
+        return Int4Weight(values[: self.out_features, : self.in_features].to(torch.uint8),
+                          scale[: self.out_features, :groups], zero[: self.out_features, :groups])
+
+    def partial_sums(self, x: Tensor, tile: int, buffer: Tensor | None = None) -> PartialSums:
+        rows = len(x)
+        require(x.shape == (rows, self.in_features) and x.dtype == self.dtype and x.is_contiguous(),
+                f"{self.dtype} [R, {self.in_features}]", (x.shape, x.dtype))
+        size = self.num_sums(rows)
+        sums = torch.empty(size, device=x.device) if buffer is None else buffer[:size]
+        sums = sums.view(self.splits, rows, self.out_features)
+        with on_device(x.device):
+            jit_int4.few_rows_int4_kernel[(self._tiles, ceil_div(rows, tile), self.splits)](
+                x, self._words, self._scales, self._zeros, sums, rows, OUT=self.out_features, INNER=self.in_features,
+                BLOCKS=self._blocks, ROWS=tile, COLUMNS=_COLUMNS, SPLITS=self.splits, STAGES=_STAGES, num_warps=4,
+                **UNFUSED)
+        return PartialSums(sums, None, self.bias)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        weight = int4.dequantise(self.unpacked()).to(self.dtype)
+        return functional.linear(x, weight, None if self.bias is None else self.bias.to(self.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return self._words.nbytes + self._scales.nbytes + self._zeros.nbytes + bias

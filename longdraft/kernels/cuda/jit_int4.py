@@ -1,0 +1,70 @@
+"""The Triton kernel that multiplies a few rows with a weight of 4-bit integers (longdraft/kernels/int4.py).
+
+The weight is the first operand of the product and the rows are the second: numbers that are unpacked in registers can
+feed Hopper's tensor cores only there. Packing makes unpacking cheap. Of 128 inputs of one output feature, word j has
+
+    nibble      0     4  |   1     5  |   2     6  |   3     7
+    input      2j  2j+1  |  32+2j ..  |  64+2j ..  |  96+2j ..         j = 0 .. 15
+
+so that one shift and one mask leave two neighbouring inputs of group i = 0 .. 3 in the halves of a word. One integer
+addition subtracts the zero point from both and sets the upper bits of a 16-bit number whose last place is 1: the halves
+are then the floats 144 + value - zero (bfloat16) or 1040 + value - zero (float16), and the last subtraction is exact.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def few_rows_int4_kernel(x, words, scales, zeros, parts, num_rows, OUT: tl.constexpr, INNER: tl.constexpr,
+                         BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+                         STAGES: tl.constexpr):
+    """Multiply x [R, INNER] with a weight [OUT, INNER] of 4 bits: parts [SPLITS, R, OUT] float32.
+
+    BLOCKS  number of blocks of 128 inputs; the last may be padded with zeros
+    words   int32 [OUT / COLUMNS, BLOCKS, COLUMNS, 16]
+    scales  float16 [OUT / COLUMNS, BLOCKS, 4, COLUMNS]; zeros: uint8 of that shape
+
+    Each group's sum is multiplied by its scale and added, rounded once, in float32. A program's order of sums depends
+    on the weight's shape alone. Grid (OUT / COLUMNS, R / ROWS, SPLITS), rounded up.
+    """
+    EACH: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    GROUP: tl.constexpr = 32  # inputs with one scale and one zero point
+    WIDTH: tl.constexpr = 128
+    IS_BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    tile, part = tl.program_id(0), tl.program_id(2)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    word = tl.arange(0, 16)
+    inner = tl.arange(0, GROUP)
+    is_row = row < num_rows
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    first = part * EACH
+    for block in tl.range(first, tl.minimum(first + EACH, BLOCKS), num_stages=STAGES):
+        base = (tile * BLOCKS + block).to(tl.int64) * COLUMNS
+        packed = tl.load(words + (base + column)[:, None] * 16 + word[None, :])
+        for group in tl.static_range(4):
+            pair = (packed >> (4 * group)) & 0x000F000F
+            at = base * 4 + group * COLUMNS + column
+            zero = tl.load(zeros + at)
+            if x.dtype.element_ty == tl.float32:
+                low, high = (pair & 0xF).to(tl.float32), (pair >> 16).to(tl.float32)
+                value = tl.join(low, high).reshape(COLUMNS, GROUP) - zero.to(tl.float32)[:, None]
+            else:
+                # Halves of 16 + value - zero, 1 to 31: no bit is carried from one to the other.
+                pair = pair + ((0x43104310 if IS_BF16 else 0x64106410) - zero.to(tl.int32) * 0x00010001)[:, None]
+                low = (pair & 0xFFFF).to(tl.int16).to(x.dtype.element_ty, bitcast=True)
+                high = (pair >> 16).to(tl.int16).to(x.dtype.element_ty, bitcast=True)
+                value = tl.join(low, high).reshape(COLUMNS, GROUP) - (144.0 if IS_BF16 else 1040.0)
+            place = block * WIDTH + group * GROUP + inner
+            if INNER % WIDTH == 0:
+                rows = tl.load(x + row.to(tl.int64)[None, :] * INNER + place[:, None], mask=is_row[None, :], other=0.0)
+            else:
+                rows = tl.load(x + row.to(tl.int64)[None, :] * INNER + place[:, None],
+                               mask=is_row[None, :] & (place < INNER)[:, None], other=0.0)
+            sums = tl.dot(value, rows, input_precision="ieee")
+            scale = tl.load(scales + at).to(tl.float32)[:, None].broadcast_to(COLUMNS, ROWS)
+            total = tl.fma(sums, scale, total)
+    out = tile * COLUMNS + column
+    at = parts + (part.to(tl.int64) * num_rows + row[None, :]) * OUT + out[:, None]
+    tl.store(at, total, mask=is_row[None, :] & (out < OUT)[:, None])

@@ -1,0 +1,183 @@
+"""Guesses ranked on the device, and whole chains drafted there, against the host's definition.
+
+Without a device in Triton's interpreter (see helpers.cuda_kernels).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
+
+from helpers.cuda_kernels import DEVICE, HAS_CUDA
+from longdraft import kernels
+from longdraft.bench.cuda.models import small_transformer, tiny_source
+from longdraft.cache.full import FullCache
+from longdraft.core import Context, SamplingParams
+from longdraft.drafters.chain import Chain, SelfDraftModel
+from longdraft.drafters.plain import PlainDrafter
+from longdraft.drafters.self_draft import MagicDecOptions, new_partial_cache
+from longdraft.kernels.cuda.choice import ChosenTokens
+from longdraft.kernels.cuda.drafting import DraftRanking
+from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
+from longdraft.model import config as model_config
+from longdraft.model.routine import run_alone
+from longdraft.model.transformer import Forward, Transformer, chain_rows
+from longdraft.sampling import process
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.step import Step, Tally, Timings
+
+NAME = "triton-64" if HAS_CUDA else "triton-16"
+LAWS = {
+    "greedy": dict(temperature=0.0, repetition_penalty=1.3, penalty_window=9),
+    "all tokens": dict(temperature=1.3, min_new_tokens=9),
+    "paper": dict(min_p=0.1, repetition_penalty=1.2, penalty_window=1024),
+    "short window": dict(min_p=0.3, temperature=0.7, repetition_penalty=1.4, penalty_window=3, min_new_tokens=3),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("path, ahead, num, within", [([], 0, 1, math.inf), ([3, 8, 3, 5], 0, 5, 0.7),
+                                                      ([7], 2, 16, math.inf)])
+def test_the_device_ranks_the_guesses_that_the_filters_leave_as_the_host_does(law, path, ahead, num, within):
+    vocabulary, params = 1300, SamplingParams(max_new_tokens=50, seed=2**64 - 59, **LAWS[law])
+    context = Context([(7 * place) % 90 for place in range(40)])
+    kernel = kernels.choose(DEVICE, "float32", NAME)
+    host, device = Sampler(params, [5, 1200], is_fast=False), Sampler(params, [5, 1200], kernels=kernel)
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(num)) * 3
+    logits[:90] += 2
+    logits[1250:] = -torch.inf
+    before = logits.clone()
+    with np.errstate(all="ignore"):
+        expected, found = (s.ranked(logits.to(DEVICE), context, path, num, ahead, within) for s in (host, device))
+    assert torch.equal(logits, before), "a drafter may read its logits again"
+    assert found.lead == expected.lead and found.tokens
+    assert found.tokens == expected.tokens[: len(found.tokens)]
+    row = host._penalised(logits[None], context, [path], ahead)[0]
+    kept = range(vocabulary) if params.temperature == 0 else process.filtered(row, params).ids
+    assert not set(expected.tokens[len(found.tokens) :]) & set(kept)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_give_no_guesses(bad):
+    params = SamplingParams(max_new_tokens=5, seed=1)
+    device = Sampler(params, kernels=kernels.choose(DEVICE, "float32", NAME))
+    logits = torch.zeros(50, device=DEVICE)
+    logits[7] = bad
+    with np.errstate(all="ignore"):
+        found = device.ranked(logits, Context([1, 2]), [], 2)
+    assert found.tokens == [] and found.lead == math.inf
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    settings, weights = tiny_source()
+    weights = {name: 3 * tensor.to(DEVICE) for name, tensor in weights.items()}
+    return small_transformer(model_config.parse_config(settings), weights, kernels.choose(DEVICE, "float32", NAME))
+
+
+PROMPT = [(5 * place + place // 7) % 40 for place in range(31)]
+
+
+@pytest.fixture(scope="module")
+def prompt(model: Transformer) -> tuple[FullCache, Forward]:
+    """The cache of the prompt, and its forward. Drafts do not change them."""
+    cache = model.new_cache()
+    result = model.forward(chain_rows(PROMPT[:-1], 0), cache)
+    cache.commit(range(len(PROMPT) - 1))
+    return cache, result
+
+
+class Drafting:
+    """Chains behind the prompt, drafted on the device, or step by step with the host's ranking."""
+
+    def __init__(self, model: Transformer, prompt: tuple[FullCache, Forward], law: str, on_host: bool) -> None:
+        cache, result = prompt
+        self.partial = new_partial_cache(MagicDecOptions(budget=16, sinks=2, refresh=5).settings(), model, cache)
+        self.partial.update(lambda: result.attention_output)
+        self.draft_model = SelfDraftModel(model, self.partial)
+        params = SamplingParams(max_new_tokens=50, seed=3, **LAWS[law])
+        self.sampler = Sampler(params, [1], kernels=None if on_host else model.kernels, is_fast=False)
+        self.context, self._on_host = Context(PROMPT), on_host
+
+    def draft(self, path: list[int], length: int, width: int, end: ChainEnd) -> list[Ranked]:
+        for place in range(len(path) - 1):  # the rows of the path, as the drafter has computed them before
+            run_alone(self.draft_model.next_logits(self.context, path[: place + 1]))
+        if self._on_host:
+            chain = Chain(self.draft_model, self.sampler, width, "self", 0.8)
+            return run_alone(chain._step_by_step(self.context, path, length, end))
+        found = self.draft_model.draft_natively(self.context, path, length, self.sampler, width, 0.8, end)
+        assert found is not None
+        return found
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.partial._base.stores[0].read(torch.arange(self.partial.length, device=DEVICE)[None])
+
+
+CHAINS = [
+    ("paper", [PROMPT[-1]], 5, 3, NEVER), ("greedy", [PROMPT[-1], 4], 2, 1, NEVER),
+    ("short window", [PROMPT[-1]], 3, 2, ChainEnd((0.5,), (0.3, 0.9), 0.5)),
+]
+
+
+@pytest.mark.parametrize("law, path, length, width, end", CHAINS)
+def test_a_chain_on_the_device_is_the_chain_of_single_steps(model, prompt, law, path, length, width, end, monkeypatch):
+    """Guesses, leads, and the keys and values in the partial cache, to the bit; the host waits for the device once."""
+    waits = []
+    honest = DraftRanking.read
+    monkeypatch.setattr(DraftRanking, "read", lambda self, count: waits.append(count) or honest(self, count))
+    device, host = (Drafting(model, prompt, law, on_host) for on_host in (False, True))
+    whole, steps = (each.draft(path, length, width, end) for each in (device, host))
+    assert waits == [length]
+    assert [place.tokens[0] for place in whole] == [place.tokens[0] for place in steps]
+    assert [place.lead for place in whole] == [place.lead for place in steps]
+    for ours, theirs in zip(whole, steps, strict=True):
+        assert ours.tokens == theirs.tokens[: len(ours.tokens)]
+    for ours, theirs in zip(device.rows, host.rows, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_graphs_of_four_tokens_and_of_one_serve_every_chain(model, prompt, monkeypatch):
+    """They are captured once: places, lengths and rotations are in the device's memory."""
+    drafting, ran = Drafting(model, prompt, "paper", on_host=False), []
+    monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (ran.append(key), work()))
+    first = drafting.draft(PROMPT[-1:], 5, 1, NEVER)
+    drafting.partial.drop_drafts()
+    again = drafting.draft(PROMPT[-1:], 1, 1, NEVER)
+    assert first[:1] == again and len(first) == 5
+    assert [key[2] for key in ran] == [4, 1, 1] and len(set(ran)) == 2
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
+def test_a_plain_step_is_two_graphs_one_launch_and_one_wait(model, prompt, monkeypatch):
+    """Layers, then norm, head, choice and walk. Beside them rows are kept in the cache. No step needs a new graph."""
+    from triton.runtime import interpreter
+
+    cache, _ = prompt
+    params = SamplingParams(max_new_tokens=50, seed=3, **LAWS["paper"])
+    graphs, sampler, length = model.kernels.graphs, Sampler(params, [1], kernels=model.kernels), cache.length
+    step = Step(model, cache, PlainDrafter(), sampler, Context(PROMPT), Timings(), Tally())
+    replays, launches, waits = [], [], []
+
+    def replay(key: object, work: Callable[[], None]) -> None:
+        before = len(launches)
+        work()
+        replays.append(key)
+        del launches[before:]
+
+    launch, read = interpreter.GridExecutor.__call__, ChosenTokens.read
+    monkeypatch.setattr(graphs, "run", replay)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__",
+                        lambda self, *args, **named: (launches.append(self.fn.__name__), launch(self, *args, **named)))
+    monkeypatch.setattr(ChosenTokens, "read", lambda self: waits.append(1) or read(self))
+    for _ in range(2):
+        run_alone(step.run(1))
+    cache.truncate(length)
+    assert launches == ["scatter_rows_kernel"] * 2 and len(waits) == 2
+    assert len(replays) == 4 and replays[:2] == replays[2:] and replays[1][0] == "choice"
