@@ -86,7 +86,10 @@ class Case:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table. Layout `lengths` has a column per length; `final` has a column per measure, read at the end."""
+    """A table. Layout `lengths` has a column per length; `final` has a column per measure, read at the end.
+
+    figure  of `bench report`. sweep: each measure by the cases; repeats: the texts, with repeated passages highlighted
+    """
 
     id: str
     title: str
@@ -94,8 +97,12 @@ class TableSpec:
     cases: tuple[Case, ...]
     layout: str = "lengths"
     note: str = ""
+    figure: str = ""
 
     def __post_init__(self) -> None:
+        check(self.figure in ("", "sweep", "repeats"), f"figure of table {self.id}", self.figure, "sweep or repeats")
+        check(not self.figure or self.layout == "final", f"layout of table {self.id}", self.layout,
+              "final, with a figure")
         check(self.layout in ("lengths", "final"), f"layout of table {self.id}", self.layout, "lengths or final")
         for measure in self.measures:
             check(measure in MEASURES, f"a measure of table {self.id}", measure, ", ".join(MEASURES))

@@ -18,6 +18,7 @@ from longdraft.bench.options import ModelOption, ThreadsOption, within
 from longdraft.errors import OutputError, check
 
 if TYPE_CHECKING:
+    from longdraft.bench.experiment import Experiment, Scale
     from longdraft.bench.results import Results
     from longdraft.report.table import Table
 
@@ -136,7 +137,7 @@ def report(
         help="The .toml that defines the tables; default: the one that was run, if it comes with longdraft.")] = None,
 ) -> None:
     """Make a page (one file, works offline), figures (PNG and SVG) and tables (Markdown and LaTeX) of results."""
-    from longdraft.bench import peers_text
+    from longdraft.bench import case_figures, measures, peers_text
     from longdraft.bench import results as stored
     from longdraft.bench.document import peers_document
     from longdraft.report import figures, page, require_packages
@@ -160,9 +161,12 @@ def report(
         sections.append(page.Section(f"Other engines: {path.name}", figures=[(page.CAPTIONS["engines"], figure)],
                                      tables=[*engines, peers_text.provenance_table(document)]))
     for path, found in experiments.items():
-        measured = _tables(found, experiment)
+        plan = _measured_experiment(found, experiment)
+        measured = measures.tables(found, *plan) if plan else []
         tables += measured
+        drawn |= {f"{path.stem}-{name}": figure for name, figure in case_figures.sweeps(found, plan)}
         sections += [page.Section(f"Results: {path.name}", tables=measured),
+                     *case_figures.sections(found, plan),
                      *page.text_sections(found.texts.values(), found.sessions[0]),
                      page.provenance_section(found.sessions)]
         for text in figures.main_texts(found.texts.values()):
@@ -179,16 +183,16 @@ def report(
     print(f"{output / 'report.html'}: {len(tables)} tables, {len(sections)} sections")
 
 
-def _tables(results: Results, experiment: str | None) -> list[Table]:
-    """The measured tables of an experiment; none if its definition is not available."""
+def _measured_experiment(results: Results, experiment: str | None) -> tuple[Experiment, Scale] | None:
+    """The experiment with its measured tables, and its scale; None if its definition is not available."""
     from longdraft.bench import experiment as experiments
     from longdraft.bench import measures
 
     name = experiment or results.sessions[0].get("experiment")
     bundled = [file.stem for file in experiments.FOLDER.glob("*.toml")]
     if not name or not results.texts or (name not in bundled and not Path(name).is_file()):
-        return []
+        return None
     plan = experiments.load_experiment(name)
     plan = plan.with_profile(profile) if (profile := results.sessions[0].get("profile")) else plan
     scale = plan.scale(results.sessions[0]["scale"])
-    return measures.tables(results, measures.with_measured_tables(results, plan, scale), scale)
+    return measures.with_measured_tables(results, plan, scale), scale

@@ -120,6 +120,22 @@ def _table(results: Results, experiment: Experiment, scale: Scale, spec: TableSp
     return Table(f"{spec.id}. {spec.title}", columns, rows, " ".join(part for part in (paper, spec.note) if part))
 
 
+def sweep(results: Results, experiment: Experiment, scale: Scale, spec: TableSpec,
+          ) -> tuple[list[str], dict[str, list[MeasureSummary | None]]]:
+    """Names of a table's cases; and of each measure its values at the end of the texts."""
+    return [experiment.name_of(case, scale) for case in spec.cases], {
+        _HEADINGS[name]: [over_texts(results, experiment, scale, case, name, case.at or scale.lengths[-1])
+                          for case in spec.cases] for name in spec.measures}
+
+
+def text_of_case(results: Results, experiment: Experiment, scale: Scale, case: Case) -> MeasuredText | None:
+    """The first measured text of a case."""
+    seeds, stretches = results.sessions[0]["seeds"], results.sessions[0]["stretches"]
+    specs = [experiment.text_of(case, scale, seed, stretch) for stretch in range(stretches) for seed in seeds]
+    return next((text for spec in specs for text in results.texts.values()
+                 if case.system in text.turns and spec.is_of(text.about)), None)
+
+
 def with_measured_tables(results: Results, experiment: Experiment, scale: Scale) -> Experiment:
     """The experiment with only the tables of which at least half of the cases are measured."""
     seed = results.sessions[0]["seeds"][0]

@@ -157,6 +157,23 @@ def engines(records: Sequence[Record]) -> Figure:
     return figure
 
 
+def sweep(names: Sequence[str], series: Mapping[str, Sequence[tuple[float, float] | None]]) -> Figure:
+    """Each measure by the cases of a table, a panel for each, with its deviation over the texts (TokenSwift, figure 4).
+
+    series  measure -> (mean, standard deviation) of each case; None: not measured
+    """
+    figure, panels = _figure("", *series)
+    for place, (axes, values) in enumerate(zip(panels, series.values(), strict=True)):
+        found = [(at, *value) for at, value in enumerate(values) if value is not None]
+        if found:
+            at, means, deviations = zip(*found, strict=True)
+            axes.errorbar(at, means, yerr=deviations, capsize=3, color=COLOURS[1 + place % 7],
+                          marker=_MARKERS[place % 8])
+        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
+        axes.set_ylim(bottom=0)
+    return figure
+
+
 def roofline(document: Record) -> Figure:
     """Plain decoding steps beside their floor by context, and forwards by their number of rows."""
     records = document["contexts"]

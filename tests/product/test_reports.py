@@ -16,7 +16,7 @@ from longdraft.bench import measures
 from longdraft.bench import results as stored
 from longdraft.errors import UsageError
 from longdraft.loading import load
-from longdraft.report import figures
+from longdraft.report import figures, repeats
 from longdraft.report.table import Table
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -65,6 +65,20 @@ id = "1"
 title = "One"
 measures = ["alpha", "speedup"]
 cases = [{ name = "magicdec", system = "magicdec" }]
+[[tables]]
+id = "2"
+title = "Study"
+measures = ["distinct_1"]
+layout = "final"
+figure = "repeats"
+cases = [{ name = "drafted", system = "magicdec" }]
+[[tables]]
+id = "3"
+title = "Three"
+measures = ["alpha"]
+layout = "final"
+figure = "sweep"
+cases = [{ name = "drafted", system = "magicdec" }]
 """)
     output, folder = tmp_path / "out.jsonl", tmp_path / "report"
     out = bench(capfd, "run", str(tmp_path / "mine.toml"), "--prompt-file", str(tmp_path / "text.txt"), "--model",
@@ -78,9 +92,11 @@ cases = [{ name = "magicdec", system = "magicdec" }]
     page = (folder / "report.html").read_text()
     assert page.count("<img ") == page.count('src="data:image/svg+xml;base64,') >= 4
     assert not re.search(r'(src|href)="http|<script|@import|url\(', page)  # the page loads nothing from elsewhere
+    assert "Study: drafted" in page and '<span title="new"' in page
     assert "| magicdec, α  |" in (folder / "tables.md").read_text()
     assert r"\toprule" in (folder / "tables.tex").read_text()
     names = {path.name for path in folder.iterdir()}
+    assert names >= {"out-table-3.png", "out-table-3.svg"}
     assert names >= {f"out-100-{name}.{suffix}" for name in ("minutes", "speedup", "step", "sources", "lengths")
                      for suffix in ("png", "svg")}
 
@@ -109,6 +125,23 @@ def test_every_figure_labels_its_axes(tiny):
     for figure in found.values():
         for axes in figure.axes:
             assert axes.get_ylabel() and (axes.get_xlabel() or axes.get_label() == "<colorbar>")
+
+
+def test_repeated_passages_are_found():
+    once = list(range(20))
+    assert not any(repeats.repeated(once, 4))
+    again = [*once, 99, *once[5:11], 98, *once[3:6]]
+    assert [place for place, found in enumerate(repeats.repeated(again, 4)) if found] == list(range(21, 27))
+    assert not any(repeats.repeated([1, 2], 4))
+
+
+def test_a_sweep_has_a_panel_for_each_measure_and_leaves_out_what_is_missing():
+    pytest.importorskip("matplotlib")
+    figure = figures.sweep(["k = 0", "k = 5"], {"α": [(0.4, 0.1), None], "×": [(1.2, 0.0), (1.4, 0.2)]})
+    first, second = figure.axes
+    assert [axes.get_ylabel() for axes in figure.axes] == ["α", "×"]
+    assert [len(axes.lines[0].get_xdata()) for axes in (first, second)] == [1, 2]
+    assert [label.get_text() for label in second.get_xticklabels()] == ["k = 0", "k = 5"]
 
 
 def test_tables_in_the_documents_match_the_stored_results(script, monkeypatch):
