@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from longdraft import machine
-from longdraft.bench import cuda_models
+from longdraft.bench.cuda import models as cuda_models
 from longdraft.kernels import Kernels
 from longdraft.model.sizing import LARGEST_TREE
 from longdraft.model.transformer import Transformer
