@@ -86,6 +86,14 @@ def test_doctor_does_not_read_weights(quick, capfd, tmp_path):
     assert "141.11 GB in bfloat16" in shown and "335.5 MB for 1,024 tokens" in shown and "at 4,096 tokens" in shown
 
 
+def test_doctor_reports_the_states_of_a_hybrid(quick, capfd, tmp_path):
+    hybrid = dict(model_type="qwen3_5_text", vocab_size=320, hidden_size=1024, intermediate_size=3584,
+                  num_hidden_layers=24, num_attention_heads=8, linear_num_value_heads=16)
+    (tmp_path / "config.json").write_text(json.dumps(hybrid))
+    assert run(["doctor", "--model", str(tmp_path)]) == 0
+    assert "states               18.9 MB, whatever the length" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_the_bytes_of_quantised_weights_and_of_a_draft_copy(tmp_path, quantize):
     make_checkpoint(tmp_path, hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
