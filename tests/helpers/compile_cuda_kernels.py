@@ -76,7 +76,7 @@ def kernels():
     yield (jit_rows.finish_qkv_kernel, rotate | dict(k_store=FP8, v_store=FP8), form | dict(NORMS=1, IS_SCALED=True),
            dict(num_warps=1))
     yield (jit_rows.map_remainder_kernel, dict(content=BF16, function=F32, remainder=F32),
-           dict(HEADS=32, DIM=128, PADDED=256), dict(num_warps=1))
+           dict(HEADS=32, DIM=128, COLUMNS=64, BLOCK=32), {})
     strides = dict.fromkeys(("k_stride", "v_stride", "k_row_stride", "v_row_stride", "k_head_stride", "v_head_stride"),
                             "i32")
     for element in (tl.bfloat16, tl.float8e4nv):
@@ -155,7 +155,7 @@ def main() -> None:
         aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                    if signature[name].startswith("*")}
         source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-        done = triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        done = triton_compile(source, target=GPUTarget("cuda", 90, 32), options=UNFUSED | options)
         code = done.asm["ptx"]
         fused = code.count("fma.rn.f32") + code.count("fma.rn.f64")
         print(kernel.__name__, done.metadata.shared, fused, *resources(done.asm["cubin"]),

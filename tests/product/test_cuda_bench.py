@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -162,6 +163,23 @@ def test_a_missing_device_and_wrong_options_get_one_clear_line(tmp_path, capfd):
         assert run(["bench", "cuda", "--output", str(tmp_path), *options]) == 2
         error = capfd.readouterr().err
         assert words in error and error.count("\n") == 1
+
+
+def test_every_launch_says_how_sums_of_products_are_rounded():
+    """Triton's default is another from version 3.10 on, and would change texts."""
+    launches = 0
+    for path in (ROOT / "longdraft" / "kernels" / "cuda").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for found in re.finditer(r"jit_\w+\.(\w+_kernel)\[", text):
+            end = text.index("](", found.end()) + 2
+            depth = 1
+            begin = end
+            while depth:
+                depth += {"(": 1, ")": -1}.get(text[end], 0)
+                end += 1
+            assert "**UNFUSED" in text[begin:end], f"{path.name}: {found[1]}"
+            launches += 1
+    assert launches > 25
 
 
 def test_every_kernel_compiles_for_hopper(tmp_path):

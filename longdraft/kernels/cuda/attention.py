@@ -97,7 +97,8 @@ class AttentionWorkspace:
         """Compute `path` and `depths` from parents [R], int32 on the device."""
         require(len(parents) == self.rows, f"{self.rows} parents", len(parents))
         with on_device(parents.device):
-            jit_attention.tree_paths_kernel[(self.rows,)](parents, self.path, self.depths, self.rows, num_warps=1)
+            jit_attention.tree_paths_kernel[(self.rows,)](parents, self.path, self.depths, self.rows, num_warps=1,
+                                                          **UNFUSED)
 
 
 def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, store: CudaStore, where: Tensor,

@@ -73,7 +73,7 @@ class LogitsSource(NamedTuple):
         """Write the logits [R, V] of hidden [R, hidden]."""
         rows, width = hidden.shape
         jit_rows.rms_norm_kernel[(rows,)](hidden, self.norm, normed, self.eps, WIDTH=width, PADDED=padded_size(width),
-                                          ROUNDS_ONCE=self.rounds_once, num_warps=8 if width > 512 else 1)
+                                          ROUNDS_ONCE=self.rounds_once, num_warps=8 if width > 512 else 1, **UNFUSED)
         add_partial_sums(self.head.partial_sums(normed, self.tile, sums), logits)
         if self.divisor != 1:
             logits.div_(self.divisor)
@@ -220,12 +220,13 @@ class TokenChooser:
         rows, num = buffers.rows, ceil_div(logits.shape[1], BLOCK)
         tokens, parents = buffers.tree
         with on_device(self._device):
-            jit_attention.tree_paths_kernel[(rows,)](parents, buffers.path, buffers.depths, rows, num_warps=1)
+            jit_attention.tree_paths_kernel[(rows,)](parents, buffers.path, buffers.depths, rows, num_warps=1,
+                                                     **UNFUSED)
             self.edit(logits, tokens, buffers.path, buffers.depths, buffers.scalars, buffers.window, has_bans,
                       (buffers.found, buffers.values))
             vocabulary = logits.shape[1]
             jit_choice.block_maxima_kernel[(rows, num)](logits, buffers.bests, buffers.ids, vocabulary, num,
-                                                        BLOCK=BLOCK)
+                                                        BLOCK=BLOCK, **UNFUSED)
             scores: Tensor = buffers.bests
             if self.rules.temperature > 0:
                 scores = buffers.scores
@@ -234,10 +235,10 @@ class TokenChooser:
                     vocabulary, num, BLOCK=BLOCK, BLOCKS=padded_size(num),
                     HAS_MIN_P=self.rules.log_min_p is not None, **UNFUSED)
             jit_choice.choose_tokens_kernel[(rows,)](buffers.bests, scores, buffers.ids, buffers.choices, num,
-                                                     BLOCKS=padded_size(num))
+                                                     BLOCKS=padded_size(num), **UNFUSED)
             jit_choice.walk_tree_kernel[(1,)](buffers.choices, tokens, parents, buffers.scalars[3:], buffers.walked,
                                               buffers.targets, buffers.outcome, rows, rows, BLOCK=padded_size(rows),
-                                              num_warps=1)
+                                              num_warps=1, **UNFUSED)
 
     def edit(self, logits: Tensor, tokens: Tensor, path: Tensor, depths: Tensor, scalars: Tensor, window: int,
              has_bans: bool, buffers: tuple[Tensor, Tensor]) -> None:
@@ -252,9 +253,9 @@ class TokenChooser:
             found, values = buffers
             grid = (rows, ceil_div(window, BLOCK))
             jit_choice.read_window_kernel[grid](logits, self._tokens, tokens, path, depths, scalars, found, values,
-                                                window, rows, vocabulary, BLOCK=BLOCK)
+                                                window, rows, vocabulary, BLOCK=BLOCK, **UNFUSED)
             jit_choice.penalise_kernel[grid](logits, found, values, window, rules.penalty, vocabulary, BLOCK=BLOCK,
                                              **UNFUSED)
         if has_bans and rules.banned:
             jit_choice.ban_kernel[(rows,)](logits, self._banned, depths, scalars, len(rules.banned), vocabulary,
-                                           BLOCK=padded_size(len(rules.banned)))
+                                           BLOCK=padded_size(len(rules.banned)), **UNFUSED)

@@ -22,6 +22,7 @@ from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill
 from longdraft.kernels.interface import AttentionOutput, Geometry, LayersKV, LayerWeights
 
+_MAP_COLUMNS, _MAP_BLOCK = 64, 32  # of the remainder's map, in one program and at a time
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
 Key = tuple[int, bool, tuple[int, ...], tuple[int, ...]]  # bucket of rows, whether there is a remainder, taps, serials
 
@@ -195,16 +196,16 @@ class CudaDecoder:
                 buffers.rows, store.capacity, eps, self.geometry.query_factor, HEADS=heads, KV_HEADS=kv_heads,
                 HALF=half, PADDED=padded_size(half), ALL_PADDED=padded_size(heads * dim), NORMS=norms,
                 ROTATES=layer.rotates, ROUNDS_ONCE=self.geometry.rounds_once, IS_SCALED=store.is_scaled,
-                **parts.options(), num_warps=1)
+                **parts.options(), num_warps=1, **UNFUSED)
 
     def _attention(self, buffers: ForwardBuffers, store: CudaStore, index: int, window: int) -> None:
         heads, _, dim = self.geometry[:3]
         row_remainder = buffers.row_remainder
         if row_remainder is not None and buffers.remainder is not None:
             with on_device(buffers.x.device):
-                jit_rows.map_remainder_kernel[(buffers.rows, heads)](
+                jit_rows.map_remainder_kernel[(buffers.rows, heads, ceil_div(dim + 1, _MAP_COLUMNS))](
                     buffers.content[index], buffers.remainder[index], row_remainder, HEADS=heads, DIM=dim,
-                    PADDED=padded_size(dim + 1), num_warps=1)
+                    COLUMNS=_MAP_COLUMNS, BLOCK=_MAP_BLOCK, **UNFUSED)
         tree_attention(self.plan, buffers.work, buffers.q[index], store, buffers.where, buffers.room, window,
                        row_remainder, buffers.output[index], buffers.lse[index])
 
@@ -213,7 +214,7 @@ class CudaDecoder:
         out = buffers.inner.view(-1)[: buffers.rows * width].view(buffers.rows, width)
         with on_device(out.device):
             jit_rows.swiglu_parts_kernel[(buffers.rows, ceil_div(width, SUM_BLOCK))](
-                *parts.arguments(), out, buffers.rows, WIDTH=width, BLOCK=SUM_BLOCK, **parts.options())
+                *parts.arguments(), out, buffers.rows, WIDTH=width, BLOCK=SUM_BLOCK, **parts.options(), **UNFUSED)
         return out
 
     def _add_and_norm(self, buffers: ForwardBuffers, x: Tensor, parts: PartialSums, own_norm: Tensor,

@@ -88,7 +88,7 @@ class DraftRanking:
         if ahead:
             self.state[0] += ahead  # the noise is that of the guess's own position
         jit_choice.block_maxima_kernel[(1, blocks)](logits, self._bests, self._best_ids, self._vocabulary, blocks,
-                                                    BLOCK=BLOCK)
+                                                    BLOCK=BLOCK, **UNFUSED)
         jit_drafting.best_in_blocks_kernel[(blocks,)](
             logits, self._bests, self.state, self._settings, self._scores, self._ids, self._vocabulary, blocks,
             BLOCK=BLOCK, BLOCKS=padded_size(blocks), WIDTH=self._width, HAS_NOISE=rules.temperature > 0,
@@ -180,7 +180,7 @@ class DraftChain:
         self._decoder.run_layers(buffers, self._stores)
         self._source.launch(buffers.x, self._normed, self._sums, self._logits)
         ranking.rank(self._logits, has_bans)
-        jit_drafting.end_place_kernel[(1,)](text, ranking.state, buffers.where, ranking.outcome, num_warps=1)
+        jit_drafting.end_place_kernel[(1,)](text, ranking.state, buffers.where, ranking.outcome, num_warps=1, **UNFUSED)
 
 
 def _until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:

@@ -246,18 +246,24 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
 
 
 @triton.jit
-def map_remainder_kernel(content, function, remainder, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """The remainder [R, H, D + 1] of each query, by an affine map of its content. Grid (R, H).
+def map_remainder_kernel(content, function, remainder, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+                         BLOCK: tl.constexpr):
+    """The remainder [R, H, D + 1] of each query, by an affine map of its content. Grid (R, H, (D + 1) / COLUMNS).
 
     content   [R, H, D]: the queries before the rotation
     function  [H, D + 1, D + 1] float32: the first D rows are multiplied by the content, the last row is added
+
+    BLOCK rows of the map are read at a time, so that a program waits for memory only D / BLOCK times.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, PADDED)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < DIM + 1
     base = function + head.to(tl.int64) * (DIM + 1) * (DIM + 1)
     total = tl.load(base + DIM * (DIM + 1) + column, mask=mask, other=0.0)
-    for dim in range(DIM):
-        value = tl.load(content + (row * HEADS + head) * DIM + dim).to(tl.float32)
-        total += value * tl.load(base + dim * (DIM + 1) + column, mask=mask, other=0.0)
+    for first in range(0, DIM, BLOCK):
+        dim = first + tl.arange(0, BLOCK)
+        value = tl.load(content + (row * HEADS + head) * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+        rows = tl.load(base + dim[:, None] * (DIM + 1) + column[None, :], mask=(dim < DIM)[:, None] & mask[None, :],
+                       other=0.0)
+        total += tl.sum(value[:, None] * rows, 0)
     tl.store(remainder + (row * HEADS + head) * (DIM + 1) + column, total, mask=mask)

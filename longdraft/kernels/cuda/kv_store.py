@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_kv_store
-from longdraft.kernels.cuda.launch import ceil_div, on_device, padded_size, require, triton_dtype
+from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, padded_size, require, triton_dtype
 from longdraft.kernels.interface import KVStore
 
 FP8 = torch.float8_e4m3fn
 _MIN_ROOM, _MIN_DRAFT_SLOTS = 256, 128
 _LONG_ROOM, _LONG_DRAFT_SLOTS = 8192, 1024  # a long store must not be moved for a large tree
 _ROWS_PER_COPY_PROGRAM = 32
-_MAX_ADDRESS_TABLES = 64
+_MAX_ADDRESS_TABLES = 1024  # small; a store that writes alone has one too
 _serials = itertools.count()
 
 
@@ -168,7 +168,7 @@ def scatter_rows(k: Tensor, v: Tensor, stores: Sequence[CudaStore], rows: Tensor
         jit_kv_store.scatter_rows_kernel[(len(rows), first.heads, len(stores))](
             k, v, _address_table(stores), rows, targets, k.stride(0), v.stride(0), k.stride(1), v.stride(1),
             k.stride(2), v.stride(2), HALF=half, PADDED=padded_size(half), ELEMENT=triton_dtype(first.k),
-            IS_SCALED=first.is_scaled, num_warps=1)
+            IS_SCALED=first.is_scaled, num_warps=1, **UNFUSED)
 
 
 def copy_rows(sources: Sequence[CudaStore], targets: Sequence[CudaStore], positions: Tensor, start: int) -> None:
@@ -186,4 +186,4 @@ def copy_rows(sources: Sequence[CudaStore], targets: Sequence[CudaStore], positi
         jit_kv_store.copy_rows_kernel[grid](
             _address_table(sources), _address_table(targets), positions, count, start, KV_HEADS=first.heads,
             DIM=first.dim, PADDED=padded_size(first.dim), BLOCK=_ROWS_PER_COPY_PROGRAM, ELEMENT=triton_dtype(first.k),
-            IS_SCALED=first.is_scaled)
+            IS_SCALED=first.is_scaled, **UNFUSED)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.kernels.cuda import jit_linear, jit_rows
-from longdraft.kernels.cuda.launch import ceil_div, on_device, require
+from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, require
 from longdraft.kernels.int8 import quantise
 
 _MIN_PROGRAMS = 256  # fewer programs than this do not use the full memory bandwidth
@@ -78,7 +78,7 @@ class CudaLinear:
             jit_linear.few_rows_kernel[grid](
                 x, self.weight, sums, rows, OUT=self.out_features, INNER=self.in_features, ROWS=tile,
                 COLUMNS=self.columns, BLOCK=32 if is_float else 8192 // self.columns, SPLITS=self.splits, num_warps=4,
-                num_stages=2 if is_float else 3 if self.columns == 64 else 4)
+                num_stages=2 if is_float else 3 if self.columns == 64 else 4, **UNFUSED)
         return PartialSums(sums, self.scale, self.bias)
 
     def num_sums(self, rows: int) -> int:
@@ -102,5 +102,5 @@ def add_partial_sums(parts: PartialSums, out: Tensor) -> Tensor:
     _, rows, width = parts.sums.shape
     with on_device(out.device):
         jit_rows.sum_parts_kernel[(rows, ceil_div(width, SUM_BLOCK))](
-            *parts.arguments(), out, rows, WIDTH=width, BLOCK=SUM_BLOCK, **parts.options())
+            *parts.arguments(), out, rows, WIDTH=width, BLOCK=SUM_BLOCK, **parts.options(), **UNFUSED)
     return out

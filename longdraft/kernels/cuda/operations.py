@@ -9,7 +9,7 @@ from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace, Splits, tree_attention
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import cuda_stores, scatter_rows
-from longdraft.kernels.cuda.launch import ceil_div, on_device, padded_size, require
+from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, add_partial_sums
 from longdraft.kernels.interface import KV, AttentionOutput, Linear
 
@@ -50,7 +50,7 @@ class CudaOperations:
         rows, width = x.shape
         with on_device(self.device):
             jit_rows.rms_norm_kernel[(rows,)](x, weight, out, eps, WIDTH=width, PADDED=padded_size(width),
-                                              ROUNDS_ONCE=rounds_once, num_warps=8 if width > 512 else 1)
+                                              ROUNDS_ONCE=rounds_once, num_warps=8 if width > 512 else 1, **UNFUSED)
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -59,7 +59,8 @@ class CudaOperations:
         require(gate_up.shape[1] == 2 * width, "an even width", gate_up.shape)
         out = torch.empty(rows, width, dtype=self.dtype, device=self.device)
         with on_device(self.device):
-            jit_rows.swiglu_kernel[(rows, ceil_div(width, SUM_BLOCK))](gate_up, out, WIDTH=width, BLOCK=SUM_BLOCK)
+            jit_rows.swiglu_kernel[(rows, ceil_div(width, SUM_BLOCK))](gate_up, out, WIDTH=width, BLOCK=SUM_BLOCK,
+                                                                       **UNFUSED)
         return out
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ class CudaOperations:
         out = torch.empty_like(x)
         with on_device(self.device):
             jit_rows.rope_kernel[(rows, heads)](x, cos, sin, out, HEADS=heads, HALF=dim // 2,
-                                                PADDED=padded_size(dim // 2), num_warps=1)
+                                                PADDED=padded_size(dim // 2), num_warps=1, **UNFUSED)
         return out
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
