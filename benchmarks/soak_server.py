@@ -58,9 +58,10 @@ class Soak:
                              self._sample(until, process))
 
     async def _sample(self, until: float, process: psutil.Process) -> None:
+        pause = min(SAMPLE_S, (until - time.monotonic()) / 8)  # at least two samples in each quarter
         while time.monotonic() < until:
             self.samples.append((process.memory_info().rss / 2**20, process.num_fds(), process.num_threads()))
-            await asyncio.sleep(SAMPLE_S)
+            await asyncio.sleep(pause)
 
     async def _honest(self, number: int, until: float) -> None:
         """Ask for texts, one after the other, and compare them."""
