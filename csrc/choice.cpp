@@ -5,16 +5,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
-#include <limits>
 
 namespace longdraft {
 namespace {
 
 constexpr double NOISE_MIN = -4.0, NOISE_STEP = 0.25, NOISE_MAX = 37.0;  // the range of Gumbel noise from 52 bits
 constexpr long POOL = 128;  // number of best logits from which tokens outside the support are ranked
-constexpr float LOWEST = -std::numeric_limits<float>::infinity();
-constexpr long LANES = 16;  // values that are compared together, in loops of which the compiler makes vector instructions
 
 // Bit-identical to longdraft/kernels/noise.py.
 uint64_t splitmix64(uint64_t x) {
@@ -51,41 +47,6 @@ int64_t id_of(const PartOfVocabulary* part, long place) { return part ? part->id
 double gumbel(uint64_t bits) { return -exact_log(-exact_log((static_cast<double>(bits) + 0.5) * 0x1p-52)); }
 
 float penalised(float logit, float by) { return logit < 0 ? logit * by : logit / by; }
-
-// Call f(i) for each value that is `mark` or more, in order. Without branches for most values.
-template <class F> void for_each_reaching(float mark, const float* values, long count, F f) {
-    for (long start = 0; start < count; start += LANES) {
-        const long some = std::min(LANES, count - start);
-        int32_t reaches = 0;
-        if (some == LANES)
-            for (long i = 0; i < LANES; i++) reaches |= values[start + i] >= mark;
-        for (long i = start; i < start + some && (reaches || some < LANES); i++)
-            if (values[i] >= mark) f(i);
-    }
-}
-
-// The `wanted` highest values, or all if there are fewer, in order.
-std::vector<Guess> highest_of(const float* values, long count, long wanted) {
-    wanted = std::min(wanted, count);
-    float mark = LOWEST;
-    if (count / LANES / LANES * LANES >= wanted) {
-        std::vector<float> bests;  // of 16 values each; `wanted` of them are `mark` or more, so no lower value is wanted
-        for (long start = 0; start + LANES * LANES <= count; start += LANES * LANES) {
-            float most[LANES];
-            std::copy_n(values + start, LANES, most);
-            for (long i = LANES; i < LANES * LANES; i++)
-                most[i % LANES] = values[start + i] > most[i % LANES] ? values[start + i] : most[i % LANES];
-            bests.insert(bests.end(), most, most + LANES);
-        }
-        std::nth_element(bests.begin(), bests.begin() + wanted - 1, bests.end(), std::greater<>());
-        mark = bests[static_cast<size_t>(wanted) - 1];
-    }
-    std::vector<Guess> found;
-    for_each_reaching(mark, values, count, [&](long i) { found.push_back({values[i], i}); });
-    std::partial_sort(found.begin(), found.begin() + wanted, found.end());
-    found.resize(static_cast<size_t>(wanted));
-    return found;
-}
 
 }  // namespace
 
@@ -185,8 +146,13 @@ bool Choice::prepare(const float* logits, const PartOfVocabulary* part, const Pa
     return true;
 }
 
-bool Choice::is_in_support(float value, float best) const {
-    if (!(static_cast<double>(value) > static_cast<double>(best) + rules_.lowest)) return false;
+Cut Choice::cut(const float* row, const PartOfVocabulary* part, long best) const {
+    if (rules_.temperature == 0 || (rules_.top_k == 0 && rules_.top_p >= 1)) return {};
+    return cut_of(row, size_of(part), row[best], rules_.top_k, rules_.top_p, rules_.filter_temperature);
+}
+
+bool Choice::is_in_support(float value, long place, float best, const Cut& cut) const {
+    if (!cut.keeps(value, place) || !(static_cast<double>(value) > static_cast<double>(best) + rules_.lowest)) return false;
     return value / rules_.filter_temperature >= best / rules_.filter_temperature + rules_.least;
 }
 
@@ -205,12 +171,12 @@ bool Choice::could_reach(uint64_t bits, double wanted) const {
 }
 
 // The `count` best tokens of the support, or all if there are fewer, best first. temperature > 0.
-std::vector<Guess> Choice::best_few(const float* row, const PartOfVocabulary* part, long best, uint64_t key,
-                                    long count) const {
+std::vector<Guess> Choice::best_few(const float* row, const PartOfVocabulary* part, long best, const Cut& cut,
+                                    uint64_t key, long count) const {
     // The tokens so far set a mark. Another token needs noise that makes up for its lower score.
     std::vector<Guess> few = {{row[best] / rules_.temperature + noise(key, id_of(part, best)), best}};
-    for_each_reaching(least_value(row[best]), row, size_of(part), [&](long i) {
-        if (i == best || !is_in_support(row[i], row[best])) return;
+    for_each_reaching(std::max(least_value(row[best]), cut.value), row, size_of(part), [&](long i) {
+        if (i == best || !is_in_support(row[i], i, row[best], cut)) return;
         const double score = row[i] / rules_.temperature;
         const uint64_t bits = bits_of(key, id_of(part, i));
         const bool is_full = static_cast<long>(few.size()) == count;
@@ -226,7 +192,7 @@ std::vector<Guess> Choice::best_few(const float* row, const PartOfVocabulary* pa
 }
 
 int64_t Choice::best_of(const float* row, const PartOfVocabulary* part, long best, uint64_t key) const {
-    return id_of(part, rules_.temperature == 0 ? best : best_few(row, part, best, key, 1)[0].place);
+    return id_of(part, rules_.temperature == 0 ? best : best_few(row, part, best, cut(row, part, best), key, 1)[0].place);
 }
 
 void Choice::choose(const float* logits, const int32_t* tokens, const int32_t* parents, long nodes, long position,
@@ -259,13 +225,14 @@ Ranked Choice::rank(const float* logits, const int32_t* path, long length, long 
     const bool follows = !penalties_ || position == penalties_->length() + length;
     if (!prepare(logits, part, path_change(path, length, follows), is_banned, row, best)) return {{}, INFINITY};
     const uint64_t key = key_of(rules_.seed, position);
-    std::vector<Guess> guesses = rules_.temperature > 0 ? best_few(row, part, best, key, few) : highest_of(row, size, few);
+    const Cut kept = cut(row, part, best);
+    std::vector<Guess> guesses = rules_.temperature > 0 ? best_few(row, part, best, kept, key, few) : highest_of(row, size, few);
     const double lead = guesses.size() > 1 ? guesses[0].score - guesses[1].score : INFINITY;
     if (rules_.temperature > 0 && static_cast<long>(guesses.size()) < std::min(count, size)) {
-        // A drafter's logits are an estimate: tokens that min-p removes are ranked last.
+        // A drafter's logits are an estimate: tokens that the filters remove are ranked last.
         std::vector<Guess> others = highest_of(row, size, std::max(POOL, count));
         others.erase(std::remove_if(others.begin(), others.end(), [&](const Guess& g) {
-            return is_in_support(row[g.place], row[best]); }), others.end());
+            return is_in_support(row[g.place], g.place, row[best], kept); }), others.end());
         for (Guess& g : others) g.score = row[g.place] / rules_.temperature + noise(key, id_of(part, g.place));
         std::sort(others.begin(), others.end());
         guesses.insert(guesses.end(), others.begin(), others.end());

@@ -1,7 +1,8 @@
-// The sampler's passes over the vocabulary, for the sampling parameters that need no sums: temperature, repetition penalty,
-// min-p, penalties by path. It chooses the same tokens as longdraft/sampling/sampler.py, which defines the result.
+// The sampler's passes over the vocabulary, for the sampling parameters of most texts: temperature, repetition penalty,
+// top-k, top-p, min-p, penalties by path. It chooses the same tokens as longdraft/sampling/sampler.py, which defines the result.
 #pragma once
 
+#include "highest.h"
 #include "path_penalties.h"
 
 #include <cstddef>
@@ -19,6 +20,8 @@ struct ChoiceRules {
     float penalty;        // 1: off
     long window;          // the last `window` tokens of the text and the drafted path are penalised
     uint64_t seed;
+    long top_k;           // 0: off
+    double top_p;         // 1: off
 };
 
 // Some tokens of a vocabulary. Logits of these alone are in the order of `ids`.
@@ -29,15 +32,6 @@ struct PartOfVocabulary {
     PartOfVocabulary(std::vector<int64_t> tokens, long vocabulary)
         : ids(std::move(tokens)), places(static_cast<size_t>(vocabulary), -1) {
         for (size_t i = 0; i < ids.size(); i++) places[static_cast<size_t>(ids[i])] = static_cast<int32_t>(i);
-    }
-};
-
-// A token that may follow.
-struct Guess {
-    double score;
-    long place;  // of the token in the row of logits
-    bool operator<(const Guess& other) const {  // sorts the better token first
-        return score > other.score || (score == other.score && place < other.place);
     }
 };
 
@@ -82,9 +76,11 @@ class Choice {
     long size_of(const PartOfVocabulary* part) const { return part ? static_cast<long>(part->ids.size()) : vocabulary_; }
     bool prepare(const float* logits, const PartOfVocabulary* part, const PathChange& change, bool is_banned, float* row,
                  long& best) const;
-    std::vector<Guess> best_few(const float* row, const PartOfVocabulary* part, long best, uint64_t key, long count) const;
+    Cut cut(const float* row, const PartOfVocabulary* part, long best) const;
+    std::vector<Guess> best_few(const float* row, const PartOfVocabulary* part, long best, const Cut& cut, uint64_t key,
+                                long count) const;
     int64_t best_of(const float* row, const PartOfVocabulary* part, long best, uint64_t key) const;
-    bool is_in_support(float value, float best) const;
+    bool is_in_support(float value, long place, float best, const Cut& cut) const;
     float least_value(float best) const;
     double noise(uint64_t key, int64_t token) const;
     bool could_reach(uint64_t bits, double wanted) const;

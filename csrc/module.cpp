@@ -178,11 +178,13 @@ NB_MODULE(_cpu, m) {
 
     nb::class_<Choice>(m, "Choice")
         .def("__init__", [](Choice* choice, double temperature, double lowest, double least, double filter_temperature,
-                            float penalty, long window, uint64_t seed, long vocabulary, std::vector<int64_t> banned) {
+                            float penalty, long window, uint64_t seed, long top_k, double top_p, long vocabulary,
+                            std::vector<int64_t> banned) {
+            require(top_k >= 0 && top_p > 0 && top_p <= 1, "a number of tokens and a share");
             require(vocabulary > 0 && (penalty == 1.0f || window > 0), "a vocabulary and a window");
             for (int64_t token : banned) require(0 <= token && token < vocabulary, "banned ids of the vocabulary");
-            new (choice) Choice({temperature, lowest, least, filter_temperature, penalty, window, seed}, vocabulary,
-                                std::move(banned)); })
+            new (choice) Choice({temperature, lowest, least, filter_temperature, penalty, window, seed, top_k, top_p},
+                                vocabulary, std::move(banned)); })
         .def("set_penalties", &Choice::set_penalties, nb::keep_alive<1, 2>())
         .def("extend", [](Choice& choice, Address tokens, long count) { choice.extend(at<int32_t>(tokens), count); })
         .def("choose", [](const Choice& choice, Address logits, const std::vector<int32_t>& tokens,

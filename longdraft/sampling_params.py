@@ -244,8 +244,8 @@ class SamplingParams:
 
     @property
     def needs_sums(self) -> bool:
-        """Whether a filter is more than a threshold on the logits, so that neither the compiled sampler nor a device
-        decides it. None is at temperature 0."""
+        """Whether a filter is more than a threshold on the logits, so that a device does not decide it, and the
+        compiled sampler decides only top-k and top-p. None is at temperature 0."""
         return self.temperature > 0 and (
             self.top_k > 0 or self.top_p < 1 or self.eta_cutoff > 0 or self.min_tokens_to_keep > 1
             or self.typical_p < 1 or self.top_n_sigma > 0 or self.has_xtc or self.dynatemp_range > 0)

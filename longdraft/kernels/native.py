@@ -32,9 +32,10 @@ def set_threads(count: int) -> None:
 
 
 def new_choice(temperature: float, lowest: float, least: float, filter_temperature: float, penalty: float, window: int,
-               seed: int, vocabulary: int, banned: Sequence[int]) -> _cpu.Choice:
+               seed: int, top_k: int, top_p: float, vocabulary: int, banned: Sequence[int]) -> _cpu.Choice:
     """The compiled sampler of one request. See `csrc/choice.h` for the arguments."""
-    return _cpu.Choice(temperature, lowest, least, filter_temperature, penalty, window, seed, vocabulary, banned)
+    return _cpu.Choice(temperature, lowest, least, filter_temperature, penalty, window, seed, top_k, top_p,
+                       vocabulary, banned)
 
 
 def solve_spd(a: Tensor, b: Tensor) -> Tensor:

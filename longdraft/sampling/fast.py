@@ -1,13 +1,14 @@
-"""The compiled sampler, for settings that need no sums: temperature, penalties, min-p. It chooses the same tokens.
+"""The compiled sampler, for most settings: temperature, penalties, top-k, top-p, min-p. It chooses the same tokens.
 
 Its definition is the Python code of this package (`sampler`, `process`, `window`). That code runs where the compiled
-module is missing, where a filter needs a sum or a sort, and in the tests.
+module is missing, for all other filters, and in the tests.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ class FastSampler:
     @staticmethod
     def supports(params: SamplingParams) -> bool:
         """Whether the compiled module is installed and supports these settings."""
-        return not native.IMPORT_ERROR and not params.needs_sums
+        return not native.IMPORT_ERROR and not replace(params, top_k=0, top_p=1.0).needs_sums
 
     def __init__(self, params: SamplingParams, banned: NDArray[np.int64], vocabulary: int,
                  penalties: PathPenalties | None = None) -> None:
@@ -45,7 +46,8 @@ class FastSampler:
         inside = [int(token) for token in banned if token < vocabulary]
         window = min(params.penalty_window, _MAX_WINDOW)
         self._native = native.new_choice(params.temperature, lowest, least, filter_temperature,
-                                         params.repetition_penalty, window, params.seed or 0, vocabulary, inside)
+                                         params.repetition_penalty, window, params.seed or 0,
+                                         min(params.top_k, vocabulary), params.top_p, vocabulary, inside)
         if penalties is not None:
             self._native.set_penalties(penalties)  # type: ignore[arg-type]
         self._num_seen = 0

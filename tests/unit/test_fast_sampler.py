@@ -30,7 +30,9 @@ def trees(draw, root: int) -> Tree:
 def sampling(draw) -> SamplingParams:
     return SamplingParams(
         seed=draw(st.integers(0, 2**64 - 1)), temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 1.7])),
-        min_p=draw(st.sampled_from([0.0, 0.02, 0.1, 0.9])), repetition_penalty=draw(st.sampled_from([1.0, 1.2, 0.8])),
+        min_p=draw(st.sampled_from([0.0, 0.02, 0.1, 0.9])), top_k=draw(st.sampled_from([0, 0, 1, 5, 37, 500])),
+        top_p=draw(st.sampled_from([1.0, 1.0, 0.3, 0.9, 0.9999])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.2, 0.8])),
         penalty_window=draw(st.integers(1, 30)), max_new_tokens=100, min_new_tokens=draw(st.sampled_from([0, 3, 50])),
         presence_penalty=draw(st.sampled_from([0.0, 0.0, 0.7])), temperature_last=draw(st.booleans()),
         dry_multiplier=draw(st.sampled_from([0.0, 0.0, 0.8])), no_repeat_ngram_size=draw(st.sampled_from([0, 0, 3])))
@@ -69,21 +71,23 @@ def test_the_compiled_sampler_agrees_with_the_python_sampler(data):
         context.extend(data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9)))
 
 
-@pytest.mark.parametrize("setting", [dict(top_p=0.9), dict(top_k=5), dict(eta_cutoff=0.1), dict(min_tokens_to_keep=2),
+@pytest.mark.parametrize("setting", [dict(eta_cutoff=0.1), dict(min_tokens_to_keep=2),
                                      dict(typical_p=0.9), dict(top_n_sigma=1.0), dict(xtc_probability=0.1),
                                      dict(temperature_last=True, dynatemp_range=0.5)])
-def test_settings_that_need_a_sum_or_a_sort_are_not_supported(setting):
+def test_settings_that_python_decides(setting):
     assert not FastSampler.supports(SamplingParams(**setting))
     assert FastSampler.supports(SamplingParams(temperature=0, **setting)) == FastSampler.supports(SamplingParams())
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(1000, 200_000), st.sampled_from([0.05, 1.0, 12.0]))
-@settings(max_examples=25, deadline=None)
-def test_they_agree_on_large_vocabularies_without_a_filter(seed, size, spread):
+@given(st.integers(0, 2**64 - 1), st.integers(1000, 200_000), st.sampled_from([0.05, 1.0, 12.0]),
+       st.sampled_from([{}, dict(top_p=0.9), dict(top_p=0.999, top_k=3000), dict(top_k=50, top_p=0.8),
+                        dict(top_k=300)]))
+@settings(max_examples=40, deadline=None)
+def test_they_agree_on_large_vocabularies(seed, size, spread, filters):
     rows = torch.tensor(np.random.default_rng(seed).normal(0, spread, (1, size)), dtype=torch.float32)
     context = Context([3, 4])
     root = Tree((4,), (-1,), ("",))
-    samplers = [Sampler(SamplingParams(seed=seed), (), is_fast) for is_fast in (True, False)]
+    samplers = [Sampler(SamplingParams(seed=seed, **filters), (), is_fast) for is_fast in (True, False)]
     compiled, obvious = (sampler.choose(rows, root, context) for sampler in samplers)
     assert compiled == obvious
     compiled, obvious = (sampler.ranked(rows[0], context, [], 3) for sampler in samplers)

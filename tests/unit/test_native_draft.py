@@ -92,5 +92,5 @@ def test_settings_that_need_python_are_drafted_step_by_step(tiny):
     samplers = {name: Sampler(params_of(name), [1]) for name in SETTINGS}
     supported = {name: sampler.native_ranking(context, model.config.vocab_size, 1, 0.0) is not None
                  for name, sampler in samplers.items()}
-    assert supported["paper"] and not supported["top-k"]
-    assert draft_model.draft_natively(context, [context.last], 3, samplers["top-k"], 1, 0.0, NEVER) is None
+    assert supported["paper"] and supported["top-k"] and not supported["all of it"]
+    assert draft_model.draft_natively(context, [context.last], 3, samplers["all of it"], 1, 0.0, NEVER) is None
