@@ -154,7 +154,7 @@ BASE = dict(model_type="llama", vocab_size=320, hidden_size=48, intermediate_siz
 
 @pytest.mark.parametrize("changes, message", [
     (dict(model_type="gemma2"),
-     "'gemma2'; supported: llama, .*qwen3_moe; longdraft lacks what it needs: logit soft-capping"),
+     "'gemma2'; supported: llama, .*qwen3_5_moe_text; longdraft lacks what it needs: logit soft-capping"),
     (dict(model_type="gpt_oss"), "longdraft lacks what it needs: attention sinks"),
     (dict(model_type="unheard-of"), r"model_type is 'unheard-of'; supported: [\w, ]*$"),
     (dict(quantization_config={"quant_method": "gptq"}), r"quantised \('gptq', None bits\); supported: awq and gptq"),
@@ -174,7 +174,7 @@ def test_what_is_not_supported_is_named(changes, message):
 @pytest.mark.parametrize("kind", model_config.SUPPORTED)
 def test_a_silent_config_is_read_as_transformers_reads_it(kind):
     """What a file leaves out has the family's default."""
-    sizes = dict(vocab_size=320, hidden_size=2048, intermediate_size=64, num_hidden_layers=3, num_attention_heads=64)
+    sizes = dict(vocab_size=320, hidden_size=2048, intermediate_size=64, num_hidden_layers=4, num_attention_heads=64)
     theirs, ours = CONFIG_MAPPING[kind](**sizes), model_config.parse_config(sizes | {"model_type": kind})
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 32)
@@ -183,8 +183,8 @@ def test_a_silent_config_is_read_as_transformers_reads_it(kind):
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
     assert ours.window == (getattr(theirs, "sliding_window", None) or 0)
-    rotated = [bool(flag) for flag in getattr(theirs, "no_rope_layers", [1] * 3)]
-    assert [ours.rotates(layer) for layer in range(3)] == rotated
+    rotated = [bool(flag) for flag in getattr(theirs, "no_rope_layers", [1] * 4)]
+    assert [ours.rotates(layer) for layer in range(4)] == rotated
 
 
 VALUES = st.one_of(
