@@ -53,7 +53,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-DOCUMENTS := README.md CONTRIBUTING.md CHANGELOG.md docs benchmarks/README.md examples/kubernetes.yaml $(wildcard tests/promise/*.md tests/promise/*.py) \
+DOCUMENTS := README.md Dockerfile CONTRIBUTING.md CHANGELOG.md docs benchmarks/README.md examples/kubernetes.yaml $(wildcard tests/promise/*.md tests/promise/*.py) \
              $(wildcard longdraft/bundled/*/README.md longdraft/bundled/*/*.svg)
 
 docs: $(VENV)/.installed-dev
