@@ -11,6 +11,7 @@ import pytest
 import longdraft
 from helpers.checkpoints import make_checkpoint
 from longdraft.core import Context, SamplingParams
+from longdraft.drafters import costs
 from longdraft.drafters.acceptance import AcceptanceByDepth, NodeAcceptance
 from longdraft.drafters.auto import AutoDrafter
 from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts
@@ -293,7 +294,10 @@ def test_the_report_counts_each_part_of_the_text():
     assert all(first <= second for first, second in pairwise(text.ends))
 
 
-def test_the_requests_of_an_engine_share_their_knowledge(tiny, tmp_path):
+def test_the_requests_of_an_engine_share_their_knowledge(tiny, tmp_path, monkeypatch):
+    forward = ForwardCosts(1e-4, (1e-2,) * len(costs.ROWS), 1e5, 0.0)  # drafts always pay, on any machine
+    monkeypatch.setattr(costs, "load_or_measure", lambda identity, names, agree, measured: Costs(
+        forward, {name: DraftCosts(0.0, 1e-6, 1.0, 4) for name in names}))
     engine = longdraft.load(str(tiny["gqa"]), drafter="auto")
     for _ in engine.generate("abcabc" * 9, SamplingParams(max_new_tokens=40, seed=1)):
         pass
