@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -77,3 +78,20 @@ def logits_of(model: Transformer, tokens: list[int], prefill: int) -> torch.Tens
 def theirs_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0].float()
+
+
+def greedy_text_of(theirs: torch.nn.Module, prompt: list[int], num_tokens: int) -> list[int]:
+    """The tokens that transformers writes at temperature 0, whatever the end-of-text token."""
+    return theirs.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None,
+                           pad_token_id=0)[0, len(prompt):].tolist()
+
+
+def rounding_errors(folder: Path, name: str, ours: Callable[[], torch.Tensor], tokens: list[int],
+                    spread: float) -> tuple[float, float]:
+    """Mean errors of bfloat16 logits against transformers' float32: of `ours()`, and of transformers itself.
+
+    spread  initializer_range of the checkpoint, which is written to `folder`
+    """
+    exact = theirs_of(make_family(folder, name, initializer_range=spread), tokens)
+    rounded = theirs_of(make_family(folder, name, torch.bfloat16, initializer_range=spread), tokens)
+    return float((ours() - exact).abs().mean()), float((rounded - exact).abs().mean())

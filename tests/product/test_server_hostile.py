@@ -1,23 +1,19 @@
-"""Hostile load: bodies that cost more than they should, too many requests, idle and slow connections."""
+"""Hostile load: bodies that cost more than they should, too many requests."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import itertools
 import json
-import resource
-import socket
 import threading
-import time
 
 import httpx
 import pytest
 from pydantic import ValidationError
 
 from helpers import serving
-from longdraft.server import admission, connections
+from longdraft.server import admission
 from longdraft.server import run as running
 from longdraft.server.admission import BoundedThreads, Turnstile
 from longdraft.server.app import App
@@ -287,112 +283,7 @@ def test_what_a_server_has_loaded_is_no_work_for_the_garbage_collector(engine, m
         gc.unfreeze()
 
 
-# Connections
-
-
-def connect(server) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
-
-
-def is_closed(connection: socket.socket) -> bool:
-    with contextlib.suppress(ConnectionResetError):
-        return connection.recv(65536) == b""
-    return True
-
-
-def test_idle_connections_give_way_to_new_ones(server):
-    with contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(connect(server)) for _ in range(40)]
-        for _ in range(3):
-            assert httpx.get(server.url + "/health").status_code == 200
-        body = {"prompt": "a", "max_tokens": 1}
-        assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
-        assert all(is_closed(each) for each in idle[:32])
-
-
-def test_slow_requests_leave_room_for_health(server):
-    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
-    with contextlib.ExitStack() as stack:
-        for _ in range(12):
-            stack.enter_context(connect(server)).sendall(head)
-        for path in ("/health", "/ready", "/metrics"):
-            assert httpx.get(server.url + path).status_code == 200
-        refused = httpx.get(server.url + "/version")
-        assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_connections"
-    serving.wait_for(lambda: httpx.get(server.url + "/version").status_code == 200)
-
-
-def trickle(server, first: bytes, seconds: float) -> tuple[bytes, float]:
-    """Send a byte each 50 ms until the server answers or closes: its answer, and the time it took."""
-    began = time.monotonic()
-    with connect(server) as connection:
-        connection.sendall(first)
-        connection.settimeout(0.05)
-        while time.monotonic() - began < seconds:
-            try:
-                return connection.recv(65536), time.monotonic() - began
-            except TimeoutError:
-                connection.sendall(b"a")
-            except ConnectionResetError:
-                return b"", time.monotonic() - began
-    raise AssertionError("the server waited too long")
-
-
-def test_the_deadlines_of_headers_and_bodies_are_totals(server, monkeypatch):
-    monkeypatch.setattr(connections, "_HEADER_TIMEOUT_S", 0.4)
-    answer, seconds = trickle(server, b"GET /health HTTP/1.1\r\nX: ", 5)
-    assert answer == b"" and 0.2 < seconds < 3
-    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"
-    answer, seconds = trickle(server, head, 5)
-    assert b" 408 " in answer and 0.4 < seconds < 3
-
-
-def table(monkeypatch, total: int, each: int, limit: int = 1 << 20) -> connections.ConnectionTable:
-    monkeypatch.setattr(connections, "raise_file_limit", lambda: limit)
-    return connections.ConnectionTable(total, each)
-
-
-class FakeConnection:
-    def __init__(self, network: str, is_answering: bool = False) -> None:
-        self.network, self.is_answering, self.is_open, self.transport = network, is_answering, True, self
-
-    def abort(self) -> None:
-        self.is_open = False
-
-
-def test_the_address_with_most_connections_gives_way(monkeypatch):
-    found = table(monkeypatch, 5, 4)
-    first = [FakeConnection("a") for _ in range(3)]
-    other = FakeConnection("b")
-    assert all(found.add(each) for each in [*first, other])
-    found.touch(first[0])
-    assert all(found.add(FakeConnection("c")) for _ in range(2))
-    assert [each.is_open for each in first] == [True, False, True] and other.is_open
-
-
-def test_busy_connections_stay_and_surplus_ones_are_bounded(monkeypatch):
-    found = table(monkeypatch, 5, 4)
-    assert all(found.add(FakeConnection("a", is_answering=True)) for _ in range(4))
-    surplus = [FakeConnection("a", is_answering=True) for _ in range(connections._RESERVE + 2)]
-    assert not any(found.add(each) for each in surplus)
-    assert [each.is_open for each in surplus] == [True] * (connections._RESERVE + 1) + [False]
-
-
-def test_connections_stay_within_the_limit_of_open_files(monkeypatch):
-    assert table(monkeypatch, 10_000, 10_000, 1024)._max_total == 1024 - 256 - 64
-    asked = []
-    monkeypatch.undo()
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 4096))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append((kind, limits)))
-    assert connections.raise_file_limit() == 4096
-    assert asked == [(resource.RLIMIT_NOFILE, (4096, 4096))]
-
-
-@pytest.mark.parametrize("first, second, is_one", [
-    ("192.0.2.1", "192.0.2.2", False), ("2001:db8::1", "2001:db8::2:3", True),
-    ("2001:db8::1", "2001:db8:0:1::1", False), ("::ffff:192.0.2.1", "192.0.2.1", True), ("", "", True)])
-def test_an_ipv6_network_counts_as_one_address(first, second, is_one):
-    assert (connections._network_of(first) == connections._network_of(second)) is is_one
+# Hosts
 
 
 @pytest.mark.parametrize("settings, host, status", [

@@ -13,7 +13,7 @@ import longdraft
 from helpers.checkpoints import load, load_glide, make_glide, make_heads
 from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import DRAFTERS, LIARS, liar, prompt_of
-from helpers.families import MIXTURES, logits_of, make_family, theirs_of
+from helpers.families import MIXTURES, greedy_text_of, logits_of, make_family, rounding_errors, theirs_of
 from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.core import SamplingParams
@@ -95,15 +95,14 @@ def test_the_models_are_those_of_transformers(tmp_path, name):
     ours = load(tmp_path / "a")
     torch.testing.assert_close(logits_of(ours, tokens, 270), theirs_of(theirs, tokens), atol=1e-4, rtol=1e-4)
     prompt = prompt_of(60)
-    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None,
-                               pad_token_id=0)[0, 60:].tolist()
-    assert generate(ours, prompt, SamplingParams(max_new_tokens=40, temperature=0.0), by_name("plain")) == expected
+    greedy = SamplingParams(max_new_tokens=40, temperature=0.0)
+    assert generate(ours, prompt, greedy, by_name("plain")) == greedy_text_of(theirs, prompt, 40)
     tokens = prompt_of(120)
-    exact = theirs_of(make_family(tmp_path / "b", name, initializer_range=0.1), tokens)
-    rounded = theirs_of(make_family(tmp_path / "b", name, torch.bfloat16, initializer_range=0.1), tokens)
-    found = logits_of(load(tmp_path / "b", "bfloat16"), tokens, 100)
-    assert (found - exact).abs().mean() <= 1.2 * (rounded - exact).abs().mean()
-    assert torch.equal(found, logits_of(load(tmp_path / "b", "bfloat16"), tokens, 1))
+    error, theirs_error = rounding_errors(
+        tmp_path / "b", name, lambda: logits_of(load(tmp_path / "b", "bfloat16"), tokens, 100), tokens, 0.1)
+    assert error <= 1.2 * theirs_error
+    model = load(tmp_path / "b", "bfloat16")
+    assert torch.equal(logits_of(model, tokens, 100), logits_of(model, tokens, 1))
 
 
 @pytest.fixture(scope="module")
