@@ -125,7 +125,7 @@ def test_an_8_bit_cache_takes_half_the_memory_and_approximates_the_rows():
     near = stores[1].read(torch.arange(150).expand(2, -1))[0].transpose(0, 1)
     # The interpreter of Triton 3.9 halves a number whose rounding carries into the exponent.
     is_near = (near - k).abs() <= k.abs() / 16 + k.abs().amax(-1, keepdim=True) / 448 / 512
-    assert is_near.float().mean() > (1 - 1e-9 if HAS_CUDA else 0.95)
+    assert is_near.float().mean() >= (1 if HAS_CUDA else 0.95)
     assert stores[1].nbytes < 0.54 * stores[0].nbytes
 
 

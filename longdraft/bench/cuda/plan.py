@@ -127,6 +127,7 @@ def _kernels(plan: CudaPlan) -> list[Part]:
         parts += [Part(f"steps {shape} {context}", "steps", {"shape": shape, "context": context}, 15)
                   for context in plan.contexts]
         parts.append(Part(f"trace {shape}", "trace", {"shape": shape, "context": plan.contexts[0]}, 15))
+        parts.append(Part(f"drafts {shape}", "trace_drafts", {"shape": shape, "context": plan.contexts[0]}, 30))
     first = next(iter(plan.shapes))
     parts += [Part(f"prefill {first} {context}", "prefill", {"shape": first, "context": context}, 25)
               for context in (plan.contexts[0], plan.contexts[-1])]

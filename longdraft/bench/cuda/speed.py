@@ -33,8 +33,7 @@ _TRANSFORMERS = Path(__file__).resolve().parent.parent / "workers" / "cuda_trans
 _ROOM = 1024  # positions that are reserved behind a context
 _CACHE_FACTOR = 4  # the copies of a weight are together so many times as large as the second-level cache
 _PREFILL_CHUNK = 512
-_WARM_STEPS = 3
-_LISTED = 25  # kernels of a trace
+WARM_STEPS = 3
 
 
 def copy_rate(plan: CudaPlan, bench: Bench) -> dict[str, Any]:
@@ -171,14 +170,14 @@ def steps(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, A
         work = verifies(model, context, rows)
         by_rows[rows] = device_ms(device, work, plan.repeats)
         del work
-    wall, graph = _plain_ms(model, context, _plain_steps(plan))
+    wall, graph = _plain_ms(model, context, plain_steps(plan))
     return {"context": context, "bytes": size, "floor_ms": floor, "plain_ms": wall, "tokens_per_s": 1e3 / wall,
             "share_of_floor": floor / wall, "layers_graph_ms": graph,
             "beside_graph": None if graph is None else 1 - graph / wall,
             "verify_ms": by_rows, "to_one_row": {rows: ms / by_rows[plan.rows[0]] for rows, ms in by_rows.items()}}
 
 
-def _plain_steps(plan: CudaPlan) -> int:
+def plain_steps(plan: CudaPlan) -> int:
     """Steps of plain decoding that are timed."""
     return 4 * plan.repeats if plan.device == "cuda" else 1
 
@@ -186,7 +185,7 @@ def _plain_steps(plan: CudaPlan) -> int:
 def _plain_ms(model: Transformer, context: int, count: int) -> tuple[float, float | None]:
     """Milliseconds of a step of plain decoding while a text is written, and of the graph of its layers alone."""
     step = plain_step(model, context)
-    for _ in range(min(count, _WARM_STEPS)):
+    for _ in range(min(count, WARM_STEPS)):
         run_alone(step.run(1))
     synchronise(model.kernels.device)
     began = time.perf_counter()
@@ -203,32 +202,6 @@ def plain_step(model: Transformer, context: int) -> Step:
     """Plain decoding behind random rows."""
     return Step(model, model.random_cache(context, _ROOM), PlainDrafter(), Sampler(SAMPLING, kernels=model.kernels),
                 Context([5] * (context + 1)), Timings(), Tally())
-
-
-def trace(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
-    """What plain steps do by PyTorch's profiler: launches, copies and waits a step, time by kernel."""
-    from torch.profiler import ProfilerActivity, profile
-
-    step, count = plain_step(bench.model(shape), context), min(_plain_steps(plan), 3)
-    for _ in range(min(count, _WARM_STEPS)):
-        run_alone(step.run(1))
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if plan.device == "cuda" else [])]
-    with profile(activities=activities) as found:
-        for _ in range(count):
-            run_alone(step.run(1))
-        synchronise(step.model.kernels.device)
-    by_name: dict[str, list[float]] = {}
-    calls: dict[str, int] = {}
-    for event in found.events() or ():
-        if str(event.device_type).endswith("CUDA"):
-            by_name.setdefault(event.name, []).append(float(event.device_time))
-        elif event.name.startswith(("cuda", "cu")):
-            calls[event.name] = calls.get(event.name, 0) + 1
-    slowest = sorted(by_name, key=lambda name: -sum(by_name[name]))
-    return {"context": context, "calls_a_step": {name: number / count for name, number in sorted(calls.items())},
-            "kernels_a_step": sum(len(times) for times in by_name.values()) / count,
-            "kernels": [{"name": name[:120], "a_step": len(by_name[name]) / count,
-                         "us_a_step": sum(by_name[name]) / count} for name in slowest[:_LISTED]]}
 
 
 def prefill(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:

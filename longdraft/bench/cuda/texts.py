@@ -100,26 +100,35 @@ def _copy(bench: Bench, shape: str, options: dict[str, Any]) -> Transformer | No
     return None if quantize == "same" else bench.stretched(shape, quantize)
 
 
+def begin_behind(plan: CudaPlan, bench: Bench, shape: str, context: int, label: str, truth: Sequence[int]) -> _Text:
+    """A text of the drafter `label` of the plan, behind `context` tokens. The liar needs the true continuation.
+
+    UsageError where these kernels lack a format.
+    """
+    name, options = plan.drafters[label]
+    model, last = bench.stretched(shape), min(_LAST, context // 2)
+    copy = _copy(bench, shape, options)
+    bench.filled(shape, max(plan.contexts) - last)  # once, for the longest
+    prompt = bench.tokens(context + 1)
+    return _begin(model, bench.filled(shape, context - last), prompt, last,
+                  _builder(name, options, truth, len(prompt)), copy)
+
+
 def texts(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
     """Each drafter writes the same tokens behind the same text: its speed, and where its text first differs.
 
     The speed leaves out the first steps. A drafter that fails is reported as failed, and the others run.
     """
-    model, last = bench.stretched(shape), min(_LAST, context // 2)
-    bench.filled(shape, max(plan.contexts) - last)  # once, for the longest
-    prompt = bench.tokens(context + 1)
     truth: list[int] = []
     found: dict[str, Any] = {}
-    for label, (name, options) in plan.drafters.items():
+    for label in plan.drafters:
         try:
-            copy = _copy(bench, shape, options)
-            text = _begin(model, bench.filled(shape, context - last), prompt, last,
-                          _builder(name, options, truth, len(prompt)), copy)
+            text = begin_behind(plan, bench, shape, context, label, truth)
             done = text.write(plan.tokens)
         except UsageError as error:
             found[label] = {"failed": str(error)}
             continue
-        synchronise(model.kernels.device)
+        synchronise(text.step.model.kernels.device)
         new = text.new
         truth = truth or new
         measured = done[_WARM_STEPS:] or done

@@ -26,9 +26,10 @@ class Worker:
         self._bench = Bench(plan, prompt, ends_at, folder)
 
     def measure(self, part: Part) -> Any:
-        from longdraft.bench.cuda import checks, speed, texts
+        from longdraft.bench.cuda import checks, speed, texts, trace
 
-        found = next(getattr(module, part.kind) for module in (checks, speed, texts) if hasattr(module, part.kind))
+        modules = checks, speed, texts, trace
+        found = next(getattr(module, part.kind) for module in modules if hasattr(module, part.kind))
         return found(self._plan, self._bench, **part.options)
 
     def describe(self) -> dict[str, Any]:
