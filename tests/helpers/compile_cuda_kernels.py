@@ -47,12 +47,12 @@ def kernels():
            dict(HEADS=32, DIM=128, PADDED=128, SPLITS_PER_STEP=32, HAS_REMAINDER=True, **SPLITS), UNFUSED)
     yield jit_attention.tree_paths_kernel, dict(parents=I32, path=I32, depths=I32, stride="i32"), {}, dict(num_warps=1)
     linear = dict(x=BF16, weight=BF16, parts=F32, num_rows="i32")
-    tile = dict(OUT=4096, INNER=4096, ROWS=64, COLUMNS=64, BLOCK=128, SPLITS=4)
+    tile = dict(OUT=4096, INNER=4096, ROWS=64, COLUMNS=64, BLOCK=128, SPLITS=4, PREFETCHED=256)
     yield jit_linear.few_rows_kernel, linear, tile, dict(num_warps=4, num_stages=3)
     yield jit_linear.few_rows_kernel, linear | dict(weight="*i8"), tile, dict(num_warps=4, num_stages=3)
     yield (jit_linear.few_rows_kernel, linear, tile | dict(OUT=128256, COLUMNS=128, BLOCK=64, SPLITS=1),
            dict(num_warps=4, num_stages=4))
-    int4 = dict(x=BF16, words=I32, scales="*fp16", zeros="*u8", parts=F32, num_rows="i32")
+    int4 = dict(x=BF16, words=I32, scales=I32, parts=F32, num_rows="i32")
     yield (jit_int4.few_rows_int4_kernel, int4,
            dict(OUT=4096, INNER=4096, BLOCKS=32, ROWS=16, COLUMNS=128, SPLITS=8, STAGES=4),
            dict(num_warps=4, **UNFUSED))
@@ -76,7 +76,7 @@ def kernels():
     yield (jit_rows.finish_qkv_kernel, rotate | dict(k_store=FP8, v_store=FP8), form | dict(NORMS=1, IS_SCALED=True),
            dict(num_warps=1))
     yield (jit_rows.map_remainder_kernel, dict(content=BF16, function=F32, remainder=F32),
-           dict(HEADS=32, DIM=128, COLUMNS=64, BLOCK=32), {})
+           dict(HEADS=32, DIM=128, COLUMNS=32, BLOCK=128), {})
     strides = dict.fromkeys(("k_stride", "v_stride", "k_row_stride", "v_row_stride", "k_head_stride", "v_head_stride"),
                             "i32")
     for element in (tl.bfloat16, tl.float8e4nv):
@@ -154,8 +154,11 @@ def main() -> None:
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                    if signature[name].startswith("*")}
-        source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-        done = triton_compile(source, target=GPUTarget("cuda", 90, 32), options=UNFUSED | options)
+        is_chained = "IS_CHAINED" in kernel.arg_names
+        chain = {"IS_CHAINED": True} if is_chained else {}
+        source = ASTSource(kernel, signature, constexprs=constants | chain, attrs=aligned)
+        done = triton_compile(source, target=GPUTarget("cuda", 90, 32),
+                              options=UNFUSED | options | {"launch_pdl": is_chained})
         code = done.asm["ptx"]
         fused = code.count("fma.rn.f32") + code.count("fma.rn.f64")
         print(kernel.__name__, done.metadata.shared, fused, *resources(done.asm["cubin"]),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longdraft.kernels.cuda import jit_attention
 from longdraft.kernels.cuda.kv_store import CudaStore
-from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, padded_size, require
+from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
 
 _SPLITS_PER_MERGE_STEP = 32
 _LANES, _FLOAT_LANES = 64, 16  # in one program: rows of a product on Hopper; of float32, more do not fit in registers
@@ -128,8 +128,8 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
                 work.weight_sums, work.value_sums, is_end, rows, store.capacity, work.num_splits, work.rows, window,
                 factor, KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes, BLOCK=plan.block,
                 IS_SCALED=store.is_scaled, HAS_WINDOW=window > 0, STAGES=2 if plan.is_float else 3, **sizes,
-                num_warps=8 if dim > 128 else 4, **UNFUSED)
+                num_warps=8 if dim > 128 else 4, **chained(q.device))
         jit_attention.merge_splits_kernel[(rows, heads)](
             work.max_scores, work.weight_sums, work.value_sums, where, work.depths,
             work.max_scores if remainder is None else remainder, out, lse, work.num_splits, HEADS=heads,
-            SPLITS_PER_STEP=_SPLITS_PER_MERGE_STEP, HAS_REMAINDER=remainder is not None, **sizes, **UNFUSED)
+            SPLITS_PER_STEP=_SPLITS_PER_MERGE_STEP, HAS_REMAINDER=remainder is not None, **sizes, **chained(q.device))

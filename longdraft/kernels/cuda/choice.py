@@ -17,7 +17,7 @@ from torch import Tensor
 from longdraft.kernels import noise
 from longdraft.kernels.cuda import jit_attention, jit_choice, jit_rows
 from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache, new_owner
-from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, padded_size, require
+from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear, add_partial_sums
 
 BLOCK = 1024  # elements of one program: tokens of the vocabulary or of a penalty window
@@ -73,7 +73,8 @@ class LogitsSource(NamedTuple):
         """Write the logits [R, V] of hidden [R, hidden]."""
         rows, width = hidden.shape
         jit_rows.rms_norm_kernel[(rows,)](hidden, self.norm, normed, self.eps, WIDTH=width, PADDED=padded_size(width),
-                                          ROUNDS_ONCE=self.rounds_once, num_warps=8 if width > 512 else 1, **UNFUSED)
+                                          ROUNDS_ONCE=self.rounds_once, num_warps=8 if width > 512 else 1,
+                                          **chained(hidden.device))
         add_partial_sums(self.head.partial_sums(normed, self.tile, sums), logits)
         if self.divisor != 1:
             logits.div_(self.divisor)
@@ -226,19 +227,19 @@ class TokenChooser:
                       (buffers.found, buffers.values))
             vocabulary = logits.shape[1]
             jit_choice.block_maxima_kernel[(rows, num)](logits, buffers.bests, buffers.ids, vocabulary, num,
-                                                        BLOCK=BLOCK, **UNFUSED)
+                                                        BLOCK=BLOCK, **chained(self._device))
             scores: Tensor = buffers.bests
             if self.rules.temperature > 0:
                 scores = buffers.scores
                 jit_choice.noisy_block_maxima_kernel[(rows, num)](
                     logits, buffers.bests, buffers.depths, buffers.scalars, self._settings, scores, buffers.ids,
                     vocabulary, num, BLOCK=BLOCK, BLOCKS=padded_size(num),
-                    HAS_MIN_P=self.rules.log_min_p is not None, **UNFUSED)
+                    HAS_MIN_P=self.rules.log_min_p is not None, **chained(self._device))
             jit_choice.choose_tokens_kernel[(rows,)](buffers.bests, scores, buffers.ids, buffers.choices, num,
-                                                     BLOCKS=padded_size(num), **UNFUSED)
+                                                     BLOCKS=padded_size(num), **chained(self._device))
             jit_choice.walk_tree_kernel[(1,)](buffers.choices, tokens, parents, buffers.scalars[3:], buffers.walked,
                                               buffers.targets, buffers.outcome, rows, rows, BLOCK=padded_size(rows),
-                                              num_warps=1, **UNFUSED)
+                                              num_warps=1, **chained(self._device))
 
     def edit(self, logits: Tensor, tokens: Tensor, path: Tensor, depths: Tensor, scalars: Tensor, window: int,
              has_bans: bool, buffers: tuple[Tensor, Tensor]) -> None:
@@ -253,9 +254,9 @@ class TokenChooser:
             found, values = buffers
             grid = (rows, ceil_div(window, BLOCK))
             jit_choice.read_window_kernel[grid](logits, self._tokens, tokens, path, depths, scalars, found, values,
-                                                window, rows, vocabulary, BLOCK=BLOCK, **UNFUSED)
+                                                window, rows, vocabulary, BLOCK=BLOCK, **chained(self._device))
             jit_choice.penalise_kernel[grid](logits, found, values, window, rules.penalty, vocabulary, BLOCK=BLOCK,
-                                             **UNFUSED)
+                                             **chained(self._device))
         if has_bans and rules.banned:
             jit_choice.ban_kernel[(rows,)](logits, self._banned, depths, scalars, len(rules.banned), vocabulary,
-                                           BLOCK=padded_size(len(rules.banned)), **UNFUSED)
+                                           BLOCK=padded_size(len(rules.banned)), **chained(self._device))

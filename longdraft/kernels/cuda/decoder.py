@@ -16,13 +16,13 @@ from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
 from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
-from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, padded_size, require
+from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, PartialSums
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill
 from longdraft.kernels.interface import AttentionOutput, Geometry, LayersKV, LayerWeights
 
-_MAP_COLUMNS, _MAP_BLOCK = 64, 32  # of the remainder's map, in one program and at a time
+_MAP_COLUMNS, _MAP_BLOCK = 32, 128  # of the remainder's map, in one program and at a time
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
 Key = tuple[int, bool, tuple[int, ...], tuple[int, ...]]  # bucket of rows, whether there is a remainder, taps, serials
 
@@ -196,7 +196,7 @@ class CudaDecoder:
                 buffers.rows, store.capacity, eps, self.geometry.query_factor, HEADS=heads, KV_HEADS=kv_heads,
                 HALF=half, PADDED=padded_size(half), ALL_PADDED=padded_size(heads * dim), NORMS=norms,
                 ROTATES=layer.rotates, ROUNDS_ONCE=self.geometry.rounds_once, IS_SCALED=store.is_scaled,
-                **parts.options(), num_warps=1, **UNFUSED)
+                **parts.options(), num_warps=1, **chained(buffers.x.device))
 
     def _attention(self, buffers: ForwardBuffers, store: CudaStore, index: int, window: int) -> None:
         heads, _, dim = self.geometry[:3]
@@ -205,7 +205,7 @@ class CudaDecoder:
             with on_device(buffers.x.device):
                 jit_rows.map_remainder_kernel[(buffers.rows, heads, ceil_div(dim + 1, _MAP_COLUMNS))](
                     buffers.content[index], buffers.remainder[index], row_remainder, HEADS=heads, DIM=dim,
-                    COLUMNS=_MAP_COLUMNS, BLOCK=_MAP_BLOCK, **UNFUSED)
+                    COLUMNS=_MAP_COLUMNS, BLOCK=_MAP_BLOCK, **chained(buffers.x.device))
         tree_attention(self.plan, buffers.work, buffers.q[index], store, buffers.where, buffers.room, window,
                        row_remainder, buffers.output[index], buffers.lse[index])
 
@@ -214,7 +214,8 @@ class CudaDecoder:
         out = buffers.inner.view(-1)[: buffers.rows * width].view(buffers.rows, width)
         with on_device(out.device):
             jit_rows.swiglu_parts_kernel[(buffers.rows, ceil_div(width, SUM_BLOCK))](
-                *parts.arguments(), out, buffers.rows, WIDTH=width, BLOCK=SUM_BLOCK, **parts.options(), **UNFUSED)
+                *parts.arguments(), out, buffers.rows, WIDTH=width, BLOCK=SUM_BLOCK, **parts.options(),
+                **chained(out.device))
         return out
 
     def _add_and_norm(self, buffers: ForwardBuffers, x: Tensor, parts: PartialSums, own_norm: Tensor,
@@ -227,7 +228,7 @@ class CudaDecoder:
                 x, *parts.arguments(), own_norm, next_norm if norms_next else own_norm, buffers.x, buffers.normed,
                 buffers.rows, factor, self.geometry.eps, WIDTH=self.hidden, PADDED=padded_size(self.hidden),
                 HAS_FACTOR=factor != 1, NORMS_OWN=post_norm, NORMS_NEXT=norms_next,
-                ROUNDS_ONCE=self.geometry.rounds_once, **parts.options(), num_warps=8, **UNFUSED)
+                ROUNDS_ONCE=self.geometry.rounds_once, **parts.options(), num_warps=8, **chained(buffers.x.device))
 
 
 def _drop_buffers(decoder: weakref.ref[CudaDecoder], key: Key) -> None:

@@ -25,7 +25,7 @@ from longdraft.kernels.cuda.choice import BLOCK, MAX_CHAIN, LogitsSource, TokenC
 from longdraft.kernels.cuda.decoder import CudaDecoder, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import new_owner
 from longdraft.kernels.cuda.kv_store import cuda_stores
-from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, padded_size, require
+from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
 
@@ -88,14 +88,15 @@ class DraftRanking:
         if ahead:
             self.state[0] += ahead  # the noise is that of the guess's own position
         jit_choice.block_maxima_kernel[(1, blocks)](logits, self._bests, self._best_ids, self._vocabulary, blocks,
-                                                    BLOCK=BLOCK, **UNFUSED)
+                                                    BLOCK=BLOCK, **chained(self._device))
         jit_drafting.best_in_blocks_kernel[(blocks,)](
             logits, self._bests, self.state, self._settings, self._scores, self._ids, self._vocabulary, blocks,
             BLOCK=BLOCK, BLOCKS=padded_size(blocks), WIDTH=self._width, HAS_NOISE=rules.temperature > 0,
-            HAS_MIN_P=rules.log_min_p is not None, **UNFUSED)
+            HAS_MIN_P=rules.log_min_p is not None, **chained(self._device))
         jit_drafting.rank_kernel[(1,)](
             self._bests, self._scores, self._ids, self.state, self._settings, self.outcome, blocks, self._num_wanted,
-            BLOCKS=padded_size(blocks), CANDIDATES=padded_size(blocks * self._width), WIDTH=self._width, **UNFUSED)
+            BLOCKS=padded_size(blocks), CANDIDATES=padded_size(blocks * self._width), WIDTH=self._width,
+            **chained(self._device))
 
     def read(self, count: int) -> list[Ranked]:
         """The guesses of the first `count` places. Waits for the device."""
@@ -176,11 +177,12 @@ class DraftChain:
             text, ranking.state, embedding.weight, self._sums if scale is None else scale, *self._rotations,
             buffers.x_in, buffers.cos, buffers.sin, shape.embedding_factor, HIDDEN=hidden, HALF=half,
             PADDED=padded_size(half), BLOCK=_EMBED_BLOCK, HAS_SCALE=scale is not None,
-            HAS_FACTOR=shape.embedding_factor != 1, **UNFUSED)
+            HAS_FACTOR=shape.embedding_factor != 1, **chained(text.device))
         self._decoder.run_layers(buffers, self._stores)
         self._source.launch(buffers.x, self._normed, self._sums, self._logits)
         ranking.rank(self._logits, has_bans)
-        jit_drafting.end_place_kernel[(1,)](text, ranking.state, buffers.where, ranking.outcome, num_warps=1, **UNFUSED)
+        jit_drafting.end_place_kernel[(1,)](text, ranking.state, buffers.where, ranking.outcome, num_warps=1,
+                                            **chained(text.device))
 
 
 def _until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:

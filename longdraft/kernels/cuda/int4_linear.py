@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from longdraft.kernels import int4
 from longdraft.kernels.cuda import jit_int4
-from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, require
-from longdraft.kernels.cuda.linear import CudaLinear, PartialSums
+from longdraft.kernels.cuda.launch import ceil_div, chained
+from longdraft.kernels.cuda.linear import CudaLinear, Tiling
 from longdraft.kernels.int4 import GROUP, Int4Weight
 
 _COLUMNS = 128  # output features of one program: two operands of 64 rows
@@ -21,6 +21,8 @@ _BLOCK = 4 * GROUP  # inputs that 16 words of an output feature hold
 _MIN_PROGRAMS = 256  # fewer programs than this do not use the full memory bandwidth
 _MIN_BLOCKS = 4  # of one split
 _STAGES = 4
+_MOST_ROWS = 16  # of one program: with more, its registers do not suffice
+_ZERO = 1 << 16  # what a zero point is multiplied by in the word that holds it and the scale
 
 
 class CudaInt4Linear(CudaLinear):
@@ -35,17 +37,14 @@ class CudaInt4Linear(CudaLinear):
         self.bias = None if bias is None else bias.to(device, dtype).float().contiguous()
         self._blocks = ceil_div(self.in_features, _BLOCK)
         self._tiles = ceil_div(self.out_features, _COLUMNS)
-        self._words, self._scales, self._zeros = (part.to(device) for part in self._packed(weight))
-        self.columns, self.splits = _COLUMNS, self._num_splits()
-
-    def _num_splits(self) -> int:
+        self._words, self._scales = (part.to(device) for part in self._packed(weight))
         splits = 1
         while splits * self._tiles < _MIN_PROGRAMS and self._blocks >= 2 * splits * _MIN_BLOCKS:
             splits *= 2
-        return splits
+        self.tiling = Tiling(_COLUMNS, _BLOCK, _STAGES, splits)
 
-    def _packed(self, weight: Int4Weight) -> tuple[Tensor, Tensor, Tensor]:
-        """Words, scales and zero points in the order in which `few_rows_int4_kernel` reads them."""
+    def _packed(self, weight: Int4Weight) -> tuple[Tensor, Tensor]:
+        """Words, and scales with zero points, in the order in which `few_rows_int4_kernel` reads them."""
         rows, width = self._tiles * _COLUMNS - self.out_features, self._blocks * _BLOCK - self.in_features
         groups = self._blocks * 4 - weight.scale.shape[1]
         values = functional.pad(weight.values, (0, width, 0, rows)).int()
@@ -57,7 +56,8 @@ class CudaInt4Linear(CudaLinear):
         words = (pairs << shifts).sum((4, 5)).to(torch.int32)  # [tiles, blocks, columns, 16]
         scales, zeros = (part.view(self._tiles, _COLUMNS, self._blocks, 4).permute(0, 2, 3, 1).contiguous()
                          for part in (scale, zero))
-        return words.contiguous(), scales, zeros
+        bits = scales.half().view(torch.int16).int() & 0xFFFF
+        return words.contiguous(), bits + zeros.int() * _ZERO
 
     def unpacked(self) -> Int4Weight:
         """The weight as `longdraft.kernels.int4` has it."""
@@ -66,24 +66,17 @@ class CudaInt4Linear(CudaLinear):
         nibbles = (self._words[..., None, None] >> shifts) & 15  # [tiles, blocks, columns, 16, 4, 2]
         values = nibbles.permute(0, 2, 1, 4, 3, 5).reshape(self._tiles * _COLUMNS, self._blocks * _BLOCK)
         scale, zero = (part.permute(0, 3, 1, 2).reshape(self._tiles * _COLUMNS, self._blocks * 4)
-                       for part in (self._scales, self._zeros))
+                       for part in (self._scales.to(torch.int16).view(torch.float16), self._scales // _ZERO))
         groups = ceil_div(self.in_features, GROUP)
         return Int4Weight(values[: self.out_features, : self.in_features].to(torch.uint8),
-                          scale[: self.out_features, :groups], zero[: self.out_features, :groups])
+                          scale[: self.out_features, :groups], zero[: self.out_features, :groups].to(torch.uint8))
 
-    def partial_sums(self, x: Tensor, tile: int, buffer: Tensor | None = None) -> PartialSums:
-        rows = len(x)
-        require(x.shape == (rows, self.in_features) and x.dtype == self.dtype and x.is_contiguous(),
-                f"{self.dtype} [R, {self.in_features}]", (x.shape, x.dtype))
-        size = self.num_sums(rows)
-        sums = torch.empty(size, device=x.device) if buffer is None else buffer[:size]
-        sums = sums.view(self.splits, rows, self.out_features)
-        with on_device(x.device):
-            jit_int4.few_rows_int4_kernel[(self._tiles, ceil_div(rows, tile), self.splits)](
-                x, self._words, self._scales, self._zeros, sums, rows, OUT=self.out_features, INNER=self.in_features,
-                BLOCKS=self._blocks, ROWS=tile, COLUMNS=_COLUMNS, SPLITS=self.splits, STAGES=_STAGES, num_warps=4,
-                **UNFUSED)
-        return PartialSums(sums, None, self.bias)
+    def _multiply(self, x: Tensor, tile: int, sums: Tensor) -> None:
+        rows, tile = len(x), min(tile, _MOST_ROWS)
+        jit_int4.few_rows_int4_kernel[(ceil_div(rows, tile), self._tiles, self.splits)](
+            x, self._words, self._scales, sums, rows, OUT=self.out_features, INNER=self.in_features,
+            BLOCKS=self._blocks, ROWS=tile, COLUMNS=_COLUMNS, SPLITS=self.splits, STAGES=self.tiling.stages,
+            num_warps=4, **chained(x.device))
 
     def matmul(self, x: Tensor) -> Tensor:
         weight = int4.dequantise(self.unpacked()).to(self.dtype)
@@ -92,4 +85,4 @@ class CudaInt4Linear(CudaLinear):
     @property
     def nbytes(self) -> int:
         bias = 0 if self.bias is None else self.bias.nbytes
-        return self._words.nbytes + self._scales.nbytes + self._zeros.nbytes + bias
+        return self._words.nbytes + self._scales.nbytes + bias

@@ -20,6 +20,8 @@ memory: CUDA graphs require it, and such a number must not select another compil
 import triton
 import triton.language as tl
 
+from longdraft.kernels.cuda.jit_chain import wait_for_inputs
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 
@@ -66,7 +68,8 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
                         is_end, num_rows, capacity, num_splits, path_stride, window, factor,
                         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
                         LANES: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr,
-                        LONG: tl.constexpr, IS_SCALED: tl.constexpr, HAS_WINDOW: tl.constexpr, STAGES: tl.constexpr):
+                        LONG: tl.constexpr, IS_SCALED: tl.constexpr, HAS_WINDOW: tl.constexpr, STAGES: tl.constexpr,
+                        IS_CHAINED: tl.constexpr):
     """One split for some lanes of a KV head.
 
     q                        [R, H, D]
@@ -83,6 +86,7 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     counted down in stage 0: the long ones, which take longest, begin first. In stage 1, splits are counted from the one
     where the prefix ends, and a tile holds lanes of one row only.
     """
+    wait_for_inputs(IS_CHAINED)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     TILES: tl.constexpr = (GROUP + LANES - 1) // LANES  # of one row
     tile = tl.program_id(0)
@@ -167,12 +171,13 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
 def merge_splits_kernel(max_scores, weight_sums, value_sums, where, depths, remainder, out, lse, num_splits,
                         HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
                         SHORT: tl.constexpr, NUM_SHORT: tl.constexpr, LONG: tl.constexpr,
-                        HAS_REMAINDER: tl.constexpr):
+                        HAS_REMAINDER: tl.constexpr, IS_CHAINED: tl.constexpr):
     """Merge the splits of one row and head in order, then the remainder as one more key. Grid (R, H).
 
     remainder  [R, H, D + 1] float32: an output and its log-sum-exp
     out, lse   [R, H, D] and [R, H] float32, the log-sum-exp in base e
     """
+    wait_for_inputs(IS_CHAINED)
     row, head = tl.program_id(0), tl.program_id(1)
     at = row.to(tl.int64) * HEADS + head
     last = tl.load(where) + tl.load(depths + row)

@@ -11,6 +11,8 @@ with enable_fp_fusion=False), and the logarithm of longdraft/kernels/reproducibl
 import triton
 import triton.language as tl
 
+from longdraft.kernels.cuda.jit_chain import wait_for_inputs
+
 _NONE = tl.constexpr(2147483647)  # larger than every token id and node
 
 
@@ -72,7 +74,7 @@ def best_and_first_id(score, token):
 
 @triton.jit(do_not_specialize=["window", "path_stride", "vocabulary"])
 def read_window_kernel(logits, text, tokens, path, depths, scalars, found, values, window, path_stride, vocabulary,
-                       BLOCK: tl.constexpr):
+                       BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The tokens in each node's penalty window, and their logits. Grid (R, window / BLOCK).
 
     text     [length] int32: the request's tokens, the root last
@@ -82,6 +84,7 @@ def read_window_kernel(logits, text, tokens, path, depths, scalars, found, value
 
         text ... a b c d e f g, drafted path g - x - y, window of 4     at node y: [f g x y]
     """
+    wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(scalars)
@@ -100,11 +103,12 @@ def read_window_kernel(logits, text, tokens, path, depths, scalars, found, value
 
 
 @triton.jit(do_not_specialize=["window", "vocabulary"])
-def penalise_kernel(logits, found, values, window, penalty, vocabulary, BLOCK: tl.constexpr):
+def penalise_kernel(logits, found, values, window, penalty, vocabulary, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
     """Write the penalised logits of the found tokens. Grid (R, window / BLOCK).
 
     A token that occurs twice is written twice with the same value, because all logits were read before.
     """
+    wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row * window + place
@@ -116,8 +120,9 @@ def penalise_kernel(logits, found, values, window, penalty, vocabulary, BLOCK: t
 
 
 @triton.jit(do_not_specialize=["num_banned", "vocabulary"])
-def ban_kernel(logits, banned, depths, scalars, num_banned, vocabulary, BLOCK: tl.constexpr):
+def ban_kernel(logits, banned, depths, scalars, num_banned, vocabulary, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
     """Set the logits of tokens that would end the text too early to -inf. Grid (R,)."""
+    wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     count = tl.where(tl.load(depths + row) < tl.load(scalars + 2), num_banned, 0)
@@ -127,8 +132,9 @@ def ban_kernel(logits, banned, depths, scalars, num_banned, vocabulary, BLOCK: t
 
 
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
-def block_maxima_kernel(logits, bests, ids, vocabulary, num_blocks, BLOCK: tl.constexpr):
+def block_maxima_kernel(logits, bests, ids, vocabulary, num_blocks, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The largest logit of each block (NaN if the block has one) and its smallest id. Grid (R, num_blocks)."""
+    wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
@@ -141,11 +147,13 @@ def block_maxima_kernel(logits, bests, ids, vocabulary, num_blocks, BLOCK: tl.co
 
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
 def noisy_block_maxima_kernel(logits, bests, depths, scalars, settings, scores, ids, vocabulary, num_blocks,
-                              BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HAS_MIN_P: tl.constexpr):
+                              BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HAS_MIN_P: tl.constexpr,
+                              IS_CHAINED: tl.constexpr):
     """The maximum of score + noise in each block, over the support: scores float64, ids. Grid (R, num_blocks).
 
     settings  float64 [2]: temperature; log(min_p)
     """
+    wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
@@ -167,8 +175,9 @@ def noisy_block_maxima_kernel(logits, bests, depths, scalars, settings, scores, 
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def choose_tokens_kernel(bests, scores, ids, choices, num_blocks, BLOCKS: tl.constexpr):
+def choose_tokens_kernel(bests, scores, ids, choices, num_blocks, BLOCKS: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The id with the highest score of all blocks; -1 where the largest logit is not finite. Grid (R,)."""
+    wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     at = row * num_blocks + block
@@ -184,7 +193,8 @@ def choose_tokens_kernel(bests, scores, ids, choices, num_blocks, BLOCKS: tl.con
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_nodes"])
-def walk_tree_kernel(choices, tokens, parents, where, path, targets, outcome, num_rows, num_nodes, BLOCK: tl.constexpr):
+def walk_tree_kernel(choices, tokens, parents, where, path, targets, outcome, num_rows, num_nodes, BLOCK: tl.constexpr,
+                     IS_CHAINED: tl.constexpr):
     """Walk from the root to the child that holds the chosen token, as long as there is one. Grid (1,).
 
     Of several children with that token, the first is taken.
@@ -194,6 +204,7 @@ def walk_tree_kernel(choices, tokens, parents, where, path, targets, outcome, nu
     targets  int64 [num_rows]: the cache positions of the path's rows, from where[0] on; -1 for the rest
     outcome  int32 [1 + 2 num_rows]: number of nodes; the nodes; the choices at them
     """
+    wait_for_inputs(IS_CHAINED)
     index = tl.arange(0, BLOCK)
     is_node = (index > 0) & (index < num_nodes)
     parent = tl.load(parents + index, mask=is_node, other=-2)

@@ -10,6 +10,7 @@ same logits, as those of `jit_choice`, whose helpers they use.
 import triton
 import triton.language as tl
 
+from longdraft.kernels.cuda.jit_chain import wait_for_inputs
 from longdraft.kernels.cuda.jit_choice import best_and_first_id, gumbel_from_bits, noise_bits
 
 _NONE = tl.constexpr(2147483647)  # larger than every token id
@@ -19,7 +20,7 @@ _SLOTS = tl.constexpr(18)  # int64 of a place's outcome: number of guesses; bits
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
 def best_in_blocks_kernel(logits, bests, state, settings, scores, ids, vocabulary, num_blocks, BLOCK: tl.constexpr,
                           BLOCKS: tl.constexpr, WIDTH: tl.constexpr, HAS_NOISE: tl.constexpr,
-                          HAS_MIN_P: tl.constexpr):
+                          HAS_MIN_P: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The WIDTH best tokens of each block: scores float64 and ids int32 [num_blocks, WIDTH], best first.
 
     bests     [num_blocks] float32: the largest logit of each block
@@ -28,6 +29,7 @@ def best_in_blocks_kernel(logits, bests, state, settings, scores, ids, vocabular
     The score is that of `noisy_block_maxima_kernel`, or without HAS_NOISE the logit. It is -inf where the filters, or
     the block, leave fewer tokens. Grid (num_blocks,).
     """
+    wait_for_inputs(IS_CHAINED)
     block = tl.program_id(0)
     token = block * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + token, mask=token < vocabulary, other=float("-inf"))
@@ -52,7 +54,7 @@ def best_in_blocks_kernel(logits, bests, state, settings, scores, ids, vocabular
 
 @triton.jit(do_not_specialize=["num_blocks", "num_wanted"])
 def rank_kernel(bests, scores, ids, state, settings, outcome, num_blocks, num_wanted, BLOCKS: tl.constexpr,
-                CANDIDATES: tl.constexpr, WIDTH: tl.constexpr):
+                CANDIDATES: tl.constexpr, WIDTH: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The best guesses of all blocks. Grid (1,).
 
     outcome  int64 [places, 18]: the row of the place state[3] gets the number of guesses, the bits of the lead
@@ -60,6 +62,7 @@ def rank_kernel(bests, scores, ids, state, settings, outcome, num_blocks, num_wa
 
     There are no guesses where the largest logit is not finite.
     """
+    wait_for_inputs(IS_CHAINED)
     block = tl.arange(0, BLOCKS)
     best = tl.load(bests + block, mask=block < num_blocks, other=float("-inf"))
     is_sound = tl.max((best != best).to(tl.int32), 0) == 0
@@ -90,7 +93,7 @@ def rank_kernel(bests, scores, ids, state, settings, outcome, num_blocks, num_wa
 @triton.jit
 def begin_place_kernel(text, state, table, scale, rotations_cos, rotations_sin, x, cos, sin, factor,
                        HIDDEN: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-                       HAS_SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr):
+                       HAS_SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The first layer's input for the text's last token: its embedding, and the rotation of its place in the chain.
 
     table      [V, HIDDEN] in the model's dtype, or int8 with a scale [V] float32
@@ -99,6 +102,7 @@ def begin_place_kernel(text, state, table, scale, rotations_cos, rotations_sin, 
 
     Grid (HIDDEN / BLOCK,).
     """
+    wait_for_inputs(IS_CHAINED)
     token = tl.load(text + tl.load(state) - 1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = column < HIDDEN
@@ -117,11 +121,12 @@ def begin_place_kernel(text, state, table, scale, rotations_cos, rotations_sin, 
 
 
 @triton.jit
-def end_place_kernel(text, state, where, outcome):
+def end_place_kernel(text, state, where, outcome, IS_CHAINED: tl.constexpr):
     """Append the best guess to the text, and go on to the next place of the chain. Grid (1,).
 
     where  int64 [2]: committed rows of the cache, and the slot of the next row: the row behind them
     """
+    wait_for_inputs(IS_CHAINED)
     length, place = tl.load(state), tl.load(state + 3)
     token = tl.load(outcome + place * _SLOTS + 2)
     # Without a guess the chain has ended: what follows is not read, but must be a token.

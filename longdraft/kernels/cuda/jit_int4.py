@@ -14,57 +14,68 @@ are then the floats 144 + value - zero (bfloat16) or 1040 + value - zero (float1
 import triton
 import triton.language as tl
 
+from longdraft.kernels.cuda.jit_chain import prefetch, wait_for_inputs
+
+
+@triton.jit
+def unpacked(packed, scale_and_zero, group: tl.constexpr, like, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """The inputs of one group, less their zero points: [COLUMNS, GROUP] in the element type of the pointer `like`."""
+    IS_BF16: tl.constexpr = like.dtype.element_ty == tl.bfloat16
+    pair = (packed >> (4 * group)) & 0x000F000F
+    zero = scale_and_zero >> 16
+    if like.dtype.element_ty == tl.float32:
+        low, high = (pair & 0xF).to(tl.float32), (pair >> 16).to(tl.float32)
+        return tl.join(low, high).reshape(COLUMNS, GROUP) - zero.to(tl.float32)[:, None]
+    # Halves of 16 + value - zero, 1 to 31: no bit is carried from one to the other.
+    pair = pair + ((0x43104310 if IS_BF16 else 0x64106410) - zero * 0x00010001)[:, None]
+    low = (pair & 0xFFFF).to(tl.int16).to(like.dtype.element_ty, bitcast=True)
+    high = (pair >> 16).to(tl.int16).to(like.dtype.element_ty, bitcast=True)
+    return tl.join(low, high).reshape(COLUMNS, GROUP) - (144.0 if IS_BF16 else 1040.0)
+
 
 @triton.jit(do_not_specialize=["num_rows"])
-def few_rows_int4_kernel(x, words, scales, zeros, parts, num_rows, OUT: tl.constexpr, INNER: tl.constexpr,
+def few_rows_int4_kernel(x, words, scales, parts, num_rows, OUT: tl.constexpr, INNER: tl.constexpr,
                          BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
-                         STAGES: tl.constexpr):
+                         STAGES: tl.constexpr, IS_CHAINED: tl.constexpr):
     """Multiply x [R, INNER] with a weight [OUT, INNER] of 4 bits: parts [SPLITS, R, OUT] float32.
 
     BLOCKS  number of blocks of 128 inputs; the last may be padded with zeros
     words   int32 [OUT / COLUMNS, BLOCKS, COLUMNS, 16]
-    scales  float16 [OUT / COLUMNS, BLOCKS, 4, COLUMNS]; zeros: uint8 of that shape
+    scales  int32 [OUT / COLUMNS, BLOCKS, 4, COLUMNS]: the bits of the float16 scale, and 65,536 times the zero point
 
     Each group's sum is multiplied by its scale and added, rounded once, in float32. A program's order of sums depends
-    on the weight's shape alone. Grid (OUT / COLUMNS, R / ROWS, SPLITS), rounded up.
+    on the weight's shape alone. Grid (R / ROWS, OUT / COLUMNS, SPLITS), rounded up.
     """
     EACH: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     GROUP: tl.constexpr = 32  # inputs with one scale and one zero point
     WIDTH: tl.constexpr = 128
-    IS_BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
-    tile, part = tl.program_id(0), tl.program_id(2)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    tile, part = tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     word = tl.arange(0, 16)
     inner = tl.arange(0, GROUP)
     is_row = row < num_rows
-    total = tl.zeros([COLUMNS, ROWS], tl.float32)
     first = part * EACH
+    if IS_CHAINED:
+        line = tl.arange(0, COLUMNS)  # of the first two blocks: 64 bytes of words for each column
+        ahead = (tile * BLOCKS + tl.minimum(first, BLOCKS - 2)).to(tl.int64) * COLUMNS * 16
+        prefetch(words + ahead + line * 32)
+    wait_for_inputs(IS_CHAINED)
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for block in tl.range(first, tl.minimum(first + EACH, BLOCKS), num_stages=STAGES):
         base = (tile * BLOCKS + block).to(tl.int64) * COLUMNS
         packed = tl.load(words + (base + column)[:, None] * 16 + word[None, :])
         for group in tl.static_range(4):
-            pair = (packed >> (4 * group)) & 0x000F000F
-            at = base * 4 + group * COLUMNS + column
-            zero = tl.load(zeros + at)
-            if x.dtype.element_ty == tl.float32:
-                low, high = (pair & 0xF).to(tl.float32), (pair >> 16).to(tl.float32)
-                value = tl.join(low, high).reshape(COLUMNS, GROUP) - zero.to(tl.float32)[:, None]
-            else:
-                # Halves of 16 + value - zero, 1 to 31: no bit is carried from one to the other.
-                pair = pair + ((0x43104310 if IS_BF16 else 0x64106410) - zero.to(tl.int32) * 0x00010001)[:, None]
-                low = (pair & 0xFFFF).to(tl.int16).to(x.dtype.element_ty, bitcast=True)
-                high = (pair >> 16).to(tl.int16).to(x.dtype.element_ty, bitcast=True)
-                value = tl.join(low, high).reshape(COLUMNS, GROUP) - (144.0 if IS_BF16 else 1040.0)
             place = block * WIDTH + group * GROUP + inner
             if INNER % WIDTH == 0:
                 rows = tl.load(x + row.to(tl.int64)[None, :] * INNER + place[:, None], mask=is_row[None, :], other=0.0)
             else:
                 rows = tl.load(x + row.to(tl.int64)[None, :] * INNER + place[:, None],
                                mask=is_row[None, :] & (place < INNER)[:, None], other=0.0)
-            sums = tl.dot(value, rows, input_precision="ieee")
-            scale = tl.load(scales + at).to(tl.float32)[:, None].broadcast_to(COLUMNS, ROWS)
-            total = tl.fma(sums, scale, total)
+            held = tl.load(scales + base * 4 + group * COLUMNS + column)
+            sums = tl.dot(unpacked(packed, held, group, x, COLUMNS, GROUP), rows, input_precision="ieee")
+            scale = (held & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            total = tl.fma(sums, scale[:, None].broadcast_to(COLUMNS, ROWS), total)
     out = tile * COLUMNS + column
     at = parts + (part.to(tl.int64) * num_rows + row[None, :]) * OUT + out[:, None]
     tl.store(at, total, mask=is_row[None, :] & (out < OUT)[:, None])

@@ -2,39 +2,54 @@
 
 The inner dimension is cut into SPLITS parts, so that enough programs read the weight at the same time. The cut depends
 on the weight's shape alone. Each part is one running float32 sum in order; the kernels of `jit_rows` add the parts, in
-order too. A program always multiplies ROWS rows: the number of rows of the forward changes the grid and nothing else.
+order too. The weight is the first operand, whose tiles have 64 rows on Hopper's tensor cores; the second, the rows,
+may be as few as 16. A program always multiplies ROWS rows: the number of rows of the forward changes the grid and
+nothing else.
 """
 
 import triton
 import triton.language as tl
 
+from longdraft.kernels.cuda.jit_chain import prefetch, wait_for_inputs
+
+_LINE = tl.constexpr(128)  # bytes of a cache line
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(x, weight, parts, num_rows, OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
-                    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+                    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PREFETCHED: tl.constexpr,
+                    IS_CHAINED: tl.constexpr):
     """Multiply x [R, INNER] with weight [OUT, INNER], in x's dtype or int8: parts [SPLITS, R, OUT] float32.
 
-    Grid (OUT / COLUMNS, R / ROWS, SPLITS), rounded up.
+    PREFETCHED  inputs of each output that are asked for while the kernel in front ends; a power of two
+
+    Grid (R / ROWS, OUT / COLUMNS, SPLITS), rounded up: what the first tile of rows reads, the others find in the
+    second-level cache.
     """
     EACH: tl.constexpr = (INNER + BLOCK * SPLITS - 1) // (BLOCK * SPLITS) * BLOCK
     IS_EVEN: tl.constexpr = INNER % BLOCK == 0 and OUT % COLUMNS == 0
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(2)
     is_row, is_column = row < num_rows, column < OUT
     first = part * EACH
     inner = tl.arange(0, BLOCK)
-    x_at = x + row.to(tl.int64)[:, None] * INNER + inner[None, :]
-    weight_at = weight + column.to(tl.int64)[None, :] * INNER + inner[:, None]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if IS_CHAINED and PREFETCHED > 0 and IS_EVEN:
+        STEP: tl.constexpr = _LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
+        ahead = first + tl.arange(0, PREFETCHED // STEP) * STEP
+        prefetch(weight + column.to(tl.int64)[:, None] * INNER + tl.minimum(ahead, INNER - 1)[None, :])
+    wait_for_inputs(IS_CHAINED)
+    weight_at = weight + column.to(tl.int64)[:, None] * INNER + inner[None, :]
+    x_at = x + row.to(tl.int64)[None, :] * INNER + inner[:, None]
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for start in range(first, tl.minimum(first + EACH, INNER), BLOCK):
         if IS_EVEN:
-            rows = tl.load(x_at + start, mask=is_row[:, None], other=0.0)
             weights = tl.load(weight_at + start)
+            rows = tl.load(x_at + start, mask=is_row[None, :], other=0.0)
         else:
             is_inner = start + inner < INNER
-            rows = tl.load(x_at + start, mask=is_row[:, None] & is_inner[None, :], other=0.0)
-            weights = tl.load(weight_at + start, mask=is_column[None, :] & is_inner[:, None], other=0.0)
-        total = tl.dot(rows, weights.to(rows.dtype), total, input_precision="ieee")
-    at = parts + (part.to(tl.int64) * num_rows + row[:, None]) * OUT + column[None, :]
-    tl.store(at, total, mask=is_row[:, None] & is_column[None, :])
+            weights = tl.load(weight_at + start, mask=is_column[:, None] & is_inner[None, :], other=0.0)
+            rows = tl.load(x_at + start, mask=is_row[None, :] & is_inner[:, None], other=0.0)
+        total = tl.dot(weights.to(rows.dtype), rows, total, input_precision="ieee")
+    at = parts + (part.to(tl.int64) * num_rows + row[None, :]) * OUT + column[:, None]
+    tl.store(at, total, mask=is_row[None, :] & is_column[:, None])

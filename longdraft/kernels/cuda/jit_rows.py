@@ -7,6 +7,8 @@ order, multiplies by the scale (int8 weights), adds the bias, and rounds to the 
 import triton
 import triton.language as tl
 
+from longdraft.kernels.cuda.jit_chain import wait_for_inputs
+
 
 @triton.jit
 def sum_of_parts(parts, at, column, mask, scale, bias, num, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr,
@@ -42,8 +44,9 @@ def normed(x, weight, width: tl.constexpr, squares, eps, like, ROUNDS_ONCE: tl.c
 
 @triton.jit(do_not_specialize=["num_rows"])
 def sum_parts_kernel(parts, scale, bias, out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-                     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
+                     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The product [R, WIDTH], rounded to the dtype of out. Grid (R, WIDTH / BLOCK)."""
+    wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -53,8 +56,10 @@ def sum_parts_kernel(parts, scale, bias, out, num_rows, WIDTH: tl.constexpr, BLO
 
 
 @triton.jit
-def rms_norm_kernel(x, weight, out, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROUNDS_ONCE: tl.constexpr):
+def rms_norm_kernel(x, weight, out, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
+                    IS_CHAINED: tl.constexpr):
     """RMS norm of rows x [R, WIDTH]. Grid (R,)."""
+    wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     mask = column < WIDTH
@@ -68,12 +73,13 @@ def rms_norm_kernel(x, weight, out, eps, WIDTH: tl.constexpr, PADDED: tl.constex
 def add_and_norm_kernel(x, parts, scale, bias, own_norm, next_norm, x_out, out, num_rows, factor, eps,
                         WIDTH: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, HAS_SCALE: tl.constexpr,
                         HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, NORMS_OWN: tl.constexpr,
-                        NORMS_NEXT: tl.constexpr, ROUNDS_ONCE: tl.constexpr):
+                        NORMS_NEXT: tl.constexpr, ROUNDS_ONCE: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The residual sum, and the norm of the next operation. Grid (R,).
 
     x_out = x + product, where the product is first normalised by own_norm (NORMS_OWN) and multiplied by factor
     (HAS_FACTOR); out = x_out normalised by next_norm (NORMS_NEXT), otherwise untouched.
     """
+    wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     mask = column < WIDTH
@@ -101,8 +107,9 @@ def silu(gate):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def swiglu_parts_kernel(parts, scale, bias, out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-                        PARTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
+                        PARTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_CHAINED: tl.constexpr):
     """silu(gate) * up, from the partial sums of a product [R, 2 WIDTH]: out [R, WIDTH]. Grid (R, WIDTH / BLOCK)."""
+    wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -162,7 +169,7 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
                       v_scale, num_rows, capacity, eps, factor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                       HALF: tl.constexpr, PADDED: tl.constexpr, ALL_PADDED: tl.constexpr, PARTS: tl.constexpr,
                       HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, NORMS: tl.constexpr, ROTATES: tl.constexpr,
-                      ROUNDS_ONCE: tl.constexpr, IS_SCALED: tl.constexpr):
+                      ROUNDS_ONCE: tl.constexpr, IS_SCALED: tl.constexpr, IS_CHAINED: tl.constexpr):
     """Turn the QKV product into queries, keys and values: norms, rotation, and writes to the store.
 
     content, q  [R, H, D]: the queries before the rotation, and after it and times factor
@@ -171,6 +178,7 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
 
     Grid (R, H + 2 Hkv): a program computes one head of one row.
     """
+    wait_for_inputs(IS_CHAINED)
     row, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     DIM: tl.constexpr = 2 * HALF
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
@@ -247,7 +255,7 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
 
 @triton.jit
 def map_remainder_kernel(content, function, remainder, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-                         BLOCK: tl.constexpr):
+                         BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The remainder [R, H, D + 1] of each query, by an affine map of its content. Grid (R, H, (D + 1) / COLUMNS).
 
     content   [R, H, D]: the queries before the rotation
@@ -255,6 +263,7 @@ def map_remainder_kernel(content, function, remainder, HEADS: tl.constexpr, DIM:
 
     BLOCK rows of the map are read at a time, so that a program waits for memory only D / BLOCK times.
     """
+    wait_for_inputs(IS_CHAINED)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < DIM + 1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longdraft.errors import UsageError
-from longdraft.kernels.cuda.attention import AttentionWorkspace, Splits, tree_attention
+from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.choice import LogitsSource
 from longdraft.kernels.cuda.decoder import CudaDecoder
 from longdraft.kernels.cuda.int4_linear import CudaInt4Linear
@@ -22,6 +22,7 @@ from longdraft.kernels.cuda.kv_store import FP8, CudaStore, copy_rows, cuda_stor
 from longdraft.kernels.cuda.launch import require
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
+from longdraft.kernels.cuda.remainder import PartialAttentions
 from longdraft.kernels.cuda.row_invariance import is_row_invariant
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.int4 import Int4Weight
@@ -57,6 +58,7 @@ class CudaKernels(CudaOperations):
         super().__init__(device, FLOAT_DTYPES[dtype], tile, splits)
         self.name = name
         self.is_row_invariant = True
+        self._partial_attentions = PartialAttentions(self)
         self.element = FP8 if name.endswith(_FP8_SUFFIX) else self.dtype
 
     def pack(self, weight: Tensor | Int4Weight, bias: Tensor | None = None, *, quantize: str = "none") -> CudaLinear:
@@ -128,14 +130,5 @@ class CudaKernels(CudaOperations):
 
     def remainder(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
         # The rows' keys and values are in the stores: a chain whose slots begin at length - T.
-        layers, rows, heads, dim = whole.queries.shape
-        parts = cuda_stores(stores)
-        plan = self.attention_plan(heads, parts[0].heads, dim)
-        work = AttentionWorkspace(plan, rows, length, self.device)
-        work.set_tree(torch.arange(-1, rows - 1, dtype=torch.int32, device=self.device))
-        where = torch.full((2,), length - rows, dtype=torch.int64, device=self.device)
-        output, lse = torch.empty_like(whole.queries), torch.empty_like(whole.lse)
-        queries = whole.queries.contiguous()
-        for layer in range(layers):
-            tree_attention(plan, work, queries[layer], parts[layer], where, length, 0, None, output[layer], lse[layer])
+        output, lse = self._partial_attentions.run(cuda_stores(stores), whole.queries, length)
         return remainder_of(whole, output, lse)

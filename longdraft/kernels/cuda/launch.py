@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,16 @@ from torch import Tensor
 UNFUSED = {"enable_fp_fusion": False}
 _TRITON_DTYPES = {torch.float32: triton.language.float32, torch.float16: triton.language.float16,
                   torch.bfloat16: triton.language.bfloat16, torch.float8_e4m3fn: triton.language.float8e4nv}
+
+
+def chained(device: torch.device) -> dict[str, bool]:
+    """Options of a launch whose kernel may begin before the one in front ends (jit_chain), `UNFUSED` among them."""
+    return UNFUSED | ({"IS_CHAINED": True, "launch_pdl": True} if _can_chain(device) else {"IS_CHAINED": False})
+
+
+@functools.cache
+def _can_chain(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def padded_size(size: int, minimum: int = 16) -> int:

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.kernels.cuda import jit_linear, jit_rows
-from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, require
+from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, require
 from longdraft.kernels.int8 import quantise
 
 _MIN_PROGRAMS = 256  # fewer programs than this do not use the full memory bandwidth
 _MIN_SPLIT_WIDTH = 512  # elements of the inner dimension in one split
 _WIDE_WEIGHT = 16384  # output features from which a program computes 128 columns: each program reads all rows of x
+_PREFETCHED = 256  # inputs of each output that are read ahead, see `jit_linear`
 SUM_BLOCK = 1024  # columns of one program that adds partial sums
 
 
@@ -38,6 +39,32 @@ class PartialSums(NamedTuple):
         return {"PARTS": self.sums.shape[0], "HAS_SCALE": self.scale is not None, "HAS_BIAS": self.bias is not None}
 
 
+class Tiling(NamedTuple):
+    """How a product is cut into programs. It depends on the weight alone: the order of a sum must not follow the rows.
+
+    columns  output features of a program
+    block    inputs that it multiplies at a time
+    stages   blocks that are loaded ahead
+    splits   parts of the inputs, each a program of its own
+    """
+
+    columns: int
+    block: int
+    stages: int
+    splits: int
+
+    @classmethod
+    def of(cls, out_features: int, in_features: int, dtype: torch.dtype) -> Tiling:
+        """The tiling of a weight whose rows have `dtype`."""
+        columns = 128 if out_features >= _WIDE_WEIGHT else 64
+        splits, programs = 1, ceil_div(out_features, columns)
+        while splits * programs < _MIN_PROGRAMS and in_features >= 2 * splits * _MIN_SPLIT_WIDTH:
+            splits *= 2
+        if dtype == torch.float32:
+            return cls(columns, 32, 2, splits)
+        return cls(columns, 8192 // columns, 3 if columns == 64 else 4, splits)
+
+
 class CudaLinear:
     """A weight [N, K] in the model's dtype, or int8 with a float32 scale [N]; bias [N] float32."""
 
@@ -51,15 +78,11 @@ class CudaLinear:
         self.bias = None if bias is None else bias.to(device, dtype).float().contiguous()
         self.out_features, self.in_features = self.weight.shape
         self.dtype = dtype
-        self.columns = 128 if self.out_features >= _WIDE_WEIGHT else 64
-        self.splits = self._num_splits()
+        self.tiling = Tiling.of(self.out_features, self.in_features, dtype)
 
-    def _num_splits(self) -> int:
-        """Depends on the weight's shape alone: the number of rows must not change the order of a sum."""
-        splits, programs = 1, ceil_div(self.out_features, self.columns)
-        while splits * programs < _MIN_PROGRAMS and self.in_features >= 2 * splits * _MIN_SPLIT_WIDTH:
-            splits *= 2
-        return splits
+    @property
+    def splits(self) -> int:
+        return self.tiling.splits
 
     def partial_sums(self, x: Tensor, tile: int, buffer: Tensor | None = None) -> PartialSums:
         """Multiply rows x [R, K], `tile` rows per program. The sums are written to `buffer` where one is given.
@@ -72,14 +95,16 @@ class CudaLinear:
         size = self.num_sums(rows)
         sums = torch.empty(size, device=x.device) if buffer is None else buffer[:size]
         sums = sums.view(self.splits, rows, self.out_features)
-        grid = (ceil_div(self.out_features, self.columns), ceil_div(rows, tile), self.splits)
-        is_float = self.dtype == torch.float32
         with on_device(x.device):
-            jit_linear.few_rows_kernel[grid](
-                x, self.weight, sums, rows, OUT=self.out_features, INNER=self.in_features, ROWS=tile,
-                COLUMNS=self.columns, BLOCK=32 if is_float else 8192 // self.columns, SPLITS=self.splits, num_warps=4,
-                num_stages=2 if is_float else 3 if self.columns == 64 else 4, **UNFUSED)
+            self._multiply(x, tile, sums)
         return PartialSums(sums, self.scale, self.bias)
+
+    def _multiply(self, x: Tensor, tile: int, sums: Tensor) -> None:
+        """Launch the product: sums [P, R, N]."""
+        rows, (columns, block, stages, splits) = len(x), self.tiling
+        jit_linear.few_rows_kernel[(ceil_div(rows, tile), ceil_div(self.out_features, columns), splits)](
+            x, self.weight, sums, rows, OUT=self.out_features, INNER=self.in_features, ROWS=tile, COLUMNS=columns,
+            BLOCK=block, SPLITS=splits, PREFETCHED=_PREFETCHED, num_warps=4, num_stages=stages, **chained(x.device))
 
     def num_sums(self, rows: int) -> int:
         """Number of float32 elements of the partial sums of `rows` rows."""
@@ -102,5 +127,5 @@ def add_partial_sums(parts: PartialSums, out: Tensor) -> Tensor:
     _, rows, width = parts.sums.shape
     with on_device(out.device):
         jit_rows.sum_parts_kernel[(rows, ceil_div(width, SUM_BLOCK))](
-            *parts.arguments(), out, rows, WIDTH=width, BLOCK=SUM_BLOCK, **parts.options(), **UNFUSED)
+            *parts.arguments(), out, rows, WIDTH=width, BLOCK=SUM_BLOCK, **parts.options(), **chained(out.device))
     return out

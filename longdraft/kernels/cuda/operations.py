@@ -9,7 +9,7 @@ from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace, Splits, tree_attention
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import cuda_stores, scatter_rows
-from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, on_device, padded_size, require
+from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, add_partial_sums
 from longdraft.kernels.interface import KV, AttentionOutput, Linear
 
@@ -50,7 +50,8 @@ class CudaOperations:
         rows, width = x.shape
         with on_device(self.device):
             jit_rows.rms_norm_kernel[(rows,)](x, weight, out, eps, WIDTH=width, PADDED=padded_size(width),
-                                              ROUNDS_ONCE=rounds_once, num_warps=8 if width > 512 else 1, **UNFUSED)
+                                              ROUNDS_ONCE=rounds_once, num_warps=8 if width > 512 else 1,
+                                              **chained(self.device))
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:

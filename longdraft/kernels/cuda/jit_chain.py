@@ -1,0 +1,26 @@
+"""Kernels that begin before the kernel in front of them has ended (programmatic dependent launch, Hopper and newer).
+
+Some 350 kernels make a step, and between two of them the device would be idle while programs end and others start. A
+chained kernel lets the next one start at once. Before it reads what another kernel wrote, it waits until the kernel in
+front of it has ended; that kernel has waited for the one before. So results do not depend on the chain.
+
+IS_CHAINED is False on older devices and in Triton's interpreter.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_inputs(IS_CHAINED: tl.constexpr):
+    """Let the next kernel start, and wait until the kernel in front has ended. Nothing may be stored before."""
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(addresses):
+    """Fetch the cache lines at these addresses into the second-level cache, without waiting for them."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32,
+                              is_pure=False, pack=1)
