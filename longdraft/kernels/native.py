@@ -42,10 +42,10 @@ def solve_spd(a: Tensor, b: Tensor) -> Tensor:
     """The solutions X of A X = B, for symmetric positive definite matrices A [N, n, n] and B [N, n, n], all float32.
 
     PyTorch solves them on other devices than the CPU, and where the compiled module is missing. For many small matrices
-    it takes ten times as long as the compiled module.
+    it takes ten times as long as the compiled module. A matrix that is not positive definite gives NaN or nonsense.
     """
     if not variants() or a.device.type != "cpu":
-        found: Tensor = torch.linalg.solve_ex(a, b)[0]
+        found: Tensor = torch.cholesky_solve(b, torch.linalg.cholesky_ex(a)[0])
         return found.contiguous()
     a, x = a.contiguous(), b.clone(memory_format=torch.contiguous_format)
     assert a.dtype == x.dtype == torch.float32 and a.shape == x.shape and a.shape[1] == a.shape[2]

@@ -32,7 +32,7 @@ from longdraft.sampling import process
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.step import Step, Tally, Timings
 
-NAME = "triton-64" if HAS_CUDA else "triton-16"
+NAME = "triton-16"
 LAWS = {
     "greedy": dict(temperature=0.0, repetition_penalty=1.3, penalty_window=9),
     "all tokens": dict(temperature=1.3, min_new_tokens=9),

@@ -78,7 +78,7 @@ _TESTS = ("tests/unit/test_cuda_kernels.py", "tests/unit/test_cuda_attention.py"
           "--timeout", "120", "-p", "no:cacheprovider")
 _SELF = {"chain": 4, "suffix": False}
 ON_DEVICE = CudaPlan(
-    "cuda", "bfloat16", ("triton-64", "triton-64-fp8", "triton-16"),
+    "cuda", "bfloat16", ("triton-16", "triton-16-fp8", "triton-64"),
     {name: SHAPES[name] for name in ("llama-3.1-8b", "qwen2.5-1.5b")}, (4096, 9000, 32768, 102400),
     (1000, 9000, 102400), (1, 4, 8, 16, 64), 48, 100_000, 500,
     {"plain": ("plain", {}), "liar": ("", {}), "self": ("magicdec", _SELF | {"draft_weights": "same"}),

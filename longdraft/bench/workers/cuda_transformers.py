@@ -32,7 +32,7 @@ def main(shape: dict[str, Any], context: int) -> None:
     for position in range(context, context + _WARM_UP_STEPS + _STEPS):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        torch.compiler.cudagraph_mark_step_begin()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         _step(forward, token, cache, position)
         seconds.append(time.perf_counter() - began)
     print(json.dumps({"context": context, "step_ms": statistics.median(seconds[_WARM_UP_STEPS:]) * 1e3}))

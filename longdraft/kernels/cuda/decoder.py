@@ -45,8 +45,9 @@ class ForwardBuffers:
         self.rows = rows
         self.x_in, self.x, self.normed = (zeros(rows, decoder.hidden) for _ in range(3))
         self.cos, self.sin = (zeros(rows, dim // 2, dtype=torch.float32) for _ in range(2))
-        self.parents = zeros(rows, dtype=torch.int32)
-        self.where = zeros(2, dtype=torch.int64)  # committed positions; slot of drafted row 0
+        self._places = zeros(4 + rows, dtype=torch.int32)  # uploaded together
+        self.where = self._places[:4].view(torch.int64)  # committed positions; slot of drafted row 0
+        self.parents = self._places[4:]
         self.k, self.v = (zeros(num, rows, kv_heads, dim) for _ in range(2))
         self.q, self.content, self.output = (zeros(num, rows, heads, dim) for _ in range(3))
         self.lse = zeros(num, rows, heads, dtype=torch.float32)
@@ -67,9 +68,10 @@ class ForwardBuffers:
         self.x_in[:rows].copy_(x)
         self.cos[:rows].copy_(cos)
         self.sin[:rows].copy_(sin)
-        padding = torch.full((self.rows - rows,), -1, dtype=torch.int32)
-        self.parents.copy_(torch.cat([parents.to(torch.int32), padding]), non_blocking=True)
-        self.where.copy_(torch.tensor([kv.length, self.room]), non_blocking=True)
+        places = torch.full((4 + self.rows,), -1, dtype=torch.int32)
+        places[:4].view(torch.int64).copy_(torch.tensor([kv.length, self.room]))
+        places[4 : 4 + rows] = parents
+        self._places.copy_(places, non_blocking=True)
         self.load_remainder(kv.remainder)
 
     def load_remainder(self, remainder: Tensor | None) -> None:

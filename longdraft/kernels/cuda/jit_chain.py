@@ -10,6 +10,8 @@ IS_CHAINED is False on older devices and in Triton's interpreter.
 import triton
 import triton.language as tl
 
+LINE = tl.constexpr(128)  # bytes of a cache line
+
 
 @triton.jit
 def wait_for_inputs(IS_CHAINED: tl.constexpr):

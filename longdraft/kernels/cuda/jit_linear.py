@@ -10,9 +10,7 @@ nothing else.
 import triton
 import triton.language as tl
 
-from longdraft.kernels.cuda.jit_chain import prefetch, wait_for_inputs
-
-_LINE = tl.constexpr(128)  # bytes of a cache line
+from longdraft.kernels.cuda.jit_chain import LINE, prefetch, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -35,7 +33,7 @@ def few_rows_kernel(x, weight, parts, num_rows, OUT: tl.constexpr, INNER: tl.con
     first = part * EACH
     inner = tl.arange(0, BLOCK)
     if IS_CHAINED and PREFETCHED > 0 and IS_EVEN:
-        STEP: tl.constexpr = _LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
+        STEP: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
         ahead = first + tl.arange(0, PREFETCHED // STEP) * STEP
         prefetch(weight + column.to(tl.int64)[:, None] * INNER + tl.minimum(ahead, INNER - 1)[None, :])
     wait_for_inputs(IS_CHAINED)

@@ -1,8 +1,8 @@
 """`CudaKernels`: the interface of a set of kernels, implemented in Triton.
 
-The names are triton-64, triton-32 and triton-16. The number is how many rows a program multiplies at a time, whether
-the forward has that many or not: 16 costs less for one row, 64 for a tree of many. With the suffix -fp8 the cache holds
-8-bit floating-point numbers. Each set is row-invariant; between sets, logits differ in their last bits.
+The names are triton-16, triton-32 and triton-64. The number is how many rows a program multiplies at a time, whether
+the forward has that many or not: 16 costs least for up to 16 rows, 64 for a tree of many. With the suffix -fp8 the
+cache holds 8-bit floating-point numbers. Each set is row-invariant; between sets, logits differ in their last bits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from longdraft.kernels.interface import (
 from longdraft.kernels.reference import remainder_of
 
 log = logging.getLogger(__name__)
-_TILES = (64, 32, 16)
+_TILES = (16, 32, 64)
 _PREFIX, _FP8_SUFFIX = "triton-", "-fp8"
 NAMES = tuple(f"{_PREFIX}{tile}{suffix}" for suffix in ("", _FP8_SUFFIX) for tile in _TILES)
 

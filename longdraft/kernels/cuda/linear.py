@@ -12,9 +12,12 @@ from longdraft.kernels.cuda import jit_linear, jit_rows
 from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, require
 from longdraft.kernels.int8 import quantise
 
-_MIN_PROGRAMS = 256  # fewer programs than this do not use the full memory bandwidth
-_MIN_SPLIT_WIDTH = 512  # elements of the inner dimension in one split
-_WIDE_WEIGHT = 16384  # output features from which a program computes 128 columns: each program reads all rows of x
+_WIDE_WEIGHT = 16384  # output features from which a program computes 128 columns
+# Programs that are enough, and that 132 multiprocessors hold at a time: three each, eight of int8.
+_PROGRAMS, _INT8_PROGRAMS = (190, 396), (528, 1056)
+_FEW_PROGRAMS = 264  # two each, with larger blocks
+_MIN_SPLIT_WIDTH, _LONG_SPLIT_WIDTH = 192, 1024  # inputs of one split
+_MOST_SHARED = 113 << 10  # bytes of shared memory of one program, so that two fit
 _PREFETCHED = 256  # inputs of each output that are read ahead, see `jit_linear`
 SUM_BLOCK = 1024  # columns of one program that adds partial sums
 
@@ -54,15 +57,29 @@ class Tiling(NamedTuple):
     splits: int
 
     @classmethod
-    def of(cls, out_features: int, in_features: int, dtype: torch.dtype) -> Tiling:
-        """The tiling of a weight whose rows have `dtype`."""
-        columns = 128 if out_features >= _WIDE_WEIGHT else 64
-        splits, programs = 1, ceil_div(out_features, columns)
-        while splits * programs < _MIN_PROGRAMS and in_features >= 2 * splits * _MIN_SPLIT_WIDTH:
-            splits *= 2
+    def of(cls, out_features: int, in_features: int, dtype: torch.dtype, is_int8: bool = False) -> Tiling:
+        """The tiling of a weight whose rows have `dtype`: the fastest of those timed on an H200 (docs/cuda.md).
+
+        All programs should be on the device at the same time: a second wave leaves most of it idle.
+        """
         if dtype == torch.float32:
-            return cls(columns, 32, 2, splits)
-        return cls(columns, 8192 // columns, 3 if columns == 64 else 4, splits)
+            return cls(64, 32, 2, _splits(ceil_div(out_features, 64), in_features, _PROGRAMS))
+        if out_features >= _WIDE_WEIGHT and not is_int8:
+            return cls(128, 64, 4, 1)
+        tiles = ceil_div(out_features, 64)
+        splits = _splits(tiles, in_features, _INT8_PROGRAMS if is_int8 else _PROGRAMS)
+        if is_int8 or (tiles * splits <= _FEW_PROGRAMS and in_features >= splits * _LONG_SPLIT_WIDTH):
+            return cls(64, 128, 4, splits)
+        return cls(64, 64, 6, splits)
+
+
+def _splits(tiles: int, in_features: int, programs: tuple[int, int]) -> int:
+    """A power of two: enough programs, or as many as run at a time if their inputs are many."""
+    splits, (enough, most) = 1, programs
+    while 2 * splits * tiles <= most and in_features >= 2 * splits * (
+            _MIN_SPLIT_WIDTH if splits * tiles < enough else _LONG_SPLIT_WIDTH):
+        splits *= 2
+    return splits
 
 
 class CudaLinear:
@@ -78,7 +95,7 @@ class CudaLinear:
         self.bias = None if bias is None else bias.to(device, dtype).float().contiguous()
         self.out_features, self.in_features = self.weight.shape
         self.dtype = dtype
-        self.tiling = Tiling.of(self.out_features, self.in_features, dtype)
+        self.tiling = Tiling.of(self.out_features, self.in_features, dtype, is_int8)
 
     @property
     def splits(self) -> int:
@@ -102,6 +119,7 @@ class CudaLinear:
     def _multiply(self, x: Tensor, tile: int, sums: Tensor) -> None:
         """Launch the product: sums [P, R, N]."""
         rows, (columns, block, stages, splits) = len(x), self.tiling
+        stages = min(stages, _MOST_SHARED // (block * (columns * self.weight.itemsize + tile * x.itemsize)))
         jit_linear.few_rows_kernel[(ceil_div(rows, tile), ceil_div(self.out_features, columns), splits)](
             x, self.weight, sums, rows, OUT=self.out_features, INNER=self.in_features, ROWS=tile, COLUMNS=columns,
             BLOCK=block, SPLITS=splits, PREFETCHED=_PREFETCHED, num_warps=4, num_stages=stages, **chained(x.device))
