@@ -8,7 +8,7 @@ from longdraft.model.routine import Routine
 from longdraft.model.transformer import ForwardRequest, chain_rows
 from longdraft.parallel import SingleProcess
 from longdraft.speculation.drafter import ReadsPrompt, Verified
-from longdraft.speculation.reuse import DRAFTER_ROWS, PREFILL_CHUNK, PrefixReuse
+from longdraft.speculation.reuse import DEVICE_CHUNK, DRAFTER_ROWS, PREFILL_CHUNK, PrefixReuse
 from longdraft.speculation.step import Step
 
 PREFILL_SHARED = 64  # the same in a batch, where the other requests' steps wait for each forward
@@ -36,7 +36,7 @@ def prefill(step: Step, ranks: SingleProcess, is_shared: Callable[[], bool],
             result = yield ForwardRequest(step.model, chain_rows(tokens, start), cache, is_prompt=is_prompt)
         cache.commit(range(len(tokens)))
         reuse.record_progress(is_done=cache.length == last)
-        verified = Verified(result, range(max(0, len(tokens) - DRAFTER_ROWS), len(tokens)))
+        verified = Verified(result, range(-min(DRAFTER_ROWS, len(tokens)), 0))
         if on_prefill:
             on_prefill(end, last)
     reuse.end_reading()
@@ -55,5 +55,5 @@ def _chunk(step: Step, start: int, last: int, is_shared: bool) -> tuple[int, boo
         return min(start + (PREFILL_SHARED if is_shared else PREFILL_CHUNK), last), True
     prompt = min(step.context.prompt_length - 1, last)
     if start < prompt:
-        return min(start + PREFILL_CHUNK, prompt), True
+        return min(start + DEVICE_CHUNK, prompt), True
     return min(start + RESUMED_CHUNK, last), False

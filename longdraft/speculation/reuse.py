@@ -2,8 +2,8 @@
 
 On the CPU a row of the cache has the same bits whichever rows are computed with it, so a beginning of any length can be
 taken over. On a device, rows of whole prompt chunks are computed by other operations than all other rows
-(longdraft/speculation/prefill.py), and a text may take and give only those: the chunk [512 k, 512 k + 512) of a prompt
-of P tokens is whole if it ends at or before P - 1.
+(longdraft/speculation/prefill.py), and a text may take and give only those: the chunk [2048 k, 2048 k + 2048) of a
+prompt of P tokens is whole if it ends at or before P - 1.
 
 The last rows of the prefill are computed in any case, because drafters begin with what the target computes for them.
 """
@@ -21,7 +21,8 @@ from longdraft.model.routine import Routine
 from longdraft.model.transformer import Transformer
 from longdraft.parallel import SingleProcess
 
-PREFILL_CHUNK = 512  # prompt tokens in one forward; on the CPU the text does not depend on it
+PREFILL_CHUNK = 512  # prompt tokens in one forward on the CPU; the text does not depend on it
+DEVICE_CHUNK = 2048  # the same on a device, where the text does
 DRAFTER_ROWS = 128  # last rows of the prefill that drafters are given
 _LEAST_GAIN = 256  # rows that are worth waiting for
 _MAX_IDLE = 4  # rounds of a batch without progress of the text that is waited for
@@ -36,7 +37,7 @@ WAITING = Waiting()
 
 def shareable_rows(is_device: bool, prompt_length: int, num_rows: int) -> int:
     """How many of the first `num_rows` rows of a text another text may have or get. See the top of this file."""
-    return min(num_rows, prompt_length - 1) // PREFILL_CHUNK * PREFILL_CHUNK if is_device else num_rows
+    return min(num_rows, prompt_length - 1) // DEVICE_CHUNK * DEVICE_CHUNK if is_device else num_rows
 
 
 class PrefixReuse:

@@ -236,7 +236,7 @@ def test_a_resumed_text_equals_the_uninterrupted_text(folders, monkeypatch, tmp_
 def test_texts_share_the_rows_of_whole_prompt_chunks(folders, monkeypatch, name):
     """Rows of the last, shorter chunk and of written tokens are computed by other operations, and stay out."""
     for module in (reuse, prefilling):
-        monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
+        monkeypatch.setattr(module, "DEVICE_CHUNK", 16)
         monkeypatch.setattr(module, "DRAFTER_ROWS", 4)
     monkeypatch.setenv("LONGDRAFT_KERNELS", name)
     engine = longdraft.load(str(folders["model"]), drafter="suffix", device=DEVICE, dtype="float32", cache_ram=50)

@@ -15,7 +15,7 @@ from longdraft import kernels
 from longdraft.cache.full import FullCache
 from longdraft.cache.prefix import Lease, PrefixTree, common_prefix
 from longdraft.kernels.interface import STORE_BLOCK
-from longdraft.speculation.reuse import PREFILL_CHUNK, shareable_rows
+from longdraft.speculation.reuse import DEVICE_CHUNK, shareable_rows
 
 HEADS, DIM = 2, 8
 
@@ -163,7 +163,7 @@ def test_a_longer_text_takes_the_place_of_its_own_beginning():
 
 def test_on_a_device_only_whole_chunks_of_prompts_are_shared():
     """Rows of the last chunk of a prompt, and of what was written behind it, are computed by other operations."""
-    chunk = PREFILL_CHUNK
+    chunk = DEVICE_CHUNK
     for prompt, length, expected in ((1, 1, 0), (chunk, chunk, 0), (chunk + 1, chunk, chunk),
                                      (3 * chunk, 5 * chunk, 2 * chunk), (9 * chunk, chunk + 5, chunk)):
         assert shareable_rows(True, prompt, length) == expected

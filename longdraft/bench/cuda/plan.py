@@ -74,16 +74,17 @@ class CudaPlan(NamedTuple):
 
 
 _TESTS = ("tests/unit/test_cuda_kernels.py", "tests/unit/test_cuda_attention.py", "tests/unit/test_cuda_engine.py",
-          "tests/unit/test_cuda_drafting.py", "tests/unit/test_cuda_int4.py", "-q", "--numprocesses", "4",
+          "tests/unit/test_cuda_drafting.py", "tests/unit/test_cuda_int4.py", "-q", "--numprocesses", "8",
           "--timeout", "120", "-p", "no:cacheprovider")
 _SELF = {"chain": 4, "suffix": False}
 ON_DEVICE = CudaPlan(
     "cuda", "bfloat16", ("triton-16", "triton-16-fp8", "triton-64"),
     {name: SHAPES[name] for name in ("llama-3.1-8b", "qwen2.5-1.5b")}, (4096, 9000, 32768, 102400),
-    (1000, 9000, 102400), (1, 4, 8, 16, 64), 48, 100_000, 500,
+    (1000, 9000, 102400), (1, 4, 8, 16, 64), 96, 100_000, 500,
     {"plain": ("plain", {}), "liar": ("", {}), "self": ("magicdec", _SELF | {"draft_weights": "same"}),
      "self int8": ("magicdec", _SELF | {"draft_weights": "int8"}),
-     "self int4": ("magicdec", _SELF | {"draft_weights": "int4"}), "suffix": ("suffix", {})},
+     "self int4": ("magicdec", _SELF | {"draft_weights": "int4"}),
+     "self int4, 7 tokens": ("magicdec", _SELF | {"chain": 7, "draft_weights": "int4"}), "suffix": ("suffix", {})},
     _TESTS, 1 << 32, 9, True)
 _TINY = SHAPES["qwen2.5-1.5b"] | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
                                   "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -138,6 +139,6 @@ def _kernels(plan: CudaPlan) -> list[Part]:
 
 
 def _whole(plan: CudaPlan) -> list[Part]:
-    parts = [Part(f"long text {shape}", "long_text", {"shape": shape}, 380 if place == 0 else 150)
+    parts = [Part(f"long text {shape}", "long_text", {"shape": shape}, 180 if place == 0 else 100)
              for place, shape in enumerate(plan.shapes)]
     return [*parts, Part("bundled", "bundled", {}, 60)]

@@ -25,6 +25,7 @@ from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.model.routine import run_alone
 from longdraft.model.transformer import Transformer, chain_rows, tree_rows
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.reuse import DEVICE_CHUNK
 from longdraft.speculation.step import Step, Tally, Timings
 from longdraft.tree import chain
 
@@ -32,7 +33,6 @@ SAMPLING = SamplingParams(max_new_tokens=200_000, seed=7, min_p=0.1, repetition_
 _TRANSFORMERS = Path(__file__).resolve().parent.parent / "workers" / "cuda_transformers.py"
 _ROOM = 1024  # positions that are reserved behind a context
 _CACHE_FACTOR = 4  # the copies of a weight are together so many times as large as the second-level cache
-_PREFILL_CHUNK = 512
 WARM_STEPS = 3
 
 
@@ -170,10 +170,10 @@ def steps(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, A
         work = verifies(model, context, rows)
         by_rows[rows] = device_ms(device, work, plan.repeats)
         del work
-    wall, graph = _plain_ms(model, context, plain_steps(plan))
+    wall, graphs = _plain_ms(model, context, plain_steps(plan))
     return {"context": context, "bytes": size, "floor_ms": floor, "plain_ms": wall, "tokens_per_s": 1e3 / wall,
-            "share_of_floor": floor / wall, "layers_graph_ms": graph,
-            "beside_graph": None if graph is None else 1 - graph / wall,
+            "share_of_floor": floor / wall, "graphs_ms": graphs,
+            "beside_graphs": 1 - sum(graphs) / wall if graphs else None,
             "verify_ms": by_rows, "to_one_row": {rows: ms / by_rows[plan.rows[0]] for rows, ms in by_rows.items()}}
 
 
@@ -182,8 +182,8 @@ def plain_steps(plan: CudaPlan) -> int:
     return 4 * plan.repeats if plan.device == "cuda" else 1
 
 
-def _plain_ms(model: Transformer, context: int, count: int) -> tuple[float, float | None]:
-    """Milliseconds of a step of plain decoding while a text is written, and of the graph of its layers alone."""
+def _plain_ms(model: Transformer, context: int, count: int) -> tuple[float, list[float]]:
+    """Milliseconds of a step of plain decoding while a text is written, and of its graphs: layers, choice."""
     step = plain_step(model, context)
     for _ in range(min(count, WARM_STEPS)):
         run_alone(step.run(1))
@@ -194,8 +194,8 @@ def _plain_ms(model: Transformer, context: int, count: int) -> tuple[float, floa
     synchronise(model.kernels.device)
     wall = (time.perf_counter() - began) / count * 1e3
     assert isinstance(model.kernels, CudaKernels)
-    graph = model.kernels.graphs.latest
-    return wall, None if graph is None else device_ms(model.kernels.device, graph.replay, count)
+    graphs = list(model.kernels.graphs.recent)
+    return wall, [device_ms(model.kernels.device, graph.replay, count) for graph in graphs]
 
 
 def plain_step(model: Transformer, context: int) -> Step:
@@ -211,17 +211,17 @@ def prefill(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str,
     cache.reserve(context + _ROOM)
     pick = torch.Generator().manual_seed(2)
     tokens: Tensor = torch.randint(model.config.vocab_size, (context,), generator=pick)
-    model.forward(chain_rows(tokens[:_PREFILL_CHUNK].tolist(), 0), cache, is_prompt=True)
+    model.forward(chain_rows(tokens[:DEVICE_CHUNK].tolist(), 0), cache, is_prompt=True)
     cache.commit([])
     synchronise(model.kernels.device)
     began = time.perf_counter()
-    for start in range(0, context, _PREFILL_CHUNK):
-        chunk = tokens[start : start + _PREFILL_CHUNK].tolist()
+    for start in range(0, context, DEVICE_CHUNK):
+        chunk = tokens[start : start + DEVICE_CHUNK].tolist()
         model.forward(chain_rows(chunk, start), cache, is_prompt=True)
         cache.commit(range(len(chunk)))
     synchronise(model.kernels.device)
     seconds = time.perf_counter() - began
-    return {"context": context, "chunk": _PREFILL_CHUNK, "seconds": seconds, "tokens_per_s": context / seconds}
+    return {"context": context, "chunk": DEVICE_CHUNK, "seconds": seconds, "tokens_per_s": context / seconds}
 
 
 def transformers(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, PartialSums
 from longdraft.kernels.cuda.operations import CudaOperations
-from longdraft.kernels.cuda.prefill import prefill
+from longdraft.kernels.cuda.prefill import prefill, with_all_rows
 from longdraft.kernels.interface import AttentionOutput, Geometry, LayersKV, LayerWeights
 
 _MAP_COLUMNS, _MAP_BLOCK = 32, 128  # of the remainder's map, in one program and at a time
@@ -108,7 +108,8 @@ class CudaDecoder:
             start = own.stop
         if len(results) == 1:
             return results[0]
-        outputs = (torch.cat(part, 1) for part in zip(*(output for _, output in results), strict=True))
+        attended = (with_all_rows(output, len(hidden)) for hidden, output in results)
+        outputs = (torch.cat(part, 1) for part in zip(*attended, strict=True))
         return torch.cat([hidden for hidden, _ in results]), AttentionOutput(*outputs)
 
     def _forward_text(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV,

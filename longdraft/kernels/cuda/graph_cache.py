@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ class GraphCache:
 
     def __init__(self, device: torch.device) -> None:
         self.is_on = device.type == "cuda"
-        self.latest: Any = None  # the graph that ran last; None: there was none
+        self.recent: deque[Any] = deque(maxlen=2)  # that ran last; of a plain step: layers, choice
         self._device = device
         self._graphs: dict[Hashable, Any] = {}
         self._dropped: list[Any] = []
@@ -41,7 +42,8 @@ class GraphCache:
             return
         self._dropped.clear()
         graph = self._graphs.pop(key, None) or self._capture(work)
-        self._graphs[key] = self.latest = graph
+        self._graphs[key] = graph
+        self.recent.append(graph)
         while len(self._graphs) > _MAX_GRAPHS:
             self.drop(next(iter(self._graphs)))
         graph.replay()
@@ -63,8 +65,8 @@ class GraphCache:
     def drop(self, key: Hashable) -> None:
         """Free the graph of `key`, if there is one, at the next `run`."""
         if (graph := self._graphs.pop(key, None)) is not None:
-            if graph is self.latest:
-                self.latest = None
+            if graph in self.recent:
+                self.recent.clear()
             self._dropped.append(graph)
 
     def own(self, owner: object, serial: int) -> None:

@@ -3,13 +3,17 @@
 For many rows these are much faster than our kernels, but their bits depend on the number of rows. Results are still
 reproducible, because every run cuts a prompt into the same chunks.
 
-Drafters read the attention of a chunk's last rows only. Those rows go through our attention kernels, which return the
-log-sum-exp; for the rows before them, the reported queries, outputs and log-sum-exps are NaN.
+The attention of a chunk has two parts, merged by their log-sum-exps: the positions before the chunk, which all rows
+see, and the chunk itself, a causal square. In the first part the rows of all query heads of a KV head are rows of one
+attention without a mask, so that keys and values are read where they are.
+
+Drafters read the attention of a chunk's last rows only. Those rows go through our attention kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,17 +53,68 @@ class PrefillOperations:
         if not first:
             return last
         output = torch.cat([_flash_attention(q[:first], store, length, window), last.output])
-        lse = torch.cat([torch.full_like(last.lse[:1], torch.nan).expand(first, -1), last.lse])
-        return AttentionOutput(q, output, lse, q)
+        return AttentionOutput(q, output, last.lse, q)
 
 
 def _flash_attention(q: Tensor, store: CudaStore, length: int, window: int) -> Tensor:
     """Rows q [T, H, D] at positions length, length + 1, ..., whose keys and values are in the store: [T, H, D]."""
+    rows, heads, dim = q.shape
+    end, group = length + rows, heads // store.heads
+    attend = None if window else _library_attention(q.device, q.dtype, dim)
+    if attend is None:
+        return _masked_attention(q, store, length, window)
+    queries = q.view(rows, store.heads, group, dim).permute(1, 2, 0, 3)  # [Hkv, group, T, D]
+    k, v = (part.repeat_interleave(group, 0)[None] for part in _read_range(store, length, end))
+    output, lse = attend(queries.reshape(1, heads, rows, dim), k, v, True)
+    if length:
+        k, v = (part[None] for part in _read_range(store, 0, length))
+        earlier, earlier_lse = attend(queries.reshape(1, store.heads, group * rows, dim), k, v, False)
+        share = torch.sigmoid(lse.reshape(heads, rows) - earlier_lse.reshape(heads, rows))[..., None]  # of the chunk
+        output = torch.lerp(earlier.reshape(output.shape).float(), output.float(), share).to(q.dtype)
+    return output[0].transpose(0, 1).contiguous()
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+
+
+@functools.cache
+def _library_attention(device: torch.device, dtype: torch.dtype, dim: int) -> Attend | None:
+    """PyTorch's fastest attention that returns an output [1, H, T, D] and its log-sum-exp; None: there is none.
+
+    Its arguments are q [1, H, T, D], k and v [1, H, S, D], and whether row t sees only the first t + 1 keys.
+    """
+    def cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)
+        return output, lse
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
+        return output, lse
+
+    def on_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
+        return output, lse
+
+    if device.type != "cuda":
+        return on_cpu
+    if dtype == torch.float32 or dim % 8:
+        return None
+    probe = torch.ones(1, 2, 16, dim, dtype=dtype, device=device)
+    for attend in (cudnn, flash):
+        try:
+            attend(probe, probe, probe, True)
+        except RuntimeError:  # this device, or this build of PyTorch, lacks it
+            continue
+        return attend
+    return None
+
+
+def _masked_attention(q: Tensor, store: CudaStore, length: int, window: int) -> Tensor:
+    """As `_flash_attention`, in one part: with a window, and for dtypes and heads that the fast kernels lack."""
     rows, heads, _ = q.shape
     end = length + rows
     first = max(0, length + 1 - window) if window else 0
-    group = heads // store.heads
-    k, v = (part.repeat_interleave(group, 0)[None] for part in _read_range(store, first, end))
+    k, v = (part.repeat_interleave(heads // store.heads, 0)[None] for part in _read_range(store, first, end))
     queries = q.transpose(0, 1)[None]
     if not window:
         output = functional.scaled_dot_product_attention(queries, k, v, causal_lower_right(rows, end))
@@ -82,20 +137,24 @@ def _read_range(store: CudaStore, first: int, end: int) -> tuple[Tensor, Tensor]
 
 def prefill(ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geometry, x: Tensor, cos: Tensor,
             sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-    """A chunk x [T, hidden] through all layers. See `longdraft.kernels.interface.Decoder.forward`."""
+    """A chunk x [T, hidden] through all layers. See `longdraft.kernels.interface.Decoder.forward`.
+
+    The attention that it returns has only the last rows of the chunk, at most 128.
+    """
     prefill_ops = PrefillOperations(ops)
     reported = min(_REPORTED_ROWS, len(x))
     outputs = []
     for index, layer in enumerate(layers):
         kv.tap(index, x)
         x, output = layer_forward(prefill_ops, x, layer, geometry, cos, sin, [kv.layer(index)], parents)
-        outputs.append(output)
+        outputs.append(AttentionOutput(*(part[-reported:] for part in output)))
     kv.tap(len(layers), x)
-    shape = (len(layers), len(x))
-    parts = []
-    for part in zip(*outputs, strict=True):
-        stacked = torch.full((*shape, *part[0].shape[1:]), torch.nan, dtype=part[0].dtype, device=x.device)
-        for index, rows in enumerate(part):
-            stacked[index, -reported:] = rows[-reported:]
-        parts.append(stacked)
-    return x, AttentionOutput(*parts)
+    return x, AttentionOutput(*(torch.stack(part) for part in zip(*outputs, strict=True)))
+
+
+def with_all_rows(output: AttentionOutput, rows: int) -> AttentionOutput:
+    """The attention of a chunk of `rows` rows, NaN for those that `prefill` does not report."""
+    missing = rows - output.lse.shape[1]
+    nan = (torch.full((len(part), missing, *part.shape[2:]), torch.nan, dtype=part.dtype, device=part.device)
+           for part in output)
+    return AttentionOutput(*(torch.cat(parts, 1) for parts in zip(nan, output, strict=True)))
