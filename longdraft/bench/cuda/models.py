@@ -173,14 +173,17 @@ class Bench:
         return (found * (count // len(found) + 1))[:count]
 
     def filled(self, shape: str, length: int) -> FullCache:
-        """A cache of the stretched model with the first `length` rows of the text. Longest first: it is cut later."""
+        """A cache of the stretched model with the first `length` rows of the text.
+
+        The cache is filled for the longest context of the plan, and then cut.
+        """
         model = self.stretched(shape)
         if self._filled is None or self._filled[0] != shape or self._filled[1].length < length:
             self._filled = None
-            small = self.small()
+            small, rows = self.small(), max(length, *self.plan.contexts)
             cache = model.new_cache()
-            cache.reserve(length + _ROOM)
-            fill(cache, read_by(small, self.tokens(length)), model, Places(small.config, model.config))
+            cache.reserve(rows + _ROOM)
+            fill(cache, read_by(small, self.tokens(rows)), model, Places(small.config, model.config))
             self._filled = shape, cache
         self._filled[1].truncate(length)
         return self._filled[1]

@@ -122,20 +122,21 @@ def _length(plan: CudaPlan) -> list[Part]:
 
 
 def _kernels(plan: CudaPlan) -> list[Part]:
-    parts = [_COPY_RATE]
-    for shape in plan.shapes:
-        parts.append(Part(f"kernels {shape}", "each_kernel", {"shape": shape}, 40))
-        parts += [Part(f"steps {shape} {context}", "steps", {"shape": shape, "context": context}, 15)
-                  for context in plan.contexts]
-        parts.append(Part(f"trace {shape}", "trace", {"shape": shape, "context": plan.contexts[0]}, 15))
-        parts.append(Part(f"drafts {shape}", "trace_drafts", {"shape": shape, "context": plan.contexts[0]}, 30))
+    """Whole steps first."""
     first = next(iter(plan.shapes))
+    parts = [_COPY_RATE]
+    parts += [Part(f"steps {shape} {context}", "steps", {"shape": shape, "context": context}, 15)
+              for shape in plan.shapes for context in plan.contexts]
     parts += [Part(f"prefill {first} {context}", "prefill", {"shape": first, "context": context}, 25)
               for context in (plan.contexts[0], plan.contexts[-1])]
+    for shape in plan.shapes:
+        parts += [Part(f"trace {shape}", "trace", {"shape": shape, "context": plan.contexts[0]}, 15),
+                  Part(f"kernels {shape}", "each_kernel", {"shape": shape}, 40)]
     if plan.has_peer:
         options = {"shape": first, "context": plan.contexts[0]}
         parts.append(Part("transformers", "transformers", options, 60, lasts=True))
-    return parts
+    return [*parts, *(Part(f"drafts {shape}", "trace_drafts", {"shape": shape, "context": plan.contexts[0]}, 30)
+                      for shape in plan.shapes)]
 
 
 def _whole(plan: CudaPlan) -> list[Part]:

@@ -112,7 +112,6 @@ def begin_behind(plan: CudaPlan, bench: Bench, shape: str, context: int, label: 
     name, options = plan.drafters[label]
     model, last = bench.stretched(shape), min(_LAST, context // 2)
     copy = _copy(bench, shape, options)
-    bench.filled(shape, max(plan.contexts) - last)  # once, for the longest
     prompt = bench.tokens(context + 1)
     return _begin(model, bench.filled(shape, context - last), prompt, last,
                   _builder(name, options, truth, len(prompt)), copy)

@@ -242,7 +242,7 @@ def unpack_cache(archive: Path, folder: Path) -> None:
 def pack_cache(folder: Path, archive: Path) -> None:
     """Keep the compiled kernels for the next visit."""
     if folder.is_dir() and any(folder.iterdir()):
-        with tarfile.open(archive, "w:xz") as packed:
+        with tarfile.open(archive, "w:xz", preset=1) as packed:  # the device waits
             packed.add(folder, ".")
 
 
