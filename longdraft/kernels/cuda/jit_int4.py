@@ -25,12 +25,14 @@ def unpacked(packed, scale_and_zero, group: tl.constexpr, like, COLUMNS: tl.cons
     zero = scale_and_zero >> 16
     if like.dtype.element_ty == tl.float32:
         low, high = (pair & 0xF).to(tl.float32), (pair >> 16).to(tl.float32)
-        return tl.join(low, high).reshape(COLUMNS, GROUP) - zero.to(tl.float32)[:, None]
-    # Halves of 16 + value - zero, 1 to 31: no bit is carried from one to the other.
-    pair = pair + ((0x43104310 if IS_BF16 else 0x64106410) - zero * 0x00010001)[:, None]
-    low = (pair & 0xFFFF).to(tl.int16).to(like.dtype.element_ty, bitcast=True)
-    high = (pair >> 16).to(tl.int16).to(like.dtype.element_ty, bitcast=True)
-    return tl.join(low, high).reshape(COLUMNS, GROUP) - (144.0 if IS_BF16 else 1040.0)
+        value = tl.join(low, high).reshape(COLUMNS, GROUP) - zero.to(tl.float32)[:, None]
+    else:
+        # Halves of 16 + value - zero, 1 to 31: no bit is carried from one to the other.
+        pair = pair + ((0x43104310 if IS_BF16 else 0x64106410) - zero * 0x00010001)[:, None]
+        low = (pair & 0xFFFF).to(tl.int16).to(like.dtype.element_ty, bitcast=True)
+        high = (pair >> 16).to(tl.int16).to(like.dtype.element_ty, bitcast=True)
+        value = tl.join(low, high).reshape(COLUMNS, GROUP) - (144.0 if IS_BF16 else 1040.0)
+    return value
 
 
 @triton.jit(do_not_specialize=["num_rows"])
