@@ -48,7 +48,8 @@ def outweighs_cache(model: Transformer) -> bool:
 def resolve(asked: str, target: Transformer) -> str:
     """The format of the copy that drafts for `target`: "int8", "int4", or "same" for no copy.
 
-    asked  one of CHOICES; "auto" is int4 for a large model on a CPU, else no copy: on a device `auto` has not been timed with one
+    asked  one of CHOICES; "auto" is int4 for a large model on a CPU, else no copy. `auto` was not timed with one on a
+           device
 
     UsageError if a format is asked for by name and cannot be had.
     """
