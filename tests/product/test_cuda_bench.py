@@ -183,6 +183,21 @@ def test_every_launch_says_how_sums_of_products_are_rounded():
     assert launches > 25
 
 
+def test_a_chained_kernel_stores_nothing_and_loads_nothing_before_it_waits():
+    """It may only ask for cache lines, which changes no result. All kernels that can be chained wait."""
+    chained = 0
+    for path in (ROOT / "longdraft" / "kernels" / "cuda").glob("jit_*.py"):
+        for kernel in re.split(r"\n(?=def )", path.read_text(encoding="utf-8"))[1:]:
+            name, code = kernel[4 : kernel.index("(")], re.sub(r'""".*?"""', "", kernel, flags=re.DOTALL)
+            if "IS_CHAINED: tl.constexpr" not in code or name == "wait_for_inputs":
+                continue
+            before, wait, _ = code.partition("wait_for_inputs(IS_CHAINED)")
+            assert wait, f"{name} never waits"
+            assert "tl.store" not in before and "tl.load" not in before and "atomic" not in before, name
+            chained += 1
+    assert chained >= 20
+
+
 def test_every_kernel_compiles_for_hopper(tmp_path):
     """To machine code, without a device. The interpreter accepts programs that the compiler rejects."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
