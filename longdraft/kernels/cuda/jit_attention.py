@@ -20,11 +20,10 @@ memory: CUDA graphs require it, and such a number must not select another compil
 import triton
 import triton.language as tl
 
-from longdraft.kernels.cuda.jit_chain import LINE, prefetch, wait_for_inputs
+from longdraft.kernels.cuda.jit_chain import wait_for_inputs
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-_PREFETCHED = tl.constexpr(512)  # cache lines of keys, and of values: 256 rows of 128 16-bit numbers
 
 
 @triton.jit
@@ -64,20 +63,6 @@ def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score
     return new_max, weight_sum, value_sum
 
 
-@triton.jit
-def prefetch_split(k, v, where, split, row_of_head, DIM: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr,
-                   LONG: tl.constexpr):
-    """Fetch the first rows of a split into the second-level cache. The length may be out of date: nothing is read."""
-    EACH: tl.constexpr = LINE // (k.dtype.element_ty.primitive_bitwidth // 8)
-    begin = split_start(split, SHORT, NUM_SHORT, LONG)
-    left = tl.load(where) - begin
-    if left > 0:
-        element = tl.minimum(tl.arange(0, _PREFETCHED) * EACH, left * DIM - 1)
-        at = (row_of_head + begin) * DIM + element
-        prefetch(k + at)
-        prefetch(v + at)
-
-
 @triton.jit(do_not_specialize=["is_end", "num_rows", "capacity", "num_splits", "path_stride", "window"])
 def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scores, weight_sums, value_sums,
                         is_end, num_rows, capacity, num_splits, path_stride, window, factor,
@@ -101,10 +86,6 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     counted down in stage 0: the long ones, which take longest, begin first. In stage 1, splits are counted from the one
     where the prefix ends, and a tile holds lanes of one row only.
     """
-    if IS_CHAINED and not IS_SCALED:  # for which the registers do not suffice
-        if (is_end == 0) & (tl.program_id(0) == 0):
-            prefetch_split(k, v, where, tl.num_programs(2) - 1 - tl.program_id(2),
-                           tl.program_id(1).to(tl.int64) * capacity, DIM, SHORT, NUM_SHORT, LONG)
     wait_for_inputs(IS_CHAINED)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     TILES: tl.constexpr = (GROUP + LANES - 1) // LANES  # of one row
