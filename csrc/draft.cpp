@@ -7,13 +7,27 @@ namespace {
 
 // Memory for one row's way through the model.
 struct RowBuffers {
-    std::vector<char> x, normed, q, k, v, content, attended;
-    std::vector<float> lse, logits;
+    std::vector<char> x, normed, q, k, v, content, attended, mixed;
+    std::vector<float> lse, logits, gates;
 
     RowBuffers(const Decoder& d, long hidden, long vocabulary, long size)
         : x(bytes(hidden * size)), normed(bytes(hidden * size)), q(layers(d, d.heads * d.dim * size)),
           k(layers(d, d.kv_heads * d.dim * size)), v(k.size()), content(q.size()), attended(q.size()),
-          lse(layers(d, d.heads)), logits(static_cast<size_t>(vocabulary)) {}
+          lse(layers(d, d.heads)), logits(static_cast<size_t>(vocabulary)) {
+        for (const Layer& layer : d.layers)
+            if (layer.gates) {
+                mixed.resize(std::max(mixed.size(), bytes(layer.qkv->n * size)));
+                gates.resize(std::max(gates.size(), static_cast<size_t>(layer.gates->n)));
+            }
+    }
+
+    // Row `i` of a chain in the delta layers. The inputs of the rule are not kept: a chain has no other path.
+    std::vector<DeltaRows> deltas(const std::vector<ChainStates>& states, long i) {
+        std::vector<DeltaRows> rows;
+        for (const ChainStates& state : states)
+            rows.push_back({i ? state.after[(i - 1) % 2] : state.before, state.after[i % 2], mixed.data(), gates.data()});
+        return rows;
+    }
 
   private:
     static size_t bytes(long count) { return static_cast<size_t>(count); }
@@ -42,7 +56,7 @@ std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const
         kernels.embed(*model.embedding, &token, 1, row.x.data());
         forward(kernels, d, {1, cos + i * half, sin + i * half, &parent, row.x.data(), row.q.data(), row.k.data(),
                              row.v.data(), row.content.data(), row.attended.data(), row.lse.data()},
-                {{cache.stores, length, 1, cache.remainder, {}}});
+                {{cache.stores, length, 1, cache.remainder, {}, row.deltas(cache.deltas, i)}});
         for (size_t layer = 0; layer < cache.stores.size(); layer++) {
             Store& store = *cache.stores[layer];
             const long skipped = static_cast<long>(layer) * kv_width * size;
@@ -50,7 +64,7 @@ std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const
             kernels.write(store, length, {row.k.data() + skipped, kv_width, d.dim}, {row.v.data() + skipped, kv_width, d.dim},
                           nullptr, 1);
         }
-        kernels.rms_norm(bf16, row.x.data(), model.norm, 1, hidden, d.eps, d.rounds_once, row.normed.data());
+        d.norm(kernels, bf16, row.x.data(), model.norm, 1, hidden, row.normed.data());
         kernels.linear(*model.head, row.normed.data(), 1, row.logits.data(), true);
         if (model.logits_divisor != 1.0f)
             for (float& logit : row.logits) logit /= model.logits_divisor;

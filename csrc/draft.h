@@ -20,12 +20,19 @@ struct DraftModel {
     const PartOfVocabulary* part;  // the tokens of the head's rows; null: the whole vocabulary
 };
 
+// The state of a delta layer that the chain continues. Its rows write the states behind them to the other two in turn:
+// the first row to after[0]. after[1] may be `before`.
+struct ChainStates {
+    DeltaState before, after[2];
+};
+
 // What the chain continues: `length` rows in the stores of each layer, then the rows of drafted tokens, which are
 // written behind them.
 struct DraftCache {
     std::vector<Store*> stores;
     long length;
     const float* remainder;  // [layers, heads, dim + 1, dim + 1] or null, as for TextRows
+    std::vector<ChainStates> deltas;  // one for each delta layer
 };
 
 // When a chain ends before its last place: as soon as the probability that all its tokens become text is below `least`.

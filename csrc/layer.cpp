@@ -32,17 +32,17 @@ void gather(const char* from, long rows, long wide, long first, long width, long
                     static_cast<size_t>(width * size));
 }
 
-// Split qkv [rows, wide] into r.content, r.q, r.k and r.v. `buffer` has room for the keys of all rows.
+// Split qkv into r.content, r.q, r.k and r.v. `buffer` has room for the keys of all rows.
 void split_qkv(const Kernels& kernels, const Decoder& d, const Layer& l, const DecoderRows& r, bool bf16,
                const char* qkv, char* buffer) {
-    const long q_width = d.heads * d.dim, kv_width = d.kv_heads * d.dim, wide = q_width + 2 * kv_width;
+    const long q_width = d.heads * d.dim, kv_width = d.kv_heads * d.dim, wide = l.qkv->n;
     const long size = bf16 ? 2 : 4, rows = r.rows;
     gather(qkv, rows, wide, 0, q_width, size, r.content);
     gather(qkv, rows, wide, q_width + kv_width, kv_width, size, r.v);
     Rows keys = {const_cast<char*>(qkv) + q_width * size, wide, d.dim};
     auto norm = [&](void* x, const void* weight, long width) {
         const long unit = l.norms_heads ? d.dim : width;
-        kernels.rms_norm(bf16, x, weight, rows * (width / unit), unit, d.eps, d.rounds_once, x);
+        d.norm(kernels, bf16, x, weight, rows * (width / unit), unit, x);
     };
     if (l.q_norm) norm(r.content, l.q_norm, q_width);
     if (l.k_norm) {
@@ -56,9 +56,10 @@ void split_qkv(const Kernels& kernels, const Decoder& d, const Layer& l, const D
 }
 
 // Attention of each text's rows over the text's own store of this layer.
-void attend_texts(const Kernels& kernels, const Decoder& d, size_t layer, const DecoderRows& r,
+//   place  of the layer among those with attention
+void attend_texts(const Kernels& kernels, const Decoder& d, const Layer& l, size_t place, const DecoderRows& r,
                   const std::vector<TextKV>& texts) {
-    const bool bf16 = texts[0].stores[layer]->is_bf16;
+    const bool bf16 = texts[0].stores[place]->is_bf16;
     const long size = bf16 ? 2 : 4, q_width = d.heads * d.dim, kv_width = d.kv_heads * d.dim;
     const long map = d.heads * (d.dim + 1) * (d.dim + 1);
     auto at = [size](void* rows, long row, long width) { return static_cast<char*>(rows) + row * width * size; };
@@ -69,36 +70,50 @@ void attend_texts(const Kernels& kernels, const Decoder& d, size_t layer, const 
     std::vector<Attention> attentions;
     long row = 0;
     for (const TextKV& text : texts) {
-        Store& store = *text.stores[layer];
+        Store& store = *text.stores[place];
         store.prepare(text.length, text.rows);
         float* remainder = text.remainder ? remainders + row * d.heads * (d.dim + 1) : nullptr;
         if (remainder)
-            kernels.map_remainder(bf16, at(r.content, row, q_width), text.remainder + static_cast<long>(layer) * map,
+            kernels.map_remainder(bf16, at(r.content, row, q_width), text.remainder + static_cast<long>(place) * map,
                                   text.rows, d.heads, d.dim, remainder);
         attentions.push_back({&store, text.length, text.rows, d.heads, at(r.q, row, q_width),
                          {at(r.k, row, kv_width), kv_width, d.dim}, {at(r.v, row, kv_width), kv_width, d.dim},
-                         r.parent + row, 1.0f / std::sqrt(static_cast<float>(d.dim)), d.layers[layer].window, remainder,
+                         r.parent + row, 1.0f / std::sqrt(static_cast<float>(d.dim)), l.window, remainder,
                          at(r.attended, row, q_width), r.lse + row * d.heads});
         row += text.rows;
     }
     kernels.attention(attentions.data(), static_cast<long>(attentions.size()));
 }
 
+// The states of each text's rows, and the layer's output [rows, values], from qkvz and gates [rows, 2 value_heads].
+void apply_delta(const Kernels& kernels, const Layer& l, size_t place, const DecoderRows& r, bool bf16,
+                 const std::vector<TextKV>& texts, const char* qkvz, const char* gates, char* out) {
+    const long size = bf16 ? 2 : 4, wide = l.qkv->n, values = l.out->k, channels = wide - values, per_row = l.gates->n * 4;
+    std::vector<DeltaText> rows;
+    long row = 0;
+    for (const TextKV& text : texts) {
+        const DeltaRows& own = text.deltas[place];
+        gather(qkvz + row * wide * size, text.rows, wide, 0, channels, size, own.mixed);
+        std::memcpy(own.gates, gates + row * per_row, static_cast<size_t>(text.rows * per_row));
+        rows.push_back({text.rows, own.before.history, own.before.matrix, own.after.history, own.after.matrix, own.mixed,
+                        own.gates, qkvz + (row * wide + channels) * size, wide, out + row * values * size, r.parent + row});
+        row += text.rows;
+    }
+    kernels.delta(bf16, l.delta, rows.data(), static_cast<long>(rows.size()));
+}
+
 // One layer, x in place. The pointers of `r` point to the results of this layer.
-void layer_forward(const Kernels& kernels, const Decoder& d, size_t layer, const DecoderRows& r,
+//   place  of the layer among those of its kind: with attention, or with a state
+void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, size_t place, const DecoderRows& r, bool bf16,
                    const std::vector<TextKV>& texts) {
-    const Layer& l = d.layers[layer];
-    const bool bf16 = texts[0].stores[layer]->is_bf16;
     const long size = bf16 ? 2 : 4, rows = r.rows, hidden = l.out->n, inner = l.down->k;
-    const long wide = (d.heads + 2 * d.kv_heads) * d.dim;
-    const long step = round_up(rows * std::max({hidden, wide, 2 * inner}) * size, 64);
+    const long widest = std::max({hidden, l.qkv->n, l.out->k, 2 * inner, l.gates ? l.gates->n * 4 / size : 0});
+    const long step = round_up(rows * widest * size, 64);
     char* first = static_cast<char*>(workspace<2>(static_cast<size_t>(3 * step)));
     char *second = first + step, *third = second + step;
 
-    auto norm = [&](const void* x, const void* weight, void* to) {
-        kernels.rms_norm(bf16, x, weight, rows, hidden, d.eps, d.rounds_once, to);
-    };
-    auto input = [&](const void* weight) -> const void* {  // the input of attention or of the MLP
+    auto norm = [&](const void* x, const void* weight, void* to) { d.norm(kernels, bf16, x, weight, rows, hidden, to); };
+    auto input = [&](const void* weight) -> const void* {  // the input of attention, of the rule or of the MLP
         if (d.post_norm) return r.x;
         norm(r.x, weight, first);
         return first;
@@ -109,10 +124,22 @@ void layer_forward(const Kernels& kernels, const Decoder& d, size_t layer, const
         kernels.add(bf16, r.x, second, rows * hidden, r.x);
     };
 
-    kernels.linear(*l.qkv, input(l.attention_norm), rows, second, false);
-    split_qkv(kernels, d, l, r, bf16, second, first);
-    attend_texts(kernels, d, layer, r, texts);
-    kernels.linear(*l.out, r.attended, rows, second, false);
+    const void *source = input(l.attention_norm), *output = third;
+    kernels.linear(*l.qkv, source, rows, second, false);
+    if (l.gates) {
+        kernels.linear(*l.gates, source, rows, third, true);
+        apply_delta(kernels, l, place, r, bf16, texts, second, third, third);
+    } else {
+        split_qkv(kernels, d, l, r, bf16, second, first);
+        attend_texts(kernels, d, l, place, r, texts);
+        output = r.attended;
+        if (l.is_gated) {
+            const long width = d.heads * d.dim;
+            kernels.gate(bf16, r.attended, second + (l.qkv->n - width) * size, l.qkv->n, rows, width, third);
+            output = third;
+        }
+    }
+    kernels.linear(*l.out, output, rows, second, false);
     add_residual(l.attention_norm);
     kernels.linear(*l.gate_up, input(l.mlp_norm), rows, second, false);
     kernels.swiglu(bf16, second, rows, inner, third);
@@ -134,16 +161,20 @@ void tap(const Decoder& d, size_t layer, const DecoderRows& r, const std::vector
 
 void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, const std::vector<TextKV>& texts) {
     DecoderRows r = rows;
+    const bool bf16 = texts[0].stores[0]->is_bf16;
+    const long size = bf16 ? 2 : 4, q_bytes = r.rows * d.heads * d.dim * size, kv_bytes = r.rows * d.kv_heads * d.dim * size;
     auto skip = [](void*& at, long bytes) { at = static_cast<char*>(at) + bytes; };
+    size_t num_attentions = 0, num_deltas = 0;
     for (size_t i = 0; i < d.layers.size(); i++) {
+        const Layer& l = d.layers[i];
         tap(d, i, r, texts);
-        layer_forward(kernels, d, i, r, texts);
-        const long size = texts[0].stores[i]->is_bf16 ? 2 : 4, q_bytes = r.rows * d.heads * d.dim * size;
+        layer_forward(kernels, d, l, l.gates ? num_deltas++ : num_attentions++, r, bf16, texts);
+        if (l.gates) continue;
         skip(r.q, q_bytes);
         skip(r.content, q_bytes);
         skip(r.attended, q_bytes);
-        skip(r.k, r.rows * d.kv_heads * d.dim * size);
-        skip(r.v, r.rows * d.kv_heads * d.dim * size);
+        skip(r.k, kv_bytes);
+        skip(r.v, kv_bytes);
         r.lse += r.rows * d.heads;
     }
     tap(d, d.layers.size(), r, texts);

@@ -4,6 +4,8 @@
 
 #include "layout.h"
 
+#include <algorithm>
+
 namespace longdraft {
 
 struct Layer {
@@ -17,6 +19,9 @@ struct Layer {
     const void *q_norm, *k_norm;  // applied to queries and keys before their rotation, or null
     bool norms_heads;             // whether each head is normalised by itself, or all heads as one vector
     bool rotates;                 // whether queries and keys are rotated
+    bool is_gated;                // qkv has the weights of the gate behind those of v
+    const Linear* gates;          // of a delta layer: b and a stacked, and qkv is q, k, v, z; null: a layer with attention
+    DeltaLayer delta;
 };
 
 struct Decoder {
@@ -25,18 +30,45 @@ struct Decoder {
     bool post_norm;    // norms are applied to the outputs of attention and MLP, not to their inputs
     bool rounds_once;  // a norm rounds only after its weight, not before it too
     float query_factor, residual_factor;  // multiply queries (with their rotation); the outputs of attention and MLP
+    bool float_norms;  // the weights of norms are float32, whatever the dtype of the rows
     std::vector<Layer> layers;
+
+    size_t num_deltas() const {
+        return static_cast<size_t>(std::count_if(layers.begin(), layers.end(), [](const Layer& l) { return l.gates; }));
+    }
+    // Whether there is a store for each layer with attention, and a state for each of the others.
+    bool fits(size_t stores, size_t states) const { return states == num_deltas() && stores + states == layers.size(); }
+    void norm(const Kernels& kernels, bool bf16, const void* x, const void* weight, long rows, long width, void* to) const {
+        if (bf16 && float_norms)
+            kernels.rms_norm_float(bf16, x, static_cast<const float*>(weight), rows, width, eps, to);
+        else
+            kernels.rms_norm(bf16, x, weight, rows, width, eps, rounds_once, to);
+    }
+};
+
+// A state of one text in a delta layer (DeltaText).
+struct DeltaState {
+    void* history;
+    float* matrix;
+};
+
+// One text's rows in a delta layer.
+struct DeltaRows {
+    DeltaState before, after;
+    void* mixed;   // results: inputs of the convolution [rows, C],
+    float* gates;  // and of the rule [rows, 2 value_heads]
 };
 
 // What the rows of one text read in a forward.
 struct TextKV {
-    std::vector<Store*> stores;  // one for each layer
+    std::vector<Store*> stores;  // one for each layer with attention
     long length, rows;           // committed positions, rows of the text
     const float* remainder;      // [layers, heads, dim + 1, dim + 1] or null: maps for map_remainder_as
     std::vector<void*> taps;     // for each layer, and for the result: where to copy the rows that enter it, or null
+    std::vector<DeltaRows> deltas;  // one for each delta layer
 };
 
-// The rows of a forward, text after text. The results of each layer have the layers as their first axis.
+// The rows of a forward, text after text. The results of each layer have the layers with attention as their first axis.
 struct DecoderRows {
     long rows;
     const float *cos, *sin;  // [rows, dim / 2]

@@ -252,6 +252,7 @@ struct Kernels {
                      void* out);
     void (*add)(bool bf16, const void* a, const void* b, long count, void* out);
     void (*swiglu)(bool bf16, const void* gate_up, long rows, long width, void* out);
+    void (*gate)(bool bf16, const void* x, const void* gates, long stride, long rows, long width, void* out);
     void (*rope)(bool bf16, Rows x, const float* cos, const float* sin, long rows, long heads, long dim, void* out);
     void (*write)(Store&, long start, Rows k, Rows v, const int64_t* which, long rows);
     void (*read)(const Store&, const int64_t* positions, long count, void* k, void* v);

@@ -1,31 +1,18 @@
 // The Python bindings of the CPU kernels. Only longdraft/kernels/cpu.py and longdraft/sampling/fast.py call them, with
 // addresses and sizes that they have checked. What Python cannot check cheaply is checked here.
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
+#include "module.h"
 
 #include "choice.h"
-#include "draft.h"
-#include "layer.h"
 #include "layout.h"
 #include "partial_cache.h"
 #include "pool.h"
-
-#include <string>
 
 #if defined(LONGDRAFT_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-namespace nb = nanobind;
-using namespace nb::literals;
-using Address = uintptr_t;
-
 namespace longdraft {
-
-void bind_suffix(nb::module_& m);  // suffix_module.cpp
 
 #define VARIANT(name) namespace name { extern const Kernels table; }
 #if defined(LONGDRAFT_AMX)
@@ -39,10 +26,6 @@ VARIANT(portable)
 #undef VARIANT
 
 namespace {
-
-using RankedPair = std::pair<std::vector<int64_t>, double>;  // Ranked, for Python
-
-RankedPair pair_of(Ranked ranked) { return {std::move(ranked.tokens), ranked.lead}; }
 
 #if defined(LONGDRAFT_AMX)
 // Linux grants the use of the matrix unit's registers to a process that asks for it, once.
@@ -77,17 +60,6 @@ const Kernels& by_name(const std::string& name) {
         if (name == kernels->name) return *kernels;
     throw std::invalid_argument("this processor cannot run the variant " + name);
 }
-
-void require(bool condition, const char* wanted) {
-    if (!condition) throw std::invalid_argument(std::string("CPU kernels want ") + wanted);
-}
-
-void require_order(const int32_t* parent, long rows) {
-    for (long row = 0; row < rows; row++) require(-1 <= parent[row] && parent[row] < row, "parents before children");
-}
-
-template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
-Rows rows_at(Address address, long row_stride, long head_stride) { return {at<void>(address), row_stride, head_stride}; }
 
 // `weight` is int8 where a scale is given, otherwise float32 or bfloat16.
 Linear* pack(const Kernels& kernels, bool bf16, long n, long k, Address weight, Address scale, Address bias) {
@@ -199,18 +171,9 @@ NB_MODULE(_cpu, m) {
             return pair_of(choice.rank(at<float>(logits), path.data(), static_cast<long>(path.size()), position, is_banned,
                                        count, within)); });
 
-    nb::class_<Decoder>(m, "Decoder")
-        .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool post_norm,
-                            bool rounds_once, float query_factor, float residual_factor) {
-            new (d) Decoder{heads, kv_heads, dim, eps, post_norm, rounds_once, query_factor, residual_factor, {}}; })
-        .def("add", [](Decoder& d, Address attention_norm, const Linear& qkv, const Linear& out, Address mlp_norm,
-                       const Linear& gate_up, const Linear& down, long window, Address q_norm, Address k_norm,
-                       bool norms_heads, bool rotates) {
-            d.layers.push_back({at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), &gate_up, &down, window,
-                                at<void>(q_norm), at<void>(k_norm), norms_heads, rotates}); });
-
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
-    nb::class_<Kernels>(m, "Kernels")
+    nb::class_<Kernels> kernels(m, "Kernels");
+    kernels
         .def_static("get", &by_name, nb::rv_policy::reference)
         .def_prop_ro("name", [](const Kernels& k) { return std::string(k.name); })
         .def("pack", &pack, nb::rv_policy::take_ownership)
@@ -231,24 +194,10 @@ NB_MODULE(_cpu, m) {
         .def("rms_norm_float", [](const Kernels& k, bool bf16, Address x, Address weight, long rows, long width, float eps,
                                   Address out) {
             k.rms_norm_float(bf16, at<void>(x), at<float>(weight), rows, width, eps, at<void>(out)); })
-        .def("delta", [](const Kernels& k, bool bf16, const std::vector<long>& shape, const std::vector<Address>& weights,
-                         float eps, const std::vector<long>& counts, const std::vector<std::vector<Address>>& texts,
-                         Address z, long z_stride, Address out, Address parent) {
-            const DeltaLayer layer = {shape[0], shape[1], shape[2], shape[3], shape[4], at<float>(weights[0]),
-                                      at<float>(weights[1]), at<float>(weights[2]), at<float>(weights[3]), eps};
-            const long size = bf16 ? 2 : 4, width = layer.value_heads * layer.value_dim;
-            std::vector<DeltaText> rows;
-            long row = 0;
-            for (size_t i = 0; i < texts.size(); row += counts[i], i++) {
-                const std::vector<Address>& t = texts[i];
-                require_order(at<int32_t>(parent) + row, counts[i]);
-                rows.push_back({counts[i], at<void>(t[0]), at<float>(t[1]), at<void>(t[2]), at<float>(t[3]), at<void>(t[4]),
-                                at<float>(t[5]), z ? at<void>(z + row * z_stride * size) : nullptr, z_stride,
-                                at<void>(out + row * width * size), at<int32_t>(parent) + row});
-            }
-            k.delta(bf16, layer, rows.data(), static_cast<long>(rows.size())); }, free_gil)
         .def("swiglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, Address out) {
             k.swiglu(bf16, at<void>(x), rows, width, at<void>(out)); })
+        .def("gate", [](const Kernels& k, bool bf16, Address x, Address gates, long stride, long rows, long width, Address out) {
+            k.gate(bf16, at<void>(x), at<void>(gates), stride, rows, width, at<void>(out)); })
         .def("rope", [](const Kernels& k, bool bf16, Address x, long row_stride, long head_stride, Address cos,
                         Address sin, long rows, long heads, long dim, Address out) {
             k.rope(bf16, rows_at(x, row_stride, head_stride), at<float>(cos), at<float>(sin), rows, heads, dim,
@@ -261,44 +210,6 @@ NB_MODULE(_cpu, m) {
             s.prepare(start, rows);
             k.write(s, start, rows_at(key, key_row, key_head), rows_at(value, value_row, value_head),
                     at<int64_t>(which), rows); })
-        .def("forward", [](const Kernels& k, const Decoder& decoder, const std::vector<std::vector<Store*>>& stores,
-                           const std::vector<long>& lengths, const std::vector<long>& counts,
-                           const std::vector<Address>& remainders, const std::vector<std::vector<Address>>& taps, Address x, Address cos, Address sin, Address parent,
-                           Address q, Address content, Address key, Address value, Address attended, Address lse) {
-            std::vector<TextKV> texts;
-            long rows = 0;
-            for (size_t i = 0; i < stores.size(); i++) {
-                require_order(at<int32_t>(parent) + rows, counts[i]);
-                std::vector<void*> tapped;
-                for (Address tap : taps[i]) tapped.push_back(at<void>(tap));
-                require(tapped.empty() || tapped.size() == decoder.layers.size() + 1, "a tap for each layer and one more");
-                texts.push_back({stores[i], lengths[i], counts[i], at<float>(remainders[i]), std::move(tapped)});
-                rows += counts[i];
-            }
-            forward(k, decoder, {rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<void>(x), at<void>(q),
-                                 at<void>(key), at<void>(value), at<void>(content), at<void>(attended), at<float>(lse)},
-                    texts); }, free_gil)
-        .def("draft", [](const Kernels& k, const Decoder& decoder, const Linear& embedding, const Linear& head, Address norm,
-                         float logits_divisor, const std::vector<Store*>& stores, long length, Address remainder,
-                         const Choice& choice, long count, long position, long width, double within, long banned_depth,
-                         const std::vector<double>& edges, const std::vector<double>& rates, double least, int32_t root,
-                         const std::vector<int32_t>& path, Address cos, Address sin,
-                         const PartOfVocabulary* part) {
-            for (int32_t token : path) require(0 <= token && token < embedding.n, "token ids of the table");
-            require(!part || static_cast<long>(part->ids.size()) == head.n, "a row of the head for each token of the part");
-            require(0 <= root && root < embedding.n && stores.size() == decoder.layers.size(),
-                    "a token of the table, and a store for each layer");
-            require(rates.size() == edges.size() + 1, "a rate below each edge, and one above");
-            std::vector<RankedPair> places;
-            for (Ranked& ranked : draft(k, {&decoder, &embedding, &head, at<void>(norm), logits_divisor, part},
-                                        {stores, length, at<float>(remainder)}, choice,
-                                        {count, position, width, within, banned_depth, {edges, rates, least}}, root, path,
-                                        at<float>(cos), at<float>(sin)))
-                places.push_back(pair_of(std::move(ranked)));
-            return places; }, "decoder"_a, "embedding"_a, "head"_a, "norm"_a,
-             "logits_divisor"_a, "stores"_a, "length"_a, "remainder"_a, "choice"_a, "count"_a, "position"_a, "width"_a,
-             "within"_a, "banned_depth"_a, "edges"_a, "rates"_a, "least"_a, "root"_a, "path"_a, "cos"_a, "sin"_a,
-             "part"_a.none(), free_gil)
         .def("keep", [](const Kernels& k, const std::vector<Store*>& stores, long start,
                         const std::vector<int64_t>& rows, long num_rows, long layer_stride, Address key, Address value) {
             for (int64_t row : rows) require(0 <= row && row < num_rows, "row numbers below the number of rows");
@@ -342,4 +253,5 @@ NB_MODULE(_cpu, m) {
                                     rows_at(value, value_row, value_head), at<int32_t>(parent), scale,
                                     window, at<float>(remainder), at<void>(out), at<float>(lse)};
             k.attention(&text, 1); }, free_gil);
+    bind_decoder(m, kernels);
 }

@@ -71,11 +71,14 @@ template <class T> void scale_as(void* x, long count, float by) {
     for (long i = 0; i < count; i++) at[i] = T::round(T::widen(at[i]) * by);
 }
 
-inline Floats silu(Floats x) {
+inline Floats exp_of_negative(Floats x) {
     Floats power = x * -1.44269504f;  // exp(-x) as a power of two, within the range of exp2
     power = power > 126.0f ? broadcast(126.0f) : max(power, broadcast(-126.0f));
-    return x / (1.0f + exp2(power));
+    return exp2(power);
 }
+
+inline Floats logistic(Floats x) { return 1.0f / (1.0f + exp_of_negative(x)); }
+inline Floats silu(Floats x) { return x / (1.0f + exp_of_negative(x)); }
 
 // silu(gate) * up, for gate_up [rows, 2 width] with the gate first: out [rows, width].
 template <class T> void swiglu_as(const void* gate_up, long rows, long width, void* out) {
@@ -94,6 +97,27 @@ template <class T> void swiglu_as(const void* gate_up, long rows, long width, vo
                 T::narrow(to + i, T::widen(active) * T::widen(up + i));
             } else {
                 for (long j = 0; j < some; j++) to[i + j] = T::round(T::widen(T::round(lanes[j])) * T::widen(up[i + j]));
+            }
+        }
+    }
+}
+
+// x * sigmoid(gate), rounded, for x [rows, width]. The gates of two rows are `stride` apart. `out` may be x.
+template <class T> void gate_as(const void* x, const void* gates, long stride, long rows, long width, void* out) {
+    using Element = typename T::Element;
+    for (long r = 0; r < rows; r++) {
+        const Element* in = static_cast<const Element*>(x) + r * width;
+        const Element* gate = static_cast<const Element*>(gates) + r * stride;
+        Element* to = static_cast<Element*>(out) + r * width;
+        for (long i = 0; i < width; i += LANES) {
+            const long some = std::min<long>(LANES, width - i);
+            const Floats gated = widen_some<T>(in + i, some) * logistic(widen_some<T>(gate + i, some));
+            if (some == LANES) {
+                T::narrow(to + i, gated);
+            } else {
+                float lanes[LANES];
+                store(lanes, gated);
+                for (long j = 0; j < some; j++) to[i + j] = T::round(lanes[j]);
             }
         }
     }

@@ -53,6 +53,10 @@ void swiglu(bool bf16, const void* gate_up, long rows, long width, void* out) {
     bf16 ? swiglu_as<BF16>(gate_up, rows, width, out) : swiglu_as<F32>(gate_up, rows, width, out);
 }
 
+void gate(bool bf16, const void* x, const void* gates, long stride, long rows, long width, void* out) {
+    bf16 ? gate_as<BF16>(x, gates, stride, rows, width, out) : gate_as<F32>(x, gates, stride, rows, width, out);
+}
+
 void rope(bool bf16, Rows x, const float* cos, const float* sin, long rows, long heads, long dim, void* out) {
     bf16 ? rope_as<BF16>(x, cos, sin, rows, heads, dim, out) : rope_as<F32>(x, cos, sin, rows, heads, dim, out);
 }
@@ -92,7 +96,7 @@ void rms_norm_float(bool bf16, const void* x, const float* weight, long rows, lo
 
 extern const Kernels table;
 const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, int4::pack, quantise_int4, linear, embed, take_rows,
-                       rms_norm, add, swiglu, rope, write, read, weights, attention, map_remainder, scale,
+                       rms_norm, add, swiglu, gate, rope, write, read, weights, attention, map_remainder, scale,
                        solve_spd, delta, rms_norm_float};
 
 }  // namespace LONGDRAFT_VARIANT

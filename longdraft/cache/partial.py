@@ -137,11 +137,14 @@ class PartialCache:
     @property
     def draft_stores(self) -> DraftStores:
         """The rows and the remainder, for a chain that the compiled module drafts."""
-        return DraftStores(self._base.stores, self.length, self._remainder)
+        states = self._states.chain_states if self._states else ()
+        return DraftStores(self._base.stores, self.length, self._remainder, states)
 
     def add_drafts(self, count: int) -> None:
         """Keep `count` rows that the compiled module has written behind the others, until `drop_drafts`."""
         self._base.length += count
+        if self._states:
+            self._states.advance(count)
         self._num_drafted += count
 
     def drop_drafts(self) -> None:

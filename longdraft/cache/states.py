@@ -68,6 +68,22 @@ class StateCache:
             chosen = rows._replace(mixed=rows.mixed[path], gates=rows.gates[path])
             self._kernels.delta_rule(weights, [chosen], None, chain)
 
+    @property
+    def chain_states(self) -> list[tuple[DeltaState, DeltaState, DeltaState]]:
+        """For a chain that the compiled module drafts: the states that it continues, and two that its rows write to in
+        turn. Call `advance` afterwards."""
+        if not self._spare:
+            self._spare = self._new()
+        if not self._own:
+            self._own = self._new()
+        return list(zip(self.current, self._spare, self._own, strict=True))
+
+    def advance(self, count: int) -> None:
+        """Keep `count` rows of such a chain, all that it has."""
+        if count % 2:
+            self._own, self._spare = self._spare, self._own
+        self._is_behind_source = self._is_behind_source and not count
+
     def reset(self) -> None:
         """Forget all rows: of drafts, go back to the text; of a text, to its beginning."""
         self._tail = []

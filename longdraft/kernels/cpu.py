@@ -125,6 +125,15 @@ class CpuKernels:
         self.native.swiglu(self._is_bf16, gate_up.data_ptr(), len(gate_up), width, out.data_ptr())
         return out
 
+    def gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        x = self._input(x, gates.shape[1])
+        fits = gates.shape == x.shape and gates.dtype == self.dtype and gates.stride(1) == 1
+        require(fits, f"gates {tuple(x.shape)} of {self.dtype}", (gates.shape, gates.dtype, gates.stride()))
+        out = torch.empty_like(x)
+        self.native.gate(self._is_bf16, x.data_ptr(), gates.data_ptr(), gates.stride(0), len(x), x.shape[1],
+                         out.data_ptr())
+        return out
+
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows, heads, dim = x.shape
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
@@ -146,7 +155,7 @@ class CpuKernels:
         return cpu_delta.delta_rule(self.native, self.dtype, weights, texts, z, parents)
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
-        if any(layer.experts or layer.delta or layer.is_gated for layer in layers):
+        if any(layer.experts for layer in layers):
             return LayerwiseDecoder(self, layers, geometry)
         return CpuDecoder(self.native, self.dtype, layers, geometry)
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from longdraft.kernels import cpu_delta
 from longdraft.kernels.cpu_store import (
     CpuLinear,
     address,
@@ -18,6 +19,7 @@ from longdraft.kernels.cpu_store import (
     require_length,
     require_tensor,
 )
+from longdraft.kernels.delta import DeltaState, DeltaWeights
 from longdraft.kernels.interface import AttentionOutput, Geometry, KVStore, LayersKV, LayerWeights
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
@@ -34,26 +36,54 @@ class CpuDecoder:
         self._geometry = geometry
         heads, kv_heads, dim = geometry[:3]
         self._hidden = len(layers[0].attention_norm)
+        self._norm_dtype = layers[0].attention_norm.dtype
+        self._deltas = [layer.delta for layer in layers if layer.delta is not None]
+        self._num_attentions = len(layers) - len(self._deltas)
         require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
-        self.native = _cpu.Decoder(*geometry)
+        require(self._norm_dtype == dtype or (self._norm_dtype == torch.float32 and geometry.rounds_once),
+                f"norms of {dtype}, or norms of float32 that round once", self._norm_dtype)
+        self.native = _cpu.Decoder(*geometry, self._norm_dtype == torch.float32)
         for layer in self._layers:
-            qkv, out, gate_up, down = self._checked_weights(layer)
-            norms_heads = layer.q_norm is not None and layer.q_norm.shape == (dim,)
-            self.native.add(layer.attention_norm.data_ptr(), qkv, out, layer.mlp_norm.data_ptr(), gate_up, down,
-                             layer.window, address(layer.q_norm), address(layer.k_norm), norms_heads, layer.rotates)
+            self._add(layer)
 
-    def _checked_weights(self, layer: LayerWeights) -> list[_cpu.Linear]:
-        """qkv, out, gate_up and down. ValueError where they, or the norms, do not fit together."""
-        heads, kv_heads, dim = self._geometry[:3]
+    def _add(self, layer: LayerWeights) -> None:
+        norms = layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()
+        if layer.delta is not None:
+            qkvz, out, gate_up, down, gates = self._checked_delta(layer, layer.delta)
+            self.native.add_delta(norms[0], qkvz, out, norms[1], gate_up, down, gates, layer.delta.shape,
+                                  cpu_delta.weight_addresses(layer.delta), layer.delta.eps)
+            return
+        qkv, out, gate_up, down = self._checked_attention(layer)
+        norms_heads = layer.q_norm is not None and layer.q_norm.shape == (self._geometry.head_dim,)
+        self.native.add(norms[0], qkv, out, norms[1], gate_up, down, layer.window, address(layer.q_norm),
+                        address(layer.k_norm), norms_heads, layer.rotates, layer.is_gated)
+
+    def _checked(self, layer: LayerWeights, width: int, inputs: int, num_gates: int = 0) -> list[_cpu.Linear]:
+        """qkv [width, hidden], out [hidden, inputs], gate_up, down, and gates where there are any. ValueError where
+        they, or the norms, do not fit together."""
         assert layer.gate_up is not None
         hidden, inner, dtype = self._hidden, layer.gate_up.out_features // 2, self._dtype
-        weights = [w.native for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CpuLinear)]
+        every = (layer.qkv, layer.out, layer.gate_up, layer.down, layer.gates)
+        weights = [w.native for w in every if isinstance(w, CpuLinear)]
         shapes = [(w.n, w.k) for w in weights]
-        wanted = [((heads + 2 * kv_heads) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)]
-        require(shapes == wanted, f"weights {wanted}", shapes)
+        wanted = [(width, hidden), (hidden, inputs), (2 * inner, hidden), (hidden, inner), (num_gates, hidden)]
+        require(shapes == wanted[: 5 if num_gates else 4], f"weights {wanted}", shapes)
         require(all(w.is_bf16 == (dtype == torch.bfloat16) for w in weights), f"weights of {dtype}", "another dtype")
-        require_tensor("attention_norm", layer.attention_norm, (hidden,), dtype)
-        require_tensor("mlp_norm", layer.mlp_norm, (hidden,), dtype)
+        require_tensor("attention_norm", layer.attention_norm, (hidden,), self._norm_dtype)
+        require_tensor("mlp_norm", layer.mlp_norm, (hidden,), self._norm_dtype)
+        return weights
+
+    def _checked_delta(self, layer: LayerWeights, delta: DeltaWeights) -> list[_cpu.Linear]:
+        """qkvz, out, gate_up, down and gates."""
+        cpu_delta.check_weights(delta)
+        shape = delta.shape
+        return self._checked(layer, shape.channels + shape.values, shape.values, 2 * shape.value_heads)
+
+    def _checked_attention(self, layer: LayerWeights) -> list[_cpu.Linear]:
+        """qkv, out, gate_up and down."""
+        heads, kv_heads, dim = self._geometry[:3]
+        rows = (2 if layer.is_gated else 1) * heads + 2 * kv_heads
+        weights, dtype = self._checked(layer, rows * dim, heads * dim), self._norm_dtype
         require((layer.q_norm is None) == (layer.k_norm is None), "both a q_norm and a k_norm, or neither", "one")
         if layer.q_norm is not None and layer.k_norm is not None:
             q_units, k_units = (1, 1) if layer.q_norm.shape == (dim,) else (heads, kv_heads)
@@ -65,7 +95,7 @@ class CpuDecoder:
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         heads, kv_heads, dim = self._geometry[:3]
-        num_layers, rows, dtype = len(self._layers), x.shape[0], self._dtype
+        num_layers, rows, dtype = self._num_attentions, x.shape[0], self._dtype
         require(x.shape == (rows, self._hidden), f"rows [R, {self._hidden}]", x.shape)
         require_tensor("cos", cos, (rows, dim // 2), torch.float32)
         require_tensor("sin", sin, (rows, dim // 2), torch.float32)
@@ -81,9 +111,9 @@ class CpuDecoder:
         self._kernels.forward(
             self.native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
             [remainder_address(kv.remainder, (num_layers, heads, dim + 1, dim + 1)) for kv in texts],
-            [self._tap_addresses(kv) for kv in texts],
-            result.data_ptr(), cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), q.data_ptr(), content.data_ptr(),
-            k, v, output.data_ptr(), lse.data_ptr())
+            [self._tap_addresses(kv) for kv in texts], [self._delta_addresses(kv) for kv in texts], result.data_ptr(),
+            cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), q.data_ptr(), content.data_ptr(), k, v,
+            output.data_ptr(), lse.data_ptr())
         return result, AttentionOutput(q, output, lse, content)
 
     def _tap_addresses(self, kv: LayersKV) -> list[int]:
@@ -99,11 +129,29 @@ class CpuDecoder:
             where[layer] = rows.data_ptr() + place * rows.stride(0) * rows.itemsize
         return where
 
+    def _delta_addresses(self, kv: LayersKV) -> list[list[int]]:
+        """Of the text's rows in each delta layer."""
+        require(len(kv.deltas) == len(self._deltas), f"rows of {len(self._deltas)} delta layers", len(kv.deltas))
+        for delta, rows in zip(self._deltas, kv.deltas, strict=True):
+            require(len(rows.mixed) == kv.k.shape[1], f"{kv.k.shape[1]} rows in a delta layer", len(rows.mixed))
+            cpu_delta.check_rows(delta.shape, rows, self._dtype)
+        return [cpu_delta.row_addresses(rows) for rows in kv.deltas]
+
+    def chain_arguments(self, states: Sequence[tuple[DeltaState, ...]]) -> list[list[int]]:
+        """Addresses of the three states of each delta layer that a chain of drafts reads and writes."""
+        require(len(states) == len(self._deltas), f"states of {len(self._deltas)} delta layers", len(states))
+        for delta, three in zip(self._deltas, states, strict=True):
+            for state in three:
+                cpu_delta.check_state(delta.shape, state, self._dtype)
+            require(three[1].matrix.data_ptr() not in (three[0].matrix.data_ptr(), three[2].matrix.data_ptr()),
+                    "a first row that writes to another state than it reads", "one")
+        return [[part.data_ptr() for state in three for part in state] for three in states]
+
     def draft_arguments(self, stores: Sequence[KVStore], length: int, remainder: Tensor | None, cos: Tensor,
                         sin: Tensor) -> tuple[list[_cpu.Store], int]:
         """The compiled stores and the remainder's address for a chain of drafts, checked as `forward` checks them."""
         heads, kv_heads, dim = self._geometry[:3]
-        native = native_stores(self._dtype, stores, len(self._layers), kv_heads, dim)
+        native = native_stores(self._dtype, stores, self._num_attentions, kv_heads, dim)
         require_length(length, native)
         require_tensor("cos", cos, (len(cos), dim // 2), torch.float32)
         require_tensor("sin", sin, (len(cos), dim // 2), torch.float32)

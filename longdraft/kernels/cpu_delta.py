@@ -33,9 +33,9 @@ def delta_rule(native: _cpu.Kernels, dtype: torch.dtype, weights: DeltaWeights, 
                z: Tensor | None, parents: Tensor) -> Tensor | None:
     """See `Kernels.delta_rule`."""
     shape, counts = weights.shape, [len(rows.mixed) for rows in texts]
-    _check_weights(weights)
+    check_weights(weights)
     for rows in texts:
-        _check_rows(shape, rows, dtype)
+        check_rows(shape, rows, dtype)
     require_tensor("parents", parents, (sum(counts),), torch.int32)
     require(min(counts, default=0) > 0, "one or more rows of each text", counts)
     out, stride = None, 0
@@ -44,13 +44,23 @@ def delta_rule(native: _cpu.Kernels, dtype: torch.dtype, weights: DeltaWeights, 
         require(fits, f"z [{sum(counts)}, {shape.values}] of {dtype}", (z.shape, z.dtype, z.stride()))
         out, stride = torch.empty(sum(counts), shape.values, dtype=dtype), z.stride(0)
     native.delta(
-        dtype == torch.bfloat16, list(shape), [x.data_ptr() for x in weights[1:5]], weights.eps, counts,
-        [[x.data_ptr() for x in (*rows.before, *rows.after, rows.mixed, rows.gates)] for rows in texts], address(z),
-        stride, address(out), parents.data_ptr())
+        dtype == torch.bfloat16, list(shape), weight_addresses(weights), weights.eps, counts,
+        [row_addresses(rows) for rows in texts], address(z), stride, address(out), parents.data_ptr())
     return out
 
 
-def _check_weights(weights: DeltaWeights) -> None:
+def weight_addresses(weights: DeltaWeights) -> list[int]:
+    """Of conv, decay, bias and norm."""
+    return [x.data_ptr() for x in weights[1:5]]
+
+
+def row_addresses(rows: DeltaRows) -> list[int]:
+    """Of both states, mixed and gates."""
+    return [x.data_ptr() for x in (*rows.before, *rows.after, rows.mixed, rows.gates)]
+
+
+def check_weights(weights: DeltaWeights) -> None:
+    """ValueError where the compiled rule cannot use them."""
     shape = weights.shape
     fits = (min(shape) > 0 and shape.key_dim % _LANES == 0 and shape.value_dim % _LANES == 0
             and shape.value_heads % shape.key_heads == 0 and 2 <= shape.width <= _MAX_WIDTH)
@@ -60,10 +70,16 @@ def _check_weights(weights: DeltaWeights) -> None:
         require_tensor(name, getattr(weights, name), size, torch.float32)
 
 
-def _check_rows(shape: DeltaShape, rows: DeltaRows, dtype: torch.dtype) -> None:
+def check_state(shape: DeltaShape, state: DeltaState, dtype: torch.dtype) -> None:
+    """ValueError for a state of another layer or of other kernels."""
+    require_tensor("a history", state.history, (shape.width - 1, shape.channels), dtype)
+    require_tensor("a state", state.matrix, _matrix_shape(shape), torch.float32)
+
+
+def check_rows(shape: DeltaShape, rows: DeltaRows, dtype: torch.dtype) -> None:
+    """ValueError for rows of another layer."""
     for state in (rows.before, rows.after):
-        require_tensor("a history", state.history, (shape.width - 1, shape.channels), dtype)
-        require_tensor("a state", state.matrix, _matrix_shape(shape), torch.float32)
+        check_state(shape, state, dtype)
     require(rows.before.matrix.data_ptr() != rows.after.matrix.data_ptr(), "two states", "one")
     require_tensor("mixed", rows.mixed, (len(rows.mixed), shape.channels), dtype)
     require_tensor("gates", rows.gates, (len(rows.mixed), 2 * shape.value_heads), torch.float32)

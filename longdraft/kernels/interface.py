@@ -222,17 +222,14 @@ class AttentionOutput(NamedTuple):
 
     def rows(self, rows: Sequence[int]) -> AttentionOutput:
         """These rows, of several layers."""
-        return self._each(list(rows))
-
-    def cut(self, rows: slice) -> AttentionOutput:
-        """A slice of the rows, of several layers, as views."""
-        return self._each(rows)
+        return self.cut(list(rows))
 
     def last(self, count: int) -> AttentionOutput:
         """The last `count` rows, of several layers."""
-        return self._each(slice(-count, None))
+        return self.cut(slice(-count, None))
 
-    def _each(self, rows: list[int] | slice) -> AttentionOutput:
+    def cut(self, rows: list[int] | slice) -> AttentionOutput:
+        """Some rows, of several layers; views if they are a slice."""
         return AttentionOutput(self.queries[:, rows], self.output[:, rows], self.lse[:, rows], self.content[:, rows])
 
 
@@ -296,6 +293,9 @@ class Kernels(Protocol):
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for rows [R, 2 I] with the gate in the first half: [R, I] (Shazeer 2020)."""
+
+    def gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        """x * sigmoid(gates) for rows [R, W], whose gates may be columns of a wider tensor."""
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [R, H, D] by cos, sin [R, D / 2] float32 (Su et al. 2021). Element i is paired with i + D / 2."""

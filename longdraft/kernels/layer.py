@@ -22,13 +22,15 @@ class LayerOperations(Protocol):
 
     def swiglu(self, gate_up: Tensor) -> Tensor: ...
 
+    def gate(self, x: Tensor, gates: Tensor) -> Tensor: ...
+
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput: ...
 
 
 class HybridOperations(LayerOperations, Protocol):
-    """With those of a delta layer."""
+    """With that of a delta layer."""
 
     def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
                    parents: Tensor) -> Tensor | None: ...
@@ -91,16 +93,11 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
         outputs.append(ops.attention(q[own], kv, parents[own], layer.window))
         start = own.stop
     attended = AttentionOutput(*(torch.cat(part) for part in zip(*outputs, strict=True)))._replace(content=content)
-    output = attended.output
+    output = attended.output.flatten(1)
     if layer.is_gated:
-        output = (output.float() * _sigmoid(qkv[:, end:])).to(x.dtype)
-    x = around.add(x, ops.linear(output.flatten(1), layer.out), layer.attention_norm)
+        output = ops.gate(output, qkv.flatten(1)[:, end * dim :])
+    x = around.add(x, ops.linear(output, layer.out), layer.attention_norm)
     return around.add_mlp(x, layer), attended
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    """float32, row by row: a vectorised function may treat the ends of its input differently."""
-    return torch.stack([row.float().sigmoid() for row in x.unbind()])
 
 
 def delta_forward(ops: HybridOperations, x: Tensor, layer: LayerWeights, geometry: Geometry, texts: Sequence[DeltaRows],

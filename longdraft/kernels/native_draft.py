@@ -17,6 +17,7 @@ from torch import Tensor
 from longdraft.kernels.cpu import CpuKernels
 from longdraft.kernels.cpu_decoder import CpuDecoder
 from longdraft.kernels.cpu_store import CpuLinear
+from longdraft.kernels.delta import DeltaState
 from longdraft.kernels.interface import Decoder, Kernels, KVStore, Linear
 
 with suppress(ImportError):
@@ -64,11 +65,14 @@ class DraftStores(NamedTuple):
     """The rows that a chain continues: `length` positions of each layer's store. Drafted rows are written behind them.
 
     remainder  [L, H, D + 1, D + 1] float32, as in `LayersKV`, or None
+    states     for each delta layer: the state that the chain continues, and two that its rows write to in turn. The
+               chain's first row writes to the first of them
     """
 
     stores: Sequence[KVStore]
     length: int
     remainder: Tensor | None
+    states: Sequence[tuple[DeltaState, DeltaState, DeltaState]] = ()
 
 
 class Ranked(NamedTuple):
@@ -154,7 +158,7 @@ def draft_chain(kernels: Kernels, decoder: Decoder, weights: DraftWeights, cache
     stores, remainder = decoder.draft_arguments(cache.stores, cache.length, cache.remainder, cos, sin)
     places = kernels.native.draft(
         decoder.native, embedding.native, head.native, weights.norm.data_ptr(), weights.logits_divisor, stores,
-        cache.length, remainder, ranking.choice, len(cos), position, ranking.width, ranking.within,
-        ranking.banned_depth, *end, root, path, cos.data_ptr(), sin.data_ptr(),
+        cache.length, remainder, decoder.chain_arguments(cache.states), ranking.choice, len(cos), position,
+        ranking.width, ranking.within, ranking.banned_depth, *end, root, path, cos.data_ptr(), sin.data_ptr(),
         None if weights.part is None else weights.part.native)
     return [Ranked(*place) for place in places]

@@ -203,6 +203,10 @@ class ReferenceKernels:
         gate = [functional.silu(gate_up[i, :half].float().clone()) for i in range(len(gate_up))]
         return torch.stack(gate).to(self.dtype) * gate_up[:, half:]
 
+    def gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        rows = [row.float() * own.float().clone().sigmoid() for row, own in zip(x, gates, strict=True)]
+        return torch.stack(rows).to(self.dtype)
+
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         first, second = x[..., :half].float(), x[..., half:].float()

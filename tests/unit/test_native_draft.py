@@ -7,6 +7,7 @@ import torch
 
 from helpers.checkpoints import load
 from helpers.equality import SETTINGS, params_of, prompt_of
+from helpers.families import make_family
 from longdraft.core import Context
 from longdraft.drafters import draft_vocabulary
 from longdraft.drafters.chain import Chain, SelfDraftModel
@@ -41,8 +42,11 @@ def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None,
         node, path = run_alone(chain.draft(trie, context, [context.last], 5))
         tree = trie.tree()
         trees.append((tree.tokens, tree.parents, node, path))
+        further = run_alone(chain._replace(confidence=None).draft(Trie(path[-1]), context, path, 2))  # behind the first
+        trees[-1] += further
         rows = [tensor for store in partial._base.stores
                 for tensor in store.read(torch.arange(partial.length).expand(model.config.num_kv_heads, -1))]
+        rows += [part.clone() for state in (partial._states.current if partial._states else ()) for part in state]
         partial.drop_drafts()
         text = path[1:4] or [2, 3, 4]
         chain.confidence.learn(text)
@@ -62,6 +66,18 @@ def test_native_chains_equal_step_by_step_chains(tiny, family, dtype, budget):
         assert all(torch.equal(*pair) for pair in zip(native[1], step_by_step[1], strict=True)), name
 
 
+@pytest.mark.parametrize("dtype, budget", [("float32", 24), ("bfloat16", 4000)])
+def test_chains_of_a_hybrid_are_the_same_natively(tmp_path, monkeypatch, dtype, budget):
+    """Their rows, and the states behind them. Each native chain is one call."""
+    make_family(tmp_path, "qwen3_5")
+    model = load(tmp_path, dtype)
+    step_by_step = drafts(model, params_of("paper"), prompt_of(60), budget=budget, natively=False)
+    monkeypatch.setattr(Chain, "_step_by_step", None)
+    native = drafts(model, params_of("paper"), prompt_of(60), budget=budget, natively=True)
+    assert native[0] == step_by_step[0]
+    assert all(torch.equal(*pair) for pair in zip(native[1], step_by_step[1], strict=True))
+
+
 @pytest.mark.parametrize("width", [1, 3])
 def test_chains_end_at_the_same_token_natively(tiny, width):
     model = load(tiny["gqa"])
@@ -70,7 +86,7 @@ def test_chains_end_at_the_same_token_natively(tiny, width):
         step_by_step, native = (drafts(model, params_of(name), prompt_of(60), budget=24, natively=way, width=width,
                                        least=0.7) for way in (False, True))
         assert native[0] == step_by_step[0], name
-        lengths |= {len(path) for *_, path in native[0]}
+        lengths |= {len(path) for _, _, _, path, *_ in native[0]}
     assert len(lengths) > 2, "some chains ended early"
 
 

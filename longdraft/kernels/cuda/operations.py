@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longdraft.errors import UsageError
 from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace, Splits, tree_attention
 from longdraft.kernels.cuda.graph_cache import GraphCache
@@ -53,6 +54,9 @@ class CudaOperations:
                                               ROUNDS_ONCE=rounds_once, num_warps=8 if width > 512 else 1,
                                               **chained(self.device))
         return out
+
+    def gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        raise UsageError("gated attention has no CUDA kernels yet; use --device cpu")
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate_up = self._checked_input(gate_up, gate_up.shape[1])

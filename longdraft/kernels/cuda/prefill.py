@@ -34,7 +34,7 @@ class PrefillOperations:
 
     def __init__(self, ops: CudaOperations) -> None:
         self._ops = ops
-        self.rms_norm, self.swiglu, self.rope = ops.rms_norm, ops.swiglu, ops.rope
+        self.rms_norm, self.swiglu, self.gate, self.rope = ops.rms_norm, ops.swiglu, ops.gate, ops.rope
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, CudaLinear) and not keep_float  # which is for the head and for experts

@@ -1,0 +1,124 @@
+// The Python bindings of whole decoders: their layers, forwards, chains of drafts, and the rule of delta layers.
+// cpu_decoder.py, native_draft.py and cpu_delta.py call them, with addresses and sizes that they have checked.
+#include "module.h"
+
+#include "draft.h"
+#include "layer.h"
+
+namespace longdraft {
+namespace {
+
+using Addresses = std::vector<Address>;
+
+// key heads, value heads, key dim, value dim, width; then the addresses of conv, decay, bias and norm.
+DeltaLayer delta_layer(const std::vector<long>& shape, const Addresses& weights, float eps) {
+    require(shape.size() == 5 && weights.size() == 4, "the shape and the weights of a delta layer");
+    return {shape[0], shape[1], shape[2], shape[3], shape[4], at<float>(weights[0]), at<float>(weights[1]),
+            at<float>(weights[2]), at<float>(weights[3]), eps};
+}
+
+DeltaState state_at(const Addresses& text, size_t first) { return {at<void>(text[first]), at<float>(text[first + 1])}; }
+
+// For each delta layer of a text: histories and states before and behind the rows, mixed, gates.
+std::vector<DeltaRows> delta_rows(const std::vector<Addresses>& layers) {
+    std::vector<DeltaRows> rows;
+    for (const Addresses& t : layers) {
+        require(t.size() == 6, "two states, mixed and gates");
+        rows.push_back({state_at(t, 0), state_at(t, 2), at<void>(t[4]), at<float>(t[5])});
+    }
+    return rows;
+}
+
+void apply_delta(const Kernels& k, bool bf16, const std::vector<long>& shape, const Addresses& weights, float eps,
+                 const std::vector<long>& counts, const std::vector<Addresses>& texts, Address z, long z_stride, Address out,
+                 Address parent) {
+    const DeltaLayer layer = delta_layer(shape, weights, eps);
+    const long size = bf16 ? 2 : 4, width = layer.value_heads * layer.value_dim;
+    const std::vector<DeltaRows> rows = delta_rows(texts);
+    std::vector<DeltaText> found;
+    long row = 0;
+    for (size_t i = 0; i < rows.size(); row += counts[i], i++) {
+        require_order(at<int32_t>(parent) + row, counts[i]);
+        found.push_back({counts[i], rows[i].before.history, rows[i].before.matrix, rows[i].after.history,
+                         rows[i].after.matrix, rows[i].mixed, rows[i].gates,
+                         z ? at<void>(z + row * z_stride * size) : nullptr, z_stride, at<void>(out + row * width * size),
+                         at<int32_t>(parent) + row});
+    }
+    k.delta(bf16, layer, found.data(), static_cast<long>(found.size()));
+}
+
+void run_forward(const Kernels& k, const Decoder& decoder, const std::vector<std::vector<Store*>>& stores,
+                 const std::vector<long>& lengths, const std::vector<long>& counts, const Addresses& remainders,
+                 const std::vector<Addresses>& taps, const std::vector<std::vector<Addresses>>& deltas, Address x,
+                 Address cos, Address sin, Address parent, Address q, Address content, Address key, Address value,
+                 Address attended, Address lse) {
+    std::vector<TextKV> texts;
+    long rows = 0;
+    for (size_t i = 0; i < stores.size(); i++) {
+        require_order(at<int32_t>(parent) + rows, counts[i]);
+        require(decoder.fits(stores[i].size(), deltas[i].size()), "a store or a state for each layer");
+        std::vector<void*> tapped;
+        for (Address tap : taps[i]) tapped.push_back(at<void>(tap));
+        require(tapped.empty() || tapped.size() == decoder.layers.size() + 1, "a tap for each layer and one more");
+        texts.push_back({stores[i], lengths[i], counts[i], at<float>(remainders[i]), std::move(tapped), delta_rows(deltas[i])});
+        rows += counts[i];
+    }
+    forward(k, decoder, {rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<void>(x), at<void>(q), at<void>(key),
+                         at<void>(value), at<void>(content), at<void>(attended), at<float>(lse)},
+            texts);
+}
+
+std::vector<RankedPair> run_draft(const Kernels& k, const Decoder& decoder, const Linear& embedding, const Linear& head,
+                                  Address norm, float logits_divisor, const std::vector<Store*>& stores, long length,
+                                  Address remainder, const std::vector<Addresses>& states, const Choice& choice, long count,
+                                  long position, long width, double within, long banned_depth,
+                                  const std::vector<double>& edges, const std::vector<double>& rates, double least,
+                                  int32_t root, const std::vector<int32_t>& path, Address cos, Address sin,
+                                  const PartOfVocabulary* part) {
+    for (int32_t token : path) require(0 <= token && token < embedding.n, "token ids of the table");
+    require(!part || static_cast<long>(part->ids.size()) == head.n, "a row of the head for each token of the part");
+    require(0 <= root && root < embedding.n && decoder.fits(stores.size(), states.size()),
+            "a token of the table, and a store or a state for each layer");
+    require(rates.size() == edges.size() + 1, "a rate below each edge, and one above");
+    std::vector<ChainStates> deltas;
+    for (const Addresses& s : states) {
+        require(s.size() == 6, "three states");
+        deltas.push_back({state_at(s, 0), {state_at(s, 2), state_at(s, 4)}});
+    }
+    std::vector<RankedPair> places;
+    for (Ranked& ranked : draft(k, {&decoder, &embedding, &head, at<void>(norm), logits_divisor, part},
+                                {stores, length, at<float>(remainder), std::move(deltas)}, choice,
+                                {count, position, width, within, banned_depth, {edges, rates, least}}, root, path,
+                                at<float>(cos), at<float>(sin)))
+        places.push_back(pair_of(std::move(ranked)));
+    return places;
+}
+
+}  // namespace
+
+void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels) {
+    using namespace nb::literals;
+    nb::class_<Decoder>(m, "Decoder")
+        .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool post_norm,
+                            bool rounds_once, float query_factor, float residual_factor, bool float_norms) {
+            new (d) Decoder{heads, kv_heads, dim, eps, post_norm, rounds_once, query_factor, residual_factor, float_norms, {}}; })
+        .def("add", [](Decoder& d, Address attention_norm, const Linear& qkv, const Linear& out, Address mlp_norm,
+                       const Linear& gate_up, const Linear& down, long window, Address q_norm, Address k_norm,
+                       bool norms_heads, bool rotates, bool is_gated) {
+            d.layers.push_back({at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), &gate_up, &down, window,
+                                at<void>(q_norm), at<void>(k_norm), norms_heads, rotates, is_gated, nullptr, {}}); })
+        .def("add_delta", [](Decoder& d, Address attention_norm, const Linear& qkvz, const Linear& out, Address mlp_norm,
+                             const Linear& gate_up, const Linear& down, const Linear& gates, const std::vector<long>& shape,
+                             const Addresses& weights, float eps) {
+            d.layers.push_back({at<void>(attention_norm), &qkvz, &out, at<void>(mlp_norm), &gate_up, &down, 0, nullptr,
+                                nullptr, false, false, false, &gates, delta_layer(shape, weights, eps)}); });
+    auto free_gil = nb::call_guard<nb::gil_scoped_release>();
+    kernels.def("delta", &apply_delta, free_gil);
+    kernels.def("forward", &run_forward, free_gil);
+    kernels.def("draft", &run_draft, "decoder"_a, "embedding"_a, "head"_a, "norm"_a, "logits_divisor"_a, "stores"_a,
+                "length"_a, "remainder"_a, "states"_a, "choice"_a, "count"_a, "position"_a, "width"_a, "within"_a,
+                "banned_depth"_a, "edges"_a, "rates"_a, "least"_a, "root"_a, "path"_a, "cos"_a, "sin"_a, "part"_a.none(),
+                free_gil);
+}
+
+}  // namespace longdraft

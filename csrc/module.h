@@ -1,0 +1,40 @@
+// What the files of bindings share: addresses from Python, and checks.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "choice.h"
+#include "layout.h"
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace nb = nanobind;
+using Address = uintptr_t;
+
+namespace longdraft {
+
+using RankedPair = std::pair<std::vector<int64_t>, double>;  // Ranked, for Python
+
+inline RankedPair pair_of(Ranked ranked) { return {std::move(ranked.tokens), ranked.lead}; }
+
+inline void require(bool condition, const char* wanted) {
+    if (!condition) throw std::invalid_argument(std::string("CPU kernels want ") + wanted);
+}
+
+inline void require_order(const int32_t* parent, long rows) {
+    for (long row = 0; row < rows; row++) require(-1 <= parent[row] && parent[row] < row, "parents before children");
+}
+
+template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
+inline Rows rows_at(Address address, long row_stride, long head_stride) { return {at<void>(address), row_stride, head_stride}; }
+
+void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels);  // decoder_module.cpp
+void bind_suffix(nb::module_& m);                                 // suffix_module.cpp
+
+}  // namespace longdraft
