@@ -110,7 +110,7 @@ class FullCache:
         The cache holds whole blocks, or nothing. States of tapped layers are not known.
         """
         assert self.length % STORE_BLOCK == 0 and self._tail is None
-        assert self._kernels.is_device or self.nbytes == self.block_bytes(self.length), "rows go behind those there are"
+        assert self._kernels.is_device or self._rows_bytes == self.block_bytes(self.length), "rows go behind those held"
         for store, source in zip(self.stores, stores, strict=True):
             store.append(source, 0, count)
         self.skip(count)
@@ -157,8 +157,17 @@ class FullCache:
         self.length = length
 
     @property
+    def can_adopt(self) -> bool:
+        """Whether rows of another text can be its first ones. A cache with blocks of its own cannot share others."""
+        return not self.length and (self._kernels.is_device or not self._rows_bytes)
+
+    @property
+    def _rows_bytes(self) -> int:
+        return sum(store.nbytes for store in self.stores)
+
+    @property
     def nbytes(self) -> int:
-        return sum(store.nbytes for store in self.stores) + (self.states.nbytes if self.states else 0)
+        return self._rows_bytes + (self.states.nbytes if self.states else 0)
 
 
 _RANDOM_BLOCK = 4096  # positions

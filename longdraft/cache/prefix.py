@@ -7,8 +7,9 @@ takes over the rows of any text with the same beginning and computes the others.
                     4,096 tokens              └── "... we had everything before us"   block, and its rows in all layers
 
 A piece has the rows of one block of the KV stores (`STORE_BLOCK` positions), or of the beginning of one at the end of a
-text. Whole blocks are shared with the texts by reference, the rest is copied (`KVStore.append`). Pieces are found by
-their token ids, never by a hash alone. Pieces of one parent may begin with the same tokens; the rows of a piece that
+text. Whole blocks are shared with the texts by reference, the rest is copied (`KVStore.append`). With delta layers it
+also has the states that the texts kept, and a text continues at one of their positions (`states.py`). Pieces are found
+by their token ids, never by a hash alone. Pieces of one parent may begin with the same tokens; the rows of a piece that
 was taken only in part serve as well.
 
 Evicted are pieces without children and without a lease, the least recently used first, until the bytes of all pieces
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,7 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longdraft.cache.full import FullCache
+from longdraft.cache.states import kept_places, states_bytes
 from longdraft.kernels import KVStore
+from longdraft.kernels.delta import DeltaState
 from longdraft.kernels.interface import STORE_BLOCK
 
 Ids = NDArray[np.int32]
@@ -41,6 +44,7 @@ class _Piece:
     stores: Sequence[KVStore]
     nbytes: int
     parent: _Piece | None
+    states: dict[int, list[DeltaState]] = field(default_factory=dict)  # of delta layers, by position in the text
     used: int = 0  # time of the last use, in uses of the tree
     leases: int = 0
     keys: list[bytes] = field(default_factory=list)  # of the children, ascending
@@ -88,6 +92,12 @@ def common_prefix(a: Ids, b: Ids) -> int:
     return int(differs.argmax()) if differs.any() else count
 
 
+def _kept(cache: FullCache, start: int, count: int) -> dict[int, list[DeltaState]]:
+    """The states that a text kept behind `count` rows from `start` on."""
+    kept = cache.states.kept if cache.states else {}
+    return {place: states for place, states in kept.items() if start < place <= start + count}
+
+
 class Lease:
     """Keeps the pieces of a text from eviction until `release`, or until it is no longer referenced."""
 
@@ -114,11 +124,13 @@ class Match(NamedTuple):
     length  tokens whose rows it has
     parts   stores with the rows of one block each, and how many of these rows belong to the text
     lease   on the pieces
+    states  of delta layers that were kept up to `length`, by position
     """
 
     length: int
     parts: tuple[tuple[Sequence[KVStore], int], ...]
     lease: Lease
+    states: Mapping[int, list[DeltaState]]
 
     def cut(self, length: int) -> Match:
         """The first `length` tokens of it."""
@@ -127,7 +139,12 @@ class Match(NamedTuple):
             if left > 0:
                 parts.append((stores, min(count, left)))
                 left -= count
-        return Match(length, tuple(parts), self.lease)
+        states = {place: kept for place, kept in self.states.items() if place <= length}
+        return Match(length, tuple(parts), self.lease, states)
+
+    def cut_to_state(self) -> Match:
+        """Up to the last position whose states are known; nothing without such a position."""
+        return self.cut(max((place for place in self.states if place <= self.length), default=0))
 
 
 @dataclass(eq=False)
@@ -183,6 +200,7 @@ class PrefixTree:
         with self._lock:
             self._time += 1
             parts: list[tuple[Sequence[KVStore], int]] = []
+            states: dict[int, list[DeltaState]] = {}
             length, piece = 0, self._roots.get(group)
             last = piece
             while piece is not None and length < limit and length % STORE_BLOCK == 0:
@@ -191,7 +209,8 @@ class PrefixTree:
                     piece.used, last = self._time, piece
                     parts.append((piece.stores, min(common, limit - length)))
                     length += parts[-1][1]
-            return Match(length, tuple(parts), Lease(last, self._lock))
+                    states |= piece.states
+            return Match(length, tuple(parts), Lease(last, self._lock), states)
 
     def publish(self, group: Hashable, ids: Ids, cache: FullCache) -> Lease:
         """Take over rows of a text whose tokens are `ids`: the first len(ids) rows of its cache.
@@ -209,6 +228,7 @@ class PrefixTree:
                     held = self._add(piece, rest, cache, start, held if held and common == len(held.ids) else None)
                 if held is None:
                     break
+                self._add_states(held, _kept(cache, start, len(rest)))
                 piece, held.used = held, self._time
                 lease, before = Lease(piece, self._lock), lease
                 before.release()
@@ -217,7 +237,8 @@ class PrefixTree:
 
     def _add(self, parent: _Piece, ids: Ids, cache: FullCache, start: int, shorter: _Piece | None) -> _Piece | None:
         """A piece with the rows from `start` on, which replaces one with fewer of them; None if there is no room."""
-        ids, num_bytes = ids.copy(), cache.block_bytes(len(ids))
+        states = (shorter.states if shorter else {}) | _kept(cache, start, len(ids))
+        num_bytes = cache.block_bytes(len(ids)) + sum(map(states_bytes, states.values()))
         kept = Lease(shorter, self._lock)
         most = self._max_bytes + (shorter.nbytes if shorter else 0)
         self._evict(self.nbytes + num_bytes - most)
@@ -226,11 +247,23 @@ class PrefixTree:
             return None
         if shorter is not None:
             self._drop(shorter)
-        piece = _Piece(ids, cache.copy_block(start, len(ids)), num_bytes, parent)
+        piece = _Piece(ids.copy(), cache.copy_block(start, len(ids)), num_bytes, parent, states)
         parent.add(piece)
         self._pieces.add(piece)
         self.nbytes += num_bytes
         return piece
+
+    def _add_states(self, piece: _Piece, states: Mapping[int, list[DeltaState]]) -> None:
+        """Take over states that the piece does not have, as far as there is room."""
+        own = Lease(piece, self._lock)
+        for place in states.keys() - piece.states.keys():
+            size = states_bytes(states[place])
+            self._evict(self.nbytes + size - self._max_bytes)
+            if self.nbytes + size <= self._max_bytes:
+                piece.states[place] = states[place]
+                piece.nbytes += size
+                self.nbytes += size
+        own.release()
 
     def _evict(self, num_bytes: int) -> None:
         """Drop at least so many bytes, if there are as many without a lease."""
@@ -259,11 +292,16 @@ class PrefixTree:
         with self._lock:
             self._readings.discard(reading)
 
-    def reading_ahead(self, group: Hashable, ids: Ids, least: int) -> Reading | None:
-        """A prompt being read that will soon have `least` or more rows of a text's beginning; None if there is none."""
+    def reading_ahead(self, group: Hashable, ids: Ids, least: int, *, by_state: bool = False) -> Reading | None:
+        """A prompt being read that will soon have `least` or more rows of a text's beginning; None if there is none.
+
+        by_state  only rows up to a position where that text keeps its states count
+        """
         with self._lock:
             for reading in tuple(self._readings):
                 common = common_prefix(reading.ids, ids) if reading.group == group else 0
+                if by_state:
+                    common = max(kept_places(0, common, len(reading.ids)), default=0)
                 if common >= least and reading.published < common:
                     return reading
         return None

@@ -10,6 +10,10 @@ its file has the hash in the index, and its chain is that of the text being resu
 which this is not so, and the rest of the text is computed as without a snapshot. The last 16 rows of a snapshot are
 computed again and compared bit for bit; if one differs, the whole snapshot is discarded. So a damaged, missing or
 foreign block costs time and never changes the text.
+
+With delta layers a block also has `history` and `matrix`, the states 16 rows before its end
+(longdraft/cache/states.py). The rows behind them are the ones that are computed again. Only full blocks are written,
+since only they have states.
 """
 
 from __future__ import annotations
@@ -24,9 +28,19 @@ import torch
 from torch import Tensor
 
 from longdraft.cache.full import FullCache
+from longdraft.cache.states import KEPT_BEFORE
 from longdraft.core import Context
 from longdraft.errors import check
-from longdraft.journal.snapshot_files import Block, BlockJob, SnapshotWriter, chains, new_key, read_block, read_index
+from longdraft.journal.snapshot_files import (
+    Block,
+    BlockJob,
+    BlockTensors,
+    SnapshotWriter,
+    chains,
+    new_key,
+    read_block,
+    read_index,
+)
 from longdraft.journal.snapshot_folder import FOLDER, SnapshotOptions, remove_snapshot
 from longdraft.kernels.interface import STORE_BLOCK
 from longdraft.loaded_model import LoadedModel
@@ -36,7 +50,7 @@ from longdraft.parallel import shard_of
 from longdraft.speculation.reuse import DRAFTER_ROWS
 
 log = logging.getLogger(__name__)
-_CHECKED_ROWS = 16  # last rows of a snapshot that are computed again
+_CHECKED_ROWS = KEPT_BEFORE  # last rows of a snapshot that are computed again
 _LEAST_ROWS = 512  # of a last block: fewer are computed again as quickly
 _LEAST_SECONDS = 10.0  # of a text before `auto` writes anything: most requests are shorter
 
@@ -52,15 +66,17 @@ class Snapshot:
         self._writer: SnapshotWriter | None = None
         self._num_offered = 0  # whole blocks that are on the disk or on their way, once there is a writer
         self._began = time.monotonic()
+        if cache.states:
+            cache.states.keep(len(context) - 1)
 
     @classmethod
     def open(cls, folder: Path, options: SnapshotOptions | None, loaded: LoadedModel, model: Transformer,
              cache: FullCache, context: Context) -> Snapshot | None:
         """The snapshot of a text, if it has one. UsageError if it should have one and cannot."""
         options = options or SnapshotOptions()
-        can = not model.kernels.is_device and shard_of(loaded.target.kernels).size == 1 and cache.states is None
+        can = not model.kernels.is_device and shard_of(loaded.target.kernels).size == 1
         check(can or options.mode != "always", "snapshot", options.mode,
-              "auto or never on CUDA, with several ranks, and for models with delta layers")
+              "auto or never on CUDA and with several ranks")
         return cls(folder, options, loaded, model, cache, context) if can and options.mode != "never" else None
 
     def restore(self, available: int) -> Routine[int]:
@@ -68,17 +84,22 @@ class Snapshot:
 
         available  rows that the prefix tree has; the snapshot is not read if these are most of the text
         """
-        cache, rows, tail, limit = self._cache, 0, None, len(self._context) - 1 - DRAFTER_ROWS
+        cache, filled, rows, tail = self._cache, 0, 0, None
+        limit, states = len(self._context) - 1 - DRAFTER_ROWS, None
         if 2 * available >= limit:
             return 0
-        for k, v in self._blocks(limit):
-            count = min(k.shape[2], limit - rows)
-            cache.fill(rows, k[:, :, :count], v[:, :, :count])
-            rows, tail = rows + count, (k[:, :, :count], v[:, :, :count])
+        for k, v, kept in self._blocks(limit):
+            count = min(k.shape[2], limit - filled)
+            cache.fill(filled, k[:, :, :count], v[:, :, :count])
+            filled += count
+            if not cache.states or (kept and count == STORE_BLOCK):
+                rows, tail, states = filled, (k[:, :, :count], v[:, :, :count]), kept
         if tail is None or tail[0].shape[2] < _CHECKED_ROWS:
             return 0
         start = rows - _CHECKED_ROWS
         cache.skip(start)
+        if cache.states and states:
+            cache.states.adopt({start: states})
         tokens = self._context.slice(start, rows).tolist()
         yield ForwardRequest(self._model, chain_rows(tokens, start), cache, is_prompt=True)
         is_equal = all(torch.equal(_bits(new.transpose(1, 2).to(old.dtype)), _bits(old[:, :, -_CHECKED_ROWS:]))
@@ -93,13 +114,13 @@ class Snapshot:
             remove_snapshot(self._folder)
         return 0
 
-    def _blocks(self, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """k and v of the blocks that belong to this text, from the first one on."""
+    def _blocks(self, limit: int) -> Iterator[BlockTensors]:
+        """The blocks that belong to this text, from the first one on."""
         index, config, folder = read_index(self._folder / FOLDER), self._model.config, self._folder / FOLDER
-        done = 0
+        done, states = 0, self._cache.states.current if self._cache.states else ()
         for number, found in enumerate(self._known(index)):
-            shape = (config.num_layers, config.num_kv_heads, found.rows, config.head_dim)
-            if done >= limit or (parts := read_block(folder, found, shape, self._cache.store_dtype)) is None:
+            shape = (config.num_kv_layers, config.num_kv_heads, found.rows, config.head_dim)
+            if done >= limit or (parts := read_block(folder, found, shape, self._cache.store_dtype, states)) is None:
                 break
             done = number * STORE_BLOCK + found.rows
             yield parts
@@ -136,14 +157,16 @@ class Snapshot:
             self._writer = SnapshotWriter(self._folder, self._model.config.num_kv_heads, self._options.max_bytes, known)
         for number, (rows, chain) in enumerate(chains(self._key, self._context.slice(0, length))):
             if number >= self._num_offered:
-                self._writer.put(BlockJob(number, rows, chain, self._cache.copy_block(number * STORE_BLOCK, rows)))
+                first, kept = number * STORE_BLOCK, self._cache.states.kept if self._cache.states else {}
+                self._writer.put(BlockJob(number, rows, chain, self._cache.copy_block(first, rows),
+                                          kept.get(first + rows - KEPT_BEFORE, ())))
         self._num_offered = length // STORE_BLOCK
 
     def close(self, *, keeps: bool) -> None:
         """The text ends here. keeps: it can be resumed, so the rows of its last block are written too."""
         if keeps and self._is_worth_it():
             with suppress(MemoryError):
-                if self._cache.length % STORE_BLOCK >= _LEAST_ROWS:
+                if self._cache.length % STORE_BLOCK >= _LEAST_ROWS and not self._cache.states:
                     self._offer(self._cache.length)
                 else:
                     self.offer()

@@ -24,6 +24,7 @@ from longdraft.cache.prefix import Ids
 from longdraft.files import write_synced, write_whole
 from longdraft.journal.snapshot_folder import FOLDER, INDEX, files_of
 from longdraft.kernels import KVStore
+from longdraft.kernels.delta import DeltaState
 from longdraft.kernels.interface import STORE_BLOCK
 
 log = logging.getLogger(__name__)
@@ -80,26 +81,55 @@ def read_index(folder: Path) -> dict[int, Block]:
     return found
 
 
-def read_block(folder: Path, found: Block, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """k, v [layers, KV heads, rows, head dim] of a block; None if its file is not the one that the index names."""
+class BlockTensors(NamedTuple):
+    """What a block's file holds.
+
+    k, v    [layers, KV heads, rows, head dim]
+    states  of the delta layers, KEPT_BEFORE rows before the block's end; empty: the text kept none there
+    """
+
+    k: Tensor
+    v: Tensor
+    states: list[DeltaState]
+
+
+def read_block(folder: Path, found: Block, shape: tuple[int, ...], dtype: torch.dtype,
+               states: Sequence[DeltaState]) -> BlockTensors | None:
+    """A block whose k and v have this shape; None if its file is not the one that the index names.
+
+    states  some of the model, which say what shape and dtype they have
+    """
     try:
         data = _path(folder, found.block).read_bytes()
         if len(data) != found.nbytes or hashlib.blake2b(data, digest_size=32).hexdigest() != found.blake2b:
             return None
         tensors = load(data)
         k, v = tensors["k"], tensors["v"]
+        kept = _states_of(tensors, states)
     except (OSError, SafetensorError, KeyError, ValueError, MemoryError):
         return None
-    return (k, v) if k.shape == v.shape == shape and k.dtype == v.dtype == dtype else None
+    return BlockTensors(k, v, kept) if k.shape == v.shape == shape and k.dtype == v.dtype == dtype else None
+
+
+def _states_of(tensors: dict[str, Tensor], like: Sequence[DeltaState]) -> list[DeltaState]:
+    """The states of a block's tensors. ValueError for those of another model or other kernels."""
+    if "matrix" not in tensors:
+        return []
+    kept = [DeltaState(*parts) for parts in zip(tensors["history"], tensors["matrix"], strict=True)]
+    for ours, theirs in zip(kept, like, strict=True):
+        if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(ours, theirs, strict=True)):
+            raise ValueError("states of another shape")
+    return kept
 
 
 class BlockJob(NamedTuple):
-    """A block to write: the first `rows` positions of `stores`, one for each layer."""
+    """A block to write: the first `rows` positions of `stores`, one for each layer with attention, and `states`."""
 
     block: int
     rows: int
     chain: str
     stores: Sequence[KVStore]
+    states: Sequence[DeltaState] = ()
 
 
 class SnapshotWriter:
@@ -150,6 +180,9 @@ class SnapshotWriter:
         places = torch.arange(job.rows).expand(self._heads, -1)
         parts = [store.read(places) for store in job.stores]
         tensors = {"k": torch.stack([k for k, _ in parts]), "v": torch.stack([v for _, v in parts])}
+        if job.states:
+            tensors |= {"history": torch.stack([state.history for state in job.states]),
+                        "matrix": torch.stack([state.matrix for state in job.states])}
         data = save(tensors, {"format": _FORMAT, "chain": job.chain, "first": str(job.block * STORE_BLOCK)})
         held = sum(block.nbytes for block in self._written if block.block != job.block)
         if held + len(data) > self._max_bytes or shutil.disk_usage(self._folder).free < len(data) + _DISK_FLOOR:

@@ -309,12 +309,14 @@ class _Loader:
         return ColumnParallel(self._kernels.pack(rows, quantize=quantize), own.start, whole.vocab_size)
 
     def _norm(self, name: str, order: Tensor | None = None) -> Tensor:
-        """A norm's weight. Hybrids store it minus 1. It stays float32: the model's dtype would round the sum."""
+        """A norm's weight. Hybrids store it minus 1 (not in GGUF). It stays float32: the model's dtype would round the
+        sum."""
         weight = self._files.read(name)
         weight = weight if order is None else weight[order]
         dtype = torch.float32 if self._config.hybrid else self._kernels.dtype
         weight = weight.to(self._kernels.device, dtype, copy=True)
-        return weight + 1 if self._config.hybrid else weight
+        config = self._config.hybrid
+        return weight + 1 if config and not config.is_converted else weight
 
 
 def require_tensors(files: TensorFiles, config: ModelConfig) -> None:

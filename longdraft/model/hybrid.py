@@ -20,6 +20,7 @@ HybridFormat = Literal["split", "fused"]  # of the projections: one tensor for e
 _KINDS = ("linear_attention", "full_attention")
 _PREFIX = "linear_attn."
 _STEP = 16  # the compiled kernels work on as many numbers of a head at a time
+CONVERTED = "is_converted"  # a key that the configurations of GGUF files have
 DRAFT_LAYERS = "mtp."  # prefix of native multi-token prediction layers, which are not read yet
 
 
@@ -29,6 +30,8 @@ class HybridConfig:
 
     is_delta  for each layer: whether it is a delta layer
     is_fused  the file has one tensor for q, k, v and z, and one for b and a, ordered by key heads
+    is_converted  the file is a GGUF: norms have the weight 1 + w, the factor of the decay is stored instead of its
+                  logarithm, and q, k, v and z are never fused
     """
 
     is_delta: tuple[bool, ...]
@@ -38,6 +41,7 @@ class HybridConfig:
     value_dim: int
     width: int
     is_fused: bool
+    is_converted: bool = False
 
     @property
     def shape(self) -> DeltaShape:
@@ -47,9 +51,17 @@ class HybridConfig:
     def projections(self) -> tuple[tuple[str, int], ...]:
         """Names and rows of the tensors of q, k, v and z."""
         shape = self.shape
-        if self.is_fused:
+        if self._has_fused_projections:
             return ((f"{_PREFIX}in_proj_qkvz", shape.channels + shape.values),)
         return ((f"{_PREFIX}in_proj_qkv", shape.channels), (f"{_PREFIX}in_proj_z", shape.values))
+
+    @property
+    def _has_fused_projections(self) -> bool:
+        return self.is_fused and not self.is_converted
+
+    @property
+    def decay_name(self) -> str:
+        return f"{_PREFIX}{'decay' if self.is_converted else 'A_log'}"
 
     @property
     def gate_names(self) -> tuple[str, ...]:
@@ -64,12 +76,12 @@ class HybridConfig:
         gates = 2 * self.value_heads // len(self.gate_names)
         return {f"{name}.weight": (gates, hidden) for name in self.gate_names} | {
             f"{_PREFIX}conv1d.weight": (self.shape.channels, 1, self.width), f"{_PREFIX}dt_bias": (self.value_heads,),
-            f"{_PREFIX}A_log": (self.value_heads,), f"{_PREFIX}norm.weight": (self.value_dim,)}
+            self.decay_name: (self.value_heads,), f"{_PREFIX}norm.weight": (self.value_dim,)}
 
     def projection_order(self) -> Tensor | None:
         """The rows of the projections in the order q, k, v, z of all heads; None: they are in that order."""
         per_head = self.value_heads // self.key_heads * self.value_dim
-        return self._by_part([self.key_dim, self.key_dim, per_head, per_head]) if self.is_fused else None
+        return self._by_part([self.key_dim, self.key_dim, per_head, per_head]) if self._has_fused_projections else None
 
     def gate_order(self) -> Tensor | None:
         """The same for the rows of b and a."""
@@ -102,7 +114,8 @@ def parse_hybrid(config: Mapping[str, Any], form: HybridFormat | None, num_layer
     if types.count(_KINDS[0]) in (0, num_layers):
         raise ModelError("layer_types in config.json names layers of one kind only; supported: delta layers "
                          "(linear_attention) together with full_attention")
-    return HybridConfig(tuple(kind == _KINDS[0] for kind in types), *shape, form == "fused")
+    return HybridConfig(tuple(kind == _KINDS[0] for kind in types), *shape, form == "fused",
+                        config.get(CONVERTED) is True)
 
 
 def delta_weights(config: HybridConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype, eps: float) -> DeltaWeights:
@@ -111,6 +124,7 @@ def delta_weights(config: HybridConfig, tensors: Mapping[str, Tensor], dtype: to
         return tensors[_PREFIX + name].to(dtype).float()
 
     conv = rounded("conv1d.weight")[:, 0].T.contiguous()
-    decay = -tensors[f"{_PREFIX}A_log"].float().exp()
+    decay = tensors[config.decay_name].to(torch.float32, copy=True)
+    decay = decay if config.is_converted else -decay.exp()
     bias = tensors[f"{_PREFIX}dt_bias"].to(torch.float32, copy=True)
     return DeltaWeights(config.shape, conv, decay, bias, rounded("norm.weight").clone(), eps)

@@ -6,6 +6,7 @@ taken over. On a device, rows of whole prompt chunks are computed by other opera
 prompt of P tokens is whole if it ends at or before P - 1.
 
 The last rows of the prefill are computed in any case, because drafters begin with what the target computes for them.
+Of models with delta layers, a text takes rows up to a position where another text kept its states.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from longdraft.cache.full import FullCache
-from longdraft.cache.prefix import Lease, PrefixTree, Reading
+from longdraft.cache.prefix import Ids, Lease, Match, PrefixTree, Reading
+from longdraft.cache.states import KEPT_BEFORE
 from longdraft.core import Context
 from longdraft.kernels.interface import STORE_BLOCK
 from longdraft.model.routine import Routine
@@ -49,8 +51,9 @@ class PrefixReuse:
 
     def __init__(self, tree: PrefixTree | None, salt: str | None, model: Transformer, cache: FullCache,
                  context: Context) -> None:
-        has_tree = salt is not None and cache.states is None  # the tree has no states of delta layers
-        self._tree, self._cache, self._context = tree if has_tree else None, cache, context
+        self._tree, self._cache, self._context = None if salt is None else tree, cache, context
+        if self._tree and cache.states:
+            cache.states.keep(len(context) - 1)
         self._group = (salt, model.rotation_key)
         self._is_device = model.kernels.is_device
         self._leases: list[Lease] = []
@@ -74,16 +77,18 @@ class PrefixReuse:
         batch that read them now. All ranks of a run take the same number of rows.
         """
         tree, ids = self._tree, self._context.slice(0, len(self._context) - 1)
-        can = self._is_device or not self._cache.nbytes  # a cache that has blocks of its own cannot share others
-        limit = max(0, len(ids) - DRAFTER_ROWS) if can and not self._cache.length else 0
+        computed = KEPT_BEFORE if self._cache.states else DRAFTER_ROWS  # of the last rows, in any case
+        limit = max(0, len(ids) - computed) if self._cache.can_adopt else 0
         if tree and self.is_in_batch and limit:
             yield from self._wait(tree, limit)
-        found = tree.match(self._group, ids, limit) if tree else None
+        found = self._match(tree, ids, limit) if tree else None
         with ranks.synchronized(self._context):
             self.cached_tokens = ranks.smallest(self._shareable(found.length) if found else 0)
         if tree and found:
             for stores, count in found.cut(self.cached_tokens).parts:
                 self._cache.adopt(stores, count)
+            if self._cache.states and self.cached_tokens:
+                self._cache.states.adopt(found.states)
             self._leases.append(found.lease)
             self._reading = tree.begin_reading(self._group, ids)
 
@@ -91,13 +96,17 @@ class PrefixReuse:
         """Rows that the tree has of the text's beginning."""
         if self._tree is None:
             return 0
-        return self._tree.match(self._group, self._context.slice(0, len(self._context) - 1), len(self._context)).length
+        return self._match(self._tree, self._context.slice(0, len(self._context) - 1), len(self._context)).length
+
+    def _match(self, tree: PrefixTree, ids: Ids, limit: int) -> Match:
+        found = tree.match(self._group, ids, limit)
+        return found.cut_to_state() if self._cache.states else found
 
     def _wait(self, tree: PrefixTree, limit: int) -> Iterator[Waiting]:
         ids = self._context.slice(0, limit)
         idle, done = 0, -1
-        have = tree.match(self._group, ids, limit).length
-        while (ahead := tree.reading_ahead(self._group, ids, have + _LEAST_GAIN)) and idle < _MAX_IDLE:
+        least, by_state = self._match(tree, ids, limit).length + _LEAST_GAIN, self._cache.states is not None
+        while (ahead := tree.reading_ahead(self._group, ids, least, by_state=by_state)) and idle < _MAX_IDLE:
             idle, done = (idle + 1 if ahead.done == done else 0), ahead.done
             yield WAITING
 
@@ -117,8 +126,11 @@ class PrefixReuse:
         """Give the first `length` rows to the tree; default: all that are committed."""
         if self._tree is None or not self._cache.length:
             return
+        states = self._cache.states if length is None else None
         length = self._shareable(self._cache.length if length is None else length)
         with suppress(MemoryError):  # the tree goes without them
+            if states:
+                states.keep_now()
             self._leases.append(self._tree.publish(self._group, self._context.slice(0, length), self._cache))
             for lease in self._leases[:-1]:
                 lease.release()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from helpers.checkpoints import VOCAB, write_tokenizer
@@ -63,6 +64,14 @@ def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **c
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return model
+
+
+def make_hybrid(folder: Path, **changes: object) -> None:
+    """A Qwen3.5 whose states remember hundreds of rows. Those of other random models forget a row within ten."""
+    make_family(folder, "qwen3_5", **changes)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: torch.full_like(tensor, -5.0) if "A_log" in name else tensor for name, tensor in tensors.items()},
+              folder / "model.safetensors", {"format": "pt"})
 
 
 def logits_of(model: Transformer, tokens: list[int], prefill: int) -> torch.Tensor:

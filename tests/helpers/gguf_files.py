@@ -90,6 +90,15 @@ _INSIDE = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
     "mlp.gate": "ffn_gate_inp",
 }
+_HYBRID = {
+    "post_attention_layernorm": "post_attention_norm", "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+HYBRID_ARCHS = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 PERMUTED = ("llama", "granite", "smollm3")
 
@@ -105,6 +114,8 @@ def theirs(name: str, arch: str) -> str:
     if stem in _OUTSIDE:
         return f"{_OUTSIDE[stem]}.{suffix}"
     _, _, layer, part = stem.split(".", 3)
+    if arch in HYBRID_ARCHS.values():
+        return f"blk.{layer}.{(_INSIDE | _HYBRID)[part]}.{suffix}"
     if arch == "olmo2":
         post = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
         return f"blk.{layer}.{(_INSIDE | post)[part]}.{suffix}"
@@ -127,6 +138,8 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
                    f"{arch}.expert_used_count": config.num_experts_per_tok}
         if hasattr(config, "moe_intermediate_size"):
             values[f"{arch}.expert_feed_forward_length"] = config.moe_intermediate_size
+    if arch in HYBRID_ARCHS.values():
+        values |= hybrid_metadata(config, arch)
     head_dim = getattr(config, "head_dim", None)
     if head_dim and head_dim != config.hidden_size // heads:
         values[f"{arch}.attention.key_length"] = values[f"{arch}.attention.value_length"] = head_dim
@@ -137,6 +150,54 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
     if getattr(config, "sliding_window", None) and arch in ("llama", "phi3"):
         values[f"{arch}.attention.sliding_window"] = config.sliding_window
     return values
+
+
+def hybrid_metadata(config: Any, arch: str) -> dict[str, Any]:
+    found = {
+        f"{arch}.ssm.conv_kernel": config.linear_conv_kernel_dim, f"{arch}.ssm.state_size": config.linear_key_head_dim,
+        f"{arch}.ssm.group_count": config.linear_num_key_heads,
+        f"{arch}.ssm.time_step_rank": config.linear_num_value_heads,
+        f"{arch}.ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+        f"{arch}.full_attention_interval": 4, f"{arch}.rope.dimension_count": config.head_dim // 4,
+    }
+    if arch != "qwen35":
+        found |= {f"{arch}.expert_count": config.num_experts,
+                  f"{arch}.expert_used_count": config.num_experts_per_tok,
+                  f"{arch}.expert_feed_forward_length": config.moe_intermediate_size,
+                  f"{arch}.expert_shared_feed_forward_length": config.shared_expert_intermediate_size}
+    return found
+
+
+def tiled(rows: Tensor, config: Any, dim: int) -> Tensor:
+    """Rows of value heads, those of each key head in turn, as the converter stores them for Qwen3.5."""
+    keys = config.linear_num_key_heads
+    return rows.reshape(keys, -1, dim, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+
+def hybrid_tensors(name: str, tensor: Tensor, config: Any, arch: str) -> dict[str, Tensor]:
+    """A tensor of a hybrid as the converter stores it: 1 + w, a decay for A_log, q k v and z apart, heads tiled."""
+    part = name.rpartition("linear_attn.")[2] if "linear_attn." in name else ""
+    keys, dim = 2 * config.linear_num_key_heads * config.linear_key_head_dim, config.linear_value_head_dim
+    if not part:
+        return {theirs(name, arch): tensor.float() + 1 if name.endswith("norm.weight") else tensor}
+    if part == "in_proj_qkvz.weight":
+        per_key = config.linear_num_value_heads // config.linear_num_key_heads * dim
+        groups = tensor.view(config.linear_num_key_heads, -1, tensor.shape[1])
+        q, k, v, z = (x.reshape(-1, tensor.shape[1]) for x in groups.split(
+            [config.linear_key_head_dim, config.linear_key_head_dim, per_key, per_key], 1))
+        stem = name.replace("in_proj_qkvz", "in_proj_{}")
+        return {theirs(stem.format("qkv"), arch): torch.cat([q, k, v]), theirs(stem.format("z"), arch): z}
+    tensor = tensor.squeeze(1) if part == "conv1d.weight" else -tensor.float().exp() if part == "A_log" else tensor
+    if arch != "qwen3next":
+        if part in ("in_proj_qkv.weight", "conv1d.weight"):
+            tensor = torch.cat([tensor[:keys], tiled(tensor[keys:], config, dim)])
+        elif part == "out_proj.weight":
+            tensor = tiled(tensor.T, config, dim).T
+        elif part != "norm.weight":
+            tensor = tiled(tensor, config, dim if part == "in_proj_z.weight" else 1)
+    layer = name.split(".")[2]
+    bare = {"A_log": f"blk.{layer}.ssm_a", "dt_bias": f"blk.{layer}.ssm_dt.bias"}
+    return {bare.get(part) or theirs(name, arch): tensor}
 
 
 def tokenizer_values(folder: Path, pre: str = "gpt-2") -> dict[str, Any]:
@@ -151,13 +212,16 @@ def tokenizer_values(folder: Path, pre: str = "gpt-2") -> dict[str, Any]:
 
 
 def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
-            values: Mapping[str, Any] | None = None, tensors: Mapping[str, Stored] | None = None) -> None:
+            values: Mapping[str, Any] | None = None, tensors: Mapping[str, Stored] | None = None,
+            without: Sequence[str] = ()) -> None:
     """Write a model of `transformers` and the tokenizer of its folder.
 
-    kind  the type of the matrices; norms are F32
+    kind     the type of the matrices; norms are F32
+    without  parts of the names of tensors that are left out
     """
     config = model.config
-    arch = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
+    archs = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"} | HYBRID_ARCHS
+    arch = archs.get(config.model_type, config.model_type)
     converted: dict[str, Stored] = dict(tensors or {})
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -167,8 +231,13 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
             parts = {"down": tensor} if "down" in name else {"gate": tensor[:, :size], "up": tensor[:, size:]}
             converted |= {f"blk.{layer}.ffn_{part}_exps.weight": stored(one, kind) for part, one in parts.items()}
             continue
+        if arch in HYBRID_ARCHS.values():
+            for ours, part in hybrid_tensors(name, tensor, config, arch).items():
+                converted[ours] = stored(part, "F32" if part.ndim == 1 or "ssm_conv1d" in ours else kind)
+            continue
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}.get(
             name.rpartition("_proj")[0][-1:] if "self_attn" in name else "")
         rows = permuted(tensor, heads) if heads and arch in PERMUTED else tensor
         converted[theirs(name, arch)] = stored(rows, kind if tensor.ndim > 1 else "F32")
+    converted = {name: tensor for name, tensor in converted.items() if not any(part in name for part in without)}
     write_gguf(path, {**metadata(config, arch), **tokenizer_values(folder), **(values or {})}, converted)

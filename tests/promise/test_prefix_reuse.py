@@ -11,6 +11,7 @@ import torch
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import DRAFTERS, SETTINGS, batch_params, prompt_of
+from helpers.families import make_hybrid
 from longdraft import kernels
 from longdraft.cache.full import FullCache
 from longdraft.core import SamplingParams
@@ -100,6 +101,57 @@ def test_random_trees_of_prompts_evictions_and_cancelled_texts(folder, seed):
             tree.make_room(0)
     assert hits > 5000
     assert not tree._readings and all(piece.leases == 0 for piece in tree._pieces)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    where = tmp_path_factory.mktemp("hybrid")
+    make_hybrid(where, max_position_embeddings=16384)
+    return where
+
+
+@pytest.mark.parametrize("drafter", ["plain", "auto", "suffix", "magicdec"])
+def test_texts_of_a_hybrid_continue_from_kept_states(hybrid, drafter):
+    """The same prompt again, its text continued, and texts with a short and a long common beginning."""
+    engine = longdraft.load(str(hybrid), drafter=drafter, cache_ram=100)
+    cold, params = engine.with_drafter("plain"), batch_params()
+    prompt = prompt_of(STORE_BLOCK + 700)
+    first = engine.generate(prompt, params)
+    answer = text_of(first)
+    assert first.cached_tokens == 0
+    for text, expected in ((prompt, len(prompt) - 1 - 16), (prompt + answer + prompt_of(30), len(prompt + answer) - 1),
+                           (prompt[:600] + prompt_of(90, 9), 496), (prompt[: STORE_BLOCK + 5] + prompt_of(90, 9), 4080),
+                           (prompt[:400] + prompt_of(90, 9), 0)):
+        warm = engine.generate(text, params)
+        assert text_of(warm) == text_of(cold.generate(text, params, cache_salt=None))
+        assert warm.cached_tokens == expected
+
+
+def test_random_trees_of_hybrid_texts_in_batches(hybrid):
+    pick, prompts, truth, hits = random.Random(1), [prompt_of(2300)], {}, 0
+    engine = longdraft.load(str(hybrid), drafter="suffix", cache_ram=2)
+    for step in range(8):
+        start = pick.choice(prompts)
+        prompts.append(start[: pick.choice([40, 520, 1030, 2100, len(start)])] + prompt_of(pick.choice([1, 150]), step))
+        chosen = [pick.choice(prompts) for _ in range(3)]
+        for place, event in engine.generate_many(chosen, batch_params(), batch_size=3):
+            if event.stats:
+                hits, key = hits + event.stats["cached_tokens"], tuple(chosen[place])
+                if key not in truth:
+                    truth[key] = list(engine.generate(list(key), batch_params(), cache_salt=None))[-1].stats
+                assert event.stats["sha256_tokens"] == truth[key]["sha256_tokens"]
+            assert engine.loaded.prefixes.nbytes <= engine.loaded.prefixes.max_bytes
+    assert hits > 2000 and all(piece.leases == 0 for piece in engine.loaded.prefixes._pieces)
+
+
+def test_wrong_states_write_another_text(hybrid, monkeypatch):
+    engine, prompt = longdraft.load(str(hybrid), drafter="plain", cache_ram=100), prompt_of(700)
+    truth = text_of(engine.generate(prompt, batch_params(temperature=0.0)))
+    for piece in engine.loaded.prefixes._pieces:
+        for state in (state for states in piece.states.values() for state in states):
+            state.matrix.mul_(-8)
+    lied = engine.generate(prompt, batch_params(temperature=0.0))
+    assert text_of(lied) != truth and lied.cached_tokens
 
 
 def test_a_tree_with_wrong_rows_writes_another_text(engine, monkeypatch):

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ import longdraft
 from helpers.checkpoints import make_checkpoint, make_glide, make_heads
 from helpers.eagle import make_eagle
 from helpers.equality import DRAFTERS, prompt_of
+from helpers.families import make_hybrid
 from helpers.processes import Fork, run_code, wait_for
 from longdraft.core import SamplingParams
 from longdraft.errors import UsageError
-from longdraft.journal import FILE, remove_journal
+from longdraft.journal import FILE, remove_journal, snapshot
 from longdraft.journal import snapshot_files as snapshots
 from longdraft.journal.snapshot_folder import snapshot_bytes
 from longdraft.kernels.interface import STORE_BLOCK
@@ -103,6 +105,46 @@ def test_every_kind_of_drafter_goes_on_from_a_snapshot(folder, journal, whole, d
     name, options = DRAFTERS.get(drafter, (drafter, {}))
     other = longdraft.load(str(folder), drafter=name, drafter_options=options, dtype="bfloat16", cache_ram=0)
     assert resumed(other, journal, whole) == ROWS - 128
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> tuple[Path, Path, list[int]]:
+    """A hybrid, the journal of a text of it that was ended behind 2 blocks and 700 rows, and the whole text."""
+    model, where = tmp_path_factory.mktemp("hybrid"), tmp_path_factory.mktemp("hybrid-cut")
+    make_hybrid(model, max_position_embeddings=16384)
+    engine = longdraft.load(str(model), drafter="plain", cache_ram=0)
+    with engine.generate(PROMPT, PARAMS, journal=where, snapshot="always") as generation:
+        while len(generation._step.context) <= ROWS:
+            next(generation)
+    whole = engine.generate(PROMPT, replace(PARAMS, max_new_tokens=640))
+    list(whole)
+    return model, where, whole.tokens.tolist()
+
+
+@pytest.mark.parametrize("drafter", ["plain", "magicdec", "suffix"])
+@pytest.mark.parametrize("cache_ram", [0, 100])
+def test_a_text_of_a_hybrid_goes_on_from_the_states_of_its_last_full_block(hybrid, tmp_path, drafter, cache_ram):
+    model, cut, whole = hybrid
+    shutil.copytree(cut, tmp_path / "j")
+    assert len(snapshots.read_index(cut / "kv")) == 2
+    engine = longdraft.load(str(model), drafter=drafter, cache_ram=cache_ram)
+    assert resumed(engine, tmp_path / "j", whole) == 2 * STORE_BLOCK
+
+
+@pytest.mark.parametrize("part", ["matrix", "history"])
+def test_wrong_states_of_a_snapshot_cost_time_only(hybrid, tmp_path, part, monkeypatch):
+    model, cut, whole = hybrid
+    shutil.copytree(cut, tmp_path / "j")
+    read = snapshots.read_block
+
+    def lying(*given):
+        found = read(*given)
+        for state in found.states:
+            getattr(state, part).mul_(-8)
+        return found
+
+    monkeypatch.setattr(snapshot, "read_block", lying)
+    assert resumed(longdraft.load(str(model), drafter="plain", cache_ram=0), tmp_path / "j", whole) == 0
 
 
 def test_a_finished_text_has_no_snapshot(engine, journal, whole):

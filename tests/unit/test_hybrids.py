@@ -270,7 +270,6 @@ def test_what_delta_layers_cannot_do_is_refused_in_one_line(folder, tmp_path):
 
     for attempt, message in (
             (lambda: engine.generate("It", SamplingParams(banned_strings=("x",))), "banned_strings cuts"),
-            (lambda: engine.generate("It", params, journal=tmp_path / "j", snapshot="always"), "auto or never on"),
             (lambda: engine.with_drafter("draft-model", {"model": str(folder)}), "has delta layers, whose states"),
             (lambda: engine.with_drafter("glide"), "needs trained glide"),
             (with_full_cache, "dynamic or static for models with delta layers")):

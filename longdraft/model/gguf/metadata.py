@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from longdraft.model.families import FAMILIES
 from longdraft.model.gguf.container import Array, Gguf
+from longdraft.model.hybrid import CONVERTED
 
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
              "penalty_repeat": "repetition_penalty", "penalty_last_n": "penalty_window"}
@@ -31,11 +33,14 @@ class Architecture:
     model_type   the family that it is (longdraft/model/families.py)
     is_permuted  rows of q and k are stored for rotations of adjacent dimensions
     settings     metadata keys, without the architecture, to keys of config.json
+    is_tiled     value head i of delta layers belongs to key head i modulo their number; in Hugging Face's files the
+                 value heads of one key head follow one another
     """
 
     model_type: str
     is_permuted: bool = False
     settings: Mapping[str, str] | None = None
+    is_tiled: bool = False
 
 
 _GRANITE = {"logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
@@ -49,7 +54,11 @@ ARCHITECTURES = {
     "olmo2": Architecture("olmo2"),
     "smollm3": Architecture("smollm3", is_permuted=True),
     "qwen3moe": Architecture("qwen3_moe"),
+    "qwen3next": Architecture("qwen3_next"),
+    "qwen35": Architecture("qwen3_5_text", is_tiled=True),
+    "qwen35moe": Architecture("qwen3_5_moe_text", is_tiled=True),
 }
+_WITH_EXPERTS = ("llama", "qwen3moe", "qwen3next", "qwen35moe")
 _MIXTRAL = Architecture("mixtral", is_permuted=True)  # files of the architecture `llama` that have experts
 _OTHERS = {"gptoss": "gpt-oss in Ollama's own layout; get a file with general.architecture 'gpt-oss'",
            "clip": "a vision model (mmproj), which belongs to another file"}
@@ -67,7 +76,7 @@ def architecture(model: Gguf) -> tuple[str, Architecture]:
         model.fail("this is OLMo 3, which is not supported: it has a second RoPE for layers with a window")
     if not model.values.get(f"{name}.expert_count"):
         return name, found
-    if name not in ("llama", "qwen3moe") or model.values.get(f"{name}.expert_shared_count"):
+    if name not in _WITH_EXPERTS or model.values.get(f"{name}.expert_shared_count"):
         model.fail(f"the model has mixture-of-experts layers, which {found.model_type!r} in longdraft does not have")
     return name, _MIXTRAL if name == "llama" else found
 
@@ -78,6 +87,8 @@ class _Reader:
     def __init__(self, model: Gguf, prefix: str) -> None:
         self._model, self._prefix = model, prefix
         self.layers = self.whole("block_count")
+        if self.has("nextn_predict_layers"):  # native draft layers, which are not read
+            self.layers = self.whole("block_count") - int(self.number("nextn_predict_layers"))
 
     def has(self, key: str) -> bool:
         return f"{self._prefix}.{key}" in self._model.values
@@ -135,7 +146,7 @@ def config_of(model: Gguf) -> dict[str, Any]:
         "model_type": kind.model_type,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": read.whole("feed_forward_length", 1 if kind.model_type == "qwen3_moe" else None),
+        "intermediate_size": read.whole("feed_forward_length", 1 if FAMILIES[kind.model_type].experts else None),
         "num_hidden_layers": read.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": read.whole("attention.head_count_kv", heads),
@@ -148,10 +159,14 @@ def config_of(model: Gguf) -> dict[str, Any]:
         "sliding_window": None,
         "mlp_bias": False,
     }
-    if kind.model_type in ("mixtral", "qwen3_moe"):
+    if FAMILIES[kind.model_type].hybrid:
+        config |= _delta_layers(model, read)
+    if FAMILIES[kind.model_type].experts:
         config |= {"num_local_experts": read.whole("expert_count"), "norm_topk_prob": True,
                    "num_experts_per_tok": read.whole("expert_used_count"),
                    "moe_intermediate_size": read.whole("expert_feed_forward_length", config["intermediate_size"])}
+        if read.has("expert_shared_feed_forward_length"):
+            config["shared_expert_intermediate_size"] = read.whole("expert_shared_feed_forward_length")
     for ours, theirs in (kind.settings or {}).items():
         if read.has(ours):
             config[theirs] = read.number(ours)
@@ -159,6 +174,22 @@ def config_of(model: Gguf) -> dict[str, Any]:
         _add_window(config, read)
     _add_rope(config, model, read)
     return config
+
+
+def _delta_layers(model: Gguf, read: _Reader) -> dict[str, Any]:
+    """The keys of config.json that describe the delta layers of a hybrid."""
+    heads, values = read.whole("ssm.time_step_rank"), read.whole("ssm.inner_size")
+    if values % heads:
+        model.fail(f"ssm.inner_size is {values}; allowed: a multiple of ssm.time_step_rank, {heads}")
+    return {
+        CONVERTED: True,
+        "full_attention_interval": read.whole("full_attention_interval", 4),
+        "linear_num_key_heads": read.whole("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": read.whole("ssm.state_size"),
+        "linear_value_head_dim": values // heads,
+        "linear_conv_kernel_dim": read.whole("ssm.conv_kernel"),
+    }
 
 
 def biases_of(model: Gguf) -> dict[str, Any]:

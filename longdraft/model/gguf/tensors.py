@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import warnings
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longdraft.kernels.int4 import Int4Weight
+from longdraft.kernels.int4 import GROUP, Int4Weight
 from longdraft.model.families import FAMILIES, ExpertsFormat
 from longdraft.model.gguf.blocks import dequantise, q4_0_parts
 from longdraft.model.gguf.container import Gguf, GgufFile, TensorEntry
@@ -20,9 +21,10 @@ from longdraft.model.gguf.metadata import architecture
 from longdraft.model.memory import forget_pages, temporary
 from longdraft.model.tensor_file import Entry
 
-_LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
-_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
+_LAYER = re.compile(r"blk\.(\d+)\.([a-z0-9_]+)\.(weight|bias)")
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight")
 _EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")  # of older files, one by one
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
             "output.weight": "lm_head.weight"}
 _INSIDE = {
@@ -31,7 +33,18 @@ _INSIDE = {
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }
+_HYBRID = {
+    "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj", "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_DELTA = re.compile(r"blk\.(\d+)\.(ssm_a|ssm_dt\.bias)")  # whose names in Hugging Face have no suffix
+_DELTA_NAMES = {"ssm_a": "decay", "ssm_dt.bias": "dt_bias"}
 _DIFFERENT = {
+    "qwen3_next": _HYBRID, "qwen3_5_text": _HYBRID, "qwen3_5_moe_text": _HYBRID,
     "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "qwen3_moe": {"ffn_gate_inp": "mlp.gate"},
@@ -49,16 +62,22 @@ class GgufTensors:
         self._heads = {part: _heads(model, name, key) for part, key in (("q", "head_count"), ("k", "head_count_kv"))
                        } if kind.is_permuted else {}
         different, experts = _DIFFERENT.get(kind.model_type, {}), FAMILIES[kind.model_type].experts
+        self._deltas = DeltaOrder.of(model, name) if kind.is_tiled else None
+        first_unread = _first_unread(model, name)
         self._stored: dict[str, TensorEntry] = {}
         for theirs, entry in file.tensors.items():
-            if theirs in _NOT_WEIGHTS:
+            if theirs in _NOT_WEIGHTS or (first_unread and (found := _BLOCK.match(theirs))
+                                          and int(found[1]) >= first_unread):
                 continue
             if experts and (found := _EXPERTS.fullmatch(theirs)) and len(entry.shape) == 3:
                 self._stored |= _one_by_one(found[1], found[2], entry, experts)
             elif experts and (found := _EXPERT.fullmatch(theirs)):
                 self._stored[_expert_name(found[1], found[2], int(found[3]), experts)] = entry
+            elif different is _HYBRID and (found := _DELTA.fullmatch(theirs)):
+                self._stored[f"model.layers.{found[1]}.linear_attn.{_DELTA_NAMES[found[2]]}"] = entry
             else:
-                self._stored[_translated(theirs, different)] = entry
+                ours = _translated(theirs, different)
+                self._stored[ours] = entry._replace(shape=_shape_of(ours, entry.shape))
         self.entries = {ours: Entry(entry.type.name, entry.shape, entry.start, entry.stop)
                         for ours, entry in self._stored.items()}
 
@@ -73,12 +92,15 @@ class GgufTensors:
         _, stored = self.stored(name)
         if entry.type.dtype is not None:
             numbers = stored.view(entry.type.dtype).view(entry.shape)
+            columns = self._deltas.columns(name) if self._deltas else None
+            numbers = numbers if columns is None else numbers[:, columns]
             return numbers if order is None else numbers[order]
         rows = stored.view(-1, entry.shape[-1] // entry.type.block * entry.type.nbytes)
         rows = rows if order is None else rows[order]
         out = temporary((len(rows), entry.shape[-1]), dtype or torch.float32)
         dequantise(rows, entry.type, out)
-        return out.view(entry.shape)
+        columns = self._deltas.columns(name) if self._deltas else None
+        return out.view(entry.shape) if columns is None else out[:, columns].view(entry.shape)
 
     def int4(self, name: str) -> Int4Weight | None:
         """The numbers of a Q4_0 matrix, unchanged; None for other types, which groups of 32 with a float16 scale and a
@@ -90,6 +112,10 @@ class GgufTensors:
         _, stored = self.stored(name)
         rows = stored.view(entry.shape[0], -1)
         values, scale = q4_0_parts(rows if order is None else rows[order])
+        if self._deltas and (columns := self._deltas.columns(name)) is not None:
+            if self._deltas.value_dim % GROUP:
+                return None  # groups of other heads share their scale then
+            values, scale = values[:, columns], scale[:, columns[::GROUP] // GROUP]
         return Int4Weight(values, scale, torch.full(scale.shape, 8, dtype=torch.uint8))
 
     def stored(self, name: str) -> tuple[str, Tensor]:
@@ -106,10 +132,66 @@ class GgufTensors:
 
     def _order(self, name: str) -> Tensor | None:
         """The stored rows of a permuted tensor in the order of Hugging Face; None: they are in that order."""
+        if self._deltas:
+            return self._deltas.rows(name)
         found = re.search(r"self_attn\.([qk])_proj\.", name)
         if not self._heads or not found:
             return None
         return stored_rows(self.entries[name].shape[0], self._heads[found[1]])
+
+
+class DeltaOrder(NamedTuple):
+    """Where the tensors of delta layers have the rows of value heads, if head i belongs to key head i % key_heads.
+
+    Hugging Face has the value heads of one key head next to one another.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @staticmethod
+    def of(model: Gguf, name: str) -> DeltaOrder | None:
+        """From the metadata; None where both orders are one, or where the sizes make no sense, which is refused."""
+        found = [model.values.get(f"{name}.ssm.{key}") for key in ("group_count", "time_step_rank", "state_size",
+                                                                   "inner_size")]
+        keys, values, key_dim, inner = (size if isinstance(size, int) and size > 0 else 0 for size in found)
+        if not keys or keys == values or values % keys or not inner or inner % values:
+            return None
+        return DeltaOrder(keys, values, key_dim, inner // values)
+
+    def _heads(self, dim: int) -> Tensor:
+        """The stored rows of value heads of `dim` rows, in the order of Hugging Face."""
+        heads = torch.arange(self.value_heads).view(-1, self.key_heads).T.flatten()
+        return (heads[:, None] * dim + torch.arange(dim)).flatten()
+
+    def rows(self, name: str) -> Tensor | None:
+        """The stored rows of a tensor in the order of Hugging Face; None: they are in that order."""
+        part = name.rpartition("linear_attn.")[2].removesuffix(".weight") if "linear_attn." in name else ""
+        if part in ("in_proj_qkv", "conv1d"):
+            keys = 2 * self.key_heads * self.key_dim
+            return torch.cat([torch.arange(keys), keys + self._heads(self.value_dim)])
+        dims = {"in_proj_z": self.value_dim, "in_proj_b": 1, "in_proj_a": 1, "dt_bias": 1, "decay": 1}
+        return self._heads(dims[part]) if part in dims else None
+
+    def columns(self, name: str) -> Tensor | None:
+        return self._heads(self.value_dim) if name.endswith("linear_attn.out_proj.weight") else None
+
+
+def _first_unread(model: Gguf, name: str) -> int:
+    """The first layer for native drafts, which are the last ones; 0: there are none."""
+    layers, drafts = (model.values.get(f"{name}.{key}") for key in ("block_count", "nextn_predict_layers"))
+    return layers - drafts if isinstance(layers, int) and isinstance(drafts, int) and 0 < drafts < layers else 0
+
+
+def _shape_of(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that Hugging Face's tensor has: GGUF leaves out axes of length 1."""
+    if name.endswith("linear_attn.conv1d.weight") and len(shape) == 2:
+        return shape[0], 1, shape[1]
+    if name.endswith("mlp.shared_expert_gate.weight") and len(shape) == 1:
+        return 1, shape[0]
+    return shape
 
 
 def stored_rows(count: int, heads: int) -> Tensor | None:
@@ -127,10 +209,12 @@ def stored_rows(count: int, heads: int) -> Tensor | None:
 
 
 def _one_by_one(layer: str, part: str, entry: TensorEntry, form: ExpertsFormat) -> dict[str, TensorEntry]:
-    """The matrices of a tensor [experts, N, K]."""
-    count, size = entry.shape[0], (entry.stop - entry.start) // entry.shape[0]
-    return {_expert_name(layer, part, i, form): TensorEntry(entry.type, entry.shape[1:], entry.start + i * size,
-                                                           entry.start + (i + 1) * size) for i in range(count)}
+    """The matrices of a tensor [experts, N, K]. part: gate, up, down, or gate_up, whose first N / 2 rows are gate."""
+    parts = part.split("_")
+    count, size = entry.shape[0] * len(parts), (entry.stop - entry.start) // (entry.shape[0] * len(parts))
+    shape = (entry.shape[1] // len(parts), entry.shape[2])
+    return {_expert_name(layer, parts[i % len(parts)], i // len(parts), form): TensorEntry(
+        entry.type, shape, entry.start + i * size, entry.start + (i + 1) * size) for i in range(count)}
 
 
 def _expert_name(layer: str, part: str, index: int, form: ExpertsFormat) -> str:
