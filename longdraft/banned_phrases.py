@@ -93,6 +93,11 @@ class PhraseFilter:
         """Tokens that are banned at the next position."""
         return sorted(self._bans.get(self._num_tokens, ()))
 
+    @property
+    def earliest_cut(self) -> int:
+        """The number of new tokens that no later cut goes below."""
+        return self._num_tokens - len(self._held)
+
     def _advance(self, text: str) -> int | None:
         """Follow the text; returns the character at which a phrase that it completes began, the first such phrase."""
         began = None
@@ -150,6 +155,8 @@ def settle(phrases: PhraseFilter | None, accepted: Accepted, step: Step, cache: 
     if phrases is None:
         return chosen, step
     settled, num_new = phrases.push(chosen)
+    if cache.states:
+        cache.states.settle(step.context.prompt_length - 1 + phrases.earliest_cut)
     return settled, step if num_new is None else _rewound(step, cache, num_new, phrases.banned_tokens, new_drafter)
 
 

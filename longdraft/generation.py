@@ -64,8 +64,7 @@ class Generation(Iterator[Event]):
         self._model, self._drafter, self._params = model, drafter, params
         self._on_prefill, self._is_pure = on_prefill, is_pure
         self._journal: Journal | None = None
-        self.num_resumed = len(written)
-        self.is_closed = False
+        self.num_resumed, self.is_closed = len(written), False
         length = len(prompt) + params.max_new_tokens
         target, draft = model.target_for(length, drafter), model.draft_for(length, drafter)
         self._text_stream = TextStream(model.tokenizer, params, target.config.eos_token_ids)
@@ -86,6 +85,8 @@ class Generation(Iterator[Event]):
         self._step = Step(target, cache, self._new_drafter(sampler), sampler, context, Timings(), Tally(), logprobs,
                           drafts_forced=drafter.name != "plain")
         self._phrases = PhraseFilter(model.tokenizer, params, prompt, written, ends) if params.banned_strings else None
+        if self._phrases and cache.states:
+            cache.states.hold(len(context) - 1)
         self._reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
         self._accepted: Counter[str] = Counter()  # accepted tokens in the text, by drafter
         self._full_acceptance = FullAcceptance()

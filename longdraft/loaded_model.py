@@ -220,9 +220,6 @@ class LoadedModel:
             unknown = next((text for text in params.dry_sequence_breakers
                             if text not in BREAKERS and not self.tokenizer.tokens_with(text)), None)
             check(unknown is None, "dry_sequence_breakers", unknown, "texts that are part of a token of this model")
-        if params.banned_strings and self.target.config.hybrid:
-            raise UsageError("banned_strings cuts a text back, and the states of delta layers cannot go back; leave "
-                             "it out", "banned_strings")
         self.grammar_rules(params)
 
     def marked_tokens(self, params: SamplingParams) -> MarkedTokens:

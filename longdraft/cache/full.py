@@ -151,7 +151,8 @@ class FullCache:
     def truncate(self, length: int) -> None:
         """Drop the rows from position `length` on."""
         assert 0 <= length <= self.length
-        assert self.states is None or length == self.length, "states cannot go back"
+        if self.states:
+            self.states.truncate(length)
         if self.taps:
             self.taps.truncate(length)
         self.length = length

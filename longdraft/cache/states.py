@@ -9,19 +9,24 @@ there is one state for each layer and not one for each row, and the rejected row
 Another text with the same beginning can continue from a state, but only at the position where it was kept. A text that
 gives its rows to others keeps copies 16 rows before position 512, 1,024, 2,048 and every multiple of 4,096, 16 rows
 before the end of its prompt, and at its end. A copy takes as many bytes as the KV rows of 1,000 to 4,000 tokens.
+
+A text that may be cut back (`hold`) keeps the inputs of the rows that are not settled, behind an older state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from longdraft.kernels import Kernels
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.interface import STORE_BLOCK
 
 KEPT_BEFORE = 16  # rows between a kept state and the end of a block, which whoever continues there computes again
+_SETTLED_ROWS = 64  # rows whose inputs are held although they are settled
 _FIRST_ENDS = (512, 1024, 2048)  # blocks are STORE_BLOCK rows, but many texts share a short beginning
 
 
@@ -34,6 +39,21 @@ def kept_places(first: int, last: int, prompt_rows: int) -> Iterator[int]:
     for end in sorted({*_FIRST_ENDS, *blocks, prompt_rows}):
         if max(first, 0) < end - KEPT_BEFORE <= last:
             yield end - KEPT_BEFORE
+
+
+Inputs = list[tuple[Tensor, Tensor]]  # of some rows, for each layer: mixed [T, C] and gates [T, 2 Hv]
+
+
+class _Held(NamedTuple):
+    """States behind `length` rows of the text, and the inputs of the rows that were committed since then."""
+
+    length: int
+    states: list[DeltaState]
+    commits: list[Inputs]
+
+
+def _rows(commits: Sequence[Inputs]) -> int:
+    return sum(len(layers[0][0]) for layers in commits)
 
 
 class StateCache:
@@ -49,6 +69,8 @@ class StateCache:
         self.length = 0  # committed rows; not counted for drafts
         self._prompt_rows: int | None = None
         self.kept: dict[int, list[DeltaState]] = {}  # by position; never changed
+        self._hold_from: int | None = None
+        self._held: _Held | None = None
 
     def _new(self) -> list[DeltaState]:
         return [self._kernels.new_state(weights) for weights in self._layers]
@@ -82,15 +104,65 @@ class StateCache:
                     self.kept[place] = self._new()
                     self._apply_again(list(rows[: place - self.length]), self.kept[place])
             self.length += len(rows)
+            if self._held:
+                self._held.commits.append([(each.mixed[list(rows)], each.gates[list(rows)]) for each in self._tail])
             if rows[-1] + 1 < len(self._tail[0].mixed):
                 self._apply_again(list(rows), self._spare)
             self._own, self._spare = self._spare, self._own
             self._is_behind_source = False
+            if self.length == self._hold_from:
+                self._hold()
         self._tail = []
 
     def keep(self, prompt_rows: int) -> None:
         """Keep states for other texts from now on (`kept`). prompt_rows: the rows that this text begins with."""
         self._prompt_rows = prompt_rows
+
+    def hold(self, length: int) -> None:
+        """From this number of committed rows on, the text may be cut back: `truncate`."""
+        self._hold_from = length
+        if self.length == length:
+            self._hold()
+
+    def _hold(self) -> None:
+        self._held = _Held(self.length, self._new(), [])
+        for copy, state in zip(self._held.states, self.current, strict=True):
+            copy.copy_from(state)
+
+    def settle(self, length: int) -> None:
+        """The text will not be cut below `length` rows, so older inputs are dropped now and then."""
+        if self._held and length - self._held.length >= _SETTLED_ROWS:
+            count, commits = 0, self._held.commits
+            while self._held.length + _rows(commits[: count + 1]) <= length and count < len(commits):
+                count += 1
+            states = self._new()
+            self._apply_to(self._held.states, commits[:count], states)
+            self._held = _Held(self._held.length + _rows(commits[:count]), states, commits[count:])
+
+    def truncate(self, length: int) -> None:
+        """Drop the rows from position `length` on, which is at least what was settled."""
+        if length == self.length:
+            return
+        assert self._held and length >= self._held.length, "states cannot go back so far"
+        commits, left = [], length - self._held.length
+        for layers in self._held.commits:
+            if left > 0:
+                commits.append([(mixed[:left], gates[:left]) for mixed, gates in layers])
+                left -= _rows(commits[-1:])
+        self._held = self._held._replace(commits=commits)
+        self._apply_to(self._held.states, commits, self._own)
+        self.kept = {place: states for place, states in self.kept.items() if place <= length}
+        self.length = length
+
+    def _apply_to(self, before: Sequence[DeltaState], commits: Sequence[Inputs], after: Sequence[DeltaState]) -> None:
+        """Fill `after` with the states behind these rows."""
+        chain = torch.arange(-1, _rows(commits) - 1, dtype=torch.int32)
+        for layer, weights in enumerate(self._layers):
+            if not commits:
+                after[layer].copy_from(before[layer])
+                continue
+            mixed, gates = (torch.cat([layers[layer][part] for layers in commits]) for part in (0, 1))
+            self._kernels.delta_rule(weights, [DeltaRows(before[layer], after[layer], mixed, gates)], None, chain)
 
     def keep_now(self) -> None:
         """Keep the states behind the committed rows."""
@@ -131,7 +203,7 @@ class StateCache:
 
     def reset(self) -> None:
         """Forget all rows: of drafts, go back to the text; of a text, to its beginning."""
-        self._tail, self.length = [], 0
+        self._tail, self.length, self._held = [], 0, None
         if self._source:
             self._is_behind_source = True
         else:
@@ -141,8 +213,8 @@ class StateCache:
 
     @property
     def nbytes(self) -> int:
-        kept = sum(states_bytes(states) for states in self.kept.values())
-        return states_bytes((*self._own, *self._spare)) + kept
+        others = [*self.kept.values(), self._held.states if self._held else []]
+        return sum(map(states_bytes, (self._own, self._spare, *others)))
 
 
 def states_bytes(states: Sequence[DeltaState]) -> int:

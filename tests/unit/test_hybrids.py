@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import longdraft
 from helpers.checkpoints import load, make_heads
 from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import DRAFTERS, LIARS, liar, prompt_of
-from helpers.families import HYBRIDS, greedy_text_of, logits_of, make_family, rounding_errors, theirs_of
+from helpers.families import HYBRIDS, greedy_text_of, logits_of, make_family, make_hybrid, rounding_errors, theirs_of
 from helpers.generation import by_name, generate
 from longdraft import kernels
 from longdraft.core import SamplingParams
@@ -149,6 +150,43 @@ def test_lying_drafters_do_not_change_the_text(folder, kind):
     assert generate(model, prompt, params, lambda given: drafter, banned=[1]) == plain
 
 
+def test_a_text_that_was_cut_has_the_states_of_its_rows(tmp_path):
+    """Cut behind whole and in the middle of commits, far behind and not far behind what was settled."""
+    make_hybrid(tmp_path)
+    model, tokens = load(tmp_path, "bfloat16"), prompt_of(400)
+    cache, pick = model.new_cache(), random.Random(3)
+    cache.states.hold(30)
+    model.forward(chain_rows(tokens[:30], 0), cache)
+    cache.commit(range(30))
+    settled = 30
+    for _ in range(60):
+        count = pick.randrange(1, 12)
+        model.forward(chain_rows(tokens[cache.length : cache.length + count], cache.length), cache)
+        cache.commit(range(pick.randrange(1, count + 1)))
+        settled = max(settled, cache.length - pick.randrange(5, 40))
+        cache.states.settle(settled)
+        if pick.random() < 0.3:
+            cache.truncate(pick.randrange(settled, cache.length + 1))
+    fresh = model.new_cache()
+    model.forward(chain_rows(tokens[: cache.length], 0), fresh)
+    fresh.commit(range(cache.length))
+    assert settled > 150 and cache.states.length == cache.length
+    for ours, theirs in zip(cache.states.current, fresh.states.current, strict=True):
+        assert torch.equal(ours.matrix, theirs.matrix) and torch.equal(ours.history, theirs.history)
+
+
+@pytest.mark.parametrize("drafter", LOADED)
+def test_texts_without_banned_phrases_are_the_plain_ones(tmp_path, drafter):
+    make_hybrid(tmp_path)
+    engine, settings = longdraft.load(str(tmp_path), drafter="plain"), dict(max_new_tokens=40, seed=3, ignore_eos=True)
+    text = "".join(event.text for event in engine.generate(prompt_of(60), SamplingParams(**settings)))
+    letters = {letter for letter in text[2:20] if letter.isprintable()}
+    params = SamplingParams(**settings, banned_strings=tuple(sorted({text[4:6], text[11:13], *letters})))
+    plain, other = (each.generate(prompt_of(60), params) for each in (engine, engine.with_drafter(drafter)))
+    assert "".join(event.text for event in plain) == "".join(event.text for event in other)
+    assert plain.stats()["rewinds"] > 2 and plain.tokens.tolist() == other.tokens.tolist()
+
+
 def test_an_unchanged_state_drafts_the_plain_text(folder):
     """With a partial cache that holds the whole text, drafts are right: their states begin with those of the text."""
     engine = longdraft.load(str(folder), drafter="magicdec", drafter_options={"suffix": "false"})
@@ -269,7 +307,6 @@ def test_what_delta_layers_cannot_do_is_refused_in_one_line(folder, tmp_path):
                        drafter_options={"cache": "full"}).generate("It", params)
 
     for attempt, message in (
-            (lambda: engine.generate("It", SamplingParams(banned_strings=("x",))), "banned_strings cuts"),
             (lambda: engine.with_drafter("draft-model", {"model": str(folder)}), "has delta layers, whose states"),
             (lambda: engine.with_drafter("glide"), "needs trained glide"),
             (with_full_cache, "dynamic or static for models with delta layers")):
