@@ -203,7 +203,7 @@ class StateCache:
 
     def reset(self) -> None:
         """Forget all rows: of drafts, go back to the text; of a text, to its beginning."""
-        self._tail, self.length, self._held = [], 0, None
+        self._tail, self.length, self._held, self.kept = [], 0, None, {}
         if self._source:
             self._is_behind_source = True
         else:

@@ -18,6 +18,7 @@ from longdraft.model.eagle import Eagle
 from longdraft.model.eagle_files import load_eagle
 from longdraft.model.glide import Glide
 from longdraft.model.heads import Heads
+from longdraft.model.native_heads import load_native_head
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer, require_same_vocabulary
 from longdraft.model.transformer import Transformer
@@ -70,7 +71,8 @@ class Target(NamedTuple):
             return self._glide(folder / "glide") if glide.is_glide(folder / "glide") else None
 
         def found_eagle() -> Eagle | None:
-            return self._eagle(folder / "eagle") if eagle_config.is_eagle(folder / "eagle") else None
+            own = eagle_config.is_eagle(folder / "eagle")
+            return self._eagle(folder / "eagle") if own else load_native_head(folder, self.model)
 
         return TrainedParts(optional_part("heads", found_heads, required),
                             optional_part("glide", found_glide, required),

@@ -179,7 +179,7 @@ def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, 
         raise ModelError("models with delta layers (Qwen3-Next, Qwen3.5, Qwen3.6) run on the CPU only so far; use "
                          "--device cpu")
     require_tensors(files, config)
-    return _Loader(files, config, kernels, quantize, packed).transformer()
+    return Loader(files, config, kernels, quantize, packed).transformer()
 
 
 def load_draft_copy(files: TensorFiles, target: Transformer, quantize: str,
@@ -192,10 +192,10 @@ def load_draft_copy(files: TensorFiles, target: Transformer, quantize: str,
     The copy shares the target's embedding table. Rows of its KV cache have the target's layout. Raises ModelError if
     the target's weights are divided among ranks.
     """
-    return _Loader(files, target.whole, target.kernels, quantize, packed).transformer(target.weights.embedding)
+    return Loader(files, target.whole, target.kernels, quantize, packed).transformer(target.weights.embedding)
 
 
-class _Loader:
+class Loader:
     """Reads and packs the matrices of a checkpoint that `require_tensors` has accepted."""
 
     def __init__(self, files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str,
@@ -216,14 +216,14 @@ class _Loader:
             head = table if embedding is None else self._table("model.embed_tokens.weight")
         else:
             head = self._table("lm_head.weight")
-        layers = tuple(self._layer(index) for index in range(config.num_layers))
+        layers = tuple(self.layer(index) for index in range(config.num_layers))
         weights = ModelWeights(table, layers, self._norm("model.norm.weight"), head, self._quantize)
         if self._packed:
             self._packed.save()
         return Transformer(config, weights, self._kernels, self._whole)
 
-    def _layer(self, index: int) -> LayerWeights:
-        config, layer, linears = self._config, f"model.layers.{index}.", _linears(self._whole, index)
+    def layer(self, index: int, prefix: str = "model.") -> LayerWeights:
+        config, layer, linears = self._config, f"{prefix}layers.{index}.", _linears(self._whole, index)
         orders = dict.fromkeys(("q_norm", "k_norm"), self._head_order)
         norms = {name: self._norm(f"{layer}{file_name}.weight", orders.get(name))
                  for name, (file_name, _) in _norms(config, index).items()}

@@ -9,6 +9,7 @@ Row i has the target's states of position i and the token of position i + 1, and
     logits = head(RMSNorm(a))            over the head's own vocabulary, whose j-th token is `ids[j]`
 
 EAGLE-1 has y = the target's last row after its final norm, x = fc([embedding | y]), a = x + ... and the target's head.
+Native multi-token prediction (longdraft/model/native_heads.py) is similar.
 longdraft/model/eagle_config.py has the dialects. Rows are rotated at i; only differences of positions matter.
 """
 
@@ -72,7 +73,8 @@ class Eagle:
         self.kernels = local_kernels(target.kernels)  # every rank has the head whole
         self._weights, self._target = weights, target
         layer = config.layer
-        self._geometry = Geometry(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rms_norm_eps)
+        self._geometry = Geometry(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rms_norm_eps,
+                                  rounds_once=layer.rounds_once)
         self._rope = RopeTable(layer, 1, self.kernels.device)
 
     def reading(self, layers: Sequence[int], **flags: Any) -> Eagle:
@@ -111,14 +113,16 @@ class Eagle:
                                  None if index else source)
         return EagleRows(x, k, v)
 
-    def _inputs(self, y: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The residual of the first layer, and the input of its queries, keys and values."""
+    def _inputs(self, y: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """The residual of the first layer, and the input of its queries, keys and values; None: after its norm."""
         weights, kernels = self._weights, self.kernels
         e = self._target.embed(tokens) if weights.embedding is None else kernels.embed(weights.embedding, tokens)
         if self.config.version == 1:
             assert weights.fc is not None
+            if weights.norms:  # native multi-token prediction
+                e, y = (self._norm(part, norm) for part, norm in zip((e, y), weights.norms, strict=True))
             x = kernels.linear(torch.cat([e, y], 1), weights.fc)
-            return x, x
+            return x, None if weights.norms else x
         m = self._norm(y, weights.norms[1])
         return (m if self.config.norm_before_residual else y), torch.cat([self._norm(e, weights.norms[0]), m], 1)
 
@@ -146,7 +150,7 @@ class Eagle:
         return hidden if self._weights.norm is None else self._norm(hidden, self._weights.norm)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.kernels.rms_norm(x, weight, self.config.layer.rms_norm_eps)
+        return self.kernels.rms_norm(x, weight, self._geometry.eps, rounds_once=self._geometry.rounds_once)
 
 
 def eagle_shapes(config: EagleConfig, present: set[str], vocabulary: int) -> dict[str, tuple[int, ...]]:

@@ -27,7 +27,7 @@ _LATER_KINDS = {  # speculators that are not EAGLE, and what longdraft lacks for
     "dflash2": "a block that is drafted in one pass, with attention in both directions",
     "dspark": "DFlash's block, its Markov head and its confidence head",
     "xpress": "its refiner",
-    "mtp": "the multi-token prediction of models that longdraft does not support yet",
+    "mtp": "multi-token prediction from a folder of its own; that of a model's own files is used",
 }
 _BIASES = ("attention_bias", "mlp_bias", "qkv_bias")
 

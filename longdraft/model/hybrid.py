@@ -21,7 +21,7 @@ _KINDS = ("linear_attention", "full_attention")
 _PREFIX = "linear_attn."
 _STEP = 16  # the compiled kernels work on as many numbers of a head at a time
 CONVERTED = "is_converted"  # a key that the configurations of GGUF files have
-DRAFT_LAYERS = "mtp."  # prefix of native multi-token prediction layers, which are not read yet
+DRAFT_LAYERS = "mtp."  # prefix of native multi-token prediction layers (native_heads.py)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from helpers.checkpoints import VOCAB, write_tokenizer
 from longdraft.model.transformer import Transformer, chain_rows
@@ -72,6 +73,24 @@ def make_hybrid(folder: Path, **changes: object) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file({name: torch.full_like(tensor, -5.0) if "A_log" in name else tensor for name, tensor in tensors.items()},
               folder / "model.safetensors", {"format": "pt"})
+
+
+def add_native_head(folder: Path, seed: int = 3) -> torch.nn.Module:
+    """Give a Qwen3.5 of `make_family` a random `mtp` layer. Returns the layer, as `transformers` computes it."""
+    config = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(seed)
+    hidden, last = config.hidden_size, config.layer_types.index("full_attention")
+    head = torch.nn.ModuleDict({
+        "fc": torch.nn.Linear(2 * hidden, hidden, bias=False), "layers": torch.nn.ModuleList([
+            modeling_qwen3_5.Qwen3_5DecoderLayer(config, last)]),
+        **{name: modeling_qwen3_5.Qwen3_5RMSNorm(hidden, config.rms_norm_eps)
+           for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}})
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {f"mtp.{name}": part.to(tensors["model.norm.weight"].dtype)
+                         for name, part in head.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
+    return head.eval()
 
 
 def logits_of(model: Transformer, tokens: list[int], prefill: int) -> torch.Tensor:

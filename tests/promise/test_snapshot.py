@@ -144,7 +144,11 @@ def test_wrong_states_of_a_snapshot_cost_time_only(hybrid, tmp_path, part, monke
         return found
 
     monkeypatch.setattr(snapshot, "read_block", lying)
-    assert resumed(longdraft.load(str(model), drafter="plain", cache_ram=0), tmp_path / "j", whole) == 0
+    engine = longdraft.load(str(model), drafter="plain", cache_ram=100)
+    assert resumed(engine, tmp_path / "j", whole) == 0
+    other = engine.generate(PROMPT, replace(PARAMS, max_new_tokens=30))  # nor do they reach other texts
+    list(other)
+    assert other.tokens.tolist() == whole[:30] and other.cached_tokens == 2 * STORE_BLOCK - 16
 
 
 def test_a_finished_text_has_no_snapshot(engine, journal, whole):
