@@ -17,6 +17,8 @@ struct Layer {
     const void *q_norm, *k_norm;  // applied to queries and keys before their rotation, or null
     bool norms_heads;             // whether each head is normalised by itself, or all heads as one vector
     bool rotates;                 // whether queries and keys are rotated
+    long query_rope, key_rope;    // which of the forward's rotations
+    const void *attention_post_norm, *mlp_post_norm;  // of the outputs of attention and MLP besides, or null
 };
 
 struct Decoder {
@@ -25,6 +27,9 @@ struct Decoder {
     bool post_norm;    // norms are applied to the outputs of attention and MLP, not to their inputs
     bool rounds_once;  // a norm rounds only after its weight, not before it too
     float query_factor, residual_factor;  // multiply queries (with their rotation); the outputs of attention and MLP
+    bool has_gelu;     // in the MLP, instead of SiLU
+    long num_ropes;    // rotations of a forward
+    bool float_norms;  // weights of norms are float32, whatever the rows are
     std::vector<Layer> layers;
 };
 
@@ -39,7 +44,7 @@ struct TextKV {
 // The rows of a forward, text after text. The results of each layer have the layers as their first axis.
 struct DecoderRows {
     long rows;
-    const float *cos, *sin;  // [rows, dim / 2]
+    const float *cos, *sin;  // [rows, num_ropes, dim / 2]
     const int32_t* parent;   // [rows], relative to the first row of the text
     void* x;                 // [rows, hidden], overwritten by the result
     void *q, *k, *v;         // results [layers, rows, heads, dim], and twice [layers, rows, kv_heads, dim]
@@ -47,6 +52,10 @@ struct DecoderRows {
     void* attended;          // result [layers, rows, heads, dim]
     float* lse;              // result [layers, rows, heads]
 };
+
+// The RMS norm of rows [rows, width] with a weight of the decoder.
+void norm(const Kernels& kernels, const Decoder& decoder, bool bf16, const void* x, const void* weight, long rows,
+          long width, void* out);
 
 void forward(const Kernels& kernels, const Decoder& decoder, const DecoderRows& rows, const std::vector<TextKV>& texts);
 

@@ -156,7 +156,7 @@ NB_MODULE(_cpu, m) {
         .def_prop_ro("memory", &memory_of);
 
     nb::class_<Store>(m, "Store")
-        .def(nb::init<bool, long, long>())
+        .def(nb::init<bool, long, long, float>())
         .def("reserve", &Store::reserve)
         .def("append", [](Store& s, const Store& source, long first, long count) {
             require(s.is_bf16 == source.is_bf16 && s.heads == source.heads && s.dim == source.dim, "stores of one shape");
@@ -201,13 +201,17 @@ NB_MODULE(_cpu, m) {
 
     nb::class_<Decoder>(m, "Decoder")
         .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool post_norm,
-                            bool rounds_once, float query_factor, float residual_factor) {
-            new (d) Decoder{heads, kv_heads, dim, eps, post_norm, rounds_once, query_factor, residual_factor, {}}; })
+                            bool rounds_once, float query_factor, float residual_factor, bool has_gelu, long num_ropes,
+                            bool float_norms) {
+            new (d) Decoder{heads, kv_heads, dim, eps, post_norm, rounds_once, query_factor, residual_factor, has_gelu,
+                            num_ropes, float_norms, {}}; })
         .def("add", [](Decoder& d, Address attention_norm, const Linear& qkv, const Linear& out, Address mlp_norm,
                        const Linear& gate_up, const Linear& down, long window, Address q_norm, Address k_norm,
-                       bool norms_heads, bool rotates) {
+                       bool norms_heads, bool rotates, std::pair<long, long> ropes, Address attention_post_norm,
+                       Address mlp_post_norm) {
             d.layers.push_back({at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), &gate_up, &down, window,
-                                at<void>(q_norm), at<void>(k_norm), norms_heads, rotates}); });
+                                at<void>(q_norm), at<void>(k_norm), norms_heads, rotates, ropes.first, ropes.second,
+                                at<void>(attention_post_norm), at<void>(mlp_post_norm)}); });
 
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
     nb::class_<Kernels>(m, "Kernels")
@@ -249,6 +253,9 @@ NB_MODULE(_cpu, m) {
             k.delta(bf16, layer, rows.data(), static_cast<long>(rows.size())); }, free_gil)
         .def("swiglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, Address out) {
             k.swiglu(bf16, at<void>(x), rows, width, at<void>(out)); })
+        .def("geglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, Address out) {
+            k.geglu(bf16, at<void>(x), rows, width, at<void>(out)); })
+        .def("soft_cap", [](const Kernels& k, Address x, long count, float cap) { k.soft_cap(at<float>(x), count, cap); })
         .def("rope", [](const Kernels& k, bool bf16, Address x, long row_stride, long head_stride, Address cos,
                         Address sin, long rows, long heads, long dim, Address out) {
             k.rope(bf16, rows_at(x, row_stride, head_stride), at<float>(cos), at<float>(sin), rows, heads, dim,
@@ -279,8 +286,8 @@ NB_MODULE(_cpu, m) {
                                  at<void>(key), at<void>(value), at<void>(content), at<void>(attended), at<float>(lse)},
                     texts); }, free_gil)
         .def("draft", [](const Kernels& k, const Decoder& decoder, const Linear& embedding, const Linear& head, Address norm,
-                         float logits_divisor, const std::vector<Store*>& stores, long length, Address remainder,
-                         const Choice& choice, long count, long position, long width, double within, long banned_depth,
+                         float embedding_factor, float logits_divisor, float logits_cap, const std::vector<Store*>& stores,
+                         long length, Address remainder, const Choice& choice, long count, long position, long width, double within, long banned_depth,
                          const std::vector<double>& edges, const std::vector<double>& rates, double least, int32_t root,
                          const std::vector<int32_t>& path, Address cos, Address sin,
                          const PartOfVocabulary* part) {
@@ -290,13 +297,14 @@ NB_MODULE(_cpu, m) {
                     "a token of the table, and a store for each layer");
             require(rates.size() == edges.size() + 1, "a rate below each edge, and one above");
             std::vector<RankedPair> places;
-            for (Ranked& ranked : draft(k, {&decoder, &embedding, &head, at<void>(norm), logits_divisor, part},
+            for (Ranked& ranked : draft(k, {&decoder, &embedding, &head, at<void>(norm), embedding_factor, logits_divisor,
+                                            logits_cap, part},
                                         {stores, length, at<float>(remainder)}, choice,
                                         {count, position, width, within, banned_depth, {edges, rates, least}}, root, path,
                                         at<float>(cos), at<float>(sin)))
                 places.push_back(pair_of(std::move(ranked)));
             return places; }, "decoder"_a, "embedding"_a, "head"_a, "norm"_a,
-             "logits_divisor"_a, "stores"_a, "length"_a, "remainder"_a, "choice"_a, "count"_a, "position"_a, "width"_a,
+             "embedding_factor"_a, "logits_divisor"_a, "logits_cap"_a, "stores"_a, "length"_a, "remainder"_a, "choice"_a, "count"_a, "position"_a, "width"_a,
              "within"_a, "banned_depth"_a, "edges"_a, "rates"_a, "least"_a, "root"_a, "path"_a, "cos"_a, "sin"_a,
              "part"_a.none(), free_gil)
         .def("keep", [](const Kernels& k, const std::vector<Store*>& stores, long start,

@@ -71,14 +71,16 @@ template <class T> void scale_as(void* x, long count, float by) {
     for (long i = 0; i < count; i++) at[i] = T::round(T::widen(at[i]) * by);
 }
 
-inline Floats silu(Floats x) {
-    Floats power = x * -1.44269504f;  // exp(-x) as a power of two, within the range of exp2
-    power = power > 126.0f ? broadcast(126.0f) : max(power, broadcast(-126.0f));
-    return x / (1.0f + exp2(power));
+inline Floats silu(Floats x) { return x / one_plus_exp_minus(x); }
+
+// GELU by its tanh formula: x / 2 (1 + tanh(y)) is x / (1 + exp(-2 y)).
+inline Floats gelu(Floats x) {
+    constexpr float TWICE_ROOT = 1.5957691216f;  // 2 sqrt(2 / pi)
+    return x / one_plus_exp_minus(TWICE_ROOT * x * (1.0f + 0.044715f * (x * x)));
 }
 
-// silu(gate) * up, for gate_up [rows, 2 width] with the gate first: out [rows, width].
-template <class T> void swiglu_as(const void* gate_up, long rows, long width, void* out) {
+// activation(gate) * up, for gate_up [rows, 2 width] with the gate first: out [rows, width].
+template <class T, class F> void gated_as(const void* gate_up, long rows, long width, void* out, F activation) {
     using Element = typename T::Element;
     for (long r = 0; r < rows; r++) {
         const Element* gate = static_cast<const Element*>(gate_up) + r * 2 * width;
@@ -87,7 +89,7 @@ template <class T> void swiglu_as(const void* gate_up, long rows, long width, vo
         for (long i = 0; i < width; i += LANES) {
             long some = std::min<long>(LANES, width - i);
             float lanes[LANES];
-            store(lanes, silu(widen_some<T>(gate + i, some)));
+            store(lanes, activation(widen_some<T>(gate + i, some)));
             if (some == LANES) {
                 Element active[LANES];
                 T::narrow(active, load(lanes));
@@ -96,6 +98,16 @@ template <class T> void swiglu_as(const void* gate_up, long rows, long width, vo
                 for (long j = 0; j < some; j++) to[i + j] = T::round(T::widen(T::round(lanes[j])) * T::widen(up[i + j]));
             }
         }
+    }
+}
+
+// soft_cap of each number, in place.
+inline void soft_cap_all(float* x, long count, float cap) {
+    for (long i = 0; i < count; i += LANES) {
+        const long some = std::min<long>(LANES, count - i);
+        float lanes[LANES];
+        store(lanes, soft_cap(widen_some<F32>(x + i, some), cap));
+        std::copy_n(lanes, some, x + i);
     }
 }
 

@@ -50,7 +50,11 @@ void add(bool bf16, const void* a, const void* b, long count, void* out) {
 }
 
 void swiglu(bool bf16, const void* gate_up, long rows, long width, void* out) {
-    bf16 ? swiglu_as<BF16>(gate_up, rows, width, out) : swiglu_as<F32>(gate_up, rows, width, out);
+    bf16 ? gated_as<BF16>(gate_up, rows, width, out, silu) : gated_as<F32>(gate_up, rows, width, out, silu);
+}
+
+void geglu(bool bf16, const void* gate_up, long rows, long width, void* out) {
+    bf16 ? gated_as<BF16>(gate_up, rows, width, out, gelu) : gated_as<F32>(gate_up, rows, width, out, gelu);
 }
 
 void rope(bool bf16, Rows x, const float* cos, const float* sin, long rows, long heads, long dim, void* out) {
@@ -93,7 +97,7 @@ void rms_norm_float(bool bf16, const void* x, const float* weight, long rows, lo
 extern const Kernels table;
 const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, int4::pack, quantise_int4, linear, embed, take_rows,
                        rms_norm, add, swiglu, rope, write, read, weights, attention, map_remainder, scale,
-                       solve_spd, delta, rms_norm_float};
+                       solve_spd, delta, rms_norm_float, geglu, soft_cap_all};
 
 }  // namespace LONGDRAFT_VARIANT
 }  // namespace longdraft

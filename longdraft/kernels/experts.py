@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from longdraft.kernels.interface import Experts, Linear
+from longdraft.kernels.weights import Experts, Linear
 
 
 class ExpertOperations(Protocol):

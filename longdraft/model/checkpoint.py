@@ -16,7 +16,7 @@ from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.kernels.delta import DeltaWeights
 from longdraft.kernels.int4 import Int4Weight
-from longdraft.kernels.interface import Experts, Mlp
+from longdraft.kernels.weights import Experts, Mlp
 from longdraft.model import hybrid, rope
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
@@ -101,10 +101,11 @@ def _expert_linears(experts: ExpertsConfig, hidden: int) -> dict[str, _StackedLi
 
 def _norms(config: ModelConfig, index: int) -> dict[str, tuple[str, int]]:
     """The norms of a layer, by their names in LayerWeights: name in the file, and width."""
-    first, second = "input_layernorm", "post_attention_layernorm"
+    names = config.norm_names or ("input_layernorm", "", "post_attention_layernorm", "")
     if config.post_norm:
-        first, second = "post_attention_layernorm", "post_feedforward_layernorm"
-    norms = {"attention_norm": (first, config.hidden_size), "mlp_norm": (second, config.hidden_size)}
+        names = ("post_attention_layernorm", "", "post_feedforward_layernorm", "")
+    fields = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+    norms = {field: (name, config.hidden_size) for field, name in zip(fields, names, strict=True) if name}
     if config.head_norms != "none" and not config.is_delta(index):
         heads = (config.num_heads, config.num_kv_heads) if config.head_norms == "all" else (1, 1)
         for name, count in zip(("q_norm", "k_norm"), heads, strict=True):
@@ -175,9 +176,8 @@ def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, 
               head in int8
     packed    a file of the quantised matrices, which are read from it, or written to it for the next time
     """
-    if config.hybrid and kernels.is_device:
-        raise ModelError("models with delta layers (Qwen3-Next, Qwen3.5, Qwen3.6) run on the CPU only so far; use "
-                         "--device cpu")
+    if kernels.is_device and config.only_on_cpu:
+        raise ModelError(f"models with {config.only_on_cpu} run on the CPU only so far; use --device cpu")
     require_tensors(files, config)
     return _Loader(files, config, kernels, quantize, packed).transformer()
 
@@ -243,6 +243,9 @@ class _Loader:
             is_gated=config.hybrid is not None and delta is None,
             delta=self._delta(layer, delta) if delta else None,
             gates=self._gates(layer, delta) if delta else None,
+            ropes=config.ropes_of(index),
+            attention_post_norm=norms.get("attention_post_norm"),
+            mlp_post_norm=norms.get("mlp_post_norm"),
         )
 
     def _delta(self, layer: str, config: hybrid.HybridConfig) -> DeltaWeights:
@@ -309,12 +312,13 @@ class _Loader:
         return ColumnParallel(self._kernels.pack(rows, quantize=quantize), own.start, whole.vocab_size)
 
     def _norm(self, name: str, order: Tensor | None = None) -> Tensor:
-        """A norm's weight. Hybrids store it minus 1. It stays float32: the model's dtype would round the sum."""
+        """A norm's weight, plus the offset of the family. It stays float32 where the model's dtype would round the
+        sum."""
         weight = self._files.read(name)
         weight = weight if order is None else weight[order]
-        dtype = torch.float32 if self._config.hybrid else self._kernels.dtype
+        dtype = torch.float32 if self._config.float_norms else self._kernels.dtype
         weight = weight.to(self._kernels.device, dtype, copy=True)
-        return weight + 1 if self._config.hybrid else weight
+        return weight + self._config.norm_offset if self._config.norm_offset else weight
 
 
 def require_tensors(files: TensorFiles, config: ModelConfig) -> None:
@@ -337,7 +341,7 @@ def require_tensors(files: TensorFiles, config: ModelConfig) -> None:
 def _check_rope(config: ModelConfig) -> None:
     try:
         lengths = (1, config.max_positions)
-        found = [rope.frequencies(config.rope, config.trained_positions, length) for length in lengths]
+        found = [rope.frequencies(each, config.trained_positions, n) for each in config.ropes for n in lengths]
         is_sound = all(bool(inverse.isfinite().all()) and math.isfinite(factor) for inverse, factor in found)
     except (ArithmeticError, AssertionError, TypeError, ValueError):  # the possible results of nonsensical settings
         is_sound = False

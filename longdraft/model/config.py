@@ -11,43 +11,24 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any
 
 from longdraft.errors import ModelError
 from longdraft.model.experts_config import ExpertsConfig, parse_experts
-from longdraft.model.families import FAMILIES, MISSING, Family, HeadNorms, text_config
+from longdraft.model.families import ACTIVATIONS, FAMILIES, MISSING, Family, HeadNorms, text_config
 from longdraft.model.four_bit import FourBitFormat
 from longdraft.model.gguf import metadata
 from longdraft.model.gguf.container import open_gguf
 from longdraft.model.hybrid import HybridConfig, parse_hybrid
+from longdraft.model.rope_config import RopeConfig, context_limit, parse_ropes
 
-RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 SUPPORTED = tuple(FAMILIES)
-ROPE_TYPES = get_args(RopeType)
 _MAX_JSON = 1 << 25  # bytes; the shard index of the largest public models has a quarter of this
-_REQUIRED_SETTINGS: dict[RopeType, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-}
 # Fields that are newer than the first journals, and their default.
-_LATER: dict[str, object] = {"experts": None, "hybrid": None}
+_LATER: dict[str, object] = {
+    "experts": None, "hybrid": None, "norm_names": (), "float_norms": False, "norm_offset": 0.0, "has_gelu": False,
+    "rounds_embedding_factor": False, "score_cap": 0.0, "logits_cap": 0.0, "window_rope": None}
 _HASHED_AS = {"post_norm": "norms_follow"}  # fields that were renamed since the first journals
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding. `settings` has the numbers of the scaled types under their Hugging Face names."""
-
-    kind: RopeType
-    theta: float
-    settings: Mapping[str, float | bool | None]
-    dims: int  # number of rotated dimensions of a head, from the first one on
-    short_factors: tuple[float, ...] = ()  # longrope: one per pair of dimensions
-    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,6 +66,14 @@ class ModelConfig:
     dtype: str  # in which the checkpoint runs by default: "float32" or "bfloat16"
     experts: ExpertsConfig | None = None  # in place of every layer's MLP
     hybrid: HybridConfig | None = None  # layers with a state in place of attention; the others have gates
+    norm_names: tuple[str, ...] = ()  # of a layer with norms before and after attention and MLP, in the order of use
+    float_norms: bool = False  # weights of norms stay float32, and norms round once
+    norm_offset: float = 0.0  # is added to the weights of norms in the file
+    has_gelu: bool = False  # GELU by its tanh formula in the MLP, not SiLU
+    rounds_embedding_factor: bool = False  # to the dtype in which the model runs
+    score_cap: float = 0.0  # soft cap of attention scores; 0: none
+    logits_cap: float = 0.0  # soft cap of logits; 0: none
+    window_rope: RopeConfig | None = None  # of layers with a window, if it differs from `rope`
 
     def is_delta(self, layer: int) -> bool:
         """Whether a layer has a state in place of attention, and no rows in a KV cache."""
@@ -96,9 +85,28 @@ class ModelConfig:
         return self.num_layers - (sum(self.hybrid.is_delta) if self.hybrid else 0)
 
     @property
+    def only_on_cpu(self) -> str:
+        """What the model has that the CUDA kernels do not; "": nothing."""
+        if self.hybrid:
+            return "delta layers (Qwen3-Next, Qwen3.5, Qwen3.6)"
+        if self.experts:
+            return "mixture-of-experts layers"
+        return "norms before and after attention and MLP (Gemma 2, Gemma 3)" if self.norm_names else ""
+
+    @property
     def rounds_once(self) -> bool:
         """Whether norms round only after their weight."""
-        return self.post_norm or self.hybrid is not None
+        return self.post_norm or self.float_norms
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotations of a forward. Layers choose among them: see `ropes_of`."""
+        return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
+
+    def ropes_of(self, layer: int) -> tuple[int, int]:
+        """Which of `ropes` turns a layer's queries, and which its keys."""
+        index = int(self.window_rope is not None and self.window_of(layer) > 0)
+        return index, index
 
     def window_of(self, layer: int) -> int:
         """Number of positions that a layer's attention sees; 0: all."""
@@ -117,8 +125,9 @@ class ModelConfig:
         own = asdict(self)
         if self.experts and not self.experts.shared:
             del own["experts"]["shared"]
+        later = _LATER | ({"float_norms": True, "norm_offset": 1.0} if self.hybrid else {})  # hybrids always had them
         fields = {_HASHED_AS.get(name, name): value for name, value in own.items()
-                  if name not in _LATER or value != _LATER[name]}
+                  if name not in later or value != later[name]}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
@@ -128,7 +137,7 @@ def read_config(folder: Path) -> ModelConfig:
     if folder.is_file():
         model = open_gguf(folder)
         try:
-            return replace(parse_config(metadata.config_of(model)), **metadata.biases_of(model))
+            return replace(parse_config(metadata.config_of(model)), **metadata.stored_fields(model))
         except ModelError as error:
             raise ModelError(str(error).replace("config.json", f"the metadata of {folder}")) from error
     config = read_json(folder / "config.json")
@@ -177,8 +186,12 @@ def _family(config: Mapping[str, Any]) -> Family:
         missing = MISSING.get(kind) if isinstance(kind, str) else None
         raise ModelError(f"model_type is {kind!r}; supported: {', '.join(SUPPORTED)}"
                          + (f"; longdraft lacks what it needs: {missing}" if missing else ""))
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act is {config['hidden_act']!r}; supported: silu")
+    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    allowed = ACTIVATIONS[family.activation]
+    if config.get(key, allowed[0]) not in allowed:
+        raise ModelError(f"{key} is {config[key]!r}; supported: {' or '.join(allowed)}")
+    if config.get("use_bidirectional_attention"):
+        raise ModelError("use_bidirectional_attention is true: this is an embedding model, which writes no text")
     if quantized := config.get("quantization_config"):
         FourBitFormat.parse(quantized if isinstance(quantized, dict) else {"quant_method": quantized})
     return family
@@ -194,7 +207,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
     if min(sizes) < 1 or heads % kv_heads or head_dim % 2:
         raise ModelError("config.json: sizes must be positive, num_attention_heads must be a multiple of "
                          "num_key_value_heads, and head_dim must be even")
-    rope = _rope(config, family, head_dim, trained)
+    rope, window_rope = parse_ropes(config, family, head_dim, trained)
     window, windowed, window_from = _windows(config, family, num_layers)
     skipped = config.get("no_rope_layers") if family.skips_rope else None
     multiplied = config if family.is_multiplied else {}
@@ -209,7 +222,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         head_dim=head_dim,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         trained_positions=trained,
-        max_positions=_context_limit(rope, trained),
+        max_positions=context_limit(rope, trained),
         rope=rope,
         is_tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -223,16 +236,39 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         window_from=window_from,
         rotated=() if skipped is None else _by_layer(skipped, "no_rope_layers", (0, 1), 1, num_layers),
         skip_rope_every=int(config.get("no_rope_layer_interval", 4)) if family.skips_rope else 0,
-        embedding_factor=float(multiplied.get("embedding_multiplier", 1.0)),
+        embedding_factor=math.sqrt(hidden) if family.scales_embedding else float(
+            multiplied.get("embedding_multiplier", 1.0)),
         residual_factor=float(multiplied.get("residual_multiplier", 1.0)),
-        # Replaces 1 / sqrt(D), which the attention kernels apply.
-        query_factor=float(config.get("attention_multiplier", 1.0)) * math.sqrt(head_dim) if multiplied else 1.0,
+        query_factor=_query_factor(config, family, head_dim),
         logits_divisor=_divisor(multiplied.get("logits_scaling", 1.0)),
         eos_token_ids=valid_token_ids(eos, vocabulary),
         dtype=_dtype(config),
         experts=parse_experts(config, family.experts),
         hybrid=parse_hybrid(config, family.hybrid, num_layers),
+        norm_names=family.norm_names,
+        float_norms=family.norm_offset != 0,
+        norm_offset=family.norm_offset,
+        has_gelu=family.activation == "gelu_tanh",
+        rounds_embedding_factor=family.scales_embedding,
+        score_cap=_cap(config, family.caps[0]),
+        logits_cap=_cap(config, family.caps[1]),
+        window_rope=window_rope,
     )
+
+
+def _query_factor(config: Mapping[str, Any], family: Family, head_dim: int) -> float:
+    """What queries are multiplied by beside 1 / sqrt(D), which the attention kernels apply."""
+    if family.is_multiplied:
+        return float(config.get("attention_multiplier", 1.0)) * math.sqrt(head_dim)
+    return math.sqrt(head_dim / float(config[family.query_scalar])) if family.query_scalar else 1.0
+
+
+def _cap(config: Mapping[str, Any], name: str) -> float:
+    """A soft cap of config.json; 0: there is none."""
+    cap = float(config.get(name) or 0.0) if name else 0.0
+    if not 0 <= cap < math.inf:
+        raise ModelError(f"{name} is {cap} in config.json; allowed: null, or a positive number")
+    return cap
 
 
 def _divisor(value: Any) -> float:
@@ -244,7 +280,8 @@ def _divisor(value: Any) -> float:
 
 def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, tuple[bool, ...], int]:
     """`window`, `windowed` and `window_from` of a ModelConfig."""
-    is_used = family.windows == "all" or (family.windows == "some" and bool(config.get("use_sliding_window", False)))
+    is_used = family.windows in ("all", "listed") or (family.windows == "some"
+                                                      and bool(config.get("use_sliding_window", False)))
     window = config.get("sliding_window")
     if not is_used or window is None:
         return 0, (), 0
@@ -253,6 +290,9 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
     if family.windows == "all":
         return int(window), (), 0
     types = config.get("layer_types")
+    if types is None and family.window_period:
+        period = int(config.get("sliding_window_pattern") or family.window_period)
+        return int(window), tuple((layer + 1) % period != 0 for layer in range(num_layers)), 0
     if types is not None:
         kinds = ("full_attention", "sliding_attention")
         return int(window), _by_layer(types, "layer_types", kinds, "sliding_attention", num_layers), 0
@@ -265,62 +305,6 @@ def _by_layer(values: Any, name: str, allowed: tuple[object, ...], yes: object, 
     if not isinstance(values, list) or len(values) < num_layers or any(value not in allowed for value in values):
         raise ModelError(f"{name} in config.json must be a list of {num_layers} values, each one of {allowed}")
     return tuple(value == yes for value in values)
-
-
-def _rope(config: Mapping[str, Any], family: Family, head_dim: int, trained: int) -> RopeConfig:
-    """Read both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (earlier)."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if config["model_type"] == "phi3" and kind in ("su", "yarn"):  # names of longrope in the first files
-        kind = "longrope"
-    if not _is_rope_type(kind):
-        raise ModelError(f"rope type is {kind!r}; supported: {', '.join(ROPE_TYPES)}")
-    for name in _REQUIRED_SETTINGS[kind]:
-        if scaling.get(name) is None:
-            raise ModelError(f"rope type {kind!r} needs {name!r}, which config.json does not have")
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    dims = _rotated_dims(scaling.get("partial_rotary_factor", config.get("partial_rotary_factor")), family, head_dim)
-    settings = {name: value for name, value in scaling.items() if isinstance(value, int | float | None)}
-    if (outside := config.get("original_max_position_embeddings")) is not None:  # as in `transformers`
-        settings["original_max_position_embeddings"] = int(outside)
-    if kind != "longrope":
-        return RopeConfig(kind, theta, settings, dims)
-    if settings.get("factor") is None:
-        settings["factor"] = trained / float(settings.get("original_max_position_embeddings") or trained)
-    short, long = (_factors(scaling[name], name, dims // 2) for name in _REQUIRED_SETTINGS[kind])
-    return RopeConfig(kind, theta, settings, dims, short, long)
-
-
-def _rotated_dims(part: Any, family: Family, head_dim: int) -> int:
-    dims = head_dim if part is None else int(head_dim * float(part))
-    if (dims != head_dim and not family.rotates_part) or dims % 2 or not 2 <= dims <= head_dim:
-        raise ModelError(f"partial_rotary_factor is {part!r}; supported: 1, and for phi3 and hybrids every value "
-                         "that rotates an even number of dimensions")
-    return dims
-
-
-def _factors(values: Any, name: str, count: int) -> tuple[float, ...]:
-    if not isinstance(values, list) or len(values) != count:
-        raise ModelError(f"{name} of rope type 'longrope' must be a list of {count} numbers in config.json")
-    return tuple(float(value) for value in values)
-
-
-def _context_limit(rope: RopeConfig, trained: int) -> int:
-    """Largest length for which the rope type is defined.
-
-    `factor` counts from original_max_position_embeddings, or from max_position_embeddings if the former is missing, as
-    in models that were extended by an edit of their config.json.
-    """
-    factor = float(rope.settings.get("factor") or 1)
-    if rope.kind in ("linear", "dynamic"):
-        return max(trained, int(trained * factor))
-    if rope.kind == "yarn":
-        return max(trained, int(float(rope.settings.get("original_max_position_embeddings") or 0) * factor))
-    return trained
-
-
-def _is_rope_type(kind: object) -> TypeGuard[RopeType]:
-    return kind in ROPE_TYPES
 
 
 def valid_token_ids(value: Any, vocabulary: int) -> tuple[int, ...]:

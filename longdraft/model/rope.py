@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longdraft.model.config import ModelConfig, RopeConfig
+from longdraft.model.config import ModelConfig
+from longdraft.model.rope_config import RopeConfig
 
 _ORIGINAL = "original_max_position_embeddings"
 _CHUNK_SIZE = 1024  # positions that are computed together: always the same shape, so always the same bits
@@ -113,19 +114,21 @@ def _yarn(rope: RopeConfig, inverse: Tensor, positions: int) -> tuple[Tensor, fl
 class RopeTable:
     """cos and sin by position, computed in aligned chunks. It keeps the latest chunks, so its memory is bounded.
 
+    A model with several rotations (`ModelConfig.ropes`) has those of a position one after another.
+
     Dimensions that are not rotated have cos 1 and sin 0. They are the end of each half of a head: see
     `checkpoint._head_order`.
     """
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:
-        self._inverse, self._factor = frequencies(config.rope, config.trained_positions, length)
-        self.key = (self._inverse.numpy().tobytes(), self._factor)  # equal for tables that rotate alike
+        self._ropes = [frequencies(rope, config.trained_positions, length) for rope in config.ropes]
+        self.key = tuple((inverse.numpy().tobytes(), factor) for inverse, factor in self._ropes)  # alike: equal
         self._num_unrotated = (config.head_dim - config.rope.dims) // 2
         self._device = device
         self._chunks: dict[int, tuple[Tensor, Tensor]] = {}  # least recently used first
 
     def at(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """cos and sin [R, D / 2] float32 of positions."""
+        """cos and sin [R, S D / 2] float32 of positions, for S rotations."""
         if len(positions) == 1:  # plain decoding and drafting: views, no gather
             number, place = divmod(positions[0], _CHUNK_SIZE)
             cos, sin = self._chunk(number)
@@ -149,7 +152,10 @@ class RopeTable:
         return found
 
     def _compute(self, number: int) -> tuple[Tensor, Tensor]:
-        angles = torch.arange(number * _CHUNK_SIZE, (number + 1) * _CHUNK_SIZE).float()[:, None] * self._inverse
-        unrotated = (0, self._num_unrotated)
-        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-        return pad(cos, unrotated, value=1.0).to(self._device), pad(sin, unrotated).to(self._device)
+        positions = torch.arange(number * _CHUNK_SIZE, (number + 1) * _CHUNK_SIZE).float()[:, None]
+        unrotated, parts = (0, self._num_unrotated), []
+        for inverse, factor in self._ropes:
+            angles = positions * inverse
+            parts.append((pad(angles.cos() * factor, unrotated, value=1.0), pad(angles.sin() * factor, unrotated)))
+        cos, sin = (torch.cat(part, 1).to(self._device) for part in zip(*parts, strict=True))
+        return cos, sin

@@ -44,12 +44,21 @@ HYBRIDS: dict[str, tuple[str, dict[str, object]]] = {  # of delta layers and att
     "qwen3_5_moe": ("qwen3_5_moe_text", _DELTA | _SHARED),
     "qwen3_next": ("qwen3_next", _DELTA | _SHARED),
 }
+GEMMAS: dict[str, tuple[str, dict[str, object]]] = {  # norms on both sides, soft caps, two kinds of rotations
+    "gemma2": ("gemma2", dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=WINDOW, attn_logit_softcapping=4.0,
+                              final_logit_softcapping=8.0)),
+    "gemma3": ("gemma3_text", dict(
+        head_dim=16, query_pre_attn_scalar=16, sliding_window=WINDOW, rope_parameters={
+            "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+            "sliding_attention": dict(rope_type="default", rope_theta=1e4)},
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+}
 LAYERS = 3
 
 
 def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
     """Save a random model of a family as a model folder; norms and biases are random too."""
-    kind, own = (FAMILIES | MIXTURES | HYBRIDS)[name]
+    kind, own = (FAMILIES | MIXTURES | HYBRIDS | GEMMAS)[name]
     settings: dict[str, object] = dict(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2, tie_word_embeddings=True,

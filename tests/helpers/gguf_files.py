@@ -105,8 +105,9 @@ def theirs(name: str, arch: str) -> str:
     if stem in _OUTSIDE:
         return f"{_OUTSIDE[stem]}.{suffix}"
     _, _, layer, part = stem.split(".", 3)
-    if arch == "olmo2":
-        post = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+    if arch in ("olmo2", "gemma2", "gemma3"):
+        post = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
+                "pre_feedforward_layernorm": "ffn_norm"}
         return f"blk.{layer}.{(_INSIDE | post)[part]}.{suffix}"
     return f"blk.{layer}.{_INSIDE[part]}.{suffix}"
 
@@ -120,8 +121,16 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
         f"{arch}.context_length": config.max_position_embeddings, f"{arch}.attention.head_count": heads,
         f"{arch}.attention.head_count_kv": config.num_key_value_heads,
         f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
     }
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    values[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
+    if arch.startswith("gemma"):
+        windowed = [kind == "sliding_attention" for kind in config.layer_types]
+        values[f"{arch}.attention.sliding_window_pattern"] = windowed
+        caps = ("attn_logit_softcapping", "final_logit_softcapping")
+        values |= {f"{arch}.{key}": getattr(config, key) for key in caps if getattr(config, key)}
+        if rope["rope_type"] == "linear":
+            values |= {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": rope["factor"]}
     if hasattr(config, "num_local_experts"):
         values |= {f"{arch}.expert_count": config.num_local_experts,
                    f"{arch}.expert_used_count": config.num_experts_per_tok}
@@ -134,7 +143,7 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
                        "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"}.items():
         if arch == "granite":
             values[f"{arch}.{ours}"] = float(getattr(config, name))
-    if getattr(config, "sliding_window", None) and arch in ("llama", "phi3"):
+    if getattr(config, "sliding_window", None) and arch in ("llama", "phi3", "gemma2", "gemma3"):
         values[f"{arch}.attention.sliding_window"] = config.sliding_window
     return values
 
@@ -157,7 +166,8 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
     kind  the type of the matrices; norms are F32
     """
     config = model.config
-    arch = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
+    arch = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe",
+            "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     converted: dict[str, Stored] = dict(tensors or {})
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -170,5 +180,7 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}.get(
             name.rpartition("_proj")[0][-1:] if "self_attn" in name else "")
         rows = permuted(tensor, heads) if heads and arch in PERMUTED else tensor
+        if arch.startswith("gemma") and tensor.ndim == 1:
+            rows = rows.float() + 1
         converted[theirs(name, arch)] = stored(rows, kind if tensor.ndim > 1 else "F32")
     write_gguf(path, {**metadata(config, arch), **tokenizer_values(folder), **(values or {})}, converted)

@@ -19,7 +19,7 @@ from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.kernels.experts import experts_forward, route
-from longdraft.kernels.interface import Experts, Mlp
+from longdraft.kernels.weights import Experts, Mlp
 from longdraft.model import heads, sizing
 from longdraft.model.config import parse_config, read_config
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longdraft.errors import UsageError
 from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace, Splits, tree_attention
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, add_partial_sums
-from longdraft.kernels.interface import KV, AttentionOutput, Linear
+from longdraft.kernels.interface import KV, AttentionOutput
+from longdraft.kernels.weights import Linear
+
+
+def no_kernels(what: str) -> UsageError:
+    """The error for what only the other kernels compute."""
+    return UsageError(f"{what} has no CUDA kernels yet; use --device cpu")
 
 
 class CudaOperations:
@@ -63,6 +70,12 @@ class CudaOperations:
             jit_rows.swiglu_kernel[(rows, ceil_div(width, SUM_BLOCK))](gate_up, out, WIDTH=width, BLOCK=SUM_BLOCK,
                                                                        **UNFUSED)
         return out
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        raise no_kernels("GELU")
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        raise no_kernels("a soft cap")
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows, heads, dim = x.shape

@@ -40,6 +40,8 @@ class Architecture:
 
 _GRANITE = {"logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
             "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"}
+_GEMMA = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+_QUERY_BY_WIDTH = {"gemma2": 46, "gemma3": 62}  # layers of the models whose queries are scaled by hidden size / heads
 ARCHITECTURES = {
     "llama": Architecture("llama", is_permuted=True),
     "qwen2": Architecture("qwen2"),
@@ -49,6 +51,8 @@ ARCHITECTURES = {
     "olmo2": Architecture("olmo2"),
     "smollm3": Architecture("smollm3", is_permuted=True),
     "qwen3moe": Architecture("qwen3_moe"),
+    "gemma2": Architecture("gemma2", settings=_GEMMA),
+    "gemma3": Architecture("gemma3_text", settings=_GEMMA),
 }
 _MIXTRAL = Architecture("mixtral", is_permuted=True)  # files of the architecture `llama` that have experts
 _OTHERS = {"gptoss": "gpt-oss in Ollama's own layout; get a file with general.architecture 'gpt-oss'",
@@ -96,6 +100,16 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             self._model.fail(f"{self._prefix}.{key} is {value!r}; allowed: a finite number")
         return shortest(value)
+
+    def flags_or_period(self, key: str) -> int | list[Any]:
+        """A number, or an array with a value for each layer."""
+        name = f"{self._prefix}.{key}"
+        value = self._model.values[name]
+        if not isinstance(value, Array):
+            return self.whole(key)
+        if value.size != self.layers:
+            self._model.fail(f"{name} has {value.size} values; allowed: {self.layers}, one for each layer")
+        return self._model.array(name)
 
     def text(self, key: str, default: str) -> str:
         value = self._model.values.get(f"{self._prefix}.{key}", default)
@@ -158,13 +172,17 @@ def config_of(model: Gguf) -> dict[str, Any]:
     if kind.model_type == "phi3" or (kind.model_type == "llama" and read.has("attention.sliding_window")):
         _add_window(config, read)
     _add_rope(config, model, read)
+    if name in _QUERY_BY_WIDTH:
+        _add_gemma(config, read, name)
     return config
 
 
-def biases_of(model: Gguf) -> dict[str, Any]:
-    """The fields of a ModelConfig that say which matrices have a bias: those that the file has."""
+def stored_fields(model: Gguf) -> dict[str, Any]:
+    """The fields of a ModelConfig that depend on the file: which matrices have a bias, and that nothing is added to
+    norms, whose weights llama.cpp stores with their offset."""
     has = {name: f"blk.0.{name}.bias" in model.tensors for name in ("attn_q", "attn_qkv", "attn_output", "ffn_down")}
-    return {"qkv_bias": has["attn_q"] or has["attn_qkv"], "out_bias": has["attn_output"], "mlp_bias": has["ffn_down"]}
+    return {"qkv_bias": has["attn_q"] or has["attn_qkv"], "out_bias": has["attn_output"], "mlp_bias": has["ffn_down"],
+            "norm_offset": 0.0}
 
 
 def _is_float32(model: Gguf) -> bool:
@@ -178,6 +196,24 @@ def _add_window(config: dict[str, Any], read: _Reader) -> None:
         config["sliding_window"] = window if 0 < window < config["max_position_embeddings"] else None
         if config["model_type"] == "llama":
             config["model_type"] = "mistral"
+
+
+def _add_gemma(config: dict[str, Any], read: _Reader, name: str) -> None:
+    """Which layers have a window, what rotates them, and the scale of queries."""
+    config["sliding_window"] = read.whole("attention.sliding_window", 4096)
+    if read.has("attention.sliding_window_pattern"):
+        pattern = read.flags_or_period("attention.sliding_window_pattern")
+        if isinstance(pattern, int):
+            config["sliding_window_pattern"] = pattern
+        else:
+            kinds = ("full_attention", "sliding_attention")
+            config["layer_types"] = [kinds[bool(flag)] for flag in pattern]
+    by_width = read.layers == _QUERY_BY_WIDTH[name]
+    width = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = width if by_width else config["head_dim"]
+    if name == "gemma3":
+        config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": {
+            "rope_theta": read.number("rope.freq_base_swa", 10000.0), "rope_type": "default"}}
 
 
 def _add_rope(config: dict[str, Any], model: Gguf, read: _Reader) -> None:
