@@ -5,7 +5,6 @@ A tensor that is missing, unexpected or misshapen is an error. `load_transformer
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -50,7 +49,7 @@ def _linears(config: ModelConfig, index: int) -> dict[str, _StackedLinear]:
     """The matrices of a layer, by their names in LayerWeights."""
     hidden, inner = config.hidden_size, config.intermediate_size
     gate_up: tuple[tuple[str, tuple[int, ...]], ...] = (("mlp.gate_proj", (inner,)), ("mlp.up_proj", (inner,)))
-    if config.is_fused:
+    if config.is_fused or config.has_fused_mlp:
         gate_up = (("mlp.gate_up_proj", (inner, inner)),)
     mixing = _delta_linears(config.hybrid, hidden) if config.hybrid and config.is_delta(index) else _attention(config)
     if config.experts:
@@ -143,12 +142,18 @@ def _head_order(config: ModelConfig) -> Tensor | None:
 
         [ a | b | c | d ]  ->  [ a | c | b | d ]
 
+    If it turns adjacent dimensions, those with even numbers come first among them:
+
+        [ a0 b0 a1 b1 .. | c | d ]  ->  [ a | c | b | d ]
+
     Queries and keys have the same order, so their products do not change. None: the file's order is right.
     """
     head_dim, dims = config.head_dim, config.rope.dims
-    if dims == head_dim:
+    if dims == head_dim and not config.is_interleaved:
         return None
     a, b, c, d = torch.split(torch.arange(head_dim), [dims // 2, dims // 2, *[(head_dim - dims) // 2] * 2])
+    if config.is_interleaved:
+        a, b = torch.arange(0, dims, 2), torch.arange(1, dims, 2)
     return torch.cat([a, c, b, d])
 
 
@@ -335,16 +340,4 @@ def require_tensors(files: TensorFiles, config: ModelConfig) -> None:
     if config.is_tied:
         present.discard("lm_head.weight")  # some files have it although it is tied
     files.check(expected, present, "its metadata" if files.folder.is_file() else "its config.json")
-    _check_rope(config)
-
-
-def _check_rope(config: ModelConfig) -> None:
-    try:
-        lengths = (1, config.max_positions)
-        found = [rope.frequencies(each, config.trained_positions, n) for each in config.ropes for n in lengths]
-        is_sound = all(bool(inverse.isfinite().all()) and math.isfinite(factor) for inverse, factor in found)
-    except (ArithmeticError, AssertionError, TypeError, ValueError):  # the possible results of nonsensical settings
-        is_sound = False
-    if not is_sound:
-        raise ModelError(f"config.json: rope type {config.rope.kind!r} with base {config.rope.theta} and "
-                         f"{dict(config.rope.settings)} gives no finite angles")
+    rope.require_sound(config)

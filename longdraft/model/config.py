@@ -20,14 +20,15 @@ from longdraft.model.four_bit import FourBitFormat
 from longdraft.model.gguf import metadata
 from longdraft.model.gguf.container import open_gguf
 from longdraft.model.hybrid import HybridConfig, parse_hybrid
-from longdraft.model.rope_config import RopeConfig, context_limit, parse_ropes
+from longdraft.model.rope_config import RopeConfig, context_limit, parse_query_growth, parse_ropes
 
 SUPPORTED = tuple(FAMILIES)
 _MAX_JSON = 1 << 25  # bytes; the shard index of the largest public models has a quarter of this
 # Fields that are newer than the first journals, and their default.
 _LATER: dict[str, object] = {
     "experts": None, "hybrid": None, "norm_names": (), "float_norms": False, "norm_offset": 0.0, "has_gelu": False,
-    "rounds_embedding_factor": False, "score_cap": 0.0, "logits_cap": 0.0, "window_rope": None}
+    "rounds_embedding_factor": False, "score_cap": 0.0, "logits_cap": 0.0, "window_rope": None,
+    "has_fused_mlp": False, "is_interleaved": False, "query_growth": None}
 _HASHED_AS = {"post_norm": "norms_follow"}  # fields that were renamed since the first journals
 
 
@@ -74,6 +75,10 @@ class ModelConfig:
     score_cap: float = 0.0  # soft cap of attention scores; 0: none
     logits_cap: float = 0.0  # soft cap of logits; 0: none
     window_rope: RopeConfig | None = None  # of layers with a window, if it differs from `rope`
+    has_fused_mlp: bool = False  # the file has one tensor for gate and up alone
+    is_interleaved: bool = False  # RoPE turns adjacent dimensions
+    # (b, n): queries at position p are multiplied by 1 + b ln(1 + floor(p / n))
+    query_growth: tuple[float, int] | None = None
 
     def is_delta(self, layer: int) -> bool:
         """Whether a layer has a state in place of attention, and no rows in a KV cache."""
@@ -91,7 +96,9 @@ class ModelConfig:
             return "delta layers (Qwen3-Next, Qwen3.5, Qwen3.6)"
         if self.experts:
             return "mixture-of-experts layers"
-        return "norms before and after attention and MLP (Gemma 2, Gemma 3)" if self.norm_names else ""
+        if self.query_growth:
+            return "queries that grow with their position (Ministral 3)"
+        return "norms before and after attention and MLP (Gemma 2, Gemma 3, GLM-4)" if self.norm_names else ""
 
     @property
     def rounds_once(self) -> bool:
@@ -100,13 +107,18 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The rotations of a forward. Layers choose among them: see `ropes_of`."""
+        """The rotations of a forward. One of queries that grow comes behind them."""
         return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
 
+    @property
+    def num_ropes(self) -> int:
+        """Number of rotations of a forward."""
+        return len(self.ropes) + (self.query_growth is not None)
+
     def ropes_of(self, layer: int) -> tuple[int, int]:
-        """Which of `ropes` turns a layer's queries, and which its keys."""
-        index = int(self.window_rope is not None and self.window_of(layer) > 0)
-        return index, index
+        """Which rotation of a forward turns a layer's queries, and which its keys."""
+        of_keys = int(self.window_rope is not None and self.window_of(layer) > 0)
+        return of_keys if self.query_growth is None else len(self.ropes), of_keys
 
     def window_of(self, layer: int) -> int:
         """Number of positions that a layer's attention sees; 0: all."""
@@ -253,6 +265,9 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         score_cap=_cap(config, family.caps[0]),
         logits_cap=_cap(config, family.caps[1]),
         window_rope=window_rope,
+        has_fused_mlp=family.has_fused_mlp,
+        is_interleaved=family.is_interleaved,
+        query_growth=parse_query_growth(config, family, trained),
     )
 
 

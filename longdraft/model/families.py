@@ -46,6 +46,9 @@ class Family:
     head_norms     RMSNorm of queries and keys before RoPE: "each" head, or "all" heads as one vector
     post_norm      norms follow attention and MLP instead of preceding them; they round once, after their weight
     is_fused       the file has one tensor for q, k and v, and one for gate and up
+    has_fused_mlp  the file has one tensor for gate and up alone
+    is_interleaved RoPE turns adjacent dimensions (2 i, 2 i + 1) of a head
+    has_query_growth  queries grow with their position, as rope_parameters says (llama_4_scaling_beta)
     norm_names     norms before and after attention and MLP, by their names in a layer; empty: before (or after) alone
     norm_offset    is added to the weights of norms, which stay float32; norms round once, after their weight
     activation     of the MLP: "silu", or "gelu_tanh", GELU by its tanh formula
@@ -71,6 +74,9 @@ class Family:
     head_norms: HeadNorms = "none"
     post_norm: bool = False
     is_fused: bool = False
+    has_fused_mlp: bool = False
+    is_interleaved: bool = False
+    has_query_growth: bool = False
     norm_names: tuple[str, ...] = ()
     norm_offset: float = 0.0
     activation: Literal["silu", "gelu_tanh"] = "silu"
@@ -130,6 +136,17 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": replace(_DELTA, hybrid="split", defaults=_HYBRID),
     "qwen3_5_moe_text": replace(_DELTA, hybrid="split", experts=replace(_SHARED, normalises=True),
                                 defaults=_HYBRID | _HYBRID_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8}),
+    "glm4": Family(
+        out_bias=False, mlp_bias=False, has_fused_mlp=True, is_interleaved=True, rotates_part=True,
+        norm_names=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True,
+                  "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072}),
+    "ministral3": Family(
+        qkv_bias=False, out_bias=False, mlp_bias=False, windows="all", has_query_growth=True, defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0,
+                                "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+                                "llama_4_scaling_beta": 0.1}}),
     "gemma2": replace(_GEMMA, window_period=2, defaults=_GEMMA_VALUES | {
         "vocab_size": 256000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0}),
@@ -150,7 +167,6 @@ MISSING: dict[str, str] = {
     "deepseek_v3": f"latent attention, {_EXPERTS}",
     "exaone4": "norms after attention and MLP combined with per-head norms",
     "falcon": "LayerNorm, an MLP without a gate",
-    "glm4": "norms before and after attention and MLP, RoPE on adjacent dimensions",
     "gpt2": "learned positions, LayerNorm, an MLP without a gate",
     "gpt_neox": "LayerNorm, an MLP without a gate",
     "gpt_oss": f"attention sinks, {_EXPERTS}",

@@ -52,6 +52,19 @@ def parse_ropes(config: Mapping[str, Any], family: Family, head_dim: int,
     return whole, windowed
 
 
+def parse_query_growth(config: Mapping[str, Any], family: Family, trained: int) -> tuple[float, int] | None:
+    """`ModelConfig.query_growth`."""
+    rope = config.get("rope_parameters") or {}
+    beta = float(rope.get("llama_4_scaling_beta") or 0.0)
+    if not family.has_query_growth or not beta:
+        return None
+    length = int(rope.get("original_max_position_embeddings") or trained)
+    if not 0 < beta < 100 or length < 1:
+        raise ModelError(f"llama_4_scaling_beta is {beta} and original_max_position_embeddings {length} in "
+                         "config.json; allowed: 0 to 100, and 1 or more positions")
+    return beta, length
+
+
 def _rope(config: Mapping[str, Any], scaling: dict[str, Any], family: Family, head_dim: int,
           trained: int) -> RopeConfig:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -78,7 +91,7 @@ def _rope(config: Mapping[str, Any], scaling: dict[str, Any], family: Family, he
 def _rotated_dims(part: Any, family: Family, head_dim: int) -> int:
     dims = head_dim if part is None else int(head_dim * float(part))
     if (dims != head_dim and not family.rotates_part) or dims % 2 or not 2 <= dims <= head_dim:
-        raise ModelError(f"partial_rotary_factor is {part!r}; supported: 1, and for phi3 and hybrids every value "
+        raise ModelError(f"partial_rotary_factor is {part!r}; supported: 1, and for phi3, glm4 and hybrids every value "
                          "that rotates an even number of dimensions")
     return dims
 

@@ -128,7 +128,7 @@ class Transformer:
         self.kernels = kernels
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps,
                             config.post_norm, config.rounds_once, config.query_factor, config.residual_factor,
-                            config.has_gelu, len(config.ropes))
+                            config.has_gelu, config.num_ropes)
         self.embedding_factor = config.embedding_factor
         if config.rounds_embedding_factor:
             self.embedding_factor = float(torch.tensor(config.embedding_factor, dtype=kernels.dtype))
@@ -290,7 +290,7 @@ class Transformer:
         return _split(self.logits(hidden), counts, 0)
 
     def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """cos and sin [R, S D / 2] float32 of positions, for S rotations (`ModelConfig.ropes`)."""
+        """cos and sin [R, S D / 2] float32 of positions, for S rotations (`ModelConfig.num_ropes`)."""
         return self._rope.at(positions)
 
     @cached_property

@@ -59,7 +59,8 @@ def head_config(settings: EagleSettings, target: ModelConfig) -> EagleConfig:
                     head_norms="none", post_norm=False, is_fused=False, window=0, windowed=(), rotated=(),
                     skip_rope_every=0, embedding_factor=1.0, residual_factor=1.0, query_factor=1.0, logits_divisor=1.0,
                     norm_names=(), float_norms=False, norm_offset=0.0, has_gelu=False, rounds_embedding_factor=False,
-                    score_cap=0.0, logits_cap=0.0, window_rope=None)
+                    score_cap=0.0, logits_cap=0.0, window_rope=None, has_fused_mlp=False, is_interleaved=False,
+                    query_growth=None)
     count = settings.draft_vocab or target.vocab_size
     return EagleConfig(
         version=3, layer=layer, target_width=target.hidden_size, tapped_ids=tapped_layers(target.num_layers),

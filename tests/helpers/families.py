@@ -44,7 +44,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, object]]] = {  # of delta layers and att
     "qwen3_5_moe": ("qwen3_5_moe_text", _DELTA | _SHARED),
     "qwen3_next": ("qwen3_next", _DELTA | _SHARED),
 }
-GEMMAS: dict[str, tuple[str, dict[str, object]]] = {  # norms on both sides, soft caps, two kinds of rotations
+CPU_FAMILIES: dict[str, tuple[str, dict[str, object]]] = {  # norms on both sides, soft caps, several rotations
     "gemma2": ("gemma2", dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=WINDOW, attn_logit_softcapping=4.0,
                               final_logit_softcapping=8.0)),
     "gemma3": ("gemma3_text", dict(
@@ -52,13 +52,18 @@ GEMMAS: dict[str, tuple[str, dict[str, object]]] = {  # norms on both sides, sof
             "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e6),
             "sliding_attention": dict(rope_type="default", rope_theta=1e4)},
         layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+    "glm4": ("glm4", dict(head_dim=16, tie_word_embeddings=False, rope_parameters=dict(
+        rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5), attention_bias=True, pad_token_id=None)),
+    "ministral3": ("ministral3", dict(head_dim=16, pad_token_id=None, rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=32, beta_fast=32.0,
+        beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.4))),
 }
 LAYERS = 3
 
 
 def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
     """Save a random model of a family as a model folder; norms and biases are random too."""
-    kind, own = (FAMILIES | MIXTURES | HYBRIDS | GEMMAS)[name]
+    kind, own = (FAMILIES | MIXTURES | HYBRIDS | CPU_FAMILIES)[name]
     settings: dict[str, object] = dict(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2, tie_word_embeddings=True,

@@ -91,7 +91,7 @@ _INSIDE = {
     "mlp.gate": "ffn_gate_inp",
 }
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
@@ -109,6 +109,9 @@ def theirs(name: str, arch: str) -> str:
         post = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
                 "pre_feedforward_layernorm": "ffn_norm"}
         return f"blk.{layer}.{(_INSIDE | post)[part]}.{suffix}"
+    if arch == "glm4":
+        post = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
+        return f"blk.{layer}.{(_INSIDE | post)[part]}.{suffix}"
     return f"blk.{layer}.{_INSIDE[part]}.{suffix}"
 
 
@@ -124,6 +127,13 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
     }
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     values[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
+    if arch == "glm4":
+        values[f"{arch}.rope.dimension_count"] = int(config.head_dim * rope["partial_rotary_factor"])
+    if "llama_4_scaling_beta" in rope:
+        values |= {f"{arch}.attention.temperature_scale": rope["llama_4_scaling_beta"],
+                   f"{arch}.rope.scaling.type": "yarn", f"{arch}.rope.scaling.factor": rope["factor"],
+                   f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+                   f"{arch}.rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"]}
     if arch.startswith("gemma"):
         windowed = [kind == "sliding_attention" for kind in config.layer_types]
         values[f"{arch}.attention.sliding_window_pattern"] = windowed
@@ -167,7 +177,7 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
     """
     config = model.config
     arch = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe",
-            "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+            "gemma3_text": "gemma3", "ministral3": "mistral3"}.get(config.model_type, config.model_type)
     converted: dict[str, Stored] = dict(tensors or {})
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

@@ -51,6 +51,8 @@ ARCHITECTURES = {
     "olmo2": Architecture("olmo2"),
     "smollm3": Architecture("smollm3", is_permuted=True),
     "qwen3moe": Architecture("qwen3_moe"),
+    "glm4": Architecture("glm4"),
+    "mistral3": Architecture("ministral3", is_permuted=True),
     "gemma2": Architecture("gemma2", settings=_GEMMA),
     "gemma3": Architecture("gemma3_text", settings=_GEMMA),
 }
@@ -172,6 +174,8 @@ def config_of(model: Gguf) -> dict[str, Any]:
     if kind.model_type == "phi3" or (kind.model_type == "llama" and read.has("attention.sliding_window")):
         _add_window(config, read)
     _add_rope(config, model, read)
+    if read.has("attention.temperature_scale"):
+        config["rope_parameters"]["llama_4_scaling_beta"] = read.number("attention.temperature_scale")
     if name in _QUERY_BY_WIDTH:
         _add_gemma(config, read, name)
     return config
@@ -249,6 +253,8 @@ def _yarn(read: _Reader, factor: float, original: int) -> dict[str, Any]:
     for name in ("beta_fast", "beta_slow"):
         if read.has(f"rope.scaling.yarn_{name}"):
             scaling[name] = read.number(f"rope.scaling.yarn_{name}")
+    if log_factor := read.number("rope.scaling.yarn_log_multiplier", 0.0):
+        scaling |= {"mscale": 1.0, "mscale_all_dim": log_factor}
     if (by := read.number("rope.scaling.attn_factor", 1.0)) != 1:
         scaling["attention_factor"] = by * (0.1 * math.log(factor) + 1)
     return scaling

@@ -35,6 +35,8 @@ _GEMMA = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_fe
           "post_ffw_norm": "post_feedforward_layernorm"}
 _DIFFERENT = {
     "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    "glm4": {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+             "ffn_up": "mlp.gate_up_proj"},
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
