@@ -266,6 +266,7 @@ struct Kernels {
     void (*rms_norm_float)(bool bf16, const void* x, const float* weight, long rows, long width, float eps, void* out);
     void (*geglu)(bool bf16, const void* gate_up, long rows, long width, void* out);
     void (*soft_cap)(float* x, long count, float cap);
+    void (*clamped_swiglu)(bool bf16, const void* gate_up, long rows, long width, float alpha, float limit, void* out);
 };
 
 }  // namespace longdraft

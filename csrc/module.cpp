@@ -255,6 +255,9 @@ NB_MODULE(_cpu, m) {
             k.swiglu(bf16, at<void>(x), rows, width, at<void>(out)); })
         .def("geglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, Address out) {
             k.geglu(bf16, at<void>(x), rows, width, at<void>(out)); })
+        .def("clamped_swiglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, float alpha, float limit,
+                                  Address out) {
+            k.clamped_swiglu(bf16, at<void>(x), rows, width, alpha, limit, at<void>(out)); })
         .def("soft_cap", [](const Kernels& k, Address x, long count, float cap) { k.soft_cap(at<float>(x), count, cap); })
         .def("rope", [](const Kernels& k, bool bf16, Address x, long row_stride, long head_stride, Address cos,
                         Address sin, long rows, long heads, long dim, Address out) {

@@ -101,6 +101,26 @@ template <class T, class F> void gated_as(const void* gate_up, long rows, long w
     }
 }
 
+// The activation of gpt-oss: (up + 1) gate sigmoid(alpha gate), with gate at most `limit` and up within it.
+template <class T>
+void clamped_swiglu_as(const void* gate_up, long rows, long width, float alpha, float limit, void* out) {
+    using Element = typename T::Element;
+    const Floats highest = broadcast(limit), lowest = broadcast(-limit);
+    for (long r = 0; r < rows; r++) {
+        const Element* from = static_cast<const Element*>(gate_up) + r * 2 * width;
+        Element* to = static_cast<Element*>(out) + r * width;
+        for (long i = 0; i < width; i += LANES) {
+            const long some = std::min<long>(LANES, width - i);
+            Floats gate = widen_some<T>(from + i, some), up = widen_some<T>(from + width + i, some);
+            gate = gate > highest ? highest : gate;  // NaN stays NaN
+            up = up > highest ? highest : up < lowest ? lowest : up;
+            Element lanes[LANES];
+            T::narrow(lanes, (up + 1.0f) * (gate / one_plus_exp_minus(alpha * gate)));
+            std::copy_n(lanes, some, to + i);
+        }
+    }
+}
+
 // soft_cap of each number, in place.
 inline void soft_cap_all(float* x, long count, float cap) {
     for (long i = 0; i < count; i += LANES) {

@@ -57,6 +57,11 @@ void geglu(bool bf16, const void* gate_up, long rows, long width, void* out) {
     bf16 ? gated_as<BF16>(gate_up, rows, width, out, gelu) : gated_as<F32>(gate_up, rows, width, out, gelu);
 }
 
+void clamped_swiglu(bool bf16, const void* gate_up, long rows, long width, float alpha, float limit, void* out) {
+    bf16 ? clamped_swiglu_as<BF16>(gate_up, rows, width, alpha, limit, out)
+         : clamped_swiglu_as<F32>(gate_up, rows, width, alpha, limit, out);
+}
+
 void rope(bool bf16, Rows x, const float* cos, const float* sin, long rows, long heads, long dim, void* out) {
     bf16 ? rope_as<BF16>(x, cos, sin, rows, heads, dim, out) : rope_as<F32>(x, cos, sin, rows, heads, dim, out);
 }
@@ -97,7 +102,8 @@ void rms_norm_float(bool bf16, const void* x, const float* weight, long rows, lo
 extern const Kernels table;
 const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, int4::pack, quantise_int4, linear, embed, take_rows,
                        rms_norm, add, swiglu, rope, write, read, weights, attention, map_remainder, scale,
-                       solve_spd, delta, rms_norm_float, geglu, soft_cap_all};
+                       solve_spd, delta, rms_norm_float, geglu, soft_cap_all,
+                       clamped_swiglu};
 
 }  // namespace LONGDRAFT_VARIANT
 }  // namespace longdraft

@@ -123,6 +123,12 @@ class CpuKernels:
         operation(self._is_bf16, gate_up.data_ptr(), len(gate_up), width, out.data_ptr())
         return out
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        def operation(is_bf16: bool, x: int, rows: int, width: int, out: int) -> None:
+            self.native.clamped_swiglu(is_bf16, x, rows, width, alpha, limit, out)
+
+        return self._gated(operation, gate_up)
+
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         require(x.dtype == torch.float32 and cap > 0, "float32 and a positive cap", (x.dtype, cap))
         out = x.clone(memory_format=torch.contiguous_format)
@@ -150,7 +156,7 @@ class CpuKernels:
         return cpu_delta.delta_rule(self.native, self.dtype, weights, texts, z, parents)
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
-        if any(layer.experts or layer.delta or layer.is_gated for layer in layers):
+        if any(layer.experts or layer.delta or layer.is_gated or layer.sinks is not None for layer in layers):
             return LayerwiseDecoder(self, layers, geometry)
         return CpuDecoder(self.native, self.dtype, layers, geometry)
 

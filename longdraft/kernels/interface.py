@@ -214,6 +214,9 @@ class Kernels(Protocol):
     def geglu(self, gate_up: Tensor) -> Tensor:
         """gelu(gate) * up, as `swiglu`, with the tanh formula of GELU."""
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """(up + 1) gate sigmoid(alpha gate), as `swiglu`, with gate at most `limit` and up within -limit and limit."""
+
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap) of x, float32, for a positive cap."""
 

@@ -25,6 +25,8 @@ class LayerOperations(Protocol):
 
     def geglu(self, gate_up: Tensor) -> Tensor: ...
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
+
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput: ...
@@ -102,6 +104,8 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
         if kv.remainder is not None:
             remainder = torch.einsum("thd,hde->the", content[own].float(), kv.remainder[:, :-1]) + kv.remainder[:, -1]
             kv = kv._replace(remainder=remainder.contiguous())
+        elif layer.sinks is not None:  # a remainder of drafts contains them: it is part of the full attention
+            kv = kv._replace(remainder=_of_sinks(layer.sinks, len(kv.k), dim))
         outputs.append(ops.attention(q[own], kv, parents[own], layer.window))
         start = own.stop
     attended = AttentionOutput(*(torch.cat(part) for part in zip(*outputs, strict=True)))._replace(content=content)
@@ -110,6 +114,13 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
         output = (output.float() * _sigmoid(qkv[:, end:])).to(x.dtype)
     output = ops.linear(output.flatten(1), layer.out)
     return around.add_mlp(around.add(x, output, layer.attention_norm, layer.attention_post_norm), layer), attended
+
+
+def _of_sinks(sinks: Tensor, rows: int, dim: int) -> Tensor:
+    """Sinks [H] as a remainder [T, H, D + 1]: outputs of 0 with their scores as log-sum-exps."""
+    remainder = torch.zeros(rows, len(sinks), dim + 1, device=sinks.device)
+    remainder[..., -1] = sinks
+    return remainder
 
 
 def _sigmoid(x: Tensor) -> Tensor:

@@ -132,6 +132,14 @@ class ReferenceKernels:
         gate = [functional.gelu(gate_up[i, :half].float().clone(), approximate="tanh") for i in range(len(gate_up))]
         return torch.stack(gate).to(self.dtype) * gate_up[:, half:]
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        rows = []
+        for row in gate_up.float().unbind():
+            gate, up = (half.clone() for half in row.chunk(2))
+            gate = gate.clamp(max=limit)
+            rows.append((up.clamp(-limit, limit) + 1) * (gate * (gate * alpha).sigmoid()))
+        return torch.stack(rows).to(self.dtype)
+
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return torch.stack([(row / cap).tanh() * cap for row in x.clone().unbind()]) if len(x) else x
 

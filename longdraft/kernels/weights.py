@@ -36,6 +36,7 @@ class Experts(NamedTuple):
     chosen      number of experts for each row
     normalises  the weights of a row's experts are divided by their sum
     rounds      these weights are rounded to the model's dtype
+    clamp       (alpha, limit) of `Kernels.clamped_swiglu` in place of SwiGLU; None: SwiGLU
     shared      an expert that every row has besides, times sigmoid(shared_gate x) [1, hidden]; None: there is none
     """
 
@@ -44,6 +45,7 @@ class Experts(NamedTuple):
     chosen: int
     normalises: bool
     rounds: bool
+    clamp: tuple[float, float] | None = None
     shared: Mlp | None = None
     shared_gate: Linear | None = None
 
@@ -58,6 +60,7 @@ class LayerWeights(NamedTuple):
     ropes    which of the forward's rotations turns the queries, and which the keys
     attention_post_norm, mlp_post_norm  norms of the outputs of attention and MLP, besides those of their inputs; None:
              there are none
+    sinks    [H] float32: scores of a key whose value is 0, which every row of a head sees; None: there is none
     q_norm   norm of the queries before their rotation; k_norm that of the keys. [D]: each head is normalised by itself;
              [H D] and [Hkv D]: all heads of a row as one vector; None: no norm
     rotates  whether queries and keys are rotated by their position
@@ -83,6 +86,7 @@ class LayerWeights(NamedTuple):
     ropes: tuple[int, int] = (0, 0)
     attention_post_norm: Tensor | None = None
     mlp_post_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 class Geometry(NamedTuple):

@@ -27,6 +27,7 @@ from longdraft.parallel import ColumnParallel, Pick, RowParallel, Shard, shard_o
 
 QUANTIZE = ("none", "int8", "int4")
 QUANTIZE_CHOICES = "none, int8 or int4"
+_SINKS = "self_attn.sinks"
 
 
 class _StackedLinear(NamedTuple):
@@ -83,12 +84,13 @@ def _delta_linears(config: hybrid.HybridConfig, hidden: int) -> dict[str, _Stack
 def _expert_linears(experts: ExpertsConfig, hidden: int) -> dict[str, _StackedLinear]:
     """The router and, for each expert, its two matrices."""
     gate, up, down = experts.names
-    found = {"router": _StackedLinear(((f"{experts.prefix}.gate", (experts.count,)),), hidden, False)}
+    bias = experts.has_bias
+    found = {"router": _StackedLinear(((f"{experts.prefix}.{experts.router}", (experts.count,)),), hidden, bias)}
     for index in range(experts.count):
         one = f"{experts.prefix}.experts.{index}"
         found[f"gate_up {index}"] = _StackedLinear(
-            ((f"{one}.{gate}", (experts.size,)), (f"{one}.{up}", (experts.size,))), hidden, False)
-        found[f"down {index}"] = _StackedLinear(((f"{one}.{down}", (hidden,)),), experts.size, False)
+            ((f"{one}.{gate}", (experts.size,)), (f"{one}.{up}", (experts.size,))), hidden, bias)
+        found[f"down {index}"] = _StackedLinear(((f"{one}.{down}", (hidden,)),), experts.size, bias)
     if experts.shared:
         one = f"{experts.prefix}.shared_expert"
         found["shared_gate"] = _StackedLinear(((f"{one}_gate", (1,)),), hidden, False)
@@ -127,6 +129,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes |= {layer + name: shape for name, shape in small.items()}
         for name, width in _norms(config, index).values():
             shapes[f"{layer}{name}.weight"] = (width,)
+        if config.has_sinks:
+            shapes[f"{layer}{_SINKS}"] = (config.num_heads,)
         for stacked in _linears(config, index).values():
             for name, segments in stacked.parts:
                 shapes[f"{layer}{name}.weight"] = (sum(segments), stacked.columns)
@@ -222,7 +226,7 @@ class _Loader:
         else:
             head = self._table("lm_head.weight")
         layers = tuple(self._layer(index) for index in range(config.num_layers))
-        weights = ModelWeights(table, layers, self._norm("model.norm.weight"), head, self._quantize)
+        weights = ModelWeights(table, layers, self._vector("model.norm.weight"), head, self._quantize)
         if self._packed:
             self._packed.save()
         return Transformer(config, weights, self._kernels, self._whole)
@@ -230,7 +234,7 @@ class _Loader:
     def _layer(self, index: int) -> LayerWeights:
         config, layer, linears = self._config, f"model.layers.{index}.", _linears(self._whole, index)
         orders = dict.fromkeys(("q_norm", "k_norm"), self._head_order)
-        norms = {name: self._norm(f"{layer}{file_name}.weight", orders.get(name))
+        norms = {name: self._vector(f"{layer}{file_name}.weight", orders.get(name))
                  for name, (file_name, _) in _norms(config, index).items()}
         delta = config.hybrid if config.hybrid and config.is_delta(index) else None
         return LayerWeights(
@@ -251,6 +255,7 @@ class _Loader:
             ropes=config.ropes_of(index),
             attention_post_norm=norms.get("attention_post_norm"),
             mlp_post_norm=norms.get("mlp_post_norm"),
+            sinks=self._vector(f"{layer}{_SINKS}") if config.has_sinks else None,
         )
 
     def _delta(self, layer: str, config: hybrid.HybridConfig) -> DeltaWeights:
@@ -269,14 +274,16 @@ class _Loader:
         """The experts of a layer. Their routers are never quantised: a small error in one chooses other experts."""
         def router(name: str) -> Linear:
             (part, _), = linears[name].parts
-            return self._kernels.pack(self._files.stack((f"{layer}{part}.weight",), self._kernels.dtype))
+            bias = self._files.read(f"{layer}{part}.bias") if linears[name].has_bias else None
+            return self._kernels.pack(self._files.stack((f"{layer}{part}.weight",), self._kernels.dtype), bias)
 
         def mlp(gate_up: str, down: str) -> Mlp:
             return Mlp(self._linear(layer, linears[gate_up]), self._linear(layer, linears[down]))
 
         mlps = tuple(mlp(f"gate_up {i}", f"down {i}") for i in range(config.count))
         shared = (mlp("shared gate_up", "shared down"), router("shared_gate")) if config.shared else (None, None)
-        return Experts(router("router"), mlps, config.chosen, config.normalises, config.rounds, *shared)
+        return Experts(router("router"), mlps, config.chosen, config.normalises, config.rounds,
+                       config.clamp, *shared)
 
     def _linear(self, layer: str, stacked: _StackedLinear, order: Tensor | None = None) -> Linear:
         def read(suffix: str, dtype: torch.dtype | None) -> Tensor:
@@ -316,9 +323,8 @@ class _Loader:
         rows = self._files.stack((name,), self._dtype, [lambda rows: rows[own]])
         return ColumnParallel(self._kernels.pack(rows, quantize=quantize), own.start, whole.vocab_size)
 
-    def _norm(self, name: str, order: Tensor | None = None) -> Tensor:
-        """A norm's weight, plus the offset of the family. It stays float32 where the model's dtype would round the
-        sum."""
+    def _vector(self, name: str, order: Tensor | None = None) -> Tensor:
+        """Sinks, or a norm's weight plus the offset of the family, float32 where the model's dtype would round them."""
         weight = self._files.read(name)
         weight = weight if order is None else weight[order]
         dtype = torch.float32 if self._config.float_norms else self._kernels.dtype

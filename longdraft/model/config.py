@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.errors import ModelError
+from longdraft.model import gpt_oss
 from longdraft.model.experts_config import ExpertsConfig, parse_experts
 from longdraft.model.families import ACTIVATIONS, FAMILIES, MISSING, Family, HeadNorms, text_config
 from longdraft.model.four_bit import FourBitFormat
@@ -28,7 +29,9 @@ _MAX_JSON = 1 << 25  # bytes; the shard index of the largest public models has a
 _LATER: dict[str, object] = {
     "experts": None, "hybrid": None, "norm_names": (), "float_norms": False, "norm_offset": 0.0, "has_gelu": False,
     "rounds_embedding_factor": False, "score_cap": 0.0, "logits_cap": 0.0, "window_rope": None,
-    "has_fused_mlp": False, "is_interleaved": False, "query_growth": None}
+    "has_fused_mlp": False, "is_interleaved": False, "query_growth": None,
+    "has_sinks": False}
+_LATER_OF_EXPERTS: dict[str, object] = {"shared": 0, "router": "gate", "has_bias": False, "clamp": None}
 _HASHED_AS = {"post_norm": "norms_follow"}  # fields that were renamed since the first journals
 
 
@@ -77,6 +80,7 @@ class ModelConfig:
     window_rope: RopeConfig | None = None  # of layers with a window, if it differs from `rope`
     has_fused_mlp: bool = False  # the file has one tensor for gate and up alone
     is_interleaved: bool = False  # RoPE turns adjacent dimensions
+    has_sinks: bool = False  # each head has a score that joins the softmax without a value
     # (b, n): queries at position p are multiplied by 1 + b ln(1 + floor(p / n))
     query_growth: tuple[float, int] | None = None
 
@@ -94,6 +98,8 @@ class ModelConfig:
         """What the model has that the CUDA kernels do not; "": nothing."""
         if self.hybrid:
             return "delta layers (Qwen3-Next, Qwen3.5, Qwen3.6)"
+        if self.has_sinks:
+            return "attention sinks and mixture-of-experts layers (gpt-oss)"
         if self.experts:
             return "mixture-of-experts layers"
         if self.query_growth:
@@ -135,8 +141,9 @@ class ModelConfig:
         """The hash by which a journal recognises the configuration. Fields count under the name they had first, and
         fields that are newer than the first journals count only if they are used."""
         own = asdict(self)
-        if self.experts and not self.experts.shared:
-            del own["experts"]["shared"]
+        for name, unused in _LATER_OF_EXPERTS.items() if self.experts else ():
+            if own["experts"][name] == unused:
+                del own["experts"][name]
         later = _LATER | ({"float_norms": True, "norm_offset": 1.0} if self.hybrid else {})  # hybrids always had them
         fields = {_HASHED_AS.get(name, name): value for name, value in own.items()
                   if name not in later or value != later[name]}
@@ -204,7 +211,9 @@ def _family(config: Mapping[str, Any]) -> Family:
         raise ModelError(f"{key} is {config[key]!r}; supported: {' or '.join(allowed)}")
     if config.get("use_bidirectional_attention"):
         raise ModelError("use_bidirectional_attention is true: this is an embedding model, which writes no text")
-    if quantized := config.get("quantization_config"):
+    quantized = config.get("quantization_config")
+    is_oss = kind == "gpt_oss" and isinstance(quantized, dict) and quantized.get("quant_method") == gpt_oss.METHOD
+    if quantized and not is_oss:
         FourBitFormat.parse(quantized if isinstance(quantized, dict) else {"quant_method": quantized})
     return family
 
@@ -258,7 +267,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         experts=parse_experts(config, family.experts),
         hybrid=parse_hybrid(config, family.hybrid, num_layers),
         norm_names=family.norm_names,
-        float_norms=family.norm_offset != 0,
+        float_norms=family.float_norms or family.norm_offset != 0,
         norm_offset=family.norm_offset,
         has_gelu=family.activation == "gelu_tanh",
         rounds_embedding_factor=family.scales_embedding,
@@ -267,6 +276,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         window_rope=window_rope,
         has_fused_mlp=family.has_fused_mlp,
         is_interleaved=family.is_interleaved,
+        has_sinks=family.has_sinks,
         query_growth=parse_query_growth(config, family, trained),
     )
 

@@ -25,6 +25,9 @@ class ExpertsFormat:
     size          key of an expert's width in config.json
     normalises    weights of a row's experts are divided by their sum; None: as `norm_topk_prob` says
     rounds        these weights are rounded to the model's dtype
+    router        name of the router
+    has_bias      router and experts have biases
+    is_clamped    their activation is that of gpt-oss (`Kernels.clamped_swiglu`)
     shared        key of the width of an expert that every row has besides; "": there is none
     """
 
@@ -34,6 +37,9 @@ class ExpertsFormat:
     normalises: bool | None
     rounds: bool
     shared: str = ""
+    router: str = "gate"
+    has_bias: bool = False
+    is_clamped: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class Family:
     has_query_growth  queries grow with their position, as rope_parameters says (llama_4_scaling_beta)
     norm_names     norms before and after attention and MLP, by their names in a layer; empty: before (or after) alone
     norm_offset    is added to the weights of norms, which stay float32; norms round once, after their weight
+    float_norms    weights of norms are float32 without an offset too
+    has_sinks      each head has a score that joins the softmax without a value
     activation     of the MLP: "silu", or "gelu_tanh", GELU by its tanh formula
     scales_embedding  embeddings are multiplied by the root of their width
     query_scalar   key of the number whose root divides the scores; "": it is the head's width
@@ -79,6 +87,8 @@ class Family:
     has_query_growth: bool = False
     norm_names: tuple[str, ...] = ()
     norm_offset: float = 0.0
+    float_norms: bool = False
+    has_sinks: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     scales_embedding: bool = False
     query_scalar: str = ""
@@ -136,6 +146,15 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": replace(_DELTA, hybrid="split", defaults=_HYBRID),
     "qwen3_5_moe_text": replace(_DELTA, hybrid="split", experts=replace(_SHARED, normalises=True),
                                 defaults=_HYBRID | _HYBRID_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8}),
+    "gpt_oss": Family(
+        windows="listed", window_period=2, float_norms=True, has_sinks=True, defaults={
+            "num_local_experts": 128, "num_experts_per_tok": 4, "vocab_size": 201088, "num_key_value_heads": 8,
+            "head_dim": 64, "sliding_window": 128, "attention_bias": True, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096, "rope_theta": 150000.0}},
+        experts=ExpertsFormat("mlp", ("gate_proj", "up_proj", "down_proj"), "intermediate_size", True, True,
+                              router="router", has_bias=True, is_clamped=True)),
     "glm4": Family(
         out_bias=False, mlp_bias=False, has_fused_mlp=True, is_interleaved=True, rotates_part=True,
         norm_names=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
@@ -169,7 +188,6 @@ MISSING: dict[str, str] = {
     "falcon": "LayerNorm, an MLP without a gate",
     "gpt2": "learned positions, LayerNorm, an MLP without a gate",
     "gpt_neox": "LayerNorm, an MLP without a gate",
-    "gpt_oss": f"attention sinks, {_EXPERTS}",
     "granitemoe": _EXPERTS,
     "granitemoehybrid": f"state-space layers, {_EXPERTS}",
     "llama4": f"chunked attention, {_EXPERTS}",

@@ -121,6 +121,8 @@ def text_entries(entries: dict[str, T]) -> dict[str, T]:
 def _with_single_experts(entries: dict[str, Entry]) -> dict[str, Entry]:
     """The entries with a matrix for each expert, where a file has those of a layer in one tensor (Qwen3.5)."""
     found: dict[str, Entry] = {}
+    if any(".mlp.router." in name or name.endswith("_proj_bias") for name in entries):  # gpt-oss: see gpt_oss.py
+        return entries
     for name, entry in entries.items():
         start, mark, part = name.partition(".mlp.experts.")
         names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part)

@@ -35,6 +35,11 @@ MIXTURES: dict[str, tuple[str, dict[str, object]]] = {  # of experts, which take
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32,
                                     norm_topk_prob=True)),
+    "gpt_oss": ("gpt_oss", dict(
+        head_dim=16, num_local_experts=6, num_experts_per_tok=3, sliding_window=WINDOW, tie_word_embeddings=False,
+        swiglu_limit=0.8, pad_token_id=None, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=dict(rope_type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+                             original_max_position_embeddings=256, rope_theta=150000.0))),
 }
 _DELTA = dict(num_hidden_layers=4, head_dim=16, linear_key_head_dim=16, linear_value_head_dim=32,
               linear_num_key_heads=2, linear_num_value_heads=4)
@@ -71,7 +76,7 @@ def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **c
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(settings | own | changes)))
     for parameter_name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
+        if parameter.ndim == 1 or parameter_name.endswith("_bias"):
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.2)
     model = model.to(dtype).eval()
     model.save_pretrained(folder)

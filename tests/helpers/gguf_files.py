@@ -109,6 +109,9 @@ def theirs(name: str, arch: str) -> str:
         post = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
                 "pre_feedforward_layernorm": "ffn_norm"}
         return f"blk.{layer}.{(_INSIDE | post)[part]}.{suffix}"
+    if arch == "gpt-oss":
+        post = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
+        return f"blk.{layer}." + ("attn_sinks.weight" if suffix == "sinks" else f"{(_INSIDE | post)[part]}.{suffix}")
     if arch == "glm4":
         post = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
         return f"blk.{layer}.{(_INSIDE | post)[part]}.{suffix}"
@@ -129,18 +132,21 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
     values[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
     if arch == "glm4":
         values[f"{arch}.rope.dimension_count"] = int(config.head_dim * rope["partial_rotary_factor"])
-    if "llama_4_scaling_beta" in rope:
+    if arch in ("mistral3", "gpt-oss"):
+        values |= {f"{arch}.rope.scaling.type": "yarn", f"{arch}.rope.scaling.factor": rope["factor"],
+                   f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
+    if arch == "mistral3":
         values |= {f"{arch}.attention.temperature_scale": rope["llama_4_scaling_beta"],
-                   f"{arch}.rope.scaling.type": "yarn", f"{arch}.rope.scaling.factor": rope["factor"],
-                   f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
                    f"{arch}.rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"]}
-    if arch.startswith("gemma"):
+    if arch.startswith("gemma") or arch == "gpt-oss":
         windowed = [kind == "sliding_attention" for kind in config.layer_types]
         values[f"{arch}.attention.sliding_window_pattern"] = windowed
         caps = ("attn_logit_softcapping", "final_logit_softcapping")
-        values |= {f"{arch}.{key}": getattr(config, key) for key in caps if getattr(config, key)}
+        values |= {f"{arch}.{key}": getattr(config, key) for key in caps if getattr(config, key, None)}
         if rope["rope_type"] == "linear":
             values |= {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": rope["factor"]}
+    if arch == "gpt-oss":
+        values[f"{arch}.expert_feed_forward_length"] = config.intermediate_size
     if hasattr(config, "num_local_experts"):
         values |= {f"{arch}.expert_count": config.num_local_experts,
                    f"{arch}.expert_used_count": config.num_experts_per_tok}
@@ -153,7 +159,7 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
                        "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"}.items():
         if arch == "granite":
             values[f"{arch}.{ours}"] = float(getattr(config, name))
-    if getattr(config, "sliding_window", None) and arch in ("llama", "phi3", "gemma2", "gemma3"):
+    if getattr(config, "sliding_window", None) and arch in ("llama", "phi3", "gemma2", "gemma3", "gpt-oss"):
         values[f"{arch}.attention.sliding_window"] = config.sliding_window
     return values
 
@@ -177,10 +183,18 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
     """
     config = model.config
     arch = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe",
-            "gemma3_text": "gemma3", "ministral3": "mistral3"}.get(config.model_type, config.model_type)
+            "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_oss": "gpt-oss"}.get(config.model_type,
+                                                                                        config.model_type)
     converted: dict[str, Stored] = dict(tensors or {})
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if arch == "gpt-oss" and ".mlp.experts." in name:
+            layer, rows = name.split(".")[2], tensor if name.endswith("_bias") else tensor.transpose(1, 2)
+            suffix = "bias" if name.endswith("_bias") else "weight"
+            parts = {"down": rows} if "down" in name else {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+            as_kind = kind if suffix == "weight" else "F32"
+            converted |= {f"blk.{layer}.ffn_{part}_exps.{suffix}": stored(one, as_kind) for part, one in parts.items()}
             continue
         if ".mlp.experts." in name:
             layer, size = name.split(".")[2], tensor.shape[1] // 2

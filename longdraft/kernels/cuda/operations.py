@@ -74,6 +74,9 @@ class CudaOperations:
     def geglu(self, gate_up: Tensor) -> Tensor:
         raise no_kernels("GELU")
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        raise no_kernels("a clamped activation")
+
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         raise no_kernels("a soft cap")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from longdraft.model.families import FAMILIES
 from longdraft.model.gguf.container import Array, Gguf
 
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
@@ -52,6 +53,7 @@ ARCHITECTURES = {
     "smollm3": Architecture("smollm3", is_permuted=True),
     "qwen3moe": Architecture("qwen3_moe"),
     "glm4": Architecture("glm4"),
+    "gpt-oss": Architecture("gpt_oss"),
     "mistral3": Architecture("ministral3", is_permuted=True),
     "gemma2": Architecture("gemma2", settings=_GEMMA),
     "gemma3": Architecture("gemma3_text", settings=_GEMMA),
@@ -73,7 +75,7 @@ def architecture(model: Gguf) -> tuple[str, Architecture]:
         model.fail("this is OLMo 3, which is not supported: it has a second RoPE for layers with a window")
     if not model.values.get(f"{name}.expert_count"):
         return name, found
-    if name not in ("llama", "qwen3moe") or model.values.get(f"{name}.expert_shared_count"):
+    if name not in ("llama", "qwen3moe", "gpt-oss") or model.values.get(f"{name}.expert_shared_count"):
         model.fail(f"the model has mixture-of-experts layers, which {found.model_type!r} in longdraft does not have")
     return name, _MIXTRAL if name == "llama" else found
 
@@ -151,7 +153,7 @@ def config_of(model: Gguf) -> dict[str, Any]:
         "model_type": kind.model_type,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": read.whole("feed_forward_length", 1 if kind.model_type == "qwen3_moe" else None),
+        "intermediate_size": read.whole("feed_forward_length", 1 if FAMILIES[kind.model_type].experts else None),
         "num_hidden_layers": read.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": read.whole("attention.head_count_kv", heads),
@@ -164,10 +166,12 @@ def config_of(model: Gguf) -> dict[str, Any]:
         "sliding_window": None,
         "mlp_bias": False,
     }
-    if kind.model_type in ("mixtral", "qwen3_moe"):
+    if kind.model_type in ("mixtral", "qwen3_moe", "gpt_oss"):
         config |= {"num_local_experts": read.whole("expert_count"), "norm_topk_prob": True,
                    "num_experts_per_tok": read.whole("expert_used_count"),
                    "moe_intermediate_size": read.whole("expert_feed_forward_length", config["intermediate_size"])}
+    if kind.model_type == "gpt_oss":
+        config["intermediate_size"] = config["moe_intermediate_size"]
     for ours, theirs in (kind.settings or {}).items():
         if read.has(ours):
             config[theirs] = read.number(ours)
@@ -176,6 +180,10 @@ def config_of(model: Gguf) -> dict[str, Any]:
     _add_rope(config, model, read)
     if read.has("attention.temperature_scale"):
         config["rope_parameters"]["llama_4_scaling_beta"] = read.number("attention.temperature_scale")
+    if "truncate" in FAMILIES[kind.model_type].defaults.get("rope_parameters", {}):  # which files do not say
+        config["rope_parameters"]["truncate"] = False
+    if FAMILIES[kind.model_type].windows == "listed":
+        _add_windows(config, read, kind.model_type)
     if name in _QUERY_BY_WIDTH:
         _add_gemma(config, read, name)
     return config
@@ -202,9 +210,10 @@ def _add_window(config: dict[str, Any], read: _Reader) -> None:
             config["model_type"] = "mistral"
 
 
-def _add_gemma(config: dict[str, Any], read: _Reader, name: str) -> None:
-    """Which layers have a window, what rotates them, and the scale of queries."""
-    config["sliding_window"] = read.whole("attention.sliding_window", 4096)
+def _add_windows(config: dict[str, Any], read: _Reader, model_type: str) -> None:
+    """Which layers have a window, where a family lists them."""
+    default = FAMILIES[model_type].defaults["sliding_window"]
+    config["sliding_window"] = read.whole("attention.sliding_window", default)
     if read.has("attention.sliding_window_pattern"):
         pattern = read.flags_or_period("attention.sliding_window_pattern")
         if isinstance(pattern, int):
@@ -212,6 +221,10 @@ def _add_gemma(config: dict[str, Any], read: _Reader, name: str) -> None:
         else:
             kinds = ("full_attention", "sliding_attention")
             config["layer_types"] = [kinds[bool(flag)] for flag in pattern]
+
+
+def _add_gemma(config: dict[str, Any], read: _Reader, name: str) -> None:
+    """The scale of queries, and what rotates layers with a window."""
     by_width = read.layers == _QUERY_BY_WIDTH[name]
     width = config["hidden_size"] // config["num_attention_heads"]
     config["query_pre_attn_scalar"] = width if by_width else config["head_dim"]

@@ -21,7 +21,7 @@ from longdraft.model.memory import forget_pages, temporary
 from longdraft.model.tensor_file import Entry
 
 _LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
-_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
 _EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")  # of older files, one by one
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
             "output.weight": "lm_head.weight"}
@@ -35,6 +35,7 @@ _GEMMA = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_fe
           "post_ffw_norm": "post_feedforward_layernorm"}
 _DIFFERENT = {
     "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    "gpt_oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
     "glm4": {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
              "ffn_up": "mlp.gate_up_proj"},
     "gemma2": _GEMMA,
@@ -59,10 +60,10 @@ class GgufTensors:
         for theirs, entry in file.tensors.items():
             if theirs in _NOT_WEIGHTS:
                 continue
-            if experts and (found := _EXPERTS.fullmatch(theirs)) and len(entry.shape) == 3:
-                self._stored |= _one_by_one(found[1], found[2], entry, experts)
+            if experts and (found := _EXPERTS.fullmatch(theirs)) and len(entry.shape) == 2 + (found[3] == "weight"):
+                self._stored |= _one_by_one(found, entry, experts)
             elif experts and (found := _EXPERT.fullmatch(theirs)):
-                self._stored[_expert_name(found[1], found[2], int(found[3]), experts)] = entry
+                self._stored[_expert_name(found[1], found[2], int(found[3]), experts, "weight")] = entry
             else:
                 self._stored[_translated(theirs, different)] = entry
         self.entries = {ours: Entry(entry.type.name, entry.shape, entry.start, entry.stop)
@@ -132,16 +133,17 @@ def stored_rows(count: int, heads: int) -> Tensor | None:
     return (torch.arange(heads)[:, None] * dim + head).flatten()
 
 
-def _one_by_one(layer: str, part: str, entry: TensorEntry, form: ExpertsFormat) -> dict[str, TensorEntry]:
-    """The matrices of a tensor [experts, N, K]."""
+def _one_by_one(found: re.Match[str], entry: TensorEntry, form: ExpertsFormat) -> dict[str, TensorEntry]:
+    """The matrices of a tensor [experts, N, K], or the biases of one [experts, N]."""
+    layer, part, kind = found.groups()
     count, size = entry.shape[0], (entry.stop - entry.start) // entry.shape[0]
-    return {_expert_name(layer, part, i, form): TensorEntry(entry.type, entry.shape[1:], entry.start + i * size,
-                                                           entry.start + (i + 1) * size) for i in range(count)}
+    return {_expert_name(layer, part, i, form, kind): TensorEntry(
+        entry.type, entry.shape[1:], entry.start + i * size, entry.start + (i + 1) * size) for i in range(count)}
 
 
-def _expert_name(layer: str, part: str, index: int, form: ExpertsFormat) -> str:
+def _expert_name(layer: str, part: str, index: int, form: ExpertsFormat, kind: str) -> str:
     name = form.names[("gate", "up", "down").index(part)]
-    return f"model.layers.{layer}.{form.prefix}.experts.{index}.{name}.weight"
+    return f"model.layers.{layer}.{form.prefix}.experts.{index}.{name}.{kind}"
 
 
 def _heads(model: Gguf, name: str, key: str) -> int:
@@ -153,6 +155,8 @@ def _translated(name: str, different: dict[str, str]) -> str:
     """The Hugging Face name of a tensor; its own where there is none, which is refused as unexpected."""
     if found := _LAYER.fullmatch(name):
         layer, part, suffix = found.groups()
+        if part == "attn_sinks":
+            return f"model.layers.{layer}.self_attn.sinks"
         known = _INSIDE | different
         return f"model.layers.{layer}.{known[part]}.{suffix}" if part in known else name
     return _OUTSIDE.get(name, name)
