@@ -243,7 +243,8 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         head_dim=head_dim,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         trained_positions=trained,
-        max_positions=context_limit(rope, trained),
+        # Of Gemma 3, the trained length is the one behind the scaling.
+        max_positions=trained if window_rope else context_limit(rope, trained),
         rope=rope,
         is_tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
