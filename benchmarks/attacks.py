@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from serving import COMPLETIONS, library_text, server
+from server_process import COMPLETIONS, left_over, library_text, server
 
 import longdraft
 from longdraft.report.table import Table
@@ -159,7 +159,7 @@ def measure(name: str, url: str, process: psutil.Process, args: argparse.Namespa
     began = time.perf_counter()
     after = httpx.post(url + COMPLETIONS, json=HONEST | {"seed": 0}, timeout=60)
     seconds_after = time.perf_counter() - began
-    load = httpx.get(url + "/ready").json()
+    load = left_over(url)
     engine = longdraft.load("novelist", drafter="plain")
     expected = [library_text(engine, HONEST | {"seed": seed}) for seed in range(SEEDS)]
     latencies = sorted(health)
@@ -174,8 +174,7 @@ def measure(name: str, url: str, process: psutil.Process, args: argparse.Namespa
         "honest_texts": len(texts), "honest_equal": sum(text == expected[seed] for seed, text, _ in texts),
         "honest_share_of_speed": speed(texts) / speed(alone), "peak_mib": peak[0],
         "status_after": after.status_code, "seconds_after": seconds_after,
-        "resident_mib_after": process.memory_info().rss / 2**20,
-        "jobs_after": load["running"] + load["waiting"], "reserved_bytes_after": load["reserved_bytes"]}
+        "resident_mib_after": process.memory_info().rss / 2**20, **load}
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 import longdraft
 from helpers.checkpoints import VOCAB, make_checkpoint
@@ -40,8 +43,11 @@ from helpers.damaged_files import (
     with_shard,
     with_tensors,
 )
+from helpers.gguf_files import convert
+from helpers.processes import Fork
 from longdraft.__main__ import run
 from longdraft.errors import ModelError
+from longdraft.model.tensor_files import TORCH_WEIGHTS, TensorFiles
 from longdraft.run_statistics import peak_memory_bytes
 
 FUZZ = settings(max_examples=150, deadline=None, derandomize=True,
@@ -189,6 +195,38 @@ def test_tensors_that_lie_unaligned_are_read(folder, sound):
         texts = [[event.tokens for event in longdraft.load(str(where), drafter="plain", dtype="float32").generate(
             "It was", longdraft.SamplingParams(max_new_tokens=8, temperature=0.0))] for where in (folder, sound)]
         assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "gguf"])
+def test_a_file_that_is_cut_while_it_is_loaded_gets_one_clear_line(folder, sound, tmp_path, kind):
+    """In a process of its own: the system ends one that reads a page which its file has lost."""
+    path = folder / WEIGHTS
+    if kind == "bin":
+        path = folder / TORCH_WEIGHTS
+        torch.save(load_file(sound / WEIGHTS), path)
+        (folder / WEIGHTS).unlink()
+    if kind == "gguf":
+        path = tmp_path / "model.gguf"
+        convert(sound, LlamaForCausalLM.from_pretrained(sound), path)
+    model = path if kind == "gguf" else folder
+    process = Fork(tmp_path / "process", cut_while_loading, path, model)
+    assert process.wait() == 2
+    assert process.stdout == "" and process.stderr.count("\n") == 1
+    assert process.stderr.startswith(f"longdraft: {path} was cut to 4,096 bytes while it was loaded")
+
+
+def cut_while_loading(path: Path, model: Path) -> None:
+    """Load a model whose file is cut after its third tensor."""
+    read, seen = TensorFiles.read, []
+
+    def cutting(self, *given):
+        seen.append(given)
+        if len(seen) == 3:
+            os.truncate(path, 4096)
+        return read(self, *given)
+
+    TensorFiles.read = cutting  # type: ignore[method-assign]
+    sys.exit(run(["generate", "It", "--model", str(model), "--max-new-tokens", "2", "--drafter", "plain"]))
 
 
 def outcome(folder: Path) -> str:
