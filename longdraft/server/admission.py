@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fastapi import Request
@@ -127,6 +128,14 @@ class BoundedThreads:
         self._num_pending -= 1
 
 
+@dataclass
+class _Body:
+    """A request's body as far as it is read. has_place: it is one of the large bodies."""
+
+    content: bytearray = field(default_factory=bytearray)
+    has_place: bool = False
+
+
 class Admission:
     """Reads and prepares requests within the server's limits."""
 
@@ -136,7 +145,7 @@ class Admission:
         self._unknown: set[str] = set()  # parameters that were left out, of which the log has one line each
         self._on_unknown = self._log_unknown if settings.unknown_parameters == "warn" else None
         self._num_bytes = 0  # of all bodies that are being read or prepared
-        self._num_large = 0  # of them, those that were announced as large
+        self._num_large = 0  # of them, the large ones
         self._small = BoundedThreads("small", _SMALL_THREADS, _MAX_SMALL, metrics)
         self._large = BoundedThreads("large", 1, _MAX_LARGE, metrics, rest=_REST)
         self._parts = Turnstile(_PARTS)  # of large bodies
@@ -155,54 +164,57 @@ class Admission:
         declared = request.headers.get("content-length", "0")
         if len(declared) > 20 or int(declared) > self._settings.max_body_bytes:  # h11 accepts digits only
             raise self._too_large()
-        self._require_room(int(declared))
-        body, is_large = bytearray(), int(declared) > _SMALL_BODY
-        self._num_large += is_large
+        body = _Body()
+        self._require_room(int(declared), body)
         try:
-            await self._read(request, body, is_large)
+            await self._read(request, body)
             _require_json(request)
-            return await self._threads_for(len(body)).run(
-                request, lambda: work(parse_body(model, body, self._on_unknown)))
+            return await self._threads_for(len(body.content)).run(
+                request, lambda: work(parse_body(model, body.content, self._on_unknown)))
         finally:
-            self._num_bytes -= len(body)
-            self._num_large -= is_large
+            self._num_bytes -= len(body.content)
+            self._num_large -= body.has_place
 
-    async def _read(self, request: Request, body: bytearray, is_large: bool) -> None:
-        """Append the request's body to `body`, and count its bytes."""
+    async def _read(self, request: Request, body: _Body) -> None:
+        """Read the request's body, and count its bytes."""
         try:
             async with asyncio.timeout(self._settings.stall_s):
                 num_values, is_whole = 0, False
                 while not is_whole:  # `request.stream()` does the same, at several times the cost for a refused body
-                    if is_large:  # meanwhile the connection is not read
+                    if body.has_place:  # meanwhile the connection is not read
                         await self._parts.enter()
                     message = await request.receive()
                     if message["type"] == "http.disconnect":
                         raise _client_closed()
                     part = message.get("body", b"")
                     is_whole = not message.get("more_body", False)
-                    body += part
+                    body.content += part
                     self._num_bytes += len(part)
                     num_values += part.count(b",")
-                    if len(body) > self._settings.max_body_bytes:
+                    if len(body.content) > self._settings.max_body_bytes:
                         raise self._too_large()
                     if num_values > self._max_values:  # parsing them would hold up all other requests
                         raise ApiError(400, f"the body has more than {self._max_values:,} values; send several "
                                        "requests", code="too_many_values", headers=_CLOSE)
                     if part:
                         self._require_memory(self._num_bytes)
+                    if len(body.content) > _SMALL_BODY and not body.has_place:  # its size was not announced
+                        self._require_room(len(body.content), body)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._settings.stall_s:g} s", code="body_timeout",
                            headers=_CLOSE) from None
 
-    def _require_room(self, num_bytes: int) -> None:
-        """Raise ApiError (429) if there is no room for one more body, of `num_bytes`."""
+    def _require_room(self, num_bytes: int, body: _Body) -> None:
+        """Raise ApiError (429) if there is no room for one more body, of `num_bytes`; a large one gets its place."""
         try:
-            self._require_memory(self._num_bytes + num_bytes)
+            self._require_memory(self._num_bytes - len(body.content) + num_bytes)
             self._threads_for(num_bytes).require_room()
             if num_bytes > _SMALL_BODY and self._num_large >= _MAX_LARGE:
                 self._metrics.count_failure("overloaded")
                 raise retry_later(f"{self._num_large} large requests are being prepared; allowed: {_MAX_LARGE}; retry "
                                   "later", "too_many_requests")
+            body.has_place = num_bytes > _SMALL_BODY
+            self._num_large += body.has_place
         except ApiError as error:
             if num_bytes > _SMALL_BODY:  # otherwise the server would read the rest of the body to drop it
                 error.headers = {**(error.headers or {}), **_CLOSE}
