@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import struct
-import sys
 import time
 from pathlib import Path
 
@@ -44,10 +43,10 @@ from helpers.damaged_files import (
     with_tensors,
 )
 from helpers.gguf_files import convert
-from helpers.processes import Fork
+from helpers.processes import Fork, run_code
 from longdraft.__main__ import run
 from longdraft.errors import ModelError
-from longdraft.model.tensor_files import TORCH_WEIGHTS, TensorFiles
+from longdraft.model.tensor_files import TORCH_WEIGHTS
 from longdraft.run_statistics import peak_memory_bytes
 
 FUZZ = settings(max_examples=150, deadline=None, derandomize=True,
@@ -197,36 +196,35 @@ def test_tensors_that_lie_unaligned_are_read(folder, sound):
         assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin", "gguf"])
-def test_a_file_that_is_cut_while_it_is_loaded_gets_one_clear_line(folder, sound, tmp_path, kind):
+def test_a_file_that_is_cut_while_it_is_loaded_gets_one_clear_line(folder, sound, tmp_path):
     """In a process of its own: the system ends one that reads a page which its file has lost."""
-    path = folder / WEIGHTS
-    if kind == "bin":
-        path = folder / TORCH_WEIGHTS
-        torch.save(load_file(sound / WEIGHTS), path)
-        (folder / WEIGHTS).unlink()
-    if kind == "gguf":
-        path = tmp_path / "model.gguf"
-        convert(sound, LlamaForCausalLM.from_pretrained(sound), path)
-    model = path if kind == "gguf" else folder
-    process = Fork(tmp_path / "process", cut_while_loading, path, model)
-    assert process.wait() == 2
-    assert process.stdout == "" and process.stderr.count("\n") == 1
-    assert process.stderr.startswith(f"longdraft: {path} was cut to 4,096 bytes while it was loaded")
+    other = shutil.copytree(folder, tmp_path / "other")
+    torch.save(load_file(sound / WEIGHTS), other / TORCH_WEIGHTS)
+    (other / WEIGHTS).unlink()
+    convert(sound, LlamaForCausalLM.from_pretrained(sound), tmp_path / "model.gguf")
+    cut = {folder: folder / WEIGHTS, other: other / TORCH_WEIGHTS, tmp_path / "model.gguf": tmp_path / "model.gguf"}
+    process = Fork(tmp_path / "process", run_code, f"""
+import os
+from longdraft.__main__ import run
+from longdraft.model.tensor_files import TensorFiles
+read = TensorFiles.read
+for model, path in {[(str(model), str(path)) for model, path in cut.items()]}:
+    seen = []
 
-
-def cut_while_loading(path: Path, model: Path) -> None:
-    """Load a model whose file is cut after its third tensor."""
-    read, seen = TensorFiles.read, []
-
-    def cutting(self, *given):
+    def cutting(self, *given):  # with the third tensor
         seen.append(given)
         if len(seen) == 3:
             os.truncate(path, 4096)
         return read(self, *given)
 
-    TensorFiles.read = cutting  # type: ignore[method-assign]
-    sys.exit(run(["generate", "It", "--model", str(model), "--max-new-tokens", "2", "--drafter", "plain"]))
+    TensorFiles.read = cutting
+    assert run(["generate", "It", "--model", model, "--max-new-tokens", "2", "--drafter", "plain"]) == 2
+""")
+    assert process.wait() == 0, process.stderr
+    lines = process.stderr.splitlines()
+    assert process.stdout == "" and len(lines) == len(cut)
+    for line, path in zip(lines, cut.values(), strict=True):
+        assert line.startswith(f"longdraft: {path} was cut to 4,096 bytes while it was loaded")
 
 
 def outcome(folder: Path) -> str:
