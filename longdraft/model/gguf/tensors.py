@@ -17,7 +17,7 @@ from longdraft.model.families import FAMILIES, ExpertsFormat
 from longdraft.model.gguf.blocks import dequantise, q4_0_parts
 from longdraft.model.gguf.container import Gguf, GgufFile, TensorEntry
 from longdraft.model.gguf.metadata import architecture
-from longdraft.model.memory import forget_pages, temporary
+from longdraft.model.memory import forget_pages, require_bytes, temporary
 from longdraft.model.tensor_file import Entry
 
 _LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
@@ -102,6 +102,7 @@ class GgufTensors:
     def stored(self, name: str) -> tuple[str, Tensor]:
         """The name of a tensor's type, and its bytes, uint8, in the order of the file."""
         entry = self.entries[name]
+        require_bytes(self._map, entry.stop, self.path)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to it
             flat = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.stop - entry.start, offset=entry.start)
