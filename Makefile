@@ -29,8 +29,9 @@ demo: $(VENV)/.installed
 	$(BIN)/longdraft generate --prompt-file examples/chapter.txt --max-new-tokens $(TOKENS) --seed 7 \
 	    --min-p 0.1 --repetition-penalty 1.2 --penalty-window 1024
 
+# An empty PYTHONDONTWRITEBYTECODE lets the processes that tests start share compiled modules.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # PyTorch for CUDA must be what the set-up found: see docs/cuda.md.
 test-cuda: $(VENV)/.installed-dev

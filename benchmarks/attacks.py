@@ -7,8 +7,9 @@
 stops    bodies with 200,000 stop strings       idle     1,100 connections that send nothing
 prompts  60 prompts of 2 MB at the same time    items    bodies of 8 MiB of wrong items
 
-The server, the attacker, a client that asks for /health and an honest client that asks for texts are processes of this
-machine. The honest client's speed is compared with its speed before the attack, and its texts with the library's.
+The server, the attacker, a client that asks for /health, /ready and /metrics in turn, and an honest client that asks
+for texts are processes of this machine. The honest client's speed is compared with its speed before the attack, and its
+texts with the library's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import multiprocessing
 import socket
@@ -28,32 +30,34 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from serving import COMPLETIONS, library_text, server
+from server_process import COMPLETIONS, left_over, library_text, server
 
 import longdraft
 from longdraft.report.table import Table
 
 HONEST = {"prompt": "The ship", "max_tokens": 200, "stream": False, "longdraft": {"min_p": 0.1, "drafter": "suffix"}}
 SEEDS = 4
-PROBE_S = 0.02  # between two requests for /health
+PROBED, PROBE_S = ("/health", "/ready", "/metrics"), 0.01  # in turn, with so long a pause between two requests
 PAUSE_S = 0.2  # of an attacker between an answer and its next request; Retry-After says 5 s
 JSON = {"Content-Type": "application/json"}
 
 
 def probe(url: str, ends: Event, found: Any) -> None:
-    """Seconds of requests for /health, each on a connection of its own."""
-    parts = urlsplit(url)
-    request = f"GET /health HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode()
-    seconds = []
-    while not ends.is_set():
+    """(path, seconds) of requests for PROBED, each on a connection of its own."""
+    parts, seconds = urlsplit(url), []
+    for path in itertools.cycle(PROBED):
+        if ends.is_set():
+            break
+        request = f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode()
         began = time.perf_counter()
         try:
             with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
                 connection.sendall(request)
                 answer = connection.recv(65536)
-            seconds.append(time.perf_counter() - began if answer.startswith(b"HTTP/1.1 200") else float("inf"))
+            is_good = answer.startswith(b"HTTP/1.1 200")
         except OSError:
-            seconds.append(float("inf"))
+            is_good = False
+        seconds.append((path, time.perf_counter() - began if is_good else float("inf")))
         time.sleep(PROBE_S)
     found.send(seconds)
 
@@ -152,30 +156,30 @@ def measure(name: str, url: str, process: psutil.Process, args: argparse.Namespa
             await asyncio.sleep(0.05)
         return await task
 
-    with beside(honest, url) as texts, beside(probe, url) as health:
+    with beside(honest, url) as texts, beside(probe, url) as probed:
         time.sleep(1.5)  # both processes have started
         statuses = asyncio.run(attack())
     time.sleep(1)
     began = time.perf_counter()
     after = httpx.post(url + COMPLETIONS, json=HONEST | {"seed": 0}, timeout=60)
     seconds_after = time.perf_counter() - began
-    load = httpx.get(url + "/ready").json()
+    load = left_over(url)
     engine = longdraft.load("novelist", drafter="plain")
     expected = [library_text(engine, HONEST | {"seed": seed}) for seed in range(SEEDS)]
-    latencies = sorted(health)
+    latencies = {path: sorted(1e3 * seconds for of, seconds in probed if of == path) for path in PROBED}
 
     def speed(found: list) -> float:
         """Texts per second, refused ones excluded."""
         return sum(isinstance(text, str) for _, text, _ in found) / sum(seconds for *_, seconds in found)
 
     return {
-        "attack": name, "answers": statuses, "health_requests": len(health),
-        "health_ms_median": 1e3 * latencies[len(latencies) // 2], "health_ms_worst": 1e3 * latencies[-1],
+        "attack": name, "answers": statuses, "probes": len(probed),
+        **{f"{path[1:]}_ms_median": found[len(found) // 2] for path, found in latencies.items()},
+        **{f"{path[1:]}_ms_worst": found[-1] for path, found in latencies.items()},
         "honest_texts": len(texts), "honest_equal": sum(text == expected[seed] for seed, text, _ in texts),
         "honest_share_of_speed": speed(texts) / speed(alone), "peak_mib": peak[0],
         "status_after": after.status_code, "seconds_after": seconds_after,
-        "resident_mib_after": process.memory_info().rss / 2**20,
-        "jobs_after": load["running"] + load["waiting"], "reserved_bytes_after": load["reserved_bytes"]}
+        "resident_mib_after": process.memory_info().rss / 2**20, **load}
 
 
 def main() -> None:
@@ -192,10 +196,12 @@ def main() -> None:
             found.append(measure(name, url, process, args))
             print(json.dumps(found[-1]), flush=True)
     rows = [[each["attack"], f"{each['health_ms_median']:.0f} / {each['health_ms_worst']:.0f}",
+             f"{each['ready_ms_worst']:.0f}, {each['metrics_ms_worst']:.0f}",
              f"{each['honest_equal']} of {each['honest_texts']}", f"{each['honest_share_of_speed']:.2f}",
              f"{each['peak_mib']:.0f}", f"{each['seconds_after']:.2f}"] for each in found]
-    table = Table("Attacks", ["attack", "/health, ms, median / worst", "honest texts that are equal",
-                              "share of their speed", "peak memory, MiB", "a request 1 s later, s"], rows)
+    table = Table("Attacks", ["attack", "/health, ms, median / worst", "/ready, /metrics, worst",
+                              "honest texts that are equal", "share of their speed", "peak memory, MiB",
+                              "a request 1 s later, s"], rows)
     print(f"resident memory at the start: {before:.0f} MiB")
     table.show()
     if args.json:

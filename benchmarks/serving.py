@@ -24,46 +24,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import psutil
+from server_process import COMPLETIONS, PROMPTS, SOUND_BODIES, async_chunks, chunks, left_over, library_text, server
 
 import longdraft
 from longdraft.report.table import Table
 from longdraft.run_statistics import sha256_tokens
-
-COMPLETIONS = "/v1/completions"
-PROMPTS = ("It was", "The ship", "She had not", "In the year 1843", "\"No,\" said the")
-
-
-@contextmanager
-def server(*options: str, on_line: Callable[[str], object] = len) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and URL of a server that is started like a user starts it. `on_line` gets each line of its log."""
-    command = [sys.executable, "-m", "longdraft", "serve", "--port", "0", "--log-level", "info", *options]
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert child.stderr is not None
-    url = next(found.group() for line in child.stderr if (found := re.search(r"http://[\d.]+:\d+", line)))
-    threading.Thread(target=lambda: [None for line in child.stderr or () if on_line(line) is Ellipsis],
-                     daemon=True).start()
-    try:
-        yield child, url
-    finally:
-        child.kill()
-        child.wait()
 
 
 def body(rng: random.Random, tokens: int, *, stream: bool) -> dict:
     drafter = rng.choice(["plain", "suffix", "tokenswift", "magicdec", "auto"])
     return {"prompt": rng.choice(PROMPTS), "seed": rng.randrange(12), "max_tokens": tokens, "stream": stream,
             "longdraft": {"min_p": 0.1, "drafter": drafter}}
-
-
-def library_text(engine: longdraft.Engine, asked: dict) -> str:
-    params = engine.params(max_new_tokens=asked["max_tokens"], seed=asked["seed"], min_p=0.1)
-    return "".join(event.text for event in engine.generate(asked["prompt"], params))
 
 
 async def ask(client: httpx.AsyncClient, url: str, asked: dict, patience: float | None) -> dict:
@@ -76,13 +51,11 @@ async def ask(client: httpx.AsyncClient, url: str, asked: dict, patience: float 
                 if status != 200:
                     await reply.aread()
                 elif asked["stream"]:
-                    async for line in reply.aiter_lines():
-                        if line.startswith("data: {"):
-                            first = first or time.monotonic() - began
-                            chunk = json.loads(line[6:])
-                            if "error" in chunk:
-                                return {"status": 599, "error": chunk["error"]}
-                            text += chunk["choices"][0]["text"]
+                    async for chunk in async_chunks(reply):
+                        first = first or time.monotonic() - began
+                        if "error" in chunk:
+                            return {"status": 599, "error": chunk["error"]}
+                        text += chunk["choices"][0]["text"]
                 else:
                     text = json.loads(await reply.aread())["choices"][0]["text"]
         return {"status": status, "first": first, "seconds": time.monotonic() - began, "text": text}
@@ -120,7 +93,7 @@ def load(args: argparse.Namespace) -> dict:
 
         asyncio.run(run())
         time.sleep(1.5)
-        ready = httpx.get(url + "/ready").json()
+        after = left_over(url)
     engine = longdraft.load("novelist", drafter="plain", cache_ram=0)
     expected: dict[str, str] = {}
     whole = equal = 0
@@ -141,8 +114,7 @@ def load(args: argparse.Namespace) -> dict:
         "first_token_s_median": statistics.median(times), "first_token_s_p95": times[int(0.95 * len(times))],
         "resident_mib_second_quarter": statistics.median(resident[half // 2 : half]),
         "resident_mib_last_quarter": statistics.median(resident[-half // 2 :]),
-        "stuck": ready["running"] + ready["waiting"], "reserved_bytes_after": ready["reserved_bytes"],
-    }
+        **after}
 
 
 def latency(args: argparse.Namespace) -> dict:
@@ -158,10 +130,8 @@ def latency(args: argparse.Namespace) -> dict:
             lines.append(json.loads(stats.read_text())["tokens_per_second"])
             began, first, last = time.monotonic(), 0.0, {}
             with httpx.stream("POST", url + COMPLETIONS, json=asked, timeout=None) as reply:
-                for line in reply.iter_lines():
-                    if line.startswith("data: {"):
-                        first = first or time.monotonic() - began
-                        last = json.loads(line[6:])
+                for chunk in chunks(reply):
+                    first, last = first or time.monotonic() - began, chunk
             firsts.append(first)
             rates.append(last["longdraft"]["stats"]["tokens_per_second"])
             wholes.append(args.tokens / (time.monotonic() - began))
@@ -176,11 +146,6 @@ def latency(args: argparse.Namespace) -> dict:
 def malformed(args: argparse.Namespace) -> dict:
     """Valid bodies with bytes changed, cut and repeated; then one valid request."""
     rng = random.Random(args.seed)
-    good = [json.dumps(each).encode() for each in (
-        {"prompt": "a", "max_tokens": 1, "temperature": 0.5, "stop": ["x"], "logit_bias": {"5": 1.5}},
-        {"prompt": [5, 6], "max_tokens": 2, "n": 2, "stream": True, "longdraft": {"min_p": 0.1, "journal": "a"}},
-        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
-        {"tokens": [1, 2, 3]}, {"prompt": "a", "add_special_tokens": False})]
     paths = (COMPLETIONS, "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/longdraft/generations/a/resume")
     counts: dict[int, int] = {}
     with server("--journals", "none", "--timeout", "2") as (child, url), httpx.Client(timeout=60) as client:
@@ -188,7 +153,7 @@ def malformed(args: argparse.Namespace) -> dict:
         for number in range(args.count):
             if number % max(1, args.count // 10) == 0:
                 resident.append(process.memory_info().rss / 2**20)
-            data = bytearray(rng.choice(good))
+            data = bytearray(rng.choice(SOUND_BODIES))
             for _ in range(rng.randint(1, 5)):
                 at = rng.randrange(len(data))
                 change = rng.choice(["flip", "cut", "double", "insert"])
@@ -211,9 +176,9 @@ def malformed(args: argparse.Namespace) -> dict:
             counts[reply.status_code] = counts.get(reply.status_code, 0) + 1
             assert reply.status_code < 500, (bytes(data), reply.text)
         assert client.post(url + COMPLETIONS, json={"prompt": "a", "max_tokens": 1}).status_code == 200
-        ready = client.get(url + "/ready").json()
+        after = left_over(url)
     return {"requests": args.count, "by_status": dict(sorted(counts.items())),
-            "resident_mib_by_tenths": [round(mib, 1) for mib in resident], "stuck": ready["running"] + ready["waiting"]}
+            "resident_mib_by_tenths": [round(mib, 1) for mib in resident], **after}
 
 
 def recovery(args: argparse.Namespace) -> dict:
@@ -234,14 +199,12 @@ def recovery(args: argparse.Namespace) -> dict:
                 timer = threading.Timer(wait, child.kill) if wait else None
                 try:
                     with httpx.stream("POST", url + path, json=asked, timeout=None) as reply:
-                        for line in reply.iter_lines():
-                            if line.startswith("data: {"):
-                                if timer and not timer.is_alive() and not text:
-                                    timer.start()
-                                chunk = json.loads(line[6:])
-                                text += chunk["choices"][0]["text"]
-                                if chunk["choices"][0]["finish_reason"]:
-                                    digest = chunk["longdraft"]["stats"]["sha256_tokens"]
+                        for chunk in chunks(reply):
+                            if timer and not timer.is_alive() and not text:
+                                timer.start()
+                            text += chunk["choices"][0]["text"]
+                            if chunk["choices"][0]["finish_reason"]:
+                                digest = chunk["longdraft"]["stats"]["sha256_tokens"]
                 except httpx.HTTPError:
                     kills += 1
                 finally:
@@ -318,13 +281,12 @@ def slow(args: argparse.Namespace) -> dict:
         asyncio.run(run())
         time.sleep(1.5)
         resident["after"] = process.memory_info().rss / 2**20
-        ready = httpx.get(url + "/ready").json()
+        after = left_over(url)
     engine = longdraft.load("novelist", drafter="plain", cache_ram=0)
     return {"readers": args.readers, "tokens": args.tokens, "seconds_of_waiting": args.seconds,
             "equal": sum(text == library_text(engine, asked) for asked, text in found),
             "quick_s_before": statistics.median(quick["before"]), "quick_s_beside": statistics.median(quick["beside"]),
-            **{f"resident_mib_{name}": mib for name, mib in resident.items()},
-            "stuck": ready["running"] + ready["waiting"], "reserved_bytes_after": ready["reserved_bytes"]}
+            **{f"resident_mib_{name}": mib for name, mib in resident.items()}, **after}
 
 
 def main() -> None:

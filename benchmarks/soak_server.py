@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 import attacks
 import httpx
 import psutil
-from serving import COMPLETIONS, PROMPTS, library_text, server
+from server_process import COMPLETIONS, PROMPTS, SOUND_BODIES, async_chunks, left_over, library_text, server
 
 import longdraft
 
@@ -98,10 +98,7 @@ class Soak:
                 self.counts[f"honest {reply.status_code}"] += 1
                 return None
             pieces: list[str] = []
-            async for line in reply.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line[6:])
+            async for chunk in async_chunks(reply):
                 if "error" in chunk:
                     break  # cancelled
                 pieces.append(chunk["choices"][0]["text"])
@@ -125,12 +122,10 @@ class Soak:
                 raise ValueError(f"{reply.status_code} {(await reply.aread())[:300]!r}")
             if not asked["stream"]:
                 return str(json.loads(await reply.aread())["choices"][0]["text"])
-            async for line in reply.aiter_lines():
-                if line.startswith("data: {"):
-                    chunk = json.loads(line[6:])
-                    if "error" in chunk:
-                        raise ValueError(f"{chunk['error']}")
-                    text += chunk["choices"][0]["text"]
+            async for chunk in async_chunks(reply):
+                if "error" in chunk:
+                    raise ValueError(f"{chunk['error']}")
+                text += chunk["choices"][0]["text"]
         return text
 
     async def _attack(self, until: float) -> None:
@@ -159,14 +154,10 @@ def key(asked: dict) -> str:
 async def damaged(url: str, until: float, rng: random.Random) -> dict[str, int]:
     """Bodies with bytes changed, left out and repeated."""
     found: Counter[str] = Counter()
-    good = [json.dumps(each).encode() for each in (
-        {"prompt": "a", "max_tokens": 1, "temperature": 0.5, "stop": ["x"], "logit_bias": {"5": 1.5}},
-        {"prompt": [5, 6], "max_tokens": 2, "n": 2, "stream": True, "longdraft": {"min_p": 0.1, "drafter": "auto"}},
-        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, {"tokens": [1, 2, 3]})]
     paths = (COMPLETIONS, "/v1/chat/completions", "/tokenize", "/detokenize", f"{GENERATIONS}/none/resume")
     async with httpx.AsyncClient(timeout=PATIENCE_S, headers=attacks.JSON) as client:
         while time.monotonic() < until:
-            data = bytearray(rng.choice(good))
+            data = bytearray(rng.choice(SOUND_BODIES))
             for _ in range(rng.randint(1, 4)):
                 at, part = rng.randrange(len(data)), rng.choice([b"[" * 2000, b"\0", b"\\ud800", b"1e999", b"9" * 400])
                 data[at : at + rng.randrange(3)] = rng.choice([part, bytes([rng.randrange(256)]), data[: at + 1]])
@@ -294,28 +285,26 @@ def run(seconds: float, seed: int) -> tuple[dict[str, Any], list[str]]:
             asyncio.run(soak.run(time.monotonic() + seconds, process))
             ends.set()
             latencies, absent = ours.recv()
-            ready, last = _settle(url)
+            after, last = _settle(url)
             figures = _figures(soak, process, sorted(latencies), absent)
             figures |= {"descriptors_before": fresh, "resident_mib_before": resident}
-            figures |= {"jobs_after": ready["running"] + ready["waiting"],
-                        "reserved_bytes_after": ready["reserved_bytes"], "last_request_equal": last
-                        == expected[key(asked[0])], "tracebacks": len(tracebacks), "exit": child.poll(),
+            figures |= after | {
+                        "last_request_equal": last == expected[key(asked[0])], "tracebacks": len(tracebacks),
+                        "exit": child.poll(),
                         "journal_files_after": sum(path.is_file() for path in Path(folder).rglob("*"))}
     failures = soak.failures + _judge(figures)
     return {"seconds": seconds, **figures, "failures": len(failures)}, failures
 
 
 def _settle(url: str) -> tuple[dict, str]:
-    """What /ready says once no text is left, and the text of a last request."""
+    """What is left once all texts should have ended, and the text of a last request."""
     deadline = time.monotonic() + 120
-    while (ready := httpx.get(url + "/ready", timeout=60).json())["running"] + ready["waiting"]:
-        if time.monotonic() > deadline:
-            break
+    while (after := left_over(url))["jobs_after"] and time.monotonic() < deadline:
         time.sleep(0.5)
     body = {"prompt": PROMPTS[0], "seed": 0, "max_tokens": LENGTHS[0], "longdraft": {"min_p": 0.1}}
     last = httpx.post(url + COMPLETIONS, json=body, timeout=60).json()["choices"][0]["text"]
     time.sleep(2)  # connections are closed
-    return ready, last
+    return after, last
 
 
 def _figures(soak: Soak, process: psutil.Process, latencies: list[float], absent: int) -> dict[str, Any]:

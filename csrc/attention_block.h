@@ -28,6 +28,11 @@ struct RowBatch {
     float* state(int r) const { return states + r * stride; }
 };
 
+// Scores in base 2 with the soft cap: `scale` and `cap` as for BlockAttention and Store. `count` is a multiple of LANES.
+inline void cap_scores(float* scores, long count, float scale, float cap) {
+    for (long i = 0; i < count; i += LANES) store(scores + i, soft_cap(load(scores + i) * scale, cap * LOG2_E));
+}
+
 template <class T> struct BlockAttention {
     using Element = typename T::Element;
     using Unit = Products<T>;
@@ -75,6 +80,8 @@ template <class T> struct BlockAttention {
             return;
         }
         float &max_score = state[store.padded], &weight_sum = state[store.padded + 1];
+        const float by = store.score_cap != 0.0f ? 1.0f : scale;
+        if (store.score_cap != 0.0f) cap_scores(scores, count, scale, store.score_cap);
         for (long i = 0; i < from; i++) scores[i] = LOWEST;
         for (long i = to; i < count; i++) scores[i] = LOWEST;
         // Two vectors per position group, with separate accumulators: two independent chains of operations.
@@ -82,8 +89,8 @@ template <class T> struct BlockAttention {
         for (long i = 0; i < count; i += POSITION_GROUP)
             for (int v = 0; v < 2; v++) high[v] = max(high[v], load(scores + i + v * LANES));
         const float before = max_score;
-        max_score = std::max(max_score, max(max(high[0], high[1])) * scale);
-        Floats sums[2] = {}, factor = broadcast(scale), shift = broadcast(-max_score);
+        max_score = std::max(max_score, max(max(high[0], high[1])) * by);
+        Floats sums[2] = {}, factor = broadcast(by), shift = broadcast(-max_score);
         for (long i = 0; i < count; i += POSITION_GROUP)
             for (int v = 0; v < 2; v++) {
                 Floats weight = exp2(fma(load(scores + i + v * LANES), factor, shift));

@@ -40,11 +40,13 @@ void weights_as(const Store& s, long length, const void* q, long rows, long head
         std::fill_n(to, length, 0.0f);
         for (long i = 0; i < query_rows; i++) {
             float* row = scores.data() + i * width;
+            if (s.score_cap != 0.0f) cap_scores(row, width, scale * LOG2_E, s.score_cap);
             std::fill(row + length, row + width, LOWEST);
-            const float max_score = *std::max_element(row, row + length) * scale * LOG2_E;
+            const float by = s.score_cap != 0.0f ? 1.0f : scale * LOG2_E;
+            const float max_score = *std::max_element(row, row + length) * by;
             Floats sums = {};
             for (long p = 0; p < width; p += LANES) {
-                Floats weight = exp2(fma(load(row + p), broadcast(scale * LOG2_E), broadcast(-max_score)));
+                Floats weight = exp2(fma(load(row + p), broadcast(by), broadcast(-max_score)));
                 sums = sums + weight;
                 store(row + p, weight);
             }

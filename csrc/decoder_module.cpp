@@ -69,7 +69,8 @@ void run_forward(const Kernels& k, const Decoder& decoder, const std::vector<std
 }
 
 std::vector<RankedPair> run_draft(const Kernels& k, const Decoder& decoder, const Linear& embedding, const Linear& head,
-                                  Address norm, float logits_divisor, const std::vector<Store*>& stores, long length,
+                                  Address norm, float embedding_factor, float logits_divisor, float logits_cap,
+                                  const std::vector<Store*>& stores, long length,
                                   Address remainder, const std::vector<Addresses>& states, const Choice& choice, long count,
                                   long position, long width, double within, long banned_depth,
                                   const std::vector<double>& edges, const std::vector<double>& rates, double least,
@@ -86,7 +87,8 @@ std::vector<RankedPair> run_draft(const Kernels& k, const Decoder& decoder, cons
         deltas.push_back({state_at(s, 0), {state_at(s, 2), state_at(s, 4)}});
     }
     std::vector<RankedPair> places;
-    for (Ranked& ranked : draft(k, {&decoder, &embedding, &head, at<void>(norm), logits_divisor, part},
+    for (Ranked& ranked : draft(k, {&decoder, &embedding, &head, at<void>(norm), embedding_factor, logits_divisor,
+                                    logits_cap, part},
                                 {stores, length, at<float>(remainder), std::move(deltas)}, choice,
                                 {count, position, width, within, banned_depth, {edges, rates, least}}, root, path,
                                 at<float>(cos), at<float>(sin)))
@@ -100,22 +102,27 @@ void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels) {
     using namespace nb::literals;
     nb::class_<Decoder>(m, "Decoder")
         .def("__init__", [](Decoder* d, long heads, long kv_heads, long dim, float eps, bool post_norm,
-                            bool rounds_once, float query_factor, float residual_factor, bool float_norms) {
-            new (d) Decoder{heads, kv_heads, dim, eps, post_norm, rounds_once, query_factor, residual_factor, float_norms, {}}; })
+                            bool rounds_once, float query_factor, float residual_factor, bool has_gelu, long num_ropes,
+                            bool float_norms) {
+            new (d) Decoder{heads, kv_heads, dim, eps, post_norm, rounds_once, query_factor, residual_factor, has_gelu,
+                            num_ropes, float_norms, {}}; })
         .def("add", [](Decoder& d, Address attention_norm, const Linear& qkv, const Linear& out, Address mlp_norm,
                        const Linear& gate_up, const Linear& down, long window, Address q_norm, Address k_norm,
-                       bool norms_heads, bool rotates, bool is_gated) {
+                       bool norms_heads, bool rotates, std::pair<long, long> ropes, Address attention_post_norm,
+                       Address mlp_post_norm, bool is_gated) {
             d.layers.push_back({at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), &gate_up, &down, window,
-                                at<void>(q_norm), at<void>(k_norm), norms_heads, rotates, is_gated, nullptr, {}}); })
+                                at<void>(q_norm), at<void>(k_norm), norms_heads, rotates, ropes.first, ropes.second,
+                                at<void>(attention_post_norm), at<void>(mlp_post_norm), is_gated, nullptr, {}}); })
         .def("add_delta", [](Decoder& d, Address attention_norm, const Linear& qkvz, const Linear& out, Address mlp_norm,
                              const Linear& gate_up, const Linear& down, const Linear& gates, const std::vector<long>& shape,
                              const Addresses& weights, float eps) {
             d.layers.push_back({at<void>(attention_norm), &qkvz, &out, at<void>(mlp_norm), &gate_up, &down, 0, nullptr,
-                                nullptr, false, false, false, &gates, delta_layer(shape, weights, eps)}); });
+                                nullptr, false, false, 0, 0, nullptr, nullptr, false, &gates, delta_layer(shape, weights, eps)}); });
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
     kernels.def("delta", &apply_delta, free_gil);
     kernels.def("forward", &run_forward, free_gil);
-    kernels.def("draft", &run_draft, "decoder"_a, "embedding"_a, "head"_a, "norm"_a, "logits_divisor"_a, "stores"_a,
+    kernels.def("draft", &run_draft, "decoder"_a, "embedding"_a, "head"_a, "norm"_a, "embedding_factor"_a, "logits_divisor"_a,
+                "logits_cap"_a, "stores"_a,
                 "length"_a, "remainder"_a, "states"_a, "choice"_a, "count"_a, "position"_a, "width"_a, "within"_a,
                 "banned_depth"_a, "edges"_a, "rates"_a, "least"_a, "root"_a, "path"_a, "cos"_a, "sin"_a, "part"_a.none(),
                 free_gil);

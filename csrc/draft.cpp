@@ -52,8 +52,9 @@ std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const
     double reached = 1;  // probability that all tokens so far become text
     for (long i = 0; i < rules.count; i++) {
         const int64_t token = path.empty() ? root : path.back();
-        const long length = cache.length + i, half = d.dim / 2;
+        const long length = cache.length + i, half = d.num_ropes * d.dim / 2;
         kernels.embed(*model.embedding, &token, 1, row.x.data());
+        if (model.embedding_factor != 1.0f) kernels.scale(bf16, row.x.data(), hidden, model.embedding_factor);
         forward(kernels, d, {1, cos + i * half, sin + i * half, &parent, row.x.data(), row.q.data(), row.k.data(),
                              row.v.data(), row.content.data(), row.attended.data(), row.lse.data()},
                 {{cache.stores, length, 1, cache.remainder, {}, row.deltas(cache.deltas, i)}});
@@ -64,10 +65,11 @@ std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const
             kernels.write(store, length, {row.k.data() + skipped, kv_width, d.dim}, {row.v.data() + skipped, kv_width, d.dim},
                           nullptr, 1);
         }
-        d.norm(kernels, bf16, row.x.data(), model.norm, 1, hidden, row.normed.data());
+        norm(kernels, d, bf16, row.x.data(), model.norm, 1, hidden, row.normed.data());
         kernels.linear(*model.head, row.normed.data(), 1, row.logits.data(), true);
         if (model.logits_divisor != 1.0f)
             for (float& logit : row.logits) logit /= model.logits_divisor;
+        if (model.logits_cap != 0.0f) kernels.soft_cap(row.logits.data(), model.head->n, model.logits_cap);
         const long known = static_cast<long>(path.size());
         places.push_back(choice.rank(row.logits.data(), path.data(), known, rules.position + i, known < rules.banned_depth,
                                      rules.width, rules.within, model.part));

@@ -16,7 +16,8 @@ struct DraftModel {
     const Linear* embedding;
     const Linear* head;
     const void* norm;  // [hidden], before the head
-    float logits_divisor;
+    float embedding_factor, logits_divisor;
+    float logits_cap;  // logits are cap * tanh(logit / cap); 0: as they are
     const PartOfVocabulary* part;  // the tokens of the head's rows; null: the whole vocabulary
 };
 
@@ -56,7 +57,7 @@ struct DraftRules {
 // Guesses for each place; the chain follows the best. It ends early by the rules, and where logits are not finite.
 //   path      drafted tokens behind the text's last token, the chain follows the last of them; empty: the text's last
 //   root      the text's last token
-//   cos, sin  [count, dim / 2], of the rows
+//   cos, sin  [count, num_ropes, dim / 2], of the rows
 std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const DraftCache& cache, const Choice& choice,
                           const DraftRules& rules, int32_t root, std::vector<int32_t> path, const float* cos,
                           const float* sin);

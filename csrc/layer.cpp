@@ -7,18 +7,19 @@
 namespace longdraft {
 namespace {
 
-// The rotation of a layer: cos and sin times a factor, or no rotation (cos 1, sin 0) times that factor.
+// A rotation of the forward: cos and sin times a factor, or no rotation (cos 1, sin 0) times that factor.
 struct Rotation {
     std::vector<float> held;
     const float *cos, *sin;
 
-    Rotation(const DecoderRows& r, long half, bool rotates, float by) : cos(r.cos), sin(r.sin) {
-        if (rotates && by == 1.0f) return;
-        const long count = r.rows * half;
+    Rotation(const DecoderRows& r, const Decoder& d, long rope, bool rotates, float by) : cos(r.cos), sin(r.sin) {
+        if (rotates && by == 1.0f && d.num_ropes == 1) return;
+        const long half = d.dim / 2, count = r.rows * half;
         held.assign(static_cast<size_t>(2 * count), 0.0f);
         for (long i = 0; i < count; i++) {
-            held[static_cast<size_t>(i)] = rotates ? r.cos[i] * by : by;
-            if (rotates) held[static_cast<size_t>(count + i)] = r.sin[i] * by;
+            const long from = (i / half * d.num_ropes + rope) * half + i % half;
+            held[static_cast<size_t>(i)] = rotates ? r.cos[from] * by : by;
+            if (rotates) held[static_cast<size_t>(count + i)] = r.sin[from] * by;
         }
         cos = held.data();
         sin = held.data() + count;
@@ -40,17 +41,17 @@ void split_qkv(const Kernels& kernels, const Decoder& d, const Layer& l, const D
     gather(qkv, rows, wide, 0, q_width, size, r.content);
     gather(qkv, rows, wide, q_width + kv_width, kv_width, size, r.v);
     Rows keys = {const_cast<char*>(qkv) + q_width * size, wide, d.dim};
-    auto norm = [&](void* x, const void* weight, long width) {
+    auto norm_heads = [&](void* x, const void* weight, long width) {
         const long unit = l.norms_heads ? d.dim : width;
-        d.norm(kernels, bf16, x, weight, rows * (width / unit), unit, x);
+        norm(kernels, d, bf16, x, weight, rows * (width / unit), unit, x);
     };
-    if (l.q_norm) norm(r.content, l.q_norm, q_width);
+    if (l.q_norm) norm_heads(r.content, l.q_norm, q_width);
     if (l.k_norm) {
         gather(qkv, rows, wide, q_width, kv_width, size, buffer);
-        norm(buffer, l.k_norm, kv_width);
+        norm_heads(buffer, l.k_norm, kv_width);
         keys = {buffer, kv_width, d.dim};
     }
-    const Rotation of_queries(r, d.dim / 2, l.rotates, d.query_factor), of_keys(r, d.dim / 2, l.rotates, 1.0f);
+    const Rotation of_queries(r, d, l.query_rope, l.rotates, d.query_factor), of_keys(r, d, l.key_rope, l.rotates, 1.0f);
     kernels.rope(bf16, {r.content, q_width, d.dim}, of_queries.cos, of_queries.sin, rows, d.heads, d.dim, r.q);
     kernels.rope(bf16, keys, of_keys.cos, of_keys.sin, rows, d.kv_heads, d.dim, r.k);
 }
@@ -112,14 +113,13 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, siz
     char* first = static_cast<char*>(workspace<2>(static_cast<size_t>(3 * step)));
     char *second = first + step, *third = second + step;
 
-    auto norm = [&](const void* x, const void* weight, void* to) { d.norm(kernels, bf16, x, weight, rows, hidden, to); };
     auto input = [&](const void* weight) -> const void* {  // the input of attention, of the rule or of the MLP
         if (d.post_norm) return r.x;
-        norm(r.x, weight, first);
+        norm(kernels, d, bf16, r.x, weight, rows, hidden, first);
         return first;
     };
     auto add_residual = [&](const void* weight) {  // add `second` to x
-        if (d.post_norm) norm(second, weight, second);
+        if (weight) norm(kernels, d, bf16, second, weight, rows, hidden, second);
         if (d.residual_factor != 1.0f) kernels.scale(bf16, second, rows * hidden, d.residual_factor);
         kernels.add(bf16, r.x, second, rows * hidden, r.x);
     };
@@ -140,11 +140,11 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, siz
         }
     }
     kernels.linear(*l.out, output, rows, second, false);
-    add_residual(l.attention_norm);
+    add_residual(d.post_norm ? l.attention_norm : l.attention_post_norm);
     kernels.linear(*l.gate_up, input(l.mlp_norm), rows, second, false);
-    kernels.swiglu(bf16, second, rows, inner, third);
+    (d.has_gelu ? kernels.geglu : kernels.swiglu)(bf16, second, rows, inner, third);
     kernels.linear(*l.down, third, rows, second, false);
-    add_residual(l.mlp_norm);
+    add_residual(d.post_norm ? l.mlp_norm : l.mlp_post_norm);
 }
 
 // Copy the rows that enter a layer to where their texts want them.
@@ -158,6 +158,14 @@ void tap(const Decoder& d, size_t layer, const DecoderRows& r, const std::vector
 }
 
 }  // namespace
+
+void norm(const Kernels& kernels, const Decoder& d, bool bf16, const void* x, const void* weight, long rows, long width,
+          void* out) {
+    if (d.float_norms)
+        kernels.rms_norm_float(bf16, x, static_cast<const float*>(weight), rows, width, d.eps, out);
+    else
+        kernels.rms_norm(bf16, x, weight, rows, width, d.eps, d.rounds_once, out);
+}
 
 void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, const std::vector<TextKV>& texts) {
     DecoderRows r = rows;

@@ -19,6 +19,8 @@ struct Layer {
     const void *q_norm, *k_norm;  // applied to queries and keys before their rotation, or null
     bool norms_heads;             // whether each head is normalised by itself, or all heads as one vector
     bool rotates;                 // whether queries and keys are rotated
+    long query_rope, key_rope;    // which of the forward's rotations
+    const void *attention_post_norm, *mlp_post_norm;  // of the outputs of attention and MLP besides, or null
     bool is_gated;                // qkv has the weights of the gate behind those of v
     const Linear* gates;          // of a delta layer: b and a stacked, and qkv is q, k, v, z; null: a layer with attention
     DeltaLayer delta;
@@ -30,7 +32,9 @@ struct Decoder {
     bool post_norm;    // norms are applied to the outputs of attention and MLP, not to their inputs
     bool rounds_once;  // a norm rounds only after its weight, not before it too
     float query_factor, residual_factor;  // multiply queries (with their rotation); the outputs of attention and MLP
-    bool float_norms;  // the weights of norms are float32, whatever the dtype of the rows
+    bool has_gelu;     // in the MLP, instead of SiLU
+    long num_ropes;    // rotations of a forward
+    bool float_norms;  // weights of norms are float32, whatever the rows are
     std::vector<Layer> layers;
 
     size_t num_deltas() const {
@@ -38,12 +42,6 @@ struct Decoder {
     }
     // Whether there is a store for each layer with attention, and a state for each of the others.
     bool fits(size_t stores, size_t states) const { return states == num_deltas() && stores + states == layers.size(); }
-    void norm(const Kernels& kernels, bool bf16, const void* x, const void* weight, long rows, long width, void* to) const {
-        if (bf16 && float_norms)
-            kernels.rms_norm_float(bf16, x, static_cast<const float*>(weight), rows, width, eps, to);
-        else
-            kernels.rms_norm(bf16, x, weight, rows, width, eps, rounds_once, to);
-    }
 };
 
 // A state of one text in a delta layer (DeltaText).
@@ -71,7 +69,7 @@ struct TextKV {
 // The rows of a forward, text after text. The results of each layer have the layers with attention as their first axis.
 struct DecoderRows {
     long rows;
-    const float *cos, *sin;  // [rows, dim / 2]
+    const float *cos, *sin;  // [rows, num_ropes, dim / 2]
     const int32_t* parent;   // [rows], relative to the first row of the text
     void* x;                 // [rows, hidden], overwritten by the result
     void *q, *k, *v;         // results [layers, rows, heads, dim], and twice [layers, rows, kv_heads, dim]
@@ -79,6 +77,10 @@ struct DecoderRows {
     void* attended;          // result [layers, rows, heads, dim]
     float* lse;              // result [layers, rows, heads]
 };
+
+// The RMS norm of rows [rows, width] with a weight of the decoder.
+void norm(const Kernels& kernels, const Decoder& decoder, bool bf16, const void* x, const void* weight, long rows,
+          long width, void* out);
 
 void forward(const Kernels& kernels, const Decoder& decoder, const DecoderRows& rows, const std::vector<TextKV>& texts);
 

@@ -116,11 +116,12 @@ struct Linear {
 struct Store {
     bool is_bf16;
     long heads, dim, padded;
-    long room = 0;  // positions of the first block
+    float score_cap;  // scores are cap * tanh(score / cap); 0: as they are
+    long room = 0;    // positions of the first block
     std::vector<std::shared_ptr<Memory>> keys, values;
 
-    Store(bool bf16, long num_heads, long head_dim)
-        : is_bf16(bf16), heads(num_heads), dim(head_dim), padded(round_up(head_dim, bf16 ? 32 : 16)) {}
+    Store(bool bf16, long num_heads, long head_dim, float cap)
+        : is_bf16(bf16), heads(num_heads), dim(head_dim), padded(round_up(head_dim, bf16 ? 32 : 16)), score_cap(cap) {}
 
     Store(const Store&) = delete;
 
@@ -264,6 +265,9 @@ struct Kernels {
     void (*delta)(bool bf16, const DeltaLayer&, const DeltaText*, long count);  // of `count` texts
     // As rms_norm with rounds_once, with a float32 weight.
     void (*rms_norm_float)(bool bf16, const void* x, const float* weight, long rows, long width, float eps, void* out);
+    void (*geglu)(bool bf16, const void* gate_up, long rows, long width, void* out);
+    void (*soft_cap)(float* x, long count, float cap);
+    void (*clamped_swiglu)(bool bf16, const void* gate_up, long rows, long width, float alpha, float limit, void* out);
 };
 
 }  // namespace longdraft

@@ -128,7 +128,7 @@ NB_MODULE(_cpu, m) {
         .def_prop_ro("memory", &memory_of);
 
     nb::class_<Store>(m, "Store")
-        .def(nb::init<bool, long, long>())
+        .def(nb::init<bool, long, long, float>())
         .def("reserve", &Store::reserve)
         .def("append", [](Store& s, const Store& source, long first, long count) {
             require(s.is_bf16 == source.is_bf16 && s.heads == source.heads && s.dim == source.dim, "stores of one shape");
@@ -198,6 +198,12 @@ NB_MODULE(_cpu, m) {
             k.swiglu(bf16, at<void>(x), rows, width, at<void>(out)); })
         .def("gate", [](const Kernels& k, bool bf16, Address x, Address gates, long stride, long rows, long width, Address out) {
             k.gate(bf16, at<void>(x), at<void>(gates), stride, rows, width, at<void>(out)); })
+        .def("geglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, Address out) {
+            k.geglu(bf16, at<void>(x), rows, width, at<void>(out)); })
+        .def("clamped_swiglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, float alpha, float limit,
+                                  Address out) {
+            k.clamped_swiglu(bf16, at<void>(x), rows, width, alpha, limit, at<void>(out)); })
+        .def("soft_cap", [](const Kernels& k, Address x, long count, float cap) { k.soft_cap(at<float>(x), count, cap); })
         .def("rope", [](const Kernels& k, bool bf16, Address x, long row_stride, long head_stride, Address cos,
                         Address sin, long rows, long heads, long dim, Address out) {
             k.rope(bf16, rows_at(x, row_stride, head_stride), at<float>(cos), at<float>(sin), rows, heads, dim,

@@ -71,17 +71,17 @@ template <class T> void scale_as(void* x, long count, float by) {
     for (long i = 0; i < count; i++) at[i] = T::round(T::widen(at[i]) * by);
 }
 
-inline Floats exp_of_negative(Floats x) {
-    Floats power = x * -1.44269504f;  // exp(-x) as a power of two, within the range of exp2
-    power = power > 126.0f ? broadcast(126.0f) : max(power, broadcast(-126.0f));
-    return exp2(power);
+inline Floats logistic(Floats x) { return 1.0f / one_plus_exp_minus(x); }
+inline Floats silu(Floats x) { return x / one_plus_exp_minus(x); }
+
+// GELU by its tanh formula: x / 2 (1 + tanh(y)) is x / (1 + exp(-2 y)).
+inline Floats gelu(Floats x) {
+    constexpr float TWICE_ROOT = 1.5957691216f;  // 2 sqrt(2 / pi)
+    return x / one_plus_exp_minus(TWICE_ROOT * x * (1.0f + 0.044715f * (x * x)));
 }
 
-inline Floats logistic(Floats x) { return 1.0f / (1.0f + exp_of_negative(x)); }
-inline Floats silu(Floats x) { return x / (1.0f + exp_of_negative(x)); }
-
-// silu(gate) * up, for gate_up [rows, 2 width] with the gate first: out [rows, width].
-template <class T> void swiglu_as(const void* gate_up, long rows, long width, void* out) {
+// activation(gate) * up, for gate_up [rows, 2 width] with the gate first: out [rows, width].
+template <class T, class F> void gated_as(const void* gate_up, long rows, long width, void* out, F activation) {
     using Element = typename T::Element;
     for (long r = 0; r < rows; r++) {
         const Element* gate = static_cast<const Element*>(gate_up) + r * 2 * width;
@@ -90,7 +90,7 @@ template <class T> void swiglu_as(const void* gate_up, long rows, long width, vo
         for (long i = 0; i < width; i += LANES) {
             long some = std::min<long>(LANES, width - i);
             float lanes[LANES];
-            store(lanes, silu(widen_some<T>(gate + i, some)));
+            store(lanes, activation(widen_some<T>(gate + i, some)));
             if (some == LANES) {
                 Element active[LANES];
                 T::narrow(active, load(lanes));
@@ -98,6 +98,26 @@ template <class T> void swiglu_as(const void* gate_up, long rows, long width, vo
             } else {
                 for (long j = 0; j < some; j++) to[i + j] = T::round(T::widen(T::round(lanes[j])) * T::widen(up[i + j]));
             }
+        }
+    }
+}
+
+// The activation of gpt-oss: (up + 1) gate sigmoid(alpha gate), with gate at most `limit` and up within it.
+template <class T>
+void clamped_swiglu_as(const void* gate_up, long rows, long width, float alpha, float limit, void* out) {
+    using Element = typename T::Element;
+    const Floats highest = broadcast(limit), lowest = broadcast(-limit);
+    for (long r = 0; r < rows; r++) {
+        const Element* from = static_cast<const Element*>(gate_up) + r * 2 * width;
+        Element* to = static_cast<Element*>(out) + r * width;
+        for (long i = 0; i < width; i += LANES) {
+            const long some = std::min<long>(LANES, width - i);
+            Floats gate = widen_some<T>(from + i, some), up = widen_some<T>(from + width + i, some);
+            gate = gate > highest ? highest : gate;  // NaN stays NaN
+            up = up > highest ? highest : up < lowest ? lowest : up;
+            Element lanes[LANES];
+            T::narrow(lanes, (up + 1.0f) * (gate / one_plus_exp_minus(alpha * gate)));
+            std::copy_n(lanes, some, to + i);
         }
     }
 }
@@ -111,15 +131,20 @@ template <class T> void gate_as(const void* x, const void* gates, long stride, l
         Element* to = static_cast<Element*>(out) + r * width;
         for (long i = 0; i < width; i += LANES) {
             const long some = std::min<long>(LANES, width - i);
-            const Floats gated = widen_some<T>(in + i, some) * logistic(widen_some<T>(gate + i, some));
-            if (some == LANES) {
-                T::narrow(to + i, gated);
-            } else {
-                float lanes[LANES];
-                store(lanes, gated);
-                for (long j = 0; j < some; j++) to[i + j] = T::round(lanes[j]);
-            }
+            Element lanes[LANES];
+            T::narrow(lanes, widen_some<T>(in + i, some) * logistic(widen_some<T>(gate + i, some)));
+            std::copy_n(lanes, some, to + i);
         }
+    }
+}
+
+// soft_cap of each number, in place.
+inline void soft_cap_all(float* x, long count, float cap) {
+    for (long i = 0; i < count; i += LANES) {
+        const long some = std::min<long>(LANES, count - i);
+        float lanes[LANES];
+        store(lanes, soft_cap(widen_some<F32>(x + i, some), cap));
+        std::copy_n(lanes, some, x + i);
     }
 }
 

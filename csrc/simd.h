@@ -89,6 +89,19 @@ inline Floats exp2(Floats x) {
 
 inline float exp2(float x) { return exp2(broadcast(x))[0]; }
 
+// 1 + exp(-x), with the power of two within the range of exp2. Of NaN: 1.
+inline Floats one_plus_exp_minus(Floats x) {
+    Floats power = x * -1.44269504f;
+    power = power > 126.0f ? broadcast(126.0f) : max(power, broadcast(-126.0f));
+    return 1.0f + exp2(power);
+}
+
+// cap * tanh(x / cap): about x where it is small, and never beyond the cap. NaN stays NaN.
+inline Floats soft_cap(Floats x, float cap) {
+    const Floats capped = cap * (2.0f / one_plus_exp_minus(x * (2.0f / cap)) - 1.0f);
+    return x == x ? capped : x;
+}
+
 // Round to nearest even, as PyTorch does. (The processor's instruction also flushes denormals to 0.)
 inline Halves to_bf16(Floats x) {
 #if defined(__AVX512BF16__)

@@ -50,7 +50,16 @@ void add(bool bf16, const void* a, const void* b, long count, void* out) {
 }
 
 void swiglu(bool bf16, const void* gate_up, long rows, long width, void* out) {
-    bf16 ? swiglu_as<BF16>(gate_up, rows, width, out) : swiglu_as<F32>(gate_up, rows, width, out);
+    bf16 ? gated_as<BF16>(gate_up, rows, width, out, silu) : gated_as<F32>(gate_up, rows, width, out, silu);
+}
+
+void geglu(bool bf16, const void* gate_up, long rows, long width, void* out) {
+    bf16 ? gated_as<BF16>(gate_up, rows, width, out, gelu) : gated_as<F32>(gate_up, rows, width, out, gelu);
+}
+
+void clamped_swiglu(bool bf16, const void* gate_up, long rows, long width, float alpha, float limit, void* out) {
+    bf16 ? clamped_swiglu_as<BF16>(gate_up, rows, width, alpha, limit, out)
+         : clamped_swiglu_as<F32>(gate_up, rows, width, alpha, limit, out);
 }
 
 void gate(bool bf16, const void* x, const void* gates, long stride, long rows, long width, void* out) {
@@ -97,7 +106,8 @@ void rms_norm_float(bool bf16, const void* x, const float* weight, long rows, lo
 extern const Kernels table;
 const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, int4::pack, quantise_int4, linear, embed, take_rows,
                        rms_norm, add, swiglu, gate, rope, write, read, weights, attention, map_remainder, scale,
-                       solve_spd, delta, rms_norm_float};
+                       solve_spd, delta, rms_norm_float, geglu, soft_cap_all,
+                       clamped_swiglu};
 
 }  // namespace LONGDRAFT_VARIANT
 }  // namespace longdraft

@@ -102,7 +102,8 @@ class WeakKernels(ReferenceKernels):
         gate, up = gate_up.chunk(2, -1)
         return functional.silu(gate) * up
 
-    def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
+    def new_store(self, num_kv_heads: int, head_dim: int, score_cap: float = 0.0) -> KVStore:
+        assert not score_cap, "the weak loop has no soft caps"
         return WeakStore(num_kv_heads, head_dim, self)
 
     def cache_bytes(self, head_dim: int) -> int:

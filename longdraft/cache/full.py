@@ -46,16 +46,17 @@ class FullCache:
     windows  positions that each layer's attention sees; 0, or an empty sequence: all. Every row is held in any case
     taps     holds the tapped states of the rows; None: no layer is tapped
     states   of the delta layers; None: the model has none
+    score_cap  soft cap of attention scores; 0: none
     """
 
     def __init__(self, kernels: Kernels, num_layers: int, num_kv_heads: int, head_dim: int,
                  windows: Sequence[int] = (), taps: TapLog | None = None,
-                 states: StateCache | None = None) -> None:
+                 states: StateCache | None = None, score_cap: float = 0.0) -> None:
         self._kernels = kernels
         self.taps, self.states = taps, states
         self.windows = tuple(windows) or (0,) * num_layers
-        self._shape = (num_kv_heads, head_dim)
-        self._new_store = partial(kernels.new_store, num_kv_heads, head_dim)
+        self._shape, self.score_cap = (num_kv_heads, head_dim), score_cap
+        self._new_store = partial(kernels.new_store, num_kv_heads, head_dim, score_cap)
         self.stores: list[KVStore] = [self._new_store() for _ in range(num_layers)]
         self.length = 0
         self._tail: LayersKV | None = None

@@ -99,7 +99,7 @@ class PartialCache:
         self._selection = selection or row_selection.heavy_hitters(size.selected, size.sinks, size.recent)
         self._must_select = False  # at the next update
         self._mode = mode
-        self._rows = FullCache(kernels, len(full.stores), num_kv_heads, head_dim)
+        self._rows = FullCache(kernels, len(full.stores), num_kv_heads, head_dim, score_cap=full.score_cap)
         self._states = full.states.for_drafts() if full.states else None
         check(mode != "full" or self._states is None, "cache", mode, "dynamic or static for models with delta layers")
         if kernels.is_device and mode != "full":  # stores that grow would need new graphs

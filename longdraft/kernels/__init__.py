@@ -21,19 +21,9 @@ import torch
 from longdraft.errors import UsageError
 from longdraft.kernels import native
 from longdraft.kernels.cpu import CpuKernels
-from longdraft.kernels.interface import (
-    KV,
-    AttentionOutput,
-    Decoder,
-    Geometry,
-    Kernels,
-    KVStore,
-    LayersKV,
-    LayerWeights,
-    Linear,
-    Taps,
-)
+from longdraft.kernels.interface import KV, AttentionOutput, Decoder, Kernels, KVStore, LayersKV, Taps
 from longdraft.kernels.reference import ReferenceKernels
+from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
 __all__ = ["KV", "AttentionOutput", "Decoder", "Geometry", "KVStore", "Kernels", "LayerWeights", "LayersKV", "Linear",
            "Taps", "available", "choose", "set_threads", "single_threaded_torch", "threads"]

@@ -8,7 +8,7 @@ compared with the reference, results agree within the rounding error of floating
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -29,17 +29,9 @@ from longdraft.kernels.cpu_store import (
     strided,
 )
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
-from longdraft.kernels.interface import (
-    KV,
-    AttentionOutput,
-    Decoder,
-    Geometry,
-    KVStore,
-    LayersKV,
-    LayerWeights,
-    Linear,
-)
+from longdraft.kernels.interface import KV, AttentionOutput, Decoder, KVStore, LayersKV
 from longdraft.kernels.layer import LayerwiseDecoder
+from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels import _cpu
@@ -118,11 +110,29 @@ class CpuKernels:
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
+        return self._gated(self.native.swiglu, gate_up)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        return self._gated(self.native.geglu, gate_up)
+
+    def _gated(self, operation: Callable[[bool, int, int, int, int], None], gate_up: Tensor) -> Tensor:
         gate_up = self._input(gate_up, gate_up.shape[1])
         width = gate_up.shape[1] // 2
         require(gate_up.shape[1] == 2 * width, "an even width", gate_up.shape)
         out = torch.empty(len(gate_up), width, dtype=self.dtype)
-        self.native.swiglu(self._is_bf16, gate_up.data_ptr(), len(gate_up), width, out.data_ptr())
+        operation(self._is_bf16, gate_up.data_ptr(), len(gate_up), width, out.data_ptr())
+        return out
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        def operation(is_bf16: bool, x: int, rows: int, width: int, out: int) -> None:
+            self.native.clamped_swiglu(is_bf16, x, rows, width, alpha, limit, out)
+
+        return self._gated(operation, gate_up)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        require(x.dtype == torch.float32 and cap > 0, "float32 and a positive cap", (x.dtype, cap))
+        out = x.clone(memory_format=torch.contiguous_format)
+        self.native.soft_cap(out.data_ptr(), out.numel(), cap)
         return out
 
     def gate(self, x: Tensor, gates: Tensor) -> Tensor:
@@ -144,8 +154,8 @@ class CpuKernels:
         self.native.rope(self._is_bf16, *strided(x), cos.data_ptr(), sin.data_ptr(), rows, heads, dim, out.data_ptr())
         return out
 
-    def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
-        return CpuStore(self.native, self.dtype, num_kv_heads, head_dim)
+    def new_store(self, num_kv_heads: int, head_dim: int, score_cap: float = 0.0) -> KVStore:
+        return CpuStore(self.native, self.dtype, num_kv_heads, head_dim, score_cap)
 
     def new_state(self, weights: DeltaWeights) -> DeltaState:
         return cpu_delta.new_state(weights, self.dtype)
@@ -155,7 +165,7 @@ class CpuKernels:
         return cpu_delta.delta_rule(self.native, self.dtype, weights, texts, z, parents)
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
-        if any(layer.experts for layer in layers):
+        if any(layer.experts or layer.sinks is not None for layer in layers):
             return LayerwiseDecoder(self, layers, geometry)
         return CpuDecoder(self.native, self.dtype, layers, geometry)
 

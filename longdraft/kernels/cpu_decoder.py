@@ -20,7 +20,8 @@ from longdraft.kernels.cpu_store import (
     require_tensor,
 )
 from longdraft.kernels.delta import DeltaState, DeltaWeights
-from longdraft.kernels.interface import AttentionOutput, Geometry, KVStore, LayersKV, LayerWeights
+from longdraft.kernels.interface import AttentionOutput, KVStore, LayersKV
+from longdraft.kernels.weights import Geometry, LayerWeights
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels import _cpu
@@ -42,7 +43,7 @@ class CpuDecoder:
         require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
         require(self._norm_dtype == dtype or (self._norm_dtype == torch.float32 and geometry.rounds_once),
                 f"norms of {dtype}, or norms of float32 that round once", self._norm_dtype)
-        self.native = _cpu.Decoder(*geometry, self._norm_dtype == torch.float32)
+        self.native = _cpu.Decoder(*geometry, self._norm_dtype == torch.float32 != dtype)
         for layer in self._layers:
             self._add(layer)
 
@@ -56,7 +57,8 @@ class CpuDecoder:
         qkv, out, gate_up, down = self._checked_attention(layer)
         norms_heads = layer.q_norm is not None and layer.q_norm.shape == (self._geometry.head_dim,)
         self.native.add(norms[0], qkv, out, norms[1], gate_up, down, layer.window, address(layer.q_norm),
-                        address(layer.k_norm), norms_heads, layer.rotates, layer.is_gated)
+                        address(layer.k_norm), norms_heads, layer.rotates, layer.ropes,
+                        address(layer.attention_post_norm), address(layer.mlp_post_norm), layer.is_gated)
 
     def _checked(self, layer: LayerWeights, width: int, inputs: int, num_gates: int = 0) -> list[_cpu.Linear]:
         """qkv [width, hidden], out [hidden, inputs], gate_up, down, and gates where there are any. ValueError where
@@ -69,8 +71,10 @@ class CpuDecoder:
         wanted = [(width, hidden), (hidden, inputs), (2 * inner, hidden), (hidden, inner), (num_gates, hidden)]
         require(shapes == wanted[: 5 if num_gates else 4], f"weights {wanted}", shapes)
         require(all(w.is_bf16 == (dtype == torch.bfloat16) for w in weights), f"weights of {dtype}", "another dtype")
-        require_tensor("attention_norm", layer.attention_norm, (hidden,), self._norm_dtype)
-        require_tensor("mlp_norm", layer.mlp_norm, (hidden,), self._norm_dtype)
+        for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"):
+            if (norm := getattr(layer, name)) is not None:
+                require_tensor(name, norm, (hidden,), self._norm_dtype)
+        require(all(0 <= rope < self._geometry.num_ropes for rope in layer.ropes), "known rotations", layer.ropes)
         return weights
 
     def _checked_delta(self, layer: LayerWeights, delta: DeltaWeights) -> list[_cpu.Linear]:
@@ -83,12 +87,12 @@ class CpuDecoder:
         """qkv, out, gate_up and down."""
         heads, kv_heads, dim = self._geometry[:3]
         rows = (2 if layer.is_gated else 1) * heads + 2 * kv_heads
-        weights, dtype = self._checked(layer, rows * dim, heads * dim), self._norm_dtype
+        weights = self._checked(layer, rows * dim, heads * dim)
         require((layer.q_norm is None) == (layer.k_norm is None), "both a q_norm and a k_norm, or neither", "one")
         if layer.q_norm is not None and layer.k_norm is not None:
             q_units, k_units = (1, 1) if layer.q_norm.shape == (dim,) else (heads, kv_heads)
-            require_tensor("q_norm", layer.q_norm, (q_units * dim,), dtype)
-            require_tensor("k_norm", layer.k_norm, (k_units * dim,), dtype)
+            require_tensor("q_norm", layer.q_norm, (q_units * dim,), self._norm_dtype)
+            require_tensor("k_norm", layer.k_norm, (k_units * dim,), self._norm_dtype)
         require(layer.window >= 0, "a window of 0 or more positions", layer.window)
         return weights
 
@@ -97,8 +101,7 @@ class CpuDecoder:
         heads, kv_heads, dim = self._geometry[:3]
         num_layers, rows, dtype = self._num_attentions, x.shape[0], self._dtype
         require(x.shape == (rows, self._hidden), f"rows [R, {self._hidden}]", x.shape)
-        require_tensor("cos", cos, (rows, dim // 2), torch.float32)
-        require_tensor("sin", sin, (rows, dim // 2), torch.float32)
+        self._require_rotations(cos, sin, rows)
         require_tensor("parents", parents, (rows,), torch.int32)
         shape = (num_layers, rows, kv_heads, dim)
         k, v = (_whole_address(parts, shape, dtype) for parts in ([kv.k for kv in texts], [kv.v for kv in texts]))
@@ -115,6 +118,11 @@ class CpuDecoder:
             cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), q.data_ptr(), content.data_ptr(), k, v,
             output.data_ptr(), lse.data_ptr())
         return result, AttentionOutput(q, output, lse, content)
+
+    def _require_rotations(self, cos: Tensor, sin: Tensor, rows: int) -> None:
+        width = self._geometry.num_ropes * self._geometry.head_dim // 2
+        require_tensor("cos", cos, (rows, width), torch.float32)
+        require_tensor("sin", sin, (rows, width), torch.float32)
 
     def _tap_addresses(self, kv: LayersKV) -> list[int]:
         """For each layer, and for the result: where to copy the rows that enter it, or 0; empty without taps."""
@@ -153,8 +161,7 @@ class CpuDecoder:
         heads, kv_heads, dim = self._geometry[:3]
         native = native_stores(self._dtype, stores, self._num_attentions, kv_heads, dim)
         require_length(length, native)
-        require_tensor("cos", cos, (len(cos), dim // 2), torch.float32)
-        require_tensor("sin", sin, (len(cos), dim // 2), torch.float32)
+        self._require_rotations(cos, sin, len(cos))
         return native, remainder_address(remainder, (len(native), heads, dim + 1, dim + 1))
 
 

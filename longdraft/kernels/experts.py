@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from longdraft.kernels.interface import Experts, Linear
+from longdraft.kernels.weights import Experts, Linear
 
 
 class ExpertOperations(Protocol):
@@ -24,6 +24,8 @@ class ExpertOperations(Protocol):
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor: ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor: ...
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
 
 
 class Routing(NamedTuple):
@@ -53,7 +55,8 @@ def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts) -> Tenso
     for index in torch.unique(chosen).tolist():  # ascending
         rows, places = torch.where(chosen == index)
         expert = experts.mlps[index]
-        inner = ops.swiglu(ops.linear(x[rows], expert.gate_up))
+        gate_up = ops.linear(x[rows], expert.gate_up)
+        inner = ops.clamped_swiglu(gate_up, *experts.clamp) if experts.clamp else ops.swiglu(gate_up)
         total[rows] += ops.linear(inner, expert.down, keep_float=True) * weights[rows, places, None]
     if experts.shared is not None and experts.shared_gate is not None:
         inner = ops.swiglu(ops.linear(x, experts.shared.gate_up))

@@ -17,96 +17,10 @@ from torch import Tensor
 
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.int4 import Int4Weight
+from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
 STORE_BLOCK = 4096  # positions of a block of a store; stores share whole blocks
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class Linear(Protocol):
-    """A weight [out_features, K] in the layout of its kernels."""
-
-    out_features: int
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-class Mlp(NamedTuple):
-    """An expert's weights: gate and up stacked [2 I, hidden], and down [hidden, I]."""
-
-    gate_up: Linear
-    down: Linear
-
-
-class Experts(NamedTuple):
-    """A mixture of experts in place of a layer's MLP (longdraft/kernels/experts.py).
-
-    router      [E, hidden]
-    mlps        the E experts
-    chosen      number of experts for each row
-    normalises  the weights of a row's experts are divided by their sum
-    rounds      these weights are rounded to the model's dtype
-    shared      an expert that every row has besides, times sigmoid(shared_gate x) [1, hidden]; None: there is none
-    """
-
-    router: Linear
-    mlps: tuple[Mlp, ...]
-    chosen: int
-    normalises: bool
-    rounds: bool
-    shared: Mlp | None = None
-    shared_gate: Linear | None = None
-
-
-class LayerWeights(NamedTuple):
-    """The weights of a decoder layer. Norms are [hidden] in the model's dtype, or in float32 with `rounds_once`.
-
-    qkv      the weights of queries, keys and values, stacked: [(H + 2 Hkv) D, hidden]; those of the gate behind them
-             with `is_gated`: [(2 H + 2 Hkv) D, hidden]; of a delta layer q, k, v, z: [C + Hv Dv, hidden]
-    gate_up  the weights of gate and up, stacked; None, as `down`, if the layer has experts
-    window   positions that a row's attention sees, itself included (sliding window attention); 0: all
-    q_norm   norm of the queries before their rotation; k_norm that of the keys. [D]: each head is normalised by itself;
-             [H D] and [Hkv D]: all heads of a row as one vector; None: no norm
-    rotates  whether queries and keys are rotated by their position
-    experts  the mixture in place of the MLP; None: there is none
-    is_gated the attention's output is multiplied by sigmoid(gate)
-    delta    a state in place of attention and KV rows (delta.py); with it `gates`: b and a [2 Hv, hidden]
-    """
-
-    attention_norm: Tensor
-    qkv: Linear
-    out: Linear
-    mlp_norm: Tensor
-    gate_up: Linear | None
-    down: Linear | None
-    window: int = 0
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    rotates: bool = True
-    experts: Experts | None = None
-    is_gated: bool = False
-    delta: DeltaWeights | None = None
-    gates: Linear | None = None
-
-
-class Geometry(NamedTuple):
-    """The properties of a decoder's layers that are not in their weights.
-
-    eps              of the RMS norms
-    post_norm        norms are applied to the outputs of attention and MLP, not to their inputs
-    rounds_once      norms round only after their weight, not before it too
-    query_factor     multiplies the queries, with their rotation
-    residual_factor  multiplies the outputs of attention and MLP before they are added to the rows
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    post_norm: bool = False
-    rounds_once: bool = False
-    query_factor: float = 1.0
-    residual_factor: float = 1.0
 
 
 class KVStore(Protocol):
@@ -243,7 +157,7 @@ class Decoder(Protocol):
         x contains the rows of one text after another. Each text's attention reads the text's own stores; the other
         operations read the weights once for all rows.
 
-        cos, sin    [R, D / 2] float32
+        cos, sin    [R, S D / 2] float32: those of the S rotations (`Geometry.num_ropes`), one after another
         texts       the KV of each text, in the order of the rows. Their k and v are consecutive slices [L, T, Hkv, D]
                     of one tensor [L, R, Hkv, D] each, and are filled by this call
         parents     [R] as for `Kernels.attention`, relative to the first row of the text
@@ -297,11 +211,20 @@ class Kernels(Protocol):
     def gate(self, x: Tensor, gates: Tensor) -> Tensor:
         """x * sigmoid(gates) for rows [R, W], whose gates may be columns of a wider tensor."""
 
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        """gelu(gate) * up, as `swiglu`, with the tanh formula of GELU."""
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """(up + 1) gate sigmoid(alpha gate), as `swiglu`, with gate at most `limit` and up within -limit and limit."""
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) of x, float32, for a positive cap."""
+
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [R, H, D] by cos, sin [R, D / 2] float32 (Su et al. 2021). Element i is paired with i + D / 2."""
 
-    def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
-        """An empty store for one layer."""
+    def new_store(self, num_kv_heads: int, head_dim: int, score_cap: float = 0.0) -> KVStore:
+        """An empty store for one layer. Scores of its keys are cap * tanh(score / cap) with a `score_cap`."""
 
     def new_state(self, weights: DeltaWeights) -> DeltaState:
         """The state of a delta layer before the first row of a text."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from longdraft.kernels.delta import DeltaRows, DeltaWeights
 from longdraft.kernels.experts import experts_forward
-from longdraft.kernels.interface import KV, AttentionOutput, Geometry, LayersKV, LayerWeights, Linear
+from longdraft.kernels.interface import KV, AttentionOutput, LayersKV
+from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
 
 class LayerOperations(Protocol):
@@ -23,6 +24,10 @@ class LayerOperations(Protocol):
     def swiglu(self, gate_up: Tensor) -> Tensor: ...
 
     def gate(self, x: Tensor, gates: Tensor) -> Tensor: ...
+
+    def geglu(self, gate_up: Tensor) -> Tensor: ...
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
 
@@ -53,14 +58,23 @@ class _Residuals:
         """The input of a part."""
         return x if self._geometry.post_norm else self.norm(x, weight)
 
-    def add(self, x: Tensor, output: Tensor, weight: Tensor) -> Tensor:
-        """Rows x with the output of a part."""
-        output = self.norm(output, weight) if self._geometry.post_norm else output
+    def add(self, x: Tensor, output: Tensor, weight: Tensor, post: Tensor | None) -> Tensor:
+        """Rows x with the output of a part. weight: of its norm; post: of a norm behind it, if it has both."""
+        output = self.norm(output, weight if self._geometry.post_norm else post)
         factor = self._geometry.residual_factor
         return x + (output if factor == 1 else output * factor)
 
     def add_mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        return self.add(x, _mlp(self._ops, self.before(x, layer.mlp_norm), layer), layer.mlp_norm)
+        output = self._mlp(self.before(x, layer.mlp_norm), layer)
+        return self.add(x, output, layer.mlp_norm, layer.mlp_post_norm)
+
+    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """The output of a layer's MLP, or of its experts."""
+        if layer.experts is not None:
+            return experts_forward(self._ops, x, layer.experts)
+        assert layer.gate_up is not None and layer.down is not None
+        gated = self._ops.geglu if self._geometry.has_gelu else self._ops.swiglu
+        return self._ops.linear(gated(self._ops.linear(x, layer.gate_up)), layer.down)
 
 
 def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry: Geometry, cos: Tensor, sin: Tensor,
@@ -79,9 +93,11 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     content = around.norm(qkv[:, :heads], layer.q_norm)
     if not layer.rotates:
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-    q = ops.rope(content, cos * geometry.query_factor, sin * geometry.query_factor)
+    of_queries, of_keys = ([part.view(len(x), -1, dim // 2)[:, index].contiguous() for part in (cos, sin)]
+                           for index in layer.ropes)
+    q = ops.rope(content, *(part * geometry.query_factor for part in of_queries))
     end = heads + 2 * kv_heads
-    k, v = ops.rope(around.norm(qkv[:, heads : heads + kv_heads], layer.k_norm), cos, sin), qkv[:, end - kv_heads : end]
+    k, v = ops.rope(around.norm(qkv[:, heads : heads + kv_heads], layer.k_norm), *of_keys), qkv[:, end - kv_heads : end]
     outputs, start = [], 0
     for kv in texts:
         own = slice(start, start + len(kv.k))
@@ -90,14 +106,23 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
         if kv.remainder is not None:
             remainder = torch.einsum("thd,hde->the", content[own].float(), kv.remainder[:, :-1]) + kv.remainder[:, -1]
             kv = kv._replace(remainder=remainder.contiguous())
+        elif layer.sinks is not None:  # a remainder of drafts contains them: it is part of the full attention
+            kv = kv._replace(remainder=_of_sinks(layer.sinks, len(kv.k), dim))
         outputs.append(ops.attention(q[own], kv, parents[own], layer.window))
         start = own.stop
     attended = AttentionOutput(*(torch.cat(part) for part in zip(*outputs, strict=True)))._replace(content=content)
     output = attended.output.flatten(1)
     if layer.is_gated:
         output = ops.gate(output, qkv.flatten(1)[:, end * dim :])
-    x = around.add(x, ops.linear(output, layer.out), layer.attention_norm)
-    return around.add_mlp(x, layer), attended
+    output = ops.linear(output, layer.out)
+    return around.add_mlp(around.add(x, output, layer.attention_norm, layer.attention_post_norm), layer), attended
+
+
+def _of_sinks(sinks: Tensor, rows: int, dim: int) -> Tensor:
+    """Sinks [H] as a remainder [T, H, D + 1]: outputs of 0 with their scores as log-sum-exps."""
+    remainder = torch.zeros(rows, len(sinks), dim + 1, device=sinks.device)
+    remainder[..., -1] = sinks
+    return remainder
 
 
 def delta_forward(ops: HybridOperations, x: Tensor, layer: LayerWeights, geometry: Geometry, texts: Sequence[DeltaRows],
@@ -114,15 +139,8 @@ def delta_forward(ops: HybridOperations, x: Tensor, layer: LayerWeights, geometr
         rows.gates.copy_(own)
     output = ops.delta_rule(layer.delta, texts, qkvz[:, channels:], parents)
     assert output is not None
-    return around.add_mlp(around.add(x, ops.linear(output, layer.out), layer.attention_norm), layer)
-
-
-def _mlp(ops: LayerOperations, x: Tensor, layer: LayerWeights) -> Tensor:
-    """The output of a layer's MLP, or of its experts."""
-    if layer.experts is not None:
-        return experts_forward(ops, x, layer.experts)
-    assert layer.gate_up is not None and layer.down is not None
-    return ops.linear(ops.swiglu(ops.linear(x, layer.gate_up)), layer.down)
+    output = ops.linear(output, layer.out)
+    return around.add_mlp(around.add(x, output, layer.attention_norm, layer.attention_post_norm), layer)
 
 
 class LayerwiseDecoder:

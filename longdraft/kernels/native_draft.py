@@ -18,7 +18,8 @@ from longdraft.kernels.cpu import CpuKernels
 from longdraft.kernels.cpu_decoder import CpuDecoder
 from longdraft.kernels.cpu_store import CpuLinear
 from longdraft.kernels.delta import DeltaState
-from longdraft.kernels.interface import Decoder, Kernels, KVStore, Linear
+from longdraft.kernels.interface import Decoder, Kernels, KVStore
+from longdraft.kernels.weights import Linear
 
 with suppress(ImportError):
     from longdraft.kernels import _cpu
@@ -51,6 +52,8 @@ class PartOfVocabulary:
 class DraftWeights(NamedTuple):
     """What a row passes through besides the layers. The norm [hidden] is the one before the head.
 
+    embedding_factor  multiplies the embeddings
+    logits_cap        soft cap of the logits; 0: none
     part  the tokens of the head's rows; None: the whole vocabulary
     """
 
@@ -59,6 +62,8 @@ class DraftWeights(NamedTuple):
     head: Linear
     logits_divisor: float
     part: PartOfVocabulary | None = None
+    embedding_factor: float = 1.0
+    logits_cap: float = 0.0
 
 
 class DraftStores(NamedTuple):
@@ -157,8 +162,9 @@ def draft_chain(kernels: Kernels, decoder: Decoder, weights: DraftWeights, cache
     cos, sin = (part.contiguous() for part in rotations)
     stores, remainder = decoder.draft_arguments(cache.stores, cache.length, cache.remainder, cos, sin)
     places = kernels.native.draft(
-        decoder.native, embedding.native, head.native, weights.norm.data_ptr(), weights.logits_divisor, stores,
-        cache.length, remainder, decoder.chain_arguments(cache.states), ranking.choice, len(cos), position,
+        decoder.native, embedding.native, head.native, weights.norm.data_ptr(), weights.embedding_factor,
+        weights.logits_divisor, weights.logits_cap, stores, cache.length, remainder,
+        decoder.chain_arguments(cache.states), ranking.choice, len(cos), position,
         ranking.width, ranking.within, ranking.banned_depth, *end, root, path, cos.data_ptr(), sin.data_ptr(),
         None if weights.part is None else weights.part.native)
     return [Ranked(*place) for place in places]

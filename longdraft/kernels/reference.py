@@ -20,20 +20,11 @@ from torch.nn import functional
 
 from longdraft.kernels import delta, int4, int8
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
-from longdraft.kernels.interface import (
-    FLOAT_DTYPES,
-    KV,
-    AttentionOutput,
-    Decoder,
-    Geometry,
-    KVStore,
-    LayersKV,
-    LayerWeights,
-    Linear,
-)
+from longdraft.kernels.interface import FLOAT_DTYPES, KV, AttentionOutput, Decoder, KVStore, LayersKV
 from longdraft.kernels.layer import LayerwiseDecoder
+from longdraft.kernels.reference_store import SPLIT, ReferenceStore
+from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
-SPLIT = 4096  # positions of a block of storage; one call reduces each, and the results are merged in order
 STEP = 256  # the last split is computed up to the next multiple of this many positions, with the excess masked
 NEGLIGIBLE_SHARE = 1e-3  # a share of attention that rounding errors may produce
 
@@ -76,73 +67,6 @@ class ReferenceLinear:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
-
-
-class ReferenceStore:
-    """Blocks of SPLIT positions [Hkv, SPLIT, D] float32. Positions that were never written are zeros."""
-
-    def __init__(self, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
-        self.num_kv_heads = num_kv_heads
-        self._shape = (num_kv_heads, SPLIT, head_dim)
-        self._device = device
-        self.k: list[Tensor] = []
-        self.v: list[Tensor] = []
-        self._shared: set[int] = set()  # blocks that another store has too
-
-    def reserve(self, length: int) -> None:
-        while len(self.k) * SPLIT < length:
-            self.k.append(torch.zeros(self._shape, device=self._device))
-            self.v.append(torch.zeros(self._shape, device=self._device))
-
-    def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        self.write_heads(start, k.transpose(0, 1), v.transpose(0, 1))
-
-    def write_heads(self, start: int, k: Tensor, v: Tensor) -> None:
-        done, total = 0, k.shape[1]
-        self.reserve(start + total)
-        while done < total:
-            block, offset = divmod(start + done, SPLIT)
-            count = min(total - done, SPLIT - offset)
-            if block in self._shared:
-                self.k[block], self.v[block] = self.k[block].clone(), self.v[block].clone()
-                self._shared.discard(block)
-            self.k[block][:, offset : offset + count] = k[:, done : done + count]
-            self.v[block][:, offset : offset + count] = v[:, done : done + count]
-            done += count
-
-    def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        heads = torch.arange(self._shape[0], device=self._device)[:, None]
-        k = torch.empty(*positions.shape, self._shape[2], device=self._device)
-        v = torch.empty_like(k)
-        for block in range(len(self.k)):
-            inside = positions // SPLIT == block
-            head, place = heads.expand_as(positions)[inside], positions[inside] - block * SPLIT
-            k[inside], v[inside] = self.k[block][head, place], self.v[block][head, place]
-        return k, v
-
-    def weights(self, queries: Tensor, length: int) -> Tensor:
-        num_kv_heads, _, head_dim = self._shape
-        grouped = queries.float().transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, g * Q, D]
-        scores = torch.cat([grouped @ block.transpose(1, 2) for block in self.k], -1)[..., :length]
-        return (scores / math.sqrt(head_dim)).softmax(-1).sum(1)
-
-    def append(self, source: KVStore, first: int, count: int) -> None:
-        assert isinstance(source, ReferenceStore) and first % SPLIT == 0
-        for block in range(first // SPLIT, -(-(first + count) // SPLIT)):
-            is_whole = first + count >= (block + 1) * SPLIT
-            if is_whole:
-                self._shared.add(len(self.k))
-                source._shared.add(block)
-            self.k.append(source.k[block] if is_whole else source.k[block].clone())
-            self.v.append(source.v[block] if is_whole else source.v[block].clone())
-
-    def bytes_of(self, count: int) -> int:
-        heads, positions, dim = self._shape
-        return 2 * 4 * heads * dim * positions * -(-count // positions)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.k + self.v)
 
 
 class ReferenceKernels:
@@ -207,14 +131,30 @@ class ReferenceKernels:
         rows = [row.float() * own.float().clone().sigmoid() for row, own in zip(x, gates, strict=True)]
         return torch.stack(rows).to(self.dtype)
 
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        half = gate_up.shape[1] // 2
+        gate = [functional.gelu(gate_up[i, :half].float().clone(), approximate="tanh") for i in range(len(gate_up))]
+        return torch.stack(gate).to(self.dtype) * gate_up[:, half:]
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        rows = []
+        for row in gate_up.float().unbind():
+            gate, up = (half.clone() for half in row.chunk(2))
+            gate = gate.clamp(max=limit)
+            rows.append((up.clamp(-limit, limit) + 1) * (gate * (gate * alpha).sigmoid()))
+        return torch.stack(rows).to(self.dtype)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return torch.stack([(row / cap).tanh() * cap for row in x.clone().unbind()]) if len(x) else x
+
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         first, second = x[..., :half].float(), x[..., half:].float()
         cos, sin = cos[:, None], sin[:, None]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(self.dtype)
 
-    def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
-        return ReferenceStore(num_kv_heads, head_dim, self.device)
+    def new_store(self, num_kv_heads: int, head_dim: int, score_cap: float = 0.0) -> KVStore:
+        return ReferenceStore(num_kv_heads, head_dim, self.device, score_cap)
 
     def new_state(self, weights: DeltaWeights) -> DeltaState:
         heads, dims = weights.shape.value_heads, (weights.shape.key_dim, weights.shape.value_dim)
@@ -333,7 +273,7 @@ def _attend(q: Tensor, store: ReferenceStore, length: int, remainder: Tensor | N
         inside = min(length - start, SPLIT)
         padded = -(-inside // STEP) * STEP
         block = start // SPLIT
-        scores = q @ store.k[block][:, :padded].transpose(1, 2)  # [Hkv, g, padded]
+        scores = store.capped(q @ store.k[block][:, :padded].transpose(1, 2))  # [Hkv, g, padded]
         scores[..., inside:] = -math.inf
         scores[..., : max(0, first - start)] = -math.inf
         max_score = scores.amax(-1, keepdim=True)

@@ -5,7 +5,6 @@ A tensor that is missing, unexpected or misshapen is an error. `load_transformer
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.kernels.delta import DeltaWeights
 from longdraft.kernels.int4 import Int4Weight
-from longdraft.kernels.interface import Experts, Mlp
+from longdraft.kernels.weights import Experts, Mlp
 from longdraft.model import hybrid, rope
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
@@ -28,6 +27,7 @@ from longdraft.parallel import ColumnParallel, Pick, RowParallel, Shard, shard_o
 
 QUANTIZE = ("none", "int8", "int4")
 QUANTIZE_CHOICES = "none, int8 or int4"
+_SINKS = "self_attn.sinks"
 
 
 class _StackedLinear(NamedTuple):
@@ -50,7 +50,7 @@ def _linears(config: ModelConfig, index: int) -> dict[str, _StackedLinear]:
     """The matrices of a layer, by their names in LayerWeights."""
     hidden, inner = config.hidden_size, config.intermediate_size
     gate_up: tuple[tuple[str, tuple[int, ...]], ...] = (("mlp.gate_proj", (inner,)), ("mlp.up_proj", (inner,)))
-    if config.is_fused:
+    if config.is_fused or config.has_fused_mlp:
         gate_up = (("mlp.gate_up_proj", (inner, inner)),)
     mixing = _delta_linears(config.hybrid, hidden) if config.hybrid and config.is_delta(index) else _attention(config)
     if config.experts:
@@ -84,12 +84,13 @@ def _delta_linears(config: hybrid.HybridConfig, hidden: int) -> dict[str, _Stack
 def _expert_linears(experts: ExpertsConfig, hidden: int) -> dict[str, _StackedLinear]:
     """The router and, for each expert, its two matrices."""
     gate, up, down = experts.names
-    found = {"router": _StackedLinear(((f"{experts.prefix}.gate", (experts.count,)),), hidden, False)}
+    bias = experts.has_bias
+    found = {"router": _StackedLinear(((f"{experts.prefix}.{experts.router}", (experts.count,)),), hidden, bias)}
     for index in range(experts.count):
         one = f"{experts.prefix}.experts.{index}"
         found[f"gate_up {index}"] = _StackedLinear(
-            ((f"{one}.{gate}", (experts.size,)), (f"{one}.{up}", (experts.size,))), hidden, False)
-        found[f"down {index}"] = _StackedLinear(((f"{one}.{down}", (hidden,)),), experts.size, False)
+            ((f"{one}.{gate}", (experts.size,)), (f"{one}.{up}", (experts.size,))), hidden, bias)
+        found[f"down {index}"] = _StackedLinear(((f"{one}.{down}", (hidden,)),), experts.size, bias)
     if experts.shared:
         one = f"{experts.prefix}.shared_expert"
         found["shared_gate"] = _StackedLinear(((f"{one}_gate", (1,)),), hidden, False)
@@ -101,10 +102,11 @@ def _expert_linears(experts: ExpertsConfig, hidden: int) -> dict[str, _StackedLi
 
 def _norms(config: ModelConfig, index: int) -> dict[str, tuple[str, int]]:
     """The norms of a layer, by their names in LayerWeights: name in the file, and width."""
-    first, second = "input_layernorm", "post_attention_layernorm"
+    names = config.norm_names or ("input_layernorm", "", "post_attention_layernorm", "")
     if config.post_norm:
-        first, second = "post_attention_layernorm", "post_feedforward_layernorm"
-    norms = {"attention_norm": (first, config.hidden_size), "mlp_norm": (second, config.hidden_size)}
+        names = ("post_attention_layernorm", "", "post_feedforward_layernorm", "")
+    fields = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+    norms = {field: (name, config.hidden_size) for field, name in zip(fields, names, strict=True) if name}
     if config.head_norms != "none" and not config.is_delta(index):
         heads = (config.num_heads, config.num_kv_heads) if config.head_norms == "all" else (1, 1)
         for name, count in zip(("q_norm", "k_norm"), heads, strict=True):
@@ -127,6 +129,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes |= {layer + name: shape for name, shape in small.items()}
         for name, width in _norms(config, index).values():
             shapes[f"{layer}{name}.weight"] = (width,)
+        if config.has_sinks:
+            shapes[f"{layer}{_SINKS}"] = (config.num_heads,)
         for stacked in _linears(config, index).values():
             for name, segments in stacked.parts:
                 shapes[f"{layer}{name}.weight"] = (sum(segments), stacked.columns)
@@ -142,12 +146,18 @@ def _head_order(config: ModelConfig) -> Tensor | None:
 
         [ a | b | c | d ]  ->  [ a | c | b | d ]
 
+    If it turns adjacent dimensions, those with even numbers come first among them:
+
+        [ a0 b0 a1 b1 .. | c | d ]  ->  [ a | c | b | d ]
+
     Queries and keys have the same order, so their products do not change. None: the file's order is right.
     """
     head_dim, dims = config.head_dim, config.rope.dims
-    if dims == head_dim:
+    if dims == head_dim and not config.is_interleaved:
         return None
     a, b, c, d = torch.split(torch.arange(head_dim), [dims // 2, dims // 2, *[(head_dim - dims) // 2] * 2])
+    if config.is_interleaved:
+        a, b = torch.arange(0, dims, 2), torch.arange(1, dims, 2)
     return torch.cat([a, c, b, d])
 
 
@@ -175,9 +185,8 @@ def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, 
               head in int8
     packed    a file of the quantised matrices, which are read from it, or written to it for the next time
     """
-    if config.hybrid and kernels.is_device:
-        raise ModelError("models with delta layers (Qwen3-Next, Qwen3.5, Qwen3.6) run on the CPU only so far; use "
-                         "--device cpu")
+    if kernels.is_device and config.only_on_cpu:
+        raise ModelError(f"models with {config.only_on_cpu} run on the CPU only so far; use --device cpu")
     require_tensors(files, config)
     return Loader(files, config, kernels, quantize, packed).transformer()
 
@@ -217,7 +226,7 @@ class Loader:
         else:
             head = self._table("lm_head.weight")
         layers = tuple(self.layer(index) for index in range(config.num_layers))
-        weights = ModelWeights(table, layers, self._norm("model.norm.weight"), head, self._quantize)
+        weights = ModelWeights(table, layers, self._vector("model.norm.weight"), head, self._quantize)
         if self._packed:
             self._packed.save()
         return Transformer(config, weights, self._kernels, self._whole)
@@ -225,7 +234,7 @@ class Loader:
     def layer(self, index: int, prefix: str = "model.") -> LayerWeights:
         config, layer, linears = self._config, f"{prefix}layers.{index}.", _linears(self._whole, index)
         orders = dict.fromkeys(("q_norm", "k_norm"), self._head_order)
-        norms = {name: self._norm(f"{layer}{file_name}.weight", orders.get(name))
+        norms = {name: self._vector(f"{layer}{file_name}.weight", orders.get(name))
                  for name, (file_name, _) in _norms(config, index).items()}
         delta = config.hybrid if config.hybrid and config.is_delta(index) else None
         return LayerWeights(
@@ -243,6 +252,10 @@ class Loader:
             is_gated=config.hybrid is not None and delta is None,
             delta=self._delta(layer, delta) if delta else None,
             gates=self._gates(layer, delta) if delta else None,
+            ropes=config.ropes_of(index),
+            attention_post_norm=norms.get("attention_post_norm"),
+            mlp_post_norm=norms.get("mlp_post_norm"),
+            sinks=self._vector(f"{layer}{_SINKS}") if config.has_sinks else None,
         )
 
     def _delta(self, layer: str, config: hybrid.HybridConfig) -> DeltaWeights:
@@ -261,14 +274,16 @@ class Loader:
         """The experts of a layer. Their routers are never quantised: a small error in one chooses other experts."""
         def router(name: str) -> Linear:
             (part, _), = linears[name].parts
-            return self._kernels.pack(self._files.stack((f"{layer}{part}.weight",), self._kernels.dtype))
+            bias = self._files.read(f"{layer}{part}.bias") if linears[name].has_bias else None
+            return self._kernels.pack(self._files.stack((f"{layer}{part}.weight",), self._kernels.dtype), bias)
 
         def mlp(gate_up: str, down: str) -> Mlp:
             return Mlp(self._linear(layer, linears[gate_up]), self._linear(layer, linears[down]))
 
         mlps = tuple(mlp(f"gate_up {i}", f"down {i}") for i in range(config.count))
         shared = (mlp("shared gate_up", "shared down"), router("shared_gate")) if config.shared else (None, None)
-        return Experts(router("router"), mlps, config.chosen, config.normalises, config.rounds, *shared)
+        return Experts(router("router"), mlps, config.chosen, config.normalises, config.rounds,
+                       config.clamp, *shared)
 
     def _linear(self, layer: str, stacked: _StackedLinear, order: Tensor | None = None) -> Linear:
         def read(suffix: str, dtype: torch.dtype | None) -> Tensor:
@@ -308,15 +323,13 @@ class Loader:
         rows = self._files.stack((name,), self._dtype, [lambda rows: rows[own]])
         return ColumnParallel(self._kernels.pack(rows, quantize=quantize), own.start, whole.vocab_size)
 
-    def _norm(self, name: str, order: Tensor | None = None) -> Tensor:
-        """A norm's weight. Hybrids store it minus 1 (not in GGUF). It stays float32: the model's dtype would round the
-        sum."""
+    def _vector(self, name: str, order: Tensor | None = None) -> Tensor:
+        """Sinks, or a norm's weight plus the offset of the family, float32 where the model's dtype would round them."""
         weight = self._files.read(name)
         weight = weight if order is None else weight[order]
-        dtype = torch.float32 if self._config.hybrid else self._kernels.dtype
+        dtype = torch.float32 if self._config.float_norms else self._kernels.dtype
         weight = weight.to(self._kernels.device, dtype, copy=True)
-        config = self._config.hybrid
-        return weight + 1 if config and not config.is_converted else weight
+        return weight + self._config.norm_offset if self._config.norm_offset else weight
 
 
 def require_tensors(files: TensorFiles, config: ModelConfig) -> None:
@@ -333,16 +346,4 @@ def require_tensors(files: TensorFiles, config: ModelConfig) -> None:
     if config.is_tied:
         present.discard("lm_head.weight")  # some files have it although it is tied
     files.check(expected, present, "its metadata" if files.folder.is_file() else "its config.json")
-    _check_rope(config)
-
-
-def _check_rope(config: ModelConfig) -> None:
-    try:
-        lengths = (1, config.max_positions)
-        found = [rope.frequencies(config.rope, config.trained_positions, length) for length in lengths]
-        is_sound = all(bool(inverse.isfinite().all()) and math.isfinite(factor) for inverse, factor in found)
-    except (ArithmeticError, AssertionError, TypeError, ValueError):  # the possible results of nonsensical settings
-        is_sound = False
-    if not is_sound:
-        raise ModelError(f"config.json: rope type {config.rope.kind!r} with base {config.rope.theta} and "
-                         f"{dict(config.rope.settings)} gives no finite angles")
+    rope.require_sound(config)

@@ -11,43 +11,28 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any
 
 from longdraft.errors import ModelError
+from longdraft.model import gpt_oss
 from longdraft.model.experts_config import ExpertsConfig, parse_experts
-from longdraft.model.families import FAMILIES, MISSING, Family, HeadNorms, text_config
+from longdraft.model.families import ACTIVATIONS, FAMILIES, MISSING, Family, HeadNorms, text_config
 from longdraft.model.four_bit import FourBitFormat
 from longdraft.model.gguf import metadata
 from longdraft.model.gguf.container import open_gguf
 from longdraft.model.hybrid import HybridConfig, parse_hybrid
+from longdraft.model.rope_config import RopeConfig, context_limit, parse_query_growth, parse_ropes
 
-RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 SUPPORTED = tuple(FAMILIES)
-ROPE_TYPES = get_args(RopeType)
 _MAX_JSON = 1 << 25  # bytes; the shard index of the largest public models has a quarter of this
-_REQUIRED_SETTINGS: dict[RopeType, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-}
 # Fields that are newer than the first journals, and their default.
-_LATER: dict[str, object] = {"experts": None, "hybrid": None}
+_LATER: dict[str, object] = {
+    "experts": None, "hybrid": None, "norm_names": (), "float_norms": False, "norm_offset": 0.0, "has_gelu": False,
+    "rounds_embedding_factor": False, "score_cap": 0.0, "logits_cap": 0.0, "window_rope": None,
+    "has_fused_mlp": False, "is_interleaved": False, "query_growth": None,
+    "has_sinks": False}
+_LATER_OF_EXPERTS: dict[str, object] = {"shared": 0, "router": "gate", "has_bias": False, "clamp": None}
 _HASHED_AS = {"post_norm": "norms_follow"}  # fields that were renamed since the first journals
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding. `settings` has the numbers of the scaled types under their Hugging Face names."""
-
-    kind: RopeType
-    theta: float
-    settings: Mapping[str, float | bool | None]
-    dims: int  # number of rotated dimensions of a head, from the first one on
-    short_factors: tuple[float, ...] = ()  # longrope: one per pair of dimensions
-    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,6 +70,19 @@ class ModelConfig:
     dtype: str  # in which the checkpoint runs by default: "float32" or "bfloat16"
     experts: ExpertsConfig | None = None  # in place of every layer's MLP
     hybrid: HybridConfig | None = None  # layers with a state in place of attention; the others have gates
+    norm_names: tuple[str, ...] = ()  # of a layer with norms before and after attention and MLP, in the order of use
+    float_norms: bool = False  # weights of norms stay float32, and norms round once
+    norm_offset: float = 0.0  # is added to the weights of norms in the file
+    has_gelu: bool = False  # GELU by its tanh formula in the MLP, not SiLU
+    rounds_embedding_factor: bool = False  # to the dtype in which the model runs
+    score_cap: float = 0.0  # soft cap of attention scores; 0: none
+    logits_cap: float = 0.0  # soft cap of logits; 0: none
+    window_rope: RopeConfig | None = None  # of layers with a window, if it differs from `rope`
+    has_fused_mlp: bool = False  # the file has one tensor for gate and up alone
+    is_interleaved: bool = False  # RoPE turns adjacent dimensions
+    has_sinks: bool = False  # each head has a score that joins the softmax without a value
+    # (b, n): queries at position p are multiplied by 1 + b ln(1 + floor(p / n))
+    query_growth: tuple[float, int] | None = None
 
     def is_delta(self, layer: int) -> bool:
         """Whether a layer has a state in place of attention, and no rows in a KV cache."""
@@ -96,9 +94,37 @@ class ModelConfig:
         return self.num_layers - (sum(self.hybrid.is_delta) if self.hybrid else 0)
 
     @property
+    def only_on_cpu(self) -> str:
+        """What the model has that the CUDA kernels do not; "": nothing."""
+        if self.hybrid:
+            return "delta layers (Qwen3-Next, Qwen3.5, Qwen3.6)"
+        if self.has_sinks:
+            return "attention sinks and mixture-of-experts layers (gpt-oss)"
+        if self.experts:
+            return "mixture-of-experts layers"
+        if self.query_growth:
+            return "queries that grow with their position (Ministral 3)"
+        return "norms before and after attention and MLP (Gemma 2, Gemma 3, GLM-4)" if self.norm_names else ""
+
+    @property
     def rounds_once(self) -> bool:
         """Whether norms round only after their weight."""
-        return self.post_norm or self.hybrid is not None
+        return self.post_norm or self.float_norms
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotations of a forward. One of queries that grow comes behind them."""
+        return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
+
+    @property
+    def num_ropes(self) -> int:
+        """Number of rotations of a forward."""
+        return len(self.ropes) + (self.query_growth is not None)
+
+    def ropes_of(self, layer: int) -> tuple[int, int]:
+        """Which rotation of a forward turns a layer's queries, and which its keys."""
+        of_keys = int(self.window_rope is not None and self.window_of(layer) > 0)
+        return of_keys if self.query_growth is None else len(self.ropes), of_keys
 
     def window_of(self, layer: int) -> int:
         """Number of positions that a layer's attention sees; 0: all."""
@@ -115,10 +141,12 @@ class ModelConfig:
         """The hash by which a journal recognises the configuration. Fields count under the name they had first, and
         fields that are newer than the first journals count only if they are used."""
         own = asdict(self)
-        if self.experts and not self.experts.shared:
-            del own["experts"]["shared"]
+        for name, unused in _LATER_OF_EXPERTS.items() if self.experts else ():
+            if own["experts"][name] == unused:
+                del own["experts"][name]
+        later = _LATER | ({"float_norms": True, "norm_offset": 1.0} if self.hybrid else {})  # hybrids always had them
         fields = {_HASHED_AS.get(name, name): value for name, value in own.items()
-                  if name not in _LATER or value != _LATER[name]}
+                  if name not in later or value != later[name]}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
@@ -128,7 +156,7 @@ def read_config(folder: Path) -> ModelConfig:
     if folder.is_file():
         model = open_gguf(folder)
         try:
-            return replace(parse_config(metadata.config_of(model)), **metadata.biases_of(model))
+            return replace(parse_config(metadata.config_of(model)), **metadata.stored_fields(model))
         except ModelError as error:
             raise ModelError(str(error).replace("config.json", f"the metadata of {folder}")) from error
     config = read_json(folder / "config.json")
@@ -177,9 +205,15 @@ def _family(config: Mapping[str, Any]) -> Family:
         missing = MISSING.get(kind) if isinstance(kind, str) else None
         raise ModelError(f"model_type is {kind!r}; supported: {', '.join(SUPPORTED)}"
                          + (f"; longdraft lacks what it needs: {missing}" if missing else ""))
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act is {config['hidden_act']!r}; supported: silu")
-    if quantized := config.get("quantization_config"):
+    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    allowed = ACTIVATIONS[family.activation]
+    if config.get(key, allowed[0]) not in allowed:
+        raise ModelError(f"{key} is {config[key]!r}; supported: {' or '.join(allowed)}")
+    if config.get("use_bidirectional_attention"):
+        raise ModelError("use_bidirectional_attention is true: this is an embedding model, which writes no text")
+    quantized = config.get("quantization_config")
+    is_oss = kind == "gpt_oss" and isinstance(quantized, dict) and quantized.get("quant_method") == gpt_oss.METHOD
+    if quantized and not is_oss:
         FourBitFormat.parse(quantized if isinstance(quantized, dict) else {"quant_method": quantized})
     return family
 
@@ -194,7 +228,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
     if min(sizes) < 1 or heads % kv_heads or head_dim % 2:
         raise ModelError("config.json: sizes must be positive, num_attention_heads must be a multiple of "
                          "num_key_value_heads, and head_dim must be even")
-    rope = _rope(config, family, head_dim, trained)
+    rope, window_rope = parse_ropes(config, family, head_dim, trained)
     window, windowed, window_from = _windows(config, family, num_layers)
     skipped = config.get("no_rope_layers") if family.skips_rope else None
     multiplied = config if family.is_multiplied else {}
@@ -209,7 +243,8 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         head_dim=head_dim,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         trained_positions=trained,
-        max_positions=_context_limit(rope, trained),
+        # Of Gemma 3, the trained length is the one behind the scaling.
+        max_positions=trained if window_rope else context_limit(rope, trained),
         rope=rope,
         is_tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -223,16 +258,43 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         window_from=window_from,
         rotated=() if skipped is None else _by_layer(skipped, "no_rope_layers", (0, 1), 1, num_layers),
         skip_rope_every=int(config.get("no_rope_layer_interval", 4)) if family.skips_rope else 0,
-        embedding_factor=float(multiplied.get("embedding_multiplier", 1.0)),
+        embedding_factor=math.sqrt(hidden) if family.scales_embedding else float(
+            multiplied.get("embedding_multiplier", 1.0)),
         residual_factor=float(multiplied.get("residual_multiplier", 1.0)),
-        # Replaces 1 / sqrt(D), which the attention kernels apply.
-        query_factor=float(config.get("attention_multiplier", 1.0)) * math.sqrt(head_dim) if multiplied else 1.0,
+        query_factor=_query_factor(config, family, head_dim),
         logits_divisor=_divisor(multiplied.get("logits_scaling", 1.0)),
         eos_token_ids=valid_token_ids(eos, vocabulary),
         dtype=_dtype(config),
         experts=parse_experts(config, family.experts),
         hybrid=parse_hybrid(config, family.hybrid, num_layers),
+        norm_names=family.norm_names,
+        float_norms=family.float_norms or family.norm_offset != 0,
+        norm_offset=family.norm_offset,
+        has_gelu=family.activation == "gelu_tanh",
+        rounds_embedding_factor=family.scales_embedding,
+        score_cap=_cap(config, family.caps[0]),
+        logits_cap=_cap(config, family.caps[1]),
+        window_rope=window_rope,
+        has_fused_mlp=family.has_fused_mlp,
+        is_interleaved=family.is_interleaved,
+        has_sinks=family.has_sinks,
+        query_growth=parse_query_growth(config, family, trained),
     )
+
+
+def _query_factor(config: Mapping[str, Any], family: Family, head_dim: int) -> float:
+    """What queries are multiplied by beside 1 / sqrt(D), which the attention kernels apply."""
+    if family.is_multiplied:
+        return float(config.get("attention_multiplier", 1.0)) * math.sqrt(head_dim)
+    return math.sqrt(head_dim / float(config[family.query_scalar])) if family.query_scalar else 1.0
+
+
+def _cap(config: Mapping[str, Any], name: str) -> float:
+    """A soft cap of config.json; 0: there is none."""
+    cap = float(config.get(name) or 0.0) if name else 0.0
+    if not 0 <= cap < math.inf:
+        raise ModelError(f"{name} is {cap} in config.json; allowed: null, or a positive number")
+    return cap
 
 
 def _divisor(value: Any) -> float:
@@ -244,7 +306,8 @@ def _divisor(value: Any) -> float:
 
 def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, tuple[bool, ...], int]:
     """`window`, `windowed` and `window_from` of a ModelConfig."""
-    is_used = family.windows == "all" or (family.windows == "some" and bool(config.get("use_sliding_window", False)))
+    is_used = family.windows in ("all", "listed") or (family.windows == "some"
+                                                      and bool(config.get("use_sliding_window", False)))
     window = config.get("sliding_window")
     if not is_used or window is None:
         return 0, (), 0
@@ -253,6 +316,9 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
     if family.windows == "all":
         return int(window), (), 0
     types = config.get("layer_types")
+    if types is None and family.window_period:
+        period = int(config.get("sliding_window_pattern") or family.window_period)
+        return int(window), tuple((layer + 1) % period != 0 for layer in range(num_layers)), 0
     if types is not None:
         kinds = ("full_attention", "sliding_attention")
         return int(window), _by_layer(types, "layer_types", kinds, "sliding_attention", num_layers), 0
@@ -265,62 +331,6 @@ def _by_layer(values: Any, name: str, allowed: tuple[object, ...], yes: object, 
     if not isinstance(values, list) or len(values) < num_layers or any(value not in allowed for value in values):
         raise ModelError(f"{name} in config.json must be a list of {num_layers} values, each one of {allowed}")
     return tuple(value == yes for value in values)
-
-
-def _rope(config: Mapping[str, Any], family: Family, head_dim: int, trained: int) -> RopeConfig:
-    """Read both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (earlier)."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if config["model_type"] == "phi3" and kind in ("su", "yarn"):  # names of longrope in the first files
-        kind = "longrope"
-    if not _is_rope_type(kind):
-        raise ModelError(f"rope type is {kind!r}; supported: {', '.join(ROPE_TYPES)}")
-    for name in _REQUIRED_SETTINGS[kind]:
-        if scaling.get(name) is None:
-            raise ModelError(f"rope type {kind!r} needs {name!r}, which config.json does not have")
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    dims = _rotated_dims(scaling.get("partial_rotary_factor", config.get("partial_rotary_factor")), family, head_dim)
-    settings = {name: value for name, value in scaling.items() if isinstance(value, int | float | None)}
-    if (outside := config.get("original_max_position_embeddings")) is not None:  # as in `transformers`
-        settings["original_max_position_embeddings"] = int(outside)
-    if kind != "longrope":
-        return RopeConfig(kind, theta, settings, dims)
-    if settings.get("factor") is None:
-        settings["factor"] = trained / float(settings.get("original_max_position_embeddings") or trained)
-    short, long = (_factors(scaling[name], name, dims // 2) for name in _REQUIRED_SETTINGS[kind])
-    return RopeConfig(kind, theta, settings, dims, short, long)
-
-
-def _rotated_dims(part: Any, family: Family, head_dim: int) -> int:
-    dims = head_dim if part is None else int(head_dim * float(part))
-    if (dims != head_dim and not family.rotates_part) or dims % 2 or not 2 <= dims <= head_dim:
-        raise ModelError(f"partial_rotary_factor is {part!r}; supported: 1, and for phi3 and hybrids every value "
-                         "that rotates an even number of dimensions")
-    return dims
-
-
-def _factors(values: Any, name: str, count: int) -> tuple[float, ...]:
-    if not isinstance(values, list) or len(values) != count:
-        raise ModelError(f"{name} of rope type 'longrope' must be a list of {count} numbers in config.json")
-    return tuple(float(value) for value in values)
-
-
-def _context_limit(rope: RopeConfig, trained: int) -> int:
-    """Largest length for which the rope type is defined.
-
-    `factor` counts from original_max_position_embeddings, or from max_position_embeddings if the former is missing, as
-    in models that were extended by an edit of their config.json.
-    """
-    factor = float(rope.settings.get("factor") or 1)
-    if rope.kind in ("linear", "dynamic"):
-        return max(trained, int(trained * factor))
-    if rope.kind == "yarn":
-        return max(trained, int(float(rope.settings.get("original_max_position_embeddings") or 0) * factor))
-    return trained
-
-
-def _is_rope_type(kind: object) -> TypeGuard[RopeType]:
-    return kind in ROPE_TYPES
 
 
 def valid_token_ids(value: Any, vocabulary: int) -> tuple[int, ...]:

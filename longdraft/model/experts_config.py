@@ -17,6 +17,7 @@ class ExpertsConfig:
     count   experts of a layer
     chosen  experts for each row
     size    width of an expert
+    clamp   (alpha, limit) of the activation; None: it is SwiGLU
     shared  width of the expert that every row has besides; 0: there is none
     """
 
@@ -28,6 +29,9 @@ class ExpertsConfig:
     normalises: bool
     rounds: bool
     shared: int = 0
+    router: str = "gate"
+    has_bias: bool = False
+    clamp: tuple[float, float] | None = None
 
 
 def parse_experts(config: Mapping[str, Any], form: ExpertsFormat | None) -> ExpertsConfig | None:
@@ -46,4 +50,9 @@ def parse_experts(config: Mapping[str, Any], form: ExpertsFormat | None) -> Expe
     shared = int(config[form.shared]) if form.shared else 0
     if shared < bool(form.shared):
         raise ModelError(f"{form.shared} is {shared} in config.json; allowed: 1 or more")
-    return ExpertsConfig(count, chosen, size, form.prefix, form.names, normalises, form.rounds, shared)
+    clamp = (float(config["swiglu_alpha"]), float(config["swiglu_limit"])) if form.is_clamped else None
+    if clamp and not (0 < clamp[0] < 100 and 0 < clamp[1] < 1e6):
+        raise ModelError(f"config.json: swiglu_alpha is {clamp[0]} and swiglu_limit {clamp[1]}; allowed: positive "
+                         "numbers")
+    return ExpertsConfig(count, chosen, size, form.prefix, form.names, normalises, form.rounds, shared, form.router,
+                         form.has_bias, clamp)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from longdraft.model.hybrid import HybridFormat
 
 HeadNorms = Literal["none", "each", "all"]
+ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh",)}  # their names in config.json
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class ExpertsFormat:
     size          key of an expert's width in config.json
     normalises    weights of a row's experts are divided by their sum; None: as `norm_topk_prob` says
     rounds        these weights are rounded to the model's dtype
+    router        name of the router
+    has_bias      router and experts have biases
+    is_clamped    their activation is that of gpt-oss (`Kernels.clamped_swiglu`)
     shared        key of the width of an expert that every row has besides; "": there is none
     """
 
@@ -33,6 +37,9 @@ class ExpertsFormat:
     normalises: bool | None
     rounds: bool
     shared: str = ""
+    router: str = "gate"
+    has_bias: bool = False
+    is_clamped: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,22 @@ class Family:
     head_norms     RMSNorm of queries and keys before RoPE: "each" head, or "all" heads as one vector
     post_norm      norms follow attention and MLP instead of preceding them; they round once, after their weight
     is_fused       the file has one tensor for q, k and v, and one for gate and up
-    windows        sliding windows: in "all" layers if sliding_window is a number, or in "some", which layer_types (or
-                   max_window_layers) lists, if use_sliding_window is true
+    has_fused_mlp  the file has one tensor for gate and up alone
+    is_interleaved RoPE turns adjacent dimensions (2 i, 2 i + 1) of a head
+    has_query_growth  queries grow with their position, as rope_parameters says (llama_4_scaling_beta)
+    norm_names     norms before and after attention and MLP, by their names in a layer; empty: before (or after) alone
+    norm_offset    is added to the weights of norms, which stay float32; norms round once, after their weight
+    float_norms    weights of norms are float32 without an offset too
+    has_sinks      each head has a score that joins the softmax without a value
+    activation     of the MLP: "silu", or "gelu_tanh", GELU by its tanh formula
+    scales_embedding  embeddings are multiplied by the root of their width
+    query_scalar   key of the number whose root divides the scores; "": it is the head's width
+    caps           keys of the soft caps of attention scores and of logits; "": none
+    windows        sliding windows: in "all" layers if sliding_window is a number; in those that layer_types lists
+                   ("listed"); or ("some") in those that layer_types, or max_window_layers, lists if use_sliding_window
+                   is true
+    window_period  without layer_types, each layer with such a number is without a window
+    has_window_rope  layers with a window have rotations of their own
     skips_rope     layers may be without RoPE (no_rope_layers)
     is_multiplied  config.json has embedding_, residual_ and attention_multiplier, and logits_scaling
     rotates_part   partial_rotary_factor may be below 1
@@ -61,7 +82,20 @@ class Family:
     head_norms: HeadNorms = "none"
     post_norm: bool = False
     is_fused: bool = False
-    windows: Literal["none", "all", "some"] = "none"
+    has_fused_mlp: bool = False
+    is_interleaved: bool = False
+    has_query_growth: bool = False
+    norm_names: tuple[str, ...] = ()
+    norm_offset: float = 0.0
+    float_norms: bool = False
+    has_sinks: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    scales_embedding: bool = False
+    query_scalar: str = ""
+    caps: tuple[str, str] = ("", "")
+    windows: Literal["none", "all", "some", "listed"] = "none"
+    window_period: int = 0
+    has_window_rope: bool = False
     skips_rope: bool = False
     is_multiplied: bool = False
     rotates_part: bool = False
@@ -78,6 +112,15 @@ _HYBRID_EXPERTS = {"num_key_value_heads": 2, "moe_intermediate_size": 512, "shar
                    "intermediate_size": 5632}
 _SHARED = ExpertsFormat("mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", None, True,
                         "shared_expert_intermediate_size")
+_DELTA = Family(mlp_bias=False, head_norms="each", rotates_part=True, norm_offset=1.0)
+_GEMMA = Family(
+    mlp_bias=False, norm_offset=1.0, activation="gelu_tanh", scales_embedding=True, windows="listed",
+    query_scalar="query_pre_attn_scalar", caps=("attn_logit_softcapping", "final_logit_softcapping"),
+    norm_names=("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+                "post_feedforward_layernorm"))
+_GEMMA_VALUES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_size": 2304,
+                 "intermediate_size": 9216, "num_hidden_layers": 26, "query_pre_attn_scalar": 256,
+                 "sliding_window": 4096, "tie_word_embeddings": True, "eos_token_id": 1}
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "mistral": Family(qkv_bias=False, out_bias=False, mlp_bias=False, windows="all", defaults={
@@ -98,35 +141,53 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(mlp_bias=False, head_norms="each", windows="some", defaults=_QWEN | {
         "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         experts=ExpertsFormat("mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", None, True)),
-    "qwen3_next": Family(mlp_bias=False, head_norms="each", rotates_part=True, hybrid="fused", experts=_SHARED,
-                         defaults=_HYBRID | _HYBRID_EXPERTS | {
-                             "norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}),
-    "qwen3_5_text": Family(mlp_bias=False, head_norms="each", rotates_part=True, hybrid="split", defaults=_HYBRID),
-    "qwen3_5_moe_text": Family(mlp_bias=False, head_norms="each", rotates_part=True, hybrid="split",
-                               experts=replace(_SHARED, normalises=True), defaults=_HYBRID | _HYBRID_EXPERTS | {
-                                   "num_experts": 256, "num_experts_per_tok": 8}),
+    "qwen3_next": replace(_DELTA, hybrid="fused", experts=_SHARED, defaults=_HYBRID | _HYBRID_EXPERTS | {
+        "norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}),
+    "qwen3_5_text": replace(_DELTA, hybrid="split", defaults=_HYBRID),
+    "qwen3_5_moe_text": replace(_DELTA, hybrid="split", experts=replace(_SHARED, normalises=True),
+                                defaults=_HYBRID | _HYBRID_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8}),
+    "gpt_oss": Family(
+        windows="listed", window_period=2, float_norms=True, has_sinks=True, defaults={
+            "num_local_experts": 128, "num_experts_per_tok": 4, "vocab_size": 201088, "num_key_value_heads": 8,
+            "head_dim": 64, "sliding_window": 128, "attention_bias": True, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096, "rope_theta": 150000.0}},
+        experts=ExpertsFormat("mlp", ("gate_proj", "up_proj", "down_proj"), "intermediate_size", True, True,
+                              router="router", has_bias=True, is_clamped=True)),
+    "glm4": Family(
+        out_bias=False, mlp_bias=False, has_fused_mlp=True, is_interleaved=True, rotates_part=True,
+        norm_names=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True,
+                  "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131072}),
+    "ministral3": Family(
+        qkv_bias=False, out_bias=False, mlp_bias=False, windows="all", has_query_growth=True, defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0,
+                                "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+                                "llama_4_scaling_beta": 0.1}}),
+    "gemma2": replace(_GEMMA, window_period=2, defaults=_GEMMA_VALUES | {
+        "vocab_size": 256000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0}),
+    "gemma3_text": replace(_GEMMA, head_norms="each", window_period=6, has_window_rope=True, defaults=_GEMMA_VALUES | {
+        "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4}),
 }
 
 # Models with image input around one of the families, of which the text part is read.
-_WRAPPED = ("mistral3", "qwen3_5", "qwen3_5_moe")
+_WRAPPED = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
 
 _EXPERTS = "mixture-of-experts layers"
 # Unsupported families -> what longdraft lacks; part of the error message.
 MISSING: dict[str, str] = {
     "gemma": "gated GELU, norms whose weight is 1 + w, scaled embeddings",
-    "gemma2": "logit soft-capping, gated GELU, norms before and after attention and MLP",
-    "gemma3": "gated GELU, norms before and after attention and MLP, a second RoPE for layers with a window",
-    "gemma3_text": "gated GELU, norms before and after attention and MLP, a second RoPE for layers with a window",
     "cohere": "LayerNorm, parallel attention and MLP",
     "cohere2": "LayerNorm, parallel attention and MLP",
     "deepseek_v2": f"latent attention, {_EXPERTS}",
     "deepseek_v3": f"latent attention, {_EXPERTS}",
     "exaone4": "norms after attention and MLP combined with per-head norms",
     "falcon": "LayerNorm, an MLP without a gate",
-    "glm4": "norms before and after attention and MLP, RoPE on adjacent dimensions",
     "gpt2": "learned positions, LayerNorm, an MLP without a gate",
     "gpt_neox": "LayerNorm, an MLP without a gate",
-    "gpt_oss": f"attention sinks, {_EXPERTS}",
     "granitemoe": _EXPERTS,
     "granitemoehybrid": f"state-space layers, {_EXPERTS}",
     "llama4": f"chunked attention, {_EXPERTS}",

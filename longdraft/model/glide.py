@@ -82,7 +82,9 @@ class Glide:
         keys        cache of the target's last layer; every row sees its first `num_keys` positions
         """
         kernels, config, weights = target.kernels, target.config, self._weights
-        cos, sin = target.rotations(range(start, start + len(tokens)))
+        # As the target rotates the keys of its last layer.
+        cos, sin = (torch.split(part, config.head_dim // 2, 1)[config.ropes_of(config.num_layers - 1)[1]]
+                    for part in target.rotations(range(start, start + len(tokens))))
         x = target.embed(tokens)
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = kernels.linear(self._norm(x, 0), weights.qkv).view(len(x), -1, config.head_dim)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import mmap
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from longdraft.errors import ModelError
 
 
 def temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -25,3 +28,14 @@ def forget_pages(mapped: mmap.mmap, start: int, stop: int) -> None:
     length = stop // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED, start, length)
+
+
+def require_bytes(mapped: mmap.mmap, stop: int, path: Path) -> None:
+    """Raise ModelError unless the mapped file still has the bytes up to `stop`.
+
+    Reading a page that the file has lost would end the process (SIGBUS). A file that is cut after this check, while the
+    bytes are read, still does that.
+    """
+    if min(len(mapped), size := mapped.size()) < stop:  # size() asks the system
+        raise ModelError(f"{path} was cut to {size:,} bytes while it was loaded; load the model again when the file is "
+                         "complete")

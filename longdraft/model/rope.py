@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longdraft.model.config import ModelConfig, RopeConfig
+from longdraft.errors import ModelError
+from longdraft.model.config import ModelConfig
+from longdraft.model.rope_config import RopeConfig
 
 _ORIGINAL = "original_max_position_embeddings"
 _CHUNK_SIZE = 1024  # positions that are computed together: always the same shape, so always the same bits
@@ -110,22 +112,38 @@ def _yarn(rope: RopeConfig, inverse: Tensor, positions: int) -> tuple[Tensor, fl
     return inverse / factor * (1 - keep) + inverse * keep, attention
 
 
+def require_sound(config: ModelConfig) -> None:
+    """Raise ModelError if the settings give no finite angles."""
+    try:
+        lengths = (1, config.max_positions)
+        found = [frequencies(each, config.trained_positions, n) for each in config.ropes for n in lengths]
+        is_sound = all(bool(inverse.isfinite().all()) and math.isfinite(factor) for inverse, factor in found)
+    except (ArithmeticError, AssertionError, TypeError, ValueError):  # the possible results of nonsensical settings
+        is_sound = False
+    if not is_sound:
+        raise ModelError(f"config.json: rope type {config.rope.kind!r} with base {config.rope.theta} and "
+                         f"{dict(config.rope.settings)} gives no finite angles")
+
+
 class RopeTable:
     """cos and sin by position, computed in aligned chunks. It keeps the latest chunks, so its memory is bounded.
+
+    A model with several rotations (`ModelConfig.num_ropes`) has those of a position one after another.
 
     Dimensions that are not rotated have cos 1 and sin 0. They are the end of each half of a head: see
     `checkpoint._head_order`.
     """
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:
-        self._inverse, self._factor = frequencies(config.rope, config.trained_positions, length)
-        self.key = (self._inverse.numpy().tobytes(), self._factor)  # equal for tables that rotate alike
+        self._ropes = [frequencies(rope, config.trained_positions, length) for rope in config.ropes]
+        self.key = tuple((inverse.numpy().tobytes(), factor) for inverse, factor in self._ropes)  # alike: equal
+        self._growth = config.query_growth
         self._num_unrotated = (config.head_dim - config.rope.dims) // 2
         self._device = device
         self._chunks: dict[int, tuple[Tensor, Tensor]] = {}  # least recently used first
 
     def at(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """cos and sin [R, D / 2] float32 of positions."""
+        """cos and sin [R, S D / 2] float32 of positions, for S rotations."""
         if len(positions) == 1:  # plain decoding and drafting: views, no gather
             number, place = divmod(positions[0], _CHUNK_SIZE)
             cos, sin = self._chunk(number)
@@ -149,7 +167,14 @@ class RopeTable:
         return found
 
     def _compute(self, number: int) -> tuple[Tensor, Tensor]:
-        angles = torch.arange(number * _CHUNK_SIZE, (number + 1) * _CHUNK_SIZE).float()[:, None] * self._inverse
-        unrotated = (0, self._num_unrotated)
-        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-        return pad(cos, unrotated, value=1.0).to(self._device), pad(sin, unrotated).to(self._device)
+        positions = torch.arange(number * _CHUNK_SIZE, (number + 1) * _CHUNK_SIZE).float()[:, None]
+        unrotated, parts = (0, self._num_unrotated), []
+        for inverse, factor in self._ropes:
+            angles = positions * inverse
+            parts.append((pad(angles.cos() * factor, unrotated, value=1.0), pad(angles.sin() * factor, unrotated)))
+        if self._growth:
+            beta, length = self._growth
+            growth = 1 + beta * torch.log(1 + torch.floor(positions / length))
+            parts.append((parts[0][0] * growth, parts[0][1] * growth))
+        cos, sin = (torch.cat(part, 1).to(self._device) for part in zip(*parts, strict=True))
+        return cos, sin

@@ -79,10 +79,25 @@ def with_single_experts(tensors: dict[str, Tensor], config: ModelConfig) -> dict
         layer = f"model.layers.{index}."
         if f"{layer}mlp.experts.down_proj" not in found:
             continue
+        if form.has_bias:
+            found |= _alternating(found, f"{layer}mlp.experts.", form.count)
+            continue
         gate_up, down = (found.pop(f"{layer}mlp.experts.{name}") for name in ("gate_up_proj", "down_proj"))
         found[f"{layer}{form.prefix}.gate.weight"] = found.pop(f"{layer}mlp.gate.weight")
         for expert in range(form.count):
             matrices = (gate_up[expert, : form.size], gate_up[expert, form.size :], down[expert])
             found |= {f"{layer}{form.prefix}.experts.{expert}.{name}.weight": matrix
                       for name, matrix in zip(form.names, matrices, strict=True)}
+    return found
+
+
+def _alternating(tensors: dict[str, Tensor], stem: str, count: int) -> dict[str, Tensor]:
+    """The experts of a layer of gpt-oss one by one, taken from `tensors`. See longdraft/model/gpt_oss.py."""
+    found: dict[str, Tensor] = {}
+    for part, suffix in (("weight", ""), ("bias", "_bias")):
+        gate_up, down = (tensors.pop(f"{stem}{name}_proj{suffix}") for name in ("gate_up", "down"))
+        for expert in range(count):
+            both, last = (x[expert].T if part == "weight" else x[expert] for x in (gate_up, down))
+            sides = {"gate": both[::2], "up": both[1::2], "down": last}
+            found |= {f"{stem}{expert}.{side}_proj.{part}": matrix for side, matrix in sides.items()}
     return found

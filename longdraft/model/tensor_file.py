@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.kernels.int4 import Int4Weight
-from longdraft.model.memory import forget_pages
+from longdraft.model.memory import forget_pages, require_bytes
 
 _MAX_HEADER = 1 << 25  # bytes of JSON; a 400-billion-parameter model's shard has some 100 KB
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -62,7 +62,7 @@ class TensorFile:
                     pass
                 self.stat = os.fstat(file.fileno())  # to notice if the file is replaced
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            header = json.loads(self._map[8 : 8 + length])
+                header = json.loads(file.read(length))
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{path} is not a readable safetensors file: {error}; it is damaged or incomplete, "
                              "get it again") from error
@@ -73,7 +73,7 @@ class TensorFile:
         self.entries = _with_single_experts(text_entries(self.entries))
 
     def view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor as it is stored. Raises ModelError for a dtype that PyTorch does not have.
+        """A tensor as it is stored. Raises ModelError for a dtype that PyTorch does not have, and for a cut file.
 
         dtype  not used here: files with quantised tensors convert to it
         """
@@ -83,6 +83,7 @@ class TensorFile:
         own, count = _DTYPES[entry.dtype], prod(entry.shape)
         if not count:
             return torch.empty(entry.shape, dtype=own)
+        require_bytes(self._map, entry.stop, self.path)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to it
             flat = torch.frombuffer(self._map, dtype=own, count=count, offset=entry.start)
@@ -121,6 +122,8 @@ def text_entries(entries: dict[str, T]) -> dict[str, T]:
 def _with_single_experts(entries: dict[str, Entry]) -> dict[str, Entry]:
     """The entries with a matrix for each expert, where a file has those of a layer in one tensor (Qwen3.5)."""
     found: dict[str, Entry] = {}
+    if any(".mlp.router." in name or name.endswith("_proj_bias") for name in entries):  # gpt-oss: see gpt_oss.py
+        return entries
     for name, entry in entries.items():
         start, mark, part = name.partition(".mlp.experts.")
         names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part)

@@ -21,6 +21,7 @@ from longdraft.model.config import read_json
 from longdraft.model.four_bit import FourBitTensors
 from longdraft.model.gguf.container import open_gguf
 from longdraft.model.gguf.tensors import GgufTensors
+from longdraft.model.gpt_oss import OssTensors
 from longdraft.model.memory import temporary
 from longdraft.model.tensor_file import FLOATS, TensorFile
 from longdraft.model.torch_file import TorchFile
@@ -32,7 +33,7 @@ TORCH_WEIGHTS = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
 
-TensorSource = TensorFile | TorchFile | GgufTensors | FourBitTensors
+TensorSource = TensorFile | TorchFile | GgufTensors | FourBitTensors | OssTensors
 ReadCallback = Callable[[int, int], None]  # called with (bytes read, bytes in all)
 
 
@@ -219,7 +220,10 @@ def _open(folder: Path, single: str) -> Sequence[TensorSource]:
 def _safetensors(folder: Path, names: Sequence[str]) -> Sequence[TensorSource]:
     files = [TensorFile(folder / name) for name in names]
     has_config = (folder / "config.json").is_file()
-    return four_bit.wrap(folder, files, read_json(folder / "config.json")) if has_config else files
+    config = read_json(folder / "config.json") if has_config else {}
+    if config.get("model_type") == "gpt_oss":
+        return [OssTensors(file, files) for file in files]
+    return four_bit.wrap(folder, files, config) if has_config else files
 
 
 def has_weights(folder: Path) -> bool:

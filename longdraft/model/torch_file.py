@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.kernels.int4 import Int4Weight
-from longdraft.model.memory import forget_pages
+from longdraft.model.memory import forget_pages, require_bytes
 from longdraft.model.tensor_file import Entry, require_file, stored_bytes
 from longdraft.model.torch_pickle import STORAGES, DamagedError, Machine, View, fail
 
@@ -87,6 +87,7 @@ class TorchFile:
         own = STORAGES[view.storage.kind][1]
         if not prod(view.shape):
             return torch.empty(view.shape, dtype=own)
+        require_bytes(self._map, member.stop, self.path)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to it
             flat = torch.frombuffer(self._map, dtype=own, count=view.storage.size, offset=member.start)

@@ -127,7 +127,11 @@ class Transformer:
         self.weights = weights
         self.kernels = kernels
         geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps,
-                            config.post_norm, config.rounds_once, config.query_factor, config.residual_factor)
+                            config.post_norm, config.rounds_once, config.query_factor, config.residual_factor,
+                            config.has_gelu, config.num_ropes)
+        self.embedding_factor = config.embedding_factor
+        if config.rounds_embedding_factor:
+            self.embedding_factor = float(torch.tensor(config.embedding_factor, dtype=kernels.dtype))
         self._decoder = kernels.new_decoder(weights.layers, geometry)
         self._rope = RopeTable(config, 1, kernels.device)
         self._has_warned = False
@@ -210,7 +214,7 @@ class Transformer:
         taps = TapLog(self.kernels, self.taps, config.hidden_size) if self.taps else None
         deltas = [layer.delta for layer in self.weights.layers if layer.delta is not None]
         return FullCache(self.kernels, config.num_kv_layers, config.num_kv_heads, config.head_dim, windows, taps,
-                         StateCache(self.kernels, deltas) if deltas else None)
+                         StateCache(self.kernels, deltas) if deltas else None, config.score_cap)
 
     def random_cache(self, positions: int, room: int = 0) -> FullCache:
         """A cache of random keys and values, to time forwards behind so many positions.
@@ -266,12 +270,11 @@ class Transformer:
         """
         config = self.config
         weights = DraftWeights(self.weights.embedding, self.weights.norm, self.weights.head, config.logits_divisor,
-                               self.part)
+                               self.part, self.embedding_factor, config.logits_cap)
         if isinstance(ranking, DeviceRanking):
             rotations = self.rotations(range(position - 1, position - 1 + count))
-            return ranking.sampler.draft_chain(self._decoder, weights, config.embedding_factor, cache, ranking,
-                                               rotations, path, end)
-        if config.embedding_factor != 1 or not native_draft.supports(self.kernels, self._decoder, weights):
+            return ranking.sampler.draft_chain(self._decoder, weights, cache, ranking, rotations, path, end)
+        if not native_draft.supports(self.kernels, self._decoder, weights):
             return None
         rotations = self.rotations(range(position - 1, position - 1 + count))
         return native_draft.draft_chain(self.kernels, self._decoder, weights, cache, ranking, end, root, path,
@@ -287,7 +290,7 @@ class Transformer:
         return _split(self.logits(hidden), counts, 0)
 
     def rotations(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """cos and sin [R, D / 2] float32 of positions."""
+        """cos and sin [R, S D / 2] float32 of positions, for S rotations (`ModelConfig.num_ropes`)."""
         return self._rope.at(positions)
 
     @cached_property
@@ -304,7 +307,7 @@ class Transformer:
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """Embeddings [R, hidden], the first layer's input."""
         x = self.kernels.embed(self.weights.embedding, tokens)
-        return x if self.config.embedding_factor == 1 else x * self.config.embedding_factor
+        return x if self.embedding_factor == 1 else x * self.embedding_factor
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 of hidden states [R, hidden] before the final norm."""
@@ -320,6 +323,8 @@ class Transformer:
         logits = self.kernels.linear(normed, self.weights.head, keep_float=True)
         if self.config.logits_divisor != 1:
             logits.div_(self.config.logits_divisor)
+        if self.config.logits_cap:
+            logits = self.kernels.soft_cap(logits, self.config.logits_cap)
         return logits if self.part is None else self.part.whole(logits)
 
 

@@ -93,7 +93,7 @@ class DeviceSampler:
         self._update(context)
         return DeviceRanking(self, width, within, self._left(context))
 
-    def draft_chain(self, decoder: Decoder, weights: DraftWeights, embedding_factor: float, stores: DraftStores,
+    def draft_chain(self, decoder: Decoder, weights: DraftWeights, stores: DraftStores,
                     ranking: DeviceRanking, rotations: tuple[Tensor, Tensor], path: Sequence[int],
                     end: ChainEnd) -> list[Ranked] | None:
         """See `longdraft.kernels.native_draft.draft_chain`. None for a model whose weights are divided among ranks."""
@@ -102,7 +102,7 @@ class DeviceSampler:
 
         if not isinstance(decoder, CudaDecoder):
             return None
-        return draft_chain(decoder, weights, embedding_factor, stores, self._chooser, self._chains, ranking.width,
+        return draft_chain(decoder, weights, stores, self._chooser, self._chains, ranking.width,
                            rotations, path, ranking.required - len(path), ranking.within, end)
 
     def _update(self, context: Context) -> None:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fastapi import Request
@@ -26,8 +27,9 @@ from longdraft.server.settings import ServerSettings
 
 _SMALL_BODY = 1 << 16  # bytes; preparing a larger one may take seconds
 _SMALL_THREADS, _MAX_SMALL = 2, 128  # more threads would starve the event loop; requests in the threads and their queue
-_MAX_LARGE = 4
-_MAX_LARGE_BODIES = 16  # that are read or prepared at the same time
+_MAX_LARGE = 8  # bodies that are read, wait or are prepared at the same time
+_PARTS = 2  # of large bodies that are taken in one turn of the event loop
+_REST = 2.0  # of the thread for large bodies, in times of its work; reading such a prompt takes far longer than either
 _BODIES = 8  # largest bodies that may be in memory together
 _MAX_UNKNOWN = 1000  # names of unknown parameters in the log
 _DISCONNECT_POLL_S = 0.25  # how often to check that a waiting client is still connected
@@ -39,14 +41,14 @@ T = TypeVar("T")
 
 
 class Turnstile:
-    """Lets a few requests begin in each turn of the event loop, in order of arrival.
+    """Lets a few requests, or parts of bodies, pass in each turn of the event loop, in order of arrival.
 
-    A hundred that arrive together would otherwise begin in one turn, of a millisecond each, and /health would wait for
+    A hundred that arrive together would otherwise pass in one turn, of a millisecond each, and /health would wait for
     several such turns: for its connection, its headers and its answer.
     """
 
     def __init__(self, each: int = 2) -> None:
-        """each: requests of a turn."""
+        """each: how many pass in a turn."""
         self._each, self._begun = each, 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
@@ -75,15 +77,15 @@ class Turnstile:
 class BoundedThreads:
     """Threads for slow work, with a bounded queue. Its methods belong to the event loop.
 
-    rests  whether a thread rests after its work for as long as that took, so that others have half of the processor
+    rest  how long a thread rests after its work, in times of what that took, so that others have the processor
     """
 
     def __init__(self, name: str, num_threads: int, max_pending: int, metrics: ServerMetrics, *,
-                 rests: bool = False) -> None:
+                 rest: float = 0.0) -> None:
         self._executor = ThreadPoolExecutor(num_threads, name)
         self._name, self._max_pending, self._metrics = name, max_pending, metrics
         self._num_pending = 0
-        self._rests, self._rests_until = rests, 0.0  # monotonic time
+        self._rest, self._rests_until = rest, 0.0  # monotonic time
 
     def require_room(self) -> None:
         """Raise ApiError (429) if the queue is full."""
@@ -113,17 +115,25 @@ class BoundedThreads:
             result.cancel()  # does nothing once the work has begun
 
     def _do(self, work: Callable[[], T]) -> T:
-        """Do the work, not before the thread has rested as long as it worked last time, if it must."""
+        """Do the work, not before the thread has rested from the last one."""
         time.sleep(max(0.0, self._rests_until - time.monotonic()))
         began = time.monotonic()
         try:
             return work()
         finally:
             now = time.monotonic()
-            self._rests_until = now + (now - began) * self._rests
+            self._rests_until = now + (now - began) * self._rest
 
     def _leave(self) -> None:
         self._num_pending -= 1
+
+
+@dataclass
+class _Body:
+    """A request's body as far as it is read. has_place: it is one of the large bodies."""
+
+    content: bytearray = field(default_factory=bytearray)
+    has_place: bool = False
 
 
 class Admission:
@@ -135,9 +145,10 @@ class Admission:
         self._unknown: set[str] = set()  # parameters that were left out, of which the log has one line each
         self._on_unknown = self._log_unknown if settings.unknown_parameters == "warn" else None
         self._num_bytes = 0  # of all bodies that are being read or prepared
-        self._num_large = 0  # of them, those that were announced as large
+        self._num_large = 0  # of them, the large ones
         self._small = BoundedThreads("small", _SMALL_THREADS, _MAX_SMALL, metrics)
-        self._large = BoundedThreads("large", 1, _MAX_LARGE, metrics, rests=True)
+        self._large = BoundedThreads("large", 1, _MAX_LARGE, metrics, rest=_REST)
+        self._parts = Turnstile(_PARTS)  # of large bodies
 
     def _log_unknown(self, name: str) -> None:
         """Log an unknown parameter once."""
@@ -153,51 +164,57 @@ class Admission:
         declared = request.headers.get("content-length", "0")
         if len(declared) > 20 or int(declared) > self._settings.max_body_bytes:  # h11 accepts digits only
             raise self._too_large()
-        self._require_room(int(declared))
-        body, is_large = bytearray(), int(declared) > _SMALL_BODY
-        self._num_large += is_large
+        body = _Body()
+        self._require_room(int(declared), body)
         try:
             await self._read(request, body)
             _require_json(request)
-            return await self._threads_for(len(body)).run(
-                request, lambda: work(parse_body(model, body, self._on_unknown)))
+            return await self._threads_for(len(body.content)).run(
+                request, lambda: work(parse_body(model, body.content, self._on_unknown)))
         finally:
-            self._num_bytes -= len(body)
-            self._num_large -= is_large
+            self._num_bytes -= len(body.content)
+            self._num_large -= body.has_place
 
-    async def _read(self, request: Request, body: bytearray) -> None:
-        """Append the request's body to `body`, and count its bytes."""
+    async def _read(self, request: Request, body: _Body) -> None:
+        """Read the request's body, and count its bytes."""
         try:
             async with asyncio.timeout(self._settings.stall_s):
                 num_values, is_whole = 0, False
                 while not is_whole:  # `request.stream()` does the same, at several times the cost for a refused body
+                    if body.has_place:  # meanwhile the connection is not read
+                        await self._parts.enter()
                     message = await request.receive()
                     if message["type"] == "http.disconnect":
                         raise _client_closed()
                     part = message.get("body", b"")
                     is_whole = not message.get("more_body", False)
-                    body += part
+                    body.content += part
                     self._num_bytes += len(part)
                     num_values += part.count(b",")
-                    if len(body) > self._settings.max_body_bytes:
+                    if len(body.content) > self._settings.max_body_bytes:
                         raise self._too_large()
                     if num_values > self._max_values:  # parsing them would hold up all other requests
                         raise ApiError(400, f"the body has more than {self._max_values:,} values; send several "
                                        "requests", code="too_many_values", headers=_CLOSE)
                     if part:
                         self._require_memory(self._num_bytes)
+                    if len(body.content) > _SMALL_BODY and not body.has_place:  # its size was not announced
+                        self._require_room(len(body.content), body)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._settings.stall_s:g} s", code="body_timeout",
                            headers=_CLOSE) from None
 
-    def _require_room(self, num_bytes: int) -> None:
-        """Raise ApiError (429) if there is no room for one more body, of `num_bytes`."""
+    def _require_room(self, num_bytes: int, body: _Body) -> None:
+        """Raise ApiError (429) if there is no room for one more body, of `num_bytes`; a large one gets its place."""
         try:
-            self._require_memory(self._num_bytes + num_bytes)
+            self._require_memory(self._num_bytes - len(body.content) + num_bytes)
             self._threads_for(num_bytes).require_room()
-            if num_bytes > _SMALL_BODY and self._num_large >= _MAX_LARGE_BODIES:
+            if num_bytes > _SMALL_BODY and self._num_large >= _MAX_LARGE:
                 self._metrics.count_failure("overloaded")
-                raise retry_later(f"{self._num_large} large bodies are being read; retry later", "too_many_requests")
+                raise retry_later(f"{self._num_large} large requests are being prepared; allowed: {_MAX_LARGE}; retry "
+                                  "later", "too_many_requests")
+            body.has_place = num_bytes > _SMALL_BODY
+            self._num_large += body.has_place
         except ApiError as error:
             if num_bytes > _SMALL_BODY:  # otherwise the server would read the rest of the body to drop it
                 error.headers = {**(error.headers or {}), **_CLOSE}

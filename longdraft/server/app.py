@@ -18,6 +18,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from longdraft import machine
 from longdraft.engine import Engine
 from longdraft.errors import LongdraftError
 from longdraft.server import routes
@@ -30,6 +31,7 @@ from longdraft.server.settings import ServerSettings
 from longdraft.version import __version__
 
 _PRUNE_INTERVAL_S = 600.0
+_MEMORY_INTERVAL_S = 10.0  # between two returns of freed memory
 _PAGE_FILES = {"index.html": "text/html", "page.css": "text/css", "icon.svg": "image/svg+xml"} | dict.fromkeys(
     ("page.js", "stream.js", "text.js", "takes.js", "charts.js", "files.js"), "text/javascript")
 _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {status: {"description": text} for status, text in (
@@ -75,11 +77,12 @@ class App:
     @contextlib.asynccontextmanager
     async def _lifespan(self, api: FastAPI) -> AsyncIterator[None]:
         self.service.scheduler.start()
-        pruning = asyncio.ensure_future(self._prune_journals())
+        chores = [asyncio.ensure_future(chore) for chore in (self._prune_journals(), _return_memory())]
         try:
             yield
         finally:
-            pruning.cancel()
+            for chore in chores:
+                chore.cancel()
             await asyncio.to_thread(self.service.scheduler.close)
 
     async def _prune_journals(self) -> None:
@@ -90,6 +93,13 @@ class App:
             except Exception as error:  # the next round may find the reason gone
                 log.warning("old journals cannot be removed: %s", error)
             await asyncio.sleep(_PRUNE_INTERVAL_S)
+
+
+async def _return_memory() -> None:
+    """Give the memory of ended texts and requests back to the system at intervals."""
+    while True:
+        await asyncio.sleep(_MEMORY_INTERVAL_S)
+        await asyncio.to_thread(machine.return_free_memory)
 
 
 def _add_page(api: FastAPI) -> None:

@@ -30,20 +30,26 @@ class EventQueue:
     """Carries the events of one request's jobs from the engine thread to the event loop.
 
     `put` never blocks and `take` returns everything at once, so a slow client delays no other text.
+
+    wakes_at  number of items that wakes `take`; the end of a job always does. Set it before `take`
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.wakes_at = 1
         self._loop = loop
         self._lock = threading.Lock()
+        self._is_closed = False
         self._items: list[tuple[GenerationJob, Event | JobEnd]] = []
         self._ready = asyncio.Event()
 
     def put(self, job: GenerationJob, item: Event | JobEnd) -> None:
         """Add an item. Any thread may call this."""
         with self._lock:
+            if self._is_closed:
+                return
             self._items.append((job, item))
-            is_first = len(self._items) == 1
-        if is_first and not self._loop.is_closed():
+            wakes = len(self._items) == self.wakes_at or isinstance(item, JobEnd)
+        if wakes and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._ready.set)
 
     async def take(self, timeout_s: float) -> list[tuple[GenerationJob, Event | JobEnd]]:
@@ -57,6 +63,11 @@ class EventQueue:
             items, self._items = self._items, []
             self._ready.clear()
         return items
+
+    def close(self) -> None:
+        """The request has ended: drop all items, and those that come."""
+        with self._lock:
+            self._items, self._is_closed = [], True
 
 
 @dataclass(eq=False)
@@ -127,6 +138,10 @@ class GenerationJob:
         self.charge(self.prompt_tokens)
         self.generation = self.start(on_prefill=self._on_prefill, cache_salt=self.cache_salt)
         return self.generation
+
+    def release(self) -> None:
+        """The job has ended: forget its prompt and its caches. Lists of texts show it for a while."""
+        self.start, self.beginning = _never_start, None
 
     def drop_journal(self) -> None:
         """Begin without a journal."""
@@ -209,3 +224,7 @@ class GenerationJob:
             "elapsed_seconds": (self.ended or time.monotonic()) - self.arrived,
             "eta_seconds": self.eta_seconds if self.ended is None else None,
         }
+
+
+def _never_start(**options: Any) -> Generation:
+    raise AssertionError("a job that has ended was started")

@@ -236,6 +236,7 @@ class Scheduler:
                 job.beginning = self._resuming.submit(self._start, job)
             else:
                 job.number = self._batch.admit(job.beginning.result() if job.beginning else self._start(job))
+                job.beginning = None
         except Exception as error:
             self._fail(job, error)
 
@@ -328,6 +329,7 @@ class Scheduler:
     def _end(self, job: GenerationJob, state: str, error: BaseException | None) -> None:
         with self._changed:
             job.state, job.ended = state, time.monotonic()
+            job.release()
             if job in self._running:
                 self._running.remove(job)
                 self._reserved -= job.num_bytes

@@ -79,12 +79,12 @@ class Service:
         reply = ReplyBuilder(prepared.options, self.settings.model_name, self.engine.tokenizer, jobs)
         self.scheduler.submit(jobs)
         if prepared.options.is_stream:
-            return EventStream(self._stream(prepared, reply), self.settings.stall_s, lambda: self._cancel(jobs),
+            return EventStream(self._stream(prepared, reply), self.settings.stall_s, lambda: self._close(prepared),
                                {"X-Generation-Id": jobs[0].id})
         try:
             return await self._whole(request, prepared, reply)
         finally:
-            self._cancel(jobs)
+            self._close(prepared)
 
     def api_error(self, error: BaseException) -> ApiError:
         """The client's view of an exception, without the server's folders."""
@@ -95,13 +95,15 @@ class Service:
             found.detail = found.detail.replace(path, name)
         return found
 
-    def _cancel(self, jobs: list[GenerationJob]) -> None:
-        """Free the engine of a request's jobs. Finished jobs ignore this."""
-        for job in jobs:
+    def _close(self, prepared: PreparedRequest) -> None:
+        """The request has ended: cancel its jobs, which finished ones ignore, and drop what its client did not read."""
+        for job in prepared.jobs:
             self.scheduler.cancel(job)
+        prepared.events.close()
 
     async def _whole(self, request: Request, prepared: PreparedRequest, reply: ReplyBuilder) -> Response:
         pending = set(prepared.jobs)
+        prepared.events.wakes_at = _MAX_EVENTS  # one step would make the event loop compete with the engine each time
         while pending:
             events, ended = await _next_events(prepared.events, _DISCONNECT_POLL_S)
             for job, new in events.items():

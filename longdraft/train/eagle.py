@@ -27,10 +27,11 @@ from torch.nn import functional
 
 from longdraft.data_files import Tokens
 from longdraft.errors import ModelError
-from longdraft.model.config import ModelConfig, RopeConfig, read_json
+from longdraft.model.config import ModelConfig, read_json
 from longdraft.model.eagle import OWN_KEY, eagle_shapes
 from longdraft.model.eagle_config import EagleConfig, canonical_names, read_eagle_config
 from longdraft.model.rope import frequencies
+from longdraft.model.rope_config import RopeConfig
 from longdraft.model.tensor_files import WEIGHTS, TensorFiles, dump_json
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.frozen_model import (
@@ -56,7 +57,10 @@ def head_config(settings: EagleSettings, target: ModelConfig) -> EagleConfig:
     rope = RopeConfig("default", target.rope.theta, {}, target.head_dim)
     layer = replace(target, num_layers=1, rope=rope, is_tied=False, qkv_bias=False, out_bias=False, mlp_bias=False,
                     head_norms="none", post_norm=False, is_fused=False, window=0, windowed=(), rotated=(),
-                    skip_rope_every=0, embedding_factor=1.0, residual_factor=1.0, query_factor=1.0, logits_divisor=1.0)
+                    skip_rope_every=0, embedding_factor=1.0, residual_factor=1.0, query_factor=1.0, logits_divisor=1.0,
+                    norm_names=(), float_norms=False, norm_offset=0.0, has_gelu=False, rounds_embedding_factor=False,
+                    score_cap=0.0, logits_cap=0.0, window_rope=None, has_fused_mlp=False, is_interleaved=False,
+                    query_growth=None)
     count = settings.draft_vocab or target.vocab_size
     return EagleConfig(
         version=3, layer=layer, target_width=target.hidden_size, tapped_ids=tapped_layers(target.num_layers),
@@ -106,8 +110,7 @@ class EagleModule(LayerModule):
 
     def _layer(self, y: Tensor, ids: Tensor, positions: Tensor, keys: list[tuple[Tensor, Tensor]]) -> Tensor:
         """The layer over the rows of a pass; adds their keys and values to those of the passes before."""
-        body: Any = self._base.body
-        e = body.embed_tokens(ids).to(y.device).float() * self._base.config.embedding_factor
+        e = self._base.embed(ids)
         m = self._norm(y, "layers.0.hidden_norm")
         source = torch.cat([self._norm(e, "layers.0.input_layernorm"), m], -1)
         angles = positions[..., None].float() * self._inverse

@@ -88,6 +88,22 @@ class FrozenModel:
         hidden: Tensor = self.body(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1).float().to(self.device)
 
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [B, L, hidden] float32 of ids [B, L], as they enter the first layer."""
+        body: Any = self.body
+        rows = functional.embedding(ids, body.embed_tokens.weight)  # a sharded model has its table on another device
+        return rows.to(self.device).float() * self.config.embedding_factor
+
+    @torch.no_grad()
+    def last_rotations(self, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, L, D] of the last layer's keys at positions [B, L]."""
+        body: Any = self.body
+        last = self.config.num_layers - 1
+        kind = "sliding_attention" if self.config.window_of(last) else "full_attention"
+        cos, sin = body.rotary_emb(keys, positions, *((kind,) if self.config.window_rope else ()))
+        return cos.to(self.device), sin.to(self.device)
+
     def normed(self, hidden: Tensor) -> Tensor:
         """RMSNorm with the model's final weights, of rows [..., hidden] float32."""
         return functional.rms_norm(hidden, self.final_norm.shape, self.final_norm, self.config.rms_norm_eps)
@@ -95,7 +111,9 @@ class FrozenModel:
     def logits(self, normed: Tensor) -> Tensor:
         """Logits [R, V] float32 of normalised rows [R, hidden]; differentiable in the rows."""
         logits = functional.linear(normed.to(self.head_weight.dtype), self.head_weight).float()
-        return logits if self.config.logits_divisor == 1 else logits / self.config.logits_divisor
+        logits = logits if self.config.logits_divisor == 1 else logits / self.config.logits_divisor
+        cap = self.config.logits_cap
+        return (logits / cap).tanh() * cap if cap else logits
 
     def row_chunks(self, count: int) -> Iterator[slice]:
         """Slices of rows 0 .. count, small enough for their logits."""
@@ -137,7 +155,7 @@ def load_frozen_model(folder: Path, dtype: str, device: torch.device, *, shard: 
     saved = TORCH_DTYPES[config.dtype]
     model = pretrained(folder, saved if dtype == "auto" else TORCH_DTYPES[dtype], device, shard=shard)
     model.requires_grad_(False).eval()
-    body, norm = model.model, model.model.norm.weight.detach().float()
+    body, norm = model.model, model.model.norm.weight.detach().float() + config.norm_offset
     # With an identity in its place the body returns the hidden states before the final norm, which the heads read.
     body.norm = nn.Identity()
     spread = float(getattr(model.config, "initializer_range", 0.02))

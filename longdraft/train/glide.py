@@ -52,10 +52,8 @@ class GlideModule(LayerModule):
 
     def forward(self, ids: Tensor, positions: Tensor, seen: FrozenOutputs, lag: int) -> Tensor:
         """Normalised rows [B, L, hidden] float32 for ids [B, L]; `seen` are the target's outputs for them."""
-        body: Any = self._base.body
-        device = self._base.device  # a sharded model has its embeddings on another device
-        x = body.embed_tokens(ids).to(device).float() * self._base.config.embedding_factor
-        cos, sin = (part.to(device) for part in body.rotary_emb(seen.keys, positions))
+        x = self._base.embed(ids)
+        cos, sin = self._base.last_rotations(seen.keys, positions)
         x = x + self._own(self._norm(x, "input_layernorm"), cos, sin)
         x = x + self._cross(self._norm(x, "cross_layernorm"), cos, sin, seen, lag)
         normed = self._norm(x, "post_attention_layernorm")

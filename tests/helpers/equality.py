@@ -47,7 +47,7 @@ DRAFTERS = {
     "tokenswift, everything grafted": ("tokenswift", dict(suffix="true", width=3, margin=9, budget=40, sinks=4,
                                                           recent=8, room=8, continuations=3, seen=1, delay=0)),
     "glide": ("glide", {}),
-    "glide, long and wide": ("glide", dict(chain=20, width=3, margin=9, suffix="false")),
+    "glide, long and wide": ("glide", dict(chain=12, width=3, margin=9, suffix="false")),
     "eagle": ("eagle", {}),
     "eagle, window": ("eagle", dict(window=9, sinks=2, chain=7, width=3, margin=9, suffix="false")),
     "medusa": ("medusa", dict(tree="3,2,1")),

@@ -37,6 +37,11 @@ MIXTURES: dict[str, tuple[str, dict[str, object]]] = {  # of experts, which take
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32,
                                     norm_topk_prob=True)),
+    "gpt_oss": ("gpt_oss", dict(
+        head_dim=16, num_local_experts=6, num_experts_per_tok=3, sliding_window=WINDOW, tie_word_embeddings=False,
+        swiglu_limit=0.8, pad_token_id=None, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=dict(rope_type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+                             original_max_position_embeddings=256, rope_theta=150000.0))),
 }
 _DELTA = dict(num_hidden_layers=4, head_dim=16, linear_key_head_dim=16, linear_value_head_dim=32,
               linear_num_key_heads=2, linear_num_value_heads=4)
@@ -46,12 +51,26 @@ HYBRIDS: dict[str, tuple[str, dict[str, object]]] = {  # of delta layers and att
     "qwen3_5_moe": ("qwen3_5_moe_text", _DELTA | _SHARED),
     "qwen3_next": ("qwen3_next", _DELTA | _SHARED),
 }
+CPU_FAMILIES: dict[str, tuple[str, dict[str, object]]] = {  # norms on both sides, soft caps, several rotations
+    "gemma2": ("gemma2", dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=WINDOW, attn_logit_softcapping=4.0,
+                              final_logit_softcapping=8.0)),
+    "gemma3": ("gemma3_text", dict(
+        head_dim=16, query_pre_attn_scalar=16, sliding_window=WINDOW, rope_parameters={
+            "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+            "sliding_attention": dict(rope_type="default", rope_theta=1e4)},
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+    "glm4": ("glm4", dict(head_dim=16, tie_word_embeddings=False, rope_parameters=dict(
+        rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5), attention_bias=True, pad_token_id=None)),
+    "ministral3": ("ministral3", dict(head_dim=16, pad_token_id=None, rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=32, beta_fast=32.0,
+        beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.4))),
+}
 LAYERS = 3
 
 
 def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
     """Save a random model of a family as a model folder; norms and biases are random too."""
-    kind, own = (FAMILIES | MIXTURES | HYBRIDS)[name]
+    kind, own = (FAMILIES | MIXTURES | HYBRIDS | CPU_FAMILIES)[name]
     settings: dict[str, object] = dict(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2, tie_word_embeddings=True,
@@ -59,7 +78,7 @@ def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **c
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(settings | own | changes)))
     for parameter_name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
+        if parameter.ndim == 1 or parameter_name.endswith("_bias"):
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.2)
     model = model.to(dtype).eval()
     model.save_pretrained(folder)

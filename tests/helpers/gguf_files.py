@@ -100,7 +100,7 @@ _HYBRID = {
 }
 HYBRID_ARCHS = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
@@ -116,8 +116,15 @@ def theirs(name: str, arch: str) -> str:
     _, _, layer, part = stem.split(".", 3)
     if arch in HYBRID_ARCHS.values():
         return f"blk.{layer}.{(_INSIDE | _HYBRID)[part]}.{suffix}"
-    if arch == "olmo2":
-        post = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+    if arch in ("olmo2", "gemma2", "gemma3"):
+        post = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
+                "pre_feedforward_layernorm": "ffn_norm"}
+        return f"blk.{layer}.{(_INSIDE | post)[part]}.{suffix}"
+    if arch == "gpt-oss":
+        post = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
+        return f"blk.{layer}." + ("attn_sinks.weight" if suffix == "sinks" else f"{(_INSIDE | post)[part]}.{suffix}")
+    if arch == "glm4":
+        post = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
         return f"blk.{layer}.{(_INSIDE | post)[part]}.{suffix}"
     return f"blk.{layer}.{_INSIDE[part]}.{suffix}"
 
@@ -131,8 +138,26 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
         f"{arch}.context_length": config.max_position_embeddings, f"{arch}.attention.head_count": heads,
         f"{arch}.attention.head_count_kv": config.num_key_value_heads,
         f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
     }
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    values[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
+    if arch == "glm4":
+        values[f"{arch}.rope.dimension_count"] = int(config.head_dim * rope["partial_rotary_factor"])
+    if arch in ("mistral3", "gpt-oss"):
+        values |= {f"{arch}.rope.scaling.type": "yarn", f"{arch}.rope.scaling.factor": rope["factor"],
+                   f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
+    if arch == "mistral3":
+        values |= {f"{arch}.attention.temperature_scale": rope["llama_4_scaling_beta"],
+                   f"{arch}.rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"]}
+    if arch.startswith("gemma") or arch == "gpt-oss":
+        windowed = [kind == "sliding_attention" for kind in config.layer_types]
+        values[f"{arch}.attention.sliding_window_pattern"] = windowed
+        caps = ("attn_logit_softcapping", "final_logit_softcapping")
+        values |= {f"{arch}.{key}": getattr(config, key) for key in caps if getattr(config, key, None)}
+        if rope["rope_type"] == "linear":
+            values |= {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": rope["factor"]}
+    if arch == "gpt-oss":
+        values[f"{arch}.expert_feed_forward_length"] = config.intermediate_size
     if hasattr(config, "num_local_experts"):
         values |= {f"{arch}.expert_count": config.num_local_experts,
                    f"{arch}.expert_used_count": config.num_experts_per_tok}
@@ -147,7 +172,7 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
                        "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"}.items():
         if arch == "granite":
             values[f"{arch}.{ours}"] = float(getattr(config, name))
-    if getattr(config, "sliding_window", None) and arch in ("llama", "phi3"):
+    if getattr(config, "sliding_window", None) and arch in ("llama", "phi3", "gemma2", "gemma3", "gpt-oss"):
         values[f"{arch}.attention.sliding_window"] = config.sliding_window
     return values
 
@@ -220,11 +245,19 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
     without  parts of the names of tensors that are left out
     """
     config = model.config
-    archs = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"} | HYBRID_ARCHS
+    archs = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
+             "ministral3": "mistral3", "gpt_oss": "gpt-oss"} | HYBRID_ARCHS
     arch = archs.get(config.model_type, config.model_type)
     converted: dict[str, Stored] = dict(tensors or {})
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if arch == "gpt-oss" and ".mlp.experts." in name:
+            layer, rows = name.split(".")[2], tensor if name.endswith("_bias") else tensor.transpose(1, 2)
+            suffix = "bias" if name.endswith("_bias") else "weight"
+            parts = {"down": rows} if "down" in name else {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+            as_kind = kind if suffix == "weight" else "F32"
+            converted |= {f"blk.{layer}.ffn_{part}_exps.{suffix}": stored(one, as_kind) for part, one in parts.items()}
             continue
         if ".mlp.experts." in name:
             layer, size = name.split(".")[2], tensor.shape[1] // 2
@@ -238,6 +271,8 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}.get(
             name.rpartition("_proj")[0][-1:] if "self_attn" in name else "")
         rows = permuted(tensor, heads) if heads and arch in PERMUTED else tensor
+        if arch.startswith("gemma") and tensor.ndim == 1:
+            rows = rows.float() + 1
         converted[theirs(name, arch)] = stored(rows, kind if tensor.ndim > 1 else "F32")
     converted = {name: tensor for name, tensor in converted.items() if not any(part in name for part in without)}
     write_gguf(path, {**metadata(config, arch), **tokenizer_values(folder), **(values or {})}, converted)

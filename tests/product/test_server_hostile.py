@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -202,6 +203,50 @@ def test_small_requests_do_not_wait_for_large_ones(engine, monkeypatch):
         assert app.service.admission._num_bytes == 0
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_large_bodies_are_read_only_if_they_will_be_prepared_and_a_few_parts_at_a_time(
+        engine, monkeypatch, is_announced):
+    app, gate, turn, parts = App(engine, ServerSettings()), threading.Event(), [0], []
+    encode = type(engine.tokenizer).encode
+    monkeypatch.setattr(type(engine.tokenizer), "encode", lambda *a, **o: gate.wait(20) and encode(*a, **o))
+    text, count = b'{"prompt": "' + b"a" * 100_000 + b'"}', admission._MAX_LARGE + 5
+
+    async def body(number):
+        for start in range(0, len(text), 4000):
+            parts.append((turn[0], number, start))
+            yield text[start : start + 4000]
+
+    async def main():
+        headers = {"Content-Type": "application/json"} | ({"Content-Length": str(len(text))} if is_announced else {})
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=30,
+                                     headers=headers) as client:
+            asked = [asyncio.create_task(client.post("/tokenize", content=body(number))) for number in range(count)]
+            while app.service.admission._large._num_pending < admission._MAX_LARGE:
+                turn[0] += 1
+                await asyncio.sleep(0)
+            gate.set()
+            return [(await each).status_code for each in asked]
+
+    statuses = asyncio.run(main())
+    assert sorted(statuses) == [200] * admission._MAX_LARGE + [429] * 5
+    read = [sum(number == of for _, of, _ in parts) * 4000 for number in range(count)]
+    refused = [read[number] for number in range(count) if statuses[number] == 429]
+    assert max(refused) <= (0 if is_announced else admission._SMALL_BODY + 8000) < len(text)
+    turns = [turn for turn, _, start in parts if is_announced or start > admission._SMALL_BODY + 8000]
+    assert max(map(turns.count, turns)) <= admission._PARTS
+    assert app.service.admission._num_large == app.service.admission._num_bytes == 0
+
+
+def test_the_thread_for_large_bodies_rests(monkeypatch):
+    now, slept = [0.0], []
+    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append))
+    threads = BoundedThreads("large", 1, 4, ServerMetrics("m"), rest=2.0)
+    threads._do(lambda: now.append(now.pop() + 3.0))
+    now[0] += 1.0
+    threads._do(lambda: None)
+    assert slept == [0.0, 5.0]  # six seconds after three of work, of which one has passed
 
 
 def test_bodies_share_a_bounded_memory(engine, monkeypatch):

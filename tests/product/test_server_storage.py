@@ -21,6 +21,7 @@ from longdraft.journal import FILE, Journal, read_journal
 from longdraft.journal import writer as writing
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.server import journals, replies, scheduler
+from longdraft.server import run as running
 from longdraft.server.journals import JournalFolder
 from longdraft.server.settings import ServerSettings
 
@@ -165,15 +166,26 @@ def test_journals_are_readable_by_their_owner_only(server):
     assert (root / "mine" / FILE).stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("mode, warnings", [(0o755, ["journals_readable"]), (0o700, [])])
+def test_a_folder_of_journals_that_others_can_read_is_a_warning(engine, tmp_path, monkeypatch, caplog, mode, warnings):
+    tmp_path.chmod(mode)
+    monkeypatch.setattr(running, "_freeze_objects", lambda: None)
+    monkeypatch.setattr(running.sys, "setswitchinterval", lambda seconds: None)
+    monkeypatch.setattr(running.HttpServer, "run", lambda self: None)
+    running.run_server(engine, ServerSettings(port=0, journals=tmp_path))
+    assert [entry.getMessage() for entry in caplog.records if entry.name == "longdraft.server"] == warnings
+
+
 # The engine's thread
 
 
-def test_weights_are_hashed_once_and_not_by_the_engine(tmp_path, monkeypatch):
+def test_weights_are_hashed_once_and_the_template_is_compiled_at_load_and_not_by_the_engine(tmp_path, monkeypatch):
     fingerprint, threads = TensorFiles.fingerprint, []
     monkeypatch.setattr(TensorFiles, "fingerprint",
                         lambda self: threads.append(threading.current_thread().name) or fingerprint(self))
     engine = serving.load("novelist")
     with serving.running(engine, journals=tmp_path, journal_from=1) as server:
+        assert "chat_template" in vars(engine.tokenizer) and len(threads) == 1
         for _ in range(3):
             text_of(post(server))
     assert len(threads) == 1 and threads != ["engine"]

@@ -13,6 +13,7 @@ import torch
 
 from helpers import training
 from helpers.checkpoints import load, make_checkpoint
+from helpers.families import make_family
 from helpers.processes import Fork, run_longdraft
 from helpers.training import ALPHABET, At, losses, settings
 from longdraft import data_files
@@ -74,9 +75,12 @@ def test_targets_beyond_the_end_of_a_sequence_are_ignored():
 
 
 @pytest.mark.parametrize("kind", ["mlp", "tokenswift", "medusa"])
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "num_key_value_heads": 1}])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "num_key_value_heads": 1}, None])
 def test_training_and_engine_compute_the_same_hidden_states_and_logits(tmp_path, changes, kind):
-    make_checkpoint(tmp_path / "tiny", **changes)
+    if changes is None:  # a family whose norms have an offset, and whose logits a cap
+        make_family(tmp_path / "tiny", "gemma2")
+    else:
+        make_checkpoint(tmp_path / "tiny", **changes)
     trained = frozen.load_frozen_model(tmp_path / "tiny", "auto", torch.device("cpu"))
     ids = torch.arange(2, 50)
     wanted = HeadSettings(data=("none",), kind=kind, init="paper", seed=3)

@@ -159,7 +159,7 @@ def test_a_lying_drafter_changes_nothing(model, plain, kind):
 def test_a_text_that_crosses_a_cache_block_is_the_same_text(tiny, name):
     """Prefix, draft path and padding lie across the edge of a block of cache storage."""
     model = load(tiny["gqa"], name=name)
-    from longdraft.kernels.reference import SPLIT
+    from longdraft.kernels.reference_store import SPLIT
 
     params = SamplingParams(max_new_tokens=12, seed=5, temperature=1.0, min_p=0.05)
     prompt = prompt_of(SPLIT - 6)

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
 from helpers.attention import parents_of
-from helpers.cuda_kernels import DEVICE, DTYPES, HAS_CUDA, close, every_dtype, kernels, reference, rows_of
+from helpers.cuda_kernels import DEVICE, DTYPES, HAS_CUDA, close, every_dtype, fill, kernels, reference, rows_of
 from longdraft.kernels import KV, Geometry, LayersKV, LayerWeights, Taps
 from longdraft.kernels.cuda import prefill
 from longdraft.kernels.cuda.kernels import CudaKernels
@@ -107,7 +107,7 @@ def test_layers_agree_with_the_reference_and_are_row_invariant(dtype, family, ha
         for index, store in enumerate(stores):
             held = rows_of(length, kv_heads, dim, seed=index + 5, dtype=kernel.dtype)
             store.reserve(length + rows)
-            store.write(0, held, held)
+            fill(store, held, held)
         remainder = rows_of(num, heads, dim + 1, dim + 1, seed=6) / 3 if has_remainder else None
         x, angles = rows_of(rows, 48, seed=8, dtype=kernel.dtype), rows_of(rows, dim // 2, seed=7)
 
@@ -147,7 +147,7 @@ def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family, monkeypatc
         for index, store in enumerate(stores):
             held = rows_of(length, kv_heads, dim, seed=index + 5, dtype=kernel.dtype)
             store.reserve(length + rows)
-            store.write(0, held, held)
+            fill(store, held, held)
         k, v = (torch.empty(num, rows, kv_heads, dim, dtype=kernel.dtype, device=DEVICE) for _ in range(2))
         angles = rows_of(rows, dim // 2, seed=7)
         out, attention_output = decoder.forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -54,9 +55,14 @@ def commands(text: str) -> list[list[str]]:
     return found
 
 
+@functools.cache
+def all_commands() -> Any:
+    return get_command(app)
+
+
 def parse(arguments: list[str]) -> None:
     """Raise the error of a command or an option that does not exist, or of a value of the wrong type."""
-    command: Any = get_command(app)
+    command = all_commands()
     while hasattr(command, "commands") and arguments:
         command, arguments = command.commands[arguments[0]], arguments[1:]
     command.make_context(command.name, list(arguments))
@@ -75,7 +81,7 @@ def test_the_commands_of_the_documents_are_found():
     """So that the test above does not pass on nothing."""
     found = [arguments[0] for document in DOCUMENTS for arguments in commands(document.read_text(encoding="utf-8"))
              if arguments]
-    assert set(found) == set(get_command(app).commands)
+    assert set(found) == set(all_commands().commands)
     assert len(found) > 60
     with pytest.raises(Exception, match=r"[Nn]o such option"):
         parse(["bench", "length", "--no-such-option", "1"])

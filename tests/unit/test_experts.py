@@ -19,7 +19,7 @@ from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.kernels.experts import experts_forward, route
-from longdraft.kernels.interface import Experts, Mlp
+from longdraft.kernels.weights import Experts, Mlp
 from longdraft.model import heads, sizing
 from longdraft.model.config import parse_config, read_config
 
@@ -137,7 +137,7 @@ def test_lying_drafters_do_not_change_the_text(qwen, kind):
 
 
 def test_a_model_of_transformers_in_memory_is_the_same_model(tmp_path):
-    for name in ("mixtral", "qwen3_moe"):
+    for name in MIXTURES:
         make_family(tmp_path / name, name)
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         writer = longdraft.from_transformers(theirs, drafter="plain")

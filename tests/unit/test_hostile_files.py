@@ -16,6 +16,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 import longdraft
 from helpers.checkpoints import VOCAB, make_checkpoint
@@ -40,8 +42,11 @@ from helpers.damaged_files import (
     with_shard,
     with_tensors,
 )
+from helpers.gguf_files import convert
+from helpers.processes import Fork, run_code
 from longdraft.__main__ import run
 from longdraft.errors import ModelError
+from longdraft.model.tensor_files import TORCH_WEIGHTS
 from longdraft.run_statistics import peak_memory_bytes
 
 FUZZ = settings(max_examples=150, deadline=None, derandomize=True,
@@ -189,6 +194,37 @@ def test_tensors_that_lie_unaligned_are_read(folder, sound):
         texts = [[event.tokens for event in longdraft.load(str(where), drafter="plain", dtype="float32").generate(
             "It was", longdraft.SamplingParams(max_new_tokens=8, temperature=0.0))] for where in (folder, sound)]
         assert texts[0] == texts[1]
+
+
+def test_a_file_that_is_cut_while_it_is_loaded_gets_one_clear_line(folder, sound, tmp_path):
+    """In a process of its own: the system ends one that reads a page which its file has lost."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    torch.save(load_file(sound / WEIGHTS), other / TORCH_WEIGHTS)
+    (other / WEIGHTS).unlink()
+    convert(sound, LlamaForCausalLM.from_pretrained(sound), tmp_path / "model.gguf")
+    cut = {folder: folder / WEIGHTS, other: other / TORCH_WEIGHTS, tmp_path / "model.gguf": tmp_path / "model.gguf"}
+    process = Fork(tmp_path / "process", run_code, f"""
+import os
+from longdraft.__main__ import run
+from longdraft.model.tensor_files import TensorFiles
+read = TensorFiles.read
+for model, path in {[(str(model), str(path)) for model, path in cut.items()]}:
+    seen = []
+
+    def cutting(self, *given):  # with the third tensor
+        seen.append(given)
+        if len(seen) == 3:
+            os.truncate(path, 4096)
+        return read(self, *given)
+
+    TensorFiles.read = cutting
+    assert run(["generate", "It", "--model", model, "--max-new-tokens", "2", "--drafter", "plain"]) == 2
+""")
+    assert process.wait() == 0, process.stderr
+    lines = process.stderr.splitlines()
+    assert process.stdout == "" and len(lines) == len(cut)
+    for line, path in zip(lines, cut.values(), strict=True):
+        assert line.startswith(f"longdraft: {path} was cut to 4,096 bytes while it was loaded")
 
 
 def outcome(folder: Path) -> str:

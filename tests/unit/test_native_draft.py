@@ -7,7 +7,7 @@ import torch
 
 from helpers.checkpoints import load
 from helpers.equality import SETTINGS, params_of, prompt_of
-from helpers.families import make_family
+from helpers.families import CPU_FAMILIES, make_family
 from longdraft.core import Context
 from longdraft.drafters import draft_vocabulary
 from longdraft.drafters.chain import Chain, SelfDraftModel
@@ -110,3 +110,14 @@ def test_settings_that_need_python_are_drafted_step_by_step(tiny):
                  for name, sampler in samplers.items()}
     assert supported["paper"] and supported["top-k"] and not supported["all of it"]
     assert draft_model.draft_natively(context, [context.last], 3, samplers["all of it"], 1, 0.0, NEVER) is None
+
+
+@pytest.mark.parametrize("family", CPU_FAMILIES)
+def test_chains_of_models_with_soft_caps_and_two_rotations_are_equal_too(tmp_path, family):
+    make_family(tmp_path, family)
+    for dtype in ("float32", "bfloat16"):
+        model = load(tmp_path, dtype)
+        step_by_step, native = (drafts(model, params_of("paper"), prompt_of(60), budget=24, natively=way)
+                                for way in (False, True))
+        assert native[0] == step_by_step[0]
+        assert all(torch.equal(*pair) for pair in zip(native[1], step_by_step[1], strict=True))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
 import time
 
+import psutil
 import pytest
+import torch
 
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
+from longdraft import machine
 from longdraft.__main__ import run
 from longdraft.errors import ModelError
 from longdraft.model import config, sizing
@@ -128,9 +132,17 @@ def test_doctor_prints_one_line_for_a_folder_without_a_model(capfd, tmp_path):
 
 
 def test_the_memory_bandwidth_is_measured():
-    from longdraft import machine
-
     assert 1e8 < machine.read_bandwidth(1 << 24) < 1e13
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries give memory back on their own")
+def test_freed_memory_between_blocks_in_use_is_given_back():
+    blocks = [torch.ones(1 << 14) for _ in range(1600)]  # 64 KiB each: below glibc's least size for pages of their own
+    kept = blocks[::20]
+    del blocks
+    before = psutil.Process().memory_info().rss
+    machine.return_free_memory()
+    assert before - psutil.Process().memory_info().rss > 50 << 20 and len(kept) == 80
 
 
 def test_random_models_have_the_requested_shape(script, tmp_path, monkeypatch):

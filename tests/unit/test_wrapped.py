@@ -19,9 +19,9 @@ from longdraft.model.config import parse_config, read_config
 from longdraft.model.transformer import chain_rows
 
 
-def make_wrapped(folder: Path, *, is_tied: bool = False) -> Mistral3ForConditionalGeneration:
+def make_wrapped(folder: Path, *, is_tied: bool = False, kind: str = "mistral") -> Mistral3ForConditionalGeneration:
     torch.manual_seed(1)
-    text = dict(model_type="mistral", vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+    text = dict(model_type=kind, vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
                 num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=2048,
                 initializer_range=0.2, sliding_window=None)
     vision = dict(model_type="pixtral", hidden_size=32, intermediate_size=32, num_hidden_layers=1,
@@ -38,10 +38,10 @@ def theirs_of(model: Mistral3ForConditionalGeneration, tokens: list[int]) -> tor
         return model(input_ids=torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("kind, is_tied", [("mistral", False), ("mistral", True), ("ministral3", False)])
 @pytest.mark.parametrize("shard", [None, "20KB"])
-def test_the_text_part_is_that_of_transformers(tmp_path, is_tied, shard):
-    model = make_wrapped(tmp_path, is_tied=is_tied)
+def test_the_text_part_is_that_of_transformers(tmp_path, kind, is_tied, shard):
+    model = make_wrapped(tmp_path, is_tied=is_tied, kind=kind)
     if shard:
         (tmp_path / "model.safetensors").unlink()
         model.save_pretrained(tmp_path, max_shard_size=shard)  # some shards have image input only
@@ -82,7 +82,7 @@ def test_drafters_write_the_plain_text_and_transformers_models_are_wrapped_too(t
 def test_a_wrapped_family_that_is_not_supported_is_refused_by_name(tmp_path):
     make_wrapped(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"]["model_type"] = "ministral3"
-    with pytest.raises(ModelError, match="model_type is 'ministral3'; supported: llama"):
+    config["text_config"]["model_type"] = "mistral4"
+    with pytest.raises(ModelError, match="model_type is 'mistral4'; supported: llama"):
         parse_config(config)
     assert read_config(tmp_path).head_dim == 16

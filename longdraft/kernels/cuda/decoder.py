@@ -20,7 +20,8 @@ from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_s
 from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, PartialSums
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
-from longdraft.kernels.interface import AttentionOutput, Geometry, LayersKV, LayerWeights
+from longdraft.kernels.interface import AttentionOutput, LayersKV
+from longdraft.kernels.weights import Geometry, LayerWeights
 
 _MAP_COLUMNS, _MAP_BLOCK = 32, 128  # of the remainder's map, in one program and at a time
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own

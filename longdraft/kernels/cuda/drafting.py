@@ -199,7 +199,7 @@ def _until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:
     return kept
 
 
-def draft_chain(decoder: CudaDecoder, weights: DraftWeights, embedding_factor: float, stores: DraftStores,
+def draft_chain(decoder: CudaDecoder, weights: DraftWeights, stores: DraftStores,
                 chooser: TokenChooser, held: dict[object, DraftChain], width: int, rotations: tuple[Tensor, Tensor],
                 path: Sequence[int], required: int, within: float, end: ChainEnd) -> list[Ranked]:
     """As `longdraft.kernels.native_draft.draft_chain`, on the device.
@@ -213,7 +213,7 @@ def draft_chain(decoder: CudaDecoder, weights: DraftWeights, embedding_factor: f
     if key not in held:
         while len(held) >= _MAX_HELD:
             del held[next(iter(held))]
-        shape = _ChainShape(weights, embedding_factor, decoder.geometry.eps, decoder.geometry.rounds_once)
+        shape = _ChainShape(weights, weights.embedding_factor, decoder.geometry.eps, decoder.geometry.rounds_once)
         held[key] = DraftChain(decoder, shape, stores, chooser, width)
     return held[key].draft(stores, rotations, path, required, within, end)
 

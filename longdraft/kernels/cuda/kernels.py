@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longdraft.errors import UsageError
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.choice import LogitsSource
 from longdraft.kernels.cuda.decoder import CudaDecoder
@@ -21,29 +20,20 @@ from longdraft.kernels.cuda.int4_linear import CudaInt4Linear
 from longdraft.kernels.cuda.kv_store import FP8, CudaStore, copy_rows, cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import require
 from longdraft.kernels.cuda.linear import CudaLinear
-from longdraft.kernels.cuda.operations import CudaOperations
+from longdraft.kernels.cuda.operations import CudaOperations, no_kernels
 from longdraft.kernels.cuda.remainder import PartialAttentions
 from longdraft.kernels.cuda.row_invariance import is_row_invariant
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.int4 import Int4Weight
-from longdraft.kernels.interface import (
-    FLOAT_DTYPES,
-    AttentionOutput,
-    Decoder,
-    Geometry,
-    KVStore,
-    LayersKV,
-    LayerWeights,
-    Linear,
-)
+from longdraft.kernels.interface import FLOAT_DTYPES, AttentionOutput, Decoder, KVStore, LayersKV
 from longdraft.kernels.reference import remainder_of
+from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
 log = logging.getLogger(__name__)
 _TILES = (16, 32, 64)
 _PREFIX, _FP8_SUFFIX = "triton-", "-fp8"
 NAMES = tuple(f"{_PREFIX}{tile}{suffix}" for suffix in ("", _FP8_SUFFIX) for tile in _TILES)
 
-_NO_DELTA = "delta layers have no CUDA kernels yet; use --device cpu"
 
 
 class CudaKernels(CudaOperations):
@@ -74,20 +64,24 @@ class CudaKernels(CudaOperations):
         rows = table.weight[ids]
         return rows if table.scale is None else (rows.float() * table.scale[ids, None]).to(self.dtype)
 
-    def new_store(self, num_kv_heads: int, head_dim: int) -> KVStore:
+    def new_store(self, num_kv_heads: int, head_dim: int, score_cap: float = 0.0) -> KVStore:
+        if score_cap:
+            raise no_kernels("a soft cap")
         return CudaStore(self.device, self.dtype, self.element, num_kv_heads, head_dim)
 
     def new_state(self, weights: DeltaWeights) -> DeltaState:
-        raise UsageError(_NO_DELTA)
+        raise no_kernels("a delta layer")
 
     def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
                    parents: Tensor) -> Tensor | None:
-        raise UsageError(_NO_DELTA)
+        raise no_kernels("a delta layer")
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
         """Also sets `is_row_invariant` to False where the device fails the test of the first layer."""
         if any(layer.experts for layer in layers):
-            raise UsageError("mixture-of-experts layers have no CUDA kernels yet; use --device cpu")
+            raise no_kernels("a mixture of experts")
+        if geometry.has_gelu or geometry.num_ropes > 1 or layers[0].attention_post_norm is not None:
+            raise no_kernels("a layer with GELU, several rotations or norms on both sides")
         decoder = CudaDecoder(self, layers, geometry)
         if self.device.type == "cuda" and self.is_row_invariant:
             first_layer = CudaDecoder(self, layers[:1], geometry)

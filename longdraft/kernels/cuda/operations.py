@@ -12,7 +12,13 @@ from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, add_partial_sums
-from longdraft.kernels.interface import KV, AttentionOutput, Linear
+from longdraft.kernels.interface import KV, AttentionOutput
+from longdraft.kernels.weights import Linear
+
+
+def no_kernels(what: str) -> UsageError:
+    """The error for what only the other kernels compute."""
+    return UsageError(f"{what} has no CUDA kernels yet; use --device cpu")
 
 
 class CudaOperations:
@@ -67,6 +73,15 @@ class CudaOperations:
             jit_rows.swiglu_kernel[(rows, ceil_div(width, SUM_BLOCK))](gate_up, out, WIDTH=width, BLOCK=SUM_BLOCK,
                                                                        **UNFUSED)
         return out
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        raise no_kernels("GELU")
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        raise no_kernels("a clamped activation")
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        raise no_kernels("a soft cap")
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows, heads, dim = x.shape

@@ -23,8 +23,9 @@ from torch.nn.attention.bias import causal_lower_right
 from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
-from longdraft.kernels.interface import KV, AttentionOutput, Geometry, LayersKV, LayerWeights, Linear
+from longdraft.kernels.interface import KV, AttentionOutput, LayersKV
 from longdraft.kernels.layer import layer_forward
+from longdraft.kernels.weights import Geometry, LayerWeights, Linear
 
 _REPORTED_ROWS = 128  # last rows of a chunk whose attention is reported
 
@@ -34,7 +35,8 @@ class PrefillOperations:
 
     def __init__(self, ops: CudaOperations) -> None:
         self._ops = ops
-        self.rms_norm, self.swiglu, self.gate, self.rope = ops.rms_norm, ops.swiglu, ops.gate, ops.rope
+        self.rms_norm, self.swiglu, self.geglu, self.rope = ops.rms_norm, ops.swiglu, ops.geglu, ops.rope
+        self.clamped_swiglu, self.gate = ops.clamped_swiglu, ops.gate
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, CudaLinear) and not keep_float  # which is for the head and for experts

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels.interface import Decoder, Geometry, Kernels, LayersKV
+from longdraft.kernels.interface import Decoder, Kernels, LayersKV
+from longdraft.kernels.weights import Geometry
 
 _PREFIX_LENGTHS = (1000, 9000)  # positions; behind 8,192 the splits of attention are longer
 _TREE_ROWS = 16

@@ -23,6 +23,7 @@ import numpy as np
 
 from longdraft.errors import ModelError
 from longdraft.model.gguf.types import REFUSED, TYPES, BlockType
+from longdraft.model.memory import require_bytes
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -82,6 +83,7 @@ class GgufFile:
         if not isinstance(found, Array):
             raise ModelError(f"{self.path}: {key} is {'missing' if found is None else 'no array'}; get the file again")
         kind, count, at = found
+        require_bytes(self.map, len(self.map), self.path)
         if kind != _STRING:
             numbers = np.frombuffer(self.map, dtype=np.dtype("<" + _NUMBERS[kind]), count=count, offset=at)
             return [bool(n) for n in numbers] if kind == _BOOL else list(numbers.tolist())
@@ -262,7 +264,9 @@ class Gguf:
         entry = self.tensors.get(name)
         if entry is None or entry.type.name != "F32" or entry.shape != (count,):
             self.fail(f"{name} must be a tensor of {count} F32 numbers")
-        numbers = list(struct.unpack_from(f"<{count}f", self.owner(name).map, entry.start))
+        file = self.owner(name)
+        require_bytes(file.map, entry.stop, file.path)
+        numbers = list(struct.unpack_from(f"<{count}f", file.map, entry.start))
         if not all(math.isfinite(number) and number > 0 for number in numbers):
             self.fail(f"{name} has numbers that are not finite and positive")
         return numbers

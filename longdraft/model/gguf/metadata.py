@@ -45,6 +45,8 @@ class Architecture:
 
 _GRANITE = {"logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
             "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"}
+_GEMMA = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+_QUERY_BY_WIDTH = {"gemma2": 46, "gemma3": 62}  # layers of the models whose queries are scaled by hidden size / heads
 ARCHITECTURES = {
     "llama": Architecture("llama", is_permuted=True),
     "qwen2": Architecture("qwen2"),
@@ -57,8 +59,13 @@ ARCHITECTURES = {
     "qwen3next": Architecture("qwen3_next"),
     "qwen35": Architecture("qwen3_5_text", is_tiled=True),
     "qwen35moe": Architecture("qwen3_5_moe_text", is_tiled=True),
+    "glm4": Architecture("glm4"),
+    "gpt-oss": Architecture("gpt_oss"),
+    "mistral3": Architecture("ministral3", is_permuted=True),
+    "gemma2": Architecture("gemma2", settings=_GEMMA),
+    "gemma3": Architecture("gemma3_text", settings=_GEMMA),
 }
-_WITH_EXPERTS = ("llama", "qwen3moe", "qwen3next", "qwen35moe")
+_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "qwen3next", "qwen35moe")
 _MIXTRAL = Architecture("mixtral", is_permuted=True)  # files of the architecture `llama` that have experts
 _OTHERS = {"gptoss": "gpt-oss in Ollama's own layout; get a file with general.architecture 'gpt-oss'",
            "clip": "a vision model (mmproj), which belongs to another file"}
@@ -107,6 +114,16 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             self._model.fail(f"{self._prefix}.{key} is {value!r}; allowed: a finite number")
         return shortest(value)
+
+    def flags_or_period(self, key: str) -> int | list[Any]:
+        """A number, or an array with a value for each layer."""
+        name = f"{self._prefix}.{key}"
+        value = self._model.values[name]
+        if not isinstance(value, Array):
+            return self.whole(key)
+        if value.size != self.layers:
+            self._model.fail(f"{name} has {value.size} values; allowed: {self.layers}, one for each layer")
+        return self._model.array(name)
 
     def text(self, key: str, default: str) -> str:
         value = self._model.values.get(f"{self._prefix}.{key}", default)
@@ -167,12 +184,22 @@ def config_of(model: Gguf) -> dict[str, Any]:
                    "moe_intermediate_size": read.whole("expert_feed_forward_length", config["intermediate_size"])}
         if read.has("expert_shared_feed_forward_length"):
             config["shared_expert_intermediate_size"] = read.whole("expert_shared_feed_forward_length")
+    if kind.model_type == "gpt_oss":
+        config["intermediate_size"] = config["moe_intermediate_size"]
     for ours, theirs in (kind.settings or {}).items():
         if read.has(ours):
             config[theirs] = read.number(ours)
     if kind.model_type == "phi3" or (kind.model_type == "llama" and read.has("attention.sliding_window")):
         _add_window(config, read)
     _add_rope(config, model, read)
+    if read.has("attention.temperature_scale"):
+        config["rope_parameters"]["llama_4_scaling_beta"] = read.number("attention.temperature_scale")
+    if "truncate" in FAMILIES[kind.model_type].defaults.get("rope_parameters", {}):  # which files do not say
+        config["rope_parameters"]["truncate"] = False
+    if FAMILIES[kind.model_type].windows == "listed":
+        _add_windows(config, read, kind.model_type)
+    if name in _QUERY_BY_WIDTH:
+        _add_gemma(config, read, name)
     return config
 
 
@@ -192,10 +219,12 @@ def _delta_layers(model: Gguf, read: _Reader) -> dict[str, Any]:
     }
 
 
-def biases_of(model: Gguf) -> dict[str, Any]:
-    """The fields of a ModelConfig that say which matrices have a bias: those that the file has."""
+def stored_fields(model: Gguf) -> dict[str, Any]:
+    """The fields of a ModelConfig that depend on the file: which matrices have a bias, and that nothing is added to
+    norms, whose weights llama.cpp stores with their offset."""
     has = {name: f"blk.0.{name}.bias" in model.tensors for name in ("attn_q", "attn_qkv", "attn_output", "ffn_down")}
-    return {"qkv_bias": has["attn_q"] or has["attn_qkv"], "out_bias": has["attn_output"], "mlp_bias": has["ffn_down"]}
+    return {"qkv_bias": has["attn_q"] or has["attn_qkv"], "out_bias": has["attn_output"], "mlp_bias": has["ffn_down"],
+            "norm_offset": 0.0}
 
 
 def _is_float32(model: Gguf) -> bool:
@@ -209,6 +238,29 @@ def _add_window(config: dict[str, Any], read: _Reader) -> None:
         config["sliding_window"] = window if 0 < window < config["max_position_embeddings"] else None
         if config["model_type"] == "llama":
             config["model_type"] = "mistral"
+
+
+def _add_windows(config: dict[str, Any], read: _Reader, model_type: str) -> None:
+    """Which layers have a window, where a family lists them."""
+    default = FAMILIES[model_type].defaults["sliding_window"]
+    config["sliding_window"] = read.whole("attention.sliding_window", default)
+    if read.has("attention.sliding_window_pattern"):
+        pattern = read.flags_or_period("attention.sliding_window_pattern")
+        if isinstance(pattern, int):
+            config["sliding_window_pattern"] = pattern
+        else:
+            kinds = ("full_attention", "sliding_attention")
+            config["layer_types"] = [kinds[bool(flag)] for flag in pattern]
+
+
+def _add_gemma(config: dict[str, Any], read: _Reader, name: str) -> None:
+    """The scale of queries, and what rotates layers with a window."""
+    by_width = read.layers == _QUERY_BY_WIDTH[name]
+    width = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = width if by_width else config["head_dim"]
+    if name == "gemma3":
+        config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": {
+            "rope_theta": read.number("rope.freq_base_swa", 10000.0), "rope_type": "default"}}
 
 
 def _add_rope(config: dict[str, Any], model: Gguf, read: _Reader) -> None:
@@ -244,6 +296,8 @@ def _yarn(read: _Reader, factor: float, original: int) -> dict[str, Any]:
     for name in ("beta_fast", "beta_slow"):
         if read.has(f"rope.scaling.yarn_{name}"):
             scaling[name] = read.number(f"rope.scaling.yarn_{name}")
+    if log_factor := read.number("rope.scaling.yarn_log_multiplier", 0.0):
+        scaling |= {"mscale": 1.0, "mscale_all_dim": log_factor}
     if (by := read.number("rope.scaling.attn_factor", 1.0)) != 1:
         scaling["attention_factor"] = by * (0.1 * math.log(factor) + 1)
     return scaling

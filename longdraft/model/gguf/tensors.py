@@ -18,11 +18,11 @@ from longdraft.model.families import FAMILIES, ExpertsFormat
 from longdraft.model.gguf.blocks import dequantise, q4_0_parts
 from longdraft.model.gguf.container import Gguf, GgufFile, TensorEntry
 from longdraft.model.gguf.metadata import architecture
-from longdraft.model.memory import forget_pages, temporary
+from longdraft.model.memory import forget_pages, require_bytes, temporary
 from longdraft.model.tensor_file import Entry
 
 _LAYER = re.compile(r"blk\.(\d+)\.([a-z0-9_]+)\.(weight|bias)")
-_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight")
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 _EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")  # of older files, one by one
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
@@ -43,9 +43,16 @@ _HYBRID = {
 }
 _DELTA = re.compile(r"blk\.(\d+)\.(ssm_a|ssm_dt\.bias)")  # whose names in Hugging Face have no suffix
 _DELTA_NAMES = {"ssm_a": "decay", "ssm_dt.bias": "dt_bias"}
+_GEMMA = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+          "post_ffw_norm": "post_feedforward_layernorm"}
 _DIFFERENT = {
     "qwen3_next": _HYBRID, "qwen3_5_text": _HYBRID, "qwen3_5_moe_text": _HYBRID,
     "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    "gpt_oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+    "glm4": {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+             "ffn_up": "mlp.gate_up_proj"},
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "qwen3_moe": {"ffn_gate_inp": "mlp.gate"},
     "mixtral": {"ffn_gate_inp": "block_sparse_moe.gate"},
@@ -69,10 +76,10 @@ class GgufTensors:
             if theirs in _NOT_WEIGHTS or (first_unread and (found := _BLOCK.match(theirs))
                                           and int(found[1]) >= first_unread):
                 continue
-            if experts and (found := _EXPERTS.fullmatch(theirs)) and len(entry.shape) == 3:
-                self._stored |= _one_by_one(found[1], found[2], entry, experts)
+            if experts and (found := _EXPERTS.fullmatch(theirs)) and len(entry.shape) == 2 + (found[3] == "weight"):
+                self._stored |= _one_by_one(found, entry, experts)
             elif experts and (found := _EXPERT.fullmatch(theirs)):
-                self._stored[_expert_name(found[1], found[2], int(found[3]), experts)] = entry
+                self._stored[_expert_name(found[1], found[2], int(found[3]), experts, "weight")] = entry
             elif different is _HYBRID and (found := _DELTA.fullmatch(theirs)):
                 self._stored[f"model.layers.{found[1]}.linear_attn.{_DELTA_NAMES[found[2]]}"] = entry
             else:
@@ -121,6 +128,7 @@ class GgufTensors:
     def stored(self, name: str) -> tuple[str, Tensor]:
         """The name of a tensor's type, and its bytes, uint8, in the order of the file."""
         entry = self.entries[name]
+        require_bytes(self._map, entry.stop, self.path)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing writes to it
             flat = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.stop - entry.start, offset=entry.start)
@@ -208,18 +216,20 @@ def stored_rows(count: int, heads: int) -> Tensor | None:
     return (torch.arange(heads)[:, None] * dim + head).flatten()
 
 
-def _one_by_one(layer: str, part: str, entry: TensorEntry, form: ExpertsFormat) -> dict[str, TensorEntry]:
-    """The matrices of a tensor [experts, N, K]. part: gate, up, down, or gate_up, whose first N / 2 rows are gate."""
+def _one_by_one(found: re.Match[str], entry: TensorEntry, form: ExpertsFormat) -> dict[str, TensorEntry]:
+    """The matrices of a tensor [experts, N, K], or the biases of one [experts, N]. Of a tensor of gate and up, the
+    first N / 2 rows of each are gate."""
+    layer, part, kind = found.groups()
     parts = part.split("_")
     count, size = entry.shape[0] * len(parts), (entry.stop - entry.start) // (entry.shape[0] * len(parts))
-    shape = (entry.shape[1] // len(parts), entry.shape[2])
-    return {_expert_name(layer, parts[i % len(parts)], i // len(parts), form): TensorEntry(
+    shape = (entry.shape[1] // len(parts), *entry.shape[2:])
+    return {_expert_name(layer, parts[i % len(parts)], i // len(parts), form, kind): TensorEntry(
         entry.type, shape, entry.start + i * size, entry.start + (i + 1) * size) for i in range(count)}
 
 
-def _expert_name(layer: str, part: str, index: int, form: ExpertsFormat) -> str:
+def _expert_name(layer: str, part: str, index: int, form: ExpertsFormat, kind: str) -> str:
     name = form.names[("gate", "up", "down").index(part)]
-    return f"model.layers.{layer}.{form.prefix}.experts.{index}.{name}.weight"
+    return f"model.layers.{layer}.{form.prefix}.experts.{index}.{name}.{kind}"
 
 
 def _heads(model: Gguf, name: str, key: str) -> int:
@@ -231,6 +241,8 @@ def _translated(name: str, different: dict[str, str]) -> str:
     """The Hugging Face name of a tensor; its own where there is none, which is refused as unexpected."""
     if found := _LAYER.fullmatch(name):
         layer, part, suffix = found.groups()
+        if part == "attn_sinks":
+            return f"model.layers.{layer}.self_attn.sinks"
         known = _INSIDE | different
         return f"model.layers.{layer}.{known[part]}.{suffix}" if part in known else name
     return _OUTSIDE.get(name, name)

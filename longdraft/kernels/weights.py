@@ -1,0 +1,113 @@
+"""The weights of decoder layers, in the layout of their kernels, and what layers have besides.
+
+Axes in shapes: R rows, H query heads, Hkv KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from longdraft.kernels.delta import DeltaWeights
+
+
+class Linear(Protocol):
+    """A weight [out_features, K] in the layout of its kernels."""
+
+    out_features: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Mlp(NamedTuple):
+    """An expert's weights: gate and up stacked [2 I, hidden], and down [hidden, I]."""
+
+    gate_up: Linear
+    down: Linear
+
+
+class Experts(NamedTuple):
+    """A mixture of experts in place of a layer's MLP (longdraft/kernels/experts.py).
+
+    router      [E, hidden]
+    mlps        the E experts
+    chosen      number of experts for each row
+    normalises  the weights of a row's experts are divided by their sum
+    rounds      these weights are rounded to the model's dtype
+    clamp       (alpha, limit) of `Kernels.clamped_swiglu` in place of SwiGLU; None: SwiGLU
+    shared      an expert that every row has besides, times sigmoid(shared_gate x) [1, hidden]; None: there is none
+    """
+
+    router: Linear
+    mlps: tuple[Mlp, ...]
+    chosen: int
+    normalises: bool
+    rounds: bool
+    clamp: tuple[float, float] | None = None
+    shared: Mlp | None = None
+    shared_gate: Linear | None = None
+
+
+class LayerWeights(NamedTuple):
+    """The weights of a decoder layer. Norms are [hidden] in the model's dtype, or in float32 with `rounds_once`.
+
+    qkv      the weights of queries, keys and values, stacked: [(H + 2 Hkv) D, hidden]; those of the gate behind them
+             with `is_gated`: [(2 H + 2 Hkv) D, hidden]; of a delta layer q, k, v, z: [C + Hv Dv, hidden]
+    gate_up  the weights of gate and up, stacked; None, as `down`, if the layer has experts
+    window   positions that a row's attention sees, itself included (sliding window attention); 0: all
+    ropes    which of the forward's rotations turns the queries, and which the keys
+    attention_post_norm, mlp_post_norm  norms of the outputs of attention and MLP, besides those of their inputs; None:
+             there are none
+    sinks    [H] float32: scores of a key whose value is 0, which every row of a head sees; None: there is none
+    q_norm   norm of the queries before their rotation; k_norm that of the keys. [D]: each head is normalised by itself;
+             [H D] and [Hkv D]: all heads of a row as one vector; None: no norm
+    rotates  whether queries and keys are rotated by their position
+    experts  the mixture in place of the MLP; None: there is none
+    is_gated the attention's output is multiplied by sigmoid(gate)
+    delta    a state in place of attention and KV rows (delta.py); with it `gates`: b and a [2 Hv, hidden]
+    """
+
+    attention_norm: Tensor
+    qkv: Linear
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear | None
+    down: Linear | None
+    window: int = 0
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    rotates: bool = True
+    experts: Experts | None = None
+    is_gated: bool = False
+    delta: DeltaWeights | None = None
+    gates: Linear | None = None
+    ropes: tuple[int, int] = (0, 0)
+    attention_post_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+class Geometry(NamedTuple):
+    """The properties of a decoder's layers that are not in their weights.
+
+    eps              of the RMS norms
+    post_norm        norms are applied to the outputs of attention and MLP, not to their inputs
+    rounds_once      norms round only after their weight, not before it too
+    query_factor     multiplies the queries, with their rotation
+    residual_factor  multiplies the outputs of attention and MLP before they are added to the rows
+    has_gelu         the MLP has GELU (`geglu`) instead of SiLU (`swiglu`)
+    num_ropes        number of rotations of a forward, of which each layer uses some (`LayerWeights.ropes`)
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    post_norm: bool = False
+    rounds_once: bool = False
+    query_factor: float = 1.0
+    residual_factor: float = 1.0
+    has_gelu: bool = False
+    num_ropes: int = 1

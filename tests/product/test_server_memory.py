@@ -1,0 +1,80 @@
+"""What a server keeps in memory once texts and requests have ended."""
+
+from __future__ import annotations
+
+import weakref
+
+import httpx
+import pytest
+
+from helpers import serving
+from longdraft import machine
+from longdraft.engine import Engine
+from longdraft.server import app as application
+from longdraft.server.jobs import EventQueue, JobEnd
+
+URL = "/v1/longdraft/generations"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return serving.load("novelist")
+
+
+@pytest.fixture
+def server(engine, tmp_path):
+    with serving.running(engine, journals=tmp_path / "journals") as found:
+        yield found
+
+
+def write(server, count=400, **extension) -> httpx.Response:
+    return httpx.post(server.url + "/v1/completions", timeout=60, json={
+        "prompt": "The ship", "max_tokens": count, "seed": 7, "longdraft": {"min_p": 0.1, **extension}})
+
+
+def test_a_text_that_has_ended_leaves_nothing_in_memory(server, monkeypatch):
+    """Neither its caches nor its prompt, although the server lists the last hundred texts."""
+    written: list[weakref.ref] = []
+
+    def recorded(begin):
+        def call(*given, **options):
+            generation = begin(*given, **options)
+            written.append(weakref.ref(generation))
+            return generation
+
+        return call
+
+    for name in ("generate", "resume"):
+        monkeypatch.setattr(Engine, name, recorded(getattr(Engine, name)))
+    assert write(server, 50_000, journal="mine", timeout=0.2).status_code == 408
+    with httpx.stream("POST", f"{server.url}{URL}/mine/resume", json={"stream": True}, timeout=60) as reply:
+        next(line for line in reply.iter_lines() if line.startswith("data: "))
+    assert write(server, 5).status_code == 200
+    serving.wait_for(lambda: [each() for each in written] == [None] * 3)
+    jobs = server.scheduler.jobs()
+    assert len(jobs) == 3 and not any(getattr(job.start, "args", ()) for job in jobs)  # their prompts
+
+
+def test_a_whole_reply_does_not_wake_the_event_loop_at_each_step(server, monkeypatch):
+    """And what comes after the reply is dropped."""
+    taken, queues, take = [], [], EventQueue.take
+
+    async def counted(self, timeout_s):
+        queues.append(self)
+        taken.append(await take(self, timeout_s))
+        return taken[-1]
+
+    monkeypatch.setattr(EventQueue, "take", counted)
+    reply = write(server)
+    assert reply.json()["usage"]["completion_tokens"] == 400
+    assert max(map(len, taken)) > 50 and sum(map(bool, taken)) < 6
+    queues[0].put(server.scheduler.jobs()[0], JobEnd())
+    assert not queues[0]._items
+
+
+def test_freed_memory_is_given_back_at_intervals(engine, monkeypatch):
+    calls = []
+    monkeypatch.setattr(application, "_MEMORY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(machine, "return_free_memory", lambda: calls.append(1))
+    with serving.running(engine):
+        serving.wait_for(lambda: len(calls) > 2)

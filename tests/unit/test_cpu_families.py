@@ -1,0 +1,273 @@
+"""Families with norms on both sides, GELU, soft caps or several rotations (Gemma 2 and 3, GLM-4, Ministral 3) against
+`transformers`; all drafters write the plain text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+
+import longdraft
+from helpers.checkpoints import VOCAB, load, load_glide, make_glide, make_heads, write_tokenizer
+from helpers.eagle import load_eagle, make_eagle
+from helpers.equality import DRAFTERS, LIARS, liar, prompt_of
+from helpers.families import CPU_FAMILIES, greedy_text_of, logits_of, make_family, rounding_errors, theirs_of
+from helpers.generation import by_name, generate
+from helpers.gguf_files import convert
+from longdraft import kernels
+from longdraft.core import SamplingParams
+from longdraft.errors import ModelError
+from longdraft.kernels import KV
+from longdraft.model import heads, sizing
+from longdraft.model.config import parse_config, read_config
+from longdraft.model.transformer import Rows, chain_rows
+
+
+@pytest.mark.parametrize("name", CPU_FAMILIES)
+def test_the_models_are_those_of_transformers(tmp_path, name):
+    """Logits over prefill and decode, in float32 and within bfloat16's rounding; greedy texts."""
+    theirs, tokens = make_family(tmp_path / "a", name), prompt_of(300)
+    ours = load(tmp_path / "a")
+    torch.testing.assert_close(logits_of(ours, tokens, 270), theirs_of(theirs, tokens), atol=1e-4, rtol=1e-4)
+    prompt = prompt_of(60)
+    greedy = SamplingParams(max_new_tokens=40, temperature=0.0)
+    assert generate(ours, prompt, greedy, by_name("plain")) == greedy_text_of(theirs, prompt, 40)
+    tokens = prompt_of(120)
+    error, theirs_error = rounding_errors(
+        tmp_path / "b", name, lambda: logits_of(load(tmp_path / "b", "bfloat16"), tokens, 100), tokens, 0.1)
+    assert error <= 1.2 * theirs_error
+
+
+@pytest.fixture(scope="module", params=CPU_FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    make_heads(folder / "heads", make_family(folder, request.param))
+    if request.param != "glm4":  # which rotates a part of each head
+        make_glide(folder / "glide", folder)
+    make_eagle(folder / "eagle")
+    return folder
+
+
+@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_have_the_same_bits_one_by_one_together_and_in_a_tree(folder, name, dtype):
+    model, tokens = load(folder, dtype, name), prompt_of(40)
+    alone = logits_of(model, tokens, 1)
+    assert torch.equal(logits_of(model, tokens, 40), alone)
+    if name != "reference" and dtype == "float32":
+        torch.testing.assert_close(alone, logits_of(load(folder, name="reference"), tokens, 40), atol=1e-4, rtol=1e-4)
+    cache = model.new_cache()
+    model.forward(chain_rows(tokens[:30], 0), cache)
+    cache.commit(range(30))
+    # The true continuation is the path 0, 2, 3, 5 of a tree; its other nodes are wrong.
+    rows = Rows([tokens[30], 7, tokens[31], tokens[32], 9, tokens[33], 11], [30, 31, 31, 32, 32, 33, 34],
+                [-1, 0, 0, 2, 2, 3, 4])
+    found = model.forward(rows, cache, 7).logits
+    assert torch.equal(found[[0, 2, 3, 5]], alone[30:34])
+    cache.commit([0, 2, 3, 5])
+    assert torch.equal(model.forward(chain_rows(tokens[34:], 34), cache, 6).logits, alone[34:])
+
+
+@pytest.mark.parametrize("dtype, settings", [("float32", dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2)),
+                                             ("bfloat16", dict(temperature=0.0))])
+def test_every_drafter_writes_the_plain_text(folder, dtype, settings):
+    model = load(folder, dtype)
+    trained, eagle = heads.load_heads(folder / "heads", model), load_eagle(folder / "eagle", model)
+    layer = load_glide(folder / "glide", model) if (folder / "glide").exists() else None
+    params = SamplingParams(max_new_tokens=20, seed=11, **settings)
+    plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
+    for name, options in DRAFTERS.values():
+        if name == "glide" and layer is None:
+            continue
+        factory = by_name(name, trained, model if "model" in options else None, layer, eagle, **options)
+        assert generate(model, prompt_of(60), params, factory, banned=[1]) == plain, (name, options)
+
+
+@pytest.mark.parametrize("kind", LIARS)
+def test_lying_drafters_do_not_change_the_text(folder, kind):
+    model, prompt = load(folder, "bfloat16"), prompt_of(60)
+    params = SamplingParams(max_new_tokens=20, seed=5, temperature=1.0, top_p=0.9)
+    plain = generate(model, prompt, params, by_name("plain"), banned=[1])
+    drafter = liar(kind, plain, len(prompt))
+    assert generate(model, prompt, params, lambda given: drafter, banned=[1]) == plain
+
+
+def test_drafts_of_the_whole_cache_and_of_a_small_one_are_accepted(folder):
+    """Soft caps and both rotations hold in drafts too: in the chain of one call, and in the remainder."""
+    params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True)
+    for options, least in ((dict(budget=2000), 6.0), (dict(budget=40, sinks=4, refresh=8), 1.1)):
+        engine = longdraft.load(str(folder), drafter="magicdec", drafter_options={"suffix": "false"} | options)
+        stats = list(engine.generate(prompt_of(90), params))[-1].stats
+        assert stats["mean_accepted_length"] > least
+
+
+@pytest.mark.parametrize("drafter", ["auto", "suffix", "magicdec"])
+def test_texts_of_a_batch_and_resumed_texts_are_the_plain_ones(folder, tmp_path, drafter):
+    params = [SamplingParams(max_new_tokens=20, seed=seed, ignore_eos=True) for seed in (1, 2, 3)]
+    prompts = [prompt_of(30), prompt_of(45, 4), prompt_of(30)]
+    plain = longdraft.load(str(folder), drafter="plain")
+    expected = [[token for event in plain.generate(prompt, each) for token in event.tokens]
+                for prompt, each in zip(prompts, params, strict=True)]
+    engine = plain.with_drafter(drafter)
+    found: list[list[int]] = [[], [], []]
+    for place, event in engine.generate_many(prompts, params, batch_size=3):
+        found[place] += event.tokens
+    assert found == expected
+    with engine.generate(prompts[0], params[0], journal=tmp_path / "j") as text:
+        while len(text.tokens) < 8:
+            next(text)
+    assert [token for event in engine.resume(tmp_path / "j") for token in event.tokens] == expected[0]
+
+
+def test_quantised_models_have_one_text_for_all_drafters(folder):
+    for quantize in ("int8", "int4"):
+        model = load(folder, "bfloat16", quantize=quantize)
+        params = SamplingParams(max_new_tokens=20, seed=2, temperature=1.0)
+        plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
+        assert generate(model, prompt_of(60), params, by_name("magicdec", chain=4), banned=[1]) == plain
+
+
+def test_a_model_of_transformers_in_memory_is_the_same_model(folder):
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    writer = longdraft.from_transformers(theirs, drafter="plain")
+    ids = torch.tensor([prompt_of(40)])
+    greedy = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(writer.generate(ids, **greedy), theirs.generate(ids, **greedy))
+    assert sizing.model_sizes(read_config(folder)).parameters == sum(tensor.numel() for tensor in theirs.parameters())
+
+
+@pytest.mark.parametrize("name", CPU_FAMILIES)
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+def test_a_gguf_file_is_the_same_model(tmp_path, name, kind):
+    """Norms of Gemma contain the 1 that Hugging Face's leave out."""
+    dtype = torch.float32 if kind == "F32" else torch.bfloat16
+    more = {"query_pre_attn_scalar": 16} if name == "gemma2" else {}
+    model = make_family(tmp_path / "folder", name, dtype, **more)
+    convert(tmp_path / "folder", model, tmp_path / "model.gguf", kind)
+    ours, theirs = (read_config(tmp_path / path) for path in ("model.gguf", "folder"))
+    assert (ours.norm_offset, theirs.norm_offset) == (0.0, 1.0 if name.startswith("gemma") else 0.0)
+    assert ours.windowed == theirs.windowed and ours.score_cap == theirs.score_cap
+    assert ours.query_growth == theirs.query_growth
+    found = [logits_of(load(tmp_path / path, theirs.dtype), prompt_of(40), 40) for path in ("model.gguf", "folder")]
+    assert torch.equal(*found)
+
+
+def test_the_text_part_of_gemma_3_with_image_input_is_read(tmp_path):
+    torch.manual_seed(1)
+    text = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+                num_key_value_heads=2, head_dim=16, sliding_window=24, initializer_range=0.2, query_pre_attn_scalar=16)
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+                  patch_size=14)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=5)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    tokens = prompt_of(60)
+    tokens = [7 if token == 5 else token for token in tokens]
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits_of(load(tmp_path), tokens, 50), expected, atol=1e-4, rtol=1e-4)
+
+
+BASE = dict(vocab_size=320, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16,
+            intermediate_size=64)
+
+
+def test_both_spellings_of_a_configuration_are_read():
+    old = parse_config(BASE | dict(model_type="gemma3_text", num_hidden_layers=12, rope_theta=1e6, sliding_window=512,
+                                   rope_local_base_freq=10000, rope_scaling=dict(rope_type="linear", factor=8.0),
+                                   sliding_window_pattern=6, hidden_activation="gelu_pytorch_tanh"))
+    new = parse_config(BASE | dict(
+        model_type="gemma3_text", num_hidden_layers=12, sliding_window=512, rope_parameters={
+            "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+            "sliding_attention": dict(rope_type="default", rope_theta=1e4)},
+        layer_types=[("sliding", "full")[(i + 1) % 6 == 0] + "_attention" for i in range(12)]))
+    assert [old.window_of(layer) for layer in range(12)] == ([512] * 5 + [0]) * 2
+    assert [old.ropes_of(layer)[0] for layer in range(12)] == ([1] * 5 + [0]) * 2
+    for one, other in zip(old.ropes, new.ropes, strict=True):
+        assert (one.kind, one.theta, one.settings.get("factor")) == (other.kind, other.theta,
+                                                                    other.settings.get("factor"))
+    assert old.windowed == new.windowed
+    assert old.max_positions == new.max_positions == 131072  # which is the length behind the scaling
+    alternating = parse_config(BASE | dict(model_type="gemma2", num_hidden_layers=4))
+    assert [alternating.window_of(layer) for layer in range(4)] == [4096, 0] * 2
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(hidden_activation="relu"), "hidden_activation is 'relu'; supported: gelu_pytorch_tanh"),
+    (dict(attn_logit_softcapping=-1), "attn_logit_softcapping is -1.0 .* allowed: null, or a positive"),
+    (dict(layer_types=["full_attention"]), "layer_types in config.json must be a list of 2"),
+    (dict(use_bidirectional_attention=True), "embedding model"),
+    (dict(model_type="ministral3", rope_parameters={"llama_4_scaling_beta": -1}), "llama_4_scaling_beta is -1.0"),
+    (dict(model_type="gemma3_text", rope_parameters={"full_attention": {}, "sliding_attention": {
+        "rope_type": "yarn", "factor": 2.0}}), "rope type of layers with a window is 'yarn'"),
+])
+def test_what_is_not_supported_is_named(changes, message):
+    config = BASE | dict(model_type="gemma2", num_hidden_layers=2)
+    assert parse_config(config).score_cap == 50
+    with pytest.raises(ModelError, match=message):
+        parse_config(config | changes)
+
+
+@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gelu_and_soft_caps_are_those_of_pytorch_at_every_width(name, dtype):
+    ops = kernels.choose("cpu", dtype, name)
+    torch.manual_seed(3)
+    for width in (1, 15, 16, 33):
+        gate_up = (torch.randn(5, 2 * width) * 4).to(ops.dtype)
+        gate, up = gate_up.float().chunk(2, 1)
+        expected = torch.nn.functional.gelu(gate, approximate="tanh").to(ops.dtype).float() * up
+        found = ops.geglu(gate_up)
+        torch.testing.assert_close(found.float(), expected, atol=1e-6, rtol=1e-6 if dtype == "float32" else 1e-2)
+        assert torch.equal(torch.cat([ops.geglu(row[None]) for row in gate_up]), found)
+        logits = torch.randn(5, width) * 40
+        capped = ops.soft_cap(logits, 30.0)
+        torch.testing.assert_close(capped, (logits / 30).tanh() * 30, atol=1e-5, rtol=1e-5)
+        assert torch.equal(torch.cat([ops.soft_cap(row[None], 30.0) for row in logits]), capped)
+    assert ops.soft_cap(torch.full((1, 3), torch.nan), 30.0).isnan().all()
+    assert ops.soft_cap(torch.tensor([[1e30, -1e30]]), 30.0).tolist() == [[30.0, -30.0]]
+
+
+@pytest.mark.parametrize("name", kernels.available())
+def test_scores_are_capped_before_the_softmax(name):
+    """In attention, in the weights that select rows, and in the remainder."""
+    ops = kernels.choose("cpu", "float32", name)
+    torch.manual_seed(4)
+    length, heads, dim, cap = 300, 2, 16, 3.0
+    store, k, v = ops.new_store(heads, dim, cap), torch.randn(length, heads, dim) * 3, torch.randn(length, heads, dim)
+    store.write(0, k, v)
+    q = torch.randn(1, heads, dim) * 3
+    scores = torch.einsum("thd,nhd->thn", q, k) / dim**0.5
+    weights = ((scores / cap).tanh() * cap).softmax(-1)[0]
+    found = ops.attention(q, KV(store, length - 1, k[-1:], v[-1:]), torch.tensor([-1], dtype=torch.int32))
+    torch.testing.assert_close(found.output[0], torch.einsum("hn,nhd->hd", weights, v), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(store.weights(q, length), weights, atol=1e-6, rtol=1e-4)
+    part = ops.new_store(heads, dim, cap)
+    part.write(0, k[100:], v[100:])
+    whole = type(found)(*(tensor[None] for tensor in found))
+    left = ops.remainder([part], length - 100, whole)[0, 0]  # [H, D + 1]
+    expected = torch.einsum("hn,nhd->hd", weights[:, :100] / weights[:, :100].sum(1, keepdim=True), v[:100])
+    torch.testing.assert_close(left[:, :-1], expected, atol=1e-3, rtol=1e-3)
+
+
+def test_cuda_is_refused_in_one_line(folder, monkeypatch):
+    class OnDevice:
+        is_device = True
+
+    from longdraft.model.checkpoint import load_transformer
+    from longdraft.model.tensor_files import TensorFiles
+
+    with pytest.raises(ModelError, match=r"models with .* run on the CPU only so far; use --device cpu"):
+        load_transformer(TensorFiles(folder), read_config(folder), OnDevice())
+
+
+def test_the_hash_of_other_families_is_the_former_one():
+    """Journals name their model by it."""
+    llama = parse_config(BASE | dict(model_type="llama", num_hidden_layers=2))
+    assert llama.sha256() == "4370aa8025306709c9123474ec4884c17c80a0aa969f207df8b4e251849281d8"
+    hybrid = parse_config(dict(model_type="qwen3_5_text", vocab_size=320, hidden_size=48, intermediate_size=64,
+                               num_hidden_layers=4, num_attention_heads=4))
+    assert hybrid.sha256() == "dc5dd8b0f86d83386b0b480a975030b56751d618c972d5888013f35d00a9baec"

@@ -1,0 +1,210 @@
+"""gpt-oss: attention sinks, the clamped activation, and experts in MXFP4. Comparisons with `transformers` and GGUF are
+in test_experts.py and test_gguf.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import longdraft
+from helpers.checkpoints import load, load_glide, make_glide, make_heads
+from helpers.eagle import load_eagle, make_eagle
+from helpers.equality import DRAFTERS, LIARS, liar, prompt_of
+from helpers.families import logits_of, make_family
+from helpers.generation import by_name, generate
+from longdraft import kernels
+from longdraft.core import SamplingParams
+from longdraft.errors import ModelError
+from longdraft.kernels import KV
+from longdraft.kernels.layer import _of_sinks
+from longdraft.model import heads, sizing
+from longdraft.model.config import parse_config, read_config
+from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.transformer import Rows, chain_rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("oss")
+    make_heads(folder / "heads", make_family(folder, "gpt_oss"))
+    make_glide(folder / "glide", folder)
+    make_eagle(folder / "eagle")
+    return folder
+
+
+@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_have_the_same_bits_one_by_one_together_and_in_a_tree(folder, name, dtype):
+    model, tokens = load(folder, dtype, name), prompt_of(40)
+    alone = logits_of(model, tokens, 1)
+    assert torch.equal(logits_of(model, tokens, 40), alone)
+    cache = model.new_cache()
+    model.forward(chain_rows(tokens[:30], 0), cache)
+    cache.commit(range(30))
+    # The true continuation is the path 0, 2, 3, 5 of a tree; its other nodes are wrong.
+    rows = Rows([tokens[30], 7, tokens[31], tokens[32], 9, tokens[33], 11], [30, 31, 31, 32, 32, 33, 34],
+                [-1, 0, 0, 2, 2, 3, 4])
+    assert torch.equal(model.forward(rows, cache, 7).logits[[0, 2, 3, 5]], alone[30:34])
+
+
+@pytest.mark.parametrize("dtype, settings", [("float32", dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2)),
+                                             ("bfloat16", dict(temperature=0.0))])
+def test_every_drafter_writes_the_plain_text(folder, dtype, settings):
+    model = load(folder, dtype)
+    trained, layer, eagle = (heads.load_heads(folder / "heads", model), load_glide(folder / "glide", model),
+                             load_eagle(folder / "eagle", model))
+    params = SamplingParams(max_new_tokens=14, seed=11, **settings)
+    plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
+    for name, options in DRAFTERS.values():
+        factory = by_name(name, trained, model if "model" in options else None, layer, eagle, **options)
+        assert generate(model, prompt_of(60), params, factory, banned=[1]) == plain, (name, options)
+
+
+@pytest.mark.parametrize("kind", LIARS)
+def test_lying_drafters_do_not_change_the_text(folder, kind):
+    model, prompt = load(folder), prompt_of(60)
+    params = SamplingParams(max_new_tokens=14, seed=5, temperature=1.0, top_p=0.9)
+    plain = generate(model, prompt, params, by_name("plain"), banned=[1])
+    drafter = liar(kind, plain, len(prompt))
+    assert generate(model, prompt, params, lambda given: drafter, banned=[1]) == plain
+
+
+def test_drafts_of_the_whole_cache_are_accepted(folder):
+    engine = longdraft.load(str(folder), drafter="magicdec", drafter_options={"suffix": "false", "budget": 2000})
+    params = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
+    assert list(engine.generate(prompt_of(60), params))[-1].stats["mean_accepted_length"] > 6
+
+
+def test_texts_of_a_batch_and_resumed_texts_are_the_plain_ones(folder, tmp_path):
+    params = [SamplingParams(max_new_tokens=16, seed=seed, ignore_eos=True) for seed in (1, 2, 3)]
+    prompts = [prompt_of(30), prompt_of(45, 4), prompt_of(30)]
+    plain = longdraft.load(str(folder), drafter="plain")
+    expected = [[token for event in plain.generate(prompt, each) for token in event.tokens]
+                for prompt, each in zip(prompts, params, strict=True)]
+    engine = plain.with_drafter("magicdec")
+    found: list[list[int]] = [[], [], []]
+    for place, event in engine.generate_many(prompts, params, batch_size=3):
+        found[place] += event.tokens
+    assert found == expected
+    with engine.generate(prompts[0], params[0], journal=tmp_path / "j") as text:
+        while len(text.tokens) < 8:
+            next(text)
+    assert [token for event in engine.resume(tmp_path / "j") for token in event.tokens] == expected[0]
+
+
+def packed(folder: Path, target: Path, shards: int = 1) -> None:
+    """The folder's model with random experts in MXFP4 at `target`, and the same numbers unquantised at target/whole."""
+    generator = torch.Generator().manual_seed(8)
+    tensors = load_file(folder / "model.safetensors")
+    whole = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj")) and ".experts." in name]:
+        count, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (count, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 126, (count, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        whole[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        assert whole[name].shape == (count, inputs, outputs)
+    config = json.loads((folder / "config.json").read_text())
+    for path, each in ((target, tensors), (target / "whole", whole)):
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(each, path / "model.safetensors")
+        quantized = {"quantization_config": {"quant_method": "mxfp4"}} if path == target else {}
+        (path / "config.json").write_text(json.dumps(config | quantized))
+        (path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    if shards > 1:  # blocks and scales in different files
+        parts = [{name: tensor for name, tensor in tensors.items() if name.endswith("_scales") == is_scale}
+                 for is_scale in (False, True)]
+        (target / "model.safetensors").unlink()
+        for i, part in enumerate(parts):
+            save_file(part, target / f"model-{i}.safetensors")
+        weights = {name: f"model-{i}.safetensors" for i, part in enumerate(parts) for name in part}
+        (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose rows are whole blocks of 32."""
+    folder = tmp_path_factory.mktemp("wide")
+    make_family(folder, "gpt_oss", hidden_size=64)
+    return folder
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_experts_in_mxfp4_have_the_numbers_of_transformers(wide, tmp_path, shards):
+    packed(wide, tmp_path, shards)
+    found, expected = (logits_of(load(path), prompt_of(30), 30) for path in (tmp_path, tmp_path / "whole"))
+    assert torch.equal(found, expected)
+    assert sizing.model_sizes(read_config(tmp_path)) == sizing.model_sizes(read_config(tmp_path / "whole"))
+    prints = [TensorFiles(path).fingerprint() for path in (tmp_path, tmp_path / "whole")]
+    assert prints[0] != prints[1]
+    texts = []
+    for drafter in ("plain", "magicdec"):
+        engine = longdraft.load(str(tmp_path), drafter=drafter)
+        params = SamplingParams(max_new_tokens=20, seed=3, ignore_eos=True)
+        texts.append([token for event in engine.generate(prompt_of(40), params) for token in event.tokens])
+    assert texts[0] == texts[1]
+
+
+def test_damaged_experts_are_one_clear_line(wide, tmp_path):
+    packed(wide, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    for changed, message in (
+            ({name: tensors[name][:, :-1].contiguous()}, "has no scales .* the checkpoint is incomplete"),
+            ({name: torch.full_like(tensors[name], 255)}, "values that are NaN or infinite"),
+            ({name.replace("_scales", "_blocks"): torch.zeros(6, 3, dtype=torch.uint8)}, "is none of gpt-oss")):
+        save_file(tensors | changed, tmp_path / "model.safetensors")
+        with pytest.raises(ModelError, match=message) as caught:
+            load(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_clamped_activation_is_that_of_the_definition_at_every_width(name, dtype):
+    ops = kernels.choose("cpu", dtype, name)
+    torch.manual_seed(3)
+    for width in (1, 15, 16, 33):
+        gate_up = (torch.randn(5, 2 * width) * 6).to(ops.dtype)
+        gate, up = gate_up.float().chunk(2, 1)
+        gate = gate.clamp(max=7.0)
+        expected = (up.clamp(-7.0, 7.0) + 1) * gate * (1.702 * gate).sigmoid()
+        found = ops.clamped_swiglu(gate_up, 1.702, 7.0)
+        torch.testing.assert_close(found.float(), expected, atol=1e-5, rtol=1e-5 if dtype == "float32" else 1e-2)
+        assert torch.equal(torch.cat([ops.clamped_swiglu(row[None], 1.702, 7.0) for row in gate_up]), found)
+    assert ops.clamped_swiglu(torch.full((1, 6), torch.nan).to(ops.dtype), 1.702, 7.0).isnan().all()
+
+
+@pytest.mark.parametrize("name", kernels.available())
+def test_sinks_join_the_softmax_without_a_value(name):
+    ops = kernels.choose("cpu", "float32", name)
+    torch.manual_seed(4)
+    length, heads, dim = 70, 2, 16
+    store, k, v = ops.new_store(heads, dim), torch.randn(length, heads, dim), torch.randn(length, heads, dim)
+    store.write(0, k, v)
+    q, sinks = torch.randn(1, heads, dim), torch.tensor([3.0, -1.0])
+    scores = torch.einsum("thd,nhd->thn", q, k)[0] / dim**0.5
+    weights = torch.cat([scores, sinks[:, None]], 1).softmax(-1)[:, :-1]
+    kv = KV(store, length - 1, k[-1:], v[-1:], _of_sinks(sinks, 1, dim))
+    found = ops.attention(q, kv, torch.tensor([-1], dtype=torch.int32)).output[0]
+    torch.testing.assert_close(found, torch.einsum("hn,nhd->hd", weights, v), atol=1e-5, rtol=1e-4)
+
+
+def test_a_silent_config_is_that_of_gpt_oss_120b():
+    config = parse_config(dict(model_type="gpt_oss", hidden_size=2880, intermediate_size=2880, num_hidden_layers=36,
+                               num_attention_heads=64, quantization_config={"quant_method": "mxfp4"}))
+    assert config.experts is not None and (config.experts.count, config.experts.clamp) == (128, (1.702, 7.0))
+    assert [config.window_of(layer) for layer in range(4)] == [128, 0, 128, 0]
+    assert config.rope.settings["truncate"] is False and config.max_positions == 131072
+    assert sizing.model_sizes(config).parameters == 116_829_156_672
+    with pytest.raises(ModelError, match=r"swiglu_limit 0.0; allowed: positive"):
+        parse_config(dict(model_type="gpt_oss", hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+                          num_attention_heads=8, swiglu_limit=0))
+    with pytest.raises(ModelError, match="quantised"):
+        parse_config(dict(model_type="llama", hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=9,
+                          num_attention_heads=8, quantization_config={"quant_method": "mxfp4"}))
