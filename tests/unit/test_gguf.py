@@ -93,8 +93,8 @@ def meaning(config: model_config.ModelConfig) -> object:
     rotated = tuple(config.rotates(layer) for layer in range(config.num_layers))
     inner = 0 if config.experts else config.intermediate_size  # not used then
     hybrid = config.hybrid and replace(config.hybrid, is_converted=False)
-    return replace(config, eos_token_ids=(), hybrid=hybrid, rope=replace(config.rope, settings=settings),
-                   rotated=rotated, intermediate_size=inner)
+    return replace(config, eos_token_ids=(), hybrid=hybrid, norm_offset=0.0, rotated=rotated, intermediate_size=inner,
+                   rope=replace(config.rope, settings=settings))
 
 
 CONVERTED = [name for name, (_, own) in FAMILIES.items() if not {"use_sliding_window", "rope_parameters"} & set(own)
