@@ -31,7 +31,8 @@ _LATER: dict[str, object] = {
     "rounds_embedding_factor": False, "score_cap": 0.0, "logits_cap": 0.0, "window_rope": None,
     "has_fused_mlp": False, "is_interleaved": False, "query_growth": None,
     "has_sinks": False}
-_LATER_OF_EXPERTS: dict[str, object] = {"shared": 0, "router": "gate", "has_bias": False, "clamp": None}
+_LATER_OF_PARTS: dict[str, dict[str, object]] = {
+    "experts": {"shared": 0, "router": "gate", "has_bias": False, "clamp": None}, "hybrid": {"is_converted": False}}
 _HASHED_AS = {"post_norm": "norms_follow"}  # fields that were renamed since the first journals
 
 
@@ -141,9 +142,10 @@ class ModelConfig:
         """The hash by which a journal recognises the configuration. Fields count under the name they had first, and
         fields that are newer than the first journals count only if they are used."""
         own = asdict(self)
-        for name, unused in _LATER_OF_EXPERTS.items() if self.experts else ():
-            if own["experts"][name] == unused:
-                del own["experts"][name]
+        for part, later_of_part in _LATER_OF_PARTS.items():
+            for name, unused in later_of_part.items() if own[part] else ():
+                if own[part][name] == unused:
+                    del own[part][name]
         later = _LATER | ({"float_norms": True, "norm_offset": 1.0} if self.hybrid else {})  # hybrids always had them
         fields = {_HASHED_AS.get(name, name): value for name, value in own.items()
                   if name not in later or value != later[name]}

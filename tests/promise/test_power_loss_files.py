@@ -106,7 +106,7 @@ def test_a_block_of_a_snapshot_is_the_true_one_or_unused_after_any_power_cut(tmp
         good = set()
         for number, block in read_index(folder).items():
             assert block.chain == f"{number}-{block.rows}"
-            tensors = read_block(folder, block, (1, 1, block.rows, 4), torch.float32)
+            tensors = read_block(folder, block, (1, 1, block.rows, 4), torch.float32, [])
             if tensors is not None:
                 k, v = Store(number).read(torch.arange(block.rows).expand(1, -1))
                 assert torch.equal(tensors[0][0], k) and torch.equal(tensors[1][0], v)
