@@ -73,20 +73,20 @@ def each_kernel(plan: CudaPlan, bench: Bench, shape: str) -> list[dict[str, Any]
     for name, (out, into) in products.items():
         for quantize in ("none", "int8", "int4"):
             try:
-                weights = _copies(plan, chosen, out, into, quantize)
+                weights = weight_copies(plan, chosen, out, into, quantize)
             except UsageError as error:  # these kernels lack the format
                 found.append({"kernel": f"{name} {quantize}", "failed": str(error)})
                 continue
             for rows in counts:
                 x = torch.randn(rows, into, device=plan.device).to(chosen.dtype)
                 work = [lambda weight=weight, x=x: weight.partial_sums(x, chosen.tile) for weight in weights]
-                us = _graph_us(chosen.device, work, plan.repeats)
+                us = graph_us(chosen.device, work, plan.repeats)
                 found.append(_share(f"{name} {quantize}", rows, us, weights[0].nbytes, rate))
             del weights
     for context in plan.contexts:
         for rows in counts:
-            store, attend = _attention(chosen, (heads, kv_heads, dim), context, rows)
-            us = _graph_us(chosen.device, [attend], plan.repeats)
+            store, attend = attention_of(chosen, (heads, kv_heads, dim), context, rows)
+            us = graph_us(chosen.device, [attend], plan.repeats)
             size = 2 * kv_heads * context * chosen.cache_bytes(dim)
             found.append(_share(f"attention behind {context}", rows, us, size, rate))
             del store, attend
@@ -97,7 +97,7 @@ def _share(name: str, rows: int, us: float, size: int, rate: float) -> dict[str,
     return {"kernel": name, "rows": rows, "us": us, "bytes": size, "share_of_copy": size / (us * 1e-6) / rate}
 
 
-def _copies(plan: CudaPlan, chosen: CudaKernels, out: int, into: int, quantize: str) -> list[CudaLinear]:
+def weight_copies(plan: CudaPlan, chosen: CudaKernels, out: int, into: int, quantize: str) -> list[CudaLinear]:
     cached = torch.cuda.get_device_properties(0).L2_cache_size if plan.device == "cuda" else 1
     size = out * into * chosen.dtype.itemsize // {"none": 1, "int8": 2, "int4": 4}[quantize]
     values = torch.randn(out, into, device=plan.device).to(chosen.dtype) / into**0.5
@@ -106,7 +106,7 @@ def _copies(plan: CudaPlan, chosen: CudaKernels, out: int, into: int, quantize: 
     return [first, *(chosen.pack(values, quantize=quantize) for _ in range(others))]
 
 
-def _attention(chosen: CudaKernels, shape: tuple[int, int, int], context: int,
+def attention_of(chosen: CudaKernels, shape: tuple[int, int, int], context: int,
                rows: int) -> tuple[CudaStore, Callable[[], None]]:
     """A store of random keys, and the attention of a chain of rows behind it."""
     heads, kv_heads, dim = shape
@@ -126,7 +126,7 @@ def _attention(chosen: CudaKernels, shape: tuple[int, int, int], context: int,
     return store, lambda: tree_attention(plan, work, q, store, where, context, 0, None, out, lse)
 
 
-def _graph_us(device: torch.device, work: Sequence[Callable[[], object]], repeats: int) -> float:
+def graph_us(device: torch.device, work: Sequence[Callable[[], object]], repeats: int) -> float:
     """Microseconds of one piece of work, all of them in one CUDA graph; without a device one after the other."""
     def each() -> None:
         for piece in work:
