@@ -5,7 +5,7 @@
 For each weight of Llama-3.1-8B and Qwen2.5-1.5B it prints the floor (bytes over the copy's rate) and the fastest
 tilings: microseconds of 1 and of 16 rows, rows of a program (t16, t64), and columns, block, stages and splits as in
 `longdraft.kernels.cuda.linear.Tiling`. The copies of a weight do not fit into the second-level cache together. Kernels
-are compiled in parallel processes first. It takes a minute and a half on a machine of 16 cores.
+are compiled in parallel processes first. It takes some three minutes on a machine of 16 cores.
 """
 
 from __future__ import annotations
