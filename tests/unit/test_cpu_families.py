@@ -10,34 +10,30 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 import longdraft
-from helpers.checkpoints import VOCAB, load, load_glide, make_glide, make_heads, write_tokenizer
-from helpers.eagle import load_eagle, make_eagle
-from helpers.equality import DRAFTERS, LIARS, liar, prompt_of
-from helpers.families import CPU_FAMILIES, greedy_text_of, logits_of, make_family, rounding_errors, theirs_of
-from helpers.generation import by_name, generate
+from helpers.checkpoints import VOCAB, load, make_glide, make_heads, write_tokenizer
+from helpers.eagle import make_eagle
+from helpers.equality import LIARS, prompt_of
+from helpers.families import CPU_FAMILIES, logits_of, make_family
+from helpers.family_checks import (
+    check_against_transformers,
+    check_batch_and_resumed_text,
+    check_every_drafter,
+    check_liar,
+    check_quantised_texts,
+    check_rows,
+)
 from helpers.gguf_files import convert
 from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.kernels import KV
-from longdraft.model import heads, sizing
+from longdraft.model import sizing
 from longdraft.model.config import parse_config, read_config
-from longdraft.model.transformer import Rows, chain_rows
 
 
 @pytest.mark.parametrize("name", CPU_FAMILIES)
 def test_the_models_are_those_of_transformers(tmp_path, name):
-    """Logits over prefill and decode, in float32 and within bfloat16's rounding; greedy texts."""
-    theirs, tokens = make_family(tmp_path / "a", name), prompt_of(300)
-    ours = load(tmp_path / "a")
-    torch.testing.assert_close(logits_of(ours, tokens, 270), theirs_of(theirs, tokens), atol=1e-4, rtol=1e-4)
-    prompt = prompt_of(60)
-    greedy = SamplingParams(max_new_tokens=40, temperature=0.0)
-    assert generate(ours, prompt, greedy, by_name("plain")) == greedy_text_of(theirs, prompt, 40)
-    tokens = prompt_of(120)
-    error, theirs_error = rounding_errors(
-        tmp_path / "b", name, lambda: logits_of(load(tmp_path / "b", "bfloat16"), tokens, 100), tokens, 0.1)
-    assert error <= 1.2 * theirs_error
+    check_against_transformers(tmp_path, name)
 
 
 @pytest.fixture(scope="module", params=CPU_FAMILIES)
@@ -53,45 +49,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("name", kernels.available())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_have_the_same_bits_one_by_one_together_and_in_a_tree(folder, name, dtype):
-    model, tokens = load(folder, dtype, name), prompt_of(40)
-    alone = logits_of(model, tokens, 1)
-    assert torch.equal(logits_of(model, tokens, 40), alone)
-    if name != "reference" and dtype == "float32":
-        torch.testing.assert_close(alone, logits_of(load(folder, name="reference"), tokens, 40), atol=1e-4, rtol=1e-4)
-    cache = model.new_cache()
-    model.forward(chain_rows(tokens[:30], 0), cache)
-    cache.commit(range(30))
-    # The true continuation is the path 0, 2, 3, 5 of a tree; its other nodes are wrong.
-    rows = Rows([tokens[30], 7, tokens[31], tokens[32], 9, tokens[33], 11], [30, 31, 31, 32, 32, 33, 34],
-                [-1, 0, 0, 2, 2, 3, 4])
-    found = model.forward(rows, cache, 7).logits
-    assert torch.equal(found[[0, 2, 3, 5]], alone[30:34])
-    cache.commit([0, 2, 3, 5])
-    assert torch.equal(model.forward(chain_rows(tokens[34:], 34), cache, 6).logits, alone[34:])
+    check_rows(folder, name, dtype)
 
 
 @pytest.mark.parametrize("dtype, settings", [("float32", dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2)),
                                              ("bfloat16", dict(temperature=0.0))])
 def test_every_drafter_writes_the_plain_text(folder, dtype, settings):
-    model = load(folder, dtype)
-    trained, eagle = heads.load_heads(folder / "heads", model), load_eagle(folder / "eagle", model)
-    layer = load_glide(folder / "glide", model) if (folder / "glide").exists() else None
-    params = SamplingParams(max_new_tokens=20, seed=11, **settings)
-    plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
-    for name, options in DRAFTERS.values():
-        if name == "glide" and layer is None:
-            continue
-        factory = by_name(name, trained, model if "model" in options else None, layer, eagle, **options)
-        assert generate(model, prompt_of(60), params, factory, banned=[1]) == plain, (name, options)
+    check_every_drafter(folder, dtype, settings, 20)
 
 
 @pytest.mark.parametrize("kind", LIARS)
 def test_lying_drafters_do_not_change_the_text(folder, kind):
-    model, prompt = load(folder, "bfloat16"), prompt_of(60)
-    params = SamplingParams(max_new_tokens=20, seed=5, temperature=1.0, top_p=0.9)
-    plain = generate(model, prompt, params, by_name("plain"), banned=[1])
-    drafter = liar(kind, plain, len(prompt))
-    assert generate(model, prompt, params, lambda given: drafter, banned=[1]) == plain
+    check_liar(folder, kind, "bfloat16", 20)
 
 
 def test_drafts_of_the_whole_cache_and_of_a_small_one_are_accepted(folder):
@@ -105,28 +74,11 @@ def test_drafts_of_the_whole_cache_and_of_a_small_one_are_accepted(folder):
 
 @pytest.mark.parametrize("drafter", ["auto", "suffix", "magicdec"])
 def test_texts_of_a_batch_and_resumed_texts_are_the_plain_ones(folder, tmp_path, drafter):
-    params = [SamplingParams(max_new_tokens=20, seed=seed, ignore_eos=True) for seed in (1, 2, 3)]
-    prompts = [prompt_of(30), prompt_of(45, 4), prompt_of(30)]
-    plain = longdraft.load(str(folder), drafter="plain")
-    expected = [[token for event in plain.generate(prompt, each) for token in event.tokens]
-                for prompt, each in zip(prompts, params, strict=True)]
-    engine = plain.with_drafter(drafter)
-    found: list[list[int]] = [[], [], []]
-    for place, event in engine.generate_many(prompts, params, batch_size=3):
-        found[place] += event.tokens
-    assert found == expected
-    with engine.generate(prompts[0], params[0], journal=tmp_path / "j") as text:
-        while len(text.tokens) < 8:
-            next(text)
-    assert [token for event in engine.resume(tmp_path / "j") for token in event.tokens] == expected[0]
+    check_batch_and_resumed_text(folder, drafter, tmp_path / "j")
 
 
 def test_quantised_models_have_one_text_for_all_drafters(folder):
-    for quantize in ("int8", "int4"):
-        model = load(folder, "bfloat16", quantize=quantize)
-        params = SamplingParams(max_new_tokens=20, seed=2, temperature=1.0)
-        plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
-        assert generate(model, prompt_of(60), params, by_name("magicdec", chain=4), banned=[1]) == plain
+    check_quantised_texts(folder)
 
 
 def test_a_model_of_transformers_in_memory_is_the_same_model(folder):

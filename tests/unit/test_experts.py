@@ -10,17 +10,16 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import longdraft
-from helpers.checkpoints import load, load_glide, make_glide, make_heads
-from helpers.eagle import load_eagle, make_eagle
-from helpers.equality import DRAFTERS, LIARS, liar, prompt_of
-from helpers.families import MIXTURES, greedy_text_of, logits_of, make_family, rounding_errors, theirs_of
-from helpers.generation import by_name, generate
+from helpers.checkpoints import load, make_glide, make_heads
+from helpers.eagle import make_eagle
+from helpers.equality import LIARS, prompt_of
+from helpers.families import MIXTURES, logits_of, make_family
+from helpers.family_checks import check_against_transformers, check_every_drafter, check_liar
 from longdraft import kernels
-from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.kernels.experts import experts_forward, route
 from longdraft.kernels.weights import Experts, Mlp
-from longdraft.model import heads, sizing
+from longdraft.model import sizing
 from longdraft.model.config import parse_config, read_config
 
 HIDDEN, INNER, COUNT = 48, 32, 6
@@ -90,18 +89,8 @@ def test_a_forward_reads_the_chosen_experts_only(tmp_path):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_models_are_those_of_transformers(tmp_path, name):
-    """Logits over prefill and decode, in float32 and within bfloat16's rounding; greedy texts."""
-    theirs, tokens = make_family(tmp_path / "a", name), prompt_of(300)
-    ours = load(tmp_path / "a")
-    torch.testing.assert_close(logits_of(ours, tokens, 270), theirs_of(theirs, tokens), atol=1e-4, rtol=1e-4)
-    prompt = prompt_of(60)
-    greedy = SamplingParams(max_new_tokens=40, temperature=0.0)
-    assert generate(ours, prompt, greedy, by_name("plain")) == greedy_text_of(theirs, prompt, 40)
-    tokens = prompt_of(120)
-    error, theirs_error = rounding_errors(
-        tmp_path / "b", name, lambda: logits_of(load(tmp_path / "b", "bfloat16"), tokens, 100), tokens, 0.1)
-    assert error <= 1.2 * theirs_error
-    model = load(tmp_path / "b", "bfloat16")
+    check_against_transformers(tmp_path, name)
+    model, tokens = load(tmp_path / "b", "bfloat16"), prompt_of(120)
     assert torch.equal(logits_of(model, tokens, 100), logits_of(model, tokens, 1))
 
 
@@ -117,23 +106,12 @@ def qwen(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("dtype, settings", [("float32", dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2)),
                                              ("bfloat16", dict(temperature=0.0))])
 def test_every_drafter_writes_the_plain_text(qwen, dtype, settings):
-    model = load(qwen, dtype)
-    trained, layer, eagle = (heads.load_heads(qwen / "heads", model), load_glide(qwen / "glide", model),
-                             load_eagle(qwen / "eagle", model))
-    params = SamplingParams(max_new_tokens=14, seed=11, **settings)
-    plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
-    for name, options in DRAFTERS.values():
-        factory = by_name(name, trained, model if "model" in options else None, layer, eagle, **options)
-        assert generate(model, prompt_of(60), params, factory, banned=[1]) == plain, (name, options)
+    check_every_drafter(qwen, dtype, settings, 14)
 
 
 @pytest.mark.parametrize("kind", LIARS)
 def test_lying_drafters_do_not_change_the_text(qwen, kind):
-    model, prompt = load(qwen), prompt_of(60)
-    params = SamplingParams(max_new_tokens=14, seed=5, temperature=1.0, top_p=0.9)
-    plain = generate(model, prompt, params, by_name("plain"), banned=[1])
-    drafter = liar(kind, plain, len(prompt))
-    assert generate(model, prompt, params, lambda given: drafter, banned=[1]) == plain
+    check_liar(qwen, kind, "float32", 14)
 
 
 def test_a_model_of_transformers_in_memory_is_the_same_model(tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
@@ -118,46 +117,6 @@ def test_a_converted_model_is_the_same_model(tmp_path, name, kind):
         loaded = load(path, ours.dtype)
         results.append(loaded.logits(loaded.forward(chain_rows(tokens, 0), loaded.new_cache()).hidden))
     assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-def test_a_quantised_hybrid_is_the_hybrid_of_its_dequantised_weights(tmp_path, kind):
-    """Heads of Qwen3.5 are stored in another order; of the output projection these are columns."""
-    sizes = dict(hidden_size=HIDDEN, linear_value_head_dim=32, linear_key_head_dim=32, num_attention_heads=4)
-    make_family(tmp_path / "folder", "qwen3_5", torch.float32, **sizes)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
-    convert(tmp_path / "folder", model, tmp_path / "model.gguf", kind)
-    files = TensorFiles(tmp_path / "model.gguf")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
-                found = files.read(name)
-                assert (found - parameter).abs().max() <= 0.3
-                parameter.copy_(found)
-    model.save_pretrained(tmp_path / "folder")
-    found = [loaded.logits(loaded.forward(chain_rows(prompt_of(40), 0), loaded.new_cache()).hidden)
-             for loaded in (load(tmp_path / path) for path in ("model.gguf", "folder"))]
-    assert torch.equal(*found)
-    for name in (name for name in files.names() if (kind == "Q4_0" and "in_proj_" in name) or "out_proj" in name):
-        packed = files.int4([name])
-        if packed is not None:  # in four bits the numbers are the file's too
-            groups = (packed.values.float().view(*packed.scale.shape, 32) - packed.zero[..., None].float())
-            assert torch.equal((groups * packed.scale[..., None].float()).flatten(1), files.read(name))
-
-
-def test_native_draft_layers_and_fused_experts_of_hybrids(tmp_path):
-    """The former are not read; the latter are the same as gate and up apart."""
-    model = make_family(tmp_path / "folder", "qwen3_5_moe")
-    fused = {f"blk.{layer}.ffn_gate_up_exps.weight": stored(tensor, "F32") for layer, tensor in (
-        (name.split(".")[2], tensor) for name, tensor in model.state_dict().items() if "experts.gate_up_proj" in name)}
-    extra = {"blk.4.nextn.eh_proj.weight": stored(torch.ones(2, 2), "F32")}
-    arch = "qwen35moe"
-    more = {f"{arch}.block_count": 5, f"{arch}.nextn_predict_layers": 1}
-    convert(tmp_path / "folder", model, tmp_path / "model.gguf", values=more, tensors=fused | extra,
-            without=("ffn_gate_exps", "ffn_up_exps"))
-    found = [loaded.logits(loaded.forward(chain_rows(prompt_of(20), 0), loaded.new_cache()).hidden)
-             for loaded in (load(tmp_path / path) for path in ("model.gguf", "folder"))]
-    assert torch.equal(*found)
 
 
 @pytest.fixture(scope="module")

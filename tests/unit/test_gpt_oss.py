@@ -12,20 +12,19 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import longdraft
-from helpers.checkpoints import load, load_glide, make_glide, make_heads
-from helpers.eagle import load_eagle, make_eagle
-from helpers.equality import DRAFTERS, LIARS, liar, prompt_of
+from helpers.checkpoints import load, make_glide, make_heads
+from helpers.eagle import make_eagle
+from helpers.equality import LIARS, prompt_of
 from helpers.families import logits_of, make_family
-from helpers.generation import by_name, generate
+from helpers.family_checks import check_every_drafter, check_liar, check_rows
 from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.kernels import KV
 from longdraft.kernels.layer import _of_sinks
-from longdraft.model import heads, sizing
+from longdraft.model import sizing
 from longdraft.model.config import parse_config, read_config
 from longdraft.model.tensor_files import TensorFiles
-from longdraft.model.transformer import Rows, chain_rows
 
 
 @pytest.fixture(scope="module")
@@ -40,38 +39,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", kernels.available())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_have_the_same_bits_one_by_one_together_and_in_a_tree(folder, name, dtype):
-    model, tokens = load(folder, dtype, name), prompt_of(40)
-    alone = logits_of(model, tokens, 1)
-    assert torch.equal(logits_of(model, tokens, 40), alone)
-    cache = model.new_cache()
-    model.forward(chain_rows(tokens[:30], 0), cache)
-    cache.commit(range(30))
-    # The true continuation is the path 0, 2, 3, 5 of a tree; its other nodes are wrong.
-    rows = Rows([tokens[30], 7, tokens[31], tokens[32], 9, tokens[33], 11], [30, 31, 31, 32, 32, 33, 34],
-                [-1, 0, 0, 2, 2, 3, 4])
-    assert torch.equal(model.forward(rows, cache, 7).logits[[0, 2, 3, 5]], alone[30:34])
+    check_rows(folder, name, dtype)
 
 
 @pytest.mark.parametrize("dtype, settings", [("float32", dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2)),
                                              ("bfloat16", dict(temperature=0.0))])
 def test_every_drafter_writes_the_plain_text(folder, dtype, settings):
-    model = load(folder, dtype)
-    trained, layer, eagle = (heads.load_heads(folder / "heads", model), load_glide(folder / "glide", model),
-                             load_eagle(folder / "eagle", model))
-    params = SamplingParams(max_new_tokens=14, seed=11, **settings)
-    plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
-    for name, options in DRAFTERS.values():
-        factory = by_name(name, trained, model if "model" in options else None, layer, eagle, **options)
-        assert generate(model, prompt_of(60), params, factory, banned=[1]) == plain, (name, options)
+    check_every_drafter(folder, dtype, settings, 14)
 
 
 @pytest.mark.parametrize("kind", LIARS)
 def test_lying_drafters_do_not_change_the_text(folder, kind):
-    model, prompt = load(folder), prompt_of(60)
-    params = SamplingParams(max_new_tokens=14, seed=5, temperature=1.0, top_p=0.9)
-    plain = generate(model, prompt, params, by_name("plain"), banned=[1])
-    drafter = liar(kind, plain, len(prompt))
-    assert generate(model, prompt, params, lambda given: drafter, banned=[1]) == plain
+    check_liar(folder, kind, "float32", 14)
 
 
 def test_drafts_of_the_whole_cache_are_accepted(folder):

@@ -1,4 +1,5 @@
-"""Hybrids: models with delta layers (Qwen3-Next, Qwen3.5) against `transformers`; all drafters write the plain text."""
+"""Hybrids: models with delta layers (Qwen3-Next, Qwen3.5) against `transformers` and from GGUF; all drafters write the
+plain text."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from transformers import AutoModelForCausalLM
 import longdraft
 from helpers.checkpoints import load, make_heads
 from helpers.eagle import load_eagle, make_eagle
-from helpers.equality import DRAFTERS, LIARS, liar, prompt_of
+from helpers.equality import DRAFTERS, LIARS, prompt_of
 from helpers.families import HYBRIDS, greedy_text_of, logits_of, make_family, make_hybrid, rounding_errors, theirs_of
+from helpers.family_checks import check_batch_and_resumed_text, check_liar, check_quantised_texts, check_rows
 from helpers.generation import by_name, generate
+from helpers.gguf_files import convert, stored
 from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import LongdraftError, ModelError
@@ -26,6 +29,7 @@ from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.model import heads, sizing
 from longdraft.model.config import parse_config, read_config
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import ForwardRequest, Rows, chain_rows
 
 LOADED = ["auto", "suffix", "magicdec"]  # drafters of the tests with the whole engine
@@ -57,21 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", kernels.available())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_have_the_same_bits_one_by_one_together_and_in_a_tree(folder, name, dtype):
-    model, tokens = load(folder, dtype, name), prompt_of(40)
-    alone = logits_of(model, tokens, 1)
-    assert torch.equal(logits_of(model, tokens, 40), alone)
-    if name != "reference" and dtype == "float32":
-        torch.testing.assert_close(alone, logits_of(load(folder, name="reference"), tokens, 40), atol=1e-4, rtol=1e-4)
-    cache = model.new_cache()
-    model.forward(chain_rows(tokens[:30], 0), cache)
-    cache.commit(range(30))
-    # The true continuation is the path 0, 2, 3, 5 of a tree; its other nodes are wrong.
-    rows = Rows([tokens[30], 7, tokens[31], tokens[32], 9, tokens[33], 11], [30, 31, 31, 32, 32, 33, 34],
-                [-1, 0, 0, 2, 2, 3, 4])
-    found = model.forward(rows, cache, 7).logits
-    assert torch.equal(found[[0, 2, 3, 5]], alone[30:34])
-    cache.commit([0, 2, 3, 5])
-    assert torch.equal(model.forward(chain_rows(tokens[34:], 34), cache, 6).logits, alone[34:])
+    check_rows(folder, name, dtype)
 
 
 @pytest.mark.parametrize("name", kernels.available()[:-1])
@@ -143,11 +133,7 @@ def load_other(folder: Path, dtype: str):
 
 @pytest.mark.parametrize("kind", LIARS)
 def test_lying_drafters_do_not_change_the_text(folder, kind):
-    model, prompt = load(folder, "bfloat16"), prompt_of(60)
-    params = SamplingParams(max_new_tokens=24, seed=5, temperature=1.0, top_p=0.9)
-    plain = generate(model, prompt, params, by_name("plain"), banned=[1])
-    drafter = liar(kind, plain, len(prompt))
-    assert generate(model, prompt, params, lambda given: drafter, banned=[1]) == plain
+    check_liar(folder, kind, "bfloat16", 24)
 
 
 def test_a_text_that_was_cut_has_the_states_of_its_rows(tmp_path):
@@ -208,28 +194,11 @@ def test_a_four_bit_copy_drafts_with_the_states_of_the_text(folder):
 
 @pytest.mark.parametrize("drafter", LOADED)
 def test_texts_of_a_batch_and_resumed_texts_are_the_plain_ones(folder, tmp_path, drafter):
-    params = [SamplingParams(max_new_tokens=20, seed=seed, ignore_eos=True) for seed in (1, 2, 3)]
-    prompts = [prompt_of(30), prompt_of(45, 4), prompt_of(30)]
-    plain = longdraft.load(str(folder), drafter="plain")
-    expected = [[token for event in plain.generate(prompt, each) for token in event.tokens]
-                for prompt, each in zip(prompts, params, strict=True)]
-    engine = plain.with_drafter(drafter)
-    found: list[list[int]] = [[], [], []]
-    for place, event in engine.generate_many(prompts, params, batch_size=3):
-        found[place] += event.tokens
-    assert found == expected
-    with engine.generate(prompts[0], params[0], journal=tmp_path / "j") as text:
-        while len(text.tokens) < 8:
-            next(text)
-    assert [token for event in engine.resume(tmp_path / "j") for token in event.tokens] == expected[0]
+    check_batch_and_resumed_text(folder, drafter, tmp_path / "j")
 
 
 def test_quantised_models_have_one_text_for_all_drafters(folder):
-    for quantize in ("int8", "int4"):
-        model = load(folder, "bfloat16", quantize=quantize)
-        params = SamplingParams(max_new_tokens=20, seed=2, temperature=1.0)
-        plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
-        assert generate(model, prompt_of(60), params, by_name("magicdec", chain=4), banned=[1]) == plain
+    check_quantised_texts(folder)
 
 
 def test_the_text_part_of_a_wrapped_model_is_read_without_its_native_drafts(folder, tmp_path):
@@ -313,3 +282,43 @@ def test_what_delta_layers_cannot_do_is_refused_in_one_line(folder, tmp_path):
         with pytest.raises(LongdraftError, match=message) as caught:
             attempt()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_a_quantised_hybrid_is_the_hybrid_of_its_dequantised_weights(tmp_path, kind):
+    """Heads of Qwen3.5 are stored in another order; of the output projection these are columns."""
+    sizes = dict(hidden_size=64, linear_value_head_dim=32, linear_key_head_dim=32, num_attention_heads=4)
+    make_family(tmp_path / "folder", "qwen3_5", torch.float32, **sizes)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    convert(tmp_path / "folder", model, tmp_path / "model.gguf", kind)
+    files = TensorFiles(tmp_path / "model.gguf")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                found = files.read(name)
+                assert (found - parameter).abs().max() <= 0.3
+                parameter.copy_(found)
+    model.save_pretrained(tmp_path / "folder")
+    found = [loaded.logits(loaded.forward(chain_rows(prompt_of(40), 0), loaded.new_cache()).hidden)
+             for loaded in (load(tmp_path / path) for path in ("model.gguf", "folder"))]
+    assert torch.equal(*found)
+    for name in (name for name in files.names() if (kind == "Q4_0" and "in_proj_" in name) or "out_proj" in name):
+        packed = files.int4([name])
+        if packed is not None:  # in four bits the numbers are the file's too
+            groups = (packed.values.float().view(*packed.scale.shape, 32) - packed.zero[..., None].float())
+            assert torch.equal((groups * packed.scale[..., None].float()).flatten(1), files.read(name))
+
+
+def test_native_draft_layers_and_fused_experts_of_hybrids(tmp_path):
+    """The former are not read; the latter are the same as gate and up apart."""
+    model = make_family(tmp_path / "folder", "qwen3_5_moe")
+    fused = {f"blk.{layer}.ffn_gate_up_exps.weight": stored(tensor, "F32") for layer, tensor in (
+        (name.split(".")[2], tensor) for name, tensor in model.state_dict().items() if "experts.gate_up_proj" in name)}
+    extra = {"blk.4.nextn.eh_proj.weight": stored(torch.ones(2, 2), "F32")}
+    arch = "qwen35moe"
+    more = {f"{arch}.block_count": 5, f"{arch}.nextn_predict_layers": 1}
+    convert(tmp_path / "folder", model, tmp_path / "model.gguf", values=more, tensors=fused | extra,
+            without=("ffn_gate_exps", "ffn_up_exps"))
+    found = [loaded.logits(loaded.forward(chain_rows(prompt_of(20), 0), loaded.new_cache()).hidden)
+             for loaded in (load(tmp_path / path) for path in ("model.gguf", "folder"))]
+    assert torch.equal(*found)
