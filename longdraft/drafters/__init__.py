@@ -117,7 +117,7 @@ def _build_auto(options: AutoOptions, resources: Resources) -> Drafter:
     knowledge, clock = resources.knowledge or SharedKnowledge(), resources.clock or CostClock(always=True)
 
     def random_text_candidates(cache: FullCache, sampler: Sampler) -> dict[str, Drafter]:
-        return _candidates(options, _with_shared_cache(resources._replace(cache=cache, sampler=sampler)))
+        return _candidates(options, _with_shared_cache(resources._replace(cache=cache, sampler=sampler, clock=None)))
 
     def calibrate() -> None:
         found = costs.load_or_measure(

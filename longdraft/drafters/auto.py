@@ -81,6 +81,21 @@ class Proposal(NamedTuple):
     ended: float
 
 
+@dataclass
+class PlainRun:
+    """Steps of plain decoding that are not counted yet: what is done beside a short step would be felt.
+
+    num_new  new tokens of the text behind the last of them
+    began    of the current step, in seconds
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    num_new: int = 0
+    began: float = 0.0
+
+
 class Watched(NamedTuple):
     """A draft behind the first `length` tokens of the text that was not verified."""
 
@@ -113,7 +128,8 @@ class AutoDrafter:
         self._shared = shared
         self._selector: Selector | None = None
         self._node_acceptance = NodeAcceptance()
-        self._proposal: Proposal | None = None
+        self._proposal: Proposal | None = None  # None: plain decoding
+        self._plain = PlainRun()
         self._readers = [name for name, drafter in self._drafters.items() if isinstance(drafter, ReadsText)]
         self._confidences = {name: confidence_of(drafter) for name, drafter in self._drafters.items()}
         self._watched: Watched | None = None
@@ -147,9 +163,9 @@ class AutoDrafter:
 
     def propose(self, context: Context, max_depth: int) -> Routine[Tree]:
         began, selector = self._clock(), self.selector
-        if selector.is_plain:  # what is done beside a short step would be felt
-            self._proposal = Proposal(root_only(context.last), 0, 0, began, began)
-            return self._proposal.tree
+        if selector.is_plain:
+            self._proposal, self._plain.began = None, began
+            return root_only(context.last)
         drafter = self._drafters[selector.active]
         is_exploring = self._num_steps % AUTO_SETTINGS.steps_per_exploration == 0 and not selector.is_probing
         if confidence := self._confidences[selector.active]:
@@ -178,31 +194,47 @@ class AutoDrafter:
         return tree.kept([at_all >= least for at_all in reach])
 
     def observe(self, context: Context, accepted: Accepted) -> None:
-        verified_at, active = self._clock(), self.selector.active
-        self._drafters[active].observe(context, accepted)
-        now = self._measure(accepted, verified_at)
-        self._report(context, len(accepted.tokens))
+        verified_at, selector = self._clock(), self.selector
+        active = selector.active
         self._num_steps += 1
-        if self.selector.is_due(self._num_steps, now):
-            self.selector.decide(context)
-            self.selector.postpone(now)
+        if self._proposal is None:
+            plain, now = self._plain, verified_at
+            plain.steps += 1
+            plain.tokens += len(accepted.tokens)
+            plain.seconds += now - plain.began
+            plain.num_new = context.num_new
+            if not selector.is_probing and self._num_steps % AUTO_SETTINGS.steps_per_decision:
+                return
+            self._count_plain()
+        else:
+            self._drafters[active].observe(context, accepted)
+            now = self._measure(self._proposal, accepted, verified_at)
+            self._report(context.num_new, len(accepted.tokens))
+        if selector.is_due(self._num_steps, now):
+            selector.decide(context)
+            selector.postpone(now)
             self._watch(context, accepted)
-        self._has_switched = self.selector.active != active
+        self._has_switched = selector.active != active
         if self._has_switched:  # the new candidate has not seen the latest tokens
-            self._drafters[self.selector.active].observe(context, accepted)
+            self._drafters[selector.active].observe(context, accepted)
 
-    def _measure(self, accepted: Accepted, verified_at: float) -> float:
+    def _measure(self, proposal: Proposal, accepted: Accepted, verified_at: float) -> float:
         """Count the step's guesses and time; returns what the clock shows."""
-        assert self._proposal is not None, "observe without propose"
-        tree, drafted, allowed, began, drafted_at = self._proposal
+        tree, drafted, allowed, began, drafted_at = proposal
         if len(tree) > 1:
             self._node_acceptance.add(tree, accepted.rows)
-        if not self.selector.is_plain:
-            self.selector.learn(self.selector.active, tree, allowed, len(accepted.tokens) - 1)
+        self.selector.learn(self.selector.active, tree, allowed, len(accepted.tokens) - 1)
         draft = drafted_at - began + (now := self._clock()) - verified_at
         self.selector.spend(len(accepted.tokens), len(tree), verified_at - drafted_at, drafted, draft,
                             is_typical=not self._has_switched)  # some candidates catch up first
         return now
+
+    def _count_plain(self) -> None:
+        """Count the steps of plain decoding since the last decision."""
+        run, self._plain = self._plain, PlainRun()
+        if run.steps:
+            self.selector.spend(run.tokens, 1, run.seconds, 0, 0.0, is_typical=True, steps=run.steps)
+            self._report(run.num_new, run.tokens)
 
     def _watch(self, context: Context, accepted: Accepted) -> None:
         """Compare a watched draft with the text that follows it, and watch another one."""
@@ -223,10 +255,10 @@ class AutoDrafter:
             depth = AUTO_SETTINGS.max_depth
             self._watched = Watched(name, run_alone(self._drafters[name].propose(context, depth)), depth, len(context))
 
-    def _report(self, context: Context, written: int) -> None:
+    def _report(self, num_new: int, written: int) -> None:
         self._last_writer = self.selector.active
         self.turns[self._last_writer] += written
-        while len(self.choices) <= context.num_new // AUTO_SETTINGS.tokens_per_report:
+        while len(self.choices) <= num_new // AUTO_SETTINGS.tokens_per_report:
             self.choices.append(Counter())
             if self._shared.pace.is_off:
                 self._forget()
@@ -234,12 +266,14 @@ class AutoDrafter:
 
     def inherit(self, earlier: AutoDrafter, num_retracted: int) -> None:
         """Continue the figures of a drafter of the same text, of whose tokens the last ones were taken back."""
+        earlier._count_plain()
         self.turns, self.choices, self._last_writer = earlier.turns, earlier.choices, earlier._last_writer
         for counts in (self.turns, self.choices[-1]) if self.choices else ():
             counts[self._last_writer] -= num_retracted
 
     def summary(self, num_tokens: int) -> dict[str, Any]:
         """The tokens written with each candidate, in all and for each part of the text, for the statistics."""
+        self._count_plain()
         turns, choices = self.turns.copy(), [counts.copy() for counts in self.choices]
         if behind := turns.total() - num_tokens:  # tokens of the last step behind the end of the text
             turns[self._last_writer] -= behind

@@ -1,8 +1,8 @@
 """What a step costs on this machine, measured once for each model and kept in the user's cache folder.
 
-    seconds of a step  =  ForwardCosts.at(rows, context, requests)  +  share of a draft(requests) * DraftCosts.at(depth)
+    seconds of a step  =  ForwardCosts.at(rows, context, requests)  +  DraftCosts.at(depth)
 
-`measure` runs real steps over a cache of random keys and values: trees of 1 to 16 guesses that no drafter drafted, then
+`measure` runs real steps over a cache of random keys and values: trees of 1 to 32 guesses that no drafter drafted, then
 each drafter at two depths. It takes a second or two for a model of 500 million parameters. Times do not depend on what
 the tokens are, so these costs serve every text. `Pace` notices while writing that they are off.
 """
@@ -15,6 +15,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,17 +34,16 @@ from longdraft.tree import Tree, chain
 
 log = logging.getLogger(__name__)
 
-ROWS = (1, 2, 4, 6, 8, 16)  # rows of the forwards that are timed; products of up to six rows read their weights once
+ROWS = (1, 2, 4, 6, 8, 16, 32)  # of the forwards that are timed; products of up to six rows read their weights once
 _DEPTHS = (4, 12)  # depths of the drafts that are timed
 _SHORT = 256  # positions of the text behind which they are timed
 _MOST_BYTES = 1 << 28  # of the cache of random positions
 _UNCACHED_BYTES = 3 << 25  # so many do not stay in the processor's caches
-_REPEATS = 2  # the fastest one counts
-_SHORT_S, _MORE_REPEATS = 0.005, 8  # of what takes less time, which noise disturbs more
+_ENOUGH_S, _LEAST_REPEATS, _MOST_REPEATS = 0.06, 2, 8  # the fastest one counts; noise disturbs short times more
 _MOST_WARM_UPS = 4  # steps in which a drafter may read the text before it drafts
 _SLOW_S = 0.2  # what takes longer is timed once
 _USUAL_STEPS, _LONG_S = 40, 4.0  # a measurement takes as long as so many steps; a line announces one that takes longer
-_FORMAT = 3
+_FORMAT = 4
 _SEVERAL = 8  # rows by which the growth of the text's part is measured
 _GROWTH = 0.02  # where it is not
 
@@ -84,14 +84,12 @@ class ForwardCosts(NamedTuple):
         text = self.rows[0] * reads * (1 + self.growth * (own - 1))
         return self.host + self._line(own * requests) / requests + text
 
-    def share(self, requests: float) -> float:
-        """Cost of a forward of one row of each of `requests` requests, for one of them, relative to its cost alone."""
-        return float(self._line(np.array([requests]))[0] / requests / self.rows[0])
-
     def _line(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds behind an empty text, along straight lines through the measurements."""
-        beyond = (self.rows[-1] - self.rows[-2]) / (ROWS[-1] - ROWS[-2]) * np.maximum(0.0, rows - ROWS[-1])
-        return np.interp(rows, ROWS, self.rows) + beyond
+        """Seconds behind an empty text, along straight lines through the measurements. Beyond the last one, a row costs
+        what the last ones do, or what all do if that is more: the difference of two numbers may be noise."""
+        *_, before, last = zip(ROWS, self.rows, strict=True)
+        slope = max((last[1] - start[1]) / (last[0] - start[0]) for start in (before, (ROWS[0], self.rows[0])))
+        return np.interp(rows, ROWS, self.rows) + slope * np.maximum(0.0, rows - ROWS[-1])
 
 
 class DraftCosts(NamedTuple):
@@ -211,18 +209,18 @@ class _RandomText:
         return run_alone(step.run(depth + 1)), timings
 
     def seconds(self, rows: int) -> Timings:
-        """The fastest step with so many rows."""
+        """A step with so many rows: the shortest time of each of its parts, because noise only adds to it."""
         guesses = _Guesses()
-        first = self.step(guesses, rows - 1)[1]
-        repeats = self._repeats(first.verify)
-        if not repeats:  # the processor's caches and clocks make no difference
-            return first
-        return min((self.step(guesses, rows - 1)[1] for _ in range(repeats)), key=lambda timings: timings.verify)
+        found = [self.step(guesses, rows - 1)[1]]
+        found += [self.step(guesses, rows - 1)[1] for _ in range(self._repeats(found[0].verify))]
+        if len(found) > 1:  # the processor's caches and clocks made the first one slower
+            del found[0]
+        return Timings(*(min(getattr(each, part.name) for each in found) for part in fields(Timings)))
 
     def _repeats(self, seconds: float) -> int:
         """How often to repeat what took so long, on all ranks."""
         seconds = self._agree(seconds)
-        return 0 if seconds > _SLOW_S else _REPEATS if seconds > _SHORT_S else _MORE_REPEATS
+        return 0 if seconds > _SLOW_S else int(max(_LEAST_REPEATS, min(_MOST_REPEATS, _ENOUGH_S / max(seconds, 1e-6))))
 
     def draft(self, drafter: Drafter, depth: int) -> tuple[Accepted, float]:
         """The fastest of the deepest drafts, and what it drafted: a draft of nothing takes no time."""

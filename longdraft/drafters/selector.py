@@ -24,6 +24,8 @@ class AutoSettings:
     max_depth              deepest draft
     max_rows               most rows of a verification
     switch_ratio           another candidate must take at most this share of the leader's time for each token
+    batch_ratio            the same between plain decoding and a candidate in a batch, whose forwards are charged to the
+                           requests by their expected costs, so that errors in these show late
     steps_per_decision     steps between two decisions while plain decoding leads; they are short
     drafts_per_decision    steps between two decisions while another candidate leads
     decision_share         share of the time that decisions may take
@@ -41,9 +43,10 @@ class AutoSettings:
     max_depth: int = 16
     max_rows: int = 64
     switch_ratio: float = 0.97
+    batch_ratio: float = 0.8
     steps_per_decision: int = 8
     drafts_per_decision: int = 2
-    decision_share: float = 0.01
+    decision_share: float = 0.005
     steps_per_exploration: int = 32
     exploration_depth: int = 2
     first_steps: int = 4
@@ -227,9 +230,10 @@ class Selector:
         self._shared.candidates[name].add(tree, allowed, accepted)
         self._acceptance[name].add(allowed, accepted)
 
-    def spend(self, tokens: int, rows: int, step: float, drafted: int, draft: float, is_typical: bool) -> None:
+    def spend(self, tokens: int, rows: int, step: float, drafted: int, draft: float, is_typical: bool, steps: int = 1
+              ) -> None:
         """A step wrote `tokens` tokens. It took `step` seconds with so many rows, after `draft` seconds for a draft
-        `drafted` tokens deep. is_typical: the draft did nothing else"""
+        `drafted` tokens deep. is_typical: the draft did nothing else. steps: so many steps did all this"""
         shared = self._shared
         shared.seconds += step + draft
         if self.is_probing:
@@ -237,7 +241,7 @@ class Selector:
             self._reserved -= loss
             shared.candidates[self.active].lost += max(0.0, loss)
         if rows < len(self._steps):
-            shared.pace.add(self._forward_kind(_SIZES[rows]), step, self._steps[rows], is_forward=True)
+            shared.pace.add(self._forward_kind(_SIZES[rows]), step / steps, float(self._steps[rows]), is_forward=True)
         if is_typical and not self.is_plain:
             expected = self._draft_factor(self.active) * shared.candidates[self.active].costs.at(drafted)
             shared.pace.add(self._draft_kind(self.active), draft, expected, slack=_NOISE * step)
@@ -256,7 +260,6 @@ class Selector:
         factors = [self._shared.pace[self._forward_kind(size)] for size in range(_SIZES[-1] + 1)]
         forward, requests = self._shared.forward, self._clock.batch_size
         self._steps = np.take(factors, _SIZES) * forward.at(np.arange(len(_SIZES)), len(context), requests)
-        self._share = forward.share(requests)
 
     def _forward_kind(self, size: int) -> tuple[object, ...]:
         return size, self._clock.batch_size > 1
@@ -265,11 +268,13 @@ class Selector:
         return name, self._clock.batch_size > 1
 
     def _draft_factor(self, name: str) -> float:
-        return self._share * self._shared.pace[self._draft_kind(name)]
+        """For the measured costs. Drafts of several requests share the weights, but each drafted token is a step of the
+        host: what that comes to is not known before they have drafted."""
+        return self._shared.pace[self._draft_kind(name)]
 
     def _rate(self, name: str) -> None:
         if name == self._plain:
-            plain = float(self._steps[1])
+            plain = float(self._steps[1]) * (AUTO_SETTINGS.batch_ratio if self._clock.batch_size > 1 else 1.0)
             self._ratings[name] = Rating(plain, 0, plain, 1.0)
         else:
             self._ratings[name] = self._shared.candidates[name].rate(

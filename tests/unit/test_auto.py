@@ -63,7 +63,7 @@ def test_a_tree_keeps_the_wanted_nodes_below_wanted_ones():
 
 # Decisions, by a clock that only the drafters and the forwards move.
 
-FORWARD = ForwardCosts(0.0, (1.0, 1.02, 1.05, 1.075, 1.1, 1.2), 1e6)  # seconds by rows; the text costs nothing
+FORWARD = ForwardCosts(0.0, (1.0, 1.02, 1.05, 1.075, 1.1, 1.2, 1.4), 1e6)  # seconds by rows; the text costs nothing
 
 
 class Clock:
@@ -235,7 +235,7 @@ def test_several_texts_share_what_their_first_probes_may_lose():
 
 
 def test_auto_verifies_as_many_guesses_as_pay_for_their_rows():
-    dear = ForwardCosts(0.0, (1.0, 1.2, 1.6, 2.0, 2.4, 4.0), 1e6)
+    dear = ForwardCosts(0.0, (1.0, 1.2, 1.6, 2.0, 2.4, 4.0, 7.2), 1e6)
     texts = [Text({"chain": (0.01, 0.7)}, forward=forward) for forward in (FORWARD, dear)]
     for text in texts:
         text.write(3000)
@@ -265,13 +265,13 @@ def test_auto_corrects_costs_that_were_measured_wrongly():
 
 def test_drafts_begin_to_pay_when_requests_share_the_weights_and_trees_become_smaller():
     """Rows cost little beside reading the weights, and much when eight requests share that reading."""
-    forward = ForwardCosts(0.0, (1.0, 1.0, 1.02, 1.06, 1.1, 2.0), 1e6)
+    forward = ForwardCosts(0.0, (1.0, 1.0, 1.02, 1.06, 1.1, 2.0, 3.8), 1e6)
     text = Text({"chain": (0.1, 0.8)}, forward=forward)
     text.write(1000)
     alone = np.mean(text.rows[-100:])
     text.clock.batch_size = 8.0
     for drafter in text.drafters.values():
-        drafter.seconds *= forward.share(8)
+        drafter.seconds *= 0.25
     text.write(1000)
     assert np.mean(text.rows[-100:]) < 0.7 * alone
 
@@ -290,7 +290,8 @@ def test_the_report_counts_each_part_of_the_text():
     text = Text({"fast": (0.1, 0.9)})
     text.write(3 * AUTO_SETTINGS.tokens_per_report)
     assert len(text.auto.choices) >= 3 and text.auto.nbytes == 0
-    assert sum(sum(counts.values()) for counts in text.auto.choices) == len(text.context) - 1
+    choices = text.auto.summary(num_new := len(text.context) - 1)["choices"]
+    assert sum(sum(counts.values()) for counts in choices) == num_new
     assert all(first <= second for first, second in pairwise(text.ends))
 
 

@@ -12,7 +12,7 @@ from longdraft.core import SamplingParams
 from longdraft.drafters import costs
 from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts, Pace, load_or_measure
 
-FORWARD = ForwardCosts(0.5, (10.0, 10.0, 11.0, 12.5, 14.0, 20.0), 1000.0, 0.1)
+FORWARD = ForwardCosts(0.5, (10.0, 10.0, 11.0, 12.5, 14.0, 20.0, 32.0), 1000.0, 0.1)
 COSTS = Costs(FORWARD, {"plain": DraftCosts(0.0, 0.0, 0.0, 0), "magicdec": DraftCosts(0.1, 2.0, 1.5, 12)})
 
 
@@ -21,7 +21,7 @@ def alone(number: float) -> float:
 
 
 def test_a_forward_costs_its_rows_and_its_text():
-    assert FORWARD.at([1, 4, 6, 16, 32], 0).tolist() == pytest.approx([10.5, 11.5, 13.0, 20.5, 32.5])
+    assert FORWARD.at([1, 4, 6, 16, 32, 48], 0).tolist() == pytest.approx([10.5, 11.5, 13.0, 20.5, 32.5, 44.5])
     assert FORWARD.at([1], 1000)[0] == pytest.approx(20.5), "1,000 positions take as long as the weights"
     assert FORWARD.at([4], 1000)[0] == pytest.approx(11.5 + 13.0), "and a tenth longer for each further row"
 
@@ -37,7 +37,6 @@ def test_the_first_part_of_a_text_may_be_read_from_the_processors_caches():
 def test_the_parts_of_requests_that_do_the_same_add_up_to_the_forward():
     parts = 4 * FORWARD.at([2], 100, 4)[0]
     assert parts == pytest.approx(4 * 0.5 + 14.0 + 4 * 10.0 * 0.1 * 1.1), "own work, weights, texts"
-    assert FORWARD.share(1) == 1 and FORWARD.share(4) == pytest.approx(11 / 40)
 
 
 def test_measured_costs_are_kept_and_found_again(monkeypatch, tmp_path):
