@@ -40,6 +40,8 @@ _Results = Annotated[Path | None, typer.Option(
     help="Results as JSON lines; only what an existing file lacks is measured.")]
 _DraftModel = Annotated[str | None, typer.Option(help="A smaller model for `triforce` and `draft-model`.")]
 _Heads = Annotated[str | None, typer.Option(help="Folder or hub id of heads; default: the model's.")]
+_Tokenizer = Annotated[str | None, typer.Option(
+    help="Folder, GGUF file or hub id of the tokenizer, for a checkpoint without one; default: the model's.")]
 _Dtype = Annotated[str, typer.Option(help="auto (the file's), float32 or bfloat16.")]
 _Memory = Annotated[float, typer.Option(help="GiB that are read to measure the machine's bandwidth.")]
 
@@ -48,7 +50,7 @@ def paper(prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scale =
           seeds: _Seeds = "7", stretches: _Stretches = 1, output: _Results = None, draft_model: _DraftModel = None,
           heads: _Heads = None, dtype: _Dtype = "auto", threads: ThreadsOption = None, memory: _Memory = 1.0,
           skip_characters: _Skip = 0, documents: _Documents = 0, profile: _Profile = "",
-          medusa_heads: _MedusaHeads = None) -> None:
+          medusa_heads: _MedusaHeads = None, tokenizer: _Tokenizer = None) -> None:
     """Repeat TokenSwift's tables and ablations, with the published values beside the measured ones.
 
     Includes the published verification rule, which samples from another distribution and exists only here.
@@ -59,7 +61,8 @@ def paper(prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scale =
 def ablation(prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scale = None, tables: _Tables = "",
              seeds: _Seeds = "7", stretches: _Stretches = 1, output: _Results = None, draft_model: _DraftModel = None,
              heads: _Heads = None, dtype: _Dtype = "auto", threads: ThreadsOption = None, memory: _Memory = 1.0,
-             skip_characters: _Skip = 0, documents: _Documents = 0, medusa_heads: _MedusaHeads = None) -> None:
+             skip_characters: _Skip = 0, documents: _Documents = 0, medusa_heads: _MedusaHeads = None,
+             tokenizer: _Tokenizer = None) -> None:
     """Measure the effect of each drafter and of each of its parts, on one text."""
     _run_experiment("ablation", **locals())
 
@@ -68,8 +71,8 @@ def run(experiment: Annotated[str, typer.Argument(help="A .toml file; longdraft/
         prompt_file: _Prompt, model: ModelOption = "novelist", scale: _Scale = None, tables: _Tables = "",
         seeds: _Seeds = "7", stretches: _Stretches = 1, output: _Results = None, draft_model: _DraftModel = None,
         heads: _Heads = None, dtype: _Dtype = "auto", threads: ThreadsOption = None, memory: _Memory = 1.0,
-          skip_characters: _Skip = 0, documents: _Documents = 0, profile: _Profile = "",
-          medusa_heads: _MedusaHeads = None) -> None:
+        skip_characters: _Skip = 0, documents: _Documents = 0, profile: _Profile = "",
+        medusa_heads: _MedusaHeads = None, tokenizer: _Tokenizer = None) -> None:
     """Run an experiment of your own."""
     _run_experiment(**locals())
 
@@ -77,7 +80,7 @@ def run(experiment: Annotated[str, typer.Argument(help="A .toml file; longdraft/
 def _run_experiment(experiment: str, *, prompt_file: Sequence[Path], model: str, scale: str | None, tables: str,
                     seeds: str, stretches: int, output: Path | None, draft_model: str | None, heads: str | None,
                     dtype: str, threads: int | None, memory: float, skip_characters: int, documents: int,
-                    medusa_heads: str | None, profile: str = "") -> None:
+                    medusa_heads: str | None, tokenizer: str | None, profile: str = "") -> None:
     from longdraft import machine
     from longdraft.bench import device, measures, runner
     from longdraft.bench import experiment as experiments
@@ -99,7 +102,7 @@ def _run_experiment(experiment: str, *, prompt_file: Sequence[Path], model: str,
     plan = runner.ExperimentPlan(chosen, chosen.scale(scale), scale, prompt_file, [int(part) for part in parts],
                                  stretches)
     texts = [text for path in prompt_file for text in _texts(path, skip_characters, documents)]
-    engine = load(model, heads=heads, dtype=dtype, threads=threads, cache_ram=0)
+    engine = load(model, heads=heads, dtype=dtype, threads=threads, tokenizer=tokenizer, cache_ram=0)
     kernels = engine.model.kernels
     limits = (device.limits(kernels) if kernels.is_device
               else measure_limits(machine.affordable(int(memory * (1 << 30))), 1).details)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,6 +47,15 @@ def make_checkpoint(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.f
     model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
     write_tokenizer(folder)
     return model
+
+
+def released(folder: Path, model: Path) -> Path:
+    """A folder in TokenSwift's release format: a model's tensors plus model.medusa_layers.* of its folder `heads`."""
+    shutil.copytree(model, folder)
+    shutil.rmtree(folder / "heads")
+    save_file(load_file(model / "model.safetensors") | load_file(model / "heads" / "model.safetensors"),
+              folder / "model.safetensors")
+    return folder
 
 
 def make_heads(folder: Path, base: LlamaForCausalLM, num: int = 3, **changes: object) -> None:

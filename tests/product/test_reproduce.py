@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.checkpoints import make_checkpoint
+from helpers.checkpoints import make_checkpoint, make_heads, released
 from helpers.sentencepiece_files import original_files
 from longdraft.__main__ import run
 from longdraft.bench import document
@@ -41,6 +41,9 @@ def folder(tmp_path_factory):
     (folder / "made").mkdir()
     for name in ("meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-14B"):
         make_checkpoint(folder / name, num_key_value_heads=2)
+    make_heads(folder / "meta-llama/Llama-3.1-8B/heads", make_checkpoint(folder / "made/llama", num_key_value_heads=2))
+    released(folder / "TokenSwift/TokenSwift-Llama-3.1-8B", folder / "meta-llama/Llama-3.1-8B")
+    (folder / "TokenSwift/TokenSwift-Llama-3.1-8B/tokenizer.json").unlink()
     original_files(make_checkpoint(folder / "made/yarn"), folder / "NousResearch/Yarn-Llama-2-7b-128k")
     rows = [TEXT, TEXT.upper(), TEXT.title(), TEXT[5:], TEXT[9:]]
     for name in ("pg19-train", "pg19-test", "wikipedia", "slimpajama", "prolong-64k", "long-answers"):

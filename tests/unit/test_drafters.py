@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from helpers.checkpoints import load
+from helpers.checkpoints import load, released
 from helpers.equality import prompt_of
 from longdraft import drafters
 from longdraft.core import Context, SamplingParams
@@ -190,14 +190,7 @@ def test_drafts_stay_within_the_allowed_depth_and_do_not_change_the_cache(tiny, 
 
 def test_released_checkpoints_contain_their_heads(tiny, tmp_path):
     """TokenSwift's files: the whole model plus model.medusa_layers.*, in one folder."""
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(tiny["mha"], tmp_path / "released")
-    shutil.rmtree(tmp_path / "released" / "heads")
-    tensors = load_file(tiny["mha"] / "model.safetensors") | load_file(tiny["mha"] / "heads" / "model.safetensors")
-    save_file(tensors, tmp_path / "released" / "model.safetensors")
+    released(tmp_path / "released", tiny["mha"])
     model = load(tmp_path / "released")
     assert len(heads.load_heads(tmp_path / "released", model)) == 3
 

@@ -12,22 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import longdraft
-from helpers.checkpoints import load, make_checkpoint, make_heads, write_medusa
+from helpers.checkpoints import load, make_checkpoint, make_heads, released, write_medusa
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.model import fingerprint, glide, heads
 from longdraft.model.heads import ChainedHeads
 from longdraft.model.medusa import MedusaHeads
 from longdraft.model.tensor_files import TensorFiles
-
-
-def released(folder: Path, tiny: Path) -> Path:
-    """A folder in TokenSwift's release format: the model's tensors plus model.medusa_layers.*."""
-    shutil.copytree(tiny, folder)
-    shutil.rmtree(folder / "heads")
-    save_file(load_file(tiny / "model.safetensors") | load_file(tiny / "heads" / "model.safetensors"),
-              folder / "model.safetensors")
-    return folder
 
 
 def write(engine: longdraft.Engine) -> dict[str, object]:
