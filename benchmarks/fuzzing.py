@@ -20,11 +20,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import longdraft
 from longdraft import kernels
@@ -35,6 +36,8 @@ from longdraft.journal import FILE, read_journal
 from longdraft.journal import format as form
 from longdraft.model import checkpoint
 from longdraft.model import config as model_config
+from longdraft.model.sentencepiece_file import NAME as PIECES
+from longdraft.model.tensor_files import TORCH_WEIGHTS as BIN
 from longdraft.model.tensor_files import WEIGHTS, TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 
@@ -44,8 +47,8 @@ VALUES: list[Any] = [None, True, False, 0, 1, 2, -1, 2**31, 2**63, -(2**70), 1e3
                      float("inf"), "", "x", "\0", "\ud800", [], {}, [[]], [1, "a"], {"a": []}, "9" * 400, [0] * 1000]
 
 
-def run(first: int, count: int, chunk: int) -> tuple[dict[str, Any], list[str]]:
-    """The figures, and a line for each failure."""
+def run(first: int, count: int, chunk: int, chosen: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """The figures, and a line for each failure. chosen: kinds of inputs; none: all."""
     kernels.set_threads(1)
     began, failures = time.monotonic(), []
     with tempfile.TemporaryDirectory() as name:
@@ -53,10 +56,11 @@ def run(first: int, count: int, chunk: int) -> tuple[dict[str, Any], list[str]]:
         _make_model(folder / "model")
         counts: Counter[str] = Counter()
         for start in range(first, first + count, chunk):
-            done, failed = _child(folder, start, min(chunk, first + count - start))
+            done, failed = _child(folder, start, min(chunk, first + count - start), chosen)
             counts.update(done)
             failures += failed
-    kinds = {kind: {what: counts[f"{kind} {what}"] for what in ("accepted", "refused")} for kind in KINDS}
+    kinds = {kind: {what: counts[f"{kind} {what}"] for what in ("accepted", "refused")}
+             for kind in chosen or KINDS}
     figures = {"inputs": counts.total(), "kinds": kinds, "failures": len(failures), "largest_growth_bytes": _grown[0],
                "slowest_seconds": _slowest[0], "seconds": time.monotonic() - began}
     return figures, failures
@@ -69,14 +73,16 @@ def _make_model(folder: Path) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
     from helpers.checkpoints import make_checkpoint
     from helpers.gguf_files import convert
+    from helpers.sentencepiece_files import write
 
-    make_checkpoint(folder, num_hidden_layers=1)
+    torch.save(make_checkpoint(folder, num_hidden_layers=1).state_dict(), folder / BIN)
+    write(folder, add_bos_token=True)
     small = make_checkpoint(folder / "small", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
     convert(folder, small, folder / "model.gguf", "Q8_0")
     shutil.rmtree(folder / "small")
 
 
-def _child(folder: Path, start: int, count: int) -> tuple[Counter[str], list[str]]:
+def _child(folder: Path, start: int, count: int, chosen: Sequence[str]) -> tuple[Counter[str], list[str]]:
     """Try inputs in a child process. Returns its counts and failures, or its exit status as a failure."""
     shared = mmap.mmap(-1, 8)
     reader, writer = os.pipe()
@@ -84,7 +90,7 @@ def _child(folder: Path, start: int, count: int) -> tuple[Counter[str], list[str
     if not child:
         os.close(reader)
         try:
-            found = Tries(folder, shared).run(start, count)
+            found = Tries(folder, shared).run(start, count, chosen)
             os.write(writer, json.dumps(found).encode()[:60_000])
         finally:
             os._exit(0)
@@ -127,13 +133,17 @@ class Tries:
         self.header, self.tokens = found.header, found.tokens.tolist()
         self.begins = self.journal.index(b'"began"')
         self.files = {name: (self.sound / name).read_bytes() for name in ("config.json", "generation_config.json",
-                                                                          "tokenizer.json", WEIGHTS, "model.gguf")}
+                                                                          "tokenizer.json", WEIGHTS, "model.gguf",
+                                                                          BIN, PIECES)}
+        for name, given in (("bin", "config.json"), ("pieces", "tokenizer_config.json")):
+            (self.here / name).mkdir()
+            shutil.copy(self.sound / given, self.here / name)
 
-    def run(self, start: int, count: int) -> dict[str, Any]:
+    def run(self, start: int, count: int, chosen: Sequence[str] = ()) -> dict[str, Any]:
         counts: Counter[str] = Counter()
         failures, before, slowest = [], _peak(), 0.0
         signal.signal(signal.SIGALRM, _hang)
-        names = [name for name, kind in KINDS.items() for _ in range(kind[0])]
+        names = [name for name, kind in KINDS.items() for _ in range(kind[0]) if not chosen or name in chosen]
         for number in range(start, start + count):
             self._number[:] = number.to_bytes(8, "little")
             rng = random.Random(number)
@@ -232,24 +242,25 @@ def _config(tries: Tries, rng: random.Random) -> None:
 
 
 def _weights(tries: Tries, rng: random.Random) -> None:
+    """A safetensors file with another header, or with damaged bytes in its header or in its tensors."""
     data = tries.files[WEIGHTS]
     length = 8 + int.from_bytes(data[:8], "little")
     if rng.random() < 0.5:
         header = changed(rng, json.loads(data[8:length]))
         data = len(header).to_bytes(8, "little") + header + data[length:]
     else:
-        data = mutated(rng, data, 0, length)
+        data = mutated(rng, data, 0, length) if rng.random() < 0.8 else mutated(rng, data, length, len(data))
     (tries.model / WEIGHTS).write_bytes(data)
     config = model_config.read_config(tries.sound)
     checkpoint.load_transformer(TensorFiles(tries.model), config, tries.engine.model.kernels)
 
 
 def _gguf(tries: Tries, rng: random.Random) -> None:
-    """A GGUF file with a damaged header: numbers, lengths, names, offsets."""
+    """A GGUF file with a damaged header, numbers, lengths, names and offsets, or with damaged tensors."""
     data = bytearray(tries.files["model.gguf"])
     end = data.index(b"blk.0.ffn_down") + 100
     for _ in range(rng.choice([1, 1, 2, 4])):
-        at = rng.choice([rng.randrange(24), rng.randrange(end), rng.randrange(end)])
+        at = rng.choice([rng.randrange(24), rng.randrange(end), rng.randrange(end), rng.randrange(end, len(data))])
         new = rng.choice([rng.randbytes(rng.randint(1, 8)), b"\xff" * 8, bytes(8), (1 << 40).to_bytes(8, "little")])
         data[at : at + len(new)] = new
     path = tries.model / "model.gguf"
@@ -259,11 +270,33 @@ def _gguf(tries: Tries, rng: random.Random) -> None:
     checkpoint.load_transformer(files, config, tries.engine.model.kernels)
 
 
+def _bin(tries: Tries, rng: random.Random) -> None:
+    """A `.bin` file with damage in its pickle, in its directory, in the headers of its members, or in its tensors."""
+    data = tries.files[BIN]
+    pickle, directory = data.index(b"data.pkl"), data.rindex(b"PK\x01\x02")
+    first = data.index(b"PK\x01\x02")
+    least, most = rng.choice([(pickle, data.index(b"PK\x03\x04", pickle)), (first, len(data)), (directory, len(data)),
+                              (0, 1 << 14), (0, first)])
+    (tries.here / "bin" / BIN).write_bytes(mutated(rng, data, least, most))
+    config = model_config.read_config(tries.sound)
+    checkpoint.load_transformer(TensorFiles(tries.here / "bin"), config, tries.engine.model.kernels)
+
+
+def _pieces(tries: Tries, rng: random.Random) -> None:
+    """A SentencePiece model with damaged fields."""
+    (tries.here / "pieces" / PIECES).write_bytes(mutated(rng, tries.files[PIECES]))
+    _use(Tokenizer(tries.here / "pieces"))
+
+
 def _tokenizer(tries: Tries, rng: random.Random) -> None:
     data = tries.files["tokenizer.json"]
     data = changed(rng, json.loads(data)) if rng.random() < 0.5 else mutated(rng, data)
     (tries.model / "tokenizer.json").write_bytes(data)
-    tokenizer = Tokenizer(tries.model)
+    _use(Tokenizer(tries.model))
+
+
+def _use(tokenizer: Tokenizer) -> None:
+    """Encode and decode a few tokens, known ones and others."""
     stream = tokenizer.stream()
     for token in [*tokenizer.encode("It was\0é"), 0, 5, 319, 9999]:
         stream.push(token)
@@ -323,13 +356,15 @@ def _options(tries: Tries, rng: random.Random) -> None:
 
 # Kind -> how many of a hundred inputs, and the function that tries one.
 KINDS: dict[str, tuple[int, Callable[[Tries, random.Random], None]]] = {
-    "journal": (30, _journal),
-    "records": (10, _records),
-    "config": (16, _config),
-    "safetensors": (12, _weights),
+    "journal": (26, _journal),
+    "records": (8, _records),
+    "config": (14, _config),
+    "safetensors": (10, _weights),
     "gguf": (10, _gguf),
-    "tokenizer": (10, _tokenizer),
-    "prompt": (8, _prompt),
+    "bin": (8, _bin),
+    "sentencepiece": (6, _pieces),
+    "tokenizer": (8, _tokenizer),
+    "prompt": (6, _prompt),
     "options": (4, _options),
 }
 assert sum(share for share, _ in KINDS.values()) == 100

@@ -152,11 +152,14 @@ def wait(child: int, seconds: float | None) -> int | None:
 @app.command()
 def fuzz(count: Annotated[int, typer.Option(help="Inputs.")] = 200_000,
          first: Annotated[int, typer.Option(help="Number of the first input; each depends on its number only.")] = 0,
-         chunk: Annotated[int, typer.Option(help="Inputs per process.")] = 2000) -> None:
+         chunk: Annotated[int, typer.Option(help="Inputs per process.")] = 2000,
+         kinds: Annotated[str, typer.Option(help="Kinds of inputs, separated by spaces; default: all.")] = "") -> None:
     """Damaged and hostile inputs of every type: each succeeds or raises a LongdraftError, in little time and memory."""
     import fuzzing
 
-    figures, failures = fuzzing.run(first, count, chunk)
+    if unknown := set(kinds.split()) - set(fuzzing.KINDS):
+        raise typer.BadParameter(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(fuzzing.KINDS)}")
+    figures, failures = fuzzing.run(first, count, chunk, kinds.split())
     for failure in failures:
         print(failure, file=sys.stderr)
     end(figures, not failures)

@@ -37,6 +37,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LEAST_PAIR, _LEAST_TENSOR = 13, 32  # bytes of the shortest possible ones
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_PARTS = 10_000
+_MAX_SAID = 1000  # characters of a message, which may contain a text of the file
 
 
 class Array(NamedTuple):
@@ -124,7 +125,7 @@ class _Header:
         self.tensors = self._placed(entries, alignment)
 
     def _pair(self) -> None:
-        key = self._text(_MAX_KEY, "a key")
+        key = self._name(_MAX_KEY, "a key")
         if key in self.values:
             self._fail(f"the key {key!r} occurs twice")
         kind, = self._numbers("I")
@@ -164,7 +165,7 @@ class _Header:
         self._at = at
 
     def _tensor(self) -> tuple[str, BlockType, tuple[int, ...], int]:
-        name = self._text(_MAX_NAME, "a tensor's name")
+        name = self._name(_MAX_NAME, "a tensor's name")
         count, = self._numbers("I")
         if not 1 <= count <= _MAX_DIMENSIONS:
             self._fail(f"{name} has {count} dimensions; allowed: 1 to {_MAX_DIMENSIONS}")
@@ -202,6 +203,13 @@ class _Header:
         self._skip(packed.size, "the header")
         return packed.unpack_from(self._data, at)
 
+    def _name(self, limit: int, what: str) -> str:
+        """A text that messages may contain as it is."""
+        name = self._text(limit, what)
+        if not name.isprintable():
+            self._fail(f"{what} is {name[:80]!r}; allowed: printable characters")
+        return name
+
     def _text(self, limit: int, what: str) -> str:
         length, = self._numbers("Q")
         if length > limit:
@@ -216,7 +224,7 @@ class _Header:
         self._at += count
 
     def _fail(self, problem: str, cure: str = "the file is damaged or incomplete, get it again") -> NoReturn:
-        raise ModelError(f"{self._path} is not a readable GGUF file: {problem}; {cure}")
+        raise ModelError(f"{self._path} is not a readable GGUF file: {problem[:_MAX_SAID]}; {cure}")
 
 
 def _padded(count: int, alignment: int) -> int:
@@ -272,7 +280,7 @@ class Gguf:
         return numbers
 
     def fail(self, problem: str) -> NoReturn:
-        raise ModelError(f"{self.path}: {problem}")
+        raise ModelError(f"{self.path}: {problem[:_MAX_SAID]}")
 
 
 def _parts(path: Path, opened: GgufFile, count: Any) -> list[GgufFile]:
