@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 
 from longdraft.bench.shapes import SHAPES
 from longdraft.model import config, hub
-from longdraft.model.checkpoint import expected_shapes
 from longdraft.model.heads import HEADS_KIND
 from longdraft.model.tensor_files import HEADS_PREFIX, INDEX, dump_json
+from longdraft.model.tensor_names import expected_shapes
 
 HEADS = 3
 SHARD_BYTES = 1 << 29

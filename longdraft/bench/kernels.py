@@ -87,7 +87,7 @@ def measure_attention(kernels: Kernels, shape: AttentionShape, plan: KernelPlan,
     stores = [kernels.new_store(kv_heads, dim) for _ in range(num_copies(nbytes, plan.memory))]
     for store in stores:
         store.reserve(plan.positions)
-        fill_randomly(store, plan.positions, (kv_heads, dim), kernels)
+        fill_randomly(store, plan.positions, kernels)
     turn = cycle(stores)
 
     def call_with(rows: int) -> Call:

@@ -136,13 +136,14 @@ class PublishedTable:
         return found
 
 
-def raw_products(num_kv_heads: int, budget: int, sinks: int) -> Selection:
+def raw_products(budget: int, sinks: int) -> Selection:
     """Rank positions by q.k of the last query, without scale and softmax, summed over the query heads of a KV head.
 
     Returns the sinks, then the positions of the highest sums, *highest first*.
     """
     def select(layer: int, store: KVStore, length: int, queries: Tensor) -> Tensor:
-        scores = _summed_products(store, length, queries[-1].float().view(num_kv_heads, -1, queries.shape[-1]).sum(1))
+        grouped = queries[-1].float().reshape(store.shape[0], -1, queries.shape[-1])
+        scores = _summed_products(store, length, grouped.sum(1))
         first = torch.arange(min(sinks, length), device=scores.device).expand(len(scores), -1)
         best = scores[:, sinks:].topk(min(budget, length) - first.shape[1], dim=-1).indices + sinks
         return torch.cat([first, best], -1)
@@ -166,13 +167,12 @@ class PublishedCache(PartialCache):
                                                    <- grows until only the sinks are left; then rows are ranked again
     """
 
-    def __init__(self, full: FullCache, kernels: Kernels, num_kv_heads: int, head_dim: int,
-                 options: PublishedOptions) -> None:
+    def __init__(self, full: FullCache, kernels: Kernels, options: PublishedOptions) -> None:
         if any(full.windows):
             raise UsageError("the published TokenSwift has no sliding windows, and this model's layers have; use "
                              "another version of the system")
-        super().__init__(full, kernels, num_kv_heads, head_dim, PartialBudget(options.budget, options.sinks, 1, 1),
-                         options.cache, False, raw_products(num_kv_heads, options.budget, options.sinks))
+        super().__init__(full, kernels, PartialBudget(options.budget, options.sinks, 1, 1), options.cache, False,
+                         raw_products(options.budget, options.sinks))
         self._num_since = 0  # tokens since rows were ranked
 
     def _append_or_select(self, attention_output: Callable[[], AttentionOutput] | None) -> None:
@@ -185,7 +185,7 @@ class PublishedCache(PartialCache):
         else:
             free = budget - self._rows.length
             if len(new[:free]):
-                self._copy(new[:free].expand(self._num_kv_heads, -1))
+                self._copy(new[:free])
             if len(new[free:]):
                 self._overwrite(new[free:], since)
         self._num_since = since
@@ -194,7 +194,7 @@ class PublishedCache(PartialCache):
     def _overwrite(self, positions: Tensor, since: int) -> None:
         """Put new rows in the place of the lowest ones; the row of the n-th new token is the n-th from the end."""
         start = max(self._size.sinks, self._size.budget - since)
-        chosen = positions.flip(0).expand(len(self._rows.stores), self._num_kv_heads, -1)
+        chosen = positions.flip(0).expand(len(self._rows.stores), self._rows.shapes[0][0], -1)
         self._kernels.copy(self._full.stores, self._rows.stores, chosen[..., : self._size.budget - start], start)
 
 
@@ -208,8 +208,7 @@ class PublishedDrafter:
             raise UsageError(f"tree {list(options.tree)} is {len(options.tree)} deep; allowed: at most "
                              f"{num_heads + 1} with {num_heads} heads")
         self._options, self._sampler, self._heads = options, resources.sampler, heads
-        self.partial = PublishedCache(resources.cache, model.kernels, model.config.num_kv_heads, model.config.head_dim,
-                                      options)
+        self.partial = PublishedCache(resources.cache, model.kernels, options)
         self._draft_model = SelfDraftModel(model, self.partial, resources.clock)
         self._table = PublishedTable()
         self._tokens = DelayedTokens(resources.params.penalty_window, resources.params)

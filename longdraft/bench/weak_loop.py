@@ -35,6 +35,10 @@ class WeakStore:
         self.k = torch.empty(num_kv_heads, 0, head_dim, dtype=kernels.dtype, device=kernels.device)
         self.v = self.k.clone()
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.k.shape[0], self.k.shape[2]
+
     def reserve(self, length: int) -> None:
         missing = length - self.k.shape[1]
         if missing > 0:

@@ -7,7 +7,6 @@ Only a cache moves its rows. A forward appends its rows provisionally; verificat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -43,24 +42,27 @@ class KVCache(Protocol):
 class FullCache:
     """Committed rows of all layers with attention, in stores that grow by blocks (`KVStore.reserve`).
 
+    shapes   KV heads and their dimension, of each layer
     windows  positions that each layer's attention sees; 0, or an empty sequence: all. Every row is held in any case
     taps     holds the tapped states of the rows; None: no layer is tapped
     states   of the delta layers; None: the model has none
     score_cap  soft cap of attention scores; 0: none
     """
 
-    def __init__(self, kernels: Kernels, num_layers: int, num_kv_heads: int, head_dim: int,
+    def __init__(self, kernels: Kernels, shapes: Sequence[tuple[int, int]],
                  windows: Sequence[int] = (), taps: TapLog | None = None,
                  states: StateCache | None = None, score_cap: float = 0.0) -> None:
         self._kernels = kernels
         self.taps, self.states = taps, states
-        self.windows = tuple(windows) or (0,) * num_layers
-        self._shape, self.score_cap = (num_kv_heads, head_dim), score_cap
-        self._new_store = partial(kernels.new_store, num_kv_heads, head_dim, score_cap)
-        self.stores: list[KVStore] = [self._new_store() for _ in range(num_layers)]
+        self.shapes, self.windows = tuple(shapes), tuple(windows) or (0,) * len(shapes)
+        self.is_uniform, self.score_cap = len(set(shapes)) == 1, score_cap
+        self.stores = self._new_stores()
         self.length = 0
         self._tail: LayersKV | None = None
         self._is_placed = False
+
+    def _new_stores(self) -> list[KVStore]:
+        return [self._kernels.new_store(heads, dim, self.score_cap) for heads, dim in self.shapes]
 
     def reserve(self, length: int) -> None:
         """Make room for `length` rows."""
@@ -77,7 +79,8 @@ class FullCache:
     def commit(self, rows: Sequence[int]) -> None:
         assert self._tail is not None or not len(rows), "commit without a forward"
         if self._tail is not None and len(rows) and not self._is_placed:
-            self._kernels.keep(self._tail, rows)
+            for part in [self._tail] if self.is_uniform else map(self._tail.alone, range(len(self.stores))):
+                self._kernels.keep(part, rows)
         if self.taps:
             self.taps.commit(rows)
         if self.states:
@@ -86,7 +89,7 @@ class FullCache:
         self.length += len(rows)
 
     def place(self, rows: Tensor, positions: Tensor) -> None:
-        assert self._tail is not None, "place without a forward"
+        assert self._tail is not None and self.is_uniform, "place without a forward"
         self._kernels.scatter_rows(self._tail, rows, positions)
         self._is_placed = True
 
@@ -96,7 +99,7 @@ class FullCache:
         start  a multiple of STORE_BLOCK; count: at most STORE_BLOCK. Whole blocks are shared, not copied
         """
         assert start % STORE_BLOCK == 0 and 0 < count <= STORE_BLOCK and start + count <= self.length
-        stores = [self._new_store() for _ in self.stores]
+        stores = self._new_stores()
         for store, source in zip(stores, self.stores, strict=True):
             store.append(source, start, count)
         return stores
@@ -116,11 +119,11 @@ class FullCache:
             store.append(source, 0, count)
         self.skip(count)
 
-    def fill(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Write rows k, v [L, Hkv, N, D] to positions start, start + 1, ..., at the length or behind it. They are not
-        committed."""
+    def fill(self, start: int, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
+        """Write each layer's rows k, v [Hkv, N, D] to positions start, start + 1, ..., at the length or behind it. They
+        are not committed."""
         assert start >= self.length and self._tail is None
-        self.reserve(start + k.shape[2])
+        self.reserve(start + k[0].shape[1])
         for store, keys, values in zip(self.stores, k, v, strict=True):
             store.write_heads(start, keys, values)
 
@@ -141,13 +144,14 @@ class FullCache:
     @property
     def store_dtype(self) -> torch.dtype:
         """Of the rows that the stores return."""
-        return self.stores[0].read(torch.zeros(self._shape[0], 0, dtype=torch.int64))[0].dtype
+        return self.stores[0].read(torch.zeros(self.shapes[0][0], 0, dtype=torch.int64))[0].dtype
 
     @property
-    def provisional(self) -> tuple[Tensor, Tensor]:
-        """k, v [L, T, Hkv, D] of the rows that were appended and not yet committed."""
+    def provisional(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Each layer's k, v [T, Hkv, D] of the rows that were appended and not yet committed."""
         assert self._tail is not None
-        return self._tail.k, self._tail.v
+        layers = [self._tail.layer(index) for index in range(len(self.stores))]
+        return [layer.k for layer in layers], [layer.v for layer in layers]
 
     def truncate(self, length: int) -> None:
         """Drop the rows from position `length` on."""
@@ -175,11 +179,11 @@ class FullCache:
 _RANDOM_BLOCK = 4096  # positions
 
 
-def fill_randomly(store: KVStore, positions: int, shape: tuple[int, int], kernels: Kernels) -> None:
-    """Write random keys and values [positions, *shape] to a store, to time what reads them. They repeat every 4,096
+def fill_randomly(store: KVStore, positions: int, kernels: Kernels) -> None:
+    """Write random keys and values of so many positions to a store, to time what reads them. They repeat every 4,096
     positions and are the same each time."""
     generator = torch.Generator(kernels.device).manual_seed(1)
-    k, v = (torch.randn(min(positions, _RANDOM_BLOCK), *shape, generator=generator, device=kernels.device).to(
+    k, v = (torch.randn(min(positions, _RANDOM_BLOCK), *store.shape, generator=generator, device=kernels.device).to(
         kernels.dtype) for _ in range(2))
     for start in range(0, positions, _RANDOM_BLOCK):
         count = min(_RANDOM_BLOCK, positions - start)

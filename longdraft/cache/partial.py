@@ -87,24 +87,22 @@ class PartialCache:
     Call `update` after the prompt and after each step.
     """
 
-    def __init__(self, full: FullCache, kernels: Kernels, num_kv_heads: int, head_dim: int,
-                 size: PartialBudget, mode: CacheMode = "dynamic", has_remainder: bool = True,
-                 selection: row_selection.Selection | None = None) -> None:
+    def __init__(self, full: FullCache, kernels: Kernels, size: PartialBudget, mode: CacheMode = "dynamic",
+                 has_remainder: bool = True, selection: row_selection.Selection | None = None) -> None:
         self._full = full
         self._kernels = kernels
         self._has_remainder = has_remainder and mode != "full"
-        self._fit: Remainder | None = None  # fits the remainder to verified rows
-        self._remainder: Tensor | None = None  # the current fit, as the kernels take it
+        self._fits: list[Remainder] = []  # fit the remainder to verified rows: of all layers, or of one each
+        self._remainder: Tensor | tuple[Tensor, ...] | None = None  # the current fit, as the kernels take it
         self._size = size
         self._selection = selection or row_selection.heavy_hitters(size.selected, size.sinks, size.recent)
         self._must_select = False  # at the next update
         self._mode = mode
-        self._rows = FullCache(kernels, len(full.stores), num_kv_heads, head_dim, score_cap=full.score_cap)
+        self._rows = FullCache(kernels, full.shapes, score_cap=full.score_cap)
         self._states = full.states.for_drafts() if full.states else None
         check(mode != "full" or self._states is None, "cache", mode, "dynamic or static for models with delta layers")
         if kernels.is_device and mode != "full":  # stores that grow would need new graphs
             self._rows.reserve(size.budget + _DEVICE_ROOM)
-        self._num_kv_heads = num_kv_heads
         self._num_seen = 0  # rows of the full cache that were appended here or left out
         self.num_selections = 0
         self._num_drafted = 0  # rows of drafts at the end
@@ -138,7 +136,8 @@ class PartialCache:
     def draft_stores(self) -> DraftStores:
         """The rows and the remainder, for a chain that the compiled module drafts."""
         states = self._states.chain_states if self._states else ()
-        return DraftStores(self._base.stores, self.length, self._remainder, states)
+        remainder = self._remainder
+        return DraftStores(self._base.stores, self.length, None if isinstance(remainder, tuple) else remainder, states)
 
     def add_drafts(self, count: int) -> None:
         """Keep `count` rows that the compiled module has written behind the others, until `drop_drafts`."""
@@ -174,32 +173,37 @@ class PartialCache:
             num_rows = self._size.recent if self._mode == "dynamic" else 1
             self._remainder = self._fit_remainder(attention_output().last(num_rows))
 
-    def _fit_remainder(self, whole: AttentionOutput) -> Tensor:
+    def _fit_remainder(self, whole: AttentionOutput) -> Tensor | tuple[Tensor, ...]:
         """Fit to the text's last rows, which are the last rows of this cache too (a static cache appends none)."""
-        if self._fit is None:
-            num_layers, _, num_heads, head_dim = whole.content.shape
-            self._fit = Remainder(num_layers, num_heads, head_dim, whole.content.device)
-        remainders = self._kernels.remainder(self._rows.stores, self._rows.length, whole)
-        return self._fit.learn(whole.content, remainders)
+        stores, is_uniform = self._rows.stores, self._rows.is_uniform
+        groups = [(stores, whole)] if is_uniform else [
+            ([store], whole.alone(layer, store.shape[1])) for layer, store in enumerate(stores)]
+        if not self._fits:
+            sizes = [(len(part.content), part.content.shape[2], part.content.shape[3]) for _, part in groups]
+            self._fits = [Remainder(*size, whole.content.device) for size in sizes]
+        maps = [fit.learn(part.content, self._kernels.remainder(own, self._rows.length, part))
+                for fit, (own, part) in zip(self._fits, groups, strict=True)]
+        return maps[0] if is_uniform else tuple(each[0] for each in maps)
 
     def _append_or_select(self, attention_output: Callable[[], AttentionOutput] | None) -> None:
         num_new = self._full.length - self._num_seen
         is_whole = self._rows.length == self._num_seen
         has_room = self._rows.length + num_new <= self._size.budget
         if has_room and (is_whole or not self._must_select):
-            self._copy(torch.arange(self._num_seen, self._full.length).expand(self._num_kv_heads, -1))
+            self._copy(torch.arange(self._num_seen, self._full.length))
         elif attention_output is not None:
             self._select(attention_output().last(_NUM_QUERIES).queries)
         else:  # without queries: sinks and the latest rows
             latest = row_selection.latest(self._full.length, self._size.selected, self._size.sinks)
-            self._replace_rows(lambda layer: latest.expand(self._num_kv_heads, -1))
+            self._replace_rows(lambda layer: latest.expand(self._full.shapes[layer][0], -1))
         self._must_select = False
         self._num_seen = self._full.length
 
     def _select(self, queries: Tensor) -> None:
         """queries: [L, Q, H, D]."""
         length, stores = self._full.length, self._full.stores
-        self._replace_rows(lambda layer: self._selection(layer, stores[layer], length, queries[layer]))
+        self._replace_rows(lambda layer: self._selection(layer, stores[layer], length,
+                                                         queries[layer, ..., : stores[layer].shape[1]]))
         self.num_selections += 1
 
     def _replace_rows(self, choose: Callable[[int], Tensor]) -> None:
@@ -207,19 +211,29 @@ class PartialCache:
         length, windows = self._full.length, self._full.windows
         chosen = {layer: choose(layer) for layer, window in enumerate(windows) if not 0 < window < length}
         count = next(iter(chosen.values())).shape[-1] if chosen else min(self._size.selected, length)
-        latest = torch.arange(length - count, length).expand(self._num_kv_heads, -1)
+        latest = torch.arange(length - count, length)
         self._rows.length = 0
-        self._copy(torch.stack([chosen.get(layer, latest).to(latest.device) for layer in range(len(windows))]))
+        self._copy([chosen.get(layer, latest).to(latest.device).expand(heads, -1)
+                    for layer, (heads, _) in enumerate(self._rows.shapes)])
 
-    def _copy(self, positions: Tensor) -> None:
-        """Append the rows at these positions [Hkv, N], or [L, Hkv, N], of the full cache."""
-        positions = positions.expand(len(self._rows.stores), -1, -1)
-        self._kernels.copy(self._full.stores, self._rows.stores, positions, self._rows.length)
-        self._rows.length += positions.shape[-1]
+    def _copy(self, positions: Tensor | Sequence[Tensor]) -> None:
+        """Append the rows at these positions of the full cache: [N], or for each layer [Hkv, N]."""
+        sources, targets, shapes = self._full.stores, self._rows.stores, self._rows.shapes
+        if self._rows.is_uniform:
+            whole = (positions.expand(len(shapes), shapes[0][0], -1) if isinstance(positions, Tensor)
+                     else torch.stack(tuple(positions)))
+            self._kernels.copy(sources, targets, whole, self._rows.length)
+        else:
+            for layer, (heads, _) in enumerate(shapes):
+                own = positions if isinstance(positions, Tensor) else positions[layer]
+                self._kernels.copy(sources[layer : layer + 1], targets[layer : layer + 1], own.expand(1, heads, -1),
+                                   self._rows.length)
+        self._rows.length += (positions if isinstance(positions, Tensor) else positions[0]).shape[-1]
 
     @property
     def nbytes(self) -> int:
         rows = 0 if self._mode == "full" else self._rows.nbytes
-        remainder = 0 if self._remainder is None else self._remainder.nbytes
+        maps = self._remainder if isinstance(self._remainder, tuple) else [self._remainder]
+        remainder = sum(each.nbytes for each in maps if each is not None)
         states = self._states.nbytes if self._states else 0
-        return rows + remainder + states + (self._fit.nbytes if self._fit else 0)
+        return rows + remainder + states + sum(fit.nbytes for fit in self._fits)

@@ -65,9 +65,9 @@ def pooled(budget: int, sinks: int, recent: int) -> Selection:
     return select
 
 
-def streaming(num_kv_heads: int, budget: int, sinks: int) -> Selection:
+def streaming(budget: int, sinks: int) -> Selection:
     """Select the first and the last positions, whatever the queries."""
-    return lambda layer, store, length, queries: latest(length, budget, sinks).expand(num_kv_heads, -1)
+    return lambda layer, store, length, queries: latest(length, budget, sinks).expand(store.shape[0], -1)
 
 
 class Chunks:
@@ -79,23 +79,22 @@ class Chunks:
     chunk's keys, with their rotation, is computed once. A selection costs one product for each chunk.
     """
 
-    def __init__(self, num_layers: int, num_kv_heads: int, budget: int, recent: int, size: int = 8) -> None:
+    def __init__(self, num_layers: int, budget: int, recent: int, size: int = 8) -> None:
         assert budget >= recent + 2 * size
-        self._num_kv_heads = num_kv_heads
         self._budget, self._recent, self._size = budget, recent, size
         self._means: list[Tensor | None] = [None] * num_layers  # [Hkv, chunks, D] in the cache's dtype
 
     def __call__(self, layer: int, store: KVStore, length: int, queries: Tensor) -> Tensor:
-        size, device = self._size, queries.device
+        size, device, heads = self._size, queries.device, store.shape[0]
         if length <= self._budget:
-            return torch.arange(length, device=device).expand(self._num_kv_heads, -1)
+            return torch.arange(length, device=device).expand(heads, -1)
         means = self._update_means(layer, store, length // size, device)
         tail = (length - self._recent) // size  # first chunk with a recent position
         num = (self._budget - (length - tail * size)) // size - 1
-        query = queries[-1].float().view(self._num_kv_heads, -1, means.shape[-1]) / math.sqrt(means.shape[-1])
+        query = queries[-1].float().reshape(heads, -1, means.shape[-1]) / math.sqrt(means.shape[-1])
         scores = query @ means[:, 1:tail].float().transpose(1, 2)  # [Hkv, g, tail - 1]
         heavy = scores.softmax(-1).sum(1).topk(num, dim=-1).indices.sort(-1).values + 1
-        latest_chunks = torch.arange(tail, -(-length // size), device=device).expand(self._num_kv_heads, -1)
+        latest_chunks = torch.arange(tail, -(-length // size), device=device).expand(heads, -1)
         chunks = torch.cat([torch.zeros_like(heavy[:, :1]), heavy, latest_chunks], -1)
         inside = chunks[..., None] * size + torch.arange(size, device=device)
         return inside.flatten(1)[:, : (1 + num) * size + length - tail * size]  # the last chunk may be incomplete
@@ -107,8 +106,8 @@ class Chunks:
         for start in range(num_known, count, _CHUNKS_READ):
             num = min(_CHUNKS_READ, count - start)
             at = torch.arange(start * self._size, (start + num) * self._size, device=device)
-            keys, _ = store.read(at.expand(self._num_kv_heads, -1))
-            mean = keys.float().view(self._num_kv_heads, num, self._size, -1).mean(2)
+            keys, _ = store.read(at.expand(store.shape[0], -1))
+            mean = keys.float().view(store.shape[0], num, self._size, -1).mean(2)
             parts.append(mean.to(keys.dtype))
         means = self._means[layer] = torch.cat(parts, 1)
         return means

@@ -229,14 +229,13 @@ class MagicDecOptions(_SelfDraftOptions):
 
 def new_partial_cache(settings: SelfDraftSettings, model: Transformer, cache: FullCache) -> PartialCache:
     """The partial cache over `cache` that the settings describe."""
-    config, size = model.config, settings.budget
+    size = settings.budget
     if settings.selection == "streaming":
-        selection = row_selection.streaming(config.num_kv_heads, size.selected, size.sinks)
+        selection = row_selection.streaming(size.selected, size.sinks)
     else:
         select_by_weight = row_selection.pooled if settings.selection == "snapkv" else row_selection.heavy_hitters
         selection = select_by_weight(size.selected, size.sinks, size.recent)
-    return PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size, settings.mode,
-                        settings.remainder, selection)
+    return PartialCache(cache, model.kernels, size, settings.mode, settings.remainder, selection)
 
 
 class SelfDrafter:

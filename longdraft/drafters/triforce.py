@@ -173,12 +173,10 @@ class TriForceDrafter:
         if draft is not None:
             small = windowed(draft, model, options.window, options.sinks, options.refresh)
             self._first_level = FirstLevelModel(small, sampler)
-        config = model.config
-        self._chunks = row_selection.Chunks(config.num_kv_layers, config.num_kv_heads, options.budget, _RECENT,
-                                           RETRIEVAL_CHUNK)
+        self._chunks = row_selection.Chunks(len(cache.stores), options.budget, _RECENT, RETRIEVAL_CHUNK)
         size = PartialBudget(options.budget + options.stride, RETRIEVAL_CHUNK, _RECENT, options.stride)
-        self.partial = PartialCache(cache, model.kernels, config.num_kv_heads, config.head_dim, size,
-                                    has_remainder=options.remainder, selection=self._chunks)
+        self.partial = PartialCache(cache, model.kernels, size, has_remainder=options.remainder,
+                                    selection=self._chunks)
         self._num_drafted = 0  # tokens of the last proposal
         self._rates: deque[float] = deque(maxlen=_RATED_STEPS)  # share of the drafts accepted in each of the last steps
 

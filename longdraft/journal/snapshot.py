@@ -89,12 +89,13 @@ class Snapshot:
         if 2 * available >= limit:
             return 0
         for k, v, kept in self._blocks(limit):
-            count = min(k.shape[2], limit - filled)
-            cache.fill(filled, k[:, :, :count], v[:, :, :count])
+            count = min(k[0].shape[1], limit - filled)
+            k, v = ([layer[:, :count] for layer in part] for part in (k, v))
+            cache.fill(filled, k, v)
             filled += count
             if not cache.states or (kept and count == STORE_BLOCK):
-                rows, tail, states = filled, (k[:, :, :count], v[:, :, :count]), kept
-        if tail is None or tail[0].shape[2] < _CHECKED_ROWS:
+                rows, tail, states = filled, [*k, *v], kept
+        if tail is None or tail[0].shape[1] < _CHECKED_ROWS:
             return 0
         start = rows - _CHECKED_ROWS
         cache.skip(start)
@@ -102,8 +103,9 @@ class Snapshot:
             cache.states.adopt({start: states})
         tokens = self._context.slice(start, rows).tolist()
         yield ForwardRequest(self._model, chain_rows(tokens, start), cache, is_prompt=True)
-        is_equal = all(torch.equal(_bits(new.transpose(1, 2).to(old.dtype)), _bits(old[:, :, -_CHECKED_ROWS:]))
-                       for new, old in zip(cache.provisional, tail, strict=True))
+        k, v = cache.provisional
+        is_equal = all(torch.equal(_bits(new.transpose(0, 1).to(old.dtype)), _bits(old[:, -_CHECKED_ROWS:]))
+                       for new, old in zip([*k, *v], tail, strict=True))
         if is_equal:
             cache.commit(range(_CHECKED_ROWS))
             return rows
@@ -116,11 +118,13 @@ class Snapshot:
 
     def _blocks(self, limit: int) -> Iterator[BlockTensors]:
         """The blocks that belong to this text, from the first one on."""
-        index, config, folder = read_index(self._folder / FOLDER), self._model.config, self._folder / FOLDER
+        index, folder = read_index(self._folder / FOLDER), self._folder / FOLDER
         done, states = 0, self._cache.states.current if self._cache.states else ()
         for number, found in enumerate(self._known(index)):
-            shape = (config.num_kv_layers, config.num_kv_heads, found.rows, config.head_dim)
-            if done >= limit or (parts := read_block(folder, found, shape, self._cache.store_dtype, states)) is None:
+            parts = None
+            if done < limit:
+                parts = read_block(folder, found, self._cache.shapes, self._cache.store_dtype, states)
+            if parts is None:
                 break
             done = number * STORE_BLOCK + found.rows
             yield parts
@@ -154,7 +158,7 @@ class Snapshot:
         if self._writer is None:
             known = [block for block in self._known(read_index(self._folder / FOLDER)) if block.rows == STORE_BLOCK]
             self._num_offered = len(known)
-            self._writer = SnapshotWriter(self._folder, self._model.config.num_kv_heads, self._options.max_bytes, known)
+            self._writer = SnapshotWriter(self._folder, self._options.max_bytes, known)
         for number, (rows, chain) in enumerate(chains(self._key, self._context.slice(0, length))):
             if number >= self._num_offered:
                 first, kept = number * STORE_BLOCK, self._cache.states.kept if self._cache.states else {}

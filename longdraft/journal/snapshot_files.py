@@ -84,19 +84,20 @@ def read_index(folder: Path) -> dict[int, Block]:
 class BlockTensors(NamedTuple):
     """What a block's file holds.
 
-    k, v    [layers, KV heads, rows, head dim]
+    k, v    of each layer [KV heads, rows, head dim]
     states  of the delta layers, KEPT_BEFORE rows before the block's end; empty: the text kept none there
     """
 
-    k: Tensor
-    v: Tensor
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
     states: list[DeltaState]
 
 
-def read_block(folder: Path, found: Block, shape: tuple[int, ...], dtype: torch.dtype,
+def read_block(folder: Path, found: Block, shapes: Sequence[tuple[int, int]], dtype: torch.dtype,
                states: Sequence[DeltaState]) -> BlockTensors | None:
-    """A block whose k and v have this shape; None if its file is not the one that the index names.
+    """A block of these layers; None if its file is not the one that the index names.
 
+    shapes  KV heads and their dimension, of each layer
     states  some of the model, which say what shape and dtype they have
     """
     try:
@@ -104,11 +105,30 @@ def read_block(folder: Path, found: Block, shape: tuple[int, ...], dtype: torch.
         if len(data) != found.nbytes or hashlib.blake2b(data, digest_size=32).hexdigest() != found.blake2b:
             return None
         tensors = load(data)
-        k, v = tensors["k"], tensors["v"]
+        k, v = (_by_layer(tensors[name], shapes, found.rows) for name in "kv")
         kept = _states_of(tensors, states)
     except (OSError, SafetensorError, KeyError, ValueError, MemoryError):
         return None
-    return BlockTensors(k, v, kept) if k.shape == v.shape == shape and k.dtype == v.dtype == dtype else None
+    return BlockTensors(k, v, kept) if k[0].dtype == v[0].dtype == dtype else None
+
+
+def _by_layer(stored: Tensor, shapes: Sequence[tuple[int, int]], rows: int) -> list[Tensor]:
+    """Each layer's rows [KV heads, rows, head dim] from those of all: one tensor with a first axis of layers, or a flat
+    one where layers differ. ValueError for rows of other layers."""
+    if len(set(shapes)) == 1:
+        if stored.shape != (len(shapes), shapes[0][0], rows, shapes[0][1]):
+            raise ValueError("rows of another shape")
+        return list(stored)
+    sizes = [heads * rows * dim for heads, dim in shapes]
+    if stored.shape != (sum(sizes),):
+        raise ValueError("rows of another shape")
+    return [part.view(heads, rows, dim) for part, (heads, dim) in zip(torch.split(stored, sizes), shapes, strict=True)]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The inverse of `_by_layer`."""
+    is_uniform = len({part.shape for part in parts}) == 1
+    return torch.stack(tuple(parts)) if is_uniform else torch.cat([part.flatten() for part in parts])
 
 
 def _states_of(tensors: dict[str, Tensor], like: Sequence[DeltaState]) -> list[DeltaState]:
@@ -136,12 +156,11 @@ class SnapshotWriter:
     """Writes blocks in a thread of its own. A failure ends the snapshot, not the text.
 
     folder   of the journal
-    heads    number of KV heads
     written  blocks that are there already, in order
     """
 
-    def __init__(self, folder: Path, heads: int, max_bytes: int, written: Sequence[Block]) -> None:
-        self._folder, self._heads, self._max_bytes = folder / FOLDER, heads, max_bytes
+    def __init__(self, folder: Path, max_bytes: int, written: Sequence[Block]) -> None:
+        self._folder, self._max_bytes = folder / FOLDER, max_bytes
         self._written = list(written)
         self._jobs: queue.SimpleQueue[BlockJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="snapshot", daemon=True)
@@ -177,9 +196,8 @@ class SnapshotWriter:
 
     def _write(self, job: BlockJob) -> bool:
         """Write one block. False if there is no room for it."""
-        places = torch.arange(job.rows).expand(self._heads, -1)
-        parts = [store.read(places) for store in job.stores]
-        tensors = {"k": torch.stack([k for k, _ in parts]), "v": torch.stack([v for _, v in parts])}
+        parts = [store.read(torch.arange(job.rows).expand(store.shape[0], -1)) for store in job.stores]
+        tensors = {name: _joined([part[which] for part in parts]) for which, name in enumerate("kv")}
         if job.states:
             tensors |= {"history": torch.stack([state.history for state in job.states]),
                         "matrix": torch.stack([state.matrix for state in job.states])}

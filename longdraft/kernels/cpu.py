@@ -165,7 +165,7 @@ class CpuKernels:
         return cpu_delta.delta_rule(self.native, self.dtype, weights, texts, z, parents)
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
-        if any(layer.experts or layer.sinks is not None for layer in layers):
+        if not all(layer.is_plain for layer in layers):
             return LayerwiseDecoder(self, layers, geometry)
         return CpuDecoder(self.native, self.dtype, layers, geometry)
 

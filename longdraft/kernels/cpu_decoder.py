@@ -113,7 +113,7 @@ class CpuDecoder:
         lse = torch.empty(num_layers, rows, heads)
         self._kernels.forward(
             self.native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
-            [remainder_address(kv.remainder, (num_layers, heads, dim + 1, dim + 1)) for kv in texts],
+            [remainder_address(kv.common_remainder, (num_layers, heads, dim + 1, dim + 1)) for kv in texts],
             [self._tap_addresses(kv) for kv in texts], [self._delta_addresses(kv) for kv in texts], result.data_ptr(),
             cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), q.data_ptr(), content.data_ptr(), k, v,
             output.data_ptr(), lse.data_ptr())

@@ -52,6 +52,10 @@ class CpuStore:
         self._heads, self._dim = num_kv_heads, head_dim
         self.native = _cpu.Store(dtype == torch.bfloat16, num_kv_heads, head_dim, score_cap)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._heads, self._dim
+
     def reserve(self, length: int) -> None:
         self.native.reserve(length)
 

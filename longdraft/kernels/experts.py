@@ -25,6 +25,8 @@ class ExpertOperations(Protocol):
 
     def swiglu(self, gate_up: Tensor) -> Tensor: ...
 
+    def geglu(self, gate_up: Tensor) -> Tensor: ...
+
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
 
 
@@ -45,18 +47,24 @@ def route(logits: Tensor, experts: Experts) -> Routing:
         for column in weights.unbind(1)[1:]:  # one after another: the order is the same for any number of rows
             total = total + column
         weights = weights / total[:, None]
+    if experts.scales is not None:
+        weights = weights * experts.scales[chosen]
     return Routing(chosen, weights.to(logits.dtype).float() if experts.rounds else weights)
 
 
-def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts) -> Tensor:
-    """The mixture's outputs for rows x [R, hidden], in the dtype of x."""
-    chosen, weights = route(ops.linear(x, experts.router), experts)
+def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts, routed: Tensor | None = None) -> Tensor:
+    """The mixture's outputs for rows x [R, hidden], in the dtype of x.
+
+    routed  the rows that the router sees; None: x
+    """
+    chosen, weights = route(ops.linear(x if routed is None else routed, experts.router), experts)
+    gated = ops.geglu if experts.has_gelu else ops.swiglu
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for index in torch.unique(chosen).tolist():  # ascending
         rows, places = torch.where(chosen == index)
         expert = experts.mlps[index]
         gate_up = ops.linear(x[rows], expert.gate_up)
-        inner = ops.clamped_swiglu(gate_up, *experts.clamp) if experts.clamp else ops.swiglu(gate_up)
+        inner = ops.clamped_swiglu(gate_up, *experts.clamp) if experts.clamp else gated(gate_up)
         total[rows] += ops.linear(inner, expert.down, keep_float=True) * weights[rows, places, None]
     if experts.shared is not None and experts.shared_gate is not None:
         inner = ops.swiglu(ops.linear(x, experts.shared.gate_up))

@@ -26,6 +26,10 @@ FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 class KVStore(Protocol):
     """Keys and values of one layer, by position, in the layout of its kernels."""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of KV heads Hkv, and their dimension D."""
+
     def reserve(self, length: int) -> None:
         """Make room for `length` positions.
 
@@ -92,8 +96,11 @@ class Taps(NamedTuple):
 class LayersKV(NamedTuple):
     """`KV` for all L layers of a model that have attention: k, v [L, T, Hkv, D], contiguous within each layer.
 
+    Where the layers' stores differ in Hkv and D, the axes have the largest numbers, and a layer uses their beginning.
+
     remainder  [L, H, D + 1, D + 1] float32: an affine map M for each layer and head, whose value M[:D] . query + M[D]
-               is the row of `KV.remainder`, for the row's query before its rotation (longdraft/cache/remainder.py)
+               is the row of `KV.remainder`, for the row's query before its rotation (longdraft/cache/remainder.py);
+               where layers differ, a sequence of maps [H, D + 1, D + 1]
     is_prompt  the rows are a chunk of a prompt. Every run cuts a prompt into the same chunks, so kernels may use faster
                operations that are not row-invariant, and may report the attention of the last rows only
     taps       filled with the rows that enter these layers; None: with none
@@ -104,7 +111,7 @@ class LayersKV(NamedTuple):
     length: int
     k: Tensor
     v: Tensor
-    remainder: Tensor | None = None
+    remainder: Tensor | Sequence[Tensor] | None = None
     is_prompt: bool = False
     taps: Taps | None = None
     deltas: Sequence[DeltaRows] = ()
@@ -116,12 +123,26 @@ class LayersKV(NamedTuple):
 
     def layer(self, index: int) -> KV:
         """The KV of one layer. Its `remainder` is still the map [H, D + 1, D + 1]."""
-        return KV(self.stores[index], self.length, self.k[index], self.v[index],
-                  None if self.remainder is None else self.remainder[index])
+        heads, dim = self.stores[index].shape
+        k, v = (part[index, :, :heads, :dim] for part in (self.k, self.v))
+        return KV(self.stores[index], self.length, k, v, None if self.remainder is None else self.remainder[index])
+
+    def alone(self, index: int) -> LayersKV:
+        """One layer with its own numbers of heads and dimensions, without what else a forward fills."""
+        kv = self.layer(index)
+        return LayersKV([kv.store], self.length, kv.k[None].contiguous(), kv.v[None].contiguous())
+
+    @property
+    def common_remainder(self) -> Tensor | None:
+        """The remainder of layers that do not differ."""
+        assert self.remainder is None or isinstance(self.remainder, Tensor)
+        return self.remainder
 
 
 class AttentionOutput(NamedTuple):
     """The attention of some rows in one layer, or in several layers with a first axis L.
+
+    Where layers differ in D, the axis has the largest number, and a layer uses its beginning (`alone`).
 
     queries, output  [T, H, D] in the model's dtype
     lse              [T, H] float32: log-sum-exp of the scores
@@ -133,6 +154,11 @@ class AttentionOutput(NamedTuple):
     output: Tensor
     lse: Tensor
     content: Tensor
+
+    def alone(self, layer: int, dim: int) -> AttentionOutput:
+        """One of several layers, of dimension `dim`, with a first axis of 1."""
+        q, output, content = (part[layer : layer + 1, ..., :dim] for part in (self.queries, self.output, self.content))
+        return AttentionOutput(q, output, self.lse[layer : layer + 1], content)
 
     def rows(self, rows: Sequence[int]) -> AttentionOutput:
         """These rows, of several layers."""

@@ -7,11 +7,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longdraft.kernels.delta import DeltaRows, DeltaWeights
 from longdraft.kernels.experts import experts_forward
 from longdraft.kernels.interface import KV, AttentionOutput, LayersKV
-from longdraft.kernels.weights import Geometry, LayerWeights, Linear
+from longdraft.kernels.weights import Geometry, LayerHeads, LayerWeights, Linear
 
 
 class LayerOperations(Protocol):
@@ -66,11 +67,15 @@ class _Residuals:
 
     def add_mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         output = self._mlp(self.before(x, layer.mlp_norm), layer)
+        if layer.beside is not None and layer.experts is not None:
+            norms = layer.beside
+            mixed = experts_forward(self._ops, self.norm(x, norms.experts), layer.experts, self.norm(x, norms.router))
+            output = self.norm(output, norms.mlp_post) + self.norm(mixed, norms.experts_post)
         return self.add(x, output, layer.mlp_norm, layer.mlp_post_norm)
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """The output of a layer's MLP, or of its experts."""
-        if layer.experts is not None:
+        if layer.experts is not None and layer.beside is None:
             return experts_forward(self._ops, x, layer.experts)
         assert layer.gate_up is not None and layer.down is not None
         gated = self._ops.geglu if self._geometry.has_gelu else self._ops.swiglu
@@ -86,18 +91,20 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     The remainder of a text is the map [H, D + 1, D + 1] of `LayersKV` here. Other arguments and the result are those of
     `longdraft.kernels.interface.Decoder.forward`, for a single layer.
     """
-    heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+    heads, (kv_heads, dim, query_factor) = geometry.num_heads, layer.heads or LayerHeads(
+        geometry.num_kv_heads, geometry.head_dim, geometry.query_factor)
     around = _Residuals(ops, geometry)
     source = around.before(x, layer.attention_norm) if source is None else source
     qkv = ops.linear(source, layer.qkv).view(len(x), -1, dim)  # and the gate's heads, if there are any
     content = around.norm(qkv[:, :heads], layer.q_norm)
     if not layer.rotates:
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-    of_queries, of_keys = ([part.view(len(x), -1, dim // 2)[:, index].contiguous() for part in (cos, sin)]
-                           for index in layer.ropes)
-    q = ops.rope(content, *(part * geometry.query_factor for part in of_queries))
+    of_queries, of_keys = ([part.view(len(x), geometry.num_ropes, -1)[:, index, : dim // 2].contiguous()
+                            for part in (cos, sin)] for index in layer.ropes)
+    q = ops.rope(content, *(part * query_factor for part in of_queries))
     end = heads + 2 * kv_heads
     k, v = ops.rope(around.norm(qkv[:, heads : heads + kv_heads], layer.k_norm), *of_keys), qkv[:, end - kv_heads : end]
+    v = around.norm(v, layer.v_norm)
     outputs, start = [], 0
     for kv in texts:
         own = slice(start, start + len(kv.k))
@@ -115,7 +122,8 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     if layer.is_gated:
         output = ops.gate(output, qkv.flatten(1)[:, end * dim :])
     output = ops.linear(output, layer.out)
-    return around.add_mlp(around.add(x, output, layer.attention_norm, layer.attention_post_norm), layer), attended
+    x = around.add_mlp(around.add(x, output, layer.attention_norm, layer.attention_post_norm), layer)
+    return x if layer.scalar == 1 else x * layer.scalar, attended
 
 
 def _of_sinks(sinks: Tensor, rows: int, dim: int) -> Tensor:
@@ -163,9 +171,15 @@ class LayerwiseDecoder:
                                       [kv.layer(len(outputs)) for kv in texts], parents)
             outputs.append(output)
         self._tap(len(self._layers), x, texts)
-        return x, AttentionOutput(*(torch.stack(part) for part in zip(*outputs, strict=True)))
+        return x, AttentionOutput(*(_stacked(part) for part in zip(*outputs, strict=True)))
 
     @staticmethod
     def _tap(layer: int, x: Tensor, texts: Sequence[LayersKV]) -> None:
         for kv, rows in zip(texts, torch.split(x, [kv.k.shape[1] for kv in texts]), strict=True):
             kv.tap(layer, rows)
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors of all layers as one, with zeros at the end of those whose last axis is shorter."""
+    width = max(part.shape[-1] for part in parts)
+    return torch.stack([part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1])) for part in parts])

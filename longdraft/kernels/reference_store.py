@@ -23,6 +23,10 @@ class ReferenceStore:
         self.v: list[Tensor] = []
         self._shared: set[int] = set()  # blocks that another store has too
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_kv_heads, self._shape[2]
+
     def reserve(self, length: int) -> None:
         while len(self.k) * SPLIT < length:
             self.k.append(torch.zeros(self._shape, device=self._device))

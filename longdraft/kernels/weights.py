@@ -37,6 +37,8 @@ class Experts(NamedTuple):
     normalises  the weights of a row's experts are divided by their sum
     rounds      these weights are rounded to the model's dtype
     clamp       (alpha, limit) of `Kernels.clamped_swiglu` in place of SwiGLU; None: SwiGLU
+    has_gelu    gates of experts have GELU instead of SiLU
+    scales      [E] float32, by which the weights of a row's experts are multiplied at the end; None: by nothing
     shared      an expert that every row has besides, times sigmoid(shared_gate x) [1, hidden]; None: there is none
     """
 
@@ -48,6 +50,26 @@ class Experts(NamedTuple):
     clamp: tuple[float, float] | None = None
     shared: Mlp | None = None
     shared_gate: Linear | None = None
+    has_gelu: bool = False
+    scales: Tensor | None = None
+
+
+class LayerHeads(NamedTuple):
+    """Heads of a layer that differ from `Geometry`: number of KV heads, dimension D, and factor of the queries."""
+
+    num_kv: int
+    dim: int
+    query_factor: float
+
+
+class BesideNorms(NamedTuple):
+    """Norms [hidden] of a layer with experts beside its MLP: of the MLP's outputs, of the experts' inputs, of the
+    router's inputs, and of the experts' outputs."""
+
+    mlp_post: Tensor
+    experts: Tensor
+    router: Tensor
+    experts_post: Tensor
 
 
 class LayerWeights(NamedTuple):
@@ -55,7 +77,7 @@ class LayerWeights(NamedTuple):
 
     qkv      the weights of queries, keys and values, stacked: [(H + 2 Hkv) D, hidden]; those of the gate behind them
              with `is_gated`: [(2 H + 2 Hkv) D, hidden]; of a delta layer q, k, v, z: [C + Hv Dv, hidden]
-    gate_up  the weights of gate and up, stacked; None, as `down`, if the layer has experts
+    gate_up  the weights of gate and up, stacked; None, as `down`, if the layer has experts instead
     window   positions that a row's attention sees, itself included (sliding window attention); 0: all
     ropes    which of the forward's rotations turns the queries, and which the keys
     attention_post_norm, mlp_post_norm  norms of the outputs of attention and MLP, besides those of their inputs; None:
@@ -64,7 +86,11 @@ class LayerWeights(NamedTuple):
     q_norm   norm of the queries before their rotation; k_norm that of the keys. [D]: each head is normalised by itself;
              [H D] and [Hkv D]: all heads of a row as one vector; None: no norm
     rotates  whether queries and keys are rotated by their position
+    v_norm   norm of each head's values [D], as q_norm
+    heads    of this layer; None: those of the geometry
+    scalar   multiplies the rows that leave the layer
     experts  the mixture in place of the MLP; None: there is none
+    beside   norms of a mixture beside the MLP, whose outputs are added before `mlp_post_norm`
     is_gated the attention's output is multiplied by sigmoid(gate)
     delta    a state in place of attention and KV rows (delta.py); with it `gates`: b and a [2 Hv, hidden]
     """
@@ -87,6 +113,16 @@ class LayerWeights(NamedTuple):
     attention_post_norm: Tensor | None = None
     mlp_post_norm: Tensor | None = None
     sinks: Tensor | None = None
+    v_norm: Tensor | None = None
+    heads: LayerHeads | None = None
+    scalar: float = 1.0
+    beside: BesideNorms | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer has nothing that only `layer.py` computes."""
+        return (self.experts is None and self.sinks is None and self.v_norm is None and self.heads is None
+                and self.scalar == 1)
 
 
 class Geometry(NamedTuple):

@@ -6,7 +6,7 @@ A tensor that is missing, unexpected or misshapen is an error. `load_transformer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,128 +15,19 @@ from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.kernels.delta import DeltaWeights
 from longdraft.kernels.int4 import Int4Weight
-from longdraft.kernels.weights import Experts, Mlp
-from longdraft.model import hybrid, rope
+from longdraft.kernels.weights import BesideNorms, Experts, Mlp
+from longdraft.model import gemma4, hybrid, rope
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
 from longdraft.model.packed_file import PackedFile
 from longdraft.model.sharding import shard_config
 from longdraft.model.tensor_files import HEADS_PREFIX, TensorFiles
+from longdraft.model.tensor_names import SINKS, StackedLinear, expected_shapes, linears_of, norms_of
 from longdraft.model.transformer import ModelWeights, Transformer
-from longdraft.parallel import ColumnParallel, Pick, RowParallel, Shard, shard_of
+from longdraft.parallel import ColumnParallel, RowParallel, shard_of
 
 QUANTIZE = ("none", "int8", "int4")
 QUANTIZE_CHOICES = "none, int8 or int4"
-_SINKS = "self_attn.sinks"
-
-
-class _StackedLinear(NamedTuple):
-    """One of our matrices: tensors of the file, concatenated along their rows.
-
-    parts            name of each tensor, and the lengths of the segments that its rows consist of
-    is_row_parallel  ranks split the columns, and add up their results; otherwise they split the rows
-    """
-
-    parts: tuple[tuple[str, tuple[int, ...]], ...]
-    columns: int
-    has_bias: bool
-    is_row_parallel: bool = False
-
-    def picks(self, shard: Shard) -> list[Pick | None]:
-        return [shard.columns() if self.is_row_parallel else shard.rows(segments) for _, segments in self.parts]
-
-
-def _linears(config: ModelConfig, index: int) -> dict[str, _StackedLinear]:
-    """The matrices of a layer, by their names in LayerWeights."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    gate_up: tuple[tuple[str, tuple[int, ...]], ...] = (("mlp.gate_proj", (inner,)), ("mlp.up_proj", (inner,)))
-    if config.is_fused or config.has_fused_mlp:
-        gate_up = (("mlp.gate_up_proj", (inner, inner)),)
-    mixing = _delta_linears(config.hybrid, hidden) if config.hybrid and config.is_delta(index) else _attention(config)
-    if config.experts:
-        return mixing | _expert_linears(config.experts, hidden)
-    return mixing | {
-        "gate_up": _StackedLinear(gate_up, hidden, config.mlp_bias),
-        "down": _StackedLinear((("mlp.down_proj", (hidden,)),), inner, config.mlp_bias, is_row_parallel=True),
-    }
-
-
-def _attention(config: ModelConfig) -> dict[str, _StackedLinear]:
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    gated_q = 2 * q if config.hybrid else q
-    qkv: tuple[tuple[str, tuple[int, ...]], ...] = (
-        ("self_attn.q_proj", (gated_q,)), ("self_attn.k_proj", (kv,)), ("self_attn.v_proj", (kv,)))
-    if config.is_fused:
-        qkv = (("self_attn.qkv_proj", (q, kv, kv)),)
-    return {
-        "qkv": _StackedLinear(qkv, config.hidden_size, config.qkv_bias),
-        "out": _StackedLinear((("self_attn.o_proj", (config.hidden_size,)),), q, config.out_bias, is_row_parallel=True),
-    }
-
-
-def _delta_linears(config: hybrid.HybridConfig, hidden: int) -> dict[str, _StackedLinear]:
-    return {
-        "qkv": _StackedLinear(tuple((name, (rows,)) for name, rows in config.projections), hidden, False),
-        "out": _StackedLinear(((config.out_name, (hidden,)),), config.shape.values, False),
-    }
-
-
-def _expert_linears(experts: ExpertsConfig, hidden: int) -> dict[str, _StackedLinear]:
-    """The router and, for each expert, its two matrices."""
-    gate, up, down = experts.names
-    bias = experts.has_bias
-    found = {"router": _StackedLinear(((f"{experts.prefix}.{experts.router}", (experts.count,)),), hidden, bias)}
-    for index in range(experts.count):
-        one = f"{experts.prefix}.experts.{index}"
-        found[f"gate_up {index}"] = _StackedLinear(
-            ((f"{one}.{gate}", (experts.size,)), (f"{one}.{up}", (experts.size,))), hidden, bias)
-        found[f"down {index}"] = _StackedLinear(((f"{one}.{down}", (hidden,)),), experts.size, bias)
-    if experts.shared:
-        one = f"{experts.prefix}.shared_expert"
-        found["shared_gate"] = _StackedLinear(((f"{one}_gate", (1,)),), hidden, False)
-        found["shared gate_up"] = _StackedLinear(
-            ((f"{one}.{gate}", (experts.shared,)), (f"{one}.{up}", (experts.shared,))), hidden, False)
-        found["shared down"] = _StackedLinear(((f"{one}.{down}", (hidden,)),), experts.shared, False)
-    return found
-
-
-def _norms(config: ModelConfig, index: int) -> dict[str, tuple[str, int]]:
-    """The norms of a layer, by their names in LayerWeights: name in the file, and width."""
-    names = config.norm_names or ("input_layernorm", "", "post_attention_layernorm", "")
-    if config.post_norm:
-        names = ("post_attention_layernorm", "", "post_feedforward_layernorm", "")
-    fields = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-    norms = {field: (name, config.hidden_size) for field, name in zip(fields, names, strict=True) if name}
-    if config.head_norms != "none" and not config.is_delta(index):
-        heads = (config.num_heads, config.num_kv_heads) if config.head_norms == "all" else (1, 1)
-        for name, count in zip(("q_norm", "k_norm"), heads, strict=True):
-            norms[name] = (f"self_attn.{name}", count * config.head_dim)
-    return norms
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in a checkpoint of this configuration, by its Hugging Face name."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
-        "model.norm.weight": (config.hidden_size,),
-    }
-    if not config.is_tied:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}."
-        if config.hybrid and config.is_delta(index):
-            small = config.hybrid.small_shapes(config.hidden_size)
-            shapes |= {layer + name: shape for name, shape in small.items()}
-        for name, width in _norms(config, index).values():
-            shapes[f"{layer}{name}.weight"] = (width,)
-        if config.has_sinks:
-            shapes[f"{layer}{_SINKS}"] = (config.num_heads,)
-        for stacked in _linears(config, index).values():
-            for name, segments in stacked.parts:
-                shapes[f"{layer}{name}.weight"] = (sum(segments), stacked.columns)
-                if stacked.has_bias:
-                    shapes[f"{layer}{name}.bias"] = (sum(segments),)
-    return shapes
 
 
 def _head_order(config: ModelConfig) -> Tensor | None:
@@ -153,7 +44,7 @@ def _head_order(config: ModelConfig) -> Tensor | None:
     Queries and keys have the same order, so their products do not change. None: the file's order is right.
     """
     head_dim, dims = config.head_dim, config.rope.dims
-    if dims == head_dim and not config.is_interleaved:
+    if (dims == head_dim and not config.is_interleaved) or config.gemma4:
         return None
     a, b, c, d = torch.split(torch.arange(head_dim), [dims // 2, dims // 2, *[(head_dim - dims) // 2] * 2])
     if config.is_interleaved:
@@ -232,18 +123,18 @@ class Loader:
         return Transformer(config, weights, self._kernels, self._whole)
 
     def layer(self, index: int, prefix: str = "model.") -> LayerWeights:
-        config, layer, linears = self._config, f"{prefix}layers.{index}.", _linears(self._whole, index)
+        config, layer, linears = self._config, f"{prefix}layers.{index}.", linears_of(self._whole, index)
         orders = dict.fromkeys(("q_norm", "k_norm"), self._head_order)
         norms = {name: self._vector(f"{layer}{file_name}.weight", orders.get(name))
-                 for name, (file_name, _) in _norms(config, index).items()}
+                 for name, (file_name, _) in norms_of(config, index).items()}
         delta = config.hybrid if config.hybrid and config.is_delta(index) else None
         return LayerWeights(
             attention_norm=norms["attention_norm"],
             qkv=self._linear(layer, linears["qkv"], delta.projection_order() if delta else self._order),
             out=self._linear(layer, linears["out"]),
             mlp_norm=norms["mlp_norm"],
-            gate_up=None if config.experts else self._linear(layer, linears["gate_up"]),
-            down=None if config.experts else self._linear(layer, linears["down"]),
+            gate_up=self._linear(layer, linears["gate_up"]) if "gate_up" in linears else None,
+            down=self._linear(layer, linears["down"]) if "down" in linears else None,
             window=config.window_of(index),
             q_norm=norms.get("q_norm"),
             k_norm=norms.get("k_norm"),
@@ -255,8 +146,24 @@ class Loader:
             ropes=config.ropes_of(index),
             attention_post_norm=norms.get("attention_post_norm"),
             mlp_post_norm=norms.get("mlp_post_norm"),
-            sinks=self._vector(f"{layer}{_SINKS}") if config.has_sinks else None,
+            sinks=self._vector(f"{layer}{SINKS}") if config.has_sinks else None,
+            **self._of_gemma4(layer, index, norms),
         )
+
+    def _of_gemma4(self, layer: str, index: int, norms: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The fields of LayerWeights that only Gemma 4 has."""
+        config = self._config
+        if config.gemma4 is None:
+            return {}
+        scalar = self._files.read(layer + gemma4.SCALAR).to("cpu", self._kernels.dtype)
+        found: dict[str, Any] = {
+            "v_norm": torch.ones(config.heads_of(index)[1], device=self._kernels.device), "scalar": float(scalar),
+            "heads": None if config.window_of(index) else config.gemma4.heads}
+        if config.experts:
+            router = self._files.read(layer + gemma4.ROUTER_SCALE).float() * config.hidden_size**-0.5
+            mlp, before, behind = (norms[name] for name in gemma4.BESIDE)
+            found["beside"] = BesideNorms(mlp, before, router.to(self._kernels.device), behind)
+        return found
 
     def _delta(self, layer: str, config: hybrid.HybridConfig) -> DeltaWeights:
         device = self._kernels.device
@@ -270,7 +177,7 @@ class Loader:
         order = config.gate_order()
         return self._kernels.pack(rows if order is None else rows[order])
 
-    def _experts(self, layer: str, linears: Mapping[str, _StackedLinear], config: ExpertsConfig) -> Experts:
+    def _experts(self, layer: str, linears: Mapping[str, StackedLinear], config: ExpertsConfig) -> Experts:
         """The experts of a layer. Their routers are never quantised: a small error in one chooses other experts."""
         def router(name: str) -> Linear:
             (part, _), = linears[name].parts
@@ -281,11 +188,13 @@ class Loader:
             return Mlp(self._linear(layer, linears[gate_up]), self._linear(layer, linears[down]))
 
         mlps = tuple(mlp(f"gate_up {i}", f"down {i}") for i in range(config.count))
-        shared = (mlp("shared gate_up", "shared down"), router("shared_gate")) if config.shared else (None, None)
+        shared = mlp("shared gate_up", "shared down") if config.shared else None
+        scales = self._files.read(layer + gemma4.EXPERT_SCALES) if config.is_beside else None
         return Experts(router("router"), mlps, config.chosen, config.normalises, config.rounds,
-                       config.clamp, *shared)
+                       config.clamp, shared, router("shared_gate") if shared else None, self._config.has_gelu,
+                       None if scales is None else scales.to(self._kernels.device, torch.float32, copy=True))
 
-    def _linear(self, layer: str, stacked: _StackedLinear, order: Tensor | None = None) -> Linear:
+    def _linear(self, layer: str, stacked: StackedLinear, order: Tensor | None = None) -> Linear:
         def read(suffix: str, dtype: torch.dtype | None) -> Tensor:
             names = [f"{layer}{name}.{suffix}" for name, _ in stacked.parts]
             rows = self._files.stack(names, dtype, () if is_row_parallel and suffix == "bias" else stacked.picks(shard))

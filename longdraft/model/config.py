@@ -18,9 +18,11 @@ from longdraft.model import gpt_oss
 from longdraft.model.experts_config import ExpertsConfig, parse_experts
 from longdraft.model.families import ACTIVATIONS, FAMILIES, MISSING, Family, HeadNorms, text_config
 from longdraft.model.four_bit import FourBitFormat
+from longdraft.model.gemma4 import Gemma4Config, parse_gemma4
 from longdraft.model.gguf import metadata
 from longdraft.model.gguf.container import open_gguf
 from longdraft.model.hybrid import HybridConfig, parse_hybrid
+from longdraft.model.layer_kinds import by_layer, parse_windows
 from longdraft.model.rope_config import RopeConfig, context_limit, parse_query_growth, parse_ropes
 
 SUPPORTED = tuple(FAMILIES)
@@ -30,9 +32,10 @@ _LATER: dict[str, object] = {
     "experts": None, "hybrid": None, "norm_names": (), "float_norms": False, "norm_offset": 0.0, "has_gelu": False,
     "rounds_embedding_factor": False, "score_cap": 0.0, "logits_cap": 0.0, "window_rope": None,
     "has_fused_mlp": False, "is_interleaved": False, "query_growth": None,
-    "has_sinks": False}
+    "has_sinks": False, "gemma4": None}
 _LATER_OF_PARTS: dict[str, dict[str, object]] = {
-    "experts": {"shared": 0, "router": "gate", "has_bias": False, "clamp": None}, "hybrid": {"is_converted": False}}
+    "experts": {"shared": 0, "router": "gate", "has_bias": False, "clamp": None, "is_beside": False},
+    "hybrid": {"is_converted": False}}
 _HASHED_AS = {"post_norm": "norms_follow"}  # fields that were renamed since the first journals
 
 
@@ -84,21 +87,30 @@ class ModelConfig:
     has_sinks: bool = False  # each head has a score that joins the softmax without a value
     # (b, n): queries at position p are multiplied by 1 + b ln(1 + floor(p / n))
     query_growth: tuple[float, int] | None = None
+    gemma4: Gemma4Config | None = None  # what layers of Gemma 4 have besides
 
     def is_delta(self, layer: int) -> bool:
         """Whether a layer has a state in place of attention, and no rows in a KV cache."""
         return self.hybrid is not None and self.hybrid.is_delta[layer]
 
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """KV heads of a layer, and the dimension of its heads."""
+        if self.gemma4 and not self.window_of(layer):
+            return self.gemma4.kv_heads, self.gemma4.head_dim
+        return self.num_kv_heads, self.head_dim
+
     @property
-    def num_kv_layers(self) -> int:
-        """Number of layers with attention."""
-        return self.num_layers - (sum(self.hybrid.is_delta) if self.hybrid else 0)
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """KV heads and their dimension, of each layer with attention."""
+        return tuple(self.heads_of(layer) for layer in range(self.num_layers) if not self.is_delta(layer))
 
     @property
     def only_on_cpu(self) -> str:
         """What the model has that the CUDA kernels do not; "": nothing."""
         if self.hybrid:
             return "delta layers (Qwen3-Next, Qwen3.5, Qwen3.6)"
+        if self.gemma4:
+            return "layers whose heads differ (Gemma 4)"
         if self.has_sinks:
             return "attention sinks and mixture-of-experts layers (gpt-oss)"
         if self.experts:
@@ -211,8 +223,8 @@ def _family(config: Mapping[str, Any]) -> Family:
     allowed = ACTIVATIONS[family.activation]
     if config.get(key, allowed[0]) not in allowed:
         raise ModelError(f"{key} is {config[key]!r}; supported: {' or '.join(allowed)}")
-    if config.get("use_bidirectional_attention"):
-        raise ModelError("use_bidirectional_attention is true: this is an embedding model, which writes no text")
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise ModelError("use_bidirectional_attention is set: this is an embedding model, which writes no text")
     quantized = config.get("quantization_config")
     is_oss = kind == "gpt_oss" and isinstance(quantized, dict) and quantized.get("quant_method") == gpt_oss.METHOD
     if quantized and not is_oss:
@@ -230,11 +242,12 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
     if min(sizes) < 1 or heads % kv_heads or head_dim % 2:
         raise ModelError("config.json: sizes must be positive, num_attention_heads must be a multiple of "
                          "num_key_value_heads, and head_dim must be even")
-    rope, window_rope = parse_ropes(config, family, head_dim, trained)
-    window, windowed, window_from = _windows(config, family, num_layers)
+    window, windowed, window_from = parse_windows(config, family, num_layers)
     skipped = config.get("no_rope_layers") if family.skips_rope else None
     multiplied = config if family.is_multiplied else {}
     attention_bias = bool(config.get("attention_bias", False))
+    gemma4 = parse_gemma4(config, windowed) if family.is_gemma4 else None
+    rope, window_rope = parse_ropes(config, family, (gemma4.head_dim if gemma4 else head_dim, head_dim), trained)
     return ModelConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -258,7 +271,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         window=window,
         windowed=windowed,
         window_from=window_from,
-        rotated=() if skipped is None else _by_layer(skipped, "no_rope_layers", (0, 1), 1, num_layers),
+        rotated=() if skipped is None else by_layer(skipped, "no_rope_layers", (0, 1), 1, num_layers),
         skip_rope_every=int(config.get("no_rope_layer_interval", 4)) if family.skips_rope else 0,
         embedding_factor=math.sqrt(hidden) if family.scales_embedding else float(
             multiplied.get("embedding_multiplier", 1.0)),
@@ -281,6 +294,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         is_interleaved=family.is_interleaved,
         has_sinks=family.has_sinks,
         query_growth=parse_query_growth(config, family, trained),
+        gemma4=gemma4,
     )
 
 
@@ -288,6 +302,8 @@ def _query_factor(config: Mapping[str, Any], family: Family, head_dim: int) -> f
     """What queries are multiplied by beside 1 / sqrt(D), which the attention kernels apply."""
     if family.is_multiplied:
         return float(config.get("attention_multiplier", 1.0)) * math.sqrt(head_dim)
+    if family.is_gemma4:  # scores are not divided
+        return math.sqrt(head_dim)
     return math.sqrt(head_dim / float(config[family.query_scalar])) if family.query_scalar else 1.0
 
 
@@ -304,35 +320,6 @@ def _divisor(value: Any) -> float:
     if not divisor > 0:
         raise ValueError(f"logits_scaling is {divisor}")
     return divisor
-
-
-def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, tuple[bool, ...], int]:
-    """`window`, `windowed` and `window_from` of a ModelConfig."""
-    is_used = family.windows in ("all", "listed") or (family.windows == "some"
-                                                      and bool(config.get("use_sliding_window", False)))
-    window = config.get("sliding_window")
-    if not is_used or window is None:
-        return 0, (), 0
-    if int(window) < 1:
-        raise ModelError(f"sliding_window is {window!r} in config.json; allowed: null, or 1 or more positions")
-    if family.windows == "all":
-        return int(window), (), 0
-    types = config.get("layer_types")
-    if types is None and family.window_period:
-        period = int(config.get("sliding_window_pattern") or family.window_period)
-        return int(window), tuple((layer + 1) % period != 0 for layer in range(num_layers)), 0
-    if types is not None:
-        kinds = ("full_attention", "sliding_attention")
-        return int(window), _by_layer(types, "layer_types", kinds, "sliding_attention", num_layers), 0
-    if "max_window_layers" not in config:
-        raise ModelError("use_sliding_window is true, but config.json has no 'layer_types' to say which layers use it")
-    return int(window), (), int(config["max_window_layers"])
-
-
-def _by_layer(values: Any, name: str, allowed: tuple[object, ...], yes: object, num_layers: int) -> tuple[bool, ...]:
-    if not isinstance(values, list) or len(values) < num_layers or any(value not in allowed for value in values):
-        raise ModelError(f"{name} in config.json must be a list of {num_layers} values, each one of {allowed}")
-    return tuple(value == yes for value in values)
 
 
 def valid_token_ids(value: Any, vocabulary: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ class ExpertsConfig:
     count   experts of a layer
     chosen  experts for each row
     size    width of an expert
-    clamp   (alpha, limit) of the activation; None: it is SwiGLU
+    clamp   (alpha, limit) of the activation; None: that of the MLP
     shared  width of the expert that every row has besides; 0: there is none
     """
 
@@ -32,13 +32,18 @@ class ExpertsConfig:
     router: str = "gate"
     has_bias: bool = False
     clamp: tuple[float, float] | None = None
+    is_beside: bool = False
+
+    def path(self, name: str) -> str:
+        """The name of a tensor in a layer."""
+        return f"{self.prefix}.{name}" if self.prefix else name
 
 
 def parse_experts(config: Mapping[str, Any], form: ExpertsFormat | None) -> ExpertsConfig | None:
     """From the values of a config.json. None for a model without experts. ModelError for sizes that do not fit."""
-    if form is None:
+    if form is None or (form.switch and not config.get(form.switch)):
         return None
-    count, chosen = int(config.get("num_local_experts") or config["num_experts"]), int(config["num_experts_per_tok"])
+    count, chosen = int(config.get("num_local_experts") or config["num_experts"]), int(config[form.chosen])
     size = int(config[form.size])
     if not 1 <= chosen <= count or size < 1:
         raise ModelError(f"config.json: {chosen} of {count} experts of width {size}; allowed: 1 or more of each, and "
@@ -55,4 +60,4 @@ def parse_experts(config: Mapping[str, Any], form: ExpertsFormat | None) -> Expe
         raise ModelError(f"config.json: swiglu_alpha is {clamp[0]} and swiglu_limit {clamp[1]}; allowed: positive "
                          "numbers")
     return ExpertsConfig(count, chosen, size, form.prefix, form.names, normalises, form.rounds, shared, form.router,
-                         form.has_bias, clamp)
+                         form.has_bias, clamp, form.is_beside)

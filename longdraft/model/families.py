@@ -29,6 +29,9 @@ class ExpertsFormat:
     has_bias      router and experts have biases
     is_clamped    their activation is that of gpt-oss (`Kernels.clamped_swiglu`)
     shared        key of the width of an expert that every row has besides; "": there is none
+    switch        key of config.json without which there are no experts; "": there are always
+    chosen        key of the number of experts for each row
+    is_beside     the experts stand beside the MLP, not in its place (longdraft/model/gemma4.py)
     """
 
     prefix: str
@@ -40,6 +43,9 @@ class ExpertsFormat:
     router: str = "gate"
     has_bias: bool = False
     is_clamped: bool = False
+    switch: str = ""
+    chosen: str = "num_experts_per_tok"
+    is_beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Family:
     norm_names     norms before and after attention and MLP, by their names in a layer; empty: before (or after) alone
     norm_offset    is added to the weights of norms, which stay float32; norms round once, after their weight
     float_norms    weights of norms are float32 without an offset too
+    is_gemma4      layers have what longdraft/model/gemma4.py describes
     has_sinks      each head has a score that joins the softmax without a value
     activation     of the MLP: "silu", or "gelu_tanh", GELU by its tanh formula
     scales_embedding  embeddings are multiplied by the root of their width
@@ -88,6 +95,7 @@ class Family:
     norm_names: tuple[str, ...] = ()
     norm_offset: float = 0.0
     float_norms: bool = False
+    is_gemma4: bool = False
     has_sinks: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     scales_embedding: bool = False
@@ -171,10 +179,19 @@ FAMILIES: dict[str, Family] = {
         "final_logit_softcapping": 30.0}),
     "gemma3_text": replace(_GEMMA, head_norms="each", window_period=6, has_window_rope=True, defaults=_GEMMA_VALUES | {
         "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+    "gemma4_text": replace(
+        _GEMMA, head_norms="each", window_period=6, has_window_rope=True, is_gemma4=True, norm_offset=0.0,
+        float_norms=True, query_scalar="", caps=("", "final_logit_softcapping"), defaults=_GEMMA_VALUES | {
+            "vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512, "max_position_embeddings": 131072,
+            "hidden_size_per_layer_input": 256, "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+        experts=ExpertsFormat("", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", True, False,
+                              router="router.proj", switch="enable_moe_block", chosen="top_k_experts", is_beside=True)),
 }
 
 # Models with image input around one of the families, of which the text part is read.
-_WRAPPED = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
+_WRAPPED = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe")
 
 _EXPERTS = "mixture-of-experts layers"
 # Unsupported families -> what longdraft lacks; part of the error message.

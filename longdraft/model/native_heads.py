@@ -15,12 +15,13 @@ from pathlib import Path
 from torch import Tensor
 
 from longdraft.errors import ModelError
-from longdraft.model.checkpoint import Loader, expected_shapes
+from longdraft.model.checkpoint import Loader
 from longdraft.model.config import ModelConfig
 from longdraft.model.eagle import Eagle, EagleWeights
 from longdraft.model.eagle_config import EagleConfig
 from longdraft.model.hybrid import DRAFT_LAYERS
 from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.tensor_names import expected_shapes
 from longdraft.model.transformer import Transformer
 
 _LAYER = "layers.0."

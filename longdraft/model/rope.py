@@ -36,6 +36,8 @@ def frequencies(rope: RopeConfig, trained: int, length: int) -> tuple[Tensor, fl
     inverse = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return inverse / _setting(rope, "factor"), 1.0
+    if rope.kind == "proportional":
+        return _proportional(rope, inverse), 1.0
     if rope.kind == "llama3":
         return _llama3(rope, inverse, trained), 1.0
     if rope.kind == "yarn":
@@ -71,6 +73,12 @@ def _longrope(rope: RopeConfig, exponents: Tensor, trained: int, length: int) ->
     sharpened = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     factors = torch.tensor(rope.long_factors if length > original else rope.short_factors)
     return 1.0 / (factors * rope.theta**exponents), _setting(rope, "attention_factor", sharpened)
+
+
+def _proportional(rope: RopeConfig, inverse: Tensor) -> Tensor:
+    """Gemma 4: the first pairs rotate at the frequencies of the whole head, the others stand still."""
+    turning = int(_setting(rope, "partial_rotary_factor") * rope.dims // 2)
+    return torch.cat([inverse[:turning], torch.zeros(len(inverse) - turning)]) / _setting(rope, "factor", 1.0)
 
 
 def _llama3(rope: RopeConfig, inverse: Tensor, positions: int) -> Tensor:
@@ -130,6 +138,8 @@ class RopeTable:
 
     A model with several rotations (`ModelConfig.num_ropes`) has those of a position one after another.
 
+    A rotation of layers with narrower heads is at the beginning of as many numbers as the others have.
+
     Dimensions that are not rotated have cos 1 and sin 0. They are the end of each half of a head: see
     `checkpoint._head_order`.
     """
@@ -138,7 +148,7 @@ class RopeTable:
         self._ropes = [frequencies(rope, config.trained_positions, length) for rope in config.ropes]
         self.key = tuple((inverse.numpy().tobytes(), factor) for inverse, factor in self._ropes)  # alike: equal
         self._growth = config.query_growth
-        self._num_unrotated = (config.head_dim - config.rope.dims) // 2
+        self._half = max(dim for _, dim in config.kv_shapes) // 2  # pairs of the widest heads
         self._device = device
         self._chunks: dict[int, tuple[Tensor, Tensor]] = {}  # least recently used first
 
@@ -168,8 +178,9 @@ class RopeTable:
 
     def _compute(self, number: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(number * _CHUNK_SIZE, (number + 1) * _CHUNK_SIZE).float()[:, None]
-        unrotated, parts = (0, self._num_unrotated), []
+        parts = []
         for inverse, factor in self._ropes:
+            unrotated = (0, self._half - len(inverse))
             angles = positions * inverse
             parts.append((pad(angles.cos() * factor, unrotated, value=1.0), pad(angles.sin() * factor, unrotated)))
         if self._growth:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeGuard, get_args
 from longdraft.errors import ModelError
 from longdraft.model.families import Family
 
-RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 ROPE_TYPES = get_args(RopeType)
 _REQUIRED_SETTINGS: dict[RopeType, tuple[str, ...]] = {
     "default": (),
@@ -18,6 +18,7 @@ _REQUIRED_SETTINGS: dict[RopeType, tuple[str, ...]] = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 
 
@@ -33,20 +34,23 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
 
 
-def parse_ropes(config: Mapping[str, Any], family: Family, head_dim: int,
+def parse_ropes(config: Mapping[str, Any], family: Family, head_dims: tuple[int, int],
                 trained: int) -> tuple[RopeConfig, RopeConfig | None]:
     """The rotation of a model, and that of its layers with a window if it differs.
 
     Reads both spellings: `rope_parameters` (transformers 5, for each kind of layer where they differ), and `rope_theta`
     with `rope_scaling` (earlier; layers with a window have `rope_local_base_freq`, and no scaling).
+
+    head_dims  of layers without a window, and with one
     """
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if not family.has_window_rope:
-        return _rope(config, scaling, family, head_dim, trained), None
+        return _rope(config, scaling, family, head_dims[0], trained), None
     parts = [scaling.get(kind) for kind in ("full_attention", "sliding_attention")]
     if not all(isinstance(part, dict) for part in parts):
         parts = [scaling, {"rope_theta": config["rope_local_base_freq"]}]
-    whole, windowed = (_rope(config, dict(part or {}), family, head_dim, trained) for part in parts)
+    whole, windowed = (_rope(config, dict(part or {}), family, head_dim, trained)
+                       for part, head_dim in zip(parts, head_dims, strict=True))
     if windowed.kind not in ("default", "linear"):
         raise ModelError(f"rope type of layers with a window is {windowed.kind!r}; supported: default, linear")
     return whole, windowed
@@ -70,13 +74,17 @@ def _rope(config: Mapping[str, Any], scaling: dict[str, Any], family: Family, he
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if config["model_type"] == "phi3" and kind in ("su", "yarn"):  # names of longrope in the first files
         kind = "longrope"
-    if not _is_rope_type(kind):
-        raise ModelError(f"rope type is {kind!r}; supported: {', '.join(ROPE_TYPES)}")
+    if not _is_rope_type(kind) or (kind == "proportional" and not family.is_gemma4):
+        raise ModelError(f"rope type is {kind!r}; supported: {', '.join(ROPE_TYPES)} (Gemma 4 only)")
     for name in _REQUIRED_SETTINGS[kind]:
         if scaling.get(name) is None:
             raise ModelError(f"rope type {kind!r} needs {name!r}, which config.json does not have")
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    dims = _rotated_dims(scaling.get("partial_rotary_factor", config.get("partial_rotary_factor")), family, head_dim)
+    part = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if kind == "proportional":
+        settings = {"partial_rotary_factor": _part(part), "factor": scaling.get("factor")}
+        return RopeConfig(kind, theta, settings, head_dim)
+    dims = _rotated_dims(part, family, head_dim)
     settings = {name: value for name, value in scaling.items() if isinstance(value, int | float | None)}
     if (outside := config.get("original_max_position_embeddings")) is not None:  # as in `transformers`
         settings["original_max_position_embeddings"] = int(outside)
@@ -86,6 +94,13 @@ def _rope(config: Mapping[str, Any], scaling: dict[str, Any], family: Family, he
         settings["factor"] = trained / float(settings.get("original_max_position_embeddings") or trained)
     short, long = (_factors(scaling[name], name, dims // 2) for name in _REQUIRED_SETTINGS[kind])
     return RopeConfig(kind, theta, settings, dims, short, long)
+
+
+def _part(value: Any) -> float:
+    part = 1.0 if value is None else float(value)
+    if not 0 < part <= 1:
+        raise ModelError(f"partial_rotary_factor is {value!r} in config.json; allowed: above 0, up to 1")
+    return part
 
 
 def _rotated_dims(part: Any, family: Family, head_dim: int) -> int:

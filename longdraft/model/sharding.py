@@ -24,6 +24,9 @@ def shard_config(config: ModelConfig, shard: Shard, quantize: str = "none") -> M
     if config.hybrid:
         raise ModelError(f"tensor_parallel is {size}, but the states of delta layers are not divided among ranks; "
                          "allowed: 1")
+    if config.gemma4:
+        raise ModelError(f"tensor_parallel is {size}, but heads of two sizes are not divided among ranks; allowed: "
+                         "1")
     if config.experts:
         raise ModelError(f"tensor_parallel is {size}, but experts are not divided among ranks; allowed: 1")
     if config.head_norms == "all":

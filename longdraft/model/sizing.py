@@ -13,8 +13,8 @@ from math import prod
 from longdraft.cache.full import FullCache
 from longdraft.errors import ModelError, translate_memory_errors
 from longdraft.kernels import VARIABLE, Kernels
-from longdraft.model.checkpoint import expected_shapes
 from longdraft.model.config import ModelConfig
+from longdraft.model.tensor_names import expected_shapes
 from longdraft.model.transformer import Transformer
 
 USABLE = 0.9  # share of the memory that weights and cache may take; the rest is for the system and buffers
@@ -66,7 +66,7 @@ def model_sizes(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
         expert = 3 * config.hidden_size * config.experts.size
         unread += config.num_layers * (config.experts.count - config.experts.chosen) * expert
     return Sizes(parameters, parameters * width, (parameters - unread) * width,
-                 2 * config.num_kv_layers * config.num_kv_heads * config.head_dim * width, config.max_positions,
+                 2 * sum(heads * dim for heads, dim in config.kv_shapes) * width, config.max_positions,
                  _state_bytes(config))
 
 
@@ -80,6 +80,8 @@ def _state_bytes(config: ModelConfig) -> int:
 def _layers(config: ModelConfig) -> list[tuple[int, ModelConfig]]:
     """For each kind of layer: the number of such layers, and a model of one of them."""
     one = replace(config, num_layers=1)
+    if config.gemma4:
+        return [(config.windowed.count(kind), replace(one, windowed=(kind,))) for kind in (True, False)]
     if config.hybrid is None:
         return [(config.num_layers, one)]
     return [(config.hybrid.is_delta.count(kind), replace(one, hybrid=replace(config.hybrid, is_delta=(kind,))))

@@ -11,6 +11,7 @@ from torch import Tensor
 from longdraft.errors import UsageError
 from longdraft.kernels.int4 import Int4Weight
 from longdraft.model.config import ModelConfig
+from longdraft.model.experts_config import ExpertsConfig
 from longdraft.model.tensor_file import stored_bytes
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.parallel import Pick
@@ -77,17 +78,29 @@ def with_single_experts(tensors: dict[str, Tensor], config: ModelConfig) -> dict
         return found
     for index in range(config.num_layers):
         layer = f"model.layers.{index}."
+        if form.is_beside:
+            found |= _halves(found, f"{layer}experts.", form)
         if f"{layer}mlp.experts.down_proj" not in found:
             continue
         if form.has_bias:
             found |= _alternating(found, f"{layer}mlp.experts.", form.count)
             continue
-        gate_up, down = (found.pop(f"{layer}mlp.experts.{name}") for name in ("gate_up_proj", "down_proj"))
         found[f"{layer}{form.prefix}.gate.weight"] = found.pop(f"{layer}mlp.gate.weight")
-        for expert in range(form.count):
-            matrices = (gate_up[expert, : form.size], gate_up[expert, form.size :], down[expert])
-            found |= {f"{layer}{form.prefix}.experts.{expert}.{name}.weight": matrix
-                      for name, matrix in zip(form.names, matrices, strict=True)}
+        found |= _halves(found, f"{layer}mlp.experts.", form, f"{layer}{form.prefix}.experts.")
+    return found
+
+
+def _halves(tensors: dict[str, Tensor], stem: str, form: ExpertsConfig, ours: str = "") -> dict[str, Tensor]:
+    """The experts of a layer one by one, taken from `tensors`, where gate is the first half of the outputs.
+
+    ours  the beginning of their names; default: that of their tensors
+    """
+    found: dict[str, Tensor] = {}
+    gate_up, down = (tensors.pop(f"{stem}{name}") for name in ("gate_up_proj", "down_proj"))
+    for expert in range(form.count):
+        matrices = (gate_up[expert, : form.size], gate_up[expert, form.size :], down[expert])
+        found |= {f"{ours or stem}{expert}.{name}.weight": matrix
+                  for name, matrix in zip(form.names, matrices, strict=True)}
     return found
 
 

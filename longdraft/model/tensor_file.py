@@ -34,7 +34,7 @@ T = TypeVar("T")
 # transformers 5; and those of image input.
 _WRAPPERS = (("language_model.", ""), ("model.language_model.", "model."))
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
-                "model.visual.")
+                "model.visual.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
 
 
 class Entry(NamedTuple):
@@ -120,12 +120,12 @@ def text_entries(entries: dict[str, T]) -> dict[str, T]:
 
 
 def _with_single_experts(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """The entries with a matrix for each expert, where a file has those of a layer in one tensor (Qwen3.5)."""
+    """The entries with a matrix for each expert, where a file has those of a layer in one tensor (Qwen3.5, Gemma 4)."""
     found: dict[str, Entry] = {}
     if any(".mlp.router." in name or name.endswith("_proj_bias") for name in entries):  # gpt-oss: see gpt_oss.py
         return entries
     for name, entry in entries.items():
-        start, mark, part = name.partition(".mlp.experts.")
+        start, mark, part = name.partition(".experts.")
         names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part)
         if not mark or names is None or len(entry.shape) != 3 or not all(entry.shape) or entry.shape[1] % len(names):
             found[name] = entry

@@ -134,6 +134,8 @@ class Transformer:
             self.embedding_factor = float(torch.tensor(config.embedding_factor, dtype=kernels.dtype))
         self._decoder = kernels.new_decoder(weights.layers, geometry)
         self._rope = RopeTable(config, 1, kernels.device)
+        shapes = config.kv_shapes
+        self._largest = len(shapes), *(max(sizes) for sizes in zip(*shapes, strict=True))  # of the layers' KV rows
         self._has_warned = False
         self.part: PartOfVocabulary | None = None
         self.taps: tuple[int, ...] = ()
@@ -203,9 +205,7 @@ class Transformer:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        config = self.config
-        heads = 2 * config.num_kv_layers * config.num_kv_heads
-        return heads * self.kernels.cache_bytes(config.head_dim)
+        return sum(2 * heads * self.kernels.cache_bytes(dim) for heads, dim in self.config.kv_shapes)
 
     def new_cache(self) -> FullCache:
         """An empty KV cache for one text."""
@@ -213,7 +213,7 @@ class Transformer:
         windows = [config.window_of(layer) for layer in range(config.num_layers) if not config.is_delta(layer)]
         taps = TapLog(self.kernels, self.taps, config.hidden_size) if self.taps else None
         deltas = [layer.delta for layer in self.weights.layers if layer.delta is not None]
-        return FullCache(self.kernels, config.num_kv_layers, config.num_kv_heads, config.head_dim, windows, taps,
+        return FullCache(self.kernels, config.kv_shapes, windows, taps,
                          StateCache(self.kernels, deltas) if deltas else None, config.score_cap)
 
     def random_cache(self, positions: int, room: int = 0) -> FullCache:
@@ -221,10 +221,10 @@ class Transformer:
 
         room  positions for which memory is reserved besides
         """
-        config, cache = self.config, self.new_cache()
+        cache = self.new_cache()
         cache.reserve(positions + room)
         for store in cache.stores:
-            fill_randomly(store, positions, (config.num_kv_heads, config.head_dim), self.kernels)
+            fill_randomly(store, positions, self.kernels)
         cache.length = positions
         if cache.taps:
             cache.taps.fill(positions)
@@ -241,10 +241,11 @@ class Transformer:
 
     def forward_batch(self, requests: Sequence[ForwardRequest]) -> list[Forward]:
         """Run the rows of several texts in one forward. The requests are for this model (see `identity`)."""
-        kernels, config = self.kernels, self.config
+        kernels = self.kernels
         counts = [len(request.rows.tokens) for request in requests]
         ends = list(accumulate(counts))
-        shape = (config.num_kv_layers, ends[-1], config.num_kv_heads, config.head_dim)
+        num_layers, heads, dim = self._largest
+        shape = (num_layers, ends[-1], heads, dim)
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))  # [L, R, Hkv, D]
         layers_kv = [request.cache.append(*parts)._replace(is_prompt=request.is_prompt) for request, *parts in
                      zip(requests, _split(k, counts, 1), _split(v, counts, 1), strict=True)]

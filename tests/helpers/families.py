@@ -65,12 +65,20 @@ CPU_FAMILIES: dict[str, tuple[str, dict[str, object]]] = {  # norms on both side
         rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=32, beta_fast=32.0,
         beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.4))),
 }
+_GEMMA4 = dict(head_dim=16, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True,
+               sliding_window=WINDOW, hidden_size_per_layer_input=0, final_logit_softcapping=8.0,
+               layer_types=["sliding_attention", "full_attention", "full_attention"])
+GEMMA4: dict[str, tuple[str, dict[str, object]]] = {  # with heads of two sizes
+    "gemma4": ("gemma4_text", _GEMMA4),
+    "gemma4, experts": ("gemma4_text", _GEMMA4 | dict(
+        attention_k_eq_v=False, enable_moe_block=True, num_experts=6, top_k_experts=3, moe_intermediate_size=32)),
+}
 LAYERS = 3
 
 
 def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
     """Save a random model of a family as a model folder; norms and biases are random too."""
-    kind, own = (FAMILIES | MIXTURES | HYBRIDS | CPU_FAMILIES)[name]
+    kind, own = (FAMILIES | MIXTURES | HYBRIDS | CPU_FAMILIES | GEMMA4)[name]
     settings: dict[str, object] = dict(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2, tie_word_embeddings=True,
@@ -79,7 +87,11 @@ def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **c
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(settings | own | changes)))
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim == 1 or parameter_name.endswith("_bias"):
-            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in parameter_name else 0.0, std=0.2)
+            is_factor = "norm" in parameter_name or "scale" in parameter_name
+            torch.nn.init.normal_(parameter, mean=1.0 if is_factor else 0.0, std=0.2)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("layer_scalar"):
+            torch.nn.init.normal_(buffer, mean=1.0, std=0.2)
     model = model.to(dtype).eval()
     model.save_pretrained(folder)
     write_tokenizer(folder)

@@ -29,7 +29,7 @@ def layered(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def new_full(chosen: kernels.Kernels = KERNELS, windows: tuple[int, ...] = ()) -> FullCache:
-    return FullCache(chosen, LAYERS, HEADS, DIM, windows)
+    return FullCache(chosen, [(HEADS, DIM)] * LAYERS, windows)
 
 
 def held(cache: FullCache, layer: int) -> torch.Tensor:
@@ -106,7 +106,7 @@ SIZE = PartialBudget(budget=40, sinks=4, recent=8, room=8)
 @settings(deadline=None, max_examples=40)
 def test_a_partial_cache_stays_within_its_budget_and_keeps_sinks_and_recent_rows(prompt, steps, seed):
     full = new_full()
-    partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
+    partial = PartialCache(full, KERNELS, SIZE)
     for number, count in enumerate([prompt, *steps]):
         write(full, count, 1000 * seed + 10 * number)
         partial.update(lambda number=number: queries(seed + number))
@@ -123,7 +123,7 @@ def test_a_partial_cache_stays_within_its_budget_and_keeps_sinks_and_recent_rows
 
 def test_between_selections_only_new_rows_are_written(monkeypatch):
     full = new_full()
-    partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
+    partial = PartialCache(full, KERNELS, SIZE)
     write(full, 100, 1)
     partial.update(lambda: queries(1))
     copied = []
@@ -138,8 +138,8 @@ def test_between_selections_only_new_rows_are_written(monkeypatch):
 
 def test_static_and_full_modes():
     full = new_full()
-    static = PartialCache(full, KERNELS, HEADS, DIM, SIZE, "static")
-    whole = PartialCache(full, KERNELS, HEADS, DIM, SIZE, "full")
+    static = PartialCache(full, KERNELS, SIZE, "static")
+    whole = PartialCache(full, KERNELS, SIZE, "full")
     write(full, 100, 1)
     static.update(lambda: queries(1))
     before = positions_held(full, static, 0, 0)
@@ -152,7 +152,7 @@ def test_static_and_full_modes():
 
 def test_drafted_rows_are_dropped():
     full = new_full()
-    partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
+    partial = PartialCache(full, KERNELS, SIZE)
     write(full, 20, 1)
     partial.update(lambda: queries(1))
     partial.append(*layered(3, 9))
@@ -170,7 +170,7 @@ def test_the_remainder_is_the_attention_to_the_omitted_keys(windows):
     chain = torch.tensor([-1, 0, 1], dtype=torch.int32)
     for kernel in (KERNELS, REFERENCE):
         full = new_full(kernel, windows)
-        partial = PartialCache(full, kernel, HEADS, DIM, SIZE)
+        partial = PartialCache(full, kernel, SIZE)
         write(full, 97, 1)
         tail = layered(3, 70)
         q = torch.randn(3, 4, DIM, generator=torch.Generator().manual_seed(3))
@@ -192,7 +192,7 @@ def test_the_remainder_is_the_attention_to_the_omitted_keys(windows):
 
 def test_a_layer_with_a_window_holds_the_latest_rows():
     full = new_full(windows=(0, 60))
-    partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
+    partial = PartialCache(full, KERNELS, SIZE)
     for seed in (1, 5):  # while the window sees everything, it chooses as the others do
         write(full, 50, seed)
         partial.update(lambda: queries(1))
@@ -202,7 +202,7 @@ def test_a_layer_with_a_window_holds_the_latest_rows():
 
 def test_without_queries_the_sinks_and_the_latest_rows_are_held():
     full = new_full()
-    partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
+    partial = PartialCache(full, KERNELS, SIZE)
     write(full, 100, 1)
     partial.update(None)
     assert positions_held(full, partial, 0, 0) == [*range(4), *range(72, 100)]
@@ -222,7 +222,7 @@ def test_streaming_holds_the_first_and_the_last():
     assert row_selection.latest(100, 20, 4).tolist() == [*range(4), *range(84, 100)]
     full = new_full()
     write(full, 100, 1)
-    chosen = row_selection.streaming(HEADS, 20, 4)(0, full.stores[0], 100, queries(1).queries[0])
+    chosen = row_selection.streaming(20, 4)(0, full.stores[0], 100, queries(1).queries[0])
     assert chosen.tolist() == [[*range(4), *range(84, 100)]] * HEADS
 
 
@@ -257,7 +257,7 @@ def reference_chunks(keys: torch.Tensor, query: torch.Tensor, budget: int, recen
 @pytest.mark.parametrize("recent", [8, 11])
 def test_chunks_are_selected_by_their_mean_key_however_the_text_grew(length, recent):
     full = new_full()
-    chunks = row_selection.Chunks(LAYERS, HEADS, 48, recent)
+    chunks = row_selection.Chunks(LAYERS, 48, recent)
     for number, count in enumerate([length // 2, length - length // 2]):
         write(full, count, 10 * number)
         for layer, asked in enumerate(queries(number).queries):
@@ -272,7 +272,7 @@ def test_chunks_are_selected_by_their_mean_key_however_the_text_grew(length, rec
 
 def test_the_means_of_old_chunks_are_not_computed_again(monkeypatch):
     full = new_full()
-    chunks = row_selection.Chunks(1, HEADS, 48, 8)
+    chunks = row_selection.Chunks(1, 48, 8)
     read = []
     original = type(full.stores[0]).read
     monkeypatch.setattr(type(full.stores[0]), "read",
@@ -286,7 +286,7 @@ def test_the_means_of_old_chunks_are_not_computed_again(monkeypatch):
 
 def test_select_again_selects_unless_the_whole_text_is_held():
     full = new_full()
-    partial = PartialCache(full, KERNELS, HEADS, DIM, SIZE)
+    partial = PartialCache(full, KERNELS, SIZE)
     for count, expected in ((20, 0), (100, 1), (1, 1)):
         write(full, count, count)
         partial.update(lambda: queries(1))
@@ -295,7 +295,7 @@ def test_select_again_selects_unless_the_whole_text_is_held():
     write(full, 1, 9)
     partial.update(lambda: queries(2))
     assert partial.num_selections == 2 and partial.length == SIZE.selected
-    small = PartialCache(full, KERNELS, HEADS, DIM, PartialBudget(500, 4, 8, 8))
+    small = PartialCache(full, KERNELS, PartialBudget(500, 4, 8, 8))
     small.update(lambda: queries(1))
     small.select_again()
     small.update(lambda: queries(1))

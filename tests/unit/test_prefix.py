@@ -27,7 +27,7 @@ def ids_of(tokens: Sequence[int]) -> np.ndarray:
 def cache_of(ids: np.ndarray, name: str | None = None, dtype: str = "float32", extra: int = 0) -> FullCache:
     """A cache whose rows are a function of the tokens up to their own, and `extra` rows of other tokens behind them."""
     chosen = kernels.choose("cpu", dtype, name)
-    cache = FullCache(chosen, 2, HEADS, DIM)
+    cache = FullCache(chosen, [(HEADS, DIM)] * 2)
     tokens = np.concatenate([ids, np.full(extra, 77)]).astype(np.int64)
     state = torch.from_numpy(np.cumsum(tokens * 2654435761 % 65521))
     factors = torch.arange(1, 2 * HEADS * DIM + 1).view(2, 1, HEADS, DIM)
@@ -65,7 +65,7 @@ def test_rows_come_back_bit_for_bit(name, dtype, length):
     source = cache_of(ids, name, dtype, extra=40)
     tree.publish("", ids, source)
     for limit in {1, length // 2 + 1, length}:
-        cache = FullCache(source._kernels, 2, HEADS, DIM)
+        cache = FullCache(source._kernels, [(HEADS, DIM)] * 2)
         assert taken(tree, cache, ids, limit) == limit
         assert all(torch.equal(a, b) for a, b in zip(rows(cache, limit), rows(source, limit), strict=True))
 
@@ -77,13 +77,13 @@ def test_a_text_that_writes_below_its_length_changes_no_other_text(name):
     source = cache_of(ids, name)
     before = [part.clone() for part in rows(source, len(ids))]
     tree.publish("", ids, source)
-    cache = FullCache(source._kernels, 2, HEADS, DIM)
+    cache = FullCache(source._kernels, [(HEADS, DIM)] * 2)
     taken(tree, cache, ids)
     for each in (cache, source):
         each.truncate(STORE_BLOCK - 30)
         each.append(torch.full((2, 5, HEADS, DIM), 9.0), torch.full((2, 5, HEADS, DIM), 9.0))
         each.commit(range(5))
-        fresh = FullCache(source._kernels, 2, HEADS, DIM)
+        fresh = FullCache(source._kernels, [(HEADS, DIM)] * 2)
         assert taken(tree, fresh, ids) == len(ids)
         assert all(torch.equal(a, b) for a, b in zip(rows(fresh, len(ids)), before, strict=True))
         assert rows(each, STORE_BLOCK)[0][0, STORE_BLOCK - 30, 0] == 9

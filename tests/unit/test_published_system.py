@@ -53,7 +53,7 @@ def store_of(keys):
 def test_importance_is_the_sum_of_raw_products_of_one_query():
     generator = torch.Generator().manual_seed(3)
     keys, queries = (torch.randn(n, h, 8, generator=generator) for n, h in ((40, 2), (3, 6)))
-    found = published.raw_products(2, 12, 4)(0, store_of(keys), 40, queries)
+    found = published.raw_products(12, 4)(0, store_of(keys), 40, queries)
     for head in range(2):
         scores = sum(keys[:, head] @ queries[-1, 3 * head + member] for member in range(3))
         best = sorted(range(4, 40), key=lambda place: -scores[place])[:8]
@@ -62,8 +62,8 @@ def test_importance_is_the_sum_of_raw_products_of_one_query():
 
 def test_new_rows_overwrite_the_lowest_ones_until_only_the_sinks_are_left():
     kernels = ReferenceKernels("cpu", "float32")
-    full = FullCache(kernels, 1, 1, 4)
-    cache = published.PublishedCache(full, kernels, 1, 4, published.PublishedOptions(budget=10, sinks=2))
+    full = FullCache(kernels, [(1, 4)])
+    cache = published.PublishedCache(full, kernels, published.PublishedOptions(budget=10, sinks=2))
 
     def grow(count):
         rows = torch.zeros(1, count, 1, 4)
@@ -146,7 +146,7 @@ def test_with_an_exact_rule_the_published_drafts_write_the_text_of_plain_decodin
 def test_a_model_with_sliding_windows_is_refused():
     kernels = ReferenceKernels("cpu", "float32")
     with pytest.raises(UsageError, match="no sliding windows"):
-        published.PublishedCache(FullCache(kernels, 2, 1, 4, (0, 8)), kernels, 1, 4, published.PublishedOptions())
+        published.PublishedCache(FullCache(kernels, [(1, 4)] * 2, (0, 8)), kernels, published.PublishedOptions())
 
 
 @pytest.mark.parametrize("name", ["mha", "gqa"])

@@ -73,7 +73,7 @@ class ForwardBuffers:
         places[:4].view(torch.int64).copy_(torch.tensor([kv.length, self.room]))
         places[4 : 4 + rows] = parents
         self._places.copy_(places, non_blocking=True)
-        self.load_remainder(kv.remainder)
+        self.load_remainder(kv.common_remainder)
 
     def load_remainder(self, remainder: Tensor | None) -> None:
         """Copy the function of the remainder, if it is another than before."""

@@ -59,6 +59,10 @@ class CudaStore:
         scales = shape[:2] if self.is_scaled else (1, 1)
         return k, v, torch.zeros(scales, device=self._device), torch.zeros(scales, device=self._device)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.heads, self.dim
+
     def reserve(self, length: int) -> None:
         if length > self.room:
             grown = length if not self.room else max(length, self.room + self.room // 2)

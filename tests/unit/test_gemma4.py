@@ -1,0 +1,205 @@
+"""Gemma 4, whose layers have heads of two sizes, with and without experts, against `transformers`; all drafters write
+the plain text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditionalGeneration
+
+import longdraft
+from helpers.checkpoints import VOCAB, load, make_heads, write_tokenizer
+from helpers.eagle import make_eagle
+from helpers.equality import LIARS, prompt_of
+from helpers.families import GEMMA4, logits_of, make_family
+from helpers.family_checks import (
+    check_against_transformers,
+    check_batch_and_resumed_text,
+    check_every_drafter,
+    check_liar,
+    check_quantised_texts,
+    check_rows,
+)
+from longdraft import kernels
+from longdraft.core import SamplingParams
+from longdraft.errors import ModelError
+from longdraft.kernels import KV
+from longdraft.model import sizing
+from longdraft.model.config import parse_config, read_config
+from longdraft.model.transformer import chain_rows
+
+
+@pytest.mark.parametrize("name", GEMMA4)
+def test_the_models_are_those_of_transformers(tmp_path, name):
+    check_against_transformers(tmp_path, name)
+
+
+@pytest.fixture(scope="module", params=GEMMA4)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gemma4")
+    make_heads(folder / "heads", make_family(folder, request.param))
+    make_eagle(folder / "eagle")
+    return folder
+
+
+@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_have_the_same_bits_one_by_one_together_and_in_a_tree(folder, name, dtype):
+    check_rows(folder, name, dtype)
+
+
+@pytest.mark.parametrize("dtype, settings", [("float32", dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2)),
+                                             ("bfloat16", dict(temperature=0.0))])
+def test_every_drafter_writes_the_plain_text(folder, dtype, settings):
+    check_every_drafter(folder, dtype, settings, 20)
+
+
+@pytest.mark.parametrize("kind", LIARS)
+def test_lying_drafters_do_not_change_the_text(folder, kind):
+    check_liar(folder, kind, "bfloat16", 20)
+
+
+def test_drafts_of_the_whole_cache_and_of_a_small_one_are_accepted(folder):
+    """The heads of both sizes are selected and copied, and each has its own remainder."""
+    params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True)
+    for options, least in ((dict(budget=2000), 6.0), (dict(budget=40, sinks=4, refresh=8), 1.1)):
+        engine = longdraft.load(str(folder), drafter="magicdec", drafter_options={"suffix": "false"} | options)
+        stats = list(engine.generate(prompt_of(90), params))[-1].stats
+        assert stats["mean_accepted_length"] > least
+
+
+@pytest.mark.parametrize("drafter", ["auto", "magicdec"])
+def test_texts_of_a_batch_and_resumed_texts_are_the_plain_ones(folder, tmp_path, drafter):
+    check_batch_and_resumed_text(folder, drafter, tmp_path / "j")
+
+
+def test_quantised_models_have_one_text_for_all_drafters(folder):
+    check_quantised_texts(folder)
+
+
+def test_a_model_of_transformers_in_memory_is_the_same_model(folder):
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    writer = longdraft.from_transformers(theirs, drafter="plain")
+    ids = torch.tensor([prompt_of(40)])
+    greedy = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(writer.generate(ids, **greedy), theirs.generate(ids, **greedy))
+    scalars = sum(tensor.numel() for name, tensor in theirs.named_buffers() if name.endswith("layer_scalar"))
+    parameters = sum(tensor.numel() for tensor in theirs.parameters()) + scalars
+    assert sizing.model_sizes(read_config(folder)).parameters == parameters
+
+
+def test_the_cache_holds_each_layers_own_heads(folder):
+    """A layer with a window has 2 KV heads of 16, the others 1 (or 2) of 32."""
+    model, tokens = load(folder), prompt_of(30)
+    wide = (1, 32) if model.config.experts is None else (2, 32)
+    assert model.config.kv_shapes == ((2, 16), wide, wide)
+    per_token = 4 * 2 * sum(heads * dim for heads, dim in model.config.kv_shapes)
+    assert model.cache_bytes_per_token == sizing.model_sizes(model.config, "float32").cache_bytes_per_token == per_token
+    cache = model.new_cache()
+    model.forward(chain_rows(tokens, 0), cache)
+    cache.commit([*range(20), 25])
+    assert [store.shape for store in cache.stores] == list(model.config.kv_shapes)
+    again = model.new_cache()
+    model.forward(chain_rows(tokens, 0), again)
+    again.commit(range(30))
+    for ours, whole in zip(cache.stores, again.stores, strict=True):
+        heads, _ = ours.shape
+        kept = torch.tensor([*range(20), 25]).expand(heads, -1)
+        for found, expected in zip(ours.read(torch.arange(21).expand(heads, -1)), whole.read(kept), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_a_snapshot_holds_the_rows_of_both_sizes(folder, tmp_path):
+    engine = longdraft.load(str(folder), drafter="plain", cache_ram=0)
+    params = SamplingParams(max_new_tokens=12, seed=3, ignore_eos=True)
+    prompt = prompt_of(700)
+    whole = [token for event in engine.generate(prompt, params) for token in event.tokens]
+    with engine.generate(prompt, params, journal=tmp_path / "j", snapshot="always") as text:
+        while len(text.tokens) < 6:
+            next(text)
+    with engine.resume(tmp_path / "j") as resumed:
+        assert [token for event in resumed for token in event.tokens] == whole
+        assert resumed.stats()["restored_tokens"] > 500
+
+
+def test_the_text_part_of_a_model_with_image_input_is_read(tmp_path):
+    torch.manual_seed(1)
+    text = dict(GEMMA4["gemma4, experts"][1], vocab_size=VOCAB, hidden_size=48, intermediate_size=64,
+                num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
+                max_position_embeddings=2048)
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                  num_key_value_heads=2, head_dim=16, patch_size=4, position_embedding_size=64)
+    model = Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=vision, image_token_id=5,
+                                                        audio_token_id=6, video_token_id=8)).eval()
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    tokens = [7 if token in (5, 6, 8) else token for token in prompt_of(60)]
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits_of(load(tmp_path), tokens, 50), expected, atol=1e-4, rtol=1e-4)
+
+
+BASE = dict(model_type="gemma4_text", vocab_size=320, hidden_size=64, intermediate_size=64, num_attention_heads=8,
+            num_key_value_heads=4, head_dim=16, global_head_dim=32, num_hidden_layers=6, hidden_size_per_layer_input=0)
+
+
+def test_both_spellings_of_heads_are_read():
+    own = dict(num_global_key_value_heads=2, attention_k_eq_v=True)
+    assert parse_config(BASE | own).kv_shapes == ((4, 16),) * 5 + ((2, 32),)
+    assert parse_config(BASE | own | dict(attention_k_eq_v=False)).kv_shapes[-1] == (4, 32)
+    later = {name: value for name, value in BASE.items() if name != "global_head_dim"} | dict(
+        attention_k_eq_v=True, per_layer_config={"5": dict(head_dim=32, num_key_value_heads=2)})
+    assert parse_config(later) == parse_config(BASE | own)
+    assert parse_config(later).ropes_of(5) == (0, 0) and parse_config(later).ropes_of(0) == (1, 1)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(hidden_size_per_layer_input=256), r"hidden_size_per_layer_input is 256 .*E2B, E4B\) are not"),
+    (dict(num_kv_shared_layers=2), "num_kv_shared_layers is 2"),
+    (dict(sliding_window=None), "must give layers a window, but not the last"),
+    (dict(layer_types=["full_attention"] * 5 + ["sliding_attention"]), "but not the last"),
+    (dict(global_head_dim=33), "8 heads, 4 KV heads, and dimension 33; allowed"),
+    (dict(per_layer_config={"0": dict(head_dim=32)}), "per_layer_config .* must be the same"),
+    (dict(use_bidirectional_attention="all"), "embedding model"),
+    (dict(enable_moe_block=True, num_experts=2, top_k_experts=3, moe_intermediate_size=8), "3 of 2 experts"),
+    (dict(rope_parameters={"full_attention": dict(rope_type="proportional", partial_rotary_factor=0),
+                           "sliding_attention": {}}), "partial_rotary_factor is 0 .* allowed: above 0"),
+])
+def test_what_is_not_supported_is_named(changes, message):
+    assert parse_config(BASE).gemma4
+    with pytest.raises(ModelError, match=message):
+        parse_config(BASE | changes)
+
+
+@pytest.mark.parametrize("name", kernels.available())
+def test_heads_of_512_attend_as_in_pytorch(name):
+    ops = kernels.choose("cpu", "float32", name)
+    torch.manual_seed(4)
+    store, k, v = ops.new_store(1, 512), torch.randn(300, 1, 512), torch.randn(300, 1, 512)
+    store.write(0, k, v)
+    q = torch.randn(1, 4, 512)
+    found = ops.attention(q, KV(store, 299, k[-1:], v[-1:]), torch.tensor([-1], dtype=torch.int32))
+    expected = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1))
+    torch.testing.assert_close(found.output[0], expected[:, 0], atol=1e-5, rtol=1e-4)
+
+
+def test_configurations_of_the_published_shapes(tmp_path):
+    """31B and 26B-A4B, as their config.json gives them: parameters in all and for a token."""
+    types = [("sliding", "full")[(i + 1) % 6 == 0] + "_attention" for i in range(60)]
+    text = dict(vocab_size=262144, hidden_size=5376, intermediate_size=21504, num_hidden_layers=60,
+                num_attention_heads=32, num_key_value_heads=16, num_global_key_value_heads=4, head_dim=256,
+                global_head_dim=512, attention_k_eq_v=True, layer_types=types, sliding_window=1024,
+                hidden_size_per_layer_input=0, final_logit_softcapping=30.0, use_bidirectional_attention="vision",
+                max_position_embeddings=262144, model_type="gemma4_text")
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="gemma4", text_config=text, dtype="bfloat16")))
+    config = read_config(tmp_path)
+    assert 30e9 < sizing.model_sizes(config).parameters < 32e9
+    assert sizing.model_sizes(config).cache_bytes_per_token == 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
+    small = dict(text, hidden_size=2816, intermediate_size=2112, num_hidden_layers=30, layer_types=types[:30],
+                 num_attention_heads=16, num_key_value_heads=8, num_global_key_value_heads=2, enable_moe_block=True,
+                 num_experts=128, top_k_experts=8, moe_intermediate_size=704)
+    sizes = sizing.model_sizes(parse_config(small))
+    assert 25e9 < sizes.parameters < 27e9 and 3.5e9 < sizes.read_bytes / 2 < 4.5e9
