@@ -246,6 +246,8 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
     skipped = config.get("no_rope_layers") if family.skips_rope else None
     multiplied = config if family.is_multiplied else {}
     attention_bias = bool(config.get("attention_bias", False))
+    if family.is_gemma4:
+        windowed = (*windowed[:-1], False)  # whatever the file says, as in `transformers`
     gemma4 = parse_gemma4(config, windowed) if family.is_gemma4 else None
     rope, window_rope = parse_ropes(config, family, (gemma4.head_dim if gemma4 else head_dim, head_dim), trained)
     return ModelConfig(

@@ -48,8 +48,8 @@ def parse_gemma4(config: Mapping[str, Any], windowed: tuple[bool, ...]) -> Gemma
         if config.get(key):
             raise ModelError(f"{key} is {config[key]} in config.json; supported: 0, so models of Gemma 4 with an "
                              "embedding for each layer (E2B, E4B) are not; take 26B-A4B or 31B, or a Gemma 3")
-    if not windowed or windowed[-1]:
-        raise ModelError("layer_types and sliding_window in config.json must give layers a window, but not the last")
+    if not any(windowed):
+        raise ModelError("layer_types and sliding_window in config.json must give layers a window")
     shares = bool(config.get("attention_k_eq_v"))
     kv_heads = (config.get("num_global_key_value_heads") if shares else None) or config["num_key_value_heads"]
     head_dim = config.get("global_head_dim") or 512

@@ -116,9 +116,11 @@ def theirs(name: str, arch: str) -> str:
     _, _, layer, part = stem.split(".", 3)
     if arch in HYBRID_ARCHS.values():
         return f"blk.{layer}.{(_INSIDE | _HYBRID)[part]}.{suffix}"
-    if arch in ("olmo2", "gemma2", "gemma3"):
+    if arch in ("olmo2", "gemma2", "gemma3", "gemma4"):
         post = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
-                "pre_feedforward_layernorm": "ffn_norm"}
+                "pre_feedforward_layernorm": "ffn_norm", "router.proj": "ffn_gate_inp",
+                "post_feedforward_layernorm_1": "post_ffw_norm_1", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+                "post_feedforward_layernorm_2": "post_ffw_norm_2"}
         return f"blk.{layer}.{(_INSIDE | post)[part]}.{suffix}"
     if arch == "gpt-oss":
         post = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
@@ -139,6 +141,8 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
         f"{arch}.attention.head_count_kv": config.num_key_value_heads,
         f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
     }
+    if arch == "gemma4":
+        values |= gemma4_metadata(config)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     values[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
     if arch == "glm4":
@@ -166,15 +170,42 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
     if arch in HYBRID_ARCHS.values():
         values |= hybrid_metadata(config, arch)
     head_dim = getattr(config, "head_dim", None)
-    if head_dim and head_dim != config.hidden_size // heads:
+    if head_dim and head_dim != config.hidden_size // heads and arch != "gemma4":
         values[f"{arch}.attention.key_length"] = values[f"{arch}.attention.value_length"] = head_dim
     for ours, name in {"logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
                        "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"}.items():
         if arch == "granite":
             values[f"{arch}.{ours}"] = float(getattr(config, name))
-    if getattr(config, "sliding_window", None) and arch in ("llama", "phi3", "gemma2", "gemma3", "gpt-oss"):
+    if getattr(config, "sliding_window", None) and arch in ("llama", "phi3", "gemma2", "gemma3", "gemma4",
+                                                           "gpt-oss"):
         values[f"{arch}.attention.sliding_window"] = config.sliding_window
     return values
+
+
+def gemma4_metadata(config: Any) -> dict[str, Any]:
+    """Lengths of keys with the ending _swa for layers with a window, and an array of KV heads."""
+    full = config.layer_types.index("full_attention")
+    wide, narrow = config.per_layer_config[full].head_dim, config.head_dim
+    values = {f"gemma4.attention.{part}_length{ending}": dim for part in ("key", "value")
+              for ending, dim in (("", wide), ("_swa", narrow))}
+    values |= {"gemma4.rope.dimension_count": wide, "gemma4.rope.dimension_count_swa": narrow,
+               "gemma4.rope.freq_base_swa": float(config.rope_parameters["sliding_attention"]["rope_theta"]),
+               "gemma4.attention.shared_kv_layers": 0, "gemma4.embedding_length_per_layer_input": 0,
+               "gemma4.attention.head_count_kv": [
+                   config.per_layer_config[layer].num_key_value_heads for layer in range(config.num_hidden_layers)]}
+    if config.enable_moe_block:
+        values |= {"gemma4.expert_count": config.num_experts, "gemma4.expert_used_count": config.top_k_experts,
+                   "gemma4.expert_feed_forward_length": config.moe_intermediate_size}
+    return values
+
+
+def gemma4_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A tensor of Gemma 4 as the converter stores it."""
+    inside = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
+              "layer_scalar": "layer_output_scale.weight", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+              "experts.down_proj": "ffn_down_exps.weight"}
+    _, _, layer, part = name.split(".", 3) if ".layers." in name else ("", "", "", name)
+    return {f"blk.{layer}.{inside[part]}" if part in inside else theirs(name, "gemma4"): tensor}
 
 
 def hybrid_metadata(config: Any, arch: str) -> dict[str, Any]:
@@ -246,8 +277,10 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
     """
     config = model.config
     archs = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
-             "ministral3": "mistral3", "gpt_oss": "gpt-oss"} | HYBRID_ARCHS
+             "gemma4_text": "gemma4", "ministral3": "mistral3", "gpt_oss": "gpt-oss"} | HYBRID_ARCHS
     arch = archs.get(config.model_type, config.model_type)
+    if arch == "gemma4":
+        config.allow_global_per_layer_attribute_access = True
     converted: dict[str, Stored] = dict(tensors or {})
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -263,6 +296,10 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
             layer, size = name.split(".")[2], tensor.shape[1] // 2
             parts = {"down": tensor} if "down" in name else {"gate": tensor[:, :size], "up": tensor[:, size:]}
             converted |= {f"blk.{layer}.ffn_{part}_exps.weight": stored(one, kind) for part, one in parts.items()}
+            continue
+        if arch == "gemma4":
+            for ours, part in gemma4_tensors(name, tensor).items():
+                converted[ours] = stored(part, "F32" if part.ndim == 1 else kind)
             continue
         if arch in HYBRID_ARCHS.values():
             for ours, part in hybrid_tensors(name, tensor, config, arch).items():

@@ -4,8 +4,10 @@ the plain text."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditionalGeneration
@@ -23,12 +25,14 @@ from helpers.family_checks import (
     check_quantised_texts,
     check_rows,
 )
+from helpers.gguf_files import convert, stored
 from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.kernels import KV
 from longdraft.model import sizing
 from longdraft.model.config import parse_config, read_config
+from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import chain_rows
 
 
@@ -125,6 +129,54 @@ def test_a_snapshot_holds_the_rows_of_both_sizes(folder, tmp_path):
         assert resumed.stats()["restored_tokens"] > 500
 
 
+def as_gguf(name: str, folder: Path, path: Path, kind: str = "F32", **values: object) -> None:
+    dtype = torch.float32 if kind == "F32" else torch.bfloat16
+    model = make_family(folder, name, dtype)
+    turning = torch.cat([torch.ones(4), torch.full((12,), 1e30)])  # a quarter of the pairs of 32 dimensions
+    convert(folder, model, path, kind, values, {"rope_freqs.weight": stored(turning, "F32")})
+
+
+@pytest.mark.parametrize("name", GEMMA4)
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+def test_a_gguf_file_is_the_same_model(tmp_path, name, kind):
+    as_gguf(name, tmp_path / "folder", tmp_path / "model.gguf", kind)
+    ours, theirs = (read_config(tmp_path / path) for path in ("model.gguf", "folder"))
+    assert replace(ours, eos_token_ids=theirs.eos_token_ids) == theirs
+    found = [logits_of(load(tmp_path / path, theirs.dtype), prompt_of(40), 40) for path in ("model.gguf", "folder")]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("values, message", [
+    ({"gemma4.embedding_length_per_layer_input": 256}, "E2B or E4B, which are not supported"),
+    ({"gemma4.attention.head_count_kv": [2, 1, 2]}, r"head_count_kv is \[2, 1, 2\]; allowed: one number"),
+    ({"gemma4.attention.value_length": 16}, "different lengths"),
+    ({"gemma4.rope.dimension_count": 16}, "dimension_count is 16; supported: 32"),
+    ({"gemma4.attention.sliding_window_pattern": [True] * 3}, "must give some layers a window"),
+])
+def test_gguf_files_that_are_not_supported_are_refused(tmp_path, values, message):
+    as_gguf("gemma4", tmp_path, tmp_path / "model.gguf", **values)
+    with pytest.raises(ModelError, match=message):
+        read_config(tmp_path / "model.gguf")
+
+
+def test_the_tokenizer_of_a_gguf_file_merges_over_whole_texts_and_adds_no_bos(tmp_path):
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256)), *"▁abc", "▁a", "▁ab", "c▁",
+              "<turn|>"]
+    kinds = [3, 3, 3, 2, *[6] * 256, *[1] * 7, 3]
+    as_gguf("gemma4", tmp_path, tmp_path / "model.gguf", **{
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": pieces + [f"[{i}]" for i in range(320 - len(pieces))],
+        "tokenizer.ggml.token_type": np.array(kinds + [1] * (320 - len(pieces))), "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.merges": ["c ▁", "▁ a", "▁a b"]})
+    tokenizer = Tokenizer(tmp_path / "model.gguf")
+    for text, tokens in (("c ab", ["c▁", "a", "b"]), (" ab", ["▁ab"]), ("aé", ["a", "<0xC3>", "<0xA9>"]),
+                         ("a<turn|>", ["a", "<turn|>"])):
+        ids = tokenizer.encode(text)
+        assert ids == [pieces.index(token) for token in tokens]
+        assert tokenizer.decode(ids[:3]) == text.removesuffix("<turn|>")
+    assert pieces.index("<turn|>") in read_config(tmp_path / "model.gguf").eos_token_ids
+
+
 def test_the_text_part_of_a_model_with_image_input_is_read(tmp_path):
     torch.manual_seed(1)
     text = dict(GEMMA4["gemma4, experts"][1], vocab_size=VOCAB, hidden_size=48, intermediate_size=64,
@@ -153,14 +205,16 @@ def test_both_spellings_of_heads_are_read():
     later = {name: value for name, value in BASE.items() if name != "global_head_dim"} | dict(
         attention_k_eq_v=True, per_layer_config={"5": dict(head_dim=32, num_key_value_heads=2)})
     assert parse_config(later) == parse_config(BASE | own)
+    all_windowed = parse_config(BASE | own | dict(layer_types=["sliding_attention"] * 6))
+    assert all_windowed.windowed == (True,) * 5 + (False,)  # the last layer never has a window, as in `transformers`
     assert parse_config(later).ropes_of(5) == (0, 0) and parse_config(later).ropes_of(0) == (1, 1)
 
 
 @pytest.mark.parametrize("changes, message", [
     (dict(hidden_size_per_layer_input=256), r"hidden_size_per_layer_input is 256 .*E2B, E4B\) are not"),
     (dict(num_kv_shared_layers=2), "num_kv_shared_layers is 2"),
-    (dict(sliding_window=None), "must give layers a window, but not the last"),
-    (dict(layer_types=["full_attention"] * 5 + ["sliding_attention"]), "but not the last"),
+    (dict(sliding_window=None), "must give layers a window"),
+    (dict(layer_types=["full_attention"] * 6), "must give layers a window"),
     (dict(global_head_dim=33), "8 heads, 4 KV heads, and dimension 33; allowed"),
     (dict(per_layer_config={"0": dict(head_dim=32)}), "per_layer_config .* must be the same"),
     (dict(use_bidirectional_attention="all"), "embedding model"),

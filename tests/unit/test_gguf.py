@@ -303,7 +303,7 @@ def test_a_journal_of_a_gguf_file_is_resumed(tmp_path, llama):
 
 
 @pytest.mark.parametrize("values, message", [
-    ({"general.architecture": "gemma4"}, "general.architecture is 'gemma4'; supported: llama"),
+    ({"general.architecture": "gemma3n"}, "general.architecture is 'gemma3n'; supported: llama"),
     ({"general.architecture": "gptoss"}, "in Ollama's own layout"),
     ({"llama.expert_count": 8}, "llama.expert_used_count is missing"),
     ({"llama.expert_count": 8, "llama.expert_shared_count": 1}, "mixture-of-experts layers"),

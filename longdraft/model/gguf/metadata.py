@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from longdraft.model.families import FAMILIES
+from longdraft.model.gguf import gemma
 from longdraft.model.gguf.container import Array, Gguf
 from longdraft.model.hybrid import CONVERTED
 
@@ -23,7 +24,7 @@ _UNSUPPORTED_SAMPLING = {"mirostat": 0, "xtc_probability": 0}  # with the values
 _LLAMA3_TRAINED = 8192  # positions that the published models were trained on before their rope was extended
 # Texts that end an answer whatever the metadata says, as llama.cpp has them.
 _END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<turn|>",
-              "<|return|>", "<|call|>", "</s>")
+              "<|return|>", "<|call|>", "</s>", "<|tool_response>")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,6 @@ class Architecture:
 _GRANITE = {"logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
             "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier"}
 _GEMMA = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
-_QUERY_BY_WIDTH = {"gemma2": 46, "gemma3": 62}  # layers of the models whose queries are scaled by hidden size / heads
 ARCHITECTURES = {
     "llama": Architecture("llama", is_permuted=True),
     "qwen2": Architecture("qwen2"),
@@ -64,8 +64,9 @@ ARCHITECTURES = {
     "mistral3": Architecture("ministral3", is_permuted=True),
     "gemma2": Architecture("gemma2", settings=_GEMMA),
     "gemma3": Architecture("gemma3_text", settings=_GEMMA),
+    "gemma4": Architecture("gemma4_text", settings=_GEMMA),
 }
-_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "qwen3next", "qwen35moe")
+_WITH_EXPERTS = ("llama", "gemma4", "qwen3moe", "gpt-oss", "qwen3next", "qwen35moe")
 _MIXTRAL = Architecture("mixtral", is_permuted=True)  # files of the architecture `llama` that have experts
 _OTHERS = {"gptoss": "gpt-oss in Ollama's own layout; get a file with general.architecture 'gpt-oss'",
            "clip": "a vision model (mmproj), which belongs to another file"}
@@ -81,6 +82,9 @@ def architecture(model: Gguf) -> tuple[str, Architecture]:
                    + (f"; this is {known}" if known else ""))
     if name == "olmo2" and f"{name}.attention.sliding_window" in model.values:
         model.fail("this is OLMo 3, which is not supported: it has a second RoPE for layers with a window")
+    if name == "gemma4" and model.values.get(f"{name}.embedding_length_per_layer_input"):
+        model.fail("this is Gemma 4 E2B or E4B, which are not supported: they have an embedding for each layer; take "
+                   "26B-A4B or 31B, or a Gemma 3")
     if not model.values.get(f"{name}.expert_count"):
         return name, found
     if name not in _WITH_EXPERTS or model.values.get(f"{name}.expert_shared_count"):
@@ -88,7 +92,7 @@ def architecture(model: Gguf) -> tuple[str, Architecture]:
     return name, _MIXTRAL if name == "llama" else found
 
 
-class _Reader:
+class Reader:
     """Values of the metadata by type, with errors that name the key."""
 
     def __init__(self, model: Gguf, prefix: str) -> None:
@@ -154,19 +158,21 @@ def config_of(model: Gguf) -> dict[str, Any]:
     tensors = model.tensors
     if "token_embd.weight" not in tensors:
         model.fail("it has no tensor token_embd.weight; a file with a vocabulary alone is not a model")
-    read = _Reader(model, name)
+    read = Reader(model, name)
     heads, hidden = read.whole("attention.head_count"), read.whole("embedding_length")
-    head_dim = read.whole("attention.key_length", hidden // heads or 1)
-    if read.whole("attention.value_length", head_dim) != head_dim:
+    ending = "_swa" if name == "gemma4" else ""  # of keys that say what layers with a window have
+    head_dim = read.whole(f"attention.key_length{ending}", hidden // heads or 1)
+    if read.whole(f"attention.value_length{ending}", head_dim) != head_dim:
         model.fail("keys and values have different lengths, which is not supported")
+    experts = FAMILIES[kind.model_type].experts if name != "gemma4" or read.has("expert_count") else None
     config: dict[str, Any] = {
         "model_type": kind.model_type,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": read.whole("feed_forward_length", 1 if FAMILIES[kind.model_type].experts else None),
+        "intermediate_size": read.whole("feed_forward_length", 1 if experts else None),
         "num_hidden_layers": read.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": read.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": heads if name == "gemma4" else read.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": read.whole("context_length"),
         "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
@@ -178,7 +184,7 @@ def config_of(model: Gguf) -> dict[str, Any]:
     }
     if FAMILIES[kind.model_type].hybrid:
         config |= _delta_layers(model, read)
-    if FAMILIES[kind.model_type].experts:
+    if experts:
         config |= {"num_local_experts": read.whole("expert_count"), "norm_topk_prob": True,
                    "num_experts_per_tok": read.whole("expert_used_count"),
                    "moe_intermediate_size": read.whole("expert_feed_forward_length", config["intermediate_size"])}
@@ -191,19 +197,20 @@ def config_of(model: Gguf) -> dict[str, Any]:
             config[theirs] = read.number(ours)
     if kind.model_type == "phi3" or (kind.model_type == "llama" and read.has("attention.sliding_window")):
         _add_window(config, read)
-    _add_rope(config, model, read)
+    if name != "gemma4":
+        _add_rope(config, model, read)
     if read.has("attention.temperature_scale"):
         config["rope_parameters"]["llama_4_scaling_beta"] = read.number("attention.temperature_scale")
     if "truncate" in FAMILIES[kind.model_type].defaults.get("rope_parameters", {}):  # which files do not say
         config["rope_parameters"]["truncate"] = False
     if FAMILIES[kind.model_type].windows == "listed":
         _add_windows(config, read, kind.model_type)
-    if name in _QUERY_BY_WIDTH:
-        _add_gemma(config, read, name)
+    if name.startswith("gemma"):
+        gemma.add(config, model, read, name)
     return config
 
 
-def _delta_layers(model: Gguf, read: _Reader) -> dict[str, Any]:
+def _delta_layers(model: Gguf, read: Reader) -> dict[str, Any]:
     """The keys of config.json that describe the delta layers of a hybrid."""
     heads, values = read.whole("ssm.time_step_rank"), read.whole("ssm.inner_size")
     if values % heads:
@@ -231,7 +238,7 @@ def _is_float32(model: Gguf) -> bool:
     return all(entry.type.name == "F32" for entry in model.tensors.values())
 
 
-def _add_window(config: dict[str, Any], read: _Reader) -> None:
+def _add_window(config: dict[str, Any], read: Reader) -> None:
     """The sliding window of Phi-3 and Mistral."""
     if read.has("attention.sliding_window"):
         window = int(read.number("attention.sliding_window"))
@@ -240,7 +247,7 @@ def _add_window(config: dict[str, Any], read: _Reader) -> None:
             config["model_type"] = "mistral"
 
 
-def _add_windows(config: dict[str, Any], read: _Reader, model_type: str) -> None:
+def _add_windows(config: dict[str, Any], read: Reader, model_type: str) -> None:
     """Which layers have a window, where a family lists them."""
     default = FAMILIES[model_type].defaults["sliding_window"]
     config["sliding_window"] = read.whole("attention.sliding_window", default)
@@ -253,17 +260,7 @@ def _add_windows(config: dict[str, Any], read: _Reader, model_type: str) -> None
             config["layer_types"] = [kinds[bool(flag)] for flag in pattern]
 
 
-def _add_gemma(config: dict[str, Any], read: _Reader, name: str) -> None:
-    """The scale of queries, and what rotates layers with a window."""
-    by_width = read.layers == _QUERY_BY_WIDTH[name]
-    width = config["hidden_size"] // config["num_attention_heads"]
-    config["query_pre_attn_scalar"] = width if by_width else config["head_dim"]
-    if name == "gemma3":
-        config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": {
-            "rope_theta": read.number("rope.freq_base_swa", 10000.0), "rope_type": "default"}}
-
-
-def _add_rope(config: dict[str, Any], model: Gguf, read: _Reader) -> None:
+def _add_rope(config: dict[str, Any], model: Gguf, read: Reader) -> None:
     dims = read.whole("rope.dimension_count", config["head_dim"])
     rope: dict[str, Any] = {"rope_theta": read.number("rope.freq_base", 10000.0), "rope_type": "default"}
     config["rope_parameters"] = rope
@@ -291,7 +288,7 @@ def _add_rope(config: dict[str, Any], model: Gguf, read: _Reader) -> None:
         model.fail(f"rope.scaling.type is {kind!r}; supported: none, linear, yarn, longrope")
 
 
-def _yarn(read: _Reader, factor: float, original: int) -> dict[str, Any]:
+def _yarn(read: Reader, factor: float, original: int) -> dict[str, Any]:
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for name in ("beta_fast", "beta_slow"):
         if read.has(f"rope.scaling.yarn_{name}"):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longdraft.kernels.int4 import GROUP, Int4Weight
 from longdraft.model.families import FAMILIES, ExpertsFormat
+from longdraft.model.gguf import gemma
 from longdraft.model.gguf.blocks import dequantise, q4_0_parts
 from longdraft.model.gguf.container import Gguf, GgufFile, TensorEntry
 from longdraft.model.gguf.metadata import architecture
@@ -25,6 +26,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.([a-z0-9_]+)\.(weight|bias)")
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 _EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")  # of older files, one by one
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+_BARE = re.compile(r"blk\.(\d+)\.(.+)")
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
             "output.weight": "lm_head.weight"}
 _INSIDE = {
@@ -45,6 +47,9 @@ _DELTA = re.compile(r"blk\.(\d+)\.(ssm_a|ssm_dt\.bias)")  # whose names in Huggi
 _DELTA_NAMES = {"ssm_a": "decay", "ssm_dt.bias": "dt_bias"}
 _GEMMA = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
           "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA4 = _GEMMA | {"ffn_gate_inp": "router.proj", "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+                    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+                    "post_ffw_norm_2": "post_feedforward_layernorm_2"}
 _DIFFERENT = {
     "qwen3_next": _HYBRID, "qwen3_5_text": _HYBRID, "qwen3_5_moe_text": _HYBRID,
     "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
@@ -53,6 +58,7 @@ _DIFFERENT = {
              "ffn_up": "mlp.gate_up_proj"},
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
+    "gemma4_text": _GEMMA4,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "qwen3_moe": {"ffn_gate_inp": "mlp.gate"},
     "mixtral": {"ffn_gate_inp": "block_sparse_moe.gate"},
@@ -80,6 +86,8 @@ class GgufTensors:
                 self._stored |= _one_by_one(found, entry, experts)
             elif experts and (found := _EXPERT.fullmatch(theirs)):
                 self._stored[_expert_name(found[1], found[2], int(found[3]), experts, "weight")] = entry
+            elif different is _GEMMA4 and (found := _BARE.fullmatch(theirs)) and found[2] in gemma.NAMES:
+                self._stored[f"model.layers.{found[1]}.{gemma.NAMES[found[2]]}"] = entry
             elif different is _HYBRID and (found := _DELTA.fullmatch(theirs)):
                 self._stored[f"model.layers.{found[1]}.linear_attn.{_DELTA_NAMES[found[2]]}"] = entry
             else:
@@ -229,7 +237,8 @@ def _one_by_one(found: re.Match[str], entry: TensorEntry, form: ExpertsFormat) -
 
 def _expert_name(layer: str, part: str, index: int, form: ExpertsFormat, kind: str) -> str:
     name = form.names[("gate", "up", "down").index(part)]
-    return f"model.layers.{layer}.{form.prefix}.experts.{index}.{name}.{kind}"
+    prefix = f"{form.prefix}." if form.prefix else ""
+    return f"model.layers.{layer}.{prefix}experts.{index}.{name}.{kind}"
 
 
 def _heads(model: Gguf, name: str, key: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
 from longdraft.model import sentencepiece
@@ -74,12 +74,15 @@ def tokenizer_of(model: Gguf) -> HFTokenizer:
     pieces = _pieces(model)
     if kind == "llama":
         tokenizer, adds_bos = _sentencepiece(model, pieces), True
+    elif kind == "gemma4":
+        # Files say that texts begin with BOS, but the tokenizer of the model adds none: its chat template writes it.
+        return _merged_pieces(model, pieces)
     elif kind == "gpt2":
         split = _split(model)
         tokenizer, adds_bos = _byte_level(model, pieces, split), split.adds_bos
     else:
-        model.fail(f"{_PREFIX}model is {kind!r}; supported: llama (SentencePiece BPE) and gpt2 (byte-level BPE); give "
-                   "the original tokenizer with --tokenizer")
+        model.fail(f"{_PREFIX}model is {kind!r}; supported: llama (SentencePiece BPE), gpt2 (byte-level BPE) and "
+                   "gemma4; give the original tokenizer with --tokenizer")
     first = _end(model, "bos", adds_bos, len(pieces))
     sentencepiece.add_ends(tokenizer, first, _end(model, "eos", False, len(pieces)))
     return tokenizer
@@ -157,9 +160,20 @@ def _split(model: Gguf) -> _Split:
     return found
 
 
-def _byte_level(model: Gguf, pieces: list[Piece], split: _Split) -> HFTokenizer:
-    vocabulary = {piece.text: i for i, piece in enumerate(pieces)
-                  if piece.kind != Kind.UNUSED and not _PADDING.fullmatch(piece.text)}
+def _merged_pieces(model: Gguf, pieces: list[Piece]) -> HFTokenizer:
+    """The tokenizer of Gemma 4: pieces of SentencePiece, merged over a whole text in the order of the file."""
+    vocabulary = {piece.text: i for i, piece in enumerate(_without_padding(pieces))}
+    unknown = next((piece.text for piece in pieces if piece.kind == Kind.UNKNOWN), None)
+    tokenizer = HFTokenizer(models.BPE(vocab=vocabulary, merges=_merges(model, vocabulary), unk_token=unknown,
+                                       fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    sentencepiece.add_tokens(tokenizer, pieces)
+    return tokenizer
+
+
+def _merges(model: Gguf, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The merges of the file. ModelError for one whose parts or result are no tokens."""
     merges = []
     for merge in _list(model, "merges"):
         text = str(merge)
@@ -168,6 +182,13 @@ def _byte_level(model: Gguf, pieces: list[Piece], split: _Split) -> HFTokenizer:
         if cut < 0 or any(part not in vocabulary for part in (*pair, pair[0] + pair[1])):
             model.fail(f"the merge {text[:80]!r} does not join two tokens to a third; get the file again")
         merges.append(pair)
+    return merges
+
+
+def _byte_level(model: Gguf, pieces: list[Piece], split: _Split) -> HFTokenizer:
+    vocabulary = {piece.text: i for i, piece in enumerate(pieces)
+                  if piece.kind != Kind.UNUSED and not _PADDING.fullmatch(piece.text)}
+    merges = _merges(model, vocabulary)
     tokenizer = HFTokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.ignores_merges))
     if split.regex:
         parts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(split.regex), "isolated"),
