@@ -60,7 +60,7 @@ def head_config(settings: EagleSettings, target: ModelConfig) -> EagleConfig:
                     skip_rope_every=0, embedding_factor=1.0, residual_factor=1.0, query_factor=1.0, logits_divisor=1.0,
                     norm_names=(), float_norms=False, norm_offset=0.0, has_gelu=False, rounds_embedding_factor=False,
                     score_cap=0.0, logits_cap=0.0, window_rope=None, has_fused_mlp=False, is_interleaved=False,
-                    query_growth=None)
+                    query_growth=None, gemma4=None)
     count = settings.draft_vocab or target.vocab_size
     return EagleConfig(
         version=3, layer=layer, target_width=target.hidden_size, tapped_ids=tapped_layers(target.num_layers),
