@@ -6,12 +6,10 @@ rotate in part.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from longdraft.model.gguf.container import Gguf
-
-if TYPE_CHECKING:
-    from longdraft.model.gguf.metadata import Reader
+from longdraft.model.gguf.reader import Reader
 
 _STILL = 1e29  # a divisor of frequencies from which on a pair stands still
 # Names in Hugging Face of tensors that have other endings than .weight and .bias.
