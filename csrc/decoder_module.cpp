@@ -17,6 +17,18 @@ DeltaLayer delta_layer(const std::vector<long>& shape, const Addresses& weights,
             at<float>(weights[2]), at<float>(weights[3]), eps};
 }
 
+// shared: gate_up, down and gate of the shared expert, or nothing.
+Mixture mixture(const Linear& router, const std::vector<std::pair<Linear*, Linear*>>& mlps, const Routing& routing,
+                float alpha, float limit, const std::vector<Linear*>& shared) {
+    require(static_cast<long>(mlps.size()) == routing.count && 0 < routing.chosen && routing.chosen <= routing.count,
+            "a router of all experts, and no more chosen than there are");
+    require(shared.empty() || shared.size() == 3, "a whole shared expert");
+    Mixture made = {&router, {}, routing, alpha, limit, {}, nullptr};
+    for (const auto& [gate_up, down] : mlps) made.mlps.push_back({gate_up, down});
+    if (!shared.empty()) made.shared = {shared[0], shared[1]}, made.shared_gate = shared[2];
+    return made;
+}
+
 DeltaState state_at(const Addresses& text, size_t first) { return {at<void>(text[first]), at<float>(text[first + 1])}; }
 
 // For each delta layer of a text: histories and states before and behind the rows, mixed, gates.
@@ -56,7 +68,7 @@ void run_forward(const Kernels& k, const Decoder& decoder, const std::vector<std
     long rows = 0;
     for (size_t i = 0; i < stores.size(); i++) {
         require_order(at<int32_t>(parent) + rows, counts[i]);
-        require(decoder.fits(stores[i].size(), deltas[i].size()), "a store or a state for each layer");
+        require(decoder.fits(stores[i].size(), deltas[i].size()), "a store or a state, and an MLP or experts, for each layer");
         std::vector<void*> tapped;
         for (Address tap : taps[i]) tapped.push_back(at<void>(tap));
         require(tapped.empty() || tapped.size() == decoder.layers.size() + 1, "a tap for each layer and one more");
@@ -107,17 +119,22 @@ void bind_decoder(nb::module_& m, nb::class_<Kernels>& kernels) {
             new (d) Decoder{heads, kv_heads, dim, eps, post_norm, rounds_once, query_factor, residual_factor, has_gelu,
                             num_ropes, float_norms, {}}; })
         .def("add", [](Decoder& d, Address attention_norm, const Linear& qkv, const Linear& out, Address mlp_norm,
-                       const Linear& gate_up, const Linear& down, long window, Address q_norm, Address k_norm,
-                       bool norms_heads, bool rotates, std::pair<long, long> ropes, Address attention_post_norm,
-                       Address mlp_post_norm, bool is_gated) {
-            d.layers.push_back({at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), &gate_up, &down, window,
-                                at<void>(q_norm), at<void>(k_norm), norms_heads, rotates, ropes.first, ropes.second,
-                                at<void>(attention_post_norm), at<void>(mlp_post_norm), is_gated, nullptr, {}}); })
+                       long window, Address q_norm, Address k_norm, bool norms_heads, bool rotates,
+                       std::pair<long, long> ropes, Address attention_post_norm, Address mlp_post_norm, bool is_gated,
+                       Address sinks) {
+            d.layers.push_back({at<void>(attention_norm), &qkv, &out, at<void>(mlp_norm), window, at<void>(q_norm),
+                                at<void>(k_norm), norms_heads, rotates, ropes.first, ropes.second,
+                                at<void>(attention_post_norm), at<void>(mlp_post_norm), is_gated, nullptr, {},
+                                at<float>(sinks)}); })
         .def("add_delta", [](Decoder& d, Address attention_norm, const Linear& qkvz, const Linear& out, Address mlp_norm,
-                             const Linear& gate_up, const Linear& down, const Linear& gates, const std::vector<long>& shape,
-                             const Addresses& weights, float eps) {
-            d.layers.push_back({at<void>(attention_norm), &qkvz, &out, at<void>(mlp_norm), &gate_up, &down, 0, nullptr,
-                                nullptr, false, false, 0, 0, nullptr, nullptr, false, &gates, delta_layer(shape, weights, eps)}); });
+                             const Linear& gates, const std::vector<long>& shape, const Addresses& weights, float eps) {
+            d.layers.push_back({at<void>(attention_norm), &qkvz, &out, at<void>(mlp_norm), 0, nullptr, nullptr, false, false,
+                                0, 0, nullptr, nullptr, false, &gates, delta_layer(shape, weights, eps)}); })
+        .def("set_mlp", [](Decoder& d, const Linear& gate_up, const Linear& down) { d.layers.back().mlp = {&gate_up, &down}; })
+        .def("set_mixture", [](Decoder& d, const Linear& router, const std::vector<std::pair<Linear*, Linear*>>& mlps,
+                               long chosen, bool normalises, bool rounds, float alpha, float limit,
+                               const std::vector<Linear*>& shared) {
+            d.layers.back().mixture = mixture(router, mlps, {router.n, chosen, normalises, rounds}, alpha, limit, shared); });
     auto free_gil = nb::call_guard<nb::gil_scoped_release>();
     kernels.def("delta", &apply_delta, free_gil);
     kernels.def("forward", &run_forward, free_gil);

@@ -109,9 +109,15 @@ inline void quantise_group(Floats low, Floats high, int8_t* values, float* step,
     *minus_sum = -static_cast<int32_t>(sum(__builtin_convertvector(total, Floats)));  // below 2^12: exact
 }
 
-template <class T> Quantised quantise_rows(const void* x, long rows, long k) {
+// Bytes of memory for rows of k inputs.
+inline long quantised_bytes(long rows, long k) {
+    const long groups = round_up(k, INT4_GROUP) / INT4_GROUP;
+    return rows * groups * (INT4_GROUP + 8);
+}
+
+template <class T> Quantised quantise_rows(const void* x, long rows, long k, char* memory) {
     const long groups = round_up(k, INT4_GROUP) / INT4_GROUP, width = groups * INT4_GROUP;
-    auto* values = static_cast<int8_t*>(workspace<5>(static_cast<size_t>(rows * (width + groups * 8)) + 64));
+    auto* values = reinterpret_cast<int8_t*>(memory);
     auto* steps = reinterpret_cast<float*>(values + rows * width);
     auto* minus_sums = reinterpret_cast<int32_t*>(steps + rows * groups);
     auto* in = static_cast<const typename T::Element*>(x);

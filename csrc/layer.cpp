@@ -56,6 +56,12 @@ void split_qkv(const Kernels& kernels, const Decoder& d, const Layer& l, const D
     kernels.rope(bf16, keys, of_keys.cos, of_keys.sin, rows, d.kv_heads, d.dim, r.k);
 }
 
+// Sinks as a remainder [rows, heads, dim + 1]: outputs of 0 with their scores as log-sum-exps.
+void write_sinks(const float* sinks, long rows, long heads, long dim, float* remainder) {
+    std::fill_n(remainder, rows * heads * (dim + 1), 0.0f);
+    for (long i = 0; i < rows * heads; i++) remainder[i * (dim + 1) + dim] = sinks[i % heads];
+}
+
 // Attention of each text's rows over the text's own store of this layer.
 //   place  of the layer among those with attention
 void attend_texts(const Kernels& kernels, const Decoder& d, const Layer& l, size_t place, const DecoderRows& r,
@@ -65,7 +71,7 @@ void attend_texts(const Kernels& kernels, const Decoder& d, const Layer& l, size
     const long map = d.heads * (d.dim + 1) * (d.dim + 1);
     auto at = [size](void* rows, long row, long width) { return static_cast<char*>(rows) + row * width * size; };
     float* remainders = nullptr;
-    if (std::any_of(texts.begin(), texts.end(), [](const TextKV& text) { return text.remainder != nullptr; }))
+    if (l.sinks || std::any_of(texts.begin(), texts.end(), [](const TextKV& text) { return text.remainder != nullptr; }))
         remainders =
             static_cast<float*>(workspace<4>(static_cast<size_t>(r.rows * d.heads * (d.dim + 1)) * sizeof(float)));
     std::vector<Attention> attentions;
@@ -73,10 +79,12 @@ void attend_texts(const Kernels& kernels, const Decoder& d, const Layer& l, size
     for (const TextKV& text : texts) {
         Store& store = *text.stores[place];
         store.prepare(text.length, text.rows);
-        float* remainder = text.remainder ? remainders + row * d.heads * (d.dim + 1) : nullptr;
-        if (remainder)
+        float* remainder = text.remainder || l.sinks ? remainders + row * d.heads * (d.dim + 1) : nullptr;
+        if (text.remainder)  // that of drafts contains the sinks: it is part of the full attention
             kernels.map_remainder(bf16, at(r.content, row, q_width), text.remainder + static_cast<long>(place) * map,
                                   text.rows, d.heads, d.dim, remainder);
+        else if (l.sinks)
+            write_sinks(l.sinks, text.rows, d.heads, d.dim, remainder);
         attentions.push_back({&store, text.length, text.rows, d.heads, at(r.q, row, q_width),
                          {at(r.k, row, kv_width), kv_width, d.dim}, {at(r.v, row, kv_width), kv_width, d.dim},
                          r.parent + row, 1.0f / std::sqrt(static_cast<float>(d.dim)), l.window, remainder,
@@ -107,7 +115,8 @@ void apply_delta(const Kernels& kernels, const Layer& l, size_t place, const Dec
 //   place  of the layer among those of its kind: with attention, or with a state
 void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, size_t place, const DecoderRows& r, bool bf16,
                    const std::vector<TextKV>& texts) {
-    const long size = bf16 ? 2 : 4, rows = r.rows, hidden = l.out->n, inner = l.down->k;
+    const long size = bf16 ? 2 : 4, rows = r.rows, hidden = l.out->n;
+    const long inner = l.mixture ? 0 : l.mlp.down->k;
     const long widest = std::max({hidden, l.qkv->n, l.out->k, 2 * inner, l.gates ? l.gates->n * 4 / size : 0});
     const long step = round_up(rows * widest * size, 64);
     char* first = static_cast<char*>(workspace<2>(static_cast<size_t>(3 * step)));
@@ -141,9 +150,14 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, siz
     }
     kernels.linear(*l.out, output, rows, second, false);
     add_residual(d.post_norm ? l.attention_norm : l.attention_post_norm);
-    kernels.linear(*l.gate_up, input(l.mlp_norm), rows, second, false);
-    (d.has_gelu ? kernels.geglu : kernels.swiglu)(bf16, second, rows, inner, third);
-    kernels.linear(*l.down, third, rows, second, false);
+    source = input(l.mlp_norm);
+    if (l.mixture) {
+        mixture_forward(kernels, *l.mixture, bf16, source, rows, second);
+    } else {
+        kernels.linear(*l.mlp.gate_up, source, rows, second, false);
+        (d.has_gelu ? kernels.geglu : kernels.swiglu)(bf16, second, rows, inner, third);
+        kernels.linear(*l.mlp.down, third, rows, second, false);
+    }
     add_residual(d.post_norm ? l.mlp_norm : l.mlp_post_norm);
 }
 

@@ -3,8 +3,10 @@
 #pragma once
 
 #include "layout.h"
+#include "mixture.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace longdraft {
 
@@ -13,8 +15,6 @@ struct Layer {
     const Linear* qkv;  // q, k, v stacked
     const Linear* out;
     const void* mlp_norm;
-    const Linear* gate_up;  // gate, up stacked
-    const Linear* down;
     long window;  // positions that a row sees; 0: all
     const void *q_norm, *k_norm;  // applied to queries and keys before their rotation, or null
     bool norms_heads;             // whether each head is normalised by itself, or all heads as one vector
@@ -24,6 +24,9 @@ struct Layer {
     bool is_gated;                // qkv has the weights of the gate behind those of v
     const Linear* gates;          // of a delta layer: b and a stacked, and qkv is q, k, v, z; null: a layer with attention
     DeltaLayer delta;
+    const float* sinks = nullptr;    // [heads]: scores of a key whose value is 0, which every row of a head sees, or null
+    Mlp mlp = {};                    // or, in its place,
+    std::optional<Mixture> mixture = {};
 };
 
 struct Decoder {
@@ -40,8 +43,11 @@ struct Decoder {
     size_t num_deltas() const {
         return static_cast<size_t>(std::count_if(layers.begin(), layers.end(), [](const Layer& l) { return l.gates; }));
     }
-    // Whether there is a store for each layer with attention, and a state for each of the others.
-    bool fits(size_t stores, size_t states) const { return states == num_deltas() && stores + states == layers.size(); }
+    // Whether there is a store for each layer with attention, a state for each of the others, and an MLP or experts for all.
+    bool fits(size_t stores, size_t states) const {
+        return states == num_deltas() && stores + states == layers.size() &&
+               std::all_of(layers.begin(), layers.end(), [](const Layer& l) { return l.mixture || l.mlp.down; });
+    }
 };
 
 // A state of one text in a delta layer (DeltaText).

@@ -94,6 +94,21 @@ struct Linear {
     size_t bytes() const { return static_cast<size_t>(tiles()) * tile_bytes() + (bias.size() + scale.size()) * 4; }
 };
 
+// A product of rows x [rows, weight->k] with a weight: out [rows, weight->n], float32 with `keep_float`, else elements.
+struct Product {
+    const Linear* weight;
+    const void* x;
+    long rows;
+    void* out;
+    bool keep_float;
+};
+
+// How rows choose among `count` experts (longdraft/kernels/experts.py).
+struct Routing {
+    long count, chosen;
+    bool normalises, rounds;  // weights are divided by their sum; and rounded to the element type
+};
+
 // Keys and values of one layer, in blocks of SPLIT positions. The only block of a short text is smaller, and grows.
 // Each block holds for every KV head, one head after another:
 //
@@ -246,7 +261,7 @@ struct Kernels {
     void (*pack)(Linear&, const void* weight);
     void (*pack_int4)(Linear&, const uint8_t* values, const uint16_t* scales, const uint8_t* zeros);
     void (*quantise_int4)(bool bf16, const void* weight, long n, long k, uint8_t* values, uint16_t* scales, uint8_t* zeros);
-    void (*linear)(const Linear&, const void* x, long rows, void* out, bool keep_float);
+    void (*products)(const Product*, long count);  // with weights of one element type; all of them on all threads
     void (*embed)(const Linear&, const int64_t* tokens, long rows, void* out);
     void (*take_rows)(const Linear&, const int64_t* rows, Linear& out);
     void (*rms_norm)(bool bf16, const void* x, const void* weight, long rows, long width, float eps, bool rounds_once,
@@ -268,6 +283,15 @@ struct Kernels {
     void (*geglu)(bool bf16, const void* gate_up, long rows, long width, void* out);
     void (*soft_cap)(float* x, long count, float cap);
     void (*clamped_swiglu)(bool bf16, const void* gate_up, long rows, long width, float alpha, float limit, void* out);
+    void (*route)(bool bf16, const void* logits, long rows, const Routing&, int32_t* experts, float* weights);
+    void (*sigmoid)(float* x, long count);
+    void (*add_weighted)(float* total, const float* x, const int32_t* rows, const float* weights, long count, long width);
+    void (*narrow)(bool bf16, const float* x, long count, void* out);
+
+    void linear(const Linear& w, const void* x, long rows, void* out, bool keep_float) const {
+        const Product product = {&w, x, rows, out, keep_float};
+        products(&product, 1);
+    }
 };
 
 }  // namespace longdraft

@@ -1,4 +1,4 @@
-// The product of a few rows with a packed weight. Each output is one running sum over the inner dimension, in order.
+// Products of a few rows with packed weights. Each output is one running sum over the inner dimension, in order.
 #pragma once
 
 #include "amx.h"
@@ -190,57 +190,122 @@ void finish(const Linear& w, long tile, long row, int rows, float (*sums)[COLUMN
     }
 }
 
-// Call work(tile) for every tile of a weight, on all threads where there is enough to do; `around` is made once for each
-// piece of consecutive tiles that a thread takes.
-template <class Around, class F> void for_each_tile(const Linear& w, long rows, F work) {
-    const bool is_small = rows * w.k * w.n < MIN_PARALLEL_WORK;
-    const long tiles = w.tiles(), in_one = is_small ? tiles : std::max<long>(1, tiles / (4 * threads()));
-    parallel((tiles + in_one - 1) / in_one, [&](long job) {
-        [[maybe_unused]] Around around;
-        for (long tile = job * in_one; tile < std::min(tiles, (job + 1) * in_one); tile++) work(tile);
-    });
+// The rows of a product as its weight reads them: whole words padded with zeros, or whole numbers for int4.
+template <class T> struct Inputs {
+    const typename T::Element* rows;
+    int4::Quantised whole;
+};
+
+// Rows whose memory a variant reads. Some variants read several rows together, even if fewer are wanted.
+template <class T> long rows_read(long rows) { return Multiply<T>::READS_ALL_ROWS ? round_up(rows, Multiply<T>::ROWS) : rows; }
+
+// Bytes of the memory of a product's inputs; 0: the rows are read where they are.
+template <class T> long input_bytes(const Product& p) {
+    const Linear& w = *p.weight;
+    if (w.is_int4) return round_up(int4::quantised_bytes(p.rows, w.k), 64);
+    const long width = w.steps * T::PER_WORD, held = rows_read<T>(p.rows);
+    return width == w.k && held == p.rows ? 0 : round_up(held * width * static_cast<long>(sizeof(typename T::Element)), 64);
 }
 
-template <class T> void linear_as(const Linear& w, const void* x, long rows, void* out, bool keep_float) {
+template <class T> Inputs<T> prepare(const Product& p, char* memory) {
     using Element = typename T::Element;
-    using Unit = Multiply<T>;
-    // Rows are read as whole words, and some variants read several rows together: pad with zeros.
-    std::vector<Element> padded;
-    const Element* in = static_cast<const Element*>(x);
-    long width = w.steps * T::PER_WORD, held = Unit::READS_ALL_ROWS ? round_up(rows, Unit::ROWS) : rows;
-    if (width != w.k || held != rows) {
-        padded.assign(static_cast<size_t>(held * width), Element{});
-        for (long r = 0; r < rows; r++) std::copy_n(in + r * w.k, w.k, padded.data() + r * width);
-        in = padded.data();
+    const Linear& w = *p.weight;
+    const auto* in = static_cast<const Element*>(p.x);
+    if (w.is_int4) return {nullptr, int4::quantise_rows<T>(p.x, p.rows, w.k, memory)};
+    if (!input_bytes<T>(p)) return {in, {}};
+    auto* padded = reinterpret_cast<Element*>(memory);
+    const long width = w.steps * T::PER_WORD;
+    for (long r = 0; r < p.rows; r++) {
+        std::copy_n(in + r * w.k, w.k, padded + r * width);
+        std::fill_n(padded + r * width + w.k, width - w.k, Element{});
     }
-    for_each_tile<Unit>(w, rows, [&](long tile) {
-        alignas(64) float sums[Unit::ROWS][COLUMNS];
-        auto multiply = [&](auto&& weights) {
-            for (long r = 0; r < rows; r += Unit::ROWS) {
-                int some = static_cast<int>(std::min<long>(Unit::ROWS, rows - r));
-                Unit::tile(some, reinterpret_cast<const uint32_t*>(in + r * width), weights, w.steps, sums);
-                finish<T>(w, tile, r, some, sums, out, keep_float);
-            }
-        };
-        if (!w.is_int8) multiply(StoredWords{w.tile<uint32_t>(tile)});
-        else if (rows <= Unit::CONVERTING_ROWS) multiply(typename Unit::Int8Words(w.tile<int8_t>(tile), w.steps));
-        else {  // the tile is read many times, so it is converted once
-            auto* words = static_cast<uint32_t*>(workspace<4>(static_cast<size_t>(w.steps * COLUMNS) * 4));
-            unpack<T>(w.tile<int8_t>(tile), w.steps, words);
-            multiply(StoredWords{words});
+    std::fill_n(padded + p.rows * width, (rows_read<T>(p.rows) - p.rows) * width, Element{});
+    return {padded, {}};
+}
+
+// Whether two products read the same inputs.
+inline bool reads_the_same(const Product& a, const Product& b) {
+    return a.x == b.x && a.rows == b.rows && a.weight->k == b.weight->k && a.weight->is_int4 == b.weight->is_int4;
+}
+
+// All rows of a product by one tile of its weight.
+template <class T> void multiply_tile(const Product& p, const Inputs<T>& in, long tile) {
+    using Unit = Multiply<T>;
+    const Linear& w = *p.weight;
+    if (w.is_int4) {
+        auto* sums = static_cast<float(*)[COLUMNS]>(workspace<6>(static_cast<size_t>(p.rows) * COLUMNS * 4));
+        int4::multiply_tile(w.tile<uint8_t>(tile), in.whole, p.rows, sums);
+        for (long r = 0; r < p.rows; r++) finish<T>(w, tile, r, 1, sums + r, p.out, p.keep_float);
+        return;
+    }
+    alignas(64) float sums[Unit::ROWS][COLUMNS];
+    auto multiply = [&](auto&& weights) {
+        for (long r = 0; r < p.rows; r += Unit::ROWS) {
+            int some = static_cast<int>(std::min<long>(Unit::ROWS, p.rows - r));
+            const auto* x = reinterpret_cast<const uint32_t*>(in.rows + r * w.steps * T::PER_WORD);
+            Unit::tile(some, x, weights, w.steps, sums);
+            finish<T>(w, tile, r, some, sums, p.out, p.keep_float);
+        }
+    };
+    if (!w.is_int8) multiply(StoredWords{w.tile<uint32_t>(tile)});
+    else if (p.rows <= Unit::CONVERTING_ROWS) multiply(typename Unit::Int8Words(w.tile<int8_t>(tile), w.steps));
+    else {  // the tile is read many times, so it is converted once
+        auto* words = static_cast<uint32_t*>(workspace<4>(static_cast<size_t>(w.steps * COLUMNS) * 4));
+        unpack<T>(w.tile<int8_t>(tile), w.steps, words);
+        multiply(StoredWords{words});
+    }
+}
+
+// The inputs of all products. Neighbours that read the same inputs share them.
+template <class T> std::vector<Inputs<T>> prepare_all(const Product* products, long count) {
+    std::vector<long> starts(static_cast<size_t>(count), -1);
+    long bytes = 0, numbers = 0;
+    for (long i = 0; i < count; i++) {
+        if (i && reads_the_same(products[i - 1], products[i])) continue;
+        starts[static_cast<size_t>(i)] = bytes;
+        bytes += input_bytes<T>(products[i]);
+        numbers += products[i].rows * products[i].weight->k;
+    }
+    char* memory = static_cast<char*>(workspace<5>(static_cast<size_t>(bytes) + 64));
+    std::vector<Inputs<T>> inputs(static_cast<size_t>(count));
+    const long in_one = numbers < MIN_PARALLEL_WORK ? count : 1;
+    parallel((count + in_one - 1) / in_one, [&](long job) {
+        for (long i = job * in_one; i < (job + 1) * in_one; i++)
+            if (const long start = starts[static_cast<size_t>(i)]; start >= 0)
+                inputs[static_cast<size_t>(i)] = prepare<T>(products[i], memory + start);
+    });
+    for (size_t i = 1; i < inputs.size(); i++)
+        if (starts[i] < 0) inputs[i] = inputs[i - 1];
+    return inputs;
+}
+
+// The tiles of all products, one product after another, on all threads where there is enough to do. `Around` is made
+// once for each piece of consecutive tiles that a thread takes.
+template <class T, class Around> void multiply_all(const Product* products, long count) {
+    const std::vector<Inputs<T>> inputs = prepare_all<T>(products, count);
+    std::vector<long> ends;  // of each product's tiles
+    long work = 0, tiles = 0;
+    for (long i = 0; i < count; i++) {
+        work += products[i].rows * products[i].weight->k * products[i].weight->n;
+        ends.push_back(tiles += products[i].weight->tiles());
+    }
+    const long in_one = work < MIN_PARALLEL_WORK ? tiles : std::max<long>(1, tiles / (4 * threads()));
+    parallel((tiles + in_one - 1) / in_one, [&](long job) {
+        [[maybe_unused]] Around around;
+        long place = job * in_one;
+        size_t i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), place) - ends.begin());
+        for (; place < std::min(tiles, (job + 1) * in_one); place++) {
+            if (place == ends[i]) i++;
+            multiply_tile<T>(products[i], inputs[i], place - (i ? ends[i - 1] : 0));
         }
     });
 }
 
-// Rows times a four-bit weight.
-template <class T> void linear_of_int4(const Linear& w, const void* x, long rows, void* out, bool keep_float) {
-    const int4::Quantised quantised = int4::quantise_rows<T>(x, rows, w.k);
+template <class T> void products_as(const Product* products, long count) {
     struct NoSetUp {};
-    for_each_tile<NoSetUp>(w, rows, [&](long tile) {
-        auto* sums = static_cast<float(*)[COLUMNS]>(workspace<6>(static_cast<size_t>(rows) * COLUMNS * 4));
-        int4::multiply_tile(w.tile<uint8_t>(tile), quantised, rows, sums);
-        for (long r = 0; r < rows; r++) finish<T>(w, tile, r, 1, sums + r, out, keep_float);
-    });
+    bool are_int4 = true;
+    for (long i = 0; i < count; i++) are_int4 = are_int4 && products[i].weight->is_int4;
+    are_int4 ? multiply_all<T, NoSetUp>(products, count) : multiply_all<T, Multiply<T>>(products, count);
 }
 
 }  // namespace

@@ -203,6 +203,12 @@ NB_MODULE(_cpu, m) {
         .def("clamped_swiglu", [](const Kernels& k, bool bf16, Address x, long rows, long width, float alpha, float limit,
                                   Address out) {
             k.clamped_swiglu(bf16, at<void>(x), rows, width, alpha, limit, at<void>(out)); })
+        .def("route", [](const Kernels& k, bool bf16, Address logits, long rows, long count, long chosen, bool normalises,
+                         bool rounds, Address experts, Address weights) {
+            require(0 < chosen && chosen <= count, "no more experts than there are");
+            k.route(bf16, at<void>(logits), rows, {count, chosen, normalises, rounds}, at<int32_t>(experts),
+                    at<float>(weights)); })
+        .def("sigmoid", [](const Kernels& k, Address x, long count) { k.sigmoid(at<float>(x), count); })
         .def("soft_cap", [](const Kernels& k, Address x, long count, float cap) { k.soft_cap(at<float>(x), count, cap); })
         .def("rope", [](const Kernels& k, bool bf16, Address x, long row_stride, long head_stride, Address cos,
                         Address sin, long rows, long heads, long dim, Address out) {

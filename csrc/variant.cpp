@@ -5,6 +5,7 @@
 #include "delta.h"
 #include "layout.h"
 #include "linear.h"
+#include "routing.h"
 #include "rows.h"
 #include "simd.h"
 #include "solve.h"
@@ -28,9 +29,8 @@ void quantise_int4(bool bf16, const void* weight, long n, long k, uint8_t* value
     bf16 ? int4::quantise<BF16>(weight, n, k, values, scales, zeros) : int4::quantise<F32>(weight, n, k, values, scales, zeros);
 }
 
-void linear(const Linear& w, const void* x, long rows, void* out, bool keep_float) {
-    if (w.is_int4) return w.is_bf16 ? linear_of_int4<BF16>(w, x, rows, out, keep_float) : linear_of_int4<F32>(w, x, rows, out, keep_float);
-    w.is_bf16 ? linear_as<BF16>(w, x, rows, out, keep_float) : linear_as<F32>(w, x, rows, out, keep_float);
+void products(const Product* products, long count) {
+    products->weight->is_bf16 ? products_as<BF16>(products, count) : products_as<F32>(products, count);
 }
 
 void embed(const Linear& table, const int64_t* tokens, long rows, void* out) {
@@ -96,6 +96,14 @@ void delta(bool bf16, const DeltaLayer& layer, const DeltaText* texts, long coun
     bf16 ? delta_as<BF16>(layer, texts, count) : delta_as<F32>(layer, texts, count);
 }
 
+void route(bool bf16, const void* logits, long rows, const Routing& how, int32_t* experts, float* weights) {
+    bf16 ? route_as<BF16>(logits, rows, how, experts, weights) : route_as<F32>(logits, rows, how, experts, weights);
+}
+
+void narrow(bool bf16, const float* x, long count, void* out) {
+    bf16 ? narrow_some<BF16>(static_cast<uint16_t*>(out), x, count) : narrow_some<F32>(static_cast<float*>(out), x, count);
+}
+
 void rms_norm_float(bool bf16, const void* x, const float* weight, long rows, long width, float eps, void* out) {
     bf16 ? rms_norm_as<BF16, F32>(x, weight, rows, width, eps, true, out)
          : rms_norm_as<F32>(x, weight, rows, width, eps, true, out);
@@ -104,10 +112,10 @@ void rms_norm_float(bool bf16, const void* x, const float* weight, long rows, lo
 }  // namespace
 
 extern const Kernels table;
-const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, int4::pack, quantise_int4, linear, embed, take_rows,
+const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, int4::pack, quantise_int4, products, embed, take_rows,
                        rms_norm, add, swiglu, gate, rope, write, read, weights, attention, map_remainder, scale,
                        solve_spd, delta, rms_norm_float, geglu, soft_cap_all,
-                       clamped_swiglu};
+                       clamped_swiglu, route, sigmoid_all, add_weighted, narrow};
 
 }  // namespace LONGDRAFT_VARIANT
 }  // namespace longdraft

@@ -29,9 +29,10 @@ from longdraft.kernels.cpu_store import (
     strided,
 )
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
+from longdraft.kernels.experts import Routing
 from longdraft.kernels.interface import KV, AttentionOutput, Decoder, KVStore, LayersKV
 from longdraft.kernels.layer import LayerwiseDecoder
-from longdraft.kernels.weights import Geometry, LayerWeights, Linear
+from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels import _cpu
@@ -128,6 +129,24 @@ class CpuKernels:
             self.native.clamped_swiglu(is_bf16, x, rows, width, alpha, limit, out)
 
         return self._gated(operation, gate_up)
+
+    def route(self, logits: Tensor, experts: Experts) -> Routing:
+        rows, count = logits.shape
+        logits = self._input(logits, count)
+        shape = (rows, experts.chosen)
+        chosen, weights = torch.empty(shape, dtype=torch.int32), torch.empty(shape)
+        self.native.route(self._is_bf16, logits.data_ptr(), rows, count, experts.chosen, experts.normalises,
+                          experts.rounds and experts.scales is None, chosen.data_ptr(), weights.data_ptr())
+        if experts.scales is not None:
+            weights = weights * experts.scales[chosen.long()]
+            weights = weights.to(self.dtype).float() if experts.rounds else weights
+        return Routing(chosen.long(), weights)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        require(x.dtype == torch.float32, "float32", x.dtype)
+        out = x.clone(memory_format=torch.contiguous_format)
+        self.native.sigmoid(out.data_ptr(), out.numel())
+        return out
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         require(x.dtype == torch.float32 and cap > 0, "float32 and a positive cap", (x.dtype, cap))

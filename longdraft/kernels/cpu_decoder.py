@@ -19,9 +19,9 @@ from longdraft.kernels.cpu_store import (
     require_length,
     require_tensor,
 )
-from longdraft.kernels.delta import DeltaState, DeltaWeights
+from longdraft.kernels.delta import DeltaState
 from longdraft.kernels.interface import AttentionOutput, KVStore, LayersKV
-from longdraft.kernels.weights import Geometry, LayerWeights
+from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, Mlp
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels import _cpu
@@ -34,6 +34,7 @@ class CpuDecoder:
                  geometry: Geometry) -> None:
         self._kernels, self._dtype = kernels, dtype
         self._layers = tuple(layers)  # keeps the tensors alive that the compiled decoder points to
+        self._sinks: list[Tensor] = []  # likewise
         self._geometry = geometry
         heads, kv_heads, dim = geometry[:3]
         self._hidden = len(layers[0].attention_norm)
@@ -48,53 +49,78 @@ class CpuDecoder:
             self._add(layer)
 
     def _add(self, layer: LayerWeights) -> None:
+        self._check_norms(layer)
         norms = layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()
         if layer.delta is not None:
-            qkvz, out, gate_up, down, gates = self._checked_delta(layer, layer.delta)
-            self.native.add_delta(norms[0], qkvz, out, norms[1], gate_up, down, gates, layer.delta.shape,
+            cpu_delta.check_weights(layer.delta)
+            shape = layer.delta.shape
+            shapes = [(shape.channels + shape.values, self._hidden), (self._hidden, shape.values),
+                      (2 * shape.value_heads, self._hidden)]
+            qkvz, out, gates = self._checked((layer.qkv, layer.out, layer.gates), shapes)
+            self.native.add_delta(norms[0], qkvz, out, norms[1], gates, layer.delta.shape,
                                   cpu_delta.weight_addresses(layer.delta), layer.delta.eps)
-            return
-        qkv, out, gate_up, down = self._checked_attention(layer)
-        norms_heads = layer.q_norm is not None and layer.q_norm.shape == (self._geometry.head_dim,)
-        self.native.add(norms[0], qkv, out, norms[1], gate_up, down, layer.window, address(layer.q_norm),
-                        address(layer.k_norm), norms_heads, layer.rotates, layer.ropes,
-                        address(layer.attention_post_norm), address(layer.mlp_post_norm), layer.is_gated)
+        else:
+            heads, kv_heads, dim = self._geometry[:3]
+            width = ((2 if layer.is_gated else 1) * heads + 2 * kv_heads) * dim
+            qkv, out = self._checked((layer.qkv, layer.out), [(width, self._hidden), (self._hidden, heads * dim)])
+            norms_heads = layer.q_norm is not None and layer.q_norm.shape == (dim,)
+            self.native.add(norms[0], qkv, out, norms[1], layer.window, address(layer.q_norm), address(layer.k_norm),
+                            norms_heads, layer.rotates, layer.ropes, address(layer.attention_post_norm),
+                            address(layer.mlp_post_norm), layer.is_gated, self._sinks_address(layer))
+        if layer.experts is not None:
+            self._set_mixture(layer.experts)
+        else:
+            assert layer.gate_up is not None and layer.down is not None
+            self.native.set_mlp(*self._checked_mlp(Mlp(layer.gate_up, layer.down)))
 
-    def _checked(self, layer: LayerWeights, width: int, inputs: int, num_gates: int = 0) -> list[_cpu.Linear]:
-        """qkv [width, hidden], out [hidden, inputs], gate_up, down, and gates where there are any. ValueError where
-        they, or the norms, do not fit together."""
-        assert layer.gate_up is not None
-        hidden, inner, dtype = self._hidden, layer.gate_up.out_features // 2, self._dtype
-        every = (layer.qkv, layer.out, layer.gate_up, layer.down, layer.gates)
-        weights = [w.native for w in every if isinstance(w, CpuLinear)]
+    def _checked(self, linears: Sequence[Linear | None], wanted: Sequence[tuple[int, int]]) -> list[_cpu.Linear]:
+        """The compiled weights. ValueError where one has another shape or dtype."""
+        weights = [w.native for w in linears if isinstance(w, CpuLinear)]
         shapes = [(w.n, w.k) for w in weights]
-        wanted = [(width, hidden), (hidden, inputs), (2 * inner, hidden), (hidden, inner), (num_gates, hidden)]
-        require(shapes == wanted[: 5 if num_gates else 4], f"weights {wanted}", shapes)
-        require(all(w.is_bf16 == (dtype == torch.bfloat16) for w in weights), f"weights of {dtype}", "another dtype")
-        for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"):
-            if (norm := getattr(layer, name)) is not None:
-                require_tensor(name, norm, (hidden,), self._norm_dtype)
-        require(all(0 <= rope < self._geometry.num_ropes for rope in layer.ropes), "known rotations", layer.ropes)
+        require(shapes == list(wanted), f"weights {list(wanted)}", shapes)
+        require(all(w.is_bf16 == (self._dtype == torch.bfloat16) for w in weights), f"weights of {self._dtype}",
+                "another dtype")
         return weights
 
-    def _checked_delta(self, layer: LayerWeights, delta: DeltaWeights) -> list[_cpu.Linear]:
-        """qkvz, out, gate_up, down and gates."""
-        cpu_delta.check_weights(delta)
-        shape = delta.shape
-        return self._checked(layer, shape.channels + shape.values, shape.values, 2 * shape.value_heads)
+    def _checked_mlp(self, mlp: Mlp, inner: int | None = None) -> tuple[_cpu.Linear, _cpu.Linear]:
+        """gate_up and down. inner: their width; None: any"""
+        inner = mlp.gate_up.out_features // 2 if inner is None else inner
+        gate_up, down = self._checked(mlp, [(2 * inner, self._hidden), (self._hidden, inner)])
+        return gate_up, down
 
-    def _checked_attention(self, layer: LayerWeights) -> list[_cpu.Linear]:
-        """qkv, out, gate_up and down."""
+    def _set_mixture(self, experts: Experts) -> None:
+        count, inner = len(experts.mlps), experts.mlps[0].gate_up.out_features // 2
+        require(0 < experts.chosen <= count, f"1 to {count} experts for a row", experts.chosen)
+        require((experts.shared is None) == (experts.shared_gate is None), "a shared expert and its gate", "one")
+        router, = self._checked((experts.router,), [(count, self._hidden)])
+        shared: list[_cpu.Linear] = []
+        if experts.shared is not None:
+            shared = [*self._checked_mlp(experts.shared), *self._checked((experts.shared_gate,), [(1, self._hidden)])]
+        alpha, limit = experts.clamp or (0.0, 0.0)
+        self.native.set_mixture(router, [self._checked_mlp(mlp, inner) for mlp in experts.mlps], experts.chosen,
+                                experts.normalises, experts.rounds, alpha, limit, shared)
+
+    def _sinks_address(self, layer: LayerWeights) -> int:
+        if layer.sinks is None:
+            return 0
+        sinks = layer.sinks.float().contiguous()
+        require_tensor("sinks", sinks, (self._geometry.num_heads,), torch.float32)
+        self._sinks.append(sinks)
+        return sinks.data_ptr()
+
+    def _check_norms(self, layer: LayerWeights) -> None:
+        """ValueError where norms, rotations or a window do not fit."""
         heads, kv_heads, dim = self._geometry[:3]
-        rows = (2 if layer.is_gated else 1) * heads + 2 * kv_heads
-        weights = self._checked(layer, rows * dim, heads * dim)
+        for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"):
+            if (norm := getattr(layer, name)) is not None:
+                require_tensor(name, norm, (self._hidden,), self._norm_dtype)
         require((layer.q_norm is None) == (layer.k_norm is None), "both a q_norm and a k_norm, or neither", "one")
         if layer.q_norm is not None and layer.k_norm is not None:
             q_units, k_units = (1, 1) if layer.q_norm.shape == (dim,) else (heads, kv_heads)
             require_tensor("q_norm", layer.q_norm, (q_units * dim,), self._norm_dtype)
             require_tensor("k_norm", layer.k_norm, (k_units * dim,), self._norm_dtype)
+        require(all(0 <= rope < self._geometry.num_ropes for rope in layer.ropes), "known rotations", layer.ropes)
         require(layer.window >= 0, "a window of 0 or more positions", layer.window)
-        return weights
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:

@@ -29,6 +29,10 @@ class ExpertOperations(Protocol):
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
 
+    def route(self, logits: Tensor, experts: Experts) -> Routing: ...
+
+    def sigmoid(self, x: Tensor) -> Tensor: ...
+
 
 class Routing(NamedTuple):
     """The experts of some rows, best first, and their weights."""
@@ -38,7 +42,11 @@ class Routing(NamedTuple):
 
 
 def route(logits: Tensor, experts: Experts) -> Routing:
-    """The routing for logits [R, E]. Of equal probabilities the lower index comes first."""
+    """The routing for logits [R, E] in the model's dtype, in PyTorch.
+
+    Of equal probabilities the lower index comes first. A row that is not finite chooses the first experts, and its
+    weights are NaN.
+    """
     probabilities = torch.softmax(logits.float(), -1)
     ordered, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
     weights, chosen = ordered[:, : experts.chosen], order[:, : experts.chosen]
@@ -53,11 +61,13 @@ def route(logits: Tensor, experts: Experts) -> Routing:
 
 
 def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts, routed: Tensor | None = None) -> Tensor:
-    """The mixture's outputs for rows x [R, hidden], in the dtype of x.
+    """The mixture's outputs for rows x [R, hidden], in the dtype of x, operation by operation.
 
     routed  the rows that the router sees; None: x
+
+    The compiled decoder computes the same in one call (csrc/mixture.cpp).
     """
-    chosen, weights = route(ops.linear(x if routed is None else routed, experts.router), experts)
+    chosen, weights = ops.route(ops.linear(x if routed is None else routed, experts.router), experts)
     gated = ops.geglu if experts.has_gelu else ops.swiglu
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for index in torch.unique(chosen).tolist():  # ascending
@@ -68,7 +78,6 @@ def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts, routed: 
         total[rows] += ops.linear(inner, expert.down, keep_float=True) * weights[rows, places, None]
     if experts.shared is not None and experts.shared_gate is not None:
         inner = ops.swiglu(ops.linear(x, experts.shared.gate_up))
-        weight = ops.linear(x, experts.shared_gate, keep_float=True)  # [R, 1]
-        weight = torch.stack([row.sigmoid() for row in weight.unbind()])
+        weight = ops.sigmoid(ops.linear(x, experts.shared_gate, keep_float=True))  # [R, 1]
         total += ops.linear(inner, experts.shared.down, keep_float=True) * weight
     return total.to(x.dtype)

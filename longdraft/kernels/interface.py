@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
+from longdraft.kernels.experts import Routing
 from longdraft.kernels.int4 import Int4Weight
-from longdraft.kernels.weights import Geometry, LayerWeights, Linear
+from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear
 
 STORE_BLOCK = 4096  # positions of a block of a store; stores share whole blocks
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -242,6 +243,12 @@ class Kernels(Protocol):
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         """(up + 1) gate sigmoid(alpha gate), as `swiglu`, with gate at most `limit` and up within -limit and limit."""
+
+    def route(self, logits: Tensor, experts: Experts) -> Routing:
+        """The experts that rows with logits [R, E] in `dtype` choose, and their weights. See `experts.route`."""
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """1 / (1 + exp(-x)) of x, float32."""
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap) of x, float32, for a positive cap."""

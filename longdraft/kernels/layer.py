@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longdraft.kernels.delta import DeltaRows, DeltaWeights
-from longdraft.kernels.experts import experts_forward
+from longdraft.kernels.experts import Routing, experts_forward
 from longdraft.kernels.interface import KV, AttentionOutput, LayersKV
-from longdraft.kernels.weights import Geometry, LayerHeads, LayerWeights, Linear
+from longdraft.kernels.weights import Experts, Geometry, LayerHeads, LayerWeights, Linear
 
 
 class LayerOperations(Protocol):
@@ -29,6 +29,10 @@ class LayerOperations(Protocol):
     def geglu(self, gate_up: Tensor) -> Tensor: ...
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
+
+    def route(self, logits: Tensor, experts: Experts) -> Routing: ...
+
+    def sigmoid(self, x: Tensor) -> Tensor: ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.kernels import delta, int4, int8
+from longdraft.kernels import delta, experts, int4, int8
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.interface import FLOAT_DTYPES, KV, AttentionOutput, Decoder, KVStore, LayersKV
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.reference_store import SPLIT, ReferenceStore
-from longdraft.kernels.weights import Geometry, LayerWeights, Linear
+from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear
 
 STEP = 256  # the last split is computed up to the next multiple of this many positions, with the excess masked
 NEGLIGIBLE_SHARE = 1e-3  # a share of attention that rounding errors may produce
@@ -143,6 +143,12 @@ class ReferenceKernels:
             gate = gate.clamp(max=limit)
             rows.append((up.clamp(-limit, limit) + 1) * (gate * (gate * alpha).sigmoid()))
         return torch.stack(rows).to(self.dtype)
+
+    def route(self, logits: Tensor, weights: Experts) -> experts.Routing:
+        return experts.route(logits, weights)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return torch.stack([row.clone().sigmoid() for row in x.unbind()])
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return torch.stack([(row / cap).tanh() * cap for row in x.clone().unbind()]) if len(x) else x

@@ -121,8 +121,9 @@ class LayerWeights(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether the layer has nothing that only `layer.py` computes."""
-        return (self.experts is None and self.sinks is None and self.v_norm is None and self.heads is None
-                and self.scalar == 1)
+        has_other_experts = self.experts is not None and (self.experts.has_gelu or self.experts.scales is not None)
+        return (self.v_norm is None and self.heads is None and self.scalar == 1 and self.beside is None
+                and not has_other_experts)
 
 
 class Geometry(NamedTuple):

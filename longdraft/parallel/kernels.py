@@ -51,6 +51,7 @@ class ParallelKernels:
         self.pack, self.rms_norm, self.rope = kernels.pack, kernels.rms_norm, kernels.rope
         self.swiglu, self.gate, self.geglu = kernels.swiglu, kernels.gate, kernels.geglu
         self.clamped_swiglu, self.soft_cap = kernels.clamped_swiglu, kernels.soft_cap
+        self.route, self.sigmoid = kernels.route, kernels.sigmoid
         self.is_device, self.scatter_rows = kernels.is_device, kernels.scatter_rows
         self.cache_bytes, self.free_bytes = kernels.cache_bytes, kernels.free_bytes
         self.new_store, self.keep, self.copy = kernels.new_store, kernels.keep, kernels.copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from helpers.equality import DRAFTERS, liar, prompt_of
 from helpers.families import greedy_text_of, logits_of, make_family, rounding_errors, theirs_of
 from helpers.generation import by_name, generate
 from longdraft.core import SamplingParams
+from longdraft.kernels.cpu_decoder import CpuDecoder
+from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.model import heads
-from longdraft.model.transformer import Rows, chain_rows
+from longdraft.model.transformer import ForwardRequest, Rows, Transformer, chain_rows
 
 
 def check_against_transformers(folder: Path, name: str) -> None:
@@ -55,6 +58,32 @@ def check_rows(folder: Path, name: str, dtype: str) -> None:
     assert torch.equal(found[[0, 2, 3, 5]], alone[30:34])
     cache.commit([0, 2, 3, 5])
     assert torch.equal(model.forward(chain_rows(tokens[34:], 34), cache, 6).logits, alone[34:])
+
+
+def check_one_call(model: Transformer, prompt: int = 20) -> None:
+    """All layers in one compiled call have the bits of single operations: the rows of two texts, a tree among them,
+    behind prompts of so many tokens, their attention, and the states of delta layers."""
+    tokens = prompt_of(prompt + 4)
+    slow = copy.copy(model)
+    slow._decoder = LayerwiseDecoder(model.kernels, model.weights.layers, model._decoder._geometry)
+    assert isinstance(model._decoder, CpuDecoder)
+    found = []
+    for each in (model, slow):
+        caches = [each.new_cache(), each.new_cache()]
+        for cache in caches:
+            each.forward(chain_rows(tokens[:prompt], 0), cache)
+            cache.commit(range(prompt))
+        tree = Rows([tokens[prompt], 7, tokens[prompt + 1], 5], [prompt, prompt + 1, prompt + 1, prompt + 2],
+                    [-1, 0, 0, 1])
+        chain = chain_rows(tokens[prompt : prompt + 3], prompt)
+        requests = [ForwardRequest(each, tree, caches[0], 4), ForwardRequest(each, chain, caches[1], 3)]
+        results = each.forward_batch(requests)
+        caches[0].commit([0, 1, 3])
+        caches[1].commit([0, 1, 2])
+        alone = each.forward(chain_rows([9], prompt + 3), caches[0], 1)
+        found.append([part for result in (*results, alone) for part in (result.logits, *result.attention_output)]
+                     + [part for cache in caches if cache.states for state in cache.states.current for part in state])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def check_every_drafter(folder: Path, dtype: str, settings: dict[str, Any], tokens: int) -> None:

@@ -7,6 +7,8 @@ import logging
 import pytest
 
 import longdraft
+from helpers.families import make_family
+from longdraft.drafters.chain import Chain
 from longdraft.errors import UsageError
 from longdraft.model import draft_copy
 
@@ -25,6 +27,17 @@ def test_the_text_is_that_of_plain_decoding(tiny, drafter, weights):
     engine = longdraft.load(str(tiny["gqa"]), drafter=drafter, drafter_options={"draft_weights": weights})
     found, stats = text_of(engine)
     assert found == plain and stats["draft_weights"] == weights and stats["draft_weights_bytes"] > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_5_moe"])
+def test_a_copy_of_experts_drafts_too(tmp_path, monkeypatch, family):
+    """A whole chain in one call."""
+    make_family(tmp_path, family)
+    plain, _ = text_of(longdraft.load(str(tmp_path), drafter="plain"))
+    monkeypatch.setattr(Chain, "_step_by_step", None)
+    engine = longdraft.load(str(tmp_path), drafter="magicdec", drafter_options={"draft_weights": "int4"})
+    found, stats = text_of(engine)
+    assert found == plain and stats["draft_weights"] == "int4" and stats["draft_weights_bytes"] > 0
 
 
 def test_a_batch_of_texts_drafts_with_the_copy_too(tiny):

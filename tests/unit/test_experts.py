@@ -14,7 +14,7 @@ from helpers.checkpoints import load, make_glide, make_heads
 from helpers.eagle import make_eagle
 from helpers.equality import LIARS, prompt_of
 from helpers.families import MIXTURES, logits_of, make_family
-from helpers.family_checks import check_against_transformers, check_every_drafter, check_liar
+from helpers.family_checks import check_against_transformers, check_every_drafter, check_liar, check_one_call
 from longdraft import kernels
 from longdraft.errors import ModelError
 from longdraft.kernels.experts import experts_forward, route
@@ -23,6 +23,7 @@ from longdraft.model import sizing
 from longdraft.model.config import parse_config, read_config
 
 HIDDEN, INNER, COUNT = 48, 32, 6
+ONE_CALL = [*MIXTURES, "qwen3_5_moe", "qwen3_next"]
 
 
 def mixture(ops: kernels.Kernels, *, normalises: bool = True, rounds: bool = False, quantize: str = "none") -> Experts:
@@ -92,6 +93,47 @@ def test_the_models_are_those_of_transformers(tmp_path, name):
     check_against_transformers(tmp_path, name)
     model, tokens = load(tmp_path / "b", "bfloat16"), prompt_of(120)
     assert torch.equal(logits_of(model, tokens, 100), logits_of(model, tokens, 1))
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory) -> dict[str, Path]:
+    """A folder for every family with experts."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ONE_CALL}
+    for name, folder in folders.items():
+        make_family(folder, name)
+    return folders
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@pytest.mark.parametrize("family", ONE_CALL)
+def test_one_call_computes_what_single_operations_compute(mixtures, family, name):
+    """Behind a prompt of more pairs of rows and experts than are multiplied at a time, and a short one."""
+    for dtype, quantize, prompt in (("float32", "none", 400), ("bfloat16", "none", 20), ("bfloat16", "int8", 20),
+                                    ("bfloat16", "int4", 20)):
+        check_one_call(load(mixtures[family], dtype, name, quantize=quantize), prompt)
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_compiled_routing_is_that_of_the_definition(name, dtype):
+    """For every number of experts, with equal logits, and for rows that are not finite."""
+    compiled, reference = (kernels.choose("cpu", dtype, each) for each in (name, "reference"))
+    torch.manual_seed(4)
+    for count, chosen in ((1, 1), (6, 3), (16, 16), (40, 5), (128, 8)):
+        logits = (torch.randn(9, count) * 4).to(compiled.dtype)
+        logits[0] = 1.0
+        logits[1, count // 2] = torch.nan
+        logits[2, 0] = torch.inf
+        logits[3, count // 2 :] = -torch.inf
+        for normalises, rounds in ((True, False), (False, True)):
+            settings = mixture(reference)._replace(chosen=chosen, normalises=normalises, rounds=rounds)
+            found, expected = compiled.route(logits, settings), reference.route(logits, settings)
+            assert torch.equal(found.experts[:3], expected.experts[:3])
+            near = dict(atol=1e-6, rtol=1e-2 if rounds and dtype == "bfloat16" else 1e-5, equal_nan=True)
+            torch.testing.assert_close(found.weights, expected.weights, **near)
+            assert found.weights[1].isnan().all()
+            assert torch.equal(torch.cat([compiled.route(row[None], settings).weights for row in logits])[4:],
+                               found.weights[4:])
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ plain text."""
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from pathlib import Path
@@ -18,19 +17,23 @@ from helpers.checkpoints import load, make_heads
 from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import DRAFTERS, LIARS, prompt_of
 from helpers.families import HYBRIDS, greedy_text_of, logits_of, make_family, make_hybrid, rounding_errors, theirs_of
-from helpers.family_checks import check_batch_and_resumed_text, check_liar, check_quantised_texts, check_rows
+from helpers.family_checks import (
+    check_batch_and_resumed_text,
+    check_liar,
+    check_one_call,
+    check_quantised_texts,
+    check_rows,
+)
 from helpers.generation import by_name, generate
 from helpers.gguf_files import convert, stored
 from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import LongdraftError, ModelError
-from longdraft.kernels.cpu_decoder import CpuDecoder
 from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
-from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.model import heads, sizing
 from longdraft.model.config import parse_config, read_config
 from longdraft.model.tensor_files import TensorFiles
-from longdraft.model.transformer import ForwardRequest, Rows, chain_rows
+from longdraft.model.transformer import chain_rows
 
 LOADED = ["auto", "suffix", "magicdec"]  # drafters of the tests with the whole engine
 
@@ -67,25 +70,7 @@ def test_rows_have_the_same_bits_one_by_one_together_and_in_a_tree(folder, name,
 @pytest.mark.parametrize("name", kernels.available()[:-1])
 @pytest.mark.parametrize("dtype, quantize", [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int4")])
 def test_one_call_computes_what_single_operations_compute(folder, name, dtype, quantize):
-    """The same bits: of the rows of two texts, of their attention, and of their states."""
-    model, tokens = load(folder, dtype, name, quantize=quantize), prompt_of(40)
-    slow = copy.copy(model)
-    slow._decoder = LayerwiseDecoder(model.kernels, model.weights.layers, model._decoder._geometry)
-    assert isinstance(model._decoder, CpuDecoder)
-    found = []
-    for each in (model, slow):
-        caches = [each.new_cache(), each.new_cache()]
-        for cache in caches:
-            each.forward(chain_rows(tokens[:20], 0), cache)
-            cache.commit(range(20))
-        tree = Rows([tokens[20], 7, tokens[21], 5], [20, 21, 21, 22], [-1, 0, 0, 1])
-        results = each.forward_batch([ForwardRequest(each, tree, caches[0], 4),
-                                      ForwardRequest(each, chain_rows(tokens[20:23], 20), caches[1], 3)])
-        caches[0].commit([0, 1, 3])
-        caches[1].commit([0, 1, 2])
-        found.append([part for result in results for part in (result.logits, *result.attention_output)]
-                     + [part for cache in caches for state in cache.states.current for part in state])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    check_one_call(load(folder, dtype, name, quantize=quantize))
 
 
 @pytest.mark.parametrize("name", kernels.available()[:-1])

@@ -7,7 +7,7 @@ import torch
 
 from helpers.checkpoints import load
 from helpers.equality import SETTINGS, params_of, prompt_of
-from helpers.families import CPU_FAMILIES, make_family
+from helpers.families import CPU_FAMILIES, MIXTURES, make_family
 from longdraft.core import Context
 from longdraft.drafters import draft_vocabulary
 from longdraft.drafters.chain import Chain, SelfDraftModel
@@ -67,9 +67,10 @@ def test_native_chains_equal_step_by_step_chains(tiny, family, dtype, budget):
 
 
 @pytest.mark.parametrize("dtype, budget", [("float32", 24), ("bfloat16", 4000)])
-def test_chains_of_a_hybrid_are_the_same_natively(tmp_path, monkeypatch, dtype, budget):
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", *MIXTURES])
+def test_chains_of_hybrids_and_mixtures_are_the_same_natively(tmp_path, monkeypatch, family, dtype, budget):
     """Their rows, and the states behind them. Each native chain is one call."""
-    make_family(tmp_path, "qwen3_5")
+    make_family(tmp_path, family)
     model = load(tmp_path, dtype)
     step_by_step = drafts(model, params_of("paper"), prompt_of(60), budget=budget, natively=False)
     monkeypatch.setattr(Chain, "_step_by_step", None)

@@ -12,8 +12,9 @@ from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, add_partial_sums
+from longdraft.kernels.experts import Routing
 from longdraft.kernels.interface import KV, AttentionOutput
-from longdraft.kernels.weights import Linear
+from longdraft.kernels.weights import Experts, Linear
 
 
 def no_kernels(what: str) -> UsageError:
@@ -79,6 +80,12 @@ class CudaOperations:
 
     def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         raise no_kernels("a clamped activation")
+
+    def route(self, logits: Tensor, experts: Experts) -> Routing:
+        raise no_kernels("a mixture of experts")
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        raise no_kernels("a mixture of experts")
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         raise no_kernels("a soft cap")

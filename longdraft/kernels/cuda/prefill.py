@@ -36,7 +36,7 @@ class PrefillOperations:
     def __init__(self, ops: CudaOperations) -> None:
         self._ops = ops
         self.rms_norm, self.swiglu, self.geglu, self.rope = ops.rms_norm, ops.swiglu, ops.geglu, ops.rope
-        self.clamped_swiglu, self.gate = ops.clamped_swiglu, ops.gate
+        self.clamped_swiglu, self.gate, self.route, self.sigmoid = ops.clamped_swiglu, ops.gate, ops.route, ops.sigmoid
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
         assert isinstance(weight, CudaLinear) and not keep_float  # which is for the head and for experts
