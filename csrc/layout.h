@@ -1,19 +1,15 @@
 // Data structures that all variants share, and the table of a variant's operations.
 #pragma once
 
+#include "memory.h"
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <stdexcept>
 #include <vector>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace longdraft {
 
@@ -24,45 +20,6 @@ constexpr int COLUMNS = 64;          // output columns of a packed tile
 
 constexpr int INT4_GROUP = 32;       // inputs of an int4 weight that share a scale and a zero point
 constexpr int INT4_GROUP_BYTES = COLUMNS * (INT4_GROUP / 2 + 3);  // of such a group in a tile (int4.h)
-
-inline long round_up(long x, long to) { return (x + to - 1) / to * to; }
-
-// Zeroed memory, aligned to 64 bytes. Large allocations use huge pages where the system has them: with small pages,
-// address translation would take half of the time of reading a long cache.
-class Memory {
-  public:
-    explicit Memory(size_t bytes) {
-        size_t alignment = bytes < HUGE ? 64 : HUGE;
-        bytes = (bytes + alignment - 1) / alignment * alignment;
-        data_ = std::aligned_alloc(alignment, bytes);
-        if (!data_) throw std::bad_alloc();
-#if defined(__linux__)
-        if (alignment == HUGE) madvise(data_, bytes, MADV_HUGEPAGE);
-#endif
-        std::memset(data_, 0, bytes);
-    }
-    ~Memory() { std::free(data_); }
-    Memory(const Memory&) = delete;
-    Memory& operator=(const Memory&) = delete;
-    uint32_t* words() const { return static_cast<uint32_t*>(data_); }
-
-  private:
-    static constexpr size_t HUGE = size_t{2} << 20;
-    void* data_;
-};
-
-// Memory for intermediate values, kept by each thread and grown as needed. Uses of one SLOT must not overlap.
-template <int SLOT> void* workspace(size_t bytes) {
-    thread_local std::unique_ptr<Memory> memory;
-    thread_local size_t held = 0;
-    if (held < bytes) {
-        memory.reset();
-        held = 0;
-        memory.reset(new Memory(bytes + bytes / 2));
-        held = bytes + bytes / 2;
-    }
-    return memory->words();
-}
 
 // A weight [n, k] in tiles of 64 of its rows: [n / 64][k / PER_WORD][64] words. For bfloat16, k is padded with zeros to a
 // multiple of 32, which the matrix unit sums in one instruction. `bias` is [n] or empty.
@@ -78,9 +35,13 @@ struct Linear {
     std::unique_ptr<Memory> data;
     std::vector<float> bias, scale;
 
-    Linear(bool bf16, int bits, long rows, long columns)
+    // lasts  whether it lives as long as the model: its memory may be shared with other weights
+    Linear(bool bf16, int bits, long rows, long columns, bool lasts = true)
         : is_bf16(bf16), is_int8(bits == 8), is_int4(bits == 4), n(rows), k(columns),
-          steps(bf16 ? round_up(columns, 32) / 2 : columns), data(new Memory(static_cast<size_t>(tiles()) * tile_bytes())) {}
+          steps(bf16 ? round_up(columns, 32) / 2 : columns) {
+        const size_t size = static_cast<size_t>(tiles()) * tile_bytes();
+        data = lasts ? weight_memory(size) : std::make_unique<Memory>(size);
+    }
     Linear(const Linear&) = delete;
     long tiles() const { return round_up(n, COLUMNS) / COLUMNS; }
     long num_groups() const { return round_up(k, INT4_GROUP) / INT4_GROUP; }

@@ -99,7 +99,7 @@ Linear* take_rows(const Kernels& kernels, const Linear& weight, const std::vecto
     require(!weight.is_int4 && !rows.empty(), "a weight that is not int4, and one or more rows");
     for (int64_t row : rows) require(0 <= row && row < weight.n, "rows of the weight");
     const int bits = weight.is_int8 ? 8 : weight.is_bf16 ? 16 : 32;
-    auto* taken = new Linear(weight.is_bf16, bits, static_cast<long>(rows.size()), weight.k);
+    auto* taken = new Linear(weight.is_bf16, bits, static_cast<long>(rows.size()), weight.k, false);
     kernels.take_rows(weight, rows.data(), *taken);
     return taken;
 }
