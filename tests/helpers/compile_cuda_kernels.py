@@ -32,7 +32,7 @@ VOCABULARY = dict(vocabulary="i32")
 def kernels():
     """(kernel, types of its arguments, constants, options). The usual form of a kernel comes first."""
     attend = dict(q=BF16, k=BF16, v=BF16, k_scale=F32, v_scale=F32, where=I64, path=I32, depths=I32, max_scores=F32,
-                  weight_sums=F32, value_sums=F32, is_end="i32", num_rows="i32", capacity="i32", num_splits="i32",
+                  weight_sums=F32, value_sums=F32, end_splits="i32", num_rows="i32", capacity="i32", num_splits="i32",
                   path_stride="i32", window="i32", factor="fp32")
     shape = dict(KV_HEADS=8, GROUP=4, DIM=128, PADDED=128, LANES=64, BLOCK=64, IS_SCALED=False, HAS_WINDOW=False,
                  STAGES=3, **SPLITS)

@@ -118,17 +118,15 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
     short, num_short, long = plan.splits
     sizes = {"DIM": dim, "PADDED": padded_size(dim), "SHORT": short, "NUM_SHORT": num_short, "LONG": long}
     factor = math.log2(math.e) / math.sqrt(dim)
-    tiles = ceil_div(rows * plan.group, plan.lanes)
-    end_tiles = rows * ceil_div(plan.group, plan.lanes)
+    ends = plan.end_splits(rows) * plan.kv_heads * rows * ceil_div(plan.group, plan.lanes)
+    whole = plan.splits.of(length) * plan.kv_heads * ceil_div(rows * plan.group, plan.lanes)
     with on_device(q.device):
-        for is_end, grid in ((0, (tiles, plan.kv_heads, plan.num_splits(length))),
-                             (1, (end_tiles, plan.kv_heads, plan.end_splits(rows)))):
-            jit_attention.attend_split_kernel[grid](
-                q, store.k, store.v, store.k_scale, store.v_scale, where, work.path, work.depths, work.max_scores,
-                work.weight_sums, work.value_sums, is_end, rows, store.capacity, work.num_splits, work.rows, window,
-                factor, KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes, BLOCK=plan.block,
-                IS_SCALED=store.is_scaled, HAS_WINDOW=window > 0, STAGES=2 if plan.is_float else 3, **sizes,
-                num_warps=8 if dim > 128 else 4, **chained(q.device))
+        jit_attention.attend_split_kernel[(ends + whole,)](
+            q, store.k, store.v, store.k_scale, store.v_scale, where, work.path, work.depths, work.max_scores,
+            work.weight_sums, work.value_sums, plan.end_splits(rows), rows, store.capacity, work.num_splits, work.rows,
+            window, factor, KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes, BLOCK=plan.block,
+            IS_SCALED=store.is_scaled, HAS_WINDOW=window > 0, STAGES=2 if plan.is_float else 3, **sizes,
+            num_warps=8 if dim > 128 else 4, **chained(q.device))
         jit_attention.merge_splits_kernel[(rows, heads)](
             work.max_scores, work.weight_sums, work.value_sums, where, work.depths,
             work.max_scores if remainder is None else remainder, out, lse, work.num_splits, HEADS=heads,

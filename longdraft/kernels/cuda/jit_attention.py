@@ -1,18 +1,18 @@
 """Triton kernels for the attention of a tree's rows over a long prefix, computed in splits.
 
-The cut into splits depends on the position alone: 512 positions each up to 8,192, then 2,048. Splits are cut into
-blocks. A split is one online softmax (Milakov and Gimelshein 2018) over its blocks in order; `merge_splits_kernel`
-merges the splits in order.
+The cut into splits depends on the position alone (`attention.Splits`). Splits are cut into blocks. A split is one
+online softmax (Milakov and Gimelshein 2018) over its blocks in order; `merge_splits_kernel` merges the splits in order.
 
-    stage 0, the prefix that all rows share   [ block | block | ... | block ]
-                                              a program computes one split, for many lanes
-    stage 1, the end of each row                                      [ last part of the prefix | path | the row ]
-                                              a program computes one split, for the lanes of one row
+    whole splits of the prefix   [ split | split | ... | split ]
+                                 a program computes one split, for many lanes
+    the end of each row                                        [ rest of the prefix | path | the row ]
+                                 a program computes one split, for the lanes of one row
 
-A *lane* is one query head of one row. Both stages are the same compiled program: stage 1 continues with the state of
-the split that stage 0 left unfinished, and finds drafted keys through the row's path. A node of a tree therefore gets
-the bits of plain decoding, whatever code the compiler generates. Numbers that change between launches are read from
-memory: CUDA graphs require it, and such a number must not select another compiled program.
+A *lane* is one query head of one row. Both kinds of programs are one launch, and run at the same time: an end begins
+where its split begins, so it waits for nothing. It finds drafted keys through the row's path. Both kinds execute the
+same compiled loops, so a node of a tree gets the bits of plain decoding, whatever code the compiler generates. Numbers
+that change between launches are read from memory: CUDA graphs require it, and such a number must not select another
+compiled program.
 
     where  int64 [2]: the number of committed positions; the slot of drafted row 0
 """
@@ -63,9 +63,9 @@ def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score
     return new_max, weight_sum, value_sum
 
 
-@triton.jit(do_not_specialize=["is_end", "num_rows", "capacity", "num_splits", "path_stride", "window"])
+@triton.jit(do_not_specialize=["end_splits", "num_rows", "capacity", "num_splits", "path_stride", "window"])
 def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scores, weight_sums, value_sums,
-                        is_end, num_rows, capacity, num_splits, path_stride, window, factor,
+                        end_splits, num_rows, capacity, num_splits, path_stride, window, factor,
                         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
                         LANES: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr,
                         LONG: tl.constexpr, IS_SCALED: tl.constexpr, HAS_WINDOW: tl.constexpr, STAGES: tl.constexpr,
@@ -78,59 +78,63 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     depths                   [R] int32
     max_scores, weight_sums  [R, H, S] float32: the maximum of the scores in base 2, the sum of the weights
     value_sums               [R, H, S, D] float32: the weighted sum of the values
-    is_end                   the stage: 0 or 1
+    end_splits               splits of a row's end at most
     window                   positions that a row sees, itself included, where HAS_WINDOW
     factor                   log2(e) / sqrt(D)
 
-    Grid (tiles of lanes, Hkv, splits), so that programs that read the same keys run at the same time. Splits are
-    counted down in stage 0: the long ones, which take longest, begin first. In stage 1, splits are counted from the one
-    where the prefix ends, and a tile holds lanes of one row only.
+    Grid (end_splits * Hkv * tiles of ends + whole splits * Hkv * tiles,). Tiles come first, so that programs that read
+    the same keys run at the same time. Ends begin first, then whole splits from the last one: the long ones, which take
+    longest. The splits of an end are counted from the one where the prefix ends, and its tiles hold lanes of one row.
     """
     wait_for_inputs(IS_CHAINED)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     TILES: tl.constexpr = (GROUP + LANES - 1) // LANES  # of one row
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    num_ends = end_splits * KV_HEADS * num_rows * TILES
+    is_end = tl.program_id(0) < num_ends
+    program = tl.where(is_end, tl.program_id(0), tl.program_id(0) - num_ends)
+    tiles = tl.where(is_end, num_rows * TILES, (num_rows * GROUP + LANES - 1) // LANES)
+    tile = program % tiles
+    kv_head = program // tiles % KV_HEADS
+    place_of_split = program // tiles // KV_HEADS
     length = tl.load(where)
     drafts_at = tl.load(where + 1)
-    shared_end = length // BLOCK * BLOCK  # the full blocks of the prefix, which stage 0 computes for all rows
+    shared_end = length // BLOCK * BLOCK  # the full blocks of the prefix
+    first_of_end = split_of(shared_end, SHORT, NUM_SHORT, LONG)
 
     row = tile // TILES
-    first_lane = tl.where(is_end != 0, row * GROUP + tile % TILES * LANES, tile * LANES)
-    end_lane = tl.where(is_end != 0, row * GROUP + GROUP, num_rows * GROUP)
+    first_lane = tl.where(is_end, row * GROUP + tile % TILES * LANES, tile * LANES)
+    end_lane = tl.where(is_end, row * GROUP + GROUP, num_rows * GROUP)
     lane = first_lane + tl.arange(0, LANES)
     is_lane = lane < end_lane
     lane_row = lane // GROUP
     head = kv_head * GROUP + lane % GROUP
 
-    split = tl.where(is_end != 0, split_of(shared_end, SHORT, NUM_SHORT, LONG) + tl.program_id(2),
-                     tl.num_programs(2) - 1 - tl.program_id(2))
-    begin = split_start(split, SHORT, NUM_SHORT, LONG)
-    own = length + tl.load(depths + row, mask=is_end != 0, other=0)  # in stage 1: the row's own position
-    start = tl.maximum(begin, tl.where(is_end != 0, shared_end, 0))
-    stop = tl.minimum(split_start(split + 1, SHORT, NUM_SHORT, LONG), tl.where(is_end != 0, own + 1, shared_end))
+    whole_splits = (tl.num_programs(0) - num_ends) // (tiles * KV_HEADS)
+    split = tl.where(is_end, first_of_end + place_of_split, whole_splits - 1 - place_of_split)
+    start = split_start(split, SHORT, NUM_SHORT, LONG)
+    own = length + tl.load(depths + row, mask=is_end, other=0)  # of an end: the row's own position
+    stop = split_start(split + 1, SHORT, NUM_SHORT, LONG)
+    stop = tl.where(is_end, tl.minimum(stop, own + 1), tl.where(split < first_of_end, stop, start))
+    middle = tl.where(is_end, tl.maximum(start, tl.minimum(stop, shared_end)), stop)
 
     if start < stop:
         dim = tl.arange(0, PADDED)
         is_dim = dim < DIM
         at = (lane_row * HEADS + head).to(tl.int64)
         queries = tl.load(q + at[:, None] * DIM + dim[None, :], mask=is_lane[:, None] & is_dim[None, :], other=0.0)
-        depth = tl.load(depths + lane_row, mask=is_lane, other=0)
-        oldest = tl.where(window > 0, length + depth + 1 - window, 0)  # position that a lane sees
-
-        state = at * num_splits + split
-        continues = lane < tl.where(start > begin, end_lane, 0)
-        max_score = tl.load(max_scores + state, mask=continues, other=float("-inf"))
-        weight_sum = tl.load(weight_sums + state, mask=continues, other=0.0)
-        value_sum_at = value_sums + state[:, None] * DIM + dim[None, :]
-        value_sum = tl.load(value_sum_at, mask=continues[:, None] & is_dim[None, :], other=0.0)
+        oldest = tl.zeros([LANES], tl.int32)  # position that a lane sees
+        if HAS_WINDOW:
+            oldest += length.to(tl.int32) + tl.load(depths + lane_row, mask=is_lane, other=0) + 1 - window
+        max_score = tl.full([LANES], float("-inf"), tl.float32)
+        weight_sum = tl.zeros([LANES], tl.float32)
+        value_sum = tl.zeros([LANES, PADDED], tl.float32)
 
         base = kv_head.to(tl.int64) * capacity
         if HAS_WINDOW:
             start = tl.maximum(start, tl.maximum(length + 1 - window, 0) // BLOCK * BLOCK)
         place = tl.arange(0, BLOCK)
         # Whole blocks of the prefix: no masks, addresses that are known before, so loads run ahead of the arithmetic.
-        for block in tl.range(start, tl.where(is_end != 0, start, stop), BLOCK, num_stages=STAGES):
+        for block in tl.range(start, middle, BLOCK, num_stages=STAGES):
             slot = base + block + place
             if DIM == PADDED:
                 keys = tl.load(k + slot[None, :] * DIM + dim[:, None])
@@ -146,7 +150,7 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
                                                           max_score, weight_sum, value_sum, factor, IS_SCALED,
                                                           HAS_WINDOW)
         # The row's own end: the last part of the prefix, then the drafted rows of its path.
-        for block in tl.range(tl.where(is_end != 0, start, stop), stop, BLOCK, num_stages=1):
+        for block in tl.range(middle, stop, BLOCK, num_stages=1):
             position = block + place
             is_inside = position < stop
             is_draft = is_inside & (position >= length)
@@ -162,9 +166,10 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
             is_seen = is_inside[None, :] & (position[None, :] >= oldest[:, None])
             max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, is_seen,
                                                           max_score, weight_sum, value_sum, factor, IS_SCALED, True)
+        state = at * num_splits + split
         tl.store(max_scores + state, max_score, mask=is_lane)
         tl.store(weight_sums + state, weight_sum, mask=is_lane)
-        tl.store(value_sum_at, value_sum, mask=is_lane[:, None] & is_dim[None, :])
+        tl.store(value_sums + state[:, None] * DIM + dim[None, :], value_sum, mask=is_lane[:, None] & is_dim[None, :])
 
 
 @triton.jit(do_not_specialize=["num_splits"])

@@ -1,6 +1,6 @@
 """What verified rows see in a partial cache that holds them: the attention of all layers in one CUDA graph.
 
-The host would take longer to launch three kernels for each layer than the device takes to run them.
+The host would take longer to launch two kernels for each layer than the device takes to run them.
 """
 
 from __future__ import annotations
