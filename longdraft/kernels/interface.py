@@ -10,7 +10,7 @@ Axes in shapes: R rows, T rows of one text, H query heads, Hkv KV heads, D head 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -191,6 +191,35 @@ class Decoder(Protocol):
 
         `LayersKV.taps` are filled too. They copy rows and change none.
         """
+
+
+class TokenRows(NamedTuple):
+    """The rows of a forward before their embedding.
+
+    table     the embedding table
+    factor    that multiplies embeddings
+    tokens    [R] token ids
+    cos, sin  [R, D / 2] float32, in the host's memory
+    """
+
+    table: Linear
+    factor: float
+    tokens: Sequence[int]
+    cos: Tensor
+    sin: Tensor
+
+    def cut(self, rows: slice) -> TokenRows:
+        """Some of the rows."""
+        return self._replace(tokens=self.tokens[rows], cos=self.cos[rows], sin=self.sin[rows])
+
+
+@runtime_checkable
+class TokenDecoder(Protocol):
+    """A decoder that embeds tokens together with its layers. A device then gets the inputs of a forward in one copy."""
+
+    def forward_tokens(self, rows: TokenRows, texts: Sequence[LayersKV],
+                       parents: Tensor) -> tuple[Tensor, AttentionOutput]:
+        """As `Decoder.forward`, for rows that are not a chunk of a prompt."""
 
 
 class Kernels(Protocol):

@@ -6,8 +6,10 @@ The frequencies of `dynamic` and `longrope` depend on the text's length; see `Tr
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -151,6 +153,13 @@ class RopeTable:
         self._half = max(dim for _, dim in config.kv_shapes) // 2  # pairs of the widest heads
         self._device = device
         self._chunks: dict[int, tuple[Tensor, Tensor]] = {}  # least recently used first
+
+    @cached_property
+    def on_host(self) -> RopeTable:
+        """The same table in the host's memory."""
+        other = copy.copy(self)
+        other._device, other._chunks = torch.device("cpu"), {}
+        return other
 
     def at(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos and sin [R, S D / 2] float32 of positions, for S rotations."""

@@ -29,7 +29,8 @@ from torch import Tensor
 from longdraft.cache.full import FullCache, KVCache, fill_randomly
 from longdraft.cache.states import StateCache
 from longdraft.cache.taps import TapLog
-from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayerWeights, Linear, native_draft
+from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayersKV, LayerWeights, Linear, native_draft
+from longdraft.kernels.interface import TokenDecoder, TokenRows
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, PartOfVocabulary, Ranked, Ranking
 from longdraft.model.config import ModelConfig
 from longdraft.model.rope import RopeTable, max_unscaled_length
@@ -133,6 +134,7 @@ class Transformer:
         if config.rounds_embedding_factor:
             self.embedding_factor = float(torch.tensor(config.embedding_factor, dtype=kernels.dtype))
         self._decoder = kernels.new_decoder(weights.layers, geometry)
+        self._embeds_itself = isinstance(self._decoder, TokenDecoder)
         self._rope = RopeTable(config, 1, kernels.device)
         shapes = config.kv_shapes
         self._largest = len(shapes), *(max(sizes) for sizes in zip(*shapes, strict=True))  # of the layers' KV rows
@@ -249,18 +251,23 @@ class Transformer:
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))  # [L, R, Hkv, D]
         layers_kv = [request.cache.append(*parts)._replace(is_prompt=request.is_prompt) for request, *parts in
                      zip(requests, _split(k, counts, 1), _split(v, counts, 1), strict=True)]
-        hidden, attention_output = self._decoder.forward(
-            self.embed([token for request in requests for token in request.rows.tokens]), *_rotations(requests),
-            layers_kv, torch.tensor([parent for request in requests for parent in request.rows.parents],
-                                    dtype=torch.int32))
+        hidden, attention_output = self._run_layers(requests, layers_kv)
         if kernels.is_device and len(requests) == 1 and requests[0].num_logits == counts[0]:
             return [Forward(hidden, attention_output, None, lambda: self.logits(hidden), self._logits_source)]
         logits = self._last_logits(hidden, [(end, request.num_logits)
                                             for end, request in zip(ends, requests, strict=True)])
-        if len(requests) == 1:
-            return [Forward(hidden, attention_output, None, logits[0])]
-        return [Forward(hidden, attention_output, slice(end - count, end), part)
+        return [Forward(hidden, attention_output, None if len(requests) == 1 else slice(end - count, end), part)
                 for count, end, part in zip(counts, ends, logits, strict=True)]
+
+    def _run_layers(self, requests: Sequence[ForwardRequest],
+                    layers_kv: Sequence[LayersKV]) -> tuple[Tensor, AttentionOutput]:
+        tokens = [token for request in requests for token in request.rows.tokens]
+        parents = torch.tensor([parent for request in requests for parent in request.rows.parents], dtype=torch.int32)
+        if self._embeds_itself and not any(request.is_prompt for request in requests):
+            assert isinstance(self._decoder, TokenDecoder)
+            rows = TokenRows(self.weights.embedding, self.embedding_factor, tokens, *_rotations(requests, True))
+            return self._decoder.forward_tokens(rows, layers_kv, parents)
+        return self._decoder.forward(self.embed(tokens), *_rotations(requests), layers_kv, parents)
 
     def draft_chain(self, cache: DraftStores, ranking: Ranking | DeviceRanking, end: ChainEnd, root: int,
                     path: Sequence[int], position: int, count: int) -> list[Ranked] | None:
@@ -334,9 +341,10 @@ def _split(x: Tensor, counts: Sequence[int], axis: int) -> Sequence[Tensor]:
     return (x,) if len(counts) == 1 else torch.split(x, list(counts), axis)
 
 
-def _rotations(requests: Sequence[ForwardRequest]) -> tuple[Tensor, Tensor]:
+def _rotations(requests: Sequence[ForwardRequest], on_host: bool = False) -> tuple[Tensor, Tensor]:
     """cos and sin [R, D / 2] of all rows, from each text's own table."""
-    if len(requests) == 1:
-        return requests[0].model.rotations(requests[0].rows.positions)
-    parts = [request.model.rotations(request.rows.positions) for request in requests]
+    tables = [request.model._rope.on_host if on_host else request.model._rope for request in requests]
+    parts = [table.at(request.rows.positions) for table, request in zip(tables, requests, strict=True)]
+    if len(parts) == 1:
+        return parts[0]
     return torch.cat([cos for cos, _ in parts]), torch.cat([sin for _, sin in parts])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
@@ -27,10 +28,11 @@ from longdraft.kernels.cuda.drafting import DraftRanking
 from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
 from longdraft.model import config as model_config
 from longdraft.model.routine import run_alone
-from longdraft.model.transformer import Forward, Transformer, chain_rows
+from longdraft.model.transformer import Forward, Transformer, chain_rows, tree_rows
 from longdraft.sampling import process
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.tree import Tree
 
 NAME = "triton-16"
 LAWS = {
@@ -181,3 +183,43 @@ def test_a_plain_step_is_two_graphs_one_launch_and_one_wait(model, prompt, monke
     cache.truncate(length)
     assert launches == ["scatter_rows_kernel"] * 2 and len(waits) == 2
     assert len(replays) == 4 and replays[:2] == replays[2:] and replays[1][0] == "choice"
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
+@pytest.mark.parametrize("tree", [Tree((7,), (-1,), ("",)), Tree((7, 1, 2), (-1, 0, 0), ("", "liar", "liar"))])
+def test_before_its_layers_a_forward_copies_one_tensor_and_launches_nothing(model, prompt, tree, monkeypatch):
+    """Tokens, positions, rotations and parents are uploaded together; the graph embeds them. The device is idle then.
+
+    The graph has three kernels (paths, embedding, norm) and ten for each layer: four products, rotation, attention
+    twice, activation, sum and norm twice.
+    """
+    from triton.runtime import interpreter
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(function.overloadpacket.__name__)
+            return function(*args, **kwargs or {})
+
+    cache, _ = prompt
+    names: list[str] = []
+    launches: list[str] = []
+    launch, graphs, length = interpreter.GridExecutor.__call__, model.kernels.graphs, cache.length
+    before: list[list[str]] = []
+
+    def replay(key: object, work: Callable[[], None]) -> None:
+        before.extend([names.copy(), launches.copy()])
+        with monkeypatch.context() as patch:
+            patch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **named: (
+                launches.append(self.fn.__name__), launch(self, *args, **named)))
+            work()
+
+    model.forward(tree_rows(tree, length), cache, len(tree))  # allocates buffers
+    cache.commit([])
+    monkeypatch.setattr(graphs, "run", replay)
+    with Recorder():
+        model.forward(tree_rows(tree, length), cache, len(tree))
+    cache.commit([])
+    views = {"slice", "view", "split", "split_with_sizes", "expand", "detach", "lift_fresh", "alias"}
+    on_host = {"index", "cat", "_to_copy"} if len(tree) > 1 else set()  # rotations of several rows
+    assert [name for name in before[0] if name not in views | on_host] == ["empty", "empty", "copy_"]
+    assert before[1] == [] and len(launches) == 3 + 10 * model.config.num_layers

@@ -18,6 +18,7 @@ from longdraft.kernels.cuda import prefill
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.row_invariance import first_difference
+from longdraft.kernels.interface import TokenRows
 
 
 @every_dtype
@@ -156,6 +157,29 @@ def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family, monkeypatc
         results.append((out, k, v, *(part[:, -reported:] for part in attention_output)))
     for got, expected in zip(*results, strict=True):
         close(got, expected, dtype, times=20)
+
+
+@pytest.mark.parametrize("quantize, factor", [("none", 1.0), ("int8", 1.7)])
+def test_a_decoder_that_embeds_tokens_computes_the_same_rows(quantize, factor):
+    geometry, kernel = Geometry(2, 1, 16, 1e-5), kernels("float16")
+    decoder = kernel.new_decoder(layers_of(kernel, geometry, 1, "none", False), geometry)
+    table, tokens = kernel.pack(rows_of(30, 48, seed=9), quantize=quantize), [4, 29, 0]
+    angles, parents = rows_of(3, 8, seed=7), parents_of([-1, 0, 0])
+    store, found = kernel.new_store(1, 16), []
+    for is_embedded in (False, True):
+        k, v = (torch.empty(1, 3, 1, 16, dtype=kernel.dtype, device=DEVICE) for _ in range(2))
+        kv = LayersKV([store], 0, k, v)
+        if is_embedded:
+            x = kernel.embed(table, tokens)
+            x = x if factor == 1 else x * factor
+            out, attended = decoder.forward(x, angles.cos(), angles.sin(), [kv], parents)
+        else:
+            rows = TokenRows(table, factor, tokens, angles.cos().cpu(), angles.sin().cpu())
+            out, attended = decoder.forward_tokens(rows, [kv], parents)
+        found.append((out, k, v, *attended))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+    with pytest.raises(ValueError, match="token ids below 30"):
+        decoder.forward_tokens(rows._replace(tokens=[4, 30, 0]), [kv], parents)
 
 
 def test_nothing_keeps_the_cache_of_a_finished_request_alive():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,12 +22,34 @@ from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_s
 from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, PartialSums
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
-from longdraft.kernels.interface import AttentionOutput, LayersKV
+from longdraft.kernels.interface import AttentionOutput, LayersKV, TokenRows
 from longdraft.kernels.weights import Geometry, LayerWeights
 
 _MAP_COLUMNS, _MAP_BLOCK = 32, 128  # of the remainder's map, in one program and at a time
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
-Key = tuple[int, bool, tuple[int, ...], tuple[int, ...]]  # bucket of rows, whether there is a remainder, taps, serials
+_ALIGNED = 4  # int32 of 16 bytes: an address that is not their multiple would select another compiled program
+_EMBED_BLOCK = 1024  # columns
+# Bucket of rows; whether there is a remainder; taps; serials of the stores; id of the embedding table
+Key = tuple[int, bool, tuple[int, ...], tuple[int, ...], int | None]
+
+
+class EmbeddedRows(NamedTuple):
+    """Rows x [R, hidden] and their rotations cos, sin [R, D / 2], on the device."""
+
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def cut(self, rows: slice) -> EmbeddedRows:
+        """Some of the rows."""
+        return EmbeddedRows(*(part[rows] for part in self))
+
+
+class Embedding(NamedTuple):
+    """See `TokenRows`."""
+
+    table: CudaLinear
+    factor: float
 
 
 class ForwardBuffers:
@@ -35,7 +59,8 @@ class ForwardBuffers:
     """
 
     def __init__(self, decoder: CudaDecoder, rows: int, stores: Sequence[CudaStore], has_remainder: bool,
-                 taps: tuple[int, ...] = ()) -> None:
+                 taps: tuple[int, ...] = (), embedding: Embedding | None = None) -> None:
+        """embedding: of the tokens that `load` gets; None: it gets embedded rows."""
         heads, kv_heads, dim = decoder.geometry[:3]
         layers, device, model_dtype = decoder.layers, decoder.ops.device, decoder.ops.dtype
 
@@ -45,10 +70,12 @@ class ForwardBuffers:
         num = len(layers)
         self.rows = rows
         self.x_in, self.x, self.normed = (zeros(rows, decoder.hidden) for _ in range(3))
-        self.cos, self.sin = (zeros(rows, dim // 2, dtype=torch.float32) for _ in range(2))
-        self._places = zeros(4 + rows, dtype=torch.int32)  # uploaded together
-        self.where = self._places[:4].view(torch.int64)  # committed positions; slot of drafted row 0
-        self.parents = self._places[4:]
+        self.embedding = embedding
+        self._staged = zeros(4 + sum(_staged_sizes(rows, dim // 2)), dtype=torch.int32)  # uploaded together
+        self.where = self._staged[:4].view(torch.int64)  # committed positions; slot of drafted row 0
+        cos, sin, parents, tokens = torch.split(self._staged[4:], _staged_sizes(rows, dim // 2))
+        self.cos, self.sin = (part[: rows * dim // 2].view(torch.float32).view(rows, dim // 2) for part in (cos, sin))
+        self.parents, self.tokens = parents[:rows], tokens[:rows]
         self.k, self.v = (zeros(num, rows, kv_heads, dim) for _ in range(2))
         self.q, self.content, self.output = (zeros(num, rows, heads, dim) for _ in range(3))
         self.lse = zeros(num, rows, heads, dtype=torch.float32)
@@ -63,16 +90,22 @@ class ForwardBuffers:
         self.taps = taps
         self.tapped = zeros(len(taps), rows, decoder.hidden)
 
-    def load(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV, parents: Tensor) -> None:
+    def load(self, rows: TokenRows | EmbeddedRows, kv: LayersKV, parents: Tensor) -> None:
         """Copy the inputs of a forward. The padding rows follow the committed part; their results are not read."""
-        rows = len(x)
-        self.x_in[:rows].copy_(x)
-        self.cos[:rows].copy_(cos)
-        self.sin[:rows].copy_(sin)
-        places = torch.full((4 + self.rows,), -1, dtype=torch.int32)
-        places[:4].view(torch.int64).copy_(torch.tensor([kv.length, self.room]))
-        places[4 : 4 + rows] = parents
-        self._places.copy_(places, non_blocking=True)
+        count, half = len(parents), self.cos.shape[1]
+        staged = np.zeros(len(self._staged), dtype=np.int32)
+        staged[:4].view(np.int64)[:] = kv.length, self.room
+        cos, sin, all_parents, tokens = np.split(staged[4:], np.cumsum(_staged_sizes(self.rows, half))[:-1])
+        all_parents[count:] = -1
+        all_parents[:count] = parents.numpy()
+        if isinstance(rows, TokenRows):
+            tokens[:count] = rows.tokens
+            for part, given in ((cos, rows.cos), (sin, rows.sin)):
+                part[: count * half].view(np.float32)[:] = given.numpy().reshape(-1)
+        self._staged.copy_(torch.from_numpy(staged), non_blocking=True)
+        if isinstance(rows, EmbeddedRows):
+            for held, given in ((self.x_in, rows.x), (self.cos, rows.cos), (self.sin, rows.sin)):
+                held[:count].copy_(given)
         self.load_remainder(kv.common_remainder)
 
     def load_remainder(self, remainder: Tensor | None) -> None:
@@ -82,8 +115,14 @@ class ForwardBuffers:
             self._remainder_source = remainder
 
 
+def _staged_sizes(rows: int, half: int) -> list[int]:
+    """Numbers of int32 of cos, sin, parents and tokens, each a multiple of 16 bytes."""
+    return [ceil_div(size, _ALIGNED) * _ALIGNED for size in (rows * half, rows * half, rows, rows)]
+
+
 class CudaDecoder:
-    """See :class:`longdraft.kernels.interface.Decoder`. ValueError where the geometry does not fit the kernels."""
+    """See :class:`longdraft.kernels.interface.Decoder` and `TokenDecoder`. ValueError where the geometry does not fit
+    the kernels."""
 
     def __init__(self, ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
         heads, kv_heads, dim = geometry[:3]
@@ -101,29 +140,45 @@ class CudaDecoder:
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
+        return self._forward(EmbeddedRows(x, cos, sin), texts, parents)
+
+    def forward_tokens(self, rows: TokenRows, texts: Sequence[LayersKV],
+                       parents: Tensor) -> tuple[Tensor, AttentionOutput]:
+        table = rows.table
+        require(len(rows.tokens) > 0 and min(rows.tokens) >= 0 and max(rows.tokens) < table.out_features,
+                f"token ids below {table.out_features}", rows.tokens)
+        return self._forward(rows, texts, parents)
+
+    def _forward(self, rows: TokenRows | EmbeddedRows, texts: Sequence[LayersKV],
+                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         """Run the texts one after another, each with the graph of its own rows and cache."""
+        if len(texts) == 1:
+            return self._forward_text(rows, texts[0], parents)
         results, start = [], 0
         for kv in texts:
             own = slice(start, start + kv.k.shape[1])
-            results.append(self._forward_text(x[own], cos[own], sin[own], kv, parents[own]))
+            results.append(self._forward_text(rows.cut(own), kv, parents[own]))
             start = own.stop
-        if len(results) == 1:
-            return results[0]
         attended = (with_all_rows(output, len(hidden)) for hidden, output in results)
         outputs = (torch.cat(part, 1) for part in zip(*attended, strict=True))
         return torch.cat([hidden for hidden, _ in results]), AttentionOutput(*outputs)
 
-    def _forward_text(self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayersKV,
+    def _forward_text(self, inputs: TokenRows | EmbeddedRows, kv: LayersKV,
                       parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        rows, stores = len(x), cuda_stores(kv.stores)
+        rows, stores = len(parents), cuda_stores(kv.stores)
         room = min(store.room for store in stores)
         require(kv.length <= room, f"a length of at most {room} positions", kv.length)
-        if kv.is_prompt and kv.remainder is None:
-            return prefill(self.ops, self.layers, self.geometry, x, cos, sin, kv, parents)
+        embedding = None
+        if isinstance(inputs, TokenRows):
+            assert isinstance(inputs.table, CudaLinear)
+            embedding = Embedding(inputs.table, inputs.factor)
+        elif kv.is_prompt and kv.remainder is None:
+            return prefill(self.ops, self.layers, self.geometry, *inputs, kv, parents)
         for store in stores:
             store.reserve_drafts(max(rows, BUCKETS[-1]))
-        buffers = self.buffers_for(rows, stores, kv.remainder is not None, kv.taps.layers if kv.taps else ())
-        buffers.load(x, cos, sin, kv, parents)
+        taps = kv.taps.layers if kv.taps else ()
+        buffers = self.buffers_for(rows, stores, kv.remainder is not None, taps, embedding)
+        buffers.load(inputs, kv, parents)
         if buffers.rows in BUCKETS:
             self.ops.graphs.run(buffers, lambda: self.run_layers(buffers, stores))
         else:
@@ -136,13 +191,14 @@ class CudaDecoder:
         return buffers.x[:rows].clone(), AttentionOutput(*parts)
 
     def buffers_for(self, rows: int, stores: Sequence[CudaStore], has_remainder: bool,
-                     taps: tuple[int, ...]) -> ForwardBuffers:
+                    taps: tuple[int, ...] = (), embedding: Embedding | None = None) -> ForwardBuffers:
         """The buffers for `rows` rows over these stores. The most recently used ones are kept."""
         bucket = next((size for size in BUCKETS if size >= rows), rows)
-        key = (bucket, has_remainder, taps, tuple(store.serial for store in stores))
+        serials = tuple(store.serial for store in stores)
+        key = (bucket, has_remainder, taps, serials, None if embedding is None else id(embedding.table))
         buffers = self._buffers.pop(key, None)
         if buffers is None:
-            buffers = ForwardBuffers(self, bucket, stores, has_remainder, taps)
+            buffers = ForwardBuffers(self, bucket, stores, has_remainder, taps, embedding)
             if bucket in BUCKETS:
                 weakref.finalize(stores[0], _drop_buffers, weakref.ref(self), key).atexit = False
         if bucket in BUCKETS:
@@ -159,6 +215,8 @@ class CudaDecoder:
     def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore]) -> None:
         """All layers over the buffers. The launches do not depend on the buffers' contents, as a graph requires."""
         geometry, post_norm = self.geometry, self.geometry.post_norm
+        if buffers.embedding:
+            self._embed(buffers, *buffers.embedding)
         buffers.work.set_tree(buffers.parents)
         x, source = buffers.x_in, buffers.x_in
         if not post_norm:
@@ -177,6 +235,13 @@ class CudaDecoder:
             self._add_and_norm(buffers, x, self._product(buffers, inner, down), layer.mlp_norm,
                                None if is_last else self.layers[index + 1].attention_norm)
         self._tap(buffers, len(self.layers), x)
+
+    def _embed(self, buffers: ForwardBuffers, table: CudaLinear, factor: float) -> None:
+        with on_device(buffers.x.device):
+            jit_rows.embed_rows_kernel[(buffers.rows, ceil_div(self.hidden, _EMBED_BLOCK))](
+                buffers.tokens, table.weight, buffers.sums if table.scale is None else table.scale, buffers.x_in,
+                factor, HIDDEN=self.hidden, BLOCK=_EMBED_BLOCK, HAS_SCALE=table.scale is not None,
+                HAS_FACTOR=factor != 1, **chained(buffers.x.device))
 
     @staticmethod
     def _tap(buffers: ForwardBuffers, layer: int, x: Tensor) -> None:

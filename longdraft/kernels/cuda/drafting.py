@@ -128,7 +128,7 @@ class DraftChain:
         self._decoder, self._shape, self._embedding = decoder, shape, embedding
         self._stores, self._chooser = cuda_stores(stores.stores), chooser
         device, dim = decoder.ops.device, decoder.geometry.head_dim
-        self._buffers: ForwardBuffers = decoder.buffers_for(1, self._stores, stores.remainder is not None, ())
+        self._buffers: ForwardBuffers = decoder.buffers_for(1, self._stores, stores.remainder is not None)
         self._ranking = DraftRanking(chooser, head.out_features, width, device)
         self._rotations = [torch.zeros(MAX_CHAIN, dim // 2, device=device) for _ in range(2)]
         self._source = LogitsSource(decoder.ops.graphs, decoder.ops.tile, shape.weights.norm, shape.eps,

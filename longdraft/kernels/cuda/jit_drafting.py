@@ -12,6 +12,7 @@ import triton.language as tl
 
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
 from longdraft.kernels.cuda.jit_choice import best_and_first_id, gumbel_from_bits, noise_bits
+from longdraft.kernels.cuda.jit_rows import embedding_of
 
 _NONE = tl.constexpr(2147483647)  # larger than every token id
 _SLOTS = tl.constexpr(18)  # int64 of a place's outcome: number of guesses; bits of the lead; up to 16 guesses
@@ -96,23 +97,18 @@ def begin_place_kernel(text, state, table, scale, rotations_cos, rotations_sin, 
                        HAS_SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The first layer's input for the text's last token: its embedding, and the rotation of its place in the chain.
 
-    table      [V, HIDDEN] in the model's dtype, or int8 with a scale [V] float32
+    table      see `embedding_of`
     rotations  cos, sin [places, HALF] float32
     x          [1, HIDDEN]; cos, sin [1, HALF]
 
     Grid (HIDDEN / BLOCK,).
     """
     wait_for_inputs(IS_CHAINED)
-    token = tl.load(text + tl.load(state) - 1).to(tl.int64)
+    token = tl.load(text + tl.load(state) - 1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = column < HIDDEN
-    value = tl.load(table + token * HIDDEN + column, mask=mask, other=0).to(tl.float32)
-    if HAS_SCALE:
-        value = value * tl.load(scale + token)
-    value = value.to(x.dtype.element_ty).to(tl.float32)
-    if HAS_FACTOR:
-        value = value * factor
-    tl.store(x + column, value.to(x.dtype.element_ty), mask=mask)
+    value = embedding_of(token, table, scale, column, mask, factor, x, HIDDEN, HAS_SCALE, HAS_FACTOR)
+    tl.store(x + column, value, mask=mask)
     if tl.program_id(0) == 0:
         half = tl.arange(0, PADDED)
         at = tl.load(state + 3) * HALF + half

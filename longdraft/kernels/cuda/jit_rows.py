@@ -100,6 +100,34 @@ def add_and_norm_kernel(x, parts, scale, bias, own_norm, next_norm, x_out, out, 
 
 
 @triton.jit
+def embedding_of(token, table, scale, column, mask, factor, like, HIDDEN: tl.constexpr, HAS_SCALE: tl.constexpr,
+                 HAS_FACTOR: tl.constexpr):
+    """Columns of a token's embedding in the element type of the pointer `like`.
+
+    table  [V, HIDDEN] in the model's dtype, or int8 with a scale [V] float32
+    """
+    value = tl.load(table + token.to(tl.int64) * HIDDEN + column, mask=mask, other=0).to(tl.float32)
+    if HAS_SCALE:
+        value = value * tl.load(scale + token)
+    value = rounded(value, like)
+    if HAS_FACTOR:
+        value = value * factor
+    return value.to(like.dtype.element_ty)
+
+
+@triton.jit
+def embed_rows_kernel(tokens, table, scale, x, factor, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+                      HAS_SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, IS_CHAINED: tl.constexpr):
+    """The embeddings x [R, HIDDEN] of tokens [R] int32. Grid (R, HIDDEN / BLOCK)."""
+    wait_for_inputs(IS_CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < HIDDEN
+    value = embedding_of(tl.load(tokens + row), table, scale, column, mask, factor, x, HIDDEN, HAS_SCALE, HAS_FACTOR)
+    tl.store(x + row * HIDDEN + column, value, mask=mask)
+
+
+@triton.jit
 def silu(gate):
     """gate / (1 + exp(-gate)). Where exp overflows to infinity, the result is 0, which is correct."""
     return tl.div_rn(gate, 1.0 + tl.exp(-gate))
