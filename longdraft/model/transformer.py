@@ -134,7 +134,7 @@ class Transformer:
         if config.rounds_embedding_factor:
             self.embedding_factor = float(torch.tensor(config.embedding_factor, dtype=kernels.dtype))
         self._decoder = kernels.new_decoder(weights.layers, geometry)
-        self._embeds_itself = isinstance(self._decoder, TokenDecoder)
+        self._token_decoder = self._decoder if isinstance(self._decoder, TokenDecoder) else None
         self._rope = RopeTable(config, 1, kernels.device)
         shapes = config.kv_shapes
         self._largest = len(shapes), *(max(sizes) for sizes in zip(*shapes, strict=True))  # of the layers' KV rows
@@ -263,10 +263,9 @@ class Transformer:
                     layers_kv: Sequence[LayersKV]) -> tuple[Tensor, AttentionOutput]:
         tokens = [token for request in requests for token in request.rows.tokens]
         parents = torch.tensor([parent for request in requests for parent in request.rows.parents], dtype=torch.int32)
-        if self._embeds_itself and not any(request.is_prompt for request in requests):
-            assert isinstance(self._decoder, TokenDecoder)
+        if self._token_decoder and not any(request.is_prompt for request in requests):
             rows = TokenRows(self.weights.embedding, self.embedding_factor, tokens, *_rotations(requests, True))
-            return self._decoder.forward_tokens(rows, layers_kv, parents)
+            return self._token_decoder.forward_tokens(rows, layers_kv, parents)
         return self._decoder.forward(self.embed(tokens), *_rotations(requests), layers_kv, parents)
 
     def draft_chain(self, cache: DraftStores, ranking: Ranking | DeviceRanking, end: ChainEnd, root: int,

@@ -71,11 +71,11 @@ class ForwardBuffers:
         self.rows = rows
         self.x_in, self.x, self.normed = (zeros(rows, decoder.hidden) for _ in range(3))
         self.embedding = embedding
-        self._staged = zeros(4 + sum(_staged_sizes(rows, dim // 2)), dtype=torch.int32)  # uploaded together
-        self.where = self._staged[:4].view(torch.int64)  # committed positions; slot of drafted row 0
-        cos, sin, parents, tokens = torch.split(self._staged[4:], _staged_sizes(rows, dim // 2))
-        self.cos, self.sin = (part[: rows * dim // 2].view(torch.float32).view(rows, dim // 2) for part in (cos, sin))
-        self.parents, self.tokens = parents[:rows], tokens[:rows]
+        self._parts = _staged_parts(rows, dim // 2)
+        self._staged = zeros(self._parts[-1].stop + -self._parts[-1].stop % _ALIGNED, dtype=torch.int32)
+        where, cos, sin, self.parents, self.tokens = (self._staged[part] for part in self._parts)
+        self.where = where.view(torch.int64)  # committed positions; slot of drafted row 0
+        self.cos, self.sin = (part.view(torch.float32).view(rows, dim // 2) for part in (cos, sin))
         self.k, self.v = (zeros(num, rows, kv_heads, dim) for _ in range(2))
         self.q, self.content, self.output = (zeros(num, rows, heads, dim) for _ in range(3))
         self.lse = zeros(num, rows, heads, dtype=torch.float32)
@@ -94,8 +94,8 @@ class ForwardBuffers:
         """Copy the inputs of a forward. The padding rows follow the committed part; their results are not read."""
         count, half = len(parents), self.cos.shape[1]
         staged = np.zeros(len(self._staged), dtype=np.int32)
-        staged[:4].view(np.int64)[:] = kv.length, self.room
-        cos, sin, all_parents, tokens = np.split(staged[4:], np.cumsum(_staged_sizes(self.rows, half))[:-1])
+        where, cos, sin, all_parents, tokens = (staged[part] for part in self._parts)
+        where.view(np.int64)[:] = kv.length, self.room
         all_parents[count:] = -1
         all_parents[:count] = parents.numpy()
         if isinstance(rows, TokenRows):
@@ -115,9 +115,13 @@ class ForwardBuffers:
             self._remainder_source = remainder
 
 
-def _staged_sizes(rows: int, half: int) -> list[int]:
-    """Numbers of int32 of cos, sin, parents and tokens, each a multiple of 16 bytes."""
-    return [ceil_div(size, _ALIGNED) * _ALIGNED for size in (rows * half, rows * half, rows, rows)]
+def _staged_parts(rows: int, half: int) -> list[slice]:
+    """Places of two positions (int64), cos, sin, parents and tokens in the int32 that are uploaded together."""
+    parts, start = [], 0
+    for size in (4, rows * half, rows * half, rows, rows):
+        parts.append(slice(start, start + size))
+        start += ceil_div(size, _ALIGNED) * _ALIGNED
+    return parts
 
 
 class CudaDecoder:
