@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -32,6 +32,16 @@ class DraftModel(Protocol):
     def next_logits(self, context: Context, path: Sequence[int]) -> Routine[Tensor | None]:
         """Logits [1, V] behind `path`: the last token of the text, then drafted tokens. None: the model is still
         reading the text, and drafts nothing in this step."""
+
+
+@runtime_checkable
+class ChainModel(DraftModel, Protocol):
+    """A draft model that can draft a whole chain in one call."""
+
+    def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
+                       margin: float, end: ChainEnd) -> list[Ranked] | None:
+        """The guesses of a chain behind `path`, place by place. None where that is not possible: see `_step_by_step`,
+        which gives the same guesses."""
 
 
 class Chain(NamedTuple):
@@ -60,7 +70,7 @@ class Chain(NamedTuple):
         """
         node, path, end = 0, list(path), self.confidence.end() if self.confidence else NEVER
         places = None
-        if isinstance(self.draft_model, SelfDraftModel):
+        if isinstance(self.draft_model, ChainModel):
             places = self.draft_model.draft_natively(context, path, length, self.sampler, self.width, self.margin, end)
         if places is None:
             places = yield from self._step_by_step(context, path, length, end)

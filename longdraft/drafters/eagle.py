@@ -23,8 +23,10 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters.layer_drafter import LayerDrafter
 from longdraft.drafters.options import DrafterOptions, check_chain
 from longdraft.errors import check
+from longdraft.kernels.native_draft import ChainEnd, Ranked
 from longdraft.model.eagle import Eagle
 from longdraft.model.routine import atomic
+from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import common_prefix
 
@@ -96,6 +98,23 @@ class EagleDraftModel:
             self._forward(self._head.fed_back(self._outputs[-1]), [token], self.rows.end + self.rows.num_drafts)
             self._drafts.append(token)
         return self._head.logits(self._outputs[-1])
+
+    def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
+                       margin: float, end: ChainEnd) -> list[Ranked] | None:
+        """See `ChainModel`. Only on a device, where the rows of the drafts are forgotten: the next step computes them
+        from the target's states."""
+        if not sampler.on_device or length < 1 or len(path) != 1 or not self._head.shares_kernels:
+            return None
+        self._read_text(context)
+        vocabulary = self._head.vocabulary
+        ranking = sampler.native_ranking(context, vocabulary, width, margin)
+        if not self._outputs or not isinstance(ranking, DeviceRanking):
+            return None
+        self.rows.num_drafts, self._drafts = 0, []
+        del self._outputs[1:]
+        rotations = self._head.rotations(range(self.rows.end, self.rows.end + length - 1))
+        return ranking.sampler.draft_layers(self._head, self._head.kernels, self.rows.stores, self.rows.length,
+                                            self._outputs[0], vocabulary, rotations, ranking, end)
 
     def _read_text(self, context: Context) -> None:
         """Read the rows whose states are new: of many, the first and the latest ones that the head can see."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import KV, Geometry, KVStore, LayerWeights, Linear
-from longdraft.kernels.layer import layer_forward
+from longdraft.kernels.layer import LayerOperations, layer_forward
 from longdraft.model.eagle_config import FC, EagleConfig
 from longdraft.model.rope import RopeTable
 from longdraft.model.transformer import Transformer
@@ -76,6 +76,7 @@ class Eagle:
         self._geometry = Geometry(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rms_norm_eps,
                                   rounds_once=layer.rounds_once)
         self._rope = RopeTable(layer, 1, self.kernels.device)
+        self._first_row = torch.tensor([-1], dtype=torch.int32)  # the parents of a row alone
 
     def reading(self, layers: Sequence[int], **flags: Any) -> Eagle:
         """This head with another meaning of its config.json. Weights are shared."""
@@ -102,21 +103,46 @@ class Eagle:
         stores   keys and values of each layer, of which the first `length` rows are visible
         parents  [T] as for `Kernels.attention`
         """
+        own = self._weights.embedding
+        e = self._target.embed(tokens) if own is None else self.kernels.embed(own, tokens)
+        return self._run(self.kernels, y, e, self.rotations(positions), stores, length, parents)
+
+    def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
+                 stores: Sequence[KVStore]) -> Tensor:
+        """See `longdraft.kernels.cuda.layer_chain.DraftLayers`."""
+        return self._run(ops, self.fed_back(row), embedded, rotations, stores, 0, self._first_row).hidden
+
+    @property
+    def embedding(self) -> tuple[Linear, float]:
+        """The table of token embeddings, and the factor that multiplies these."""
+        own = self._weights.embedding
+        return (self._target.weights.embedding, self._target.embedding_factor) if own is None else (own, 1.0)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits: those of the target."""
+        return self._target.config.vocab_size
+
+    @property
+    def shares_kernels(self) -> bool:
+        """Whether the target is not divided among ranks."""
+        return self._target.kernels is self.kernels
+
+    def _run(self, ops: LayerOperations, y: Tensor, e: Tensor, rotations: tuple[Tensor, Tensor],
+             stores: Sequence[KVStore], length: int, parents: Tensor) -> EagleRows:
+        """`forward`, from the tokens' embeddings."""
         kernels, weights = self.kernels, self._weights
-        cos, sin = self.rotations(positions)
-        x, source = self._inputs(y, tokens)
+        x, source = self._inputs(y, e)
         shape = (len(weights.layers), len(y), self._geometry.num_kv_heads, self._geometry.head_dim)
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))
         for index, layer in enumerate(weights.layers):
             kv = KV(stores[index], length, k[index], v[index])
-            x, _ = layer_forward(kernels, x, layer, self._geometry, cos, sin, [kv], parents,
-                                 None if index else source)
+            x, _ = layer_forward(ops, x, layer, self._geometry, *rotations, [kv], parents, None if index else source)
         return EagleRows(x, k, v)
 
-    def _inputs(self, y: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    def _inputs(self, y: Tensor, e: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual of the first layer, and the input of its queries, keys and values; None: after its norm."""
         weights, kernels = self._weights, self.kernels
-        e = self._target.embed(tokens) if weights.embedding is None else kernels.embed(weights.embedding, tokens)
         if self.config.version == 1:
             assert weights.fc is not None
             if weights.norms:  # native multi-token prediction

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from longdraft.core import Context, SamplingParams
-from longdraft.kernels import Decoder, Kernels
+from longdraft.kernels import Decoder, Kernels, KVStore
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
 from longdraft.tree import Tree
 
 if TYPE_CHECKING:
     from longdraft.kernels.cuda.choice import ChosenTokens, LogitsSource
     from longdraft.kernels.cuda.drafting import DraftChain, DraftRanking
+    from longdraft.kernels.cuda.layer_chain import DraftLayers, LayerChain
 
 MAX_GUESSES = 16  # that the device ranks at a place
 Behind = tuple["LogitsSource", Tensor]
@@ -47,6 +48,7 @@ class DeviceSampler:
         self._chooser = TokenChooser(rules, kernels.device)
         self._rankings: dict[tuple[int, int], DraftRanking] = {}  # by vocabulary and number of guesses
         self._chains: dict[object, DraftChain] = {}
+        self._layer_chain: tuple[object, LayerChain] | None = None
 
     def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:
         """The token behind each node; NO_TOKEN (-1) where a row's logits are not finite."""
@@ -104,6 +106,22 @@ class DeviceSampler:
             return None
         return draft_chain(decoder, weights, stores, self._chooser, self._chains, ranking.width,
                            rotations, path, ranking.required - len(path), ranking.within, end)
+
+    def draft_layers(self, layers: DraftLayers, kernels: Kernels, stores: Sequence[KVStore], length: int, row: Tensor,
+                     vocabulary: int, rotations: tuple[Tensor, Tensor], ranking: DeviceRanking,
+                     end: ChainEnd) -> list[Ranked]:
+        """A chain behind the text from trained layers; see `LayerChain.draft`."""
+        from longdraft.kernels.cuda.kv_store import cuda_stores
+        from longdraft.kernels.cuda.layer_chain import LayerChain
+        from longdraft.kernels.cuda.operations import CudaOperations
+
+        assert isinstance(kernels, CudaOperations)
+        held = cuda_stores(stores)
+        key = (id(layers), ranking.width, *(store.serial for store in held))
+        if self._layer_chain is None or self._layer_chain[0] != key:
+            chain = LayerChain(layers, kernels, held, self._chooser, vocabulary, ranking.width, row)
+            self._layer_chain = key, chain
+        return self._layer_chain[1].draft(row, length, rotations, ranking.required, ranking.within, end)
 
     def _update(self, context: Context) -> None:
         start = self._chooser.length

@@ -10,6 +10,7 @@ The `jit_*` modules hold the Triton kernels, the other modules launch them. Each
     prefill                       all layers, for a chunk of the prompt
     decoder                       all layers, for a few rows at a time
     drafting                      guesses and whole chains of drafts
+    layer_chain                   whole chains of drafts from trained layers
     row_invariance                tests a decoder on the device at hand
     kernels                       `CudaKernels`, the implementation of `longdraft.kernels.interface.Kernels`
 

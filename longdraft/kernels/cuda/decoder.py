@@ -28,7 +28,7 @@ from longdraft.kernels.weights import Geometry, LayerWeights
 _MAP_COLUMNS, _MAP_BLOCK = 32, 128  # of the remainder's map, in one program and at a time
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
 _ALIGNED = 4  # int32 of 16 bytes: an address that is not their multiple would select another compiled program
-_EMBED_BLOCK = 1024  # columns
+EMBED_BLOCK = 1024  # columns
 # Bucket of rows; whether there is a remainder; taps; serials of the stores; id of the embedding table
 Key = tuple[int, bool, tuple[int, ...], tuple[int, ...], int | None]
 
@@ -242,9 +242,9 @@ class CudaDecoder:
 
     def _embed(self, buffers: ForwardBuffers, table: CudaLinear, factor: float) -> None:
         with on_device(buffers.x.device):
-            jit_rows.embed_rows_kernel[(buffers.rows, ceil_div(self.hidden, _EMBED_BLOCK))](
+            jit_rows.embed_rows_kernel[(buffers.rows, ceil_div(self.hidden, EMBED_BLOCK))](
                 buffers.tokens, table.weight, buffers.sums if table.scale is None else table.scale, buffers.x_in,
-                factor, HIDDEN=self.hidden, BLOCK=_EMBED_BLOCK, HAS_SCALE=table.scale is not None,
+                factor, HIDDEN=self.hidden, BLOCK=EMBED_BLOCK, HAS_SCALE=table.scale is not None,
                 HAS_FACTOR=factor != 1, **chained(buffers.x.device))
 
     @staticmethod

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from longdraft.kernels.cuda import jit_choice, jit_drafting
 from longdraft.kernels.cuda.choice import BLOCK, MAX_CHAIN, LogitsSource, TokenChooser
-from longdraft.kernels.cuda.decoder import CudaDecoder, ForwardBuffers
+from longdraft.kernels.cuda.decoder import EMBED_BLOCK, CudaDecoder, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import new_owner
 from longdraft.kernels.cuda.kv_store import cuda_stores
 from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_size, require
@@ -31,7 +31,6 @@ from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, 
 
 _UNROLLED = 4  # tokens of the larger graph
 _MAX_WIDTH = 16
-_EMBED_BLOCK = 1024  # columns
 
 
 class DraftRanking:
@@ -150,20 +149,21 @@ class DraftChain:
         buffers, count = self._buffers, len(rotations[0])
         require(count <= MAX_CHAIN, f"chains of at most {MAX_CHAIN} tokens", count)
         self._chooser.place(path)
-        self._ranking.begin(within, self._chooser.length + len(path), required)
-        for held, rows in zip(self._rotations, rotations, strict=True):
-            held[:count].copy_(rows)
-        buffers.parents.fill_(-1)
-        buffers.where.fill_(stores.length)  # each row's slot is its place in the cache
-        buffers.load_remainder(stores.remainder)
         graphs, text = self._decoder.ops.graphs, self._chooser.text
         has_bans = required > 0
+
+        def begin() -> None:
+            self._ranking.begin(within, self._chooser.length + len(path), required)
+            for held, rows in zip(self._rotations, rotations, strict=True):
+                held[:count].copy_(rows)
+            buffers.parents.fill_(-1)
+            buffers.where.fill_(stores.length)  # each row's slot is its place in the cache
+            buffers.load_remainder(stores.remainder)
+
         with on_device(self._logits.device):
-            for unrolled in [_UNROLLED] * (count // _UNROLLED) + [1] * (count % _UNROLLED):
-                key = ("chain", self._key, unrolled, has_bans, text.data_ptr())
-                graphs.run(key, partial(self._places, unrolled, text, has_bans))
-        places = self._ranking.read(count)
-        return _until_end(places, end)
+            graphs.run_in_turn([(("chain", self._key, size, has_bans, text.data_ptr()),
+                                 partial(self._places, size, text, has_bans)) for size in in_graphs(count)], begin)
+        return until_end(self._ranking.read(count), end)
 
     def _places(self, count: int, text: Tensor, has_bans: bool) -> None:
         for _ in range(count):
@@ -171,13 +171,9 @@ class DraftChain:
 
     def _place(self, text: Tensor, has_bans: bool) -> None:
         """One token: from the text's last token to the next."""
-        buffers, ranking, embedding, shape = self._buffers, self._ranking, self._embedding, self._shape
-        hidden, half, scale = embedding.in_features, self._rotations[0].shape[1], embedding.scale
-        jit_drafting.begin_place_kernel[(ceil_div(hidden, _EMBED_BLOCK),)](
-            text, ranking.state, embedding.weight, self._sums if scale is None else scale, *self._rotations,
-            buffers.x_in, buffers.cos, buffers.sin, shape.embedding_factor, HIDDEN=hidden, HALF=half,
-            PADDED=padded_size(half), BLOCK=_EMBED_BLOCK, HAS_SCALE=scale is not None,
-            HAS_FACTOR=shape.embedding_factor != 1, **chained(text.device))
+        buffers, ranking = self._buffers, self._ranking
+        embed_place(text, ranking.state, self._embedding, self._shape.embedding_factor, self._rotations, buffers.x_in,
+                    buffers.cos, buffers.sin)
         self._decoder.run_layers(buffers, self._stores)
         self._source.launch(buffers.x, self._normed, self._sums, self._logits)
         ranking.rank(self._logits, has_bans)
@@ -185,7 +181,22 @@ class DraftChain:
                                             **chained(text.device))
 
 
-def _until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:
+def embed_place(text: Tensor, state: Tensor, table: CudaLinear, factor: float, rotations: Sequence[Tensor], x: Tensor,
+                cos: Tensor, sin: Tensor) -> None:
+    """Write the embedding x [1, hidden] of the text's last token, and the rotation of its place in the chain."""
+    hidden, half, scale = table.in_features, cos.shape[1], table.scale
+    jit_drafting.begin_place_kernel[(ceil_div(hidden, EMBED_BLOCK),)](
+        text, state, table.weight, cos if scale is None else scale, *rotations, x, cos, sin, factor, HIDDEN=hidden,
+        HALF=half, PADDED=padded_size(half), BLOCK=EMBED_BLOCK, HAS_SCALE=scale is not None, HAS_FACTOR=factor != 1,
+        **chained(text.device))
+
+
+def in_graphs(count: int) -> list[int]:
+    """The tokens of each graph that is replayed for `count` tokens."""
+    return [_UNROLLED] * (count // _UNROLLED) + [1] * (count % _UNROLLED)
+
+
+def until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:
     """The places up to the first without a guess, and as far as `end` lets a chain go."""
     kept: list[Ranked] = []
     reached = 1.0
@@ -207,7 +218,7 @@ def draft_chain(decoder: CudaDecoder, weights: DraftWeights, stores: DraftStores
     held  the request's chains, by what they depend on
     """
     for store in stores.stores:
-        store.reserve(stores.length + len(rotations[0]))
+        store.reserve(stores.length + len(rotations[0]) + _UNROLLED)  # a capture drafts some tokens more
     serials = tuple(store.serial for store in cuda_stores(stores.stores))
     key = (id(decoder), id(weights.head), serials, stores.remainder is not None, width)
     if key not in held:

@@ -6,7 +6,7 @@ import gc
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,21 @@ class GraphCache:
         while len(self._graphs) > _MAX_GRAPHS:
             self.drop(next(iter(self._graphs)))
         graph.replay()
+
+    def run_in_turn(self, pieces: Sequence[tuple[Hashable, Callable[[], None]]], begin: Callable[[], None]) -> None:
+        """Replay the graphs of these keys in order, each of which goes on from where the one before ended.
+
+        begin  sets the state from which the first one goes on; a capture, which changes it, comes before
+        """
+        begin()
+        missing = {key: work for key, work in pieces if self.is_on and key not in self._graphs}
+        if missing:
+            self._dropped.clear()
+            for key, work in missing.items():
+                self._graphs[key] = self._capture(work)
+            begin()
+        for key, work in pieces:
+            self.run(key, work)
 
     def _capture(self, work: Callable[[], None]) -> Any:
         with torch.cuda.device(self._device), without_collection():

@@ -1,0 +1,119 @@
+"""Chains that trained layers draft on the device, against the chains of single steps with the host's ranking.
+
+Without a device in Triton's interpreter (see helpers.cuda_kernels).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
+
+from helpers.checkpoints import VOCAB, make_checkpoint
+from helpers.cuda_kernels import DEVICE, HAS_CUDA
+from helpers.eagle import load_eagle, make_eagle
+from longdraft import kernels
+from longdraft.core import Context, SamplingParams
+from longdraft.drafters.chain import Chain
+from longdraft.drafters.eagle import EagleDraftModel
+from longdraft.kernels.cuda.drafting import DraftRanking
+from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
+from longdraft.model import checkpoint
+from longdraft.model import config as model_config
+from longdraft.model.eagle import Eagle
+from longdraft.model.routine import run_alone
+from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.sampling.sampler import Sampler
+
+PROMPT = [(3 * place + place // 5) % 40 for place in range(14)]
+DIALECTS = {
+    "EAGLE-3": dict(taps=(0, 1), draft_vocab=50, norm_before_residual=True),
+    "EAGLE 3.1, own table": dict(taps=(0, 1), fc_norm=True, norm_output=True, has_own_embedding=True, layers=2),
+    "EAGLE-1": dict(version=1, taps=(1,), uses_taps=False, draft_vocab=VOCAB),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("layers")
+    make_checkpoint(root, seed=1, num_hidden_layers=1, hidden_size=32, intermediate_size=48, num_attention_heads=2,
+                    num_key_value_heads=1)
+    return root
+
+
+def load(folder: Path, dialect: str) -> tuple[Transformer, Eagle]:
+    chosen = kernels.choose(DEVICE, "float32", "triton-16")
+    model = checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen)
+    head = folder / dialect.replace(" ", "-")
+    if not head.exists():
+        make_eagle(head, **dict(target=32, hidden=32, heads=2, kv_heads=1, dim=16, inner=48) | DIALECTS[dialect])
+    eagle = load_eagle(head, model)
+    return model.with_taps(eagle.taps), eagle
+
+
+class Drafting:
+    """Chains of a head behind the prompt: on the device, or step by step with the host's ranking."""
+
+    def __init__(self, model: Transformer, head: Eagle, law: dict[str, float], on_host: bool) -> None:
+        cache = model.new_cache()
+        model.forward(chain_rows(PROMPT[:-1], 0), cache)
+        cache.commit(range(len(PROMPT) - 1))
+        self.draft_model = EagleDraftModel(head, cache, 64, 4, 8)
+        params = SamplingParams(max_new_tokens=50, seed=3, **law)
+        self.sampler = Sampler(params, [1], kernels=None if on_host else model.kernels, is_fast=False)
+        self.context, self._on_host = Context(PROMPT), on_host
+
+    def draft(self, length: int, width: int, end: ChainEnd) -> list[Ranked]:
+        if self._on_host:
+            chain = Chain(self.draft_model, self.sampler, width, "eagle", 0.8)
+            return run_alone(chain._step_by_step(self.context, PROMPT[-1:], length, end))
+        found = self.draft_model.draft_natively(self.context, PROMPT[-1:], length, self.sampler, width, 0.8, end)
+        assert found is not None
+        return found
+
+    def rows(self, count: int) -> list[torch.Tensor]:
+        """Keys and values of the text and of `count` drafts."""
+        every = torch.arange(self.draft_model.rows.num_text + count, device=DEVICE)
+        return [part for store in self.draft_model.rows.stores for part in store.read(every[None])]
+
+
+PAPER = dict(min_p=0.1, repetition_penalty=1.2, penalty_window=1024, min_new_tokens=2)
+CASES = [("EAGLE-3", PAPER, 6, 3, NEVER), ("EAGLE 3.1, own table", dict(temperature=0.0), 2, 1, NEVER),
+         ("EAGLE-1", dict(temperature=1.3), 3, 2, ChainEnd((0.5,), (0.3, 0.9), 0.5))]
+
+
+@pytest.mark.parametrize("dialect, law, length, width, end", CASES)
+def test_a_chain_on_the_device_is_the_chain_of_single_steps(folder, dialect, law, length, width, end, monkeypatch):
+    """Guesses, leads, keys and values, to the bit; the host waits once, and the graphs serve the next chain."""
+    waits, ran = [], []
+    honest = DraftRanking.read
+    monkeypatch.setattr(DraftRanking, "read", lambda self, count: waits.append(count) or honest(self, count))
+    model, head = load(folder, dialect)
+    device, host = (Drafting(model, head, law, on_host) for on_host in (False, True))
+    graphs = model.kernels.graphs
+    monkeypatch.setattr(graphs, "run", lambda key, work: (ran.append(key), work()))
+    whole, steps = (each.draft(length, width, end) for each in (device, host))
+    assert waits == [length] and [key[2] for key in ran] == {2: [0, 1], 3: [0, 1, 1], 6: [0, 4, 1]}[length]
+    assert [place.tokens[0] for place in whole] == [place.tokens[0] for place in steps]
+    assert [place.lead for place in whole] == [place.lead for place in steps]
+    for ours, theirs in zip(whole, steps, strict=True):
+        assert ours.tokens == theirs.tokens[: len(ours.tokens)]
+    drafted = len(steps) - 1  # the last guess has no row yet
+    assert all(torch.equal(a, b) for a, b in zip(device.rows(drafted), host.rows(drafted), strict=True))
+    assert device.draft_model.rows.num_drafts == 0
+    assert device.draft(length, width, end) == whole and len(set(ran)) == len(set(key[2] for key in ran))
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+@pytest.mark.needs_cuda
+def test_a_capture_changes_no_guess(folder):
+    """Graphs are captured by running them: the first chain must be drafted from the state before that."""
+    model, head = load(folder, "EAGLE-3")
+    first = Drafting(model, head, PAPER, on_host=False)
+    found = first.draft(6, 2, NEVER)
+    model.kernels.graphs.is_on = False
+    assert Drafting(model, head, PAPER, on_host=False).draft(6, 2, NEVER) == found == first.draft(6, 2, NEVER)
