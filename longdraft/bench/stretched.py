@@ -21,6 +21,7 @@ from longdraft.model.transformer import Transformer, chain_rows
 CONSTANT = 1e-3  # of the constant channel
 NEVER = -3e5  # weight of the constant channel in the logit of a new token
 _CHUNK = 512  # positions that are read or filled at a time
+_READING = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # the matrices that read a layer's input
 SPREAD = 0.02  # standard deviation of random weights, as models are initialised
 
 
@@ -71,30 +72,50 @@ class Stretch:
         embedding[:, small.hidden_size] = CONSTANT
         head[: small.vocab_size, : small.hidden_size] = weights.get("lm_head.weight", table)
         head[small.vocab_size :, small.hidden_size] = NEVER
-        norm = self._norm(weights["model.norm.weight"]).to(torch.bfloat16)
+        norm = self.norm(weights["model.norm.weight"]).to(torch.bfloat16)
         return {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": norm}
 
     def layer(self, layer: int) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a layer by name, float32."""
-        small, large = self._small, self._large
-        width, inner = large.hidden_size, large.intermediate_size
-        q, k, v = (self._random(heads * large.head_dim, width)
-                   for heads in (large.num_heads, large.num_kv_heads, large.num_kv_heads))
-        out = self._zeros(width, large.num_heads * large.head_dim)
-        gate, up, down = self._random(inner, width), self._random(inner, width), self._zeros(width, inner)
-        norms = [self._norm(torch.ones(small.hidden_size, device=self._device))] * 2
+        small = self._small
+        norms = [self.norm(torch.ones(small.hidden_size, device=self._device))] * 2
+        ours: dict[str, Tensor] | None = None
         if layer in self.places.layers:
             prefix = f"model.layers.{self.places.layers[layer]}."
             ours = {name.removeprefix(prefix).removesuffix(".weight"): tensor
                     for name, tensor in self._weights.items() if name.startswith(prefix)}
-            norms = [self._norm(ours[name]) for name in ("input_layernorm", "post_attention_layernorm")]
-            self._fill_attention(ours, q, k, v, out)
+            norms = [self.norm(ours[name]) for name in ("input_layernorm", "post_attention_layernorm")]
+        yield from (("input_layernorm", norms[0]), ("post_attention_layernorm", norms[1]))
+        yield from self._matrices(ours, 1)
+
+    def eagle_layer(self) -> Iterator[tuple[str, Tensor]]:
+        """The matrices of an EAGLE-3 layer by name, float32. Queries, keys and values read two rows side by side."""
+        prefix = "layers.0."
+        ours = {name.removeprefix(prefix).removesuffix(".weight"): tensor
+                for name, tensor in self._weights.items() if name.startswith(prefix)}
+        for name, tensor in self._matrices(ours, 2):
+            yield name.rpartition(".")[2], tensor
+
+    def _matrices(self, ours: dict[str, Tensor] | None, inputs: int) -> Iterator[tuple[str, Tensor]]:
+        """The matrices of a layer. ours: those of the small layer; None: one that adds 0. Queries, keys and values read
+        `inputs` rows side by side."""
+        small, large = self._small, self._large
+        width, inner = large.hidden_size, large.intermediate_size
+        q, k, v = (self._random(heads * large.head_dim, inputs * width)
+                   for heads in (large.num_heads, large.num_kv_heads, large.num_kv_heads))
+        out = self._zeros(width, large.num_heads * large.head_dim)
+        gate, up, down = self._random(inner, width), self._random(inner, width), self._zeros(width, inner)
+        if ours is not None:
+            for place in range(inputs):
+                columns = slice(place * width, (place + 1) * width)
+                own = slice(place * small.hidden_size, (place + 1) * small.hidden_size)
+                read = {name: ours[name][:, own] for name in _READING}
+                self._fill_attention(ours | read, q[:, columns], k[:, columns], v[:, columns], out)
             for large_weight, name in ((gate, "gate_proj"), (up, "up_proj")):
                 large_weight[: small.intermediate_size] = 0
                 large_weight[: small.intermediate_size, : small.hidden_size] = ours[f"mlp.{name}"]
             down[: small.hidden_size, : small.intermediate_size] = ours["mlp.down_proj"]
-        yield from (("input_layernorm", norms[0]), ("post_attention_layernorm", norms[1]),
-                    ("self_attn.q_proj", q), ("self_attn.k_proj", k), ("self_attn.v_proj", v),
+        yield from (("self_attn.q_proj", q), ("self_attn.k_proj", k), ("self_attn.v_proj", v),
                     ("self_attn.o_proj", out),
                     ("mlp.gate_proj", gate), ("mlp.up_proj", up), ("mlp.down_proj", down))
 
@@ -116,7 +137,8 @@ class Stretch:
             v[first : first + size] = 0
             v[first : first + small_size, :width] = ours["self_attn.v_proj"][rows]
 
-    def _norm(self, weight: Tensor) -> Tensor:
+    def norm(self, weight: Tensor) -> Tensor:
+        """The weight of a norm that gives the small row in a large one."""
         new = torch.ones(self._large.hidden_size, device=self._device)
         new[: len(weight)] = weight * math.sqrt(self._small.hidden_size / self._large.hidden_size)
         return new

@@ -149,6 +149,7 @@ def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monke
     elif name == "length":
         liar = found["texts tiny 24"]["drafters"]["liar"]
         assert liar["is_equal"] and liar["accepted"], "some of the liar's tokens are true"
+        assert found["texts tiny 24"]["drafters"]["eagle"]["is_equal"]
     elif name == "kernels":
         assert found["steps tiny 24"]["floor_ms"] > 0 and set(found["steps tiny 24"]["verify_ms"]) == {1, 2}
         assert {each["kernel"] for each in found["kernels tiny"]} >= {"qkv none", "head int8", "attention behind 24"}

@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from helpers.checkpoints import VOCAB, load, make_checkpoint
+from helpers.eagle import load_eagle, make_eagle
 from longdraft.bench.stretched import Places
-from longdraft.model.transformer import chain_rows
+from longdraft.bench.stretched_eagle import stretched_eagle
+from longdraft.model.eagle import Eagle
+from longdraft.model.eagle_config import canonical_names
+from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.transformer import Transformer, chain_rows
 
 # Four times the width and the head size: the factors of norms and queries are powers of two, and no bit is lost.
 LARGE = {"hidden_size": 192, "num_hidden_layers": 5, "num_attention_heads": 12, "num_key_value_heads": 2,
@@ -29,6 +34,38 @@ def test_logits_of_a_stretched_model_equal_those_of_the_small_one(tmp_path, scri
     small, large = (logits_of(tmp_path / name, tokens) for name in ("small", "large"))
     torch.testing.assert_close(large[:, :VOCAB], small, atol=1e-3, rtol=1e-4)
     assert (large[:, VOCAB:] < small.min() - 20).all(), "a new token can be chosen"
+
+
+def eagle_logits(model: Transformer, head: Eagle, tokens: list[int]) -> torch.Tensor:
+    """The head's logits behind each token but the last."""
+    model = model.with_taps(head.taps)
+    cache = model.new_cache()
+    model.forward(chain_rows(tokens[:-1], 0), cache)
+    cache.commit(range(len(tokens) - 1))
+    assert cache.taps
+    (run,) = cache.taps.take()
+    stores = [model.kernels.new_store(head.config.layer.num_kv_heads, head.config.layer.head_dim)]
+    count = len(tokens) - 1
+    rows = head.forward(head.fuse(run.states), tokens[1:], range(count), stores, 0,
+                        torch.arange(-1, count - 1, dtype=torch.int32))
+    return head.logits(rows.hidden)
+
+
+def test_guesses_of_a_stretched_eagle_head_equal_those_of_the_small_one(tmp_path, script):
+    make_checkpoint(tmp_path / "small", dtype=torch.bfloat16, num_key_value_heads=1, seed=3)
+    script("stretched_model").stretch(tmp_path / "small", LARGE, tmp_path / "large")
+    small, large = (load(tmp_path / name) for name in ("small", "large"))
+    make_eagle(tmp_path / "eagle", kv_heads=1, draft_vocab=VOCAB, fc_norm=True, norm_output=True,
+               norm_before_residual=True)
+    head = load_eagle(tmp_path / "eagle", small)
+    files = TensorFiles(tmp_path / "eagle")
+    weights = {own: files.read(name).float() for own, name in canonical_names(files).items()}
+    stretched = stretched_eagle(head.config, weights, large, small.config.num_layers)
+    assert stretched.taps == (1, 3, 5) and stretched.config.layer.hidden_size == LARGE["hidden_size"]
+    tokens = list(range(2, 40))
+    wanted, found = eagle_logits(small, head, tokens), eagle_logits(large, stretched, tokens)
+    torch.testing.assert_close(found[:, :VOCAB], wanted, atol=2e-3, rtol=1e-3)
+    assert (found[:, VOCAB:] < wanted.min() - 20).all()
 
 
 def test_rows_that_the_small_model_read_serve_the_stretched_one(tmp_path, script):

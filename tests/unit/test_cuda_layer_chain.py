@@ -105,7 +105,7 @@ def test_a_chain_on_the_device_is_the_chain_of_single_steps(folder, dialect, law
     drafted = len(steps) - 1  # the last guess has no row yet
     assert all(torch.equal(a, b) for a, b in zip(device.rows(drafted), host.rows(drafted), strict=True))
     assert device.draft_model.rows.num_drafts == 0
-    assert device.draft(length, width, end) == whole and len(set(ran)) == len(set(key[2] for key in ran))
+    assert device.draft(length, width, end) == whole and len(set(ran)) == len({key[2] for key in ran})
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")

@@ -23,11 +23,15 @@ from longdraft import kernels, machine
 from longdraft.bench.cuda.plan import CudaPlan
 from longdraft.bench.shapes import SHAPES
 from longdraft.bench.stretched import Places, Stretch, fill, read_by, stretched_settings
+from longdraft.bench.stretched_eagle import stretched_eagle
 from longdraft.cache.full import FullCache
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.model import config as model_config
 from longdraft.model import hub
 from longdraft.model.config import ModelConfig
+from longdraft.model.eagle import Eagle
+from longdraft.model.eagle_config import EagleConfig, canonical_names, read_eagle_config
+from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import ModelWeights, Transformer
 
 _ROOM = 2048  # positions that are reserved behind a text
@@ -115,6 +119,7 @@ class Bench:
         self._held: dict[tuple[str, ...], Transformer] = {}
         self._small: tuple[ModelConfig, dict[str, Tensor]] | None = None
         self._filled: tuple[str, FullCache] | None = None
+        self._eagle: tuple[Transformer, Eagle] | None = None
         self.rate: float | None = None  # bytes/s of a copy
 
     def seconds_left(self) -> float:
@@ -135,7 +140,7 @@ class Bench:
         if key not in self._held:
             if any(other[:2] != key[:2] for other in self._held):
                 self._held.clear()  # two large models need not fit
-                self._filled = None
+                self._filled = self._eagle = None
             self._held[key] = make()
         return self._held[key]
 
@@ -159,6 +164,21 @@ class Bench:
         """The small model itself, which reads prompts for the large ones."""
         small, _, weights = self._source()
         return small_transformer(small, weights, self.kernels())
+
+    def eagle(self, shape: str) -> Eagle:
+        """An EAGLE head of the stretched model, with the guesses of the small model's head."""
+        target = self.stretched(shape)
+        if self._eagle is None or self._eagle[0] is not target:
+            if self.plan.device == "cuda":
+                files = TensorFiles(hub.BUNDLED_DIR / "novelist-gqa" / "eagle")
+                config = read_eagle_config(files.folder, files)
+                weights = {own: files.read(name).float().to(self.plan.device)
+                           for own, name in canonical_names(files).items()}
+            else:
+                config, weights = tiny_eagle()
+            head = stretched_eagle(config, weights, target, self._source()[0].num_layers)
+            self._eagle = target, head
+        return self._eagle[1]
 
     def tokens(self, count: int) -> list[int]:
         """A text of `count` tokens."""
@@ -233,6 +253,19 @@ def small_transformer(config: ModelConfig, weights: dict[str, Tensor], kernels: 
     table = kernels.pack(weights["model.embed_tokens.weight"])
     return Transformer(config, ModelWeights(table, layers, weights["model.norm.weight"].to(kernels.dtype), table),
                        kernels)
+
+
+def tiny_eagle() -> tuple[EagleConfig, dict[str, Tensor]]:
+    """An EAGLE-3 head of `tiny_source` with random weights."""
+    config = model_config.parse_config(tiny_source()[0])
+    generator = torch.Generator().manual_seed(4)
+    part = "layers.0."
+    shapes = {"fc": (16, 32), "lm_head": (40, 16), **{f"{part}self_attn.{each}_proj": (16, 32) for each in "qkv"},
+              **{f"{part}{each}_proj": (16, 16) for each in ("self_attn.o", "mlp.gate", "mlp.up", "mlp.down")}}
+    weights = {f"{name}.weight": torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
+    for name in ("norm", f"{part}input_layernorm", f"{part}hidden_norm", f"{part}post_attention_layernorm"):
+        weights[f"{name}.weight"] = torch.ones(16)
+    return EagleConfig(3, config, 16, (0, 1), True, 40, True, False, False, True, 0), weights
 
 
 def tiny_source() -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -74,14 +74,16 @@ class CudaPlan(NamedTuple):
 
 
 _TESTS = ("tests/unit/test_cuda_kernels.py", "tests/unit/test_cuda_attention.py", "tests/unit/test_cuda_engine.py",
-          "tests/unit/test_cuda_drafting.py", "tests/unit/test_cuda_int4.py", "-q", "--numprocesses", "8",
-          "--timeout", "120", "-p", "no:cacheprovider")
+          "tests/unit/test_cuda_drafting.py", "tests/unit/test_cuda_layer_chain.py", "tests/unit/test_cuda_int4.py",
+          "-q", "--numprocesses", "8", "--timeout", "120", "-p", "no:cacheprovider")
 _SELF = {"chain": 4, "suffix": False}
 ON_DEVICE = CudaPlan(
     "cuda", "bfloat16", ("triton-16", "triton-16-fp8", "triton-64"),
     {name: SHAPES[name] for name in ("llama-3.1-8b", "qwen2.5-1.5b")}, (4096, 9000, 32768, 102400),
     (1000, 9000, 102400), (1, 4, 8, 16, 64), 96, 100_000, 500,
-    {"plain": ("plain", {}), "liar": ("", {}), "self": ("magicdec", _SELF | {"draft_weights": "same"}),
+    {"plain": ("plain", {}), "liar": ("", {}), "eagle": ("eagle", {"chain": 5, "width": 1, "suffix": False}),
+     "eagle, 8 tokens": ("eagle", {"chain": 8, "width": 1, "suffix": False}),
+     "self": ("magicdec", _SELF | {"draft_weights": "same"}),
      "self int8": ("magicdec", _SELF | {"draft_weights": "int8"}),
      "self int4": ("magicdec", _SELF | {"draft_weights": "int4"}),
      "self int4, 7 tokens": ("magicdec", _SELF | {"chain": 7, "draft_weights": "int4"}), "suffix": ("suffix", {})},
@@ -90,7 +92,8 @@ _TINY = SHAPES["qwen2.5-1.5b"] | {"vocab_size": 64, "hidden_size": 32, "intermed
                                   "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 INTERPRETED = CudaPlan(
     "cpu", "float32", ("triton-16",), {"tiny": _TINY}, (24,), (20,), (1, 2), 3, 4, 2,
-    {"plain": ("plain", {}), "liar": ("", {})}, (), 1 << 12, 1, False)
+    {"plain": ("plain", {}), "liar": ("", {}), "eagle": ("eagle", {"chain": 2, "suffix": False})}, (),
+    1 << 12, 1, False)
 
 
 _COPY_RATE = Part("copy rate", "copy_rate", {}, 10, lasts=True)

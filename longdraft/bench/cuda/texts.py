@@ -16,8 +16,10 @@ from longdraft.bench.cuda.models import Bench, synchronise
 from longdraft.bench.cuda.plan import CudaPlan
 from longdraft.bench.cuda.speed import SAMPLING
 from longdraft.cache.full import FullCache
+from longdraft.cache.taps import TapLog
 from longdraft.core import Context
 from longdraft.errors import UsageError
+from longdraft.model.eagle import Eagle
 from longdraft.model.routine import atomic, run_alone
 from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.sampling.sampler import Sampler
@@ -78,15 +80,26 @@ class _Text(NamedTuple):
         return done
 
 
+class _Parts(NamedTuple):
+    """What a drafter needs besides the model: a quantised copy that drafts, an EAGLE head."""
+
+    copy: Transformer | None = None
+    eagle: Eagle | None = None
+
+
 def _begin(model: Transformer, cache: FullCache, prompt: Sequence[int], last: int, build: Callable[..., Drafter],
-           copy: Transformer | None = None) -> _Text:
+           parts: _Parts) -> _Text:
     """Read the last tokens of the prompt with the large model, and begin a text behind it."""
     start = len(prompt) - 1 - last
     assert cache.length == start
+    cache.taps = None
+    if parts.eagle:
+        cache.taps = TapLog(model.kernels, parts.eagle.taps, model.config.hidden_size)
+        cache.taps.skip(start)
     result = model.forward(chain_rows(prompt[start:-1], start), cache, is_prompt=True)
     cache.commit(range(last))
     context, sampler = Context(list(prompt)), Sampler(SAMPLING, kernels=model.kernels)
-    drafter = build(drafters.Resources(model, cache, sampler, SAMPLING, draft_copy=copy))
+    drafter = build(drafters.Resources(model, cache, sampler, SAMPLING, draft_copy=parts.copy, eagle=parts.eagle))
     drafter.begin(context, Verified(result, [-1]))
     return _Text(Step(model, cache, drafter, sampler, context, Timings(), Tally()), len(prompt))
 
@@ -98,10 +111,11 @@ def _builder(name: str, options: dict[str, Any], truth: Sequence[int], start: in
     return lambda resources: drafters.new_drafter(name, parsed, resources)
 
 
-def _copy(bench: Bench, shape: str, options: dict[str, Any]) -> Transformer | None:
-    """The quantised copy that the options name. UsageError where these kernels lack the format."""
+def _parts(bench: Bench, shape: str, name: str, options: dict[str, Any]) -> _Parts:
+    """What the drafter and its options need. UsageError where these kernels lack a format."""
     quantize = options.get("draft_weights", "same")
-    return None if quantize == "same" else bench.stretched(shape, quantize)
+    return _Parts(None if quantize == "same" else bench.stretched(shape, quantize),
+                  bench.eagle(shape) if name == "eagle" else None)
 
 
 def begin_behind(plan: CudaPlan, bench: Bench, shape: str, context: int, label: str, truth: Sequence[int]) -> _Text:
@@ -111,10 +125,10 @@ def begin_behind(plan: CudaPlan, bench: Bench, shape: str, context: int, label: 
     """
     name, options = plan.drafters[label]
     model, last = bench.stretched(shape), min(_LAST, context // 2)
-    copy = _copy(bench, shape, options)
+    parts = _parts(bench, shape, name, options)
     prompt = bench.tokens(context + 1)
     return _begin(model, bench.filled(shape, context - last), prompt, last,
-                  _builder(name, options, truth, len(prompt)), copy)
+                  _builder(name, options, truth, len(prompt)), parts)
 
 
 def texts(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
@@ -160,7 +174,7 @@ def long_text(plan: CudaPlan, bench: Bench, shape: str) -> dict[str, Any]:
     cache = bench.filled(shape, first - last)
     cache.reserve(first + plan.whole + plan.window + 1)
     text = _begin(model, cache, bench.tokens(first + 1), last, _builder(name, options, [], 0),
-                  _copy(bench, shape, options))
+                  _parts(bench, shape, name, options))
     windows, decoded, written = [], 0.0, 0
     path = bench.folder / f"long-{shape}.json"
 
