@@ -112,7 +112,9 @@ class EagleDraftModel:
             return None
         self.rows.num_drafts, self._drafts = 0, []
         del self._outputs[1:]
-        rotations = self._head.rotations(range(self.rows.end, self.rows.end + length - 1))
+        end_of_rows = self.rows.end
+        cos, sin = self._head.rotations(range(end_of_rows, end_of_rows + max(1, length - 1)))
+        rotations = cos[: length - 1], sin[: length - 1]
         return ranking.sampler.draft_layers(self._head, self._head.kernels, self.rows.stores, self.rows.length,
                                             self._outputs[0], vocabulary, rotations, ranking, end)
 

@@ -83,7 +83,8 @@ class Drafting:
 
 PAPER = dict(min_p=0.1, repetition_penalty=1.2, penalty_window=1024, min_new_tokens=2)
 CASES = [("EAGLE-3", PAPER, 6, 3, NEVER), ("EAGLE 3.1, own table", dict(temperature=0.0), 2, 1, NEVER),
-         ("EAGLE-1", dict(temperature=1.3), 3, 2, ChainEnd((0.5,), (0.3, 0.9), 0.5))]
+         ("EAGLE-1", dict(temperature=1.3), 3, 2, ChainEnd((0.5,), (0.3, 0.9), 0.5)),
+         ("EAGLE-3", PAPER, 1, 1, NEVER)]
 
 
 @pytest.mark.parametrize("dialect, law, length, width, end", CASES)
@@ -97,7 +98,7 @@ def test_a_chain_on_the_device_is_the_chain_of_single_steps(folder, dialect, law
     graphs = model.kernels.graphs
     monkeypatch.setattr(graphs, "run", lambda key, work: (ran.append(key), work()))
     whole, steps = (each.draft(length, width, end) for each in (device, host))
-    assert waits == [length] and [key[2] for key in ran] == {2: [0, 1], 3: [0, 1, 1], 6: [0, 4, 1]}[length]
+    assert waits == [length] and [key[2] for key in ran] == {1: [0], 2: [0, 1], 3: [0, 1, 1], 6: [0, 4, 1]}[length]
     assert [place.tokens[0] for place in whole] == [place.tokens[0] for place in steps]
     assert [place.lead for place in whole] == [place.lead for place in steps]
     for ours, theirs in zip(whole, steps, strict=True):
