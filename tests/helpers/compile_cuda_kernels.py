@@ -52,6 +52,9 @@ def kernels():
     yield jit_linear.few_rows_kernel, linear | dict(weight="*i8"), tile, dict(num_warps=4, num_stages=3)
     yield (jit_linear.few_rows_kernel, linear, tile | dict(OUT=128256, COLUMNS=128, BLOCK=64, SPLITS=1),
            dict(num_warps=4, num_stages=4))
+    yield (jit_linear.gated_rows_kernel, dict(x=BF16, weight=BF16, bias=F32, out=BF16, num_rows="i32"),
+           dict(WIDTH=14336, INNER=4096, ROWS=16, COLUMNS=64, BLOCK=64, HAS_BIAS=True, PREFETCHED=256),
+           dict(num_warps=4, num_stages=4))
     int4 = dict(x=BF16, words=I32, scales=I32, parts=F32, num_rows="i32")
     yield (jit_int4.few_rows_int4_kernel, int4,
            dict(OUT=4096, INNER=4096, BLOCKS=32, ROWS=16, COLUMNS=128, SPLITS=8, STAGES=4),

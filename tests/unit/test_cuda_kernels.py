@@ -13,8 +13,9 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 
 from helpers.attention import parents_of
 from helpers.cuda_kernels import DEVICE, DTYPES, HAS_CUDA, close, every_dtype, fill, kernels, reference, rows_of
+from longdraft.bench.shapes import SHAPES
 from longdraft.kernels import KV, Geometry, LayersKV, LayerWeights, Taps
-from longdraft.kernels.cuda import prefill
+from longdraft.kernels.cuda import linear, prefill
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.row_invariance import first_difference
@@ -43,6 +44,30 @@ def test_the_splits_of_a_large_weight_depend_on_its_shape_alone():
     assert packed.splits > 1
     small, large = (packed.partial_sums(rows_of(n, 1024), 16).sums.shape for n in (1, 17))
     assert small == (packed.splits, 1, 64) and large == (packed.splits, 17, 64)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_an_activation_in_one_launch_with_its_product_has_the_bits_of_two(dtype, has_bias, monkeypatch):
+    kernel, width, inner = kernels(dtype), 96, 128
+    weight, bias = rows_of(2 * width, inner, seed=1) / 9, rows_of(2 * width, seed=2) if has_bias else None
+    packed, x = kernel.pack(weight, bias), rows_of(18, inner, dtype=kernel.dtype)
+    assert packed.fuses_gate
+    assert not any(kernel.pack(weight, bias, quantize=quantize).fuses_gate for quantize in ("int8", "int4"))
+    for rows in (1, 18):
+        one, two = (torch.empty(rows, width, dtype=kernel.dtype, device=DEVICE) for _ in range(2))
+        packed.multiply_gated(x[:rows], kernel.tile, one)
+        with monkeypatch.context() as patch:
+            patch.setattr(linear, "FUSES_GATE", False)
+            packed.multiply_gated(x[:rows], kernel.tile, two)
+        assert torch.equal(one, two) and torch.equal(one, kernel.swiglu(kernel.linear(x[:rows], packed)))
+
+
+@pytest.mark.parametrize("shape", [SHAPES["llama-3.1-8b"], SHAPES["qwen2.5-1.5b"]])
+def test_large_models_multiply_gate_and_up_in_one_launch(shape):
+    width = shape["intermediate_size"]
+    tiling = linear.Tiling.of(2 * width, shape["hidden_size"], torch.bfloat16)
+    assert tiling.splits == 1 and 2 * width % tiling.columns == 0 and shape["hidden_size"] % tiling.block == 0
 
 
 @every_dtype

@@ -18,6 +18,7 @@ from longdraft.bench.cuda.plan import CudaPlan
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
 from longdraft.errors import UsageError
+from longdraft.kernels.cuda import linear
 from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.kv_store import CudaStore
@@ -82,6 +83,8 @@ def each_kernel(plan: CudaPlan, bench: Bench, shape: str) -> list[dict[str, Any]
                 work = [lambda weight=weight, x=x: weight.partial_sums(x, chosen.tile) for weight in weights]
                 us = graph_us(chosen.device, work, plan.repeats)
                 found.append(_share(f"{name} {quantize}", rows, us, weights[0].nbytes, rate))
+            if name == "gate_up" and weights[0].fuses_gate:
+                found += _gated(plan, chosen, weights, rate)
             del weights
     for context in plan.contexts:
         for rows in counts:
@@ -90,6 +93,22 @@ def each_kernel(plan: CudaPlan, bench: Bench, shape: str) -> list[dict[str, Any]
             size = 2 * kv_heads * context * chosen.cache_bytes(dim)
             found.append(_share(f"attention behind {context}", rows, us, size, rate))
             del store, attend
+    return found
+
+
+def _gated(plan: CudaPlan, chosen: CudaKernels, weights: list[CudaLinear], rate: float) -> list[dict[str, Any]]:
+    """The product of gate and up with the activation behind it, in one launch and in two."""
+    found: list[dict[str, Any]] = []
+    for is_fused in (False, True):
+        linear.FUSES_GATE = is_fused
+        x = torch.randn(1, weights[0].in_features, device=plan.device).to(chosen.dtype)
+        out = torch.empty(1, weights[0].out_features // 2, dtype=chosen.dtype, device=plan.device)
+        sums = torch.empty(weights[0].num_sums(1), device=plan.device)
+        work = [lambda weight=weight, x=x, out=out, sums=sums: weight.multiply_gated(x, chosen.tile, out, sums)
+                for weight in weights]
+        us = graph_us(chosen.device, work, plan.repeats)
+        name = f"gate_up and activation, {1 if is_fused else 2} launches"
+        found.append(_share(name, 1, us, weights[0].nbytes, rate))
     return found
 
 

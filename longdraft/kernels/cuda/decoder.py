@@ -19,7 +19,7 @@ from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
 from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_size, require
-from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, PartialSums
+from longdraft.kernels.cuda.linear import CudaLinear, PartialSums
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
 from longdraft.kernels.interface import AttentionOutput, LayersKV, TokenRows
@@ -234,7 +234,7 @@ class CudaDecoder:
             projected = self._product(buffers, buffers.output[index].view(buffers.rows, -1), out)
             self._add_and_norm(buffers, x, projected, layer.attention_norm, layer.mlp_norm)
             x, source = buffers.x, buffers.x if post_norm else buffers.normed
-            inner = self._swiglu(buffers, self._product(buffers, source, gate_up))
+            inner = self._swiglu(buffers, source, gate_up)
             is_last = index + 1 == len(self.layers)
             self._add_and_norm(buffers, x, self._product(buffers, inner, down), layer.mlp_norm,
                                None if is_last else self.layers[index + 1].attention_norm)
@@ -282,13 +282,10 @@ class CudaDecoder:
         tree_attention(self.plan, buffers.work, buffers.q[index], store, buffers.where, buffers.room, window,
                        row_remainder, buffers.output[index], buffers.lse[index])
 
-    def _swiglu(self, buffers: ForwardBuffers, parts: PartialSums) -> Tensor:
-        width = parts.sums.shape[2] // 2
+    def _swiglu(self, buffers: ForwardBuffers, source: Tensor, gate_up: CudaLinear) -> Tensor:
+        width = gate_up.out_features // 2
         out = buffers.inner.view(-1)[: buffers.rows * width].view(buffers.rows, width)
-        with on_device(out.device):
-            jit_rows.swiglu_parts_kernel[(buffers.rows, ceil_div(width, SUM_BLOCK))](
-                *parts.arguments(), out, buffers.rows, WIDTH=width, BLOCK=SUM_BLOCK, **parts.options(),
-                **chained(out.device))
+        gate_up.multiply_gated(source, self.ops.tile, out, buffers.sums)
         return out
 
     def _add_and_norm(self, buffers: ForwardBuffers, x: Tensor, parts: PartialSums, own_norm: Tensor,

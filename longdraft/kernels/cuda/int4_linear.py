@@ -68,6 +68,10 @@ class CudaInt4Linear(CudaLinear):
         return Int4Weight(values[: self.out_features, : self.in_features].to(torch.uint8),
                           scale[: self.out_features, :groups], zero[: self.out_features, :groups].to(torch.uint8))
 
+    @property
+    def fuses_gate(self) -> bool:
+        return False
+
     def _multiply(self, x: Tensor, tile: int, sums: Tensor) -> None:
         rows, tile = len(x), min(tile, _MOST_ROWS)
         jit_int4.few_rows_int4_kernel[(ceil_div(rows, tile), self._tiles, self.splits)](

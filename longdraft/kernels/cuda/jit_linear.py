@@ -11,6 +11,15 @@ import triton
 import triton.language as tl
 
 from longdraft.kernels.cuda.jit_chain import LINE, prefetch, wait_for_inputs
+from longdraft.kernels.cuda.jit_rows import rounded, silu
+
+
+@triton.jit
+def prefetch_columns(weight, column, first, INNER: tl.constexpr, PREFETCHED: tl.constexpr):
+    """Fetch inputs first .. first + PREFETCHED of these columns into the second-level cache."""
+    STEP: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
+    ahead = first + tl.arange(0, PREFETCHED // STEP) * STEP
+    prefetch(weight + column.to(tl.int64)[:, None] * INNER + tl.minimum(ahead, INNER - 1)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -33,9 +42,7 @@ def few_rows_kernel(x, weight, parts, num_rows, OUT: tl.constexpr, INNER: tl.con
     first = part * EACH
     inner = tl.arange(0, BLOCK)
     if IS_CHAINED and PREFETCHED > 0 and IS_EVEN:
-        STEP: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
-        ahead = first + tl.arange(0, PREFETCHED // STEP) * STEP
-        prefetch(weight + column.to(tl.int64)[:, None] * INNER + tl.minimum(ahead, INNER - 1)[None, :])
+        prefetch_columns(weight, column, first, INNER, PREFETCHED)
     wait_for_inputs(IS_CHAINED)
     weight_at = weight + column.to(tl.int64)[:, None] * INNER + inner[None, :]
     x_at = x + row.to(tl.int64)[None, :] * INNER + inner[:, None]
@@ -51,3 +58,41 @@ def few_rows_kernel(x, weight, parts, num_rows, OUT: tl.constexpr, INNER: tl.con
         total = tl.dot(weights.to(rows.dtype), rows, total, input_precision="ieee")
     at = parts + (part.to(tl.int64) * num_rows + row[None, :]) * OUT + column[:, None]
     tl.store(at, total, mask=is_row[None, :] & is_column[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gated_rows_kernel(x, weight, bias, out, num_rows, WIDTH: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
+                      COLUMNS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, PREFETCHED: tl.constexpr,
+                      IS_CHAINED: tl.constexpr):
+    """silu(gate) * up of x [R, INNER]: out [R, WIDTH], in one launch with the product.
+
+    weight  [2 WIDTH, INNER] in x's dtype: the gate's rows, then those of up
+    bias    [2 WIDTH] float32, where HAS_BIAS
+
+    The same sums and roundings as `few_rows_kernel` without splits and `swiglu_parts_kernel` behind it. WIDTH is a
+    multiple of COLUMNS, INNER of BLOCK. Grid (R / ROWS, WIDTH / COLUMNS).
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row = row < num_rows
+    inner = tl.arange(0, BLOCK)
+    if IS_CHAINED and PREFETCHED > 0:
+        prefetch_columns(weight, column, 0, INNER, PREFETCHED)
+        prefetch_columns(weight, column + WIDTH, 0, INNER, PREFETCHED)
+    wait_for_inputs(IS_CHAINED)
+    gate_at = weight + column.to(tl.int64)[:, None] * INNER + inner[None, :]
+    up_at = gate_at + WIDTH * INNER
+    x_at = x + row.to(tl.int64)[None, :] * INNER + inner[:, None]
+    gate = tl.zeros([COLUMNS, ROWS], tl.float32)
+    up = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for start in range(0, INNER, BLOCK):
+        gates, ups = tl.load(gate_at + start), tl.load(up_at + start)
+        rows = tl.load(x_at + start, mask=is_row[None, :], other=0.0)
+        gate = tl.dot(gates, rows, gate, input_precision="ieee")
+        up = tl.dot(ups, rows, up, input_precision="ieee")
+    if HAS_BIAS:
+        gate += tl.load(bias + column)[:, None]
+        up += tl.load(bias + WIDTH + column)[:, None]
+    result = rounded(silu(rounded(gate, out)), out) * rounded(up, out)
+    at = out + row.to(tl.int64)[None, :] * WIDTH + column[:, None]
+    tl.store(at, result.to(out.dtype.element_ty), mask=is_row[None, :])

@@ -19,6 +19,7 @@ _FEW_PROGRAMS = 264  # two each, with larger blocks
 _MIN_SPLIT_WIDTH, _LONG_SPLIT_WIDTH = 192, 1024  # inputs of one split
 _MOST_SHARED = 113 << 10  # bytes of shared memory of one program, so that two fit
 _PREFETCHED = 256  # inputs of each output that are read ahead, see `jit_linear`
+FUSES_GATE = True  # False: the product of gate and up, and the activation behind it, are two launches
 SUM_BLOCK = 1024  # columns of one program that adds partial sums
 
 
@@ -123,6 +124,33 @@ class CudaLinear:
         jit_linear.few_rows_kernel[(ceil_div(rows, tile), ceil_div(self.out_features, columns), splits)](
             x, self.weight, sums, rows, OUT=self.out_features, INNER=self.in_features, ROWS=tile, COLUMNS=columns,
             BLOCK=block, SPLITS=splits, PREFETCHED=_PREFETCHED, num_warps=4, num_stages=stages, **chained(x.device))
+
+    @property
+    def fuses_gate(self) -> bool:
+        """Whether `multiply_gated` is one launch: a program has all inputs of as many columns of the gate as of up."""
+        columns, block, _, splits = self.tiling
+        is_even = self.out_features % columns == 0 and self.in_features % block == 0
+        return FUSES_GATE and splits == 1 and is_even and self.scale is None and self.dtype != torch.float32
+
+    def multiply_gated(self, x: Tensor, tile: int, out: Tensor, buffer: Tensor | None = None) -> None:
+        """Write silu(gate) * up of x [R, K] to `out` [R, N / 2], gate and up being the halves of the product.
+
+        buffer  as for `partial_sums`
+        """
+        rows, width, (columns, block, stages, _) = len(x), out.shape[1], self.tiling
+        if not self.fuses_gate:
+            parts = self.partial_sums(x, tile, buffer)
+            with on_device(x.device):
+                jit_rows.swiglu_parts_kernel[(rows, ceil_div(width, SUM_BLOCK))](
+                    *parts.arguments(), out, rows, WIDTH=width, BLOCK=SUM_BLOCK, **parts.options(),
+                    **chained(x.device))
+            return
+        stages = min(stages, _MOST_SHARED // (block * (columns + tile) * x.itemsize))
+        with on_device(x.device):
+            jit_linear.gated_rows_kernel[(ceil_div(rows, tile), ceil_div(width, columns // 2))](
+                x, self.weight, self.weight if self.bias is None else self.bias, out, rows, WIDTH=width,
+                INNER=self.in_features, ROWS=tile, COLUMNS=columns // 2, BLOCK=block, HAS_BIAS=self.bias is not None,
+                PREFETCHED=_PREFETCHED, num_warps=4, num_stages=stages, **chained(x.device))
 
     def num_sums(self, rows: int) -> int:
         """Number of float32 elements of the partial sums of `rows` rows."""
