@@ -19,6 +19,9 @@ constexpr long POSITION_GROUP = 32;  // the rows of a tree read such a group in 
 constexpr int COLUMNS = 64;          // output columns of a packed tile
 
 constexpr int INT4_GROUP = 32;       // inputs of an int4 weight that share a scale and a zero point
+constexpr int MXFP4_GROUP = 32;      // inputs of an MXFP4 weight that share an exponent
+constexpr int MXFP4_GROUP_BYTES = COLUMNS * (MXFP4_GROUP / 2 + 1);  // of such a group in a tile (mxfp4.h)
+constexpr int MXFP4 = -4;            // in place of a number of bits
 constexpr int INT4_GROUP_BYTES = COLUMNS * (INT4_GROUP / 2 + 3);  // of such a group in a tile (int4.h)
 
 // A weight [n, k] in tiles of 64 of its rows: [n / 64][k / PER_WORD][64] words. For bfloat16, k is padded with zeros to a
@@ -28,16 +31,16 @@ constexpr int INT4_GROUP_BYTES = COLUMNS * (INT4_GROUP / 2 + 3);  // of such a g
 // exactly, so the bytes are multiplied as elements and the sums are scaled. The bytes of 16 words are stored together:
 // their first elements, then their second elements.
 //
-// The tiles of an int4 weight are described in int4.h.
+// The tiles of int4 and MXFP4 weights are described in int4.h and mxfp4.h. An MXFP4 weight has a multiple of 32 columns.
 struct Linear {
-    bool is_bf16, is_int8, is_int4;
+    bool is_bf16, is_int8, is_int4, is_mxfp4;
     long n, k, steps;
     std::unique_ptr<Memory> data;
     std::vector<float> bias, scale;
 
     // lasts  whether it lives as long as the model: its memory may be shared with other weights
     Linear(bool bf16, int bits, long rows, long columns, bool lasts = true)
-        : is_bf16(bf16), is_int8(bits == 8), is_int4(bits == 4), n(rows), k(columns),
+        : is_bf16(bf16), is_int8(bits == 8), is_int4(bits == 4), is_mxfp4(bits == MXFP4), n(rows), k(columns),
           steps(bf16 ? round_up(columns, 32) / 2 : columns) {
         const size_t size = static_cast<size_t>(tiles()) * tile_bytes();
         data = lasts ? weight_memory(size) : std::make_unique<Memory>(size);
@@ -47,6 +50,7 @@ struct Linear {
     long num_groups() const { return round_up(k, INT4_GROUP) / INT4_GROUP; }
     size_t tile_bytes() const {
         if (is_int4) return static_cast<size_t>(num_groups()) * INT4_GROUP_BYTES;
+        if (is_mxfp4) return static_cast<size_t>(k / MXFP4_GROUP) * MXFP4_GROUP_BYTES;
         return static_cast<size_t>(steps * COLUMNS) * (is_int8 ? (is_bf16 ? 2 : 1) : 4);
     }
     template <class Element> Element* tile(long index) const {
@@ -221,6 +225,7 @@ struct Kernels {
     const char* name;
     void (*pack)(Linear&, const void* weight);
     void (*pack_int4)(Linear&, const uint8_t* values, const uint16_t* scales, const uint8_t* zeros);
+    void (*pack_mxfp4)(Linear&, const uint8_t* codes, const uint8_t* exponents);
     void (*quantise_int4)(bool bf16, const void* weight, long n, long k, uint8_t* values, uint16_t* scales, uint8_t* zeros);
     void (*products)(const Product*, long count);  // with weights of one element type; all of them on all threads
     void (*embed)(const Linear&, const int64_t* tokens, long rows, void* out);

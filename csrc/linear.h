@@ -4,6 +4,7 @@
 #include "amx.h"
 #include "int4.h"
 #include "layout.h"
+#include "mxfp4.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -69,18 +70,30 @@ struct StoredWords {
     }
 };
 
-// Words converted from int8, one step at a time, which stays in registers. Only half of the bytes of bfloat16 are read
-// from memory, or a quarter of those of float32.
-template <class T> struct UnpackedWords {
-    const int8_t* bytes;
-    alignas(64) uint32_t words[COLUMNS];
-    UnpackedWords(const int8_t* tile, long) : bytes(tile) {}
+// The steps of an int8 tile.
+template <class T> struct Int8Codes {
+    static constexpr long CHUNK = 1;  // steps that are best converted together
+    const int8_t* tile;
+    void unpack(long step, long count, uint32_t* words) const {
+        longdraft::LONGDRAFT_VARIANT::unpack<T>(tile + step * COLUMNS * T::PER_WORD, count, words);
+    }
+    template <long DISTANCE> void fetch(long step, long count) const {
+        prefetch<DISTANCE>(tile + step * COLUMNS * T::PER_WORD, count * COLUMNS * T::PER_WORD);
+    }
+};
+
+// Words converted from the codes of another format, a chunk of steps at a time; a single one stays in registers. Only the
+// bytes of that format are read from memory.
+template <class T, class Codes> struct UnpackedWords {
+    Codes codes;
+    alignas(64) uint32_t words[Codes::CHUNK * COLUMNS];
+    UnpackedWords(Codes source, long) : codes(source) {}
     const uint32_t* at(long step) {
-        unpack<T>(bytes + step * COLUMNS * T::PER_WORD, 1, words);
-        return words;
+        if (step % Codes::CHUNK == 0) codes.unpack(step, Codes::CHUNK, words);
+        return words + step % Codes::CHUNK * COLUMNS;
     }
     template <int STEPS> void ahead(long step, int part) const {
-        if (part < T::PER_WORD) prefetch(bytes + (step * T::PER_WORD + part) * COLUMNS, COLUMNS);
+        if (part == 0) codes.template fetch<PREFETCH_DISTANCE>(step, 1);
     }
 };
 
@@ -117,7 +130,7 @@ template <class T> struct Multiply {
     static constexpr long CONVERTING_ROWS = ROWS;
 #endif
     static constexpr bool READS_ALL_ROWS = false;  // whether memory for ROWS rows must exist, even if fewer are wanted
-    using Int8Words = UnpackedWords<T>;
+    template <class Codes> using Unpacked = UnpackedWords<T, Codes>;
     template <class Weights>
     static void tile(int rows, const uint32_t* x, Weights& weights, long steps, float (*out)[COLUMNS]) {
         linear_rows<T>(rows, x, steps, weights, steps, out);
@@ -125,24 +138,24 @@ template <class T> struct Multiply {
 };
 
 #if defined(__AMX_BF16__)
-// Words converted from int8, one instruction of the unit before their use: loading a tile from memory that was just
+// Words converted from codes, one instruction of the unit before their use: loading a tile from memory that was just
 // written would wait for the stores.
-class UnpackedWordsAhead {
+template <class Codes> class UnpackedWordsAhead {
   public:
-    UnpackedWordsAhead(const int8_t* tile, long steps) : bytes_(tile), steps_(steps) { unpack<BF16>(tile, STEPS, words_[0]); }
+    UnpackedWordsAhead(Codes codes, long steps) : codes_(codes), steps_(steps) { codes_.unpack(0, STEPS, words_[0]); }
     const uint32_t* at(long step) { return words_[step / STEPS % 2]; }
     template <int> void ahead(long step, int part) {
         constexpr int SOME = STEPS / VECTORS;
         const long next = step + STEPS;
         if (next == steps_) return;
-        const int8_t* from = bytes_ + (next + part * SOME) * COLUMNS * 2;
-        prefetch<PREFETCH_DISTANCE / 2>(from, SOME * COLUMNS * 2);  // measured: the full distance is a third slower
-        unpack<BF16>(from, SOME, words_[next / STEPS % 2] + part * SOME * COLUMNS);
+        const long first = next + part * SOME;
+        codes_.template fetch<PREFETCH_DISTANCE / 2>(first, SOME);  // measured: the full distance is a third slower
+        codes_.unpack(first, SOME, words_[next / STEPS % 2] + part * SOME * COLUMNS);
     }
 
   private:
     static constexpr int STEPS = amx::INNER / 2;
-    const int8_t* bytes_;
+    Codes codes_;
     long steps_;
     alignas(64) uint32_t words_[2][STEPS * COLUMNS];
 };
@@ -151,7 +164,7 @@ template <> struct Multiply<BF16> : amx::Unit {
     static constexpr int ROWS = amx::ROWS;
     static constexpr long CONVERTING_ROWS = ROWS;
     static constexpr bool READS_ALL_ROWS = true;
-    using Int8Words = UnpackedWordsAhead;
+    template <class Codes> using Unpacked = UnpackedWordsAhead<Codes>;
     template <class Weights>
     static void tile(int, const uint32_t* x, Weights& weights, long steps, float (*out)[COLUMNS]) {
         constexpr int WORDS = amx::INNER / 2;
@@ -247,13 +260,16 @@ template <class T> void multiply_tile(const Product& p, const Inputs<T>& in, lon
             finish<T>(w, tile, r, some, sums, p.out, p.keep_float);
         }
     };
-    if (!w.is_int8) multiply(StoredWords{w.tile<uint32_t>(tile)});
-    else if (p.rows <= Unit::CONVERTING_ROWS) multiply(typename Unit::Int8Words(w.tile<int8_t>(tile), w.steps));
-    else {  // the tile is read many times, so it is converted once
+    auto convert = [&](auto codes) {
+        if (p.rows <= Unit::CONVERTING_ROWS) return multiply(typename Unit::template Unpacked<decltype(codes)>(codes, w.steps));
+        // The tile is read many times, so it is converted once.
         auto* words = static_cast<uint32_t*>(workspace<4>(static_cast<size_t>(w.steps * COLUMNS) * 4));
-        unpack<T>(w.tile<int8_t>(tile), w.steps, words);
+        codes.unpack(0, w.steps, words);
         multiply(StoredWords{words});
-    }
+    };
+    if (w.is_int8) convert(Int8Codes<T>{w.tile<int8_t>(tile)});
+    else if (w.is_mxfp4) convert(mxfp4::Codes<T>{w.tile<uint8_t>(tile)});
+    else multiply(StoredWords{w.tile<uint32_t>(tile)});
 }
 
 // The inputs of all products. Neighbours that read the same inputs share them.

@@ -77,6 +77,14 @@ Linear* pack_int4(const Kernels& kernels, bool bf16, long n, long k, Address val
     return packed;
 }
 
+Linear* pack_mxfp4(const Kernels& kernels, bool bf16, long n, long k, Address codes, Address exponents, Address bias) {
+    require(k % MXFP4_GROUP == 0, "groups of 32 inputs");
+    auto* packed = new Linear(bf16, MXFP4, n, k);
+    kernels.pack_mxfp4(*packed, at<uint8_t>(codes), at<uint8_t>(exponents));
+    if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
+    return packed;
+}
+
 // A weight whose memory the caller fills (`memory_of`).
 Linear* new_linear(bool bf16, int bits, long n, long k, bool has_bias) {
     require((bits == 4 || bits == 8) && n > 0 && k > 0, "4 or 8 bits and a shape");
@@ -96,7 +104,7 @@ std::vector<std::vector<Address>> memory_of(const Linear& w) {
 }
 
 Linear* take_rows(const Kernels& kernels, const Linear& weight, const std::vector<int64_t>& rows) {
-    require(!weight.is_int4 && !rows.empty(), "a weight that is not int4, and one or more rows");
+    require(!weight.is_int4 && !weight.is_mxfp4 && !rows.empty(), "a weight that is not of 4 bits, and one or more rows");
     for (int64_t row : rows) require(0 <= row && row < weight.n, "rows of the weight");
     const int bits = weight.is_int8 ? 8 : weight.is_bf16 ? 16 : 32;
     auto* taken = new Linear(weight.is_bf16, bits, static_cast<long>(rows.size()), weight.k, false);
@@ -180,12 +188,14 @@ NB_MODULE(_cpu, m) {
         .def("pack_int4", &pack_int4, nb::rv_policy::take_ownership, free_gil)
         .def_static("new_linear", &new_linear, nb::rv_policy::take_ownership)
         .def("take_rows", &take_rows, nb::rv_policy::take_ownership, free_gil)
+        .def("pack_mxfp4", &pack_mxfp4, nb::rv_policy::take_ownership, free_gil)
         .def("quantise_int4", [](const Kernels& k, bool bf16, Address weight, long rows, long columns, Address values,
                              Address scales, Address zeros) {
             k.quantise_int4(bf16, at<void>(weight), rows, columns, at<uint8_t>(values), at<uint16_t>(scales), at<uint8_t>(zeros)); }, free_gil)
         .def("linear", [](const Kernels& k, const Linear& w, Address x, long rows, Address out, bool keep_float) {
             k.linear(w, at<void>(x), rows, at<void>(out), keep_float); }, free_gil)
         .def("embed", [](const Kernels& k, const Linear& table, const std::vector<int64_t>& tokens, Address out) {
+            require(!table.is_mxfp4, "a table that is not in MXFP4");
             for (int64_t token : tokens) require(0 <= token && token < table.n, "token ids of the table");
             k.embed(table, tokens.data(), static_cast<long>(tokens.size()), at<void>(out)); })
         .def("rms_norm", [](const Kernels& k, bool bf16, Address x, Address weight, long rows, long width, float eps,

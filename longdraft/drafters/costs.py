@@ -3,8 +3,9 @@
     seconds of a step  =  ForwardCosts.at(rows, context, requests)  +  DraftCosts.at(depth)
 
 `measure` runs real steps over a cache of random keys and values: trees of 1 to 32 guesses that no drafter drafted, then
-each drafter at two depths. It takes a second or two for a model of 500 million parameters. Times do not depend on what
-the tokens are, so these costs serve every text. `Pace` notices while writing that they are off.
+each drafter at two depths. It takes a second or two for a model of 500 million parameters. The guesses are
+different tokens, because rows of one token would choose the same experts. Otherwise times do not depend on what the
+tokens are, so these costs serve every text. `Pace` notices while writing that they are off.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _MOST_WARM_UPS = 4  # steps in which a drafter may read the text before it draft
 _SLOW_S = 0.2  # what takes longer is timed once
 _USUAL_STEPS, _LONG_S = 40, 4.0  # a measurement takes as long as so many steps; a line announces one that takes longer
 _FORMAT = 4
+_STRIDE = 9973  # between the guesses' token ids; a prime, so that they differ
 _SEVERAL = 8  # rows by which the growth of the text's part is measured
 _GROWTH = 0.02  # where it is not
 
@@ -182,14 +184,17 @@ class Pace:
 
 
 class _Guesses:
-    """A drafter that proposes a chain of given tokens, at no cost."""
+    """A drafter that proposes a chain of different tokens, at no cost."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
 
     def begin(self, context: Context, verified: Verified | None) -> None:
         """Nothing: the chain does not depend on the text."""
 
     @atomic
     def propose(self, context: Context, max_depth: int) -> Tree:
-        return chain(context.last, [1] * max_depth, "")
+        return chain(context.last, [_STRIDE * place % self._vocabulary for place in range(1, max_depth + 1)], "")
 
     def observe(self, context: Context, accepted: Accepted) -> None:
         """Nothing, likewise."""
@@ -210,7 +215,7 @@ class _RandomText:
 
     def seconds(self, rows: int) -> Timings:
         """A step with so many rows: the shortest time of each of its parts, because noise only adds to it."""
-        guesses = _Guesses()
+        guesses = _Guesses(self.model.config.vocab_size)
         found = [self.step(guesses, rows - 1)[1]]
         found += [self.step(guesses, rows - 1)[1] for _ in range(self._repeats(found[0].verify))]
         if len(found) > 1:  # the processor's caches and clocks made the first one slower

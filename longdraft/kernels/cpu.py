@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from longdraft.kernels import cpu_delta, int4, int8
+from longdraft.kernels import cpu_delta, int4, int8, mxfp4
 from longdraft.kernels.cpu_decoder import CpuDecoder
 from longdraft.kernels.cpu_store import (
     CpuLinear,
@@ -32,6 +32,7 @@ from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.experts import Routing
 from longdraft.kernels.interface import KV, AttentionOutput, Decoder, KVStore, LayersKV
 from longdraft.kernels.layer import LayerwiseDecoder
+from longdraft.kernels.mxfp4 import Mxfp4Weight
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
@@ -54,9 +55,7 @@ class CpuKernels:
     def pack(self, weight: Tensor | int4.Int4Weight, bias: Tensor | None = None, *,
              quantize: str = "none") -> CpuLinear:
         rows, columns = (weight if isinstance(weight, Tensor) else weight.values).shape
-        if bias is not None:
-            bias = bias.to(self.dtype).float().contiguous()
-            require(bias.shape == (rows,), f"a bias [{rows}]", bias.shape)
+        bias = self._bias(bias, rows)
         if not isinstance(weight, Tensor) or quantize == "int4":
             values, scale, zero = _contiguous(self.quantise_int4(weight) if isinstance(weight, Tensor) else weight)
             return CpuLinear(self.native.pack_int4(self._is_bf16, rows, columns, address(values), address(scale),
@@ -64,6 +63,27 @@ class CpuKernels:
         packed, factor = int8.quantise(weight) if quantize == "int8" else (weight.to(self.dtype).contiguous(), None)
         return CpuLinear(self.native.pack(self._is_bf16, rows, columns, address(packed), address(factor),
                                           address(bias)))
+
+    def pack_mxfp4(self, weight: Mxfp4Weight, bias: Tensor | None = None) -> CpuLinear:
+        """Convert a weight in MXFP4, whose numbers are normal, to a layout of as many bits.
+
+        Products have the bits of those with `pack(mxfp4.dequantise(weight))`.
+        """
+        codes, exponents = (part.contiguous() for part in weight)
+        rows, columns = len(codes), 2 * codes.shape[1]
+        fits = exponents.shape == (rows, columns // mxfp4.GROUP) and columns % mxfp4.GROUP == 0
+        require(fits and codes.dtype == exponents.dtype == torch.uint8 and weight.is_normal,
+                "uint8 codes and exponents of groups of 32 normal numbers", (codes.shape, exponents.shape))
+        bias = self._bias(bias, rows)
+        return CpuLinear(self.native.pack_mxfp4(self._is_bf16, rows, columns, address(codes), address(exponents),
+                                                address(bias)))
+
+    def _bias(self, bias: Tensor | None, rows: int) -> Tensor | None:
+        """A bias [N] as the compiled module reads it: rounded to `dtype`, float32."""
+        if bias is not None:
+            bias = bias.to(self.dtype).float().contiguous()
+            require(bias.shape == (rows,), f"a bias [{rows}]", bias.shape)
+        return bias
 
     def new_linear(self, quantize: str, rows: int, columns: int, has_bias: bool) -> CpuLinear:
         """A packed int8 or int4 weight whose `memory` the caller fills."""

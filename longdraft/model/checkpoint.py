@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
+from longdraft.kernels.cpu import CpuKernels
 from longdraft.kernels.delta import DeltaWeights
 from longdraft.kernels.int4 import Int4Weight
 from longdraft.kernels.weights import BesideNorms, Experts, Mlp
@@ -209,6 +210,10 @@ class Loader:
         has_bias = stacked.has_bias and not (is_row_parallel and shard.rank)  # the first rank adds it
         def pack() -> Linear:
             bias = read("bias", self._kernels.dtype) if has_bias else None
+            if self._quantize == "none" and order is None and isinstance(self._kernels, CpuKernels):
+                packed = self._files.mxfp4([f"{layer}{name}.weight" for name, _ in stacked.parts])
+                if packed is not None:
+                    return self._kernels.pack_mxfp4(packed, bias)
             weight = exact_int4() if self._quantize == "int4" else None
             return self._kernels.pack(read("weight", self._dtype) if weight is None else weight, bias,
                                       quantize=self._quantize)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from longdraft.errors import ModelError
+from longdraft.kernels import mxfp4
 from longdraft.kernels.int4 import Int4Weight
+from longdraft.kernels.mxfp4 import Mxfp4Weight
 from longdraft.model.memory import temporary
 from longdraft.model.tensor_file import Entry, TensorFile, stored_bytes
 
 METHOD = "mxfp4"
 _STEM = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_blocks|_bias|_scales|)")
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and their negatives; a number is one of them times 2^(scale - 127)
-_NO_SCALE = 255  # of a block that holds no number
 
 
 class OssTensors:
@@ -84,16 +84,25 @@ class OssTensors:
         if name not in self._parts:
             return self._file.view(name)
         stored, expert, outputs = self._parts[name]
-        whole = self._file.view(stored)[expert]
-        if stored.endswith("_bias"):
-            return whole[outputs]
+        packed = self.mxfp4(name)
+        if packed is None:
+            whole = self._file.view(stored)[expert]
+            return whole[outputs] if stored.endswith("_bias") else whole.T[outputs]
+        out = temporary(self.entries[name].shape, dtype or torch.float32)
+        out.copy_(mxfp4.dequantise(packed))
+        return out
+
+    def mxfp4(self, name: str) -> Mxfp4Weight | None:
+        """A matrix as the file has it; None for other formats."""
+        stored, expert, outputs = self._parts.get(name, ("", 0, slice(None)))
         if not stored.endswith("_blocks"):
-            return whole.T[outputs]
+            return None
         scales = stored.replace("_blocks", "_scales")
-        return _numbers(whole[outputs], self._owners[scales].view(scales)[expert][outputs], dtype or torch.float32)
+        codes = self._file.view(stored)[expert][outputs].flatten(1)
+        return Mxfp4Weight(codes, self._owners[scales].view(scales)[expert][outputs])
 
     def int4(self, name: str) -> Int4Weight | None:
-        """None: groups of 32 with a whole zero point cannot hold MXFP4."""
+        """None: groups of 32 with a whole zero point cannot hold MXFP4. See `mxfp4`."""
 
     def stored(self, name: str) -> tuple[str, Tensor]:
         """The name of a tensor's type, and its bytes, uint8: those of all its parts."""
@@ -109,15 +118,3 @@ class OssTensors:
     def forget(self, name: str) -> None:
         """Release the pages of a tensor, except those that it shares with its neighbours."""
         self._file.forget(self._parts[name][0] if name in self._parts else name)
-
-
-def _numbers(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers [N, K] of MXFP4: blocks [N, K / 32, 16] and scales [N, K / 32], uint8. NaN where a scale is none."""
-    values = torch.tensor([*_FP4, *(-value for value in _FP4)])
-    numbers = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], -1).flatten(-2)
-    exponents = scales.to(torch.int32) - 127
-    factors = torch.ldexp(torch.ones(exponents.shape), exponents).masked_fill(scales == _NO_SCALE, torch.nan)
-    out = temporary((len(blocks), 32 * blocks.shape[1]), dtype)
-    out.copy_((numbers * factors[..., None]).flatten(1))
-    return out
-

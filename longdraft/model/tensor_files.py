@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.kernels.int4 import Int4Weight
+from longdraft.kernels.mxfp4 import Mxfp4Weight
 from longdraft.model import four_bit
 from longdraft.model.config import read_json
 from longdraft.model.four_bit import FourBitTensors
@@ -142,6 +143,19 @@ class TensorFiles:
             self._read.add(name)
         self._report(sum(map(self._size, self._read)))
         return Int4Weight(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+    def mxfp4(self, names: Sequence[str]) -> Mxfp4Weight | None:
+        """Matrices that the files hold in MXFP4, one below another, if all numbers are normal; None for others."""
+        parts = []
+        for name in names:
+            file = self._file_of[name]
+            part = file.mxfp4(name) if isinstance(file, (OssTensors, GgufTensors)) else None
+            if part is None or not part.is_normal:
+                return None
+            parts.append(part)
+            self._read.add(name)
+        self._report(sum(map(self._size, self._read)))
+        return Mxfp4Weight(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
     def _view(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor's numbers. Releases the pages of the previous one."""

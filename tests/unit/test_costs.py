@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import longdraft
+from helpers.checkpoints import load
 from longdraft.core import SamplingParams
 from longdraft.drafters import costs
 from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts, Pace, load_or_measure
+from longdraft.sampling.sampler import Sampler
 
 FORWARD = ForwardCosts(0.5, (10.0, 10.0, 11.0, 12.5, 14.0, 20.0, 32.0), 1000.0, 0.1)
 COSTS = Costs(FORWARD, {"plain": DraftCosts(0.0, 0.0, 0.0, 0), "magicdec": DraftCosts(0.1, 2.0, 1.5, 12)})
@@ -80,6 +82,16 @@ def test_ranks_use_the_first_ranks_costs(monkeypatch, tmp_path):
     answers = iter(sent)
     found = load_or_measure({}, list(COSTS.drafts), lambda own: next(answers), lambda: pytest.fail("measured"))
     assert found == COSTS
+
+
+def test_rows_that_are_timed_are_different_tokens(tiny):
+    """Rows of one token would choose the same experts, and cost less than the rows of a text."""
+    model, rows = load(tiny["gqa"]), []
+    text = costs._RandomText(model, Sampler(SamplingParams(temperature=0.0, seed=1), [1]), alone, 0)
+    forward = model.forward_batch
+    model.forward_batch = lambda requests: rows.append(requests[0].rows.tokens) or forward(requests)
+    text.seconds(32)
+    assert rows and all(len(set(tokens)) == 32 for tokens in rows)
 
 
 def test_a_busy_machine_changes_no_comparison():

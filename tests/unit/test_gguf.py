@@ -17,9 +17,10 @@ from helpers.gguf_files import TYPE_IDS, convert, noise, permuted, stored, write
 from longdraft.__main__ import run
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError, UsageError
+from longdraft.kernels import mxfp4
 from longdraft.model import config as model_config
 from longdraft.model import defaults, hub
-from longdraft.model.gguf.blocks import dequantise
+from longdraft.model.gguf.blocks import dequantise, mxfp4_parts
 from longdraft.model.gguf.container import open_gguf
 from longdraft.model.gguf.tensors import stored_rows
 from longdraft.model.gguf.types import TYPES
@@ -75,6 +76,15 @@ def test_an_mxfp4_scale_that_is_no_number_gives_no_number():
     out = torch.empty(3, 128)
     dequantise(blocks, TYPES[39], out)
     assert out[1, :32].isnan().all() and not out[0].isnan().any()
+
+
+def test_a_weight_of_mxfp4_blocks_has_their_numbers():
+    blocks, out = blocks_of("MXFP4"), torch.empty(3, 128)
+    dequantise(blocks, TYPES[39], out)
+    weight = mxfp4_parts(blocks.view(3, 4, 17))
+    assert torch.equal(mxfp4.dequantise(weight), out) and not weight.is_normal
+    blocks.view(12, 17)[:, 0].clamp_(2, 252)
+    assert mxfp4_parts(blocks.view(3, 4, 17)).is_normal
 
 
 def test_rows_are_put_back_into_the_order_of_hugging_face():

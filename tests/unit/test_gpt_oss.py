@@ -16,12 +16,13 @@ from helpers.checkpoints import load, make_glide, make_heads
 from helpers.eagle import make_eagle
 from helpers.equality import LIARS, prompt_of
 from helpers.families import logits_of, make_family
-from helpers.family_checks import check_every_drafter, check_liar, check_rows
+from helpers.family_checks import check_every_drafter, check_liar, check_one_call, check_rows
 from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
-from longdraft.kernels import KV
+from longdraft.kernels import KV, mxfp4
 from longdraft.kernels.layer import _of_sinks
+from longdraft.kernels.mxfp4 import Mxfp4Weight
 from longdraft.model import sizing
 from longdraft.model.config import parse_config, read_config
 from longdraft.model.tensor_files import TensorFiles
@@ -127,6 +128,41 @@ def test_experts_in_mxfp4_have_the_numbers_of_transformers(wide, tmp_path, shard
         params = SamplingParams(max_new_tokens=20, seed=3, ignore_eos=True)
         texts.append([token for event in engine.generate(prompt_of(40), params) for token in event.tokens])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_stay_in_4_bits_and_have_the_bits_of_their_numbers(wide, tmp_path, name, dtype):
+    """Rows alone, together and in prompts that convert a tile once; the reference multiplies the numbers."""
+    packed(wide, tmp_path)
+    small, whole = (load(path, dtype, name) for path in (tmp_path, tmp_path / "whole"))
+    tokens = prompt_of(130)
+    assert torch.equal(logits_of(small, tokens, 120), logits_of(whole, tokens, 120))
+    if name != "reference":
+        check_one_call(small)
+        size = small.weights.layers[0].experts.mlps[0].gate_up.nbytes
+        assert size < (0.2 if dtype == "float32" else 0.35) * whole.weights.layers[0].experts.mlps[0].gate_up.nbytes
+
+
+@pytest.mark.parametrize("name", kernels.available()[:-1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_in_mxfp4_have_the_bits_of_the_numbers(name, dtype):
+    """For every number of rows, of outputs and of groups; all codes and extreme exponents among them."""
+    ops = kernels.choose("cpu", dtype, name)
+    generator = torch.Generator().manual_seed(2)
+    for rows, outputs, inputs in ((1, 64, 32), (2, 70, 64), (3, 1, 96), (16, 130, 160), (33, 65, 64)):
+        codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+        exponents = torch.randint(100, 140, (outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+        exponents[0, 0], exponents[-1, -1] = 2, 252
+        weight, bias = Mxfp4Weight(codes, exponents), torch.randn(outputs, generator=generator)
+        x = (torch.randn(rows, inputs, generator=generator) * 1e-3).to(ops.dtype)
+        small, whole = ops.pack_mxfp4(weight, bias), ops.pack(mxfp4.dequantise(weight), bias)
+        for keep_float in (True, False):
+            assert torch.equal(ops.linear(x, small, keep_float=keep_float), ops.linear(x, whole, keep_float=keep_float))
+    for wrong in (Mxfp4Weight(codes, exponents[:, :-1]), Mxfp4Weight(codes.int(), exponents),
+                  Mxfp4Weight(codes, torch.full_like(exponents, 255))):
+        with pytest.raises(ValueError, match="CPU kernels want uint8 codes"):
+            ops.pack_mxfp4(wrong)
 
 
 def test_damaged_experts_are_one_clear_line(wide, tmp_path):

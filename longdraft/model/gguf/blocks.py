@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from longdraft.kernels.mxfp4 import Mxfp4Weight
 from longdraft.model.gguf.types import BlockType
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -136,6 +137,13 @@ def _mxfp4(blocks: Tensor) -> Tensor:
     bits = torch.where(exponent < 2, 0x200000 << exponent.clamp(max=1), exponent - 1 << 23)
     scale = torch.where(exponent == 255, torch.nan, bits.view(torch.float32))  # 255 is not a number
     return _table(_FP4, _nibbles(blocks[:, 1:], 16)) * scale
+
+
+def mxfp4_parts(blocks: Tensor) -> Mxfp4Weight:
+    """A weight from its blocks [N, K / 32, 17]. Byte i of a block has the inputs i and i + 16."""
+    low, high = blocks[..., 1:] & 15, blocks[..., 1:] >> 4
+    codes = torch.cat([part[..., ::2] | part[..., 1::2] << 4 for part in (low, high)], -1)
+    return Mxfp4Weight(codes.flatten(1), blocks[..., 0])
 
 
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.int4 import GROUP, Int4Weight
+from longdraft.kernels.mxfp4 import Mxfp4Weight
 from longdraft.model.families import FAMILIES, ExpertsFormat
 from longdraft.model.gguf import gemma
-from longdraft.model.gguf.blocks import dequantise, q4_0_parts
+from longdraft.model.gguf.blocks import dequantise, mxfp4_parts, q4_0_parts
 from longdraft.model.gguf.container import Gguf, GgufFile, TensorEntry
 from longdraft.model.gguf.metadata import architecture
 from longdraft.model.memory import forget_pages, require_bytes, temporary
@@ -132,6 +133,13 @@ class GgufTensors:
                 return None  # groups of other heads share their scale then
             values, scale = values[:, columns], scale[:, columns[::GROUP] // GROUP]
         return Int4Weight(values, scale, torch.full(scale.shape, 8, dtype=torch.uint8))
+
+    def mxfp4(self, name: str) -> Mxfp4Weight | None:
+        """A matrix in MXFP4, in the order of its file; None for other types."""
+        entry = self._stored[name]
+        if entry.type.name != "MXFP4" or len(entry.shape) != 2 or self._order(name) is not None:
+            return None
+        return mxfp4_parts(self.stored(name)[1].view(*entry.shape[:1], -1, entry.type.nbytes))
 
     def stored(self, name: str) -> tuple[str, Tensor]:
         """The name of a tensor's type, and its bytes, uint8, in the order of the file."""
