@@ -47,15 +47,16 @@ class FullCache:
     taps     holds the tapped states of the rows; None: no layer is tapped
     states   of the delta layers; None: the model has none
     score_cap  soft cap of attention scores; 0: none
+    sinks    [H] of each layer (`LayerWeights.sinks`); empty: no layer has any
     """
 
     def __init__(self, kernels: Kernels, shapes: Sequence[tuple[int, int]],
                  windows: Sequence[int] = (), taps: TapLog | None = None,
-                 states: StateCache | None = None, score_cap: float = 0.0) -> None:
+                 states: StateCache | None = None, score_cap: float = 0.0, sinks: Sequence[Tensor] = ()) -> None:
         self._kernels = kernels
         self.taps, self.states = taps, states
         self.shapes, self.windows = tuple(shapes), tuple(windows) or (0,) * len(shapes)
-        self.is_uniform, self.score_cap = len(set(shapes)) == 1, score_cap
+        self.is_uniform, self.score_cap, self.sinks = len(set(shapes)) == 1, score_cap, sinks
         self.stores = self._new_stores()
         self.length = 0
         self._tail: LayersKV | None = None

@@ -183,7 +183,15 @@ class PartialCache:
             self._fits = [Remainder(*size, whole.content.device) for size in sizes]
         maps = [fit.learn(part.content, self._kernels.remainder(own, self._rows.length, part))
                 for fit, (own, part) in zip(self._fits, groups, strict=True)]
-        return maps[0] if is_uniform else tuple(each[0] for each in maps)
+        return self._with_sinks(maps[0]) if is_uniform else tuple(each[0] for each in maps)
+
+    def _with_sinks(self, maps: Tensor) -> Tensor:
+        """Give the layers that hold their whole window their sinks as the remainder: nothing else was left out."""
+        for layer, sinks in enumerate(self._full.sinks):
+            if 0 < self._full.windows[layer] <= self._rows.length:
+                maps[layer] = 0.0
+                maps[layer, :, -1, -1] = sinks
+        return maps
 
     def _append_or_select(self, attention_output: Callable[[], AttentionOutput] | None) -> None:
         num_new = self._full.length - self._num_seen

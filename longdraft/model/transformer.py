@@ -216,7 +216,8 @@ class Transformer:
         taps = TapLog(self.kernels, self.taps, config.hidden_size) if self.taps else None
         deltas = [layer.delta for layer in self.weights.layers if layer.delta is not None]
         return FullCache(self.kernels, config.kv_shapes, windows, taps,
-                         StateCache(self.kernels, deltas) if deltas else None, config.score_cap)
+                         StateCache(self.kernels, deltas) if deltas else None, config.score_cap,
+                         [layer.sinks for layer in self.weights.layers if layer.sinks is not None])
 
     def random_cache(self, positions: int, room: int = 0) -> FullCache:
         """A cache of random keys and values, to time forwards behind so many positions.

@@ -60,6 +60,19 @@ def test_drafts_of_the_whole_cache_are_accepted(folder):
     assert list(engine.generate(prompt_of(60), params))[-1].stats["mean_accepted_length"] > 6
 
 
+def test_drafts_of_a_small_cache_know_the_sinks_of_layers_whose_window_it_holds(tmp_path):
+    """All layers see 24 positions, and the cache holds more: the drafts are those of the whole cache."""
+    make_family(tmp_path, "gpt_oss", layer_types=["sliding_attention"] * 3)
+    tensors = load_file(tmp_path / "model.safetensors")
+    strong = {name: tensor + 4.0 for name, tensor in tensors.items() if name.endswith("sinks")}
+    save_file(tensors | strong, tmp_path / "model.safetensors", {"format": "pt"})
+    engine = longdraft.load(str(tmp_path), drafter="magicdec", drafter_options={"suffix": "false", "budget": 40,
+                                                                                 "sinks": 4, "refresh": 8})
+    params = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
+    stats = list(engine.generate(prompt_of(90), params))[-1].stats
+    assert stats["mean_accepted_length"] > 6
+
+
 def test_texts_of_a_batch_and_resumed_texts_are_the_plain_ones(folder, tmp_path):
     params = [SamplingParams(max_new_tokens=16, seed=seed, ignore_eos=True) for seed in (1, 2, 3)]
     prompts = [prompt_of(30), prompt_of(45, 4), prompt_of(30)]
