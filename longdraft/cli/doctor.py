@@ -74,7 +74,7 @@ def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
     if folder.is_file() or has_weights(folder):  # not of the hub, whose weights are not downloaded for this
         require_tensors(TensorFiles(folder), parsed)
     sizes = sizing.model_sizes(parsed)
-    copy_bytes = draft_copy.copy_bytes(parsed, sizes)
+    copy_format, copy_bytes = draft_copy.copy_size(parsed, sizes)
     memory = _memory_bytes()
     bandwidth = machine.read_bandwidth(_READ_BYTES)
     return {
@@ -84,6 +84,7 @@ def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
         "weights_bytes": sizes.weights_bytes,
         "bytes_per_token": sizes.read_bytes,
         "quantized_bytes": {name: sizing.quantized_bytes(parsed, name) for name in ("int8", "int4")},
+        "draft_copy": copy_format,
         "draft_copy_bytes": copy_bytes,
         "cache_bytes_per_1k_tokens": 1024 * sizes.cache_bytes_per_token,
         "state_bytes": sizes.state_bytes,
@@ -108,8 +109,8 @@ def _in_words(needs: dict[str, Any]) -> dict[str, str]:
              + (f"; the model's limit is {limit:,}" if int(context) > limit else "")
              for context, ms in needs["ms_per_token"].items()}
     quantized = " and ".join(f"{size / 1e9:,.2f} GB in {name}" for name, size in needs["quantized_bytes"].items())
-    copy = (f"{needs['draft_copy_bytes'] / 1e9:,.2f} GB in int4, beside the weights" if needs["draft_copy_bytes"]
-            else "none: the weights are small beside the cache of a long text")
+    copy = (f"{needs['draft_copy_bytes'] / 1e9:,.2f} GB in {needs['draft_copy']}, beside the weights"
+            if needs["draft_copy_bytes"] else "none: the weights stay in the processor's caches")
     memory = "" if needs["memory_bytes"] is None else f" ({needs['memory_bytes'] / 1e9:.1f} GB)"
     return {
         "model": needs["model"],

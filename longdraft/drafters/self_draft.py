@@ -123,7 +123,8 @@ class TokenSwiftOptions(_SelfDraftOptions):
     cache          dynamic | static | full: how the partial cache is maintained (ablation)
     suffix         add what followed the longest suffix of the text earlier, behind the root
     draft_weights  auto | same | int8 | int4: weights that the chain drafts with; the target verifies with its own.
-                   auto: int4 where the weights are larger than the cache of 16,384 tokens, else same
+                   auto, on a CPU: int4 where the weights are larger than the cache of 16,384 tokens, else int8 where
+                   they have 4 MiB or more, else same
     draft_vocabulary  auto | all | number of tokens that the chain can guess, the frequent ones of the text.
                    auto: 32,768 where that saves a fifth of what a draft token reads, else all
     """

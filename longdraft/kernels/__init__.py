@@ -97,10 +97,10 @@ def set_threads(count: int) -> None:
 
 def threads(kernels: Kernels) -> int:
     """The number of CPU threads that these kernels use."""
-    return native.threads() if _is_compiled(kernels) else torch.get_num_threads()
+    return native.threads() if is_compiled(kernels) else torch.get_num_threads()
 
 
-def _is_compiled(kernels: Kernels) -> bool:
+def is_compiled(kernels: Kernels) -> bool:
     """Whether these are the compiled CPU kernels, directly or as the local kernels of a rank (longdraft/parallel)."""
     return isinstance(getattr(kernels, "local", kernels), CpuKernels)
 
@@ -113,7 +113,7 @@ def single_threaded_torch(kernels: Kernels) -> Iterator[None]:
     drafting two to three times slower (docs/notebook.md).
     """
     before = torch.get_num_threads()
-    if not _is_compiled(kernels) or before == 1:
+    if not is_compiled(kernels) or before == 1:
         yield
         return
     torch.set_num_threads(1)

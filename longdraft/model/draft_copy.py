@@ -1,7 +1,8 @@
 """A quantised copy of the target's own weights. It drafts, and the unquantised target verifies, so no text changes.
 
 A draft token reads all weights of the model that drafts. With int4 layers and an int8 head that is a third of a
-bfloat16 target's bytes. The copy drafts on a partial cache of the target's own KV rows (longdraft/drafters).
+bfloat16 target's bytes, with int8 half of them, and hardly a guess differs. The copy drafts on a partial cache of the
+target's own KV rows (longdraft/drafters).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 from pathlib import Path
 
 from longdraft.errors import UsageError, check
+from longdraft.kernels import is_compiled
 from longdraft.machine import available_memory
 from longdraft.model.checkpoint import load_draft_copy
 from longdraft.model.config import ModelConfig
@@ -22,9 +24,10 @@ from longdraft.parallel import shard_of
 log = logging.getLogger(__name__)
 AUTO, SAME = "auto", "same"
 CHOICES = (AUTO, SAME, "int8", "int4")
-# `auto` makes a copy of models whose weights are as large as the cache of this many tokens. Below, drafts cost little
-# beside a verification, and a copy that agrees less often is slower.
+# `auto` makes a copy in int4 of models whose weights are as large as the cache of this many tokens. Below, drafts cost
+# less beside a verification, and a copy that agrees less often is slower: int8 then (docs/notebook.md).
 _MIN_WEIGHTS_IN_TOKENS = 16_384
+_MIN_BYTES = 4 << 20  # weights that stay in the processor's caches: no copy
 
 
 def check_draft_weights(value: str) -> None:
@@ -34,10 +37,17 @@ def check_draft_weights(value: str) -> None:
           if value == "int3" else "")
 
 
-def copy_bytes(config: ModelConfig, sizes: Sizes) -> int:
-    """Bytes of the copy that `auto` makes of a model of these sizes on a CPU; 0: it makes none."""
-    makes_one = sizes.read_bytes >= _MIN_WEIGHTS_IN_TOKENS * sizes.cache_bytes_per_token
-    return quantized_bytes(config, "int4", is_draft_copy=True) if makes_one else 0
+def auto_format(weights_bytes: int, weights_in_tokens: float) -> str:
+    """The format in which `auto` copies such weights on a CPU: "int4", "int8", or "same" for no copy."""
+    if weights_in_tokens >= _MIN_WEIGHTS_IN_TOKENS:
+        return "int4"
+    return "int8" if weights_bytes >= _MIN_BYTES else SAME
+
+
+def copy_size(config: ModelConfig, sizes: Sizes) -> tuple[str, int]:
+    """The format and the bytes of the copy that `auto` makes of a model of these sizes on a CPU; "same", 0: none."""
+    found = auto_format(sizes.read_bytes, sizes.read_bytes / sizes.cache_bytes_per_token)
+    return found, 0 if found == SAME else quantized_bytes(config, found, is_draft_copy=True)
 
 
 def outweighs_cache(model: Transformer) -> bool:
@@ -48,15 +58,15 @@ def outweighs_cache(model: Transformer) -> bool:
 def resolve(asked: str, target: Transformer) -> str:
     """The format of the copy that drafts for `target`: "int8", "int4", or "same" for no copy.
 
-    asked  one of CHOICES; "auto" is int4 for a large model on a CPU, else no copy. `auto` was not timed with one on a
-           device
+    asked  one of CHOICES; "auto" is that of `auto_format` on the compiled CPU kernels, else no copy. `auto` was not
+           timed with one on a device
 
     UsageError if a format is asked for by name and cannot be had.
     """
     is_divided = shard_of(target.kernels).size > 1
     if asked == AUTO:
-        is_possible = not target.kernels.is_device and not is_divided and target.weights.quantize != "int4"
-        return "int4" if outweighs_cache(target) and is_possible else SAME
+        is_possible = is_compiled(target.kernels) and not is_divided and target.weights.quantize != "int4"
+        return auto_format(target.weights_bytes, target.weights_in_tokens) if is_possible else SAME
     if asked != SAME and is_divided:
         raise UsageError(f"draft_weights is {asked!r} with weights divided among ranks; allowed there: auto, same")
     return asked

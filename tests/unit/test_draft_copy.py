@@ -52,6 +52,11 @@ def test_a_batch_of_texts_drafts_with_the_copy_too(tiny):
 def test_auto_makes_a_copy_of_large_weights_only(tiny, monkeypatch):
     small = longdraft.load(str(tiny["mha"]), drafter="magicdec")
     assert small.loaded.draft_copy is None
+    with monkeypatch.context() as smaller:
+        smaller.setattr(draft_copy, "_MIN_BYTES", 1)
+        assert longdraft.load(str(tiny["mha"]), drafter="magicdec").loaded.draft_copy.weights.quantize == "int8"
+        reference = longdraft.load(str(tiny["mha"]), drafter="magicdec", kernels_name="reference")
+        assert reference.loaded.draft_copy is None, "its products with int8 take longer"
     monkeypatch.setattr(draft_copy, "_MIN_WEIGHTS_IN_TOKENS", 1)
     large = longdraft.load(str(tiny["mha"]), drafter="magicdec")
     assert large.loaded.draft_copy.weights.quantize == "int4"
