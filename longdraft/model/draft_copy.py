@@ -28,6 +28,7 @@ CHOICES = (AUTO, SAME, "int8", "int4")
 # less beside a verification, and a copy that agrees less often is slower: int8 then (docs/notebook.md).
 _MIN_WEIGHTS_IN_TOKENS = 16_384
 _MIN_BYTES = 4 << 20  # weights that stay in the processor's caches: no copy
+_SHARE_OF_DEVICE = 0.25  # of a device's free memory that `auto` spends on a copy: caches are reserved there in full
 
 
 def check_draft_weights(value: str) -> None:
@@ -58,15 +59,18 @@ def outweighs_cache(model: Transformer) -> bool:
 def resolve(asked: str, target: Transformer) -> str:
     """The format of the copy that drafts for `target`: "int8", "int4", or "same" for no copy.
 
-    asked  one of CHOICES; "auto" is that of `auto_format` on the compiled CPU kernels, else no copy. `auto` was not
-           timed with one on a device
+    asked  one of CHOICES; "auto" is that of `auto_format` on the compiled CPU kernels; on a device int4 for a large
+           model, where such a copy drafted faster than the target's own weights (docs/cuda.md); else no copy
 
     UsageError if a format is asked for by name and cannot be had.
     """
     is_divided = shard_of(target.kernels).size > 1
     if asked == AUTO:
-        is_possible = is_compiled(target.kernels) and not is_divided and target.weights.quantize != "int4"
-        return auto_format(target.weights_bytes, target.weights_in_tokens) if is_possible else SAME
+        if is_divided or target.weights.quantize == "int4":
+            return SAME
+        if is_compiled(target.kernels):
+            return auto_format(target.weights_bytes, target.weights_in_tokens)
+        return "int4" if target.kernels.is_device and outweighs_cache(target) else SAME
     if asked != SAME and is_divided:
         raise UsageError(f"draft_weights is {asked!r} with weights divided among ranks; allowed there: auto, same")
     return asked
@@ -84,9 +88,10 @@ def load_copy(files: TensorFiles, target: Transformer, asked: str, cache: Path |
         return None
     size = quantized_bytes(target.whole, quantize, is_draft_copy=True)
     free = target.kernels.free_bytes() or available_memory()
-    if size > free * USABLE:
+    share = _SHARE_OF_DEVICE if asked == AUTO and target.kernels.is_device else USABLE
+    if size > free * share:
         message = (f"the {quantize} copy of the weights that drafts takes {size / 2**30:.1f} GiB, and "
-                   f"{free / 2**30:.1f} GiB are free")
+                   f"{free / 2**30:.1f} GiB are free{', most of which is left to the cache' * (share < USABLE)}")
         if asked != AUTO:
             raise MemoryError(f"{message}; use --drafter-option draft_weights=same")
         log.warning("%s: drafting with the unquantised weights", message)

@@ -81,6 +81,20 @@ def test_a_copy_without_room_is_left_out_by_auto_and_refused_by_name(tiny, monke
         longdraft.load(str(tiny["mha"]), drafter="magicdec", drafter_options={"draft_weights": "int4"})
 
 
+def test_auto_makes_a_copy_on_a_device_if_it_takes_a_quarter_of_its_free_memory(tiny, monkeypatch, caplog):
+    loaded = longdraft.load(str(tiny["mha"]), drafter="plain").loaded
+    target, files = loaded.target, loaded.files
+    monkeypatch.setattr(draft_copy, "_MIN_WEIGHTS_IN_TOKENS", 1)
+    monkeypatch.setattr(target.kernels, "is_device", True, raising=False)
+    size = draft_copy.quantized_bytes(target.whole, "int4", is_draft_copy=True)
+    for free, has_one in ((4 * size + 9, True), (3 * size, False)):
+        monkeypatch.setattr(target.kernels, "free_bytes", lambda free=free: free, raising=False)
+        made = draft_copy.load_copy(files, target, "auto")
+        assert (made is not None) == has_one
+    assert "most of which is left to the cache" in caplog.text
+    assert draft_copy.load_copy(files, target, "int4") is not None
+
+
 def test_an_unknown_format_is_one_clear_line(tiny):
     with pytest.raises(UsageError, match="draft_weights is 'int2'; allowed: auto, same, int8, int4"):
         longdraft.load(str(tiny["mha"]), drafter="magicdec", drafter_options={"draft_weights": "int2"})
