@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from longdraft.kernels.cuda.layer_chain import DraftLayers, LayerChain
 
 MAX_GUESSES = 16  # that the device ranks at a place
+DRAFTS_LAYERS = True  # False: trained layers are run from the host
 Behind = tuple["LogitsSource", Tensor]
 Place = Callable[[Tensor, Tensor], None]  # KVCache.place: commit rows [N] at positions [N], both on the device
 

@@ -15,10 +15,10 @@ from longdraft import drafters
 from longdraft.bench.cuda.models import Bench, synchronise
 from longdraft.bench.cuda.plan import CudaPlan
 from longdraft.bench.cuda.speed import SAMPLING
+from longdraft.bench.cuda.visit import is_fatal
 from longdraft.cache.full import FullCache
 from longdraft.cache.taps import TapLog
 from longdraft.core import Context
-from longdraft.errors import UsageError
 from longdraft.model.eagle import Eagle
 from longdraft.model.routine import atomic, run_alone
 from longdraft.model.transformer import Transformer, chain_rows
@@ -142,8 +142,10 @@ def texts(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, A
         try:
             text = begin_behind(plan, bench, shape, context, label, truth)
             done = text.write(plan.tokens)
-        except UsageError as error:
-            found[label] = {"failed": str(error)}
+        except Exception as error:  # the others must be measured
+            if is_fatal(error):
+                raise
+            found[label] = {"failed": f"{type(error).__name__}: {error}"[:500]}
             continue
         synchronise(text.step.model.kernels.device)
         new = text.new

@@ -105,6 +105,12 @@ class Document:
         self.filled = json.loads(self.path.read_text(encoding="utf-8"))
 
 
+def is_fatal(error: Exception) -> bool:
+    """Whether the device's context is lost, so that every later call in this process would fail."""
+    words = f"{type(error).__name__}: {error}"
+    return any(mark in words for mark in ("CUDA error", "AcceleratorError", "illegal memory", "device-side assert"))
+
+
 def measure_parts(document: Document, parts: Sequence[Part], ends_at: float, measure: Callable[[Part], Any],
                   is_fatal: Callable[[Exception], bool]) -> int:
     """What the worker does: measure parts one after the other. Returns its exit status.

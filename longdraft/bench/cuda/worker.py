@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.bench.cuda.plan import INTERPRETED, ON_DEVICE, CudaPlan, Part, parts_of
-from longdraft.bench.cuda.visit import Document, measure_parts
+from longdraft.bench.cuda.visit import Document, is_fatal, measure_parts
 
 
 class Worker:
@@ -36,12 +36,6 @@ class Worker:
         from longdraft.bench.cuda.models import describe
 
         return describe(self._plan)
-
-
-def is_fatal(error: Exception) -> bool:
-    """Whether the device's context is lost, so that every later call in this process would fail."""
-    words = f"{type(error).__name__}: {error}"
-    return any(mark in words for mark in ("CUDA error", "AcceleratorError", "illegal memory", "device-side assert"))
 
 
 def main(arguments: Sequence[str]) -> int:
