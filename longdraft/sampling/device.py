@@ -41,6 +41,8 @@ class DeviceSampler:
 
     def __init__(self, params: SamplingParams, banned: Sequence[int], kernels: Kernels) -> None:
         from longdraft.kernels.cuda.choice import ChoiceRules, TokenChooser  # needs Triton
+        from longdraft.kernels.cuda.drafting import MAX_CHAINS
+        from longdraft.kernels.cuda.launch import RecentlyUsed
 
         least = math.log(params.min_p) if params.min_p > 0 else None
         rules = ChoiceRules(params.temperature, least, params.repetition_penalty, params.penalty_window,
@@ -48,7 +50,7 @@ class DeviceSampler:
         self._params, self.device = params, kernels.device
         self._chooser = TokenChooser(rules, kernels.device)
         self._rankings: dict[tuple[int, int], DraftRanking] = {}  # by vocabulary and number of guesses
-        self._chains: dict[object, DraftChain] = {}
+        self._chains: RecentlyUsed[object, DraftChain] = RecentlyUsed(MAX_CHAINS)
         self._layer_chain: tuple[object, LayerChain] | None = None
 
     def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:

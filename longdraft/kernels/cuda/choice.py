@@ -17,7 +17,7 @@ from torch import Tensor
 from longdraft.kernels import noise
 from longdraft.kernels.cuda import jit_attention, jit_choice, jit_rows
 from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache, new_owner
-from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
+from longdraft.kernels.cuda.launch import UNFUSED, RecentlyUsed, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear, add_partial_sums
 
 BLOCK = 1024  # elements of one program: tokens of the vocabulary or of a penalty window
@@ -130,7 +130,7 @@ class TokenChooser:
         self._tokens = torch.zeros(_FIRST_CAPACITY, dtype=torch.int32, device=device)
         self._length = 0
         self._serial = new_owner()
-        self._buffers: dict[object, ChoiceBuffers] = {}
+        self._buffers: RecentlyUsed[object, ChoiceBuffers] = RecentlyUsed(_MAX_BUFFERS)
 
     def extend(self, tokens: NDArray[np.int32], start: int) -> None:
         """Set the request's tokens from position `start` on. ValueError where tokens before `start` are missing."""
@@ -210,11 +210,7 @@ class TokenChooser:
         rules = self.rules
         window = 0 if rules.penalty == 1 else min(rules.window, len(self._tokens))
         key = (rows, vocabulary, window, None if source is None else id(source.head))
-        buffers = self._buffers.pop(key, None) or ChoiceBuffers(rows, vocabulary, window, self._device, source)
-        self._buffers[key] = buffers
-        while len(self._buffers) > _MAX_BUFFERS:
-            del self._buffers[next(iter(self._buffers))]
-        return buffers
+        return self._buffers.get(key, lambda: ChoiceBuffers(rows, vocabulary, window, self._device, source))
 
     def _run(self, buffers: ChoiceBuffers, logits: Tensor, has_bans: bool) -> None:
         """Launches that do not depend on the buffers' contents, as a graph requires."""

@@ -18,7 +18,7 @@ from longdraft.kernels.cuda import jit_rows
 from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
 from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
-from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_size, require
+from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear, PartialSums
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
@@ -134,7 +134,7 @@ class CudaDecoder:
         self.ops, self.layers, self.geometry = ops, tuple(layers), geometry
         self.hidden = len(layers[0].attention_norm)
         self.plan = ops.attention_plan(heads, kv_heads, dim)
-        self._buffers: dict[Key, ForwardBuffers] = {}
+        self._buffers = RecentlyUsed[Key, ForwardBuffers](_MAX_BUFFERS, lambda buffers: ops.graphs.drop(buffers))
 
     def weights_of(self, layer: LayerWeights) -> list[CudaLinear]:
         """qkv, out, gate_up and down."""
@@ -200,21 +200,18 @@ class CudaDecoder:
         bucket = next((size for size in BUCKETS if size >= rows), rows)
         serials = tuple(store.serial for store in stores)
         key = (bucket, has_remainder, taps, serials, None if embedding is None else id(embedding.table))
-        buffers = self._buffers.pop(key, None)
-        if buffers is None:
-            buffers = ForwardBuffers(self, bucket, stores, has_remainder, taps, embedding)
-            if bucket in BUCKETS:
-                weakref.finalize(stores[0], _drop_buffers, weakref.ref(self), key).atexit = False
-        if bucket in BUCKETS:
-            self._buffers[key] = buffers
-        while len(self._buffers) > _MAX_BUFFERS:
-            self.drop_buffers(next(iter(self._buffers)))
-        return buffers
+        if bucket not in BUCKETS:
+            return ForwardBuffers(self, bucket, stores, has_remainder, taps, embedding)
+
+        def make() -> ForwardBuffers:
+            weakref.finalize(stores[0], _drop_buffers, weakref.ref(self), key).atexit = False
+            return ForwardBuffers(self, bucket, stores, has_remainder, taps, embedding)
+
+        return self._buffers.get(key, make)
 
     def drop_buffers(self, key: Key) -> None:
         """Free the buffers of `key` and their graph."""
-        if buffers := self._buffers.pop(key, None):
-            self.ops.graphs.drop(buffers)
+        self._buffers.drop(key)
 
     def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore]) -> None:
         """All layers over the buffers. The launches do not depend on the buffers' contents, as a graph requires."""

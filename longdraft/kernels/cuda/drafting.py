@@ -25,12 +25,13 @@ from longdraft.kernels.cuda.choice import BLOCK, MAX_CHAIN, LogitsSource, TokenC
 from longdraft.kernels.cuda.decoder import EMBED_BLOCK, CudaDecoder, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import new_owner
 from longdraft.kernels.cuda.kv_store import cuda_stores
-from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, padded_size, require
+from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
 
 _UNROLLED = 4  # tokens of the larger graph
 _MAX_WIDTH = 16
+MAX_CHAINS = 4  # of one request: the models and caches with which it drafts in turn
 
 
 class DraftRanking:
@@ -210,8 +211,8 @@ def until_end(places: list[Ranked], end: ChainEnd) -> list[Ranked]:
     return kept
 
 
-def draft_chain(decoder: CudaDecoder, weights: DraftWeights, stores: DraftStores,
-                chooser: TokenChooser, held: dict[object, DraftChain], width: int, rotations: tuple[Tensor, Tensor],
+def draft_chain(decoder: CudaDecoder, weights: DraftWeights, stores: DraftStores, chooser: TokenChooser,
+                held: RecentlyUsed[object, DraftChain], width: int, rotations: tuple[Tensor, Tensor],
                 path: Sequence[int], required: int, within: float, end: ChainEnd) -> list[Ranked]:
     """As `longdraft.kernels.native_draft.draft_chain`, on the device.
 
@@ -221,12 +222,9 @@ def draft_chain(decoder: CudaDecoder, weights: DraftWeights, stores: DraftStores
         store.reserve(stores.length + len(rotations[0]) + _UNROLLED)  # a capture drafts some tokens more
     serials = tuple(store.serial for store in cuda_stores(stores.stores))
     key = (id(decoder), id(weights.head), serials, stores.remainder is not None, width)
-    if key not in held:
-        while len(held) >= _MAX_HELD:
-            del held[next(iter(held))]
+
+    def make() -> DraftChain:
         shape = _ChainShape(weights, weights.embedding_factor, decoder.geometry.eps, decoder.geometry.rounds_once)
-        held[key] = DraftChain(decoder, shape, stores, chooser, width)
-    return held[key].draft(stores, rotations, path, required, within, end)
+        return DraftChain(decoder, shape, stores, chooser, width)
 
-
-_MAX_HELD = 4  # chains of one request: the models and caches with which it drafts in turn
+    return held.get(key, make).draft(stores, rotations, path, required, within, end)

@@ -13,13 +13,12 @@ from torch.nn import functional
 from longdraft.kernels import int4
 from longdraft.kernels.cuda import jit_int4
 from longdraft.kernels.cuda.launch import ceil_div, chained
-from longdraft.kernels.cuda.linear import CudaLinear, Tiling
+from longdraft.kernels.cuda.linear import CudaLinear, Tiling, splits_of
 from longdraft.kernels.int4 import GROUP, Int4Weight
 
 _COLUMNS = 128  # output features of one program: two operands of 64 rows
 _BLOCK = 4 * GROUP  # inputs that 16 words of an output feature hold
-_ENOUGH_PROGRAMS, _MOST_PROGRAMS = 384, 900  # from the first on, only long splits are cut again
-_MIN_BLOCKS, _LONG_BLOCKS = 2, 16  # of one split
+_PROGRAMS, _SPLIT_BLOCKS = (384, 899), (2, 8)  # see `splits_of`; timed on an H200 (docs/cuda.md)
 _STAGES = 3
 _MOST_ROWS = 16  # of one program: with more, its registers do not suffice
 _ZERO = 1 << 16  # what a zero point is multiplied by in the word that holds it and the scale
@@ -38,7 +37,8 @@ class CudaInt4Linear(CudaLinear):
         self._blocks = ceil_div(self.in_features, _BLOCK)
         self._tiles = ceil_div(self.out_features, _COLUMNS)
         self._words, self._scales = (part.to(device) for part in self._packed(weight))
-        self.tiling = Tiling(_COLUMNS, _BLOCK, _STAGES, _splits(self._tiles, self._blocks))
+        splits = splits_of(self._tiles, self._blocks, _PROGRAMS, _SPLIT_BLOCKS)
+        self.tiling = Tiling(_COLUMNS, _BLOCK, _STAGES, splits)
 
     def _packed(self, weight: Int4Weight) -> tuple[Tensor, Tensor]:
         """Words, and scales with zero points, in the order in which `few_rows_int4_kernel` reads them."""
@@ -87,12 +87,3 @@ class CudaInt4Linear(CudaLinear):
     def nbytes(self) -> int:
         bias = 0 if self.bias is None else self.bias.nbytes
         return self._words.nbytes + self._scales.nbytes + bias
-
-
-def _splits(tiles: int, blocks: int) -> int:
-    """Parts of the inputs, by the weight's shape alone; timed on an H200 (docs/cuda.md)."""
-    splits = 1
-    while blocks >= 2 * splits * _MIN_BLOCKS and splits * tiles < (
-            _ENOUGH_PROGRAMS if blocks < splits * _LONG_BLOCKS else _MOST_PROGRAMS // 2):
-        splits *= 2
-    return splits

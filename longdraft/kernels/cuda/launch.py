@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
 import triton
@@ -15,6 +15,38 @@ from torch import Tensor
 UNFUSED = {"enable_fp_fusion": False}
 _TRITON_DTYPES = {torch.float32: triton.language.float32, torch.float16: triton.language.float16,
                   torch.bfloat16: triton.language.bfloat16, torch.float8_e4m3fn: triton.language.float8e4nv}
+
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+class RecentlyUsed(Generic[Key, Value]):
+    """Buffers by what they depend on, of which the most recently used are kept.
+
+    limit    number of them
+    dropped  is called with each value that is dropped
+    """
+
+    def __init__(self, limit: int, dropped: Callable[[Value], object] = lambda value: None) -> None:
+        self._limit, self._dropped = limit, dropped
+        self._held: dict[Key, Value] = {}
+
+    def get(self, key: Key, make: Callable[[], Value]) -> Value:
+        """The value of `key`, which `make` makes if it is missing."""
+        value = self._held.pop(key) if key in self._held else make()
+        self._held[key] = value
+        while len(self._held) > self._limit:
+            self.drop(next(iter(self._held)))
+        return value
+
+    def drop(self, key: Key) -> None:
+        """Drop the value of `key`, if there is one."""
+        if key in self._held:
+            self._dropped(self._held.pop(key))
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 def chained(device: torch.device) -> dict[str, bool]:

@@ -16,7 +16,7 @@ _WIDE_WEIGHT = 16384  # output features from which a program computes 128 column
 # Programs that are enough, and that 132 multiprocessors hold at a time: three each, eight of int8.
 _PROGRAMS, _INT8_PROGRAMS = (190, 396), (528, 1056)
 _FEW_PROGRAMS = 264  # two each, with larger blocks
-_MIN_SPLIT_WIDTH, _LONG_SPLIT_WIDTH = 192, 1024  # inputs of one split
+_SPLIT_WIDTHS = 192, 1024  # inputs of one split, see `splits_of`
 _MOST_SHARED = 113 << 10  # bytes of shared memory of one program, so that two fit
 _PREFETCHED = 256  # inputs of each output that are read ahead, see `jit_linear`
 FUSES_GATE = True  # False: the product of gate and up, and the activation behind it, are two launches
@@ -64,21 +64,25 @@ class Tiling(NamedTuple):
         All programs should be on the device at the same time: a second wave leaves most of it idle.
         """
         if dtype == torch.float32:
-            return cls(64, 32, 2, _splits(ceil_div(out_features, 64), in_features, _PROGRAMS))
+            return cls(64, 32, 2, splits_of(ceil_div(out_features, 64), in_features, _PROGRAMS, _SPLIT_WIDTHS))
         if out_features >= _WIDE_WEIGHT and not is_int8:
             return cls(128, 64, 4, 1)
         tiles = ceil_div(out_features, 64)
-        splits = _splits(tiles, in_features, _INT8_PROGRAMS if is_int8 else _PROGRAMS)
-        if is_int8 or (tiles * splits <= _FEW_PROGRAMS and in_features >= splits * _LONG_SPLIT_WIDTH):
+        splits = splits_of(tiles, in_features, _INT8_PROGRAMS if is_int8 else _PROGRAMS, _SPLIT_WIDTHS)
+        if is_int8 or (tiles * splits <= _FEW_PROGRAMS and in_features >= splits * _SPLIT_WIDTHS[1]):
             return cls(64, 128, 4, splits)
         return cls(64, 64, 6, splits)
 
 
-def _splits(tiles: int, in_features: int, programs: tuple[int, int]) -> int:
-    """A power of two: enough programs, or as many as run at a time if their inputs are many."""
-    splits, (enough, most) = 1, programs
-    while 2 * splits * tiles <= most and in_features >= 2 * splits * (
-            _MIN_SPLIT_WIDTH if splits * tiles < enough else _LONG_SPLIT_WIDTH):
+def splits_of(tiles: int, inputs: int, programs: tuple[int, int], widths: tuple[int, int]) -> int:
+    """The parts into which the inputs of a product are cut, a power of two, by the shape of the weight alone.
+
+    tiles     programs without a cut
+    programs  that are enough, and that run at a time
+    widths    inputs of a part: at least so many while programs are not enough, and so many to cut further
+    """
+    splits, (enough, most), (least, long) = 1, programs, widths
+    while 2 * splits * tiles <= most and inputs >= 2 * splits * (least if splits * tiles < enough else long):
         splits *= 2
     return splits
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
 from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache
 from longdraft.kernels.cuda.kv_store import CudaStore
+from longdraft.kernels.cuda.launch import RecentlyUsed
 from longdraft.kernels.cuda.operations import CudaOperations
 
 _MAX_HELD = 16  # numbers of rows, times the partial caches that are in use
@@ -62,7 +63,7 @@ class PartialAttentions:
 
     def __init__(self, ops: CudaOperations) -> None:
         self._ops = ops
-        self._held: dict[object, PartialAttention] = {}
+        self._held: RecentlyUsed[object, PartialAttention] = RecentlyUsed(_MAX_HELD, ops.graphs.drop)
 
     def run(self, stores: Sequence[CudaStore], queries: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """See `PartialAttention.run`."""
@@ -71,8 +72,5 @@ class PartialAttentions:
         for store in stores:
             store.reserve_drafts(BUCKETS[-1])  # padding rows have slots, too
         key = (bucket, heads, tuple(store.serial for store in stores))
-        held = self._held.pop(key, None) or PartialAttention(self._ops, stores, heads, bucket)
-        self._held[key] = held
-        while len(self._held) > _MAX_HELD:
-            self._ops.graphs.drop(self._held.pop(next(iter(self._held))))
+        held = self._held.get(key, lambda: PartialAttention(self._ops, stores, heads, bucket))
         return held.run(self._ops.graphs, queries, length)
