@@ -167,6 +167,6 @@ speculators, which vLLM serves too. {_STOPS}""")
 _command(DraftSettings, f"""Train a small model with a model's tokenizer, for --drafter draft-model or triforce.
 
 It learns from the text and from the model's distribution. {_STOPS}""")
-_command(LmSettings, f"""Train a small Llama, like the bundled models. The output is a Hugging Face model folder.
+_command(LmSettings, f"""Train a small Llama, like the bundled models, or a small hybrid.
 
-{_STOPS}""")
+The output is a Hugging Face model folder. {_STOPS}""")

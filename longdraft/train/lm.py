@@ -1,4 +1,4 @@
-"""Training of small Llama models: the bundled ones (`train lm`), and drafters for larger ones (`train draft`).
+"""Training of small models: Llamas like the bundled ones and hybrids (`train lm`), and drafters (`train draft`).
 
 Positional skip-wise training (arXiv 2309.10400) teaches far positions with short sequences: the tokens after a random
 place are offset by thousands of positions, so that every distance occurs. It cannot teach attention over many keys, so
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longdraft.data_files import Tokens
+from longdraft.train.delta import new_hybrid, use_chunks
 from longdraft.train.frozen_model import FrozenModel, Scores, as_ids, mixed_loss, row_chunks
-from longdraft.train.lm_settings import LmSettings
+from longdraft.train.lm_settings import HYBRID, LmSettings
 from longdraft.train.loop import decayed
 
 if TYPE_CHECKING:
@@ -54,16 +55,19 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def new_model(settings: LmSettings, vocab_size: int, begin: int | None, end: int | None) -> Any:
-    """A Llama with random weights."""
+    """A model of the settings' kind with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(settings.seed)
-    return LlamaForCausalLM(LlamaConfig(
+    sizes = dict(
         vocab_size=vocab_size, hidden_size=settings.hidden_size, intermediate_size=settings.intermediate_size,
         num_hidden_layers=settings.layers, num_attention_heads=settings.num_heads,
         num_key_value_heads=settings.num_kv_heads or settings.num_heads, max_position_embeddings=settings.context,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
-        tie_word_embeddings=settings.tied, bos_token_id=begin, eos_token_id=end))
+        tie_word_embeddings=settings.tied, bos_token_id=begin, eos_token_id=end)
+    if settings.kind == HYBRID:
+        return new_hybrid(settings, sizes)
+    return LlamaForCausalLM(LlamaConfig(
+        **sizes, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta}))
 
 
 def with_fewer_kv_heads(model: Any, num: int) -> Any:
@@ -100,7 +104,7 @@ def jumping_positions(settings: LmSettings, place: int, count: int, length: int)
 class LanguageModelTask:
     """The training task of a language model, with distillation from `teacher` if there is one."""
 
-    module: nn.Module  # transformers' LlamaForCausalLM, float32
+    module: nn.Module  # a model of `transformers`, float32
     settings: LmSettings
     device: torch.device
     dtype: torch.dtype  # of the arithmetic
@@ -180,7 +184,7 @@ class LanguageModelTask:
 
 def prepare(module: Any, settings: LmSettings, device: torch.device) -> Any:
     """Prepare a model for training: float32 weights, and gradient checkpointing if the activations are large."""
-    module = module.float().train().requires_grad_(True).to(device)
+    module = use_chunks(module.float().train().requires_grad_(True).to(device))
     if _activation_bytes(module.config, settings) > _ACTIVATION_BYTES:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     return module

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from longdraft.errors import check
-from longdraft.train.settings import TrainingSettings, at_least, setting
+from longdraft.train.settings import TrainingSettings, at_least, one_of, setting
+
+HYBRID = "hybrid"
+ATTENTION_EVERY = 4  # layers of a hybrid
+DELTA_STEP = 16  # the delta layers' heads are a multiple of this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +25,10 @@ class LmSettings(TrainingSettings):
         "is trained on the data.")
     vocab_size: int = setting(4096, "Vocabulary size of a trained tokenizer; 300 or more.")
     start: str = setting("", "Model to start from, with its shape and tokenizer. Default: random weights.")
-    layers: int = setting(6, "Layers of a new model.")
+    kind: str = setting("llama",
+        "Kind of a new model. llama; hybrid: Qwen3.5's layers, attention in every fourth one and gated delta nets in "
+        "the others, with as many heads of the same size.")
+    layers: int = setting(6, "Layers of a new model; 4 or more of a hybrid.")
     hidden_size: int = setting(256, "Hidden size of a new model.")
     intermediate_size: int = setting(704, "Inner size of a new model's MLPs.")
     num_heads: int = setting(4, "Query heads of a new model.")
@@ -44,6 +51,11 @@ class LmSettings(TrainingSettings):
     def __post_init__(self) -> None:
         at_least(self, vocab_size=300, layers=1, hidden_size=2, intermediate_size=1, num_heads=1, num_kv_heads=0,
                  context=2)
+        one_of(self, kind=("llama", HYBRID))
+        if self.kind == HYBRID and not self.start:
+            check(self.layers >= ATTENTION_EVERY, "layers", self.layers, f"{ATTENTION_EVERY} or more of a hybrid")
+            check(self.hidden_size % (DELTA_STEP * self.num_heads) == 0, "hidden_size", self.hidden_size,
+                  f"of a hybrid, a multiple of {DELTA_STEP} x num_heads ({DELTA_STEP * self.num_heads})")
         check(self.hidden_size % (2 * self.num_heads) == 0, "hidden_size", self.hidden_size,
               f"a multiple of 2 x num_heads ({2 * self.num_heads})")
         check(bool(self.start) or self.num_heads % (self.num_kv_heads or self.num_heads) == 0, "num_heads",
@@ -59,7 +71,7 @@ class LmSettings(TrainingSettings):
     def ineffective(self) -> Iterator[tuple[str, str]]:
         yield from super().ineffective()
         if self.start:
-            for name in ("tokenizer", "vocab_size", "layers", "hidden_size", "intermediate_size", "num_heads",
+            for name in ("tokenizer", "vocab_size", "kind", "layers", "hidden_size", "intermediate_size", "num_heads",
                          "tied", "rope_theta"):
                 yield name, "with --start, which gives shape and tokenizer"
         elif self.tokenizer:
@@ -89,6 +101,10 @@ class DraftSettings(LmSettings):
         "Context length of a new model in tokens, also of its training positions. With --start: that model's.")
     skip: float = setting(0.0,
         "Share of the sequences that jump to far positions (positional skip-wise training); 0 to 1.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.kind != HYBRID, "kind", self.kind, "llama, for a smaller draft model")
 
     def ineffective(self) -> Iterator[tuple[str, str]]:
         yield from super().ineffective()

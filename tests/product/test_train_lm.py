@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import longdraft
 from helpers.checkpoints import VOCAB, make_checkpoint
-from helpers.families import make_family
+from helpers.families import logits_of, make_family, theirs_of
 from helpers.processes import run_code, start_ranks
 from helpers.training import ALPHABET, At, losses
 from longdraft.__main__ import run
@@ -55,6 +56,24 @@ def test_a_trained_model_loads_in_the_engine(text, tokens, tmp_path):
     assert list(engine.generate("abc", SamplingParams(max_new_tokens=20, seed=1)))
     record = json.loads((tmp_path / "lm" / "training.json").read_text())["training"]
     assert record["tokens_seen"] == 25 * 4 * 32 and str(tmp_path) not in json.dumps(record)
+
+
+def test_a_trained_hybrid_is_that_of_transformers(text, tokens, tmp_path):
+    wanted = SMALL | {"kind": "hybrid", "layers": 4, "hidden_size": 32}
+    job.train(LmSettings(data=(text,), tokenizer=str(tokens), **wanted), tmp_path / "lm")
+    first, *_, last = losses(tmp_path / "lm")
+    assert last[0] < 0.7 * first[0]
+    engine = longdraft.load(str(tmp_path / "lm"))
+    assert engine.model.config.hybrid.is_delta == (True, True, True, False)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "lm", dtype=torch.float32)
+    ids = engine.encode(ALPHABET * 3)[:40]
+    torch.testing.assert_close(logits_of(engine.model, ids, 30), theirs_of(theirs, ids), atol=1e-4, rtol=1e-4)
+    assert list(engine.generate("abc", SamplingParams(max_new_tokens=20, seed=1)))
+    for wrong, message in (({"layers": 3}, "layers is 3; allowed: 4 or more of a hybrid"),
+                           ({"hidden_size": 48}, "hidden_size is 48; allowed: of a hybrid, a multiple of 16"),
+                           ({"kind": "mamba"}, "kind is 'mamba'; allowed: llama, hybrid")):
+        with pytest.raises(UsageError, match=message):
+            LmSettings(data=(text,), tokenizer=str(tokens), **wanted | wrong)
 
 
 def test_reduced_kv_heads_are_group_means(tokens):
