@@ -7,7 +7,8 @@
 A model of 500 million parameters reads 32,768 tokens in ten minutes on two cores, the small model in some seconds.
 Both compute the same function (benchmarks/stretched_model.py), so the small model's keys and values are those of the
 layers and heads of the large one that hold them. All other layers and heads add nothing; they get random keys and
-values, which cost what any cost. The large model reads the last 512 tokens. All drafters must write one text.
+values, which cost what any cost. The large model reads the last 512 tokens. All drafters must write one text. Of a
+hybrid, whose states are not filled, the large model reads the whole prompt.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def measure(engine: Engine, small: FullCache, places: Places, chosen: Sequence[s
         fill(generation._cache, small, engine.model, places)
         return generation
 
-    turns.start = start_filled  # type: ignore[assignment]
+    if not engine.model.config.hybrid:
+        turns.start = start_filled  # type: ignore[assignment]
     found = length.measure_length(engine, chosen, prompt, params, params.max_new_tokens, 64, lambda found: None)
     with document("length", output, is_printed=False, **about, drafters=found):
         return found

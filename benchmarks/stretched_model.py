@@ -2,6 +2,7 @@
 
     python benchmarks/stretched_model.py --like qwen2.5-1.5b OUT
     python benchmarks/stretched_model.py --like yarn-llama-2-7b-128k --source longdraft/bundled/novelist OUT
+    python benchmarks/stretched_model.py --like qwen3.5-2b --source HYBRID OUT    # of `train lm --kind hybrid`
     longdraft generate "It was" --model OUT
 
 The checkpoint has the large model's shape (weights, layers, KV cache) and computes the small model's function, up to
@@ -19,6 +20,8 @@ How each dimension is filled:
                 by sqrt(H / h), because attention divides by sqrt(H).
     layers      New layers have random weights and zero output projections: they cost what any layer costs, and add 0.
     vocabulary  New tokens get a large negative logit from the constant channel.
+    delta nets  (hybrids) A small head becomes the first channels of a large one, and the others are 0. The norm of its
+                output is multiplied by sqrt(h / H). A small layer becomes a large one of the same kind.
 """
 
 from __future__ import annotations
@@ -27,11 +30,12 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from random_model import write_tokenizer
 from safetensors.torch import load_file, save_file
 
-from longdraft.bench.shapes import SHAPES
+from longdraft.bench.shapes import HYBRID_SHAPES, SHAPES
 from longdraft.bench.stretched import Stretch, stretched_settings
 from longdraft.model import config as model_config
 from longdraft.model import hub
@@ -40,8 +44,8 @@ from longdraft.model.tensor_files import INDEX, dump_json
 COPIED = ("tokenizer_config.json", "generation_config.json")
 
 
-def stretch(source: Path, shape: dict[str, int], target: Path) -> None:
-    """Write the model of `source` in the shape of a Llama `shape` to the new folder `target`, a file for each part."""
+def stretch(source: Path, shape: dict[str, Any], target: Path) -> None:
+    """Write the model of `source` in the sizes of `shape` to the new folder `target`, a file for each part."""
     settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
     small = model_config.read_config(source)
     large = stretched_settings(settings, shape)
@@ -63,15 +67,15 @@ def stretch(source: Path, shape: dict[str, int], target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--like", required=True, choices=SHAPES, help="the large shape")
+    parser.add_argument("--like", required=True, choices=SHAPES | HYBRID_SHAPES, help="the large shape")
     parser.add_argument("--source", type=Path, default=hub.BUNDLED_DIR / "novelist-gqa",
-                        help="folder of the small Llama; default: the bundled novelist-gqa")
+                        help="folder of the small Llama or hybrid; default: the bundled novelist-gqa")
     parser.add_argument("folder", type=Path, help="a new folder")
     given = parser.parse_args()
     if given.folder.exists():
         parser.error(f"{given.folder} exists; name a new folder")
     try:
-        stretch(given.source, SHAPES[given.like], given.folder)
+        stretch(given.source, (SHAPES | HYBRID_SHAPES)[given.like], given.folder)
     except ValueError as error:
         parser.error(str(error))
 

@@ -1,6 +1,7 @@
 """The sizes of known models, as entries of their config.json. Memory and time per token depend on nothing else.
 
-All are described as Llamas. The parameters that other families add (biases, query and key norms) are less than 0.1 %.
+All but the hybrids are described as Llamas. The parameters that other families add (biases, query and key norms) are
+less than 0.1 %.
 """
 
 from __future__ import annotations
@@ -33,4 +34,12 @@ SHAPES = {
     "qwen2.5-14b": _shape(152064, 5120, 13824, 48, 40, 8, 131072),
     "qwen2.5-32b": _shape(152064, 5120, 27648, 64, 40, 8, 131072),  # DeepSeek-R1-Distill-Qwen-32B and QwQ-32B too
     "llama-3.1-70b": _shape(128256, 8192, 28672, 80, 64, 8, 131072),
+}
+
+HYBRID_SHAPES = {
+    "qwen3.5-2b": _shape(248320, 2048, 6144, 24, 8, 2, 262144, head_dim=256, is_tied=True) | {
+        "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4},
 }

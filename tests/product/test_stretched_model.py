@@ -9,6 +9,7 @@ import torch
 
 from helpers.checkpoints import VOCAB, load, make_checkpoint
 from helpers.eagle import load_eagle, make_eagle
+from helpers.families import make_hybrid
 from longdraft.bench.stretched import Places
 from longdraft.bench.stretched_eagle import stretched_eagle
 from longdraft.model.eagle import Eagle
@@ -19,6 +20,10 @@ from longdraft.model.transformer import Transformer, chain_rows
 # Four times the width and the head size: the factors of norms and queries are powers of two, and no bit is lost.
 LARGE = {"hidden_size": 192, "num_hidden_layers": 5, "num_attention_heads": 12, "num_key_value_heads": 2,
          "head_dim": 48, "intermediate_size": 250, "vocab_size": VOCAB + 40}
+
+LARGE_HYBRID = LARGE | {"num_hidden_layers": 4, "head_dim": 64, "linear_conv_kernel_dim": 4,
+                        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_num_key_heads": 3,
+                        "linear_num_value_heads": 9, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 
 
 def logits_of(folder, tokens):
@@ -66,6 +71,25 @@ def test_guesses_of_a_stretched_eagle_head_equal_those_of_the_small_one(tmp_path
     wanted, found = eagle_logits(small, head, tokens), eagle_logits(large, stretched, tokens)
     torch.testing.assert_close(found[:, :VOCAB], wanted, atol=2e-3, rtol=1e-3)
     assert (found[:, VOCAB:] < wanted.min() - 20).all()
+@pytest.mark.parametrize("layers", [4, 6])
+def test_a_stretched_hybrid_has_the_logits_of_the_small_one(tmp_path, script, layers):
+    """With states that remember hundreds of rows, more heads in each group, and heads of other sizes."""
+    make_hybrid(tmp_path / "small", dtype=torch.bfloat16)
+    script("stretched_model").stretch(tmp_path / "small", LARGE_HYBRID | {
+        "num_hidden_layers": layers,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 4)[:layers]},
+        tmp_path / "large")
+    tokens = [7 * place % 300 for place in range(90)]
+    small, large = (logits_of(tmp_path / name, tokens) for name in ("small", "large"))
+    torch.testing.assert_close(large[:, :VOCAB], small, atol=2e-3, rtol=1e-3)
+    assert (large[:, VOCAB:] < small.min() - 10).all(), "a new token can be chosen"
+
+
+def test_a_shape_without_room_for_the_delta_layers_is_refused(tmp_path, script):
+    make_hybrid(tmp_path / "small", dtype=torch.bfloat16)
+    for wrong in ({"linear_num_key_heads": 1}, {"layer_types": ["linear_attention", "full_attention"] * 2}):
+        with pytest.raises(ValueError, match="the large shape must have at least"):
+            script("stretched_model").stretch(tmp_path / "small", LARGE_HYBRID | wrong, tmp_path / "large")
 
 
 def test_rows_that_the_small_model_read_serve_the_stretched_one(tmp_path, script):
