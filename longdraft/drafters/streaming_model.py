@@ -45,6 +45,7 @@ class StreamingDraftModel:
         self._vocab_size = vocab_size
         self._budget, self._sinks, self._refresh = budget, sinks, refresh
         self.cache = model.new_cache()
+        self._clear()
         self._start = sinks  # place in the text of the first row behind the sinks
         self._drafts: list[int] = []  # the last tokens read, as far as they were drafts at that time
 
@@ -53,6 +54,7 @@ class StreamingDraftModel:
         end = len(context) - 1
         while self._place(self.cache.length) < end:
             yield from self._read_on(context, (), end)
+            self._settle(end)
 
     def begin(self, context: Context) -> None:
         """Read what `read_prompt` has not read."""
@@ -62,6 +64,7 @@ class StreamingDraftModel:
         """Logits [1, V] behind `path` (the root, then drafted tokens); None if CHUNK tokens did not reach its end."""
         end = len(context) - 1 + len(path)
         self._roll_back(context, path, end)
+        self._settle(len(context) - 1)
         result = yield from self._read_on(context, path, end)
         place = self._place(self.cache.length)
         self._drafts = _tokens(context, path, len(context), place)
@@ -94,6 +97,17 @@ class StreamingDraftModel:
         self.cache.commit(range(len(rows.tokens)))
         return result
 
+    def _settle(self, place: int) -> None:
+        """Rows of the text in front of this place are never dropped, so delta layers need not keep their inputs."""
+        if self.cache.states:
+            self.cache.states.settle(place if place < self._sinks else place - self._start + self._sinks)
+
+    def _clear(self) -> None:
+        """Drop all rows. Delta layers keep the inputs of later ones, because drafts are taken back."""
+        self.cache.clear()
+        if self.cache.states:
+            self.cache.states.hold(0)
+
     def _place(self, row: int) -> int:
         """Place in the text, and the drafts behind it, of a row of the cache."""
         return row if row < self._sinks else row - self._sinks + self._start
@@ -101,7 +115,7 @@ class StreamingDraftModel:
     def _move_window(self, end: int) -> None:
         """Empty the cache; when the new window has been read up to `end`, `refresh` rows are free."""
         self._start = max(self._sinks, end - (self._budget - self._sinks - self._refresh))
-        self.cache.truncate(0)
+        self._clear()
 
     def _fit_vocabulary(self, logits: Tensor) -> Tensor:
         """Logits [1, V] over the target's vocabulary: models pad theirs to different sizes."""

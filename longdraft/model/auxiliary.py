@@ -111,9 +111,6 @@ def load_draft_model(folder: Path, name: str, target: Transformer, tokenizer: To
         raise UsageError(f"draft model {name!r} must have the target's vocabulary, and the target has no tokenizer to "
                          "compare; use longdraft.from_transformers(model, tokenizer)")
     config = model_config.read_config(folder)
-    if config.hybrid:
-        raise ModelError(f"draft model {name!r} has delta layers, whose states cannot go back; supported as draft "
-                         "models: models with attention in all layers")
     require_same_vocabulary(tokenizer, Tokenizer(folder), name)
     require_ids_in_vocabulary(tokenizer, config.vocab_size, folder)
     return checkpoint.load_transformer(TensorFiles(folder), config, local_kernels(target.kernels),

@@ -102,10 +102,6 @@ class DraftSettings(LmSettings):
     skip: float = setting(0.0,
         "Share of the sequences that jump to far positions (positional skip-wise training); 0 to 1.")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self.kind != HYBRID, "kind", self.kind, "llama, for a smaller draft model")
-
     def ineffective(self) -> Iterator[tuple[str, str]]:
         yield from super().ineffective()
         for name in ("tokenizer", "vocab_size"):

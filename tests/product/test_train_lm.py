@@ -31,6 +31,8 @@ QUICK = dict(sequence_length=32, steps=25, batch_size=4, learning_rate=2e-2, war
              checkpoint_every=0, probe_tokens=0, device="cpu", threads=1, dtype="float32")
 SMALL = QUICK | dict(layers=1, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, context=256)
 
+HYBRID = {"kind": "hybrid", "layers": 4, "hidden_size": 32}
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> str:
@@ -59,7 +61,7 @@ def test_a_trained_model_loads_in_the_engine(text, tokens, tmp_path):
 
 
 def test_a_trained_hybrid_is_that_of_transformers(text, tokens, tmp_path):
-    wanted = SMALL | {"kind": "hybrid", "layers": 4, "hidden_size": 32}
+    wanted = SMALL | HYBRID
     job.train(LmSettings(data=(text,), tokenizer=str(tokens), **wanted), tmp_path / "lm")
     first, *_, last = losses(tmp_path / "lm")
     assert last[0] < 0.7 * first[0]
@@ -112,8 +114,9 @@ def test_a_tokenizer_is_trained_if_none_is_given(tmp_path):
     assert engine.model.config.vocab_size == 400 and engine.model.config.eos_token_ids == (1,)
 
 
-def test_a_draft_model_is_distilled_from_its_target_and_drafts(text, tokens, tmp_path):
-    wanted = DraftSettings(data=(text,), model=str(tokens), distill=1.0, **SMALL | {"probe_tokens": 12})
+@pytest.mark.parametrize("shape", [{}, HYBRID])
+def test_a_draft_model_is_distilled_from_its_target_and_drafts(text, tokens, tmp_path, shape):
+    wanted = DraftSettings(data=(text,), model=str(tokens), distill=1.0, **SMALL | {"probe_tokens": 12} | shape)
     result = job.train(wanted, tmp_path / "draft")
     first, *_, last = losses(tmp_path / "draft")
     assert last[0] < first[0] and [measured["temperature"] for measured in result.probe] == [0.0, 1.0]

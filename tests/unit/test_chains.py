@@ -13,6 +13,7 @@ import torch
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
 from helpers.equality import SETTINGS, prompt_of
+from helpers.families import make_hybrid
 from helpers.generation import by_name, generate
 from longdraft import drafters
 from longdraft.cache.full import FullCache
@@ -30,9 +31,17 @@ def model(tiny: dict[str, Path]) -> Transformer:
     return load(tiny["gqa"])
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    folder = tmp_path_factory.mktemp("hybrid")
+    make_hybrid(folder, max_position_embeddings=4096)
+    return load(folder)
+
+
 def contents(cache: FullCache) -> list[torch.Tensor]:
-    places = torch.arange(cache.length).expand(1, -1)
-    return [part for store in cache.stores for part in store.read(places)]
+    places = torch.arange(cache.length).expand(cache._shape[0], -1)
+    states = cache.states.current if cache.states else []
+    return [part for store in cache.stores for part in store.read(places)] + [part for each in states for part in each]
 
 
 def same(first: FullCache, second: FullCache) -> bool:
@@ -44,9 +53,12 @@ def same(first: FullCache, second: FullCache) -> bool:
 
 
 @pytest.mark.parametrize("budget, sinks, refresh", [(4096, 4, 1024), (40, 3, 9), (30, 0, 1), (24, 2, 20), (9, 1, 7)])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_its_rows_are_those_of_a_model_that_reads_the_window_anew(model, monkeypatch, budget, sinks, refresh, seed):
-    """Drafts are accepted, rejected in part or whole, or missing; sometimes the model is many tokens behind."""
+@pytest.mark.parametrize("seed, kind", [(0, "model"), (1, "model"), (2, "hybrid")])
+def test_its_rows_are_those_of_a_model_that_reads_the_window_anew(request, monkeypatch, budget, sinks, refresh, seed,
+                                                                  kind):
+    """Drafts are accepted, rejected in part or whole, or missing; sometimes the model is many tokens behind. States of
+    delta layers are those of the rows as well."""
+    model = request.getfixturevalue(kind)
     monkeypatch.setattr(streaming_module, "CHUNK", 16)
     pick = random.Random(seed)
     context = Context(prompt_of(50, seed))

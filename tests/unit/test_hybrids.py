@@ -116,6 +116,21 @@ def load_other(folder: Path, dtype: str):
     return load(folder, dtype)
 
 
+@pytest.mark.parametrize("settings", [dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2), dict(temperature=0.0)])
+@pytest.mark.parametrize("target", ["llama", "qwen3_5"])
+def test_a_smaller_hybrid_drafts(tmp_path, target, settings):
+    """On all of the text and on windows that move, for a hybrid and for a model without states."""
+    make_family(tmp_path / "target", target)
+    make_hybrid(tmp_path / "draft")
+    model, draft = load(tmp_path / "target", "bfloat16"), load(tmp_path / "draft", "bfloat16")
+    params = SamplingParams(max_new_tokens=40, seed=11, **settings)
+    plain = generate(model, prompt_of(60), params, by_name("plain"))
+    for name, options in DRAFTERS.values():
+        if options.get("model"):
+            factory = by_name(name, None, draft, None, None, **options)
+            assert generate(model, prompt_of(60), params, factory) == plain, (name, options)
+
+
 @pytest.mark.parametrize("kind", LIARS)
 def test_lying_drafters_do_not_change_the_text(folder, kind):
     check_liar(folder, kind, "bfloat16", 24)
@@ -261,7 +276,6 @@ def test_what_delta_layers_cannot_do_is_refused_in_one_line(folder, tmp_path):
                        drafter_options={"cache": "full"}).generate("It", params)
 
     for attempt, message in (
-            (lambda: engine.with_drafter("draft-model", {"model": str(folder)}), "has delta layers, whose states"),
             (lambda: engine.with_drafter("glide"), "needs trained glide"),
             (with_full_cache, "dynamic or static for models with delta layers")):
         with pytest.raises(LongdraftError, match=message) as caught:
