@@ -26,7 +26,7 @@ from longdraft.errors import check
 from longdraft.kernels.native_draft import ChainEnd, Ranked
 from longdraft.model.eagle import Eagle
 from longdraft.model.routine import atomic
-from longdraft.sampling import device
+from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import common_prefix
 
@@ -103,13 +103,12 @@ class EagleDraftModel:
                        margin: float, end: ChainEnd) -> list[Ranked] | None:
         """See `ChainModel`. Only on a device, where the rows of the drafts are forgotten: the next step computes them
         from the target's states."""
-        can = device.DRAFTS_LAYERS and sampler.on_device and self._head.shares_kernels
-        if not can or length < 1 or len(path) != 1:
+        if not sampler.on_device or length < 1 or len(path) != 1 or not self._head.shares_kernels:
             return None
         self._read_text(context)
         vocabulary = self._head.vocabulary
         ranking = sampler.native_ranking(context, vocabulary, width, margin)
-        if not self._outputs or not isinstance(ranking, device.DeviceRanking):
+        if not self._outputs or not isinstance(ranking, DeviceRanking):
             return None
         self.rows.num_drafts, self._drafts = 0, []
         del self._outputs[1:]

@@ -16,9 +16,11 @@ from longdraft.cache.window import RowWindow
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.layer_drafter import LayerDrafter
 from longdraft.drafters.options import DrafterOptions, check_chain
+from longdraft.kernels.native_draft import ChainEnd, Ranked
 from longdraft.model.glide import Glide, GlideRows
 from longdraft.model.routine import atomic
 from longdraft.model.transformer import Transformer
+from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
 from longdraft.tree import common_prefix
 
@@ -65,7 +67,7 @@ class GlideDraftModel:
         """Logits [1, V] behind `path`: the root, which is the text's last token, then drafted tokens."""
         self._read_text(context)
         wanted = path[1:]
-        common = common_prefix(wanted, self._drafts)
+        common = min(common_prefix(wanted, self._drafts), len(self._hidden) - 1)
         self.rows.num_drafts = common
         del self._drafts[common:], self._hidden[common + 1 :]
         for token in wanted[common:]:
@@ -74,6 +76,29 @@ class GlideDraftModel:
             self._drafts.append(token)
             self._hidden.append(row.hidden)
         return self._glide.logits(self._hidden[-1])
+
+    def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
+                       margin: float, end: ChainEnd) -> list[Ranked] | None:
+        """See `ChainModel`. Only on a device."""
+        if not sampler.on_device or length < 1 or len(path) != 1 or not self._cache.length:
+            return None
+        self._read_text(context)
+        model, rows = self._model, self.rows
+        ranking = sampler.native_ranking(context, model.config.vocab_size, width, margin)
+        if not isinstance(ranking, DeviceRanking):
+            return None
+        rows.num_drafts, self._drafts = 0, []
+        del self._hidden[1:]
+        cos, sin = model.rotations(range(rows.end, rows.end + max(1, length - 1)))
+        read = self._cache.stores[-1], self._cache.length
+        places = ranking.sampler.draft_layers(
+            self._glide, model.kernels, rows.stores, rows.length, self._hidden[0], model.config.vocab_size,
+            (cos[: length - 1], sin[: length - 1]), ranking, end, read)
+        if places:
+            # The last place has no row yet. Rows of places that `end` has cut off are dropped.
+            self._drafts = [place.tokens[0] for place in places[:-1]]
+            rows.num_drafts = len(self._drafts)
+        return places
 
     def _read_text(self, context: Context) -> None:
         """Read the new tokens of the text: drafts among them are kept, the others are read in few forwards."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.kernels import KV, KVStore, Linear
+from longdraft.kernels.layer import LayerOperations
 from longdraft.model.config import ModelConfig, read_json
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer
@@ -81,34 +82,53 @@ class Glide:
         own         this layer's cache, of which the first `own_length` rows are visible
         keys        cache of the target's last layer; every row sees its first `num_keys` positions
         """
-        kernels, config, weights = target.kernels, target.config, self._weights
+        kernels, config = target.kernels, target.config
         # As the target rotates the keys of its last layer.
         cos, sin = (torch.split(part, config.head_dim // 2, 1)[config.ropes_of(config.num_layers - 1)[1]]
                     for part in target.rotations(range(start, start + len(tokens))))
-        x = target.embed(tokens)
+        return self._run(kernels, target.embed(tokens), (cos, sin), own, own_length, keys, num_keys)
+
+    def next_row(self, ops: LayerOperations, row: Tensor, embedded: Tensor, rotations: tuple[Tensor, Tensor],
+                 stores: Sequence[KVStore]) -> Tensor:
+        """See `longdraft.kernels.cuda.layer_chain.DraftLayers`. The last store is the target's."""
+        return self._run(ops, embedded, rotations, stores[0], 0, stores[1], None).hidden
+
+    @property
+    def embedding(self) -> tuple[Linear, float]:
+        """The table of token embeddings, and the factor that multiplies these."""
+        return self._target.weights.embedding, self._target.embedding_factor
+
+    def _run(self, ops: LayerOperations, x: Tensor, rotations: tuple[Tensor, Tensor], own: KVStore, own_length: int,
+             keys: KVStore, num_keys: int | None) -> GlideRows:
+        """`forward`, from the tokens' embeddings. num_keys: None where the operations know it."""
+        (cos, sin), kernels, config, weights = rotations, self._target.kernels, self._target.config, self._weights
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = kernels.linear(self._norm(x, 0), weights.qkv).view(len(x), -1, config.head_dim)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         q, k = kernels.rope(q.contiguous(), cos, sin), kernels.rope(k.contiguous(), cos, sin)
         v = v.contiguous()
-        parents = torch.arange(-1, len(tokens) - 1, dtype=torch.int32)
-        x = x + kernels.linear(kernels.attention(q, KV(own, own_length, k, v), parents).output.flatten(1), weights.out)
-        if num_keys:
-            x = x + self._cross(self._norm(x, 1), cos, sin, keys, num_keys)
+        parents = torch.arange(-1, len(x) - 1, dtype=torch.int32)
+        x = x + kernels.linear(ops.attention(q, KV(own, own_length, k, v), parents).output.flatten(1), weights.out)
+        if num_keys != 0:
+            x = x + self._cross(ops, self._norm(x, 1), cos, sin, keys, num_keys)
         inner = kernels.swiglu(kernels.linear(self._norm(x, 2), weights.gate_up))
         return GlideRows(x + kernels.linear(inner, weights.down), k, v)
 
-    def _cross(self, x: Tensor, cos: Tensor, sin: Tensor, keys: KVStore, num_keys: int) -> Tensor:
+    def _cross(self, ops: LayerOperations, x: Tensor, cos: Tensor, sin: Tensor, keys: KVStore,
+               num_keys: int | None) -> Tensor:
         """Attention over the target's cache.
 
         The kernels' attention always includes a row's own key and value. The last row of the target takes their place.
         """
         kernels, config = self._target.kernels, self._target.config
         q = kernels.linear(x, self._weights.cross_q).view(len(x), -1, config.head_dim)
-        last = torch.full((config.num_kv_heads, 1), num_keys - 1)
-        k, v = (part.transpose(0, 1).expand(len(x), -1, -1).contiguous() for part in keys.read(last))
+        kv = KV(keys, 0, q, q)
+        if num_keys is not None:
+            last = torch.full((config.num_kv_heads, 1), num_keys - 1)
+            k, v = (part.transpose(0, 1).expand(len(x), -1, -1).contiguous() for part in keys.read(last))
+            kv = KV(keys, num_keys - 1, k, v)
         parents = torch.full((len(x),), -1, dtype=torch.int32)
-        attended = kernels.attention(kernels.rope(q, cos, sin), KV(keys, num_keys - 1, k, v), parents)
+        attended = ops.attention(kernels.rope(q, cos, sin), kv, parents)
         return kernels.linear(attended.output.flatten(1), self._weights.cross_out)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -111,20 +111,25 @@ class DeviceSampler:
                            rotations, path, ranking.required - len(path), ranking.within, end)
 
     def draft_layers(self, layers: DraftLayers, kernels: Kernels, stores: Sequence[KVStore], length: int, row: Tensor,
-                     vocabulary: int, rotations: tuple[Tensor, Tensor], ranking: DeviceRanking,
-                     end: ChainEnd) -> list[Ranked]:
-        """A chain behind the text from trained layers; see `LayerChain.draft`."""
+                     vocabulary: int, rotations: tuple[Tensor, Tensor], ranking: DeviceRanking, end: ChainEnd,
+                     read: tuple[KVStore, int] | None = None) -> list[Ranked] | None:
+        """A chain behind the text from trained layers; see `LayerChain.draft`. None for weights that are divided.
+
+        read  another store that they read, and its visible rows
+        """
         from longdraft.kernels.cuda.kv_store import cuda_stores
         from longdraft.kernels.cuda.layer_chain import LayerChain
         from longdraft.kernels.cuda.operations import CudaOperations
 
-        assert isinstance(kernels, CudaOperations)
+        if not DRAFTS_LAYERS or not isinstance(kernels, CudaOperations):
+            return None
         held = cuda_stores(stores)
-        key = (id(layers), ranking.width, *(store.serial for store in held))
+        other, num_read = (None, 0) if read is None else (cuda_stores(read[:1])[0], read[1])
+        key = (id(layers), ranking.width, *(store.serial for store in held), other and other.serial)
         if self._layer_chain is None or self._layer_chain[0] != key:
-            chain = LayerChain(layers, kernels, held, self._chooser, vocabulary, ranking.width, row)
+            chain = LayerChain(layers, kernels, held, other, self._chooser, vocabulary, ranking.width, row)
             self._layer_chain = key, chain
-        return self._layer_chain[1].draft(row, length, rotations, ranking.required, ranking.within, end)
+        return self._layer_chain[1].draft(row, length, num_read, rotations, ranking.required, ranking.within, end)
 
     def _update(self, context: Context) -> None:
         start = self._chooser.length

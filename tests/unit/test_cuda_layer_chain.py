@@ -12,18 +12,20 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
 
-from helpers.checkpoints import VOCAB, make_checkpoint
+from helpers.checkpoints import VOCAB, load_glide, make_checkpoint, make_glide
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
 from helpers.eagle import load_eagle, make_eagle
 from longdraft import kernels
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain
 from longdraft.drafters.eagle import EagleDraftModel
+from longdraft.drafters.glide import GlideDraftModel
 from longdraft.kernels.cuda.drafting import DraftRanking
 from longdraft.kernels.native_draft import NEVER, ChainEnd, Ranked
 from longdraft.model import checkpoint
 from longdraft.model import config as model_config
 from longdraft.model.eagle import Eagle
+from longdraft.model.glide import Glide
 from longdraft.model.routine import run_alone
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer, chain_rows
@@ -45,9 +47,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def load(folder: Path, dialect: str) -> tuple[Transformer, Eagle]:
+def load(folder: Path, dialect: str) -> tuple[Transformer, Eagle | Glide]:
     chosen = kernels.choose(DEVICE, "float32", "triton-16")
     model = checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen)
+    if dialect == "glide":
+        if not (folder / "glide").exists():
+            make_glide(folder / "glide", folder)
+        return model, load_glide(folder / "glide", model)
     head = folder / dialect.replace(" ", "-")
     if not head.exists():
         make_eagle(head, **dict(target=32, hidden=32, heads=2, kv_heads=1, dim=16, inner=48) | DIALECTS[dialect])
@@ -56,13 +62,14 @@ def load(folder: Path, dialect: str) -> tuple[Transformer, Eagle]:
 
 
 class Drafting:
-    """Chains of a head behind the prompt: on the device, or step by step with the host's ranking."""
+    """Chains of a head or a layer behind the prompt: on the device, or step by step with the host's ranking."""
 
-    def __init__(self, model: Transformer, head: Eagle, law: dict[str, float], on_host: bool) -> None:
+    def __init__(self, model: Transformer, head: Eagle | Glide, law: dict[str, float], on_host: bool) -> None:
         cache = model.new_cache()
         model.forward(chain_rows(PROMPT[:-1], 0), cache)
         cache.commit(range(len(PROMPT) - 1))
-        self.draft_model = EagleDraftModel(head, cache, 64, 4, 8)
+        self.draft_model = (GlideDraftModel(head, model, cache, 8) if isinstance(head, Glide)
+                            else EagleDraftModel(head, cache, 64, 4, 8))
         params = SamplingParams(max_new_tokens=50, seed=3, **law)
         self.sampler = Sampler(params, [1], kernels=None if on_host else model.kernels, is_fast=False)
         self.context, self._on_host = Context(PROMPT), on_host
@@ -84,7 +91,7 @@ class Drafting:
 PAPER = dict(min_p=0.1, repetition_penalty=1.2, penalty_window=1024, min_new_tokens=2)
 CASES = [("EAGLE-3", PAPER, 6, 3, NEVER), ("EAGLE 3.1, own table", dict(temperature=0.0), 2, 1, NEVER),
          ("EAGLE-1", dict(temperature=1.3), 3, 2, ChainEnd((0.5,), (0.3, 0.9), 0.5)),
-         ("EAGLE-3", PAPER, 1, 1, NEVER)]
+         ("EAGLE-3", PAPER, 1, 1, NEVER), ("glide", PAPER, 6, 2, NEVER)]
 
 
 @pytest.mark.parametrize("dialect, law, length, width, end", CASES)
@@ -105,7 +112,7 @@ def test_a_chain_on_the_device_is_the_chain_of_single_steps(folder, dialect, law
         assert ours.tokens == theirs.tokens[: len(ours.tokens)]
     drafted = len(steps) - 1  # the last guess has no row yet
     assert all(torch.equal(a, b) for a, b in zip(device.rows(drafted), host.rows(drafted), strict=True))
-    assert device.draft_model.rows.num_drafts == 0
+    assert device.draft_model.rows.num_drafts == (drafted if dialect == "glide" else 0), "true drafts stay as text"
     assert device.draft(length, width, end) == whole and len(set(ran)) == len({key[2] for key in ran})
 
 

@@ -1,4 +1,4 @@
-"""Chains of drafts from trained layers (longdraft/model/eagle.py), wholly on the device.
+"""Chains of drafts from trained layers (longdraft/model/eagle.py and glide.py), wholly on the device.
 
     first token   logits of the text's last row | edit, rank
     each further  best guess behind the text | embed | layers | logits | edit, rank
@@ -43,7 +43,8 @@ class DraftLayers(Protocol):
                  stores: Sequence[KVStore]) -> Tensor:
         """The layers' output [1, hidden] for a drafted token, from the row before it and the token's embedding.
 
-        ops        in which the attention knows the place of the token
+        ops        in which the attention knows the place of the token, whatever `KV.length` says. Keys and values are
+                   written there, except to a store that is only read
         rotations  cos, sin [1, D / 2] of its position
         """
 
@@ -52,11 +53,14 @@ class DraftLayers(Protocol):
 
 
 class _PlacedOperations(CudaOperations):
-    """Operations whose attention is that of a single row behind as many rows as `where` [2] on the device says."""
+    """Operations whose attention is that of a single row behind as many rows as `where` [2] on the device says.
 
-    def __init__(self, ops: CudaOperations, where: Tensor) -> None:
+    read  a store that is only read, and the `where` for it: the row's own key is the last of the visible ones
+    """
+
+    def __init__(self, ops: CudaOperations, where: Tensor, read: tuple[CudaStore, Tensor] | None) -> None:
         self.__dict__.update(ops.__dict__)
-        self._where = where
+        self._where, self._read = where, read
         self._row = torch.zeros(1, dtype=torch.int64, device=ops.device)
         self._work: dict[int, AttentionWorkspace] = {}  # by the store's serial
 
@@ -67,9 +71,13 @@ class _PlacedOperations(CudaOperations):
         plan = self.attention_plan(heads, store.heads, dim)
         if store.serial not in self._work:
             self._work[store.serial] = AttentionWorkspace(plan, 1, store.capacity, self.device)
-        scatter_rows(kv.k[None], kv.v[None], [store], self._row, self._where[1:])
+        where = self._where
+        if self._read and store is self._read[0]:
+            where = self._read[1]
+        else:
+            scatter_rows(kv.k[None], kv.v[None], [store], self._row, where[1:])
         out, lse = torch.empty_like(q), torch.empty(1, heads, device=self.device)
-        tree_attention(plan, self._work[store.serial], q, store, self._where, store.capacity, window, None, out, lse)
+        tree_attention(plan, self._work[store.serial], q, store, where, store.capacity, window, None, out, lse)
         return AttentionOutput(q, out, lse, q)
 
 
@@ -77,20 +85,22 @@ class LayerChain:
     """Chains of one request with one set of layers over its rows.
 
     stores      of each layer
+    read        another store that they read; None: they read none
     vocabulary  number of logits
     width       guesses at each place at most
     """
 
-    def __init__(self, layers: DraftLayers, ops: CudaOperations, stores: Sequence[CudaStore], chooser: TokenChooser,
-                 vocabulary: int, width: int, row: Tensor) -> None:
+    def __init__(self, layers: DraftLayers, ops: CudaOperations, stores: Sequence[CudaStore], read: CudaStore | None,
+                 chooser: TokenChooser, vocabulary: int, width: int, row: Tensor) -> None:
         """row: one of those that `draft` gets."""
         table, self._factor = layers.embedding
         assert isinstance(table, CudaLinear)
         device, dim = ops.device, stores[0].dim
-        self._layers, self._stores, self._chooser, self._table = layers, stores, chooser, table
+        self._layers, self._chooser, self._table = layers, chooser, table
+        self._stores = stores if read is None else (*stores, read)
         self._graphs, self._ranking = ops.graphs, DraftRanking(chooser, vocabulary, width, device)
-        self._where = torch.zeros(2, dtype=torch.int64, device=device)
-        self._ops = _PlacedOperations(ops, self._where)
+        self._where, self._read_where = (torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2))
+        self._ops = _PlacedOperations(ops, self._where, None if read is None else (read, self._read_where))
         self._rotations = tuple(torch.zeros(MAX_CHAIN, dim // 2, device=device) for _ in range(2))
         self._cos, self._sin = (torch.zeros(1, dim // 2, device=device) for _ in range(2))
         self._row = torch.empty_like(row)
@@ -98,12 +108,13 @@ class LayerChain:
         self._key = new_owner()
         ops.graphs.own(self, self._key)
 
-    def draft(self, row: Tensor, length: int, rotations: tuple[Tensor, Tensor], required: int, within: float,
-              end: ChainEnd) -> list[Ranked]:
+    def draft(self, row: Tensor, length: int, num_read: int, rotations: tuple[Tensor, Tensor], required: int,
+              within: float, end: ChainEnd) -> list[Ranked]:
         """Draft one token, and one more for each row of `rotations`; what `end` cuts off is drafted and dropped.
 
         row        [1, hidden], the layers' output for the text's last token
         length     rows of the stores that are visible; the drafts' rows are written behind them
+        num_read   rows that are visible of the store that is only read
         rotations  cos, sin [N, D / 2] float32, N < 64
         required   tokens that must be written before the text may end
         """
@@ -117,7 +128,8 @@ class LayerChain:
             self._row.copy_(row)
             for held, rows in zip(self._rotations, rotations, strict=True):
                 held[1 : count + 1].copy_(rows)
-            self._where.fill_(length - 1)  # the text's last row, which `_next` goes on from
+            self._where.fill_(length - 1)  # the text's last row, which `_next_row` goes on from
+            self._read_where.fill_(num_read - 1)
 
         with on_device(self._where.device):
             self._graphs.run_in_turn([(("layer chain", self._key, size, has_bans, text.data_ptr()),
