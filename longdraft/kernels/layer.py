@@ -107,13 +107,15 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
                             for part in (cos, sin)] for index in layer.ropes)
     q = ops.rope(content, *(part * query_factor for part in of_queries))
     end = heads + 2 * kv_heads
-    k, v = ops.rope(around.norm(qkv[:, heads : heads + kv_heads], layer.k_norm), *of_keys), qkv[:, end - kv_heads : end]
-    v = around.norm(v, layer.v_norm)
+    if layer.source is None:
+        k = ops.rope(around.norm(qkv[:, heads : heads + kv_heads], layer.k_norm), *of_keys)
+        v = around.norm(qkv[:, end - kv_heads : end], layer.v_norm)
     outputs, start = [], 0
     for kv in texts:
         own = slice(start, start + len(kv.k))
-        kv.k.copy_(k[own])
-        kv.v.copy_(v[own])
+        if layer.source is None:
+            kv.k.copy_(k[own])
+            kv.v.copy_(v[own])
         if kv.remainder is not None:
             remainder = torch.einsum("thd,hde->the", content[own].float(), kv.remainder[:, :-1]) + kv.remainder[:, -1]
             kv = kv._replace(remainder=remainder.contiguous())
@@ -126,8 +128,15 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     if layer.is_gated:
         output = ops.gate(output, qkv.flatten(1)[:, end * dim :])
     output = ops.linear(output, layer.out)
-    x = around.add_mlp(around.add(x, output, layer.attention_norm, layer.attention_post_norm), layer)
-    return x if layer.scalar == 1 else x * layer.scalar, attended
+    return around.add_mlp(around.add(x, output, layer.attention_norm, layer.attention_post_norm), layer), attended
+
+
+def layer_end(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry: Geometry, given: Tensor) -> Tensor:
+    """The rows x that leave a layer, behind its MLP. given: the layer's own input [R, P], if it has one."""
+    if layer.extra is not None:
+        gated = ops.geglu(torch.cat([ops.linear(x, layer.extra.gate), given], 1))
+        x = x + _Residuals(ops, geometry).norm(ops.linear(gated, layer.extra.out), layer.extra.norm)
+    return x if layer.scalar == 1 else x * layer.scalar
 
 
 def _of_sinks(sinks: Tensor, rows: int, dim: int) -> Tensor:
@@ -164,16 +173,21 @@ class LayerwiseDecoder:
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
         outputs: list[AttentionOutput] = []
-        num_deltas = 0
+        num_deltas, hidden = 0, len(self._layers[0].attention_norm)
+        width = (x.shape[1] - hidden) // len(self._layers)
+        given, x = x[:, hidden:], x[:, :hidden]  # inputs of the layers themselves, which few models have
         for index, layer in enumerate(self._layers):
             self._tap(index, x, texts)
             if layer.delta is not None:
                 x = delta_forward(self._ops, x, layer, self._geometry, [kv.deltas[num_deltas] for kv in texts], parents)
                 num_deltas += 1
                 continue
-            x, output = layer_forward(self._ops, x, layer, self._geometry, cos, sin,
-                                      [kv.layer(len(outputs)) for kv in texts], parents)
-            outputs.append(output)
+            own = [kv.layer(len(outputs)) if layer.source is None else kv.layer(layer.source)._replace(remainder=None)
+                   for kv in texts]
+            x, output = layer_forward(self._ops, x, layer, self._geometry, cos, sin, own, parents)
+            x = layer_end(self._ops, x, layer, self._geometry, given[:, index * width : (index + 1) * width])
+            if layer.source is None:
+                outputs.append(output)
         self._tap(len(self._layers), x, texts)
         return x, AttentionOutput(*(_stacked(part) for part in zip(*outputs, strict=True)))
 

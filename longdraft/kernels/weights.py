@@ -72,6 +72,17 @@ class BesideNorms(NamedTuple):
     experts_post: Tensor
 
 
+class ExtraInput(NamedTuple):
+    """An input [R, P] of a layer besides its rows x: they get  norm(out (gelu(gate x) * input))  at the layer's end.
+
+    gate [P, hidden], out [hidden, P], norm [hidden]
+    """
+
+    gate: Linear
+    out: Linear
+    norm: Tensor
+
+
 class LayerWeights(NamedTuple):
     """The weights of a decoder layer. Norms are [hidden] in the model's dtype, or in float32 with `rounds_once`.
 
@@ -90,6 +101,9 @@ class LayerWeights(NamedTuple):
     heads    of this layer; None: those of the geometry
     scalar   multiplies the rows that leave the layer
     experts  the mixture in place of the MLP; None: there is none
+    extra    what the layer does with an input of its own; None: it has none
+    source   the layer, among those with keys and values, whose keys and values this layer reads: qkv has queries only;
+             None: it has its own
     beside   norms of a mixture beside the MLP, whose outputs are added before `mlp_post_norm`
     is_gated the attention's output is multiplied by sigmoid(gate)
     delta    a state in place of attention and KV rows (delta.py); with it `gates`: b and a [2 Hv, hidden]
@@ -117,13 +131,23 @@ class LayerWeights(NamedTuple):
     heads: LayerHeads | None = None
     scalar: float = 1.0
     beside: BesideNorms | None = None
+    extra: ExtraInput | None = None
+    source: int | None = None
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Every matrix that each row is multiplied with. Those of chosen experts are not among them."""
+        found = [self.qkv, self.out, self.gate_up, self.down, self.gates, *(self.extra[:2] if self.extra else ())]
+        if self.experts is not None:
+            found += [self.experts.router, *(self.experts.shared or ()), self.experts.shared_gate]
+        return [linear for linear in found if linear is not None]
 
     @property
     def is_plain(self) -> bool:
         """Whether the layer has nothing that only `layer.py` computes."""
+        parts = (self.v_norm, self.heads, self.beside, self.extra, self.source)
         has_other_experts = self.experts is not None and (self.experts.has_gelu or self.experts.scales is not None)
-        return (self.v_norm is None and self.heads is None and self.scalar == 1 and self.beside is None
-                and not has_other_experts)
+        return all(part is None for part in parts) and self.scalar == 1 and not has_other_experts
 
 
 class Geometry(NamedTuple):

@@ -16,10 +16,11 @@ from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.kernels.cpu import CpuKernels
 from longdraft.kernels.delta import DeltaWeights
 from longdraft.kernels.int4 import Int4Weight
-from longdraft.kernels.weights import BesideNorms, Experts, Mlp
-from longdraft.model import gemma4, hybrid, rope
+from longdraft.kernels.weights import BesideNorms, Experts, ExtraInput, Mlp
+from longdraft.model import gemma4, hybrid, layer_inputs, rope
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
+from longdraft.model.layer_inputs import LayerInputs
 from longdraft.model.packed_file import PackedFile
 from longdraft.model.sharding import shard_config
 from longdraft.model.tensor_files import HEADS_PREFIX, TensorFiles
@@ -93,7 +94,7 @@ def load_draft_copy(files: TensorFiles, target: Transformer, quantize: str,
     The copy shares the target's embedding table. Rows of its KV cache have the target's layout. Raises ModelError if
     the target's weights are divided among ranks.
     """
-    return Loader(files, target.whole, target.kernels, quantize, packed).transformer(target.weights.embedding)
+    return Loader(files, target.whole, target.kernels, quantize, packed).transformer(target.weights)
 
 
 class Loader:
@@ -108,9 +109,9 @@ class Loader:
         self._order, self._head_order = _qkv_order(self._config), _head_order(self._config)
         self._dtype = kernels.dtype if quantize == "none" else None  # quantised from the file's own precision
 
-    def transformer(self, embedding: Linear | None = None) -> Transformer:
-        """The model. embedding: a table to share; None: it is read."""
-        config = self._config
+    def transformer(self, shared: ModelWeights | None = None) -> Transformer:
+        """The model. shared: a model whose tables of embeddings it uses; None: they are read."""
+        config, embedding = self._config, shared.embedding if shared else None
         # Largest first, while little else is in memory: packing a weight needs its memory twice.
         table = self._table("model.embed_tokens.weight") if embedding is None else embedding
         if config.is_tied:
@@ -118,10 +119,22 @@ class Loader:
         else:
             head = self._table("lm_head.weight")
         layers = tuple(self.layer(index) for index in range(config.num_layers))
-        weights = ModelWeights(table, layers, self._vector("model.norm.weight"), head, self._quantize)
+        weights = ModelWeights(table, layers, self._vector("model.norm.weight"), head, self._quantize,
+                               self._layer_inputs(shared))
         if self._packed:
             self._packed.save()
         return Transformer(config, weights, self._kernels, self._whole)
+
+    def _layer_inputs(self, shared: ModelWeights | None) -> LayerInputs | None:
+        config = self._config.gemma4
+        if config is None or not config.input_width:
+            return None
+        width = config.input_width * self._config.num_layers
+        old = shared.layer_inputs if shared else None
+        projection = StackedLinear(((layer_inputs.PROJECTION.removesuffix(".weight"), (width,)),),
+                                   self._config.hidden_size, False)
+        return LayerInputs(old.table if old else self._table(layer_inputs.TABLE, (config.input_tokens, width)),
+                           self._linear("", projection), self._vector(layer_inputs.NORM))
 
     def layer(self, index: int, prefix: str = "model.") -> LayerWeights:
         config, layer, linears = self._config, f"{prefix}layers.{index}.", linears_of(self._whole, index)
@@ -148,10 +161,11 @@ class Loader:
             attention_post_norm=norms.get("attention_post_norm"),
             mlp_post_norm=norms.get("mlp_post_norm"),
             sinks=self._vector(f"{layer}{SINKS}") if config.has_sinks else None,
-            **self._of_gemma4(layer, index, norms),
+            **self._of_gemma4(layer, index, norms, linears),
         )
 
-    def _of_gemma4(self, layer: str, index: int, norms: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _of_gemma4(self, layer: str, index: int, norms: Mapping[str, Tensor],
+                   linears: Mapping[str, StackedLinear]) -> dict[str, Any]:
         """The fields of LayerWeights that only Gemma 4 has."""
         config = self._config
         if config.gemma4 is None:
@@ -159,7 +173,10 @@ class Loader:
         scalar = self._files.read(layer + gemma4.SCALAR).to("cpu", self._kernels.dtype)
         found: dict[str, Any] = {
             "v_norm": torch.ones(config.heads_of(index)[1], device=self._kernels.device), "scalar": float(scalar),
-            "heads": None if config.window_of(index) else config.gemma4.heads}
+            "heads": None if config.window_of(index) else config.gemma4.heads, "source": config.source_of(index)}
+        if config.gemma4.input_width:
+            found["extra"] = ExtraInput(self._linear(layer, linears["extra_gate"]),
+                                        self._linear(layer, linears["extra_out"]), norms[gemma4.EXTRA[2]])
         if config.experts:
             router = self._files.read(layer + gemma4.ROUTER_SCALE).float() * config.hidden_size**-0.5
             mlp, before, behind = (norms[name] for name in gemma4.BESIDE)
@@ -224,14 +241,14 @@ class Loader:
             return self._packed.linear(name, self._quantize, (rows, stacked.columns), has_bias, pack)
         return RowParallel(pack()) if is_row_parallel else pack()
 
-    def _table(self, name: str) -> Linear:
+    def _table(self, name: str, shape: tuple[int, int] | None = None) -> Linear:
         shard, whole = self._shard, self._whole
         quantize = "int8" if self._quantize == "int4" else self._quantize
         if shard.size == 1:
             def pack() -> Linear:
                 return self._kernels.pack(self._files.stack((name,), self._dtype), quantize=quantize)
 
-            shape = (whole.vocab_size, whole.hidden_size)
+            shape = shape or (whole.vocab_size, whole.hidden_size)
             return self._packed.linear(name, quantize, shape, False, pack) if self._packed else pack()
         own = shard.vocabulary(whole.vocab_size)
         rows = self._files.stack((name,), self._dtype, [lambda rows: rows[own]])
@@ -254,8 +271,11 @@ def require_tensors(files: TensorFiles, config: ModelConfig) -> None:
         raise ModelError(f"config.json says {config.num_layers} layers{experts}, but {files.folder} has only "
                          f"{len(files.names())} tensors")
     expected = expected_shapes(config)
+    unread = tuple(f"model.layers.{layer}.self_attn.{name}." for layer in range(config.num_layers)
+                   if config.source_of(layer) is not None for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
     present = {name for name in files.names()
                if not name.startswith(HEADS_PREFIX) and not name.endswith("rotary_emb.inv_freq")
+               and not (unread and name.startswith(unread))
                and not (config.hybrid and name.startswith(hybrid.DRAFT_LAYERS))}
     if config.is_tied:
         present.discard("lm_head.weight")  # some files have it although it is tied

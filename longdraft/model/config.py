@@ -99,10 +99,23 @@ class ModelConfig:
             return self.gemma4.kv_heads, self.gemma4.head_dim
         return self.num_kv_heads, self.head_dim
 
+    def source_of(self, layer: int) -> int | None:
+        """The layer whose keys and values this one reads, the last of its kind that has some; None: it has its own."""
+        first = self.num_layers - (self.gemma4.num_sharing if self.gemma4 else 0)
+        if layer < first:
+            return None
+        return max((own for own in range(first) if bool(self.window_of(own)) == bool(self.window_of(layer))), default=0)
+
+    @property
+    def kv_layers(self) -> list[int]:
+        """The layers with keys and values of their own."""
+        return [layer for layer in range(self.num_layers)
+                if not self.is_delta(layer) and self.source_of(layer) is None]
+
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """KV heads and their dimension, of each layer with attention."""
-        return tuple(self.heads_of(layer) for layer in range(self.num_layers) if not self.is_delta(layer))
+        """KV heads and their dimension, of each layer with keys and values of its own."""
+        return tuple(self.heads_of(layer) for layer in self.kv_layers)
 
     @property
     def only_on_cpu(self) -> str:

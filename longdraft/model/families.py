@@ -183,7 +183,7 @@ FAMILIES: dict[str, Family] = {
         _GEMMA, head_norms="each", window_period=6, has_window_rope=True, is_gemma4=True, norm_offset=0.0,
         float_norms=True, query_scalar="", caps=("", "final_logit_softcapping"), defaults=_GEMMA_VALUES | {
             "vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512, "max_position_embeddings": 131072,
-            "hidden_size_per_layer_input": 256, "rope_parameters": {
+            "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "rope_parameters": {
                 "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
         experts=ExpertsFormat("", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", True, False,

@@ -3,6 +3,8 @@
     every layer       values are normalised without a weight; scores are not divided by sqrt(D); the layer's rows are
                       multiplied by a number at its end
     without a window  heads of another size, and values that may be the keys, before norm and rotation
+    in E2B and E4B    layers have an input of their own (layer_inputs.py), and the last ones read the keys and values of
+                      others
     with experts      they stand beside the MLP:  x + N(N1(mlp(N0 x)) + N3(experts(N2 x)))
 """
 
@@ -20,7 +22,8 @@ SCALAR = "layer_scalar"
 ROUTER_SCALE, EXPERT_SCALES = "router.scale", "router.per_expert_scale"
 # Norms of a layer with experts beside its MLP: behind the MLP, before the experts, and behind them.
 BESIDE = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
-_LATER_KEYS = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+# Of the layer's own input: gate, output, and norm.
+EXTRA = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,19 @@ class Gemma4Config:
     """Heads of the layers without a window.
 
     values_are_keys  such layers have no projection of values
+    num_sharing      last layers that read the keys and values of others
+    is_double        the MLPs of these layers are twice as wide
+    input_width      of the input that each layer has of its own; 0: there is none
+    input_tokens     number of tokens in its table
     """
 
     kv_heads: int
     head_dim: int
     values_are_keys: bool
+    num_sharing: int = 0
+    is_double: bool = False
+    input_width: int = 0
+    input_tokens: int = 0
 
     @property
     def heads(self) -> LayerHeads:
@@ -44,10 +55,6 @@ def parse_gemma4(config: Mapping[str, Any], windowed: tuple[bool, ...]) -> Gemma
 
     windowed  whether a layer has a window, for each layer
     """
-    for key in _LATER_KEYS:
-        if config.get(key):
-            raise ModelError(f"{key} is {config[key]} in config.json; supported: 0, so models of Gemma 4 with an "
-                             "embedding for each layer (E2B, E4B) are not; take 26B-A4B or 31B, or a Gemma 3")
     if not any(windowed):
         raise ModelError("layer_types and sliding_window in config.json must give layers a window")
     shares = bool(config.get("attention_k_eq_v"))
@@ -65,4 +72,13 @@ def parse_gemma4(config: Mapping[str, Any], windowed: tuple[bool, ...]) -> Gemma
     if min(kv_heads, head_dim) < 1 or heads % kv_heads or head_dim % 2:
         raise ModelError(f"config.json: layers with full_attention have {heads} heads, {kv_heads} KV heads, and "
                          f"dimension {head_dim}; allowed: heads that are a multiple of the KV heads, an even dimension")
-    return Gemma4Config(kv_heads, head_dim, shares)
+    count, width = int(config.get("num_kv_shared_layers") or 0), int(config.get("hidden_size_per_layer_input") or 0)
+    tokens = int(config.get("vocab_size_per_layer_input") or config["vocab_size"]) if width else 0
+    if not 0 <= count < len(windowed) or (count and set(windowed[-count:]) - set(windowed[:-count])):
+        raise ModelError(f"num_kv_shared_layers is {count} in config.json; allowed: 0 or more, and before these layers "
+                         "one of each of their kinds in layer_types")
+    if width < 0 or (width and tokens < int(config["vocab_size"])):
+        raise ModelError(f"config.json: hidden_size_per_layer_input is {width}, vocab_size_per_layer_input {tokens}; "
+                         "allowed: 0 or more, and as many tokens as vocab_size")
+    return Gemma4Config(kv_heads, head_dim, shares, count, bool(count and config.get("use_double_wide_mlp")), width,
+                        tokens)

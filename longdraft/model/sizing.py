@@ -7,6 +7,7 @@ is a lower bound for plain decoding, which reads both for each token.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -62,6 +63,8 @@ def model_sizes(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
                          f"allowed: {_MAX_PARAMETERS:,}")
     width = _BYTES[dtype]
     unread = 0 if config.is_tied else config.vocab_size * config.hidden_size
+    if config.gemma4:
+        unread += config.gemma4.input_tokens * config.gemma4.input_width * config.num_layers
     if config.experts:
         expert = 3 * config.hidden_size * config.experts.size
         unread += config.num_layers * (config.experts.count - config.experts.chosen) * expert
@@ -81,7 +84,10 @@ def _layers(config: ModelConfig) -> list[tuple[int, ModelConfig]]:
     """For each kind of layer: the number of such layers, and a model of one of them."""
     one = replace(config, num_layers=1)
     if config.gemma4:
-        return [(config.windowed.count(kind), replace(one, windowed=(kind,))) for kind in (True, False)]
+        kinds = Counter((config.windowed[layer], config.source_of(layer) is not None)
+                        for layer in range(config.num_layers))
+        return [(count, replace(one, windowed=(has_window,), gemma4=replace(config.gemma4, num_sharing=int(shares))))
+                for (has_window, shares), count in kinds.items()]
     if config.hybrid is None:
         return [(config.num_layers, one)]
     return [(config.hybrid.is_delta.count(kind), replace(one, hybrid=replace(config.hybrid, is_delta=(kind,))))
@@ -95,6 +101,8 @@ def quantized_bytes(config: ModelConfig, quantize: str, *, is_draft_copy: bool =
         matrices = [shape for name, shape in expected_shapes(one).items() if ".layers." in name and len(shape) == 2]
         layers += count * sum(rows * (columns * _INT4_BYTES if quantize == "int4" else columns + 4)
                               for rows, columns in matrices)
+    if config.gemma4 and not is_draft_copy:
+        layers += config.gemma4.input_tokens * config.num_layers * config.gemma4.input_width
     tables = 1 if config.is_tied or is_draft_copy else 2
     return int(layers + tables * config.vocab_size * (config.hidden_size + 4))
 

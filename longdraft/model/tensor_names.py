@@ -7,6 +7,7 @@ from typing import NamedTuple
 from longdraft.model import gemma4, hybrid
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
+from longdraft.model.layer_inputs import NORM, PROJECTION, TABLE
 from longdraft.parallel import Pick, Shard
 
 SINKS = "self_attn.sinks"
@@ -31,6 +32,8 @@ class StackedLinear(NamedTuple):
 def linears_of(config: ModelConfig, index: int) -> dict[str, StackedLinear]:
     """The matrices of a layer, by their names in LayerWeights."""
     hidden, inner = config.hidden_size, config.intermediate_size
+    if config.gemma4 and config.gemma4.is_double and config.source_of(index) is not None:
+        inner *= 2
     gate_up: tuple[tuple[str, tuple[int, ...]], ...] = (("mlp.gate_proj", (inner,)), ("mlp.up_proj", (inner,)))
     if config.is_fused or config.has_fused_mlp:
         gate_up = (("mlp.gate_up_proj", (inner, inner)),)
@@ -40,6 +43,9 @@ def linears_of(config: ModelConfig, index: int) -> dict[str, StackedLinear]:
         mixing |= _expert_linears(config.experts, hidden)
         if not config.experts.is_beside:
             return mixing
+    if config.gemma4 and (width := config.gemma4.input_width):
+        mixing |= {"extra_gate": StackedLinear(((gemma4.EXTRA[0], (width,)),), hidden, False),
+                   "extra_out": StackedLinear(((gemma4.EXTRA[1], (hidden,)),), width, False)}
     return mixing | {
         "gate_up": StackedLinear(gate_up, hidden, config.mlp_bias),
         "down": StackedLinear((("mlp.down_proj", (hidden,)),), inner, config.mlp_bias, is_row_parallel=True),
@@ -55,6 +61,8 @@ def _attention(config: ModelConfig, index: int) -> dict[str, StackedLinear]:
     qkv: tuple[tuple[str, tuple[int, ...]], ...] = (
         ("self_attn.q_proj", (gated_q,)), ("self_attn.k_proj", (kv,)),
         ("self_attn.k_proj" if is_same else "self_attn.v_proj", (kv,)))
+    if config.source_of(index) is not None:
+        qkv = qkv[:1]
     if config.is_fused:
         qkv = (("self_attn.qkv_proj", (q, kv, kv)),)
     return {
@@ -98,8 +106,11 @@ def norms_of(config: ModelConfig, index: int) -> dict[str, tuple[str, int]]:
     norms = {field: (name, config.hidden_size) for field, name in zip(fields, names, strict=True) if name}
     if config.head_norms != "none" and not config.is_delta(index):
         heads = (config.num_heads, config.num_kv_heads) if config.head_norms == "all" else (1, 1)
-        for name, count in zip(("q_norm", "k_norm"), heads, strict=True):
+        names = ("q_norm", "k_norm")[: 1 if config.source_of(index) is not None else 2]
+        for name, count in zip(names, heads, strict=False):
             norms[name] = (f"self_attn.{name}", count * config.heads_of(index)[1])
+    if config.gemma4 and config.gemma4.input_width:
+        norms[gemma4.EXTRA[2]] = (gemma4.EXTRA[2], config.hidden_size)
     if config.experts and config.experts.is_beside:
         norms |= {name: (name, config.hidden_size) for name in gemma4.BESIDE}
     return norms
@@ -111,6 +122,9 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
     }
+    if config.gemma4 and (width := config.gemma4.input_width):
+        shapes |= {TABLE: (config.gemma4.input_tokens, config.num_layers * width),
+                   PROJECTION: (config.num_layers * width, config.hidden_size), NORM: (width,)}
     if not config.is_tied:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for index in range(config.num_layers):

@@ -33,6 +33,7 @@ from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayersKV, Laye
 from longdraft.kernels.interface import TokenDecoder, TokenRows
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, PartOfVocabulary, Ranked, Ranking
 from longdraft.model.config import ModelConfig
+from longdraft.model.layer_inputs import LayerInputs
 from longdraft.model.rope import RopeTable, max_unscaled_length
 from longdraft.sampling.device import DeviceRanking
 from longdraft.tree import Tree
@@ -72,6 +73,7 @@ class ModelWeights(NamedTuple):
     norm: Tensor  # [hidden], the final norm
     head: Linear
     quantize: str = "none"  # or "int8", which holds for matrices, never for norms and biases
+    layer_inputs: LayerInputs | None = None
 
 
 class ForwardRequest(NamedTuple):
@@ -136,8 +138,7 @@ class Transformer:
         self._decoder = kernels.new_decoder(weights.layers, geometry)
         self._token_decoder = self._decoder if isinstance(self._decoder, TokenDecoder) else None
         self._rope = RopeTable(config, 1, kernels.device)
-        shapes = config.kv_shapes
-        self._largest = len(shapes), *(max(sizes) for sizes in zip(*shapes, strict=True))  # of the layers' KV rows
+        self._largest = len(config.kv_shapes), *(max(sizes) for sizes in zip(*config.kv_shapes, strict=True))
         self._has_warned = False
         self.part: PartOfVocabulary | None = None
         self.taps: tuple[int, ...] = ()
@@ -198,12 +199,8 @@ class Transformer:
     @property
     def linears(self) -> list[Linear]:
         """Every matrix that each row is multiplied with, in order. Those of experts are not among them."""
-        layers = [linear for layer in self.weights.layers
-                  for linear in (layer.qkv, layer.out, layer.gate_up, layer.down) if linear is not None]
-        mixtures = [layer.experts for layer in self.weights.layers if layer.experts is not None]
-        shared = [linear for each in mixtures for linear in (*(each.shared or ()), each.shared_gate) if linear]
-        gates = [layer.gates for layer in self.weights.layers if layer.gates is not None]
-        return [*layers, *(each.router for each in mixtures), *shared, *gates, self.weights.head]
+        inputs = [self.weights.layer_inputs.projection] if self.weights.layer_inputs else []
+        return [*(linear for layer in self.weights.layers for linear in layer.linears), *inputs, self.weights.head]
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -212,7 +209,7 @@ class Transformer:
     def new_cache(self) -> FullCache:
         """An empty KV cache for one text."""
         config = self.config
-        windows = [config.window_of(layer) for layer in range(config.num_layers) if not config.is_delta(layer)]
+        windows = [config.window_of(layer) for layer in config.kv_layers]
         taps = TapLog(self.kernels, self.taps, config.hidden_size) if self.taps else None
         deltas = [layer.delta for layer in self.weights.layers if layer.delta is not None]
         return FullCache(self.kernels, config.kv_shapes, windows, taps,
@@ -247,7 +244,7 @@ class Transformer:
         kernels = self.kernels
         counts = [len(request.rows.tokens) for request in requests]
         ends = list(accumulate(counts))
-        num_layers, heads, dim = self._largest
+        num_layers, heads, dim = self._largest  # of the layers' KV rows
         shape = (num_layers, ends[-1], heads, dim)
         k, v = (torch.empty(shape, dtype=kernels.dtype, device=kernels.device) for _ in range(2))  # [L, R, Hkv, D]
         layers_kv = [request.cache.append(*parts)._replace(is_prompt=request.is_prompt) for request, *parts in
@@ -267,7 +264,10 @@ class Transformer:
         if self._token_decoder and not any(request.is_prompt for request in requests):
             rows = TokenRows(self.weights.embedding, self.embedding_factor, tokens, *_rotations(requests, True))
             return self._token_decoder.forward_tokens(rows, layers_kv, parents)
-        return self._decoder.forward(self.embed(tokens), *_rotations(requests), layers_kv, parents)
+        x = self.embed(tokens)
+        if own := self.weights.layer_inputs:
+            x = torch.cat([x, own.of(self.kernels, x, tokens, self.config.rms_norm_eps)], 1)
+        return self._decoder.forward(x, *_rotations(requests), layers_kv, parents)
 
     def draft_chain(self, cache: DraftStores, ranking: Ranking | DeviceRanking, end: ChainEnd, root: int,
                     path: Sequence[int], position: int, count: int) -> list[Ranked] | None:

@@ -72,6 +72,10 @@ GEMMA4: dict[str, tuple[str, dict[str, object]]] = {  # with heads of two sizes
     "gemma4": ("gemma4_text", _GEMMA4),
     "gemma4, experts": ("gemma4_text", _GEMMA4 | dict(
         attention_k_eq_v=False, enable_moe_block=True, num_experts=6, top_k_experts=3, moe_intermediate_size=32)),
+    "gemma4, inputs": ("gemma4_text", _GEMMA4 | dict(
+        attention_k_eq_v=False, num_hidden_layers=5, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB,
+        num_kv_shared_layers=2, use_double_wide_mlp=True, layer_types=[
+            "sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"])),
 }
 LAYERS = 3
 

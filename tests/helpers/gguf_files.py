@@ -99,7 +99,10 @@ _HYBRID = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 HYBRID_ARCHS = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
-_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+            "model.embed_tokens_per_layer": "per_layer_token_embd",
+            "model.per_layer_model_projection": "per_layer_model_proj",
+            "model.per_layer_projection_norm": "per_layer_proj_norm"}
 PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 
 
@@ -120,7 +123,8 @@ def theirs(name: str, arch: str) -> str:
         post = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
                 "pre_feedforward_layernorm": "ffn_norm", "router.proj": "ffn_gate_inp",
                 "post_feedforward_layernorm_1": "post_ffw_norm_1", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-                "post_feedforward_layernorm_2": "post_ffw_norm_2"}
+                "post_feedforward_layernorm_2": "post_ffw_norm_2", "per_layer_input_gate": "inp_gate",
+                "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm"}
         return f"blk.{layer}.{(_INSIDE | post)[part]}.{suffix}"
     if arch == "gpt-oss":
         post = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
@@ -190,9 +194,13 @@ def gemma4_metadata(config: Any) -> dict[str, Any]:
               for ending, dim in (("", wide), ("_swa", narrow))}
     values |= {"gemma4.rope.dimension_count": wide, "gemma4.rope.dimension_count_swa": narrow,
                "gemma4.rope.freq_base_swa": float(config.rope_parameters["sliding_attention"]["rope_theta"]),
-               "gemma4.attention.shared_kv_layers": 0, "gemma4.embedding_length_per_layer_input": 0,
+               "gemma4.attention.shared_kv_layers": config.num_kv_shared_layers,
+               "gemma4.embedding_length_per_layer_input": config.hidden_size_per_layer_input,
                "gemma4.attention.head_count_kv": [
                    config.per_layer_config[layer].num_key_value_heads for layer in range(config.num_hidden_layers)]}
+    if config.use_double_wide_mlp:
+        shared, inner = config.num_kv_shared_layers, config.intermediate_size
+        values["gemma4.feed_forward_length"] = ([inner] * (config.num_hidden_layers - shared) + [2 * inner] * shared)
     if config.enable_moe_block:
         values |= {"gemma4.expert_count": config.num_experts, "gemma4.expert_used_count": config.top_k_experts,
                    "gemma4.expert_feed_forward_length": config.moe_intermediate_size}

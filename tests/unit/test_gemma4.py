@@ -96,10 +96,11 @@ def test_a_model_of_transformers_in_memory_is_the_same_model(folder):
 
 
 def test_the_cache_holds_each_layers_own_heads(folder):
-    """A layer with a window has 2 KV heads of 16, the others 1 (or 2) of 32."""
+    """A layer with a window has 2 KV heads of 16, the others 1 (or 2) of 32. Layers that read others' hold none."""
     model, tokens = load(folder), prompt_of(30)
-    wide = (1, 32) if model.config.experts is None else (2, 32)
-    assert model.config.kv_shapes == ((2, 16), wide, wide)
+    wide = (1, 32) if model.config.gemma4.values_are_keys else (2, 32)
+    last = (2, 16) if model.config.gemma4.num_sharing else wide
+    assert model.config.kv_shapes == ((2, 16), wide, last)
     per_token = 4 * 2 * sum(heads * dim for heads, dim in model.config.kv_shapes)
     assert model.cache_bytes_per_token == sizing.model_sizes(model.config, "float32").cache_bytes_per_token == per_token
     cache = model.new_cache()
@@ -147,7 +148,8 @@ def test_a_gguf_file_is_the_same_model(tmp_path, name, kind):
 
 
 @pytest.mark.parametrize("values, message", [
-    ({"gemma4.embedding_length_per_layer_input": 256}, "E2B or E4B, which are not supported"),
+    ({"gemma4.attention.shared_kv_layers": 2}, "num_kv_shared_layers is 2"),
+    ({"gemma4.feed_forward_length": [64, 128, 64]}, r"feed_forward_length is \[64, 128, 64\]; supported"),
     ({"gemma4.attention.head_count_kv": [2, 1, 2]}, r"head_count_kv is \[2, 1, 2\]; allowed: one number"),
     ({"gemma4.attention.value_length": 16}, "different lengths"),
     ({"gemma4.rope.dimension_count": 16}, "dimension_count is 16; supported: 32"),
@@ -211,8 +213,9 @@ def test_both_spellings_of_heads_are_read():
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(hidden_size_per_layer_input=256), r"hidden_size_per_layer_input is 256 .*E2B, E4B\) are not"),
-    (dict(num_kv_shared_layers=2), "num_kv_shared_layers is 2"),
+    (dict(hidden_size_per_layer_input=256, vocab_size_per_layer_input=319), "as many tokens as vocab_size"),
+    (dict(num_kv_shared_layers=2), "num_kv_shared_layers is 2 .* before these layers one of each of their kinds"),
+    (dict(num_kv_shared_layers=6), "num_kv_shared_layers is 6"),
     (dict(sliding_window=None), "must give layers a window"),
     (dict(layer_types=["full_attention"] * 6), "must give layers a window"),
     (dict(global_head_dim=33), "8 heads, 4 KV heads, and dimension 33; allowed"),
@@ -240,8 +243,8 @@ def test_heads_of_512_attend_as_in_pytorch(name):
     torch.testing.assert_close(found.output[0], expected[:, 0], atol=1e-5, rtol=1e-4)
 
 
-def test_configurations_of_the_published_shapes(tmp_path):
-    """31B and 26B-A4B, as their config.json gives them: parameters in all and for a token."""
+def test_sizes_of_the_published_shapes(tmp_path):
+    """31B, 26B-A4B and one like E2B: parameters in all and for a token."""
     types = [("sliding", "full")[(i + 1) % 6 == 0] + "_attention" for i in range(60)]
     text = dict(vocab_size=262144, hidden_size=5376, intermediate_size=21504, num_hidden_layers=60,
                 num_attention_heads=32, num_key_value_heads=16, num_global_key_value_heads=4, head_dim=256,
@@ -257,3 +260,11 @@ def test_configurations_of_the_published_shapes(tmp_path):
                  num_experts=128, top_k_experts=8, moe_intermediate_size=704)
     sizes = sizing.model_sizes(parse_config(small))
     assert 25e9 < sizes.parameters < 27e9 and 3.5e9 < sizes.read_bytes / 2 < 4.5e9
+    tiny = dict(text, hidden_size=1536, intermediate_size=6144, num_hidden_layers=35, num_attention_heads=8,
+                num_key_value_heads=1, num_global_key_value_heads=None, attention_k_eq_v=False,
+                hidden_size_per_layer_input=256, num_kv_shared_layers=20, use_double_wide_mlp=True,
+                layer_types=[("sliding", "full")[(i + 1) % 5 == 0] + "_attention" for i in range(35)])
+    config = parse_config(tiny)
+    sizes = sizing.model_sizes(config)
+    assert 4.5e9 < sizes.parameters < 4.8e9 and 2.1e9 < sizes.read_bytes / 2 < 2.5e9
+    assert len(config.kv_shapes) == 15 and [config.source_of(layer) for layer in (14, 15, 19)] == [None, 13, 14]

@@ -59,9 +59,18 @@ def _add_wide_layers(config: dict[str, Any], model: Gguf, read: Reader) -> None:
     for ending, width in (("", head_dim), ("_swa", config["head_dim"])):
         if (dims := read.whole(f"rope.dimension_count{ending}", width)) != width:
             model.fail(f"gemma4.rope.dimension_count{ending} is {dims}; supported: {width}, the length of keys")
-    first = is_full.index(True)
+    first, shared = is_full.index(True), read.number("attention.shared_kv_layers", 0)
+    inner = read.flags_or_period("feed_forward_length")
+    inner = inner if isinstance(inner, list) else [inner] * len(is_full)
+    if inner[len(inner) - int(shared) :] not in ([inner[0]] * int(shared), [2 * inner[0]] * int(shared)) or any(
+            width != inner[0] for width in inner[: len(inner) - int(shared)]):
+        model.fail(f"gemma4.feed_forward_length is {inner}; supported: one number, and it or twice of it for layers "
+                   "that share keys and values")
     config |= {
-        "hidden_size_per_layer_input": 0, "num_key_value_heads": windowed.pop(),
+        "intermediate_size": inner[0], "use_double_wide_mlp": inner[-1] != inner[0],
+        "num_kv_shared_layers": int(shared), "vocab_size_per_layer_input": config["vocab_size"],
+        "hidden_size_per_layer_input": int(read.number("embedding_length_per_layer_input", 0)),
+        "num_key_value_heads": windowed.pop(),
         "attention_k_eq_v": f"blk.{first}.attn_v.weight" not in model.tensors,
         "per_layer_config": {str(layer): {"head_dim": head_dim, "num_key_value_heads": counts[first]}
                              for layer, kind in enumerate(is_full) if kind},

@@ -83,9 +83,6 @@ def architecture(model: Gguf) -> tuple[str, Architecture]:
                    + (f"; this is {known}" if known else ""))
     if name == "olmo2" and f"{name}.attention.sliding_window" in model.values:
         model.fail("this is OLMo 3, which is not supported: it has a second RoPE for layers with a window")
-    if name == "gemma4" and model.values.get(f"{name}.embedding_length_per_layer_input"):
-        model.fail("this is Gemma 4 E2B or E4B, which are not supported: they have an embedding for each layer; take "
-                   "26B-A4B or 31B, or a Gemma 3")
     if not model.values.get(f"{name}.expert_count"):
         return name, found
     if name not in _WITH_EXPERTS or model.values.get(f"{name}.expert_shared_count"):
@@ -110,7 +107,7 @@ def config_of(model: Gguf) -> dict[str, Any]:
         "model_type": kind.model_type,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": read.whole("feed_forward_length", 1 if experts else None),
+        "intermediate_size": 1 if name == "gemma4" else read.whole("feed_forward_length", 1 if experts else None),
         "num_hidden_layers": read.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads if name == "gemma4" else read.whole("attention.head_count_kv", heads),

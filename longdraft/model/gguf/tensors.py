@@ -29,7 +29,9 @@ _EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")  # of old
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _BARE = re.compile(r"blk\.(\d+)\.(.+)")
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
-            "output.weight": "lm_head.weight"}
+            "output.weight": "lm_head.weight", "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+            "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+            "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight"}
 _INSIDE = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
@@ -50,7 +52,8 @@ _GEMMA = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_fe
           "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA4 = _GEMMA | {"ffn_gate_inp": "router.proj", "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
                     "post_ffw_norm_1": "post_feedforward_layernorm_1",
-                    "post_ffw_norm_2": "post_feedforward_layernorm_2"}
+                    "post_ffw_norm_2": "post_feedforward_layernorm_2", "inp_gate": "per_layer_input_gate",
+                    "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"}
 _DIFFERENT = {
     "qwen3_next": _HYBRID, "qwen3_5_text": _HYBRID, "qwen3_5_moe_text": _HYBRID,
     "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
