@@ -18,11 +18,26 @@ constexpr long BLOCK = 256;          // positions of one step of the online soft
 constexpr long POSITION_GROUP = 32;  // the rows of a tree read such a group in the store together, or not at all
 constexpr int COLUMNS = 64;          // output columns of a packed tile
 
-constexpr int INT4_GROUP = 32;       // inputs of an int4 weight that share a scale and a zero point
+constexpr int GROUP = 32;            // inputs of a weight in groups that share a scale
 constexpr int MXFP4_GROUP = 32;      // inputs of an MXFP4 weight that share an exponent
 constexpr int MXFP4_GROUP_BYTES = COLUMNS * (MXFP4_GROUP / 2 + 1);  // of such a group in a tile (mxfp4.h)
 constexpr int MXFP4 = -4;            // in place of a number of bits
-constexpr int INT4_GROUP_BYTES = COLUMNS * (INT4_GROUP / 2 + 3);  // of such a group in a tile (int4.h)
+
+// How the groups of a weight are stored (groups.h).
+enum class Groups { NONE, NIBBLES_ZERO, NIBBLES_LEAST, BYTES, BYTES_HALVES_LEAST };
+
+struct GroupShape {
+    int bits;
+    bool halves, has_zero, has_least;  // a scale for each half; a zero point; a least value
+    int bytes;                         // of a group in a tile
+};
+
+constexpr GroupShape shape_of(Groups kind) {
+    const int bits = kind == Groups::NIBBLES_ZERO || kind == Groups::NIBBLES_LEAST ? 4 : 8;
+    const bool halves = kind == Groups::BYTES_HALVES_LEAST, zero = kind == Groups::NIBBLES_ZERO;
+    const bool least = kind == Groups::NIBBLES_LEAST || kind == Groups::BYTES_HALVES_LEAST;
+    return {bits, halves, zero, least, COLUMNS * (GROUP * bits / 8 + (halves ? 4 : 2) + (zero ? 1 : 0) + (least ? 2 : 0))};
+}
 
 // A weight [n, k] in tiles of 64 of its rows: [n / 64][k / PER_WORD][64] words. For bfloat16, k is padded with zeros to a
 // multiple of 32, which the matrix unit sums in one instruction. `bias` is [n] or empty.
@@ -31,32 +46,37 @@ constexpr int INT4_GROUP_BYTES = COLUMNS * (INT4_GROUP / 2 + 3);  // of such a g
 // exactly, so the bytes are multiplied as elements and the sums are scaled. The bytes of 16 words are stored together:
 // their first elements, then their second elements.
 //
-// The tiles of int4 and MXFP4 weights are described in int4.h and mxfp4.h. An MXFP4 weight has a multiple of 32 columns.
+// The tiles of weights in groups and in MXFP4 are described in groups.h and mxfp4.h. An MXFP4 weight has a multiple of 32
+// columns. `order` is empty, or [k]: the input that each column of a weight in groups multiplies, where a file's groups
+// are no consecutive inputs.
 struct Linear {
-    bool is_bf16, is_int8, is_int4, is_mxfp4;
+    bool is_bf16, is_int8, is_mxfp4;  // is_int8: with a scale for each row
+    Groups groups;
     long n, k, steps;
     std::unique_ptr<Memory> data;
     std::vector<float> bias, scale;
+    std::vector<int32_t> order;
 
     // lasts  whether it lives as long as the model: its memory may be shared with other weights
-    Linear(bool bf16, int bits, long rows, long columns, bool lasts = true)
-        : is_bf16(bf16), is_int8(bits == 8), is_int4(bits == 4), is_mxfp4(bits == MXFP4), n(rows), k(columns),
+    Linear(bool bf16, int bits, Groups kind, long rows, long columns, bool lasts = true)
+        : is_bf16(bf16), is_int8(kind == Groups::NONE && bits == 8), is_mxfp4(bits == MXFP4), groups(kind), n(rows), k(columns),
           steps(bf16 ? round_up(columns, 32) / 2 : columns) {
         const size_t size = static_cast<size_t>(tiles()) * tile_bytes();
         data = lasts ? weight_memory(size) : std::make_unique<Memory>(size);
     }
     Linear(const Linear&) = delete;
     long tiles() const { return round_up(n, COLUMNS) / COLUMNS; }
-    long num_groups() const { return round_up(k, INT4_GROUP) / INT4_GROUP; }
+    bool is_grouped() const { return groups != Groups::NONE; }
+    long num_groups() const { return round_up(k, GROUP) / GROUP; }
     size_t tile_bytes() const {
-        if (is_int4) return static_cast<size_t>(num_groups()) * INT4_GROUP_BYTES;
+        if (is_grouped()) return static_cast<size_t>(num_groups()) * static_cast<size_t>(shape_of(groups).bytes);
         if (is_mxfp4) return static_cast<size_t>(k / MXFP4_GROUP) * MXFP4_GROUP_BYTES;
         return static_cast<size_t>(steps * COLUMNS) * (is_int8 ? (is_bf16 ? 2 : 1) : 4);
     }
     template <class Element> Element* tile(long index) const {
         return reinterpret_cast<Element*>(reinterpret_cast<char*>(data->words()) + static_cast<size_t>(index) * tile_bytes());
     }
-    size_t bytes() const { return static_cast<size_t>(tiles()) * tile_bytes() + (bias.size() + scale.size()) * 4; }
+    size_t bytes() const { return static_cast<size_t>(tiles()) * tile_bytes() + (bias.size() + scale.size() + order.size()) * 4; }
 };
 
 // A product of rows x [rows, weight->k] with a weight: out [rows, weight->n], float32 with `keep_float`, else elements.
@@ -224,7 +244,7 @@ struct DeltaText {
 struct Kernels {
     const char* name;
     void (*pack)(Linear&, const void* weight);
-    void (*pack_int4)(Linear&, const uint8_t* values, const uint16_t* scales, const uint8_t* zeros);
+    void (*pack_groups)(Linear&, const uint8_t* values, const uint16_t* scales, const void* besides);
     void (*pack_mxfp4)(Linear&, const uint8_t* codes, const uint8_t* exponents);
     void (*quantise_int4)(bool bf16, const void* weight, long n, long k, uint8_t* values, uint16_t* scales, uint8_t* zeros);
     void (*products)(const Product*, long count);  // with weights of one element type; all of them on all threads

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "amx.h"
-#include "int4.h"
+#include "groups.h"
 #include "layout.h"
 #include "mxfp4.h"
 #include "pool.h"
@@ -37,8 +37,8 @@ template <class T> void embed_as(const Linear& table, const int64_t* tokens, lon
     for (long r = 0; r < rows; r++) {
         long n = tokens[r];
         for (long k = 0; k < table.k; k++) {
-            if (table.is_int4) {
-                out[r * table.k + k] = T::round(int4::value_at(table, n, k));
+            if (table.is_grouped()) {
+                out[r * table.k + (table.order.empty() ? k : table.order[k])] = T::round(groups::value_at(table, n, k));
                 continue;
             }
             long at = place<T>(table, n, k);
@@ -203,10 +203,10 @@ void finish(const Linear& w, long tile, long row, int rows, float (*sums)[COLUMN
     }
 }
 
-// The rows of a product as its weight reads them: whole words padded with zeros, or whole numbers for int4.
+// The rows of a product as its weight reads them: whole words padded with zeros, or whole numbers for weights in groups.
 template <class T> struct Inputs {
     const typename T::Element* rows;
-    int4::Quantised whole;
+    groups::Quantised whole;
 };
 
 // Rows whose memory a variant reads. Some variants read several rows together, even if fewer are wanted.
@@ -215,7 +215,7 @@ template <class T> long rows_read(long rows) { return Multiply<T>::READS_ALL_ROW
 // Bytes of the memory of a product's inputs; 0: the rows are read where they are.
 template <class T> long input_bytes(const Product& p) {
     const Linear& w = *p.weight;
-    if (w.is_int4) return round_up(int4::quantised_bytes(p.rows, w.k), 64);
+    if (w.is_grouped()) return round_up(groups::quantised_bytes(p.rows, w.k), 64);
     const long width = w.steps * T::PER_WORD, held = rows_read<T>(p.rows);
     return width == w.k && held == p.rows ? 0 : round_up(held * width * static_cast<long>(sizeof(typename T::Element)), 64);
 }
@@ -224,7 +224,7 @@ template <class T> Inputs<T> prepare(const Product& p, char* memory) {
     using Element = typename T::Element;
     const Linear& w = *p.weight;
     const auto* in = static_cast<const Element*>(p.x);
-    if (w.is_int4) return {nullptr, int4::quantise_rows<T>(p.x, p.rows, w.k, memory)};
+    if (w.is_grouped()) return {nullptr, groups::quantise_rows<T>(p.x, p.rows, w.k, w.order.empty() ? nullptr : w.order.data(), memory)};
     if (!input_bytes<T>(p)) return {in, {}};
     auto* padded = reinterpret_cast<Element*>(memory);
     const long width = w.steps * T::PER_WORD;
@@ -238,16 +238,17 @@ template <class T> Inputs<T> prepare(const Product& p, char* memory) {
 
 // Whether two products read the same inputs.
 inline bool reads_the_same(const Product& a, const Product& b) {
-    return a.x == b.x && a.rows == b.rows && a.weight->k == b.weight->k && a.weight->is_int4 == b.weight->is_int4;
+    return a.x == b.x && a.rows == b.rows && a.weight->k == b.weight->k && a.weight->is_grouped() == b.weight->is_grouped() &&
+           a.weight->order == b.weight->order;
 }
 
 // All rows of a product by one tile of its weight.
 template <class T> void multiply_tile(const Product& p, const Inputs<T>& in, long tile) {
     using Unit = Multiply<T>;
     const Linear& w = *p.weight;
-    if (w.is_int4) {
+    if (w.is_grouped()) {
         auto* sums = static_cast<float(*)[COLUMNS]>(workspace<6>(static_cast<size_t>(p.rows) * COLUMNS * 4));
-        int4::multiply_tile(w.tile<uint8_t>(tile), in.whole, p.rows, sums);
+        groups::multiply_tile(w.groups, w.tile<uint8_t>(tile), in.whole, p.rows, sums);
         for (long r = 0; r < p.rows; r++) finish<T>(w, tile, r, 1, sums + r, p.out, p.keep_float);
         return;
     }
@@ -319,9 +320,9 @@ template <class T, class Around> void multiply_all(const Product* products, long
 
 template <class T> void products_as(const Product* products, long count) {
     struct NoSetUp {};
-    bool are_int4 = true;
-    for (long i = 0; i < count; i++) are_int4 = are_int4 && products[i].weight->is_int4;
-    are_int4 ? multiply_all<T, NoSetUp>(products, count) : multiply_all<T, Multiply<T>>(products, count);
+    bool are_grouped = true;
+    for (long i = 0; i < count; i++) are_grouped = are_grouped && products[i].weight->is_grouped();
+    are_grouped ? multiply_all<T, NoSetUp>(products, count) : multiply_all<T, Multiply<T>>(products, count);
 }
 
 }  // namespace

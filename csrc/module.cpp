@@ -63,51 +63,63 @@ const Kernels& by_name(const std::string& name) {
 
 // `weight` is int8 where a scale is given, otherwise float32 or bfloat16.
 Linear* pack(const Kernels& kernels, bool bf16, long n, long k, Address weight, Address scale, Address bias) {
-    auto* packed = new Linear(bf16, scale ? 8 : bf16 ? 16 : 32, n, k);
+    auto* packed = new Linear(bf16, scale ? 8 : bf16 ? 16 : 32, Groups::NONE, n, k);
     kernels.pack(*packed, at<void>(weight));
     if (scale) packed->scale.assign(at<float>(scale), at<float>(scale) + n);
     if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
     return packed;
 }
 
-Linear* pack_int4(const Kernels& kernels, bool bf16, long n, long k, Address values, Address scales, Address zeros, Address bias) {
-    auto* packed = new Linear(bf16, 4, n, k);
-    kernels.pack_int4(*packed, at<uint8_t>(values), at<uint16_t>(scales), at<uint8_t>(zeros));
+// The encoding of a weight in groups: the number of bits, whether halves have scales, zero points, least values.
+Groups groups_of(int bits, bool halves, bool has_zero, bool has_least) {
+    for (Groups kind : {Groups::NIBBLES_ZERO, Groups::NIBBLES_LEAST, Groups::BYTES, Groups::BYTES_HALVES_LEAST}) {
+        const GroupShape shape = shape_of(kind);
+        if (shape.bits == bits && shape.halves == halves && shape.has_zero == has_zero && shape.has_least == has_least) return kind;
+    }
+    throw std::invalid_argument("an encoding of groups");
+}
+
+Linear* pack_groups(const Kernels& kernels, bool bf16, int bits, bool halves, long n, long k, Address values, Address scales,
+                    Address zeros, Address least, Address bias, Address order) {
+    auto* packed = new Linear(bf16, bits, groups_of(bits, halves, zeros != 0, least != 0), n, k);
+    kernels.pack_groups(*packed, at<uint8_t>(values), at<uint16_t>(scales), at<void>(zeros ? zeros : least));
     if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
+    if (order) packed->order.assign(at<int32_t>(order), at<int32_t>(order) + k);
     return packed;
 }
 
 Linear* pack_mxfp4(const Kernels& kernels, bool bf16, long n, long k, Address codes, Address exponents, Address bias) {
     require(k % MXFP4_GROUP == 0, "groups of 32 inputs");
-    auto* packed = new Linear(bf16, MXFP4, n, k);
+    auto* packed = new Linear(bf16, MXFP4, Groups::NONE, n, k);
     kernels.pack_mxfp4(*packed, at<uint8_t>(codes), at<uint8_t>(exponents));
     if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
     return packed;
 }
 
 // A weight whose memory the caller fills (`memory_of`).
-Linear* new_linear(bool bf16, int bits, long n, long k, bool has_bias) {
+Linear* new_linear(bool bf16, int bits, long n, long k, bool has_bias, bool has_order) {
     require((bits == 4 || bits == 8) && n > 0 && k > 0, "4 or 8 bits and a shape");
-    auto* packed = new Linear(bf16, bits, n, k);
+    auto* packed = new Linear(bf16, bits, bits == 4 ? Groups::NIBBLES_ZERO : Groups::NONE, n, k);
     if (bits == 8) packed->scale.resize(static_cast<size_t>(n));
     if (has_bias) packed->bias.resize(static_cast<size_t>(n));
+    if (has_order) packed->order.resize(static_cast<size_t>(k));
     return packed;
 }
 
-// Address and bytes of a weight's tiles, its scale and its bias: all that it consists of.
+// Address and bytes of a weight's tiles, its scale, its bias and its order: all that it consists of.
 std::vector<std::vector<Address>> memory_of(const Linear& w) {
-    auto floats = [](const std::vector<float>& x) {
-        return std::vector<Address>{reinterpret_cast<Address>(x.data()), x.size() * sizeof(float)};
+    auto part = [](const auto& x) {
+        return std::vector<Address>{reinterpret_cast<Address>(x.data()), x.size() * sizeof x[0]};
     };
     const auto tiles = reinterpret_cast<Address>(w.data->words());
-    return {{tiles, static_cast<size_t>(w.tiles()) * w.tile_bytes()}, floats(w.scale), floats(w.bias)};
+    return {{tiles, static_cast<size_t>(w.tiles()) * w.tile_bytes()}, part(w.scale), part(w.bias), part(w.order)};
 }
 
 Linear* take_rows(const Kernels& kernels, const Linear& weight, const std::vector<int64_t>& rows) {
-    require(!weight.is_int4 && !weight.is_mxfp4 && !rows.empty(), "a weight that is not of 4 bits, and one or more rows");
+    require(!weight.is_grouped() && !weight.is_mxfp4 && !rows.empty(), "a weight without groups, and one or more rows");
     for (int64_t row : rows) require(0 <= row && row < weight.n, "rows of the weight");
     const int bits = weight.is_int8 ? 8 : weight.is_bf16 ? 16 : 32;
-    auto* taken = new Linear(weight.is_bf16, bits, static_cast<long>(rows.size()), weight.k, false);
+    auto* taken = new Linear(weight.is_bf16, bits, Groups::NONE, static_cast<long>(rows.size()), weight.k, false);
     kernels.take_rows(weight, rows.data(), *taken);
     return taken;
 }
@@ -129,7 +141,7 @@ NB_MODULE(_cpu, m) {
     nb::class_<Linear>(m, "Linear")
         .def_ro("is_bf16", &Linear::is_bf16)
         .def_ro("is_int8", &Linear::is_int8)
-        .def_ro("is_int4", &Linear::is_int4)
+        .def_prop_ro("is_grouped", &Linear::is_grouped)
         .def_ro("n", &Linear::n)
         .def_ro("k", &Linear::k)
         .def_prop_ro("nbytes", &Linear::bytes)
@@ -185,7 +197,7 @@ NB_MODULE(_cpu, m) {
         .def_static("get", &by_name, nb::rv_policy::reference)
         .def_prop_ro("name", [](const Kernels& k) { return std::string(k.name); })
         .def("pack", &pack, nb::rv_policy::take_ownership)
-        .def("pack_int4", &pack_int4, nb::rv_policy::take_ownership, free_gil)
+        .def("pack_groups", &pack_groups, nb::rv_policy::take_ownership, free_gil)
         .def_static("new_linear", &new_linear, nb::rv_policy::take_ownership)
         .def("take_rows", &take_rows, nb::rv_policy::take_ownership, free_gil)
         .def("pack_mxfp4", &pack_mxfp4, nb::rv_policy::take_ownership, free_gil)

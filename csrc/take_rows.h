@@ -22,7 +22,7 @@ template <class T, class Element> void take_rows_as(const Linear& w, const int64
     });
 }
 
-// out.n rows of a weight that is not int4. `out` has the weight's format.
+// out.n rows of a weight without groups. `out` has the weight's format.
 inline void take_rows(const Linear& w, const int64_t* rows, Linear& out) {
     if (w.is_int8) w.is_bf16 ? take_rows_as<BF16, int8_t>(w, rows, out) : take_rows_as<F32, int8_t>(w, rows, out);
     else w.is_bf16 ? take_rows_as<BF16, BF16::Element>(w, rows, out) : take_rows_as<F32, F32::Element>(w, rows, out);

@@ -49,8 +49,9 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
                      the model's own folder
     device           auto | cpu | cuda
     dtype            auto (the checkpoint's) | float32 | bfloat16 | float16 (CUDA only)
-    quantize         none | int8 | int4: weights take half or about a third of bfloat16's memory. The quantised model
-                     is another model: all drafters write its plain text. Applies to a draft model too, not to heads
+    quantize         none | int8 | int4 | file: weights take half or about a third of bfloat16's memory, or with file
+                     about that of a quantised file, whose numbers they keep. The quantised model is another model: all
+                     drafters write its plain text. Applies to a draft model too, not to heads
     threads          CPU threads for arithmetic; default: PyTorch's choice
     revision         branch, tag or commit of a hub id (or write owner/model@revision)
     token            for private and gated repositories; default: HF_TOKEN, or the hub client's login

@@ -23,8 +23,8 @@ from torch.nn import functional
 from longdraft.engine import Engine
 from longdraft.errors import UsageError
 from longdraft.kernels import KV, AttentionOutput, KVStore, Linear
-from longdraft.kernels.int4 import Int4Weight
 from longdraft.kernels.reference import ReferenceKernels, ReferenceLinear
+from longdraft.kernels.weights import QuantisedWeight
 from longdraft.model.checkpoint import load_transformer
 
 
@@ -80,8 +80,8 @@ class WeakKernels(ReferenceKernels):
         super().__init__(device, dtype)
         self.is_row_invariant = False
 
-    def pack(self, weight: Tensor | Int4Weight, bias: Tensor | None = None, *, quantize: str = "none"
-             ) -> ReferenceLinear:
+    def pack(self, weight: Tensor | QuantisedWeight, bias: Tensor | None = None, *,
+             quantize: str = "none") -> ReferenceLinear:
         if not isinstance(weight, Tensor) or quantize != "none":
             raise UsageError("the weak loop has no quantised weights; measure a model as it is")
         return ReferenceLinear(self._copied(weight), None if bias is None else self._copied(bias), None)

@@ -47,8 +47,9 @@ HeadsSource = Annotated[str | None, option("Folder or hub id of trained heads or
 Device = Annotated[str, option("auto (a GPU if there is one), cpu or cuda.", RUNNING, "--device")]
 Dtype = Annotated[str, option("auto (the checkpoint's; float16 becomes bfloat16 on the CPU), float32, bfloat16, or on "
                               "CUDA float16.", RUNNING, "--dtype")]
-Quantize = Annotated[str, option("none, int8 or int4: weights in half or a third of the memory. The text "
-                                 "differs from the unquantised model's.", RUNNING, "--quantize")]
+Quantize = Annotated[str, option("none, int8 or int4: weights in half or a third of the memory; file: those of a "
+                                 "quantised file with its numbers. The text differs from the unquantised model's.",
+                                 RUNNING, "--quantize")]
 QuantizedCache = Annotated[str | None, option("Folder that keeps quantised weights for the next start, or none.",
                                               RUNNING, "--quantized-cache", envvar="LONGDRAFT_QUANTIZED_CACHE",
                                               show_default="the user's cache folder")]

@@ -52,7 +52,7 @@ class Header:
     prompt         token ids
     sampling       every setting by its name in SamplingParams, with the seed
     eos_token_ids  the model's end-of-text ids
-    quantize       none | int8 | int4
+    quantize       none | int8 | int4 | file
     arithmetic     what determines the last bits of the logits: kernels, device, dtype and versions
     exactness      bit-exact | distribution
     drafter, drafter_options, heads             informational: the text does not depend on these

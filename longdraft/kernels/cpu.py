@@ -30,10 +30,11 @@ from longdraft.kernels.cpu_store import (
 )
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.experts import Routing
+from longdraft.kernels.groups import GroupedWeight
 from longdraft.kernels.interface import KV, AttentionOutput, Decoder, KVStore, LayersKV
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.mxfp4 import Mxfp4Weight
-from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear
+from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
     from longdraft.kernels import _cpu
@@ -52,15 +53,28 @@ class CpuKernels:
         self._is_bf16 = self.dtype == torch.bfloat16
         self.native = _cpu.Kernels.get(variant)
 
-    def pack(self, weight: Tensor | int4.Int4Weight, bias: Tensor | None = None, *,
+    def pack(self, weight: Tensor | QuantisedWeight, bias: Tensor | None = None, *,
              quantize: str = "none") -> CpuLinear:
         rows, columns = (weight if isinstance(weight, Tensor) else weight.values).shape
         bias = self._bias(bias, rows)
-        if not isinstance(weight, Tensor) or quantize == "int4":
-            values, scale, zero = _contiguous(self.quantise_int4(weight) if isinstance(weight, Tensor) else weight)
-            return CpuLinear(self.native.pack_int4(self._is_bf16, rows, columns, address(values), address(scale),
-                                                   address(zero), address(bias)))
-        packed, factor = int8.quantise(weight) if quantize == "int8" else (weight.to(self.dtype).contiguous(), None)
+        if isinstance(weight, Tensor) and quantize == "int4":
+            weight = self.quantise_int4(weight)
+        if isinstance(weight, int4.Int4Weight):
+            values, scale, zero, order = _contiguous(weight)
+            return CpuLinear(self.native.pack_groups(self._is_bf16, 4, False, rows, columns, address(values),
+                                                     address(scale), address(zero), 0, address(bias), address(order)))
+        if isinstance(weight, GroupedWeight):
+            values, scale, least, bits = _checked(weight)
+            return CpuLinear(self.native.pack_groups(self._is_bf16, bits, weight.has_halves, rows, columns,
+                                                     address(values), address(scale), 0, address(least), address(bias),
+                                                     0))
+        if isinstance(weight, Tensor) and quantize == "none":
+            packed, factor = weight.to(self.dtype).contiguous(), None
+        else:
+            packed, factor = int8.quantise(weight) if isinstance(weight, Tensor) else weight
+            fits = packed.dtype == torch.int8 and factor.shape == (rows,) and factor.dtype == torch.float32
+            require(fits, f"int8 values and float32 scales [{rows}]", (packed.dtype, factor.dtype, factor.shape))
+            packed, factor = packed.contiguous(), factor.contiguous()
         return CpuLinear(self.native.pack(self._is_bf16, rows, columns, address(packed), address(factor),
                                           address(bias)))
 
@@ -85,10 +99,10 @@ class CpuKernels:
             require(bias.shape == (rows,), f"a bias [{rows}]", bias.shape)
         return bias
 
-    def new_linear(self, quantize: str, rows: int, columns: int, has_bias: bool) -> CpuLinear:
-        """A packed int8 or int4 weight whose `memory` the caller fills."""
+    def new_linear(self, quantize: str, rows: int, columns: int, has_bias: bool, has_order: bool = False) -> CpuLinear:
+        """A packed int8 or int4 weight whose `memory` the caller fills. An order must have each input once."""
         bits = {"int8": 8, "int4": 4}[quantize]
-        return CpuLinear(self.native.new_linear(self._is_bf16, bits, rows, columns, has_bias))
+        return CpuLinear(self.native.new_linear(self._is_bf16, bits, rows, columns, has_bias, has_order))
 
     def quantise_int4(self, weight: Tensor) -> int4.Int4Weight:
         """`int4.quantise`, compiled: the same numbers."""
@@ -274,6 +288,19 @@ class CpuKernels:
         return x if x.data_ptr() % 4 == 0 else x.clone()
 
 
+def _checked(weight: GroupedWeight) -> GroupedWeight:
+    """The weight as the compiled module reads it. ValueError if its parts do not fit together."""
+    rows, columns = weight.values.shape
+    groups = (rows, columns // int4.GROUP)
+    require(columns % int4.GROUP == 0 and tuple(weight.scale.shape) in (groups, (*groups, 2)),
+            f"scales {groups}, or two for each group", weight.scale.shape)
+    parts = (weight.scale,) if weight.least is None else (weight.scale, weight.least)
+    require(weight.values.dtype == torch.uint8 and all(part.dtype == torch.float16 for part in parts)
+            and parts[-1].shape[:2] == groups, "uint8 values, float16 scales and least values", weight.scale.dtype)
+    least = None if weight.least is None else weight.least.contiguous()
+    return GroupedWeight(weight.values.contiguous(), weight.scale.contiguous(), least, weight.bits)
+
+
 def _contiguous(weight: int4.Int4Weight) -> int4.Int4Weight:
     """The weight as the compiled module reads it. ValueError if its parts do not fit together."""
     rows, columns = weight.values.shape
@@ -281,4 +308,8 @@ def _contiguous(weight: int4.Int4Weight) -> int4.Int4Weight:
     require(weight.scale.shape == weight.zero.shape == groups, f"scales and zero points {groups}", weight.scale.shape)
     require((weight.values.dtype, weight.scale.dtype, weight.zero.dtype) == (torch.uint8, torch.float16, torch.uint8),
             "uint8 values, float16 scales and uint8 zero points", weight.scale.dtype)
-    return int4.Int4Weight(*(part.contiguous() for part in weight))
+    order = weight.order
+    if order is not None:
+        order = order.to(torch.int32).contiguous()
+        require(torch.equal(order.long().sort().values, torch.arange(columns)), "an order with each input once", order)
+    return int4.Int4Weight(weight.values.contiguous(), weight.scale.contiguous(), weight.zero.contiguous(), order)

@@ -33,7 +33,7 @@ class CpuLinear:
         return self.native.nbytes
 
     def memory(self) -> list[memoryview]:
-        """The bytes of the tiles, the scale and the bias, in place; empty for what the weight has not."""
+        """The bytes of the tiles, the scale, the bias and the order, in place; empty for what the weight has not."""
         found = []
         for start, size in self.native.memory:
             array = (ctypes.c_ubyte * size).from_address(start) if size else (ctypes.c_ubyte * 0)()

@@ -13,6 +13,7 @@ The sums over k are exact integers, so they do not depend on the order of their 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,19 +27,39 @@ _CHUNK = 1 << 22  # weights that are held as float32 at a time
 
 
 class Int4Weight(NamedTuple):
-    """A weight [N, K] in groups g = k // 32."""
+    """A weight [N, K] in groups g = k // 32. With an order, column k multiplies the input order[k]."""
 
     values: Tensor  # uint8 [N, K], 0 to 15
     scale: Tensor  # float16 [N, ceil(K / 32)]
-    zero: Tensor  # uint8 [N, ceil(K / 32)], 0 to 15
+    zero: Tensor  # uint8 [N, ceil(K / 32)], 0 to 16
+    order: Tensor | None = None  # int32 [K], each input once; None: column k multiplies the input k
+
+    @staticmethod
+    def stacked(parts: Sequence[Int4Weight]) -> Int4Weight | None:
+        """Weights one below another; None if their inputs are in different orders."""
+        orders = [part.order for part in parts if part.order is not None]
+        if orders and not (len(orders) == len(parts) and all(order.equal(orders[0]) for order in orders)):
+            return None
+        return Int4Weight(torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts]),
+                          torch.cat([part.zero for part in parts]), orders[0] if orders else None)
+
+    def to(self, device: torch.device) -> Int4Weight:
+        """The weight on a device."""
+        order = None if self.order is None else self.order.to(device)
+        return Int4Weight(self.values.to(device), self.scale.to(device), self.zero.to(device), order)
+
+    def rows(self, which: Tensor) -> Int4Weight:
+        """Some rows of the weight."""
+        return Int4Weight(self.values[which], self.scale[which], self.zero[which], self.order)
 
 
 def quantise(weight: Tensor) -> Int4Weight:
     """Quantise a weight [N, K] of any floating dtype. Of the clipping ratios each group takes the one with the least
     squared error. A group that is not finite gets the scale NaN, so that damaged weights end as NaN."""
     step = max(1, _CHUNK // weight.shape[1])
-    parts = [_quantise(weight[start : start + step]) for start in range(0, len(weight), step)]
-    return Int4Weight(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    packed = Int4Weight.stacked([_quantise(weight[start : start + step]) for start in range(0, len(weight), step)])
+    assert packed is not None
+    return packed
 
 
 def _quantise(weight: Tensor) -> Int4Weight:
@@ -80,7 +101,8 @@ def _clipped(groups: Tensor, least: Tensor, width: Tensor, ratio: float) -> tupl
 def dequantise(weight: Int4Weight) -> Tensor:
     """The weight [N, K] that the numbers stand for, float32."""
     offset = _groups(weight.values.float()) - weight.zero.float()[..., None]
-    return (offset * weight.scale.float()[..., None]).flatten(1)[:, : weight.values.shape[1]]
+    columns = (offset * weight.scale.float()[..., None]).flatten(1)[:, : weight.values.shape[1]]
+    return columns if weight.order is None else columns[:, weight.order.long().argsort()]
 
 
 def linear(x: Tensor, weight: Int4Weight) -> Tensor:
@@ -88,19 +110,24 @@ def linear(x: Tensor, weight: Int4Weight) -> Tensor:
 
     A row that is not finite in some group gives NaN.
     """
-    rows = _groups(x)  # [R, G, 32]
-    largest = rows.abs().amax(2)
-    inverse = torch.where(largest > 0, torch.tensor(127.0, device=x.device) / largest, 0.0)  # `127.0 / x` rounds twice
-    is_finite = rows.isfinite().all(2)
-    whole = torch.where(is_finite[..., None], (rows * inverse[..., None]).round(), 0.0).double()
-    steps = torch.where(is_finite, largest / 127.0, torch.nan)
+    whole, steps = quantised_rows(x if weight.order is None else x[:, weight.order.long()])
     values, zero = _groups(weight.values.double()), weight.zero.double()
     total = torch.zeros(len(x), len(weight.values), device=x.device)
-    for group in range(rows.shape[1]):
+    for group in range(whole.shape[1]):
         ours = whole[:, group]  # integers, and their sums: exact in float64
         sums = ours @ values[:, group].T - ours.sum(1, keepdim=True) * zero[:, group]
         total += sums.float() * steps[:, group, None] * weight.scale[:, group].float()
     return total
+
+
+def quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [R, K] float32 as whole numbers [R, G, 32] float64 and steps [R, G], NaN for groups that are not finite."""
+    rows = _groups(x)
+    largest = rows.abs().amax(2)
+    inverse = torch.where(largest > 0, torch.tensor(127.0, device=x.device) / largest, 0.0)  # `127.0 / x` rounds twice
+    is_finite = rows.isfinite().all(2)
+    whole = torch.where(is_finite[..., None], (rows * inverse[..., None]).round(), 0.0).double()
+    return whole, torch.where(is_finite, largest / 127.0, torch.nan)
 
 
 def _groups(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ represent integers up to 127 exactly: kernels multiply the integers and scale th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,15 @@ class Quantised(NamedTuple):
 
     values: Tensor  # int8 [N, K]
     scale: Tensor  # float32 [N]
+
+    @staticmethod
+    def stacked(parts: Sequence[Quantised]) -> Quantised:
+        """Weights one below another."""
+        return Quantised(torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts]))
+
+    def rows(self, which: Tensor) -> Quantised:
+        """Some rows of the weight."""
+        return Quantised(self.values[which], self.scale[which])
 
 
 def quantise(weight: Tensor) -> Quantised:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.experts import Routing
-from longdraft.kernels.int4 import Int4Weight
-from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear
+from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight
 
 STORE_BLOCK = 4096  # positions of a block of a store; stores share whole blocks
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -232,10 +231,11 @@ class Kernels(Protocol):
     dtype: torch.dtype
     is_device: bool  # has memory of its own: caches are reserved in full, tokens chosen there, prompt chunks are fixed
 
-    def pack(self, weight: Tensor | Int4Weight, bias: Tensor | None = None, *, quantize: str = "none") -> Linear:
+    def pack(self, weight: Tensor | QuantisedWeight, bias: Tensor | None = None, *, quantize: str = "none") -> Linear:
         """Convert a weight [N, K] and bias [N] to the kernels' layout.
 
-        weight    numbers, or with int4 a weight that is quantised already, whose numbers are kept
+        weight    numbers, or a weight that is quantised already, whose numbers are kept. CUDA kernels quantise an int4
+                  weight with an order anew
 
         quantize  none | int8 | int4: see kernels/int8.py and kernels/int4.py
 

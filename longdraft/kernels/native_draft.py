@@ -127,7 +127,7 @@ class Ranking(NamedTuple):
 
 def can_part(kernels: Kernels, head: Linear) -> bool:
     """Whether `part_of_vocabulary` can take rows of this head."""
-    return isinstance(kernels, CpuKernels) and isinstance(head, CpuLinear) and not head.native.is_int4
+    return isinstance(kernels, CpuKernels) and isinstance(head, CpuLinear) and not head.native.is_grouped
 
 
 def part_of_vocabulary(kernels: Kernels, head: Linear, ids: Tensor) -> PartOfVocabulary:

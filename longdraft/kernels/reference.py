@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.kernels import delta, experts, int4, int8
+from longdraft.kernels import delta, experts, groups, int4, int8
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
+from longdraft.kernels.groups import GroupedWeight
 from longdraft.kernels.interface import FLOAT_DTYPES, KV, AttentionOutput, Decoder, KVStore, LayersKV
 from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.reference_store import SPLIT, ReferenceStore
-from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear
+from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight
 
 STEP = 256  # the last split is computed up to the next multiple of this many positions, with the excess masked
 NEGLIGIBLE_SHARE = 1e-3  # a share of attention that rounding errors may produce
@@ -43,12 +44,12 @@ def _one_thread() -> Iterator[None]:
 class ReferenceLinear:
     """A weight [N, K] as float32. With a scale [N] float32, row n of the weight is scale[n] * weight[n].
 
-    int4  the integers that products are made of, if the weight is quantised to 4 bits
+    grouped  the integers that products are made of, if the weight has groups
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
-                 int4_weight: int4.Int4Weight | None = None) -> None:
-        self.int4 = int4_weight
+                 grouped: int4.Int4Weight | GroupedWeight | None = None) -> None:
+        self.grouped = grouped
         self.weight = weight
         self.bias = bias
         self.scale = scale
@@ -56,8 +57,10 @@ class ReferenceLinear:
 
     def product(self, row: Tensor) -> Tensor:
         """The product of a row [1, K] with the weight: sums, then scale, then bias: [1, N] float32."""
-        if self.int4 is not None:
-            sums = int4.linear(row, self.int4)
+        if isinstance(self.grouped, GroupedWeight):
+            sums = groups.linear(row, self.grouped)
+        elif self.grouped is not None:
+            sums = int4.linear(row, self.grouped)
         elif self.scale is not None:
             sums = functional.linear(row, self.weight) * self.scale
         else:
@@ -80,15 +83,18 @@ class ReferenceKernels:
         self.is_row_invariant = self.device.type == "cpu"  # not tested on other devices, so not claimed
         self.dtype = FLOAT_DTYPES[dtype]
 
-    def pack(self, weight: Tensor | int4.Int4Weight, bias: Tensor | None = None, *,
+    def pack(self, weight: Tensor | QuantisedWeight, bias: Tensor | None = None, *,
              quantize: str = "none") -> ReferenceLinear:
         bias = None if bias is None else self._rounded(bias)
-        if not isinstance(weight, Tensor) or quantize == "int4":
-            packed = (int4.quantise(weight.to(self.device)) if isinstance(weight, Tensor)
-                      else int4.Int4Weight(*(part.to(self.device) for part in weight)))
+        if isinstance(weight, Tensor) and quantize != "none":
+            weight = (int4 if quantize == "int4" else int8).quantise(weight.to(self.device))
+        if isinstance(weight, int4.Int4Weight):
+            packed = weight.to(self.device)
             return ReferenceLinear(int4.dequantise(packed), bias, None, packed)
-        if quantize == "int8":
-            values, scale = int8.quantise(weight.to(self.device))
+        if isinstance(weight, GroupedWeight):
+            return ReferenceLinear(groups.dequantise(weight), bias, None, weight)
+        if isinstance(weight, int8.Quantised):
+            values, scale = (part.to(self.device) for part in weight)
             return ReferenceLinear(values.float(), bias, scale)
         return ReferenceLinear(self._rounded(weight), bias, None)
 

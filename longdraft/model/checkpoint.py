@@ -15,8 +15,7 @@ from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.kernels.cpu import CpuKernels
 from longdraft.kernels.delta import DeltaWeights
-from longdraft.kernels.int4 import Int4Weight
-from longdraft.kernels.weights import BesideNorms, Experts, ExtraInput, Mlp
+from longdraft.kernels.weights import FILE, BesideNorms, Experts, ExtraInput, Mlp, QuantisedWeight
 from longdraft.model import gemma4, hybrid, layer_inputs, rope
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
@@ -28,8 +27,8 @@ from longdraft.model.tensor_names import SINKS, StackedLinear, expected_shapes, 
 from longdraft.model.transformer import ModelWeights, Transformer
 from longdraft.parallel import ColumnParallel, RowParallel, shard_of
 
-QUANTIZE = ("none", "int8", "int4")
-QUANTIZE_CHOICES = "none, int8 or int4"
+QUANTIZE = ("none", "int8", "int4", FILE)
+QUANTIZE_CHOICES = "none, int8, int4 or file"
 
 
 def _head_order(config: ModelConfig) -> Tensor | None:
@@ -74,12 +73,13 @@ def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, 
     """The transformer of a folder. Raises ModelError that lists missing, unexpected and misshapen tensors.
 
     kernels   kernels of a rank load this rank's share of each weight only
-    quantize  none | int8 | int4: each matrix is quantised while it is packed. int4 leaves the embedding table and the
-              head in int8
+    quantize  none | int8 | int4 | file: each matrix is quantised while it is packed. int4 leaves the embedding table
+              and the head in int8; file keeps the numbers of quantised matrices and changes no others
     packed    a file of the quantised matrices, which are read from it, or written to it for the next time
     """
-    if kernels.is_device and config.only_on_cpu:
-        raise ModelError(f"models with {config.only_on_cpu} run on the CPU only so far; use --device cpu")
+    what = config.only_on_cpu or ("the numbers of a quantised file (--quantize file)" if quantize == FILE else "")
+    if kernels.is_device and what:
+        raise ModelError(f"models with {what} run on the CPU only so far; use --device cpu")
     require_tensors(files, config)
     return Loader(files, config, kernels, quantize, packed).transformer()
 
@@ -107,7 +107,8 @@ class Loader:
         self._shard = shard_of(kernels)
         self._config = shard_config(config, self._shard, quantize)
         self._order, self._head_order = _qkv_order(self._config), _head_order(self._config)
-        self._dtype = kernels.dtype if quantize == "none" else None  # quantised from the file's own precision
+        self._format = "none" if quantize == FILE else quantize  # of matrices whose numbers are not kept
+        self._dtype = kernels.dtype if self._format == "none" else None  # quantised from the file's own precision
 
     def transformer(self, shared: ModelWeights | None = None) -> Transformer:
         """The model. shared: a model whose tables of embeddings it uses; None: they are read."""
@@ -218,22 +219,20 @@ class Loader:
             rows = self._files.stack(names, dtype, () if is_row_parallel and suffix == "bias" else stacked.picks(shard))
             return rows if order is None else rows[order]
 
-        def exact_int4() -> Int4Weight | None:
-            weight = self._files.int4([f"{layer}{name}.weight" for name, _ in stacked.parts])
-            return weight if weight is None or order is None else Int4Weight(*(part[order] for part in weight))
+        def exact() -> QuantisedWeight | None:
+            weight = self._files.exact([f"{layer}{name}.weight" for name, _ in stacked.parts], self._quantize)
+            return weight if weight is None or order is None else weight.rows(order)
 
         shard = self._shard
         is_row_parallel = stacked.is_row_parallel and shard.size > 1
         has_bias = stacked.has_bias and not (is_row_parallel and shard.rank)  # the first rank adds it
         def pack() -> Linear:
             bias = read("bias", self._kernels.dtype) if has_bias else None
-            if self._quantize == "none" and order is None and isinstance(self._kernels, CpuKernels):
+            if self._format == "none" and order is None and isinstance(self._kernels, CpuKernels):
                 packed = self._files.mxfp4([f"{layer}{name}.weight" for name, _ in stacked.parts])
                 if packed is not None:
                     return self._kernels.pack_mxfp4(packed, bias)
-            weight = exact_int4() if self._quantize == "int4" else None
-            return self._kernels.pack(read("weight", self._dtype) if weight is None else weight, bias,
-                                      quantize=self._quantize)
+            return self._kernels.pack(exact() or read("weight", self._dtype), bias, quantize=self._format)
 
         if self._packed:
             rows = sum(sum(segments) for _, segments in stacked.parts)
@@ -243,10 +242,11 @@ class Loader:
 
     def _table(self, name: str, shape: tuple[int, int] | None = None) -> Linear:
         shard, whole = self._shard, self._whole
-        quantize = "int8" if self._quantize == "int4" else self._quantize
+        quantize = "int8" if self._quantize == "int4" else self._format
         if shard.size == 1:
             def pack() -> Linear:
-                return self._kernels.pack(self._files.stack((name,), self._dtype), quantize=quantize)
+                kept = self._files.exact((name,), FILE) if self._quantize == FILE else None
+                return self._kernels.pack(kept or self._files.stack((name,), self._dtype), quantize=quantize)
 
             shape = shape or (whole.vocab_size, whole.hidden_size)
             return self._packed.linear(name, quantize, shape, False, pack) if self._packed else pack()

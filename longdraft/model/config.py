@@ -17,12 +17,12 @@ from longdraft.errors import ModelError
 from longdraft.model import gpt_oss
 from longdraft.model.experts_config import ExpertsConfig, parse_experts
 from longdraft.model.families import ACTIVATIONS, FAMILIES, MISSING, Family, HeadNorms, text_config
-from longdraft.model.four_bit import FourBitFormat
 from longdraft.model.gemma4 import Gemma4Config, parse_gemma4
 from longdraft.model.gguf import metadata
 from longdraft.model.gguf.container import open_gguf
 from longdraft.model.hybrid import HybridConfig, parse_hybrid
 from longdraft.model.layer_kinds import by_layer, parse_windows
+from longdraft.model.packed_format import PackedFormat
 from longdraft.model.rope_config import RopeConfig, context_limit, parse_query_growth, parse_ropes
 
 SUPPORTED = tuple(FAMILIES)
@@ -241,7 +241,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     quantized = config.get("quantization_config")
     is_oss = kind == "gpt_oss" and isinstance(quantized, dict) and quantized.get("quant_method") == gpt_oss.METHOD
     if quantized and not is_oss:
-        FourBitFormat.parse(quantized if isinstance(quantized, dict) else {"quant_method": quantized})
+        PackedFormat.parse(quantized if isinstance(quantized, dict) else {"quant_method": quantized})
     return family
 
 

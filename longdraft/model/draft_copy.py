@@ -12,6 +12,7 @@ from pathlib import Path
 
 from longdraft.errors import UsageError, check
 from longdraft.kernels import is_compiled
+from longdraft.kernels.weights import FILE
 from longdraft.machine import available_memory
 from longdraft.model.checkpoint import load_draft_copy
 from longdraft.model.config import ModelConfig
@@ -27,6 +28,7 @@ CHOICES = (AUTO, SAME, "int8", "int4")
 # `auto` makes a copy in int4 of models whose weights are as large as the cache of this many tokens. Below, drafts cost
 # less beside a verification, and a copy that agrees less often is slower: int8 then (docs/notebook.md).
 _MIN_WEIGHTS_IN_TOKENS = 16_384
+_SMALLER = 0.75  # of a quantised file's weights: what a copy may take
 _MIN_BYTES = 4 << 20  # weights that stay in the processor's caches: no copy
 _SHARE_OF_DEVICE = 0.25  # of a device's free memory that `auto` spends on a copy: caches are reserved there in full
 
@@ -56,6 +58,12 @@ def outweighs_cache(model: Transformer) -> bool:
     return model.weights_in_tokens >= _MIN_WEIGHTS_IN_TOKENS
 
 
+def _is_smaller(quantize: str, target: Transformer) -> bool:
+    """Whether a copy is so much smaller than a target with the numbers of a quantised file that it can pay."""
+    copied = quantized_bytes(target.whole, quantize, is_draft_copy=True)
+    return target.weights.quantize != FILE or copied < _SMALLER * target.weights_bytes
+
+
 def resolve(asked: str, target: Transformer) -> str:
     """The format of the copy that drafts for `target`: "int8", "int4", or "same" for no copy.
 
@@ -69,7 +77,8 @@ def resolve(asked: str, target: Transformer) -> str:
         if is_divided or target.weights.quantize == "int4":
             return SAME
         if is_compiled(target.kernels):
-            return auto_format(target.weights_bytes, target.weights_in_tokens)
+            found = auto_format(target.weights_bytes, target.weights_in_tokens)
+            return found if found == SAME or _is_smaller(found, target) else SAME
         return "int4" if target.kernels.is_device and outweighs_cache(target) else SAME
     if asked != SAME and is_divided:
         raise UsageError(f"draft_weights is {asked!r} with weights divided among ranks; allowed there: auto, same")

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from longdraft.errors import ModelError
 from longdraft.kernels import mxfp4
-from longdraft.kernels.int4 import Int4Weight
 from longdraft.kernels.mxfp4 import Mxfp4Weight
+from longdraft.kernels.weights import QuantisedWeight
 from longdraft.model.memory import temporary
 from longdraft.model.tensor_file import Entry, TensorFile, stored_bytes
 
@@ -101,8 +101,8 @@ class OssTensors:
         codes = self._file.view(stored)[expert][outputs].flatten(1)
         return Mxfp4Weight(codes, self._owners[scales].view(scales)[expert][outputs])
 
-    def int4(self, name: str) -> Int4Weight | None:
-        """None: groups of 32 with a whole zero point cannot hold MXFP4. See `mxfp4`."""
+    def exact(self, name: str, quantize: str) -> QuantisedWeight | None:
+        """None: groups with a whole zero point cannot hold MXFP4. See `mxfp4`."""
 
     def stored(self, name: str) -> tuple[str, Tensor]:
         """The name of a tensor's type, and its bytes, uint8: those of all its parts."""

@@ -22,7 +22,7 @@ from longdraft.kernels.cpu_store import CpuLinear
 from longdraft.model.tensor_file import TensorFile
 
 log = logging.getLogger(__name__)
-_PARTS = ("tiles", "scale", "bias")
+_PARTS = ("tiles", "scale", "bias", "order")
 _CHECKSUM = "sha256"
 
 
@@ -97,11 +97,14 @@ class PackedFile:
     def _read(self, name: str, quantize: str, shape: tuple[int, int], has_bias: bool) -> CpuLinear | None:
         """A matrix of the file; None if it is missing there, or has another size."""
         assert self._file is not None
-        linear, file = self._kernels.new_linear(quantize, *shape, has_bias), self._file
+        file, order = self._file, f"{name}.order"
+        linear = self._kernels.new_linear(quantize, *shape, has_bias, order in file.entries)
         for part, memory in _parts(name, linear):
             if part not in file.entries or file.entries[part].stop - file.entries[part].start != len(memory):
                 return None
             memory[:] = file.view(part).numpy().data
+            if part == order and sorted(memory.cast("i")) != list(range(shape[1])):
+                return None
             file.forget(part)
         return linear
 

@@ -14,6 +14,7 @@ import torch
 
 from longdraft.kernels import Kernels
 from longdraft.kernels.cpu import CpuKernels
+from longdraft.kernels.weights import FILE
 from longdraft.model.config import ModelConfig
 from longdraft.model.fingerprint import cache_dir, weights_sha256
 from longdraft.model.packed_file import PackedFile
@@ -40,12 +41,13 @@ def chosen_folder(given: str | Path | None) -> Path | None:
 
 def open_packed(folder: Path | None, files: TensorFiles, config: ModelConfig, kernels: Kernels, quantize: str,
                 purpose: str) -> PackedFile | None:
-    """The file of these weights, quantised. None for small weights, and for kernels whose layout is not stored.
+    """The file of these weights, quantised. None for small weights, for those that keep the numbers of their own
+    file, and for kernels whose layout is not stored.
 
     purpose  "target" or "draft": a draft copy lacks the embedding table, which it shares
     """
     is_large = bool(files.files) and files.nbytes >= _MIN_BYTES
-    if folder is None or quantize == NONE or not is_large or not isinstance(kernels, CpuKernels):
+    if folder is None or quantize in (NONE, FILE) or not is_large or not isinstance(kernels, CpuKernels):
         return None
     weights = weights_sha256(files)
     dtype = str(kernels.dtype).removeprefix("torch.")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from longdraft.errors import UsageError
-from longdraft.kernels.int4 import Int4Weight
 from longdraft.kernels.mxfp4 import Mxfp4Weight
+from longdraft.kernels.weights import QuantisedWeight
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
 from longdraft.model.tensor_file import stored_bytes
@@ -49,7 +49,7 @@ class StateDict(TensorFiles):
         picks = picks or [None] * len(names)
         return torch.cat([self.read(name, pick).to("cpu", dtype) for name, pick in zip(names, picks, strict=True)])
 
-    def int4(self, names: Sequence[str]) -> Int4Weight | None:
+    def exact(self, names: Sequence[str], quantize: str) -> QuantisedWeight | None:
         return None
 
     def mxfp4(self, names: Sequence[str]) -> Mxfp4Weight | None:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longdraft.errors import ModelError
-from longdraft.kernels.int4 import Int4Weight
+from longdraft.kernels.weights import QuantisedWeight
 from longdraft.model.memory import forget_pages, require_bytes
 
 _MAX_HEADER = 1 << 25  # bytes of JSON; a 400-billion-parameter model's shard has some 100 KB
@@ -99,8 +99,8 @@ class TensorFile:
         """The name of a tensor's type, and its bytes, uint8."""
         return stored_bytes(self.view(name))
 
-    def int4(self, name: str) -> Int4Weight | None:
-        """None: the file has no matrices in 4 bits."""
+    def exact(self, name: str, quantize: str) -> QuantisedWeight | None:
+        """None: the file has no quantised matrices."""
 
     def forget(self, name: str) -> None:
         """Release the pages of a tensor, except those that it shares with its neighbours."""

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from longdraft.errors import ModelError
+from longdraft.kernels.groups import GroupedWeight
 from longdraft.kernels.int4 import Int4Weight
+from longdraft.kernels.int8 import Quantised
 from longdraft.kernels.mxfp4 import Mxfp4Weight
-from longdraft.model import four_bit
+from longdraft.kernels.weights import QuantisedWeight
 from longdraft.model.config import read_json
-from longdraft.model.four_bit import FourBitTensors
 from longdraft.model.gguf.container import open_gguf
 from longdraft.model.gguf.tensors import GgufTensors
 from longdraft.model.gpt_oss import OssTensors
 from longdraft.model.memory import temporary
+from longdraft.model.packed_tensors import PackedTensors, wrap
 from longdraft.model.tensor_file import FLOATS, TensorFile
 from longdraft.model.torch_file import TorchFile
 from longdraft.parallel import Pick
@@ -34,7 +36,7 @@ TORCH_WEIGHTS = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
 
-TensorSource = TensorFile | TorchFile | GgufTensors | FourBitTensors | OssTensors
+TensorSource = TensorFile | TorchFile | GgufTensors | PackedTensors | OssTensors
 ReadCallback = Callable[[int, int], None]  # called with (bytes read, bytes in all)
 
 
@@ -126,23 +128,26 @@ class TensorFiles:
         self._release()
         return stacked
 
-    def int4(self, names: Sequence[str]) -> Int4Weight | None:
-        """Matrices that the files hold in 4 bits, one below another, with the numbers of the files.
+    def exact(self, names: Sequence[str], quantize: str) -> QuantisedWeight | None:
+        """Quantised matrices of the files, one below another, with the numbers of the files.
 
-        None if one of them is in another format. Raises ModelError for scales that are NaN or infinite.
+        quantize  none, int4, int8 or file: the format of the result
+
+        None if it cannot hold one of them. Raises ModelError for scales that are NaN or infinite.
         """
-        parts = []
+        parts: list[QuantisedWeight] = []
         for name in names:
-            part = self._file_of[name].int4(name)
+            part = self._file_of[name].exact(name, quantize) if quantize != "none" else None
             if part is None:
                 return None
-            if not part.scale.isfinite().all():
+            least = part.least if isinstance(part, GroupedWeight) else None
+            if not all(numbers.isfinite().all() for numbers in (part.scale, least) if numbers is not None):
                 raise ModelError(f"{self._file_of[name].path}: {name} has scales that are NaN or infinite: the file is "
                                  "damaged; get it again")
             parts.append(part)
             self._read.add(name)
         self._report(sum(map(self._size, self._read)))
-        return Int4Weight(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        return _stacked(parts)
 
     def mxfp4(self, names: Sequence[str]) -> Mxfp4Weight | None:
         """Matrices that the files hold in MXFP4, one below another, if all numbers are normal; None for others."""
@@ -212,6 +217,19 @@ class TensorFiles:
         return digest.hexdigest()
 
 
+def _stacked(parts: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
+    """Weights one below another, as they are or in groups that hold all. None: there are no such groups."""
+    rows = [part for part in parts if isinstance(part, Quantised)]
+    if rows:
+        return Quantised.stacked(rows) if len(rows) == len(parts) else None
+    int4 = [part for part in parts if isinstance(part, Int4Weight)]
+    if len(int4) == len(parts):
+        return Int4Weight.stacked(int4)
+    grouped = [GroupedWeight.of_int4(part) if isinstance(part, Int4Weight) else part for part in parts]
+    known = [part for part in grouped if isinstance(part, GroupedWeight)]
+    return GroupedWeight.stacked(known) if len(known) == len(parts) else None
+
+
 def _picked(shape: tuple[int, ...], pick: Pick | None) -> tuple[int, ...]:
     return shape if pick is None else tuple(pick(torch.empty(shape, device="meta")).shape)
 
@@ -237,7 +255,7 @@ def _safetensors(folder: Path, names: Sequence[str]) -> Sequence[TensorSource]:
     config = read_json(folder / "config.json") if has_config else {}
     if config.get("model_type") == "gpt_oss":
         return [OssTensors(file, files) for file in files]
-    return four_bit.wrap(folder, files, config) if has_config else files
+    return wrap(folder, files, config) if has_config else files
 
 
 def has_weights(folder: Path) -> bool:

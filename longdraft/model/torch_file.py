@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longdraft.errors import ModelError
-from longdraft.kernels.int4 import Int4Weight
+from longdraft.kernels.weights import QuantisedWeight
 from longdraft.model.memory import forget_pages, require_bytes
 from longdraft.model.tensor_file import Entry, require_file, stored_bytes
 from longdraft.model.torch_pickle import STORAGES, DamagedError, Machine, View, fail
@@ -99,8 +99,8 @@ class TorchFile:
         """The name of a tensor's type, and its bytes, uint8."""
         return stored_bytes(self.view(name))
 
-    def int4(self, name: str) -> Int4Weight | None:
-        """None: the file has no matrices in 4 bits."""
+    def exact(self, name: str, quantize: str) -> QuantisedWeight | None:
+        """None: the file has no quantised matrices."""
 
     def forget(self, name: str) -> None:
         """Release the pages of a tensor's storage, except those that it shares with its neighbours."""

@@ -277,10 +277,11 @@ def tokenizer_values(folder: Path, pre: str = "gpt-2") -> dict[str, Any]:
 
 def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
             values: Mapping[str, Any] | None = None, tensors: Mapping[str, Stored] | None = None,
-            without: Sequence[str] = ()) -> None:
+            without: Sequence[str] = (), kinds: Mapping[str, str] | None = None) -> None:
     """Write a model of `transformers` and the tokenizer of its folder.
 
     kind     the type of the matrices; norms are F32
+    kinds    the type of those of a dense model whose names have this part in the file
     without  parts of the names of tensors that are left out
     """
     config = model.config
@@ -318,6 +319,8 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
         rows = permuted(tensor, heads) if heads and arch in PERMUTED else tensor
         if arch.startswith("gemma") and tensor.ndim == 1:
             rows = rows.float() + 1
-        converted[theirs(name, arch)] = stored(rows, kind if tensor.ndim > 1 else "F32")
+        name = theirs(name, arch)
+        own = next((own for part, own in (kinds or {}).items() if part in name), kind)
+        converted[name] = stored(rows, own if tensor.ndim > 1 else "F32")
     converted = {name: tensor for name, tensor in converted.items() if not any(part in name for part in without)}
     write_gguf(path, {**metadata(config, arch), **tokenizer_values(folder), **(values or {})}, converted)

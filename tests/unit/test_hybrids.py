@@ -302,7 +302,7 @@ def test_a_quantised_hybrid_is_the_hybrid_of_its_dequantised_weights(tmp_path, k
              for loaded in (load(tmp_path / path) for path in ("model.gguf", "folder"))]
     assert torch.equal(*found)
     for name in (name for name in files.names() if (kind == "Q4_0" and "in_proj_" in name) or "out_proj" in name):
-        packed = files.int4([name])
+        packed = files.exact([name], "int4")
         if packed is not None:  # in four bits the numbers are the file's too
             groups = (packed.values.float().view(*packed.scale.shape, 32) - packed.zero[..., None].float())
             assert torch.equal((groups * packed.scale[..., None].float()).flatten(1), files.read(name))

@@ -58,7 +58,8 @@ def test_compiled_kernels_quantise_to_the_same_numbers(name, dtype, rows, column
     weight[-1, : columns // 2] *= 1e-4  # steps that float16 holds as subnormal numbers
     kernel = kernels.choose("cpu", "bfloat16", name)
     assert isinstance(kernel, cpu.CpuKernels)
-    assert all(torch.equal(*pair) for pair in zip(kernel.quantise_int4(weight), int4.quantise(weight), strict=True))
+    found, wanted = kernel.quantise_int4(weight), int4.quantise(weight)
+    assert all(torch.equal(getattr(found, part), getattr(wanted, part)) for part in ("values", "scale", "zero"))
 
 
 @every_kernel

@@ -128,7 +128,7 @@ def test_statistics_and_tokens_of_the_quantised_model_differ(tiny):
         stats.append(generation.stats())
     assert [s["quantize"] for s in stats] == ["none", "int8", "int8"]
     assert stats[0]["sha256_tokens"] != stats[1]["sha256_tokens"] == stats[2]["sha256_tokens"]
-    with pytest.raises(UsageError, match="quantize is 'int3'; allowed: none, int8 or int4"):
+    with pytest.raises(UsageError, match="quantize is 'int3'; allowed: none, int8, int4 or file"):
         longdraft.load(str(tiny["mha"]), quantize="int3")
 
 
@@ -140,7 +140,7 @@ def test_the_command_line_quantises(tiny, tmp_path, capfd):
     capfd.readouterr()
     assert run([*command, "--quantize", "4"]) == 2
     error = capfd.readouterr().err
-    assert error.count("\n") == 1 and "quantize is '4'; allowed: none, int8 or int4" in error
+    assert error.count("\n") == 1 and "quantize is '4'; allowed: none, int8, int4 or file" in error
 
 
 def test_kernels_and_steps_are_measured_with_int8(tiny, tmp_path):
@@ -173,4 +173,4 @@ def test_perplexity_with_and_without_quantisation(tiny, tmp_path, capsys):
     assert run([*command[:3], str(tmp_path / "latin.txt")]) == 2
     assert "--text" in (shown := capsys.readouterr().err) and "not UTF-8 text (byte 3)" in shown
     assert run([*command, "--quantize", "int3"]) == 2
-    assert "--quantize is 'int3'; allowed: none, int8 or int4" in capsys.readouterr().err
+    assert "--quantize is 'int3'; allowed: none, int8, int4 or file" in capsys.readouterr().err

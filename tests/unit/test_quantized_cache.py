@@ -13,7 +13,7 @@ from rich.console import Console
 import longdraft
 from helpers.equality import params_of, prompt_of
 from longdraft.cli.display import LoadBar
-from longdraft.kernels import Kernels
+from longdraft.kernels import Kernels, int4
 from longdraft.kernels.cpu import CpuKernels
 from longdraft.model import packed_file, quantized_cache
 
@@ -60,9 +60,10 @@ def test_weights_from_the_file_are_those_that_were_quantised(tiny, folder, packs
 def test_products_with_a_matrix_from_the_file_are_equal_to_the_bit(folder):
     kernels: Kernels = load_kernels()
     weight, bias, x = torch.randn(130, 70), torch.randn(130), torch.randn(3, 70)
-    for quantize in ("int8", "int4"):
-        path = folder / f"m-{quantize}-k.safetensors"
-        shape, makes = (130, 70), lambda quantize=quantize: kernels.pack(weight, bias, quantize=quantize)
+    ordered = int4.quantise(weight)._replace(order=torch.randperm(70))
+    for i, (quantize, numbers) in enumerate((("int8", weight), ("int4", weight), ("int4", ordered))):
+        path = folder / f"m-{i}-k.safetensors"
+        shape, makes = (130, 70), lambda q=quantize, w=numbers: kernels.pack(w, bias, quantize=q)
         first = packed_file.PackedFile(path, kernels)
         made = first.linear("m", quantize, shape, True, makes)
         first.save()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longdraft.kernels import groups, int4
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.choice import LogitsSource
 from longdraft.kernels.cuda.decoder import CudaDecoder
@@ -24,10 +25,11 @@ from longdraft.kernels.cuda.operations import CudaOperations, no_kernels
 from longdraft.kernels.cuda.remainder import PartialAttentions
 from longdraft.kernels.cuda.row_invariance import is_row_invariant
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
+from longdraft.kernels.groups import GroupedWeight
 from longdraft.kernels.int4 import Int4Weight
 from longdraft.kernels.interface import FLOAT_DTYPES, AttentionOutput, Decoder, KVStore, LayersKV
 from longdraft.kernels.reference import remainder_of
-from longdraft.kernels.weights import Geometry, LayerWeights, Linear
+from longdraft.kernels.weights import Geometry, LayerWeights, Linear, QuantisedWeight
 
 log = logging.getLogger(__name__)
 _TILES = (16, 32, 64)
@@ -51,8 +53,13 @@ class CudaKernels(CudaOperations):
         self._partial_attentions = PartialAttentions(self)
         self.element = FP8 if name.endswith(_FP8_SUFFIX) else self.dtype
 
-    def pack(self, weight: Tensor | Int4Weight, bias: Tensor | None = None, *, quantize: str = "none") -> CudaLinear:
-        if not isinstance(weight, Tensor) or quantize == "int4":
+    def pack(self, weight: Tensor | QuantisedWeight, bias: Tensor | None = None, *,
+             quantize: str = "none") -> CudaLinear:
+        if isinstance(weight, Int4Weight) and weight.order is not None:
+            weight = int4.dequantise(weight)
+        if isinstance(weight, GroupedWeight):
+            weight = groups.dequantise(weight)
+        if isinstance(weight, Int4Weight) or (isinstance(weight, Tensor) and quantize == "int4"):
             return CudaInt4Linear(weight, bias, self.device, self.dtype)
         return CudaLinear(weight, bias, self.device, self.dtype, is_int8=quantize == "int8")
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from longdraft.kernels.cuda import jit_linear, jit_rows
 from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, require
-from longdraft.kernels.int8 import quantise
+from longdraft.kernels.int8 import Quantised, quantise
 
 _WIDE_WEIGHT = 16384  # output features from which a program computes 128 columns
 # Programs that are enough, and that 132 multiprocessors hold at a time: three each, eight of int8.
@@ -90,10 +90,12 @@ def splits_of(tiles: int, inputs: int, programs: tuple[int, int], widths: tuple[
 class CudaLinear:
     """A weight [N, K] in the model's dtype, or int8 with a float32 scale [N]; bias [N] float32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype,
+    def __init__(self, weight: Tensor | Quantised, bias: Tensor | None, device: torch.device, dtype: torch.dtype,
                  is_int8: bool) -> None:
         self.scale: Tensor | None = None
-        if is_int8:
+        if isinstance(weight, Quantised):
+            self.weight, self.scale = (part.to(device).contiguous() for part in weight)
+        elif is_int8:
             self.weight, self.scale = quantise(weight.to(device))
         else:
             self.weight = weight.to(device, dtype, copy=True).contiguous()

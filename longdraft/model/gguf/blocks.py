@@ -15,7 +15,7 @@ from torch import Tensor
 from longdraft.kernels.mxfp4 import Mxfp4Weight
 from longdraft.model.gguf.types import BlockType
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of FP4 (E2M1)
 _CHUNK = 1 << 18  # numbers that are converted at a time: few enough for the processor's caches
 
@@ -33,15 +33,15 @@ def q4_0_parts(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The whole numbers [N, K] uint8, 0 to 15, and the scales [N, K / 32] float16 of rows of Q4_0 blocks."""
     blocks = rows.reshape(-1, 18)
     scales = blocks[:, :2].contiguous().view(torch.float16)
-    return _nibbles(blocks[:, 2:], 16).view(len(rows), -1), scales.view(len(rows), -1)
+    return nibbles(blocks[:, 2:], 16).view(len(rows), -1), scales.view(len(rows), -1)
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
+def half(blocks: Tensor, at: int) -> Tensor:
     """A float16 number of each block, as float32 [B, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor, run: int) -> Tensor:
+def nibbles(packed: Tensor, run: int) -> Tensor:
     """Whole numbers of 4 bits [B, 2 * bytes]: of each `run` bytes first the low halves, then the high ones."""
     parts = packed.reshape(len(packed), -1, 1, run)
     return torch.cat([parts & 15, parts >> 4], 2).flatten(1)
@@ -53,67 +53,81 @@ def _bits(packed: Tensor, shifts: range, mask: int) -> Tensor:
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
+    return blocks[:, 2:].view(torch.int8).float() * half(blocks, 0)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return (_nibbles(blocks[:, 2:], 16).float() - 8) * _half(blocks, 0)
+    return (nibbles(blocks[:, 2:], 16).float() - 8) * half(blocks, 0)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 4:], 16).float() * _half(blocks, 0) + _half(blocks, 2)
+    return nibbles(blocks[:, 4:], 16).float() * half(blocks, 0) + half(blocks, 2)
 
 
-def _fifth_bits(packed: Tensor) -> Tensor:
+def fifth_bits(packed: Tensor) -> Tensor:
     """Bit i of 4 bytes [B, 4] for i in 0..31, as 0 or 16."""
     return _bits(packed[:, None], range(8), 1)[:, 0].transpose(1, 2).reshape(len(packed), 32) << 4
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    values = _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6])
-    return (values.float() - 16) * _half(blocks, 0)
+    values = nibbles(blocks[:, 6:], 16) | fifth_bits(blocks[:, 2:6])
+    return (values.float() - 16) * half(blocks, 0)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    values = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8])
-    return values.float() * _half(blocks, 0) + _half(blocks, 2)
+    values = nibbles(blocks[:, 8:], 16) | fifth_bits(blocks[:, 4:8])
+    return values.float() * half(blocks, 0) + half(blocks, 2)
 
 
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minima [B, 8, 1] of the groups of Q4_K and Q5_K blocks, which begin with d, dmin and 12 bytes."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], 1)
     minima = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], 1)
-    return (_half(blocks, 0) * scales.float())[..., None], (_half(blocks, 2) * minima.float())[..., None]
+    return (half(blocks, 0) * scales.float())[..., None], (half(blocks, 2) * minima.float())[..., None]
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    scales, minima = _k_scales(blocks)
-    return (_nibbles(blocks[:, 16:], 32).view(-1, 8, 32).float() * scales - minima).flatten(1)
+    scales, minima = k_scales(blocks)
+    return (nibbles(blocks[:, 16:], 32).view(-1, 8, 32).float() * scales - minima).flatten(1)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    scales, minima = _k_scales(blocks)
+    scales, minima = k_scales(blocks)
+    return (q5_k_values(blocks).float() * scales - minima).flatten(1)
+
+
+def q5_k_values(blocks: Tensor) -> Tensor:
+    """Whole numbers [B, 8, 32] uint8 of Q5_K blocks."""
     fifth = _bits(blocks[:, None, 16:48], range(8), 1)[:, 0] << 4
-    values = _nibbles(blocks[:, 48:], 32).view(-1, 8, 32) | fifth
-    return (values.float() * scales - minima).flatten(1)
+    return nibbles(blocks[:, 48:], 32).view(-1, 8, 32) | fifth
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    upper = _bits(blocks[:, 128:192].reshape(-1, 2, 32), range(0, 8, 2), 3).flatten(1)
-    values = (_nibbles(blocks[:, :128], 64) | upper << 4).float() - 32
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
+    values = q6_k_values(blocks).float() - 32
+    scales = half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
     return (values.view(-1, 16, 16) * scales[..., None]).flatten(1)
+
+
+def q6_k_values(blocks: Tensor) -> Tensor:
+    """Whole numbers [B, 256] uint8 of Q6_K blocks, 32 more than those that are scaled."""
+    upper = _bits(blocks[:, 128:192].reshape(-1, 2, 32), range(0, 8, 2), 3).flatten(1)
+    return nibbles(blocks[:, :128], 64) | upper << 4
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    lower = _nibbles(blocks[:, 96:104], 8)
+    values, scales = q3_k_parts(blocks)
+    return (values.view(-1, 16, 16).float() * scales[..., None]).flatten(1)
+
+
+def q3_k_parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers [B, 256] int16, -4 to 3, and scales [B, 16] float32 of Q3_K blocks."""
+    lower = nibbles(blocks[:, 96:104], 8)
     upper = _bits(blocks[:, None, 104:108], range(0, 8, 2), 3).flatten(1)
-    scales = _half(blocks, 108) * ((lower | upper << 4).float() - 32)
+    scales = half(blocks, 108) * ((lower | upper << 4).float() - 32)
     low = _bits(blocks[:, 32:96].reshape(-1, 2, 32), range(0, 8, 2), 3).flatten(1)
     third = _bits(blocks[:, None, :32], range(8), 1).flatten(1)
-    values = low.float() - (1 - third.float()) * 4
-    return (values.view(-1, 16, 16) * scales[..., None]).flatten(1)
+    return low.short() - (1 - third.short()) * 4, scales
 
 
 def _table(numbers: tuple[int, ...], packed: Tensor) -> Tensor:
@@ -121,14 +135,19 @@ def _table(numbers: tuple[int, ...], packed: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _table(_IQ4, _nibbles(blocks[:, 2:], 16)) * _half(blocks, 0)
+    return _table(IQ4, nibbles(blocks[:, 2:], 16)) * half(blocks, 0)
+
+
+def iq4_xs_scales(blocks: Tensor) -> Tensor:
+    """Scales [B, 8] float32 of IQ4_XS blocks."""
+    upper = _bits(blocks[:, 2:4, None], range(0, 8, 2), 3).reshape(-1, 8)
+    lower = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], 2).flatten(1)
+    return half(blocks, 0) * ((lower | upper << 4).float() - 32)
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
-    upper = _bits(blocks[:, 2:4, None], range(0, 8, 2), 3).reshape(-1, 8)
-    lower = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], 2).flatten(1)
-    scales = _half(blocks, 0) * ((lower | upper << 4).float() - 32)
-    values = _table(_IQ4, _nibbles(blocks[:, 8:], 16))
+    scales = iq4_xs_scales(blocks)
+    values = _table(IQ4, nibbles(blocks[:, 8:], 16))
     return (values.view(-1, 8, 32) * scales[..., None]).flatten(1)
 
 
@@ -136,7 +155,7 @@ def _mxfp4(blocks: Tensor) -> Tensor:
     exponent = blocks[:, :1].int()
     bits = torch.where(exponent < 2, 0x200000 << exponent.clamp(max=1), exponent - 1 << 23)
     scale = torch.where(exponent == 255, torch.nan, bits.view(torch.float32))  # 255 is not a number
-    return _table(_FP4, _nibbles(blocks[:, 1:], 16)) * scale
+    return _table(_FP4, nibbles(blocks[:, 1:], 16)) * scale
 
 
 def mxfp4_parts(blocks: Tensor) -> Mxfp4Weight:

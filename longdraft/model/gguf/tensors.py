@@ -15,10 +15,12 @@ from torch import Tensor
 
 from longdraft.kernels.int4 import GROUP, Int4Weight
 from longdraft.kernels.mxfp4 import Mxfp4Weight
+from longdraft.kernels.weights import FILE, QuantisedWeight
 from longdraft.model.families import FAMILIES, ExpertsFormat
 from longdraft.model.gguf import gemma
 from longdraft.model.gguf.blocks import dequantise, mxfp4_parts, q4_0_parts
 from longdraft.model.gguf.container import Gguf, GgufFile, TensorEntry
+from longdraft.model.gguf.grouped import grouped
 from longdraft.model.gguf.metadata import architecture
 from longdraft.model.memory import forget_pages, require_bytes, temporary
 from longdraft.model.tensor_file import Entry
@@ -121,19 +123,24 @@ class GgufTensors:
         columns = self._deltas.columns(name) if self._deltas else None
         return out.view(entry.shape) if columns is None else out[:, columns].view(entry.shape)
 
-    def int4(self, name: str) -> Int4Weight | None:
-        """The numbers of a Q4_0 matrix, unchanged; None for other types, which groups of 32 with a float16 scale and a
-        whole zero point cannot hold."""
+    def exact(self, name: str, quantize: str) -> QuantisedWeight | None:
+        """The numbers of a quantised matrix: of any type with `file` but MXFP4 (see `mxfp4`), of Q4_0 with `int4`."""
         entry = self._stored[name]
-        if entry.type.name != "Q4_0":
+        is_q4_0, is_float = entry.type.name == "Q4_0", entry.type.dtype is not None
+        if is_float or entry.type.name == "MXFP4" or not (quantize == FILE or (is_q4_0 and quantize == "int4")):
             return None
+        columns = self._deltas.columns(name) if self._deltas else None
+        if columns is not None and self._deltas and self._deltas.value_dim % GROUP:
+            return None  # groups of other heads share their scale then
         order = self._order(name)
         _, stored = self.stored(name)
         rows = stored.view(entry.shape[0], -1)
-        values, scale = q4_0_parts(rows if order is None else rows[order])
-        if self._deltas and (columns := self._deltas.columns(name)) is not None:
-            if self._deltas.value_dim % GROUP:
-                return None  # groups of other heads share their scale then
+        rows = rows if order is None else rows[order]
+        if not is_q4_0:
+            weight = grouped(rows, entry.type)
+            return weight if columns is None else weight.columns(columns)
+        values, scale = q4_0_parts(rows)
+        if columns is not None:
             values, scale = values[:, columns], scale[:, columns[::GROUP] // GROUP]
         return Int4Weight(values, scale, torch.full(scale.shape, 8, dtype=torch.uint8))
 

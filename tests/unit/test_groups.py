@@ -1,0 +1,177 @@
+"""Weights in groups with the numbers of a GGUF file: their values, the products of every kernel, and the promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import longdraft
+from helpers.checkpoints import load, make_checkpoint
+from helpers.equality import prompt_of
+from helpers.gguf_files import TYPE_IDS, convert, noise
+from longdraft import kernels
+from longdraft.core import SamplingParams
+from longdraft.errors import ModelError
+from longdraft.kernels import groups, int4
+from longdraft.kernels.groups import GroupedWeight
+from longdraft.model.gguf.blocks import dequantise
+from longdraft.model.gguf.grouped import grouped
+from longdraft.model.gguf.types import TYPES
+from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.transformer import chain_rows
+
+every_kernel = pytest.mark.parametrize("name", kernels.available())
+EXACT = ("Q8_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
+ROUNDED = ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_XS")
+
+
+def numbers(kind: str, rows: int = 70, columns: int = 96) -> GroupedWeight:
+    """Any numbers of a kind, the greatest and the least among them."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    bits, count = (4, 16) if kind == "4 bits" else (8, 256)
+    values = torch.randint(0, count, (rows, columns), generator=generator, dtype=torch.int32).to(torch.uint8)
+    values[1], values[2] = 0, count - 1
+    shape = (rows, columns // 32)
+    scale = torch.randn(*shape, *((2,) if kind == "halves" else ()), generator=generator) * 0.01
+    least = None if kind == "8 bits" else torch.randn(shape, generator=generator).half()
+    return GroupedWeight(values, scale.half(), least, bits)
+
+
+every_kind = pytest.mark.parametrize("kind", ["4 bits", "8 bits", "halves"])
+
+
+@every_kernel
+@every_kind
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_product_is_that_of_the_slow_twin_whatever_rows_are_beside(name, kind, dtype):
+    weight, ops = numbers(kind), kernels.choose("cpu", dtype, name)
+    x = torch.randn(19, 96, generator=torch.Generator().manual_seed(1)).to(ops.dtype)
+    x[3], x[4] = 1.0, -1.0  # whole numbers of 127 and -127
+    packed = ops.pack(weight)
+    got = ops.linear(x, packed, keep_float=True)
+    torch.testing.assert_close(got, groups.linear(x.float(), weight), atol=1e-4, rtol=1e-5)
+    for some in (slice(0, 1), slice(3, 5), slice(2, 9)):
+        assert torch.equal(ops.linear(x[some].clone(), packed, keep_float=True), got[some])
+    table = groups.dequantise(weight)
+    assert torch.equal(ops.embed(packed, [0, 2, 69]), table[[0, 2, 69]].to(ops.dtype))
+
+
+@every_kind
+def test_kernels_with_fused_operations_give_the_same_bits(kind):
+    fused = [name for name in kernels.available()[:-1] if name != "portable"]
+    x = torch.randn(5, 96)
+    results = [ops.linear(x, ops.pack(numbers(kind))) for ops in (kernels.choose("cpu", "float32", n) for n in fused)]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@every_kernel
+def test_rows_that_are_not_finite_give_nan_and_leave_others_alone(name):
+    ops = kernels.choose("cpu", "float32", name)
+    packed, x = ops.pack(numbers("halves")), torch.randn(2, 96)
+    alone = ops.linear(x[1:], packed)
+    x[0, 40] = float("inf")
+    out = ops.linear(x, packed)
+    assert out[0].isnan().all() and torch.equal(out[1:], alone)
+
+
+@every_kind
+def test_every_kind_has_the_same_numbers_in_the_general_one(kind):
+    weight = numbers(kind)
+    assert torch.equal(groups.dequantise(weight.general()), groups.dequantise(weight))
+
+
+def test_kinds_are_stacked_with_all_their_numbers():
+    parts = [numbers("4 bits", 32), numbers("8 bits", 6), numbers("halves", 9)]
+    both = torch.cat([groups.dequantise(part) for part in parts])
+    assert torch.equal(groups.dequantise(GroupedWeight.stacked(parts)), both)
+    same = GroupedWeight.stacked([parts[0], parts[0]])
+    assert same.bits == 4
+    four = int4.quantise(torch.randn(8, 64))
+    eight = GroupedWeight.of_int4(four)
+    assert eight is not None and torch.equal(groups.dequantise(eight), int4.dequantise(four))
+
+
+def test_a_group_takes_the_bits_that_are_documented():
+    ops = kernels.choose("cpu", "bfloat16")
+    if ops.name != "reference":
+        for kind, bits in (("4 bits", 5), ("8 bits", 8.5), ("halves", 9.5)):
+            assert ops.pack(numbers(kind, 64, 256)).nbytes * 8 == bits * 64 * 256
+
+
+def blocks(name: str) -> torch.Tensor:
+    """Rows of blocks with any whole numbers and float16 scales from 0.25 to 2."""
+    kind = TYPES[TYPE_IDS[name]]
+    rows = torch.frombuffer(bytearray(noise(12 * kind.nbytes, name)), dtype=torch.uint8).view(12, -1).clone()
+    places = {"Q6_K": [208], "Q3_K": [108], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}
+    for at in places.get(name, [0]):
+        rows[:, at + 1] = rows[:, at + 1] & 0x8B | 0x34
+    return rows.view(3, -1)
+
+
+@pytest.mark.parametrize("name", [*EXACT, *ROUNDED])
+def test_the_numbers_are_those_of_the_blocks(name):
+    rows, kind = blocks(name), TYPES[TYPE_IDS[name]]
+    meant = torch.empty(3, 4 * kind.block)
+    dequantise(rows, kind, meant)
+    weight = grouped(rows, kind)
+    found = groups.dequantise(weight)
+    if name in EXACT:
+        assert torch.equal(found, meant)
+    else:  # a product of two scales is rounded to float16
+        size = groups.dequantise(weight._replace(least=None)).abs()
+        size = size if weight.least is None else size + weight.least.float().abs().repeat_interleave(32, 1)
+        assert ((found - meant).abs() <= size / 2048).all()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    folder = tmp_path_factory.mktemp("model")
+    return folder, make_checkpoint(folder, hidden_size=64, intermediate_size=96, num_key_value_heads=2)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_a_file_keeps_its_numbers_and_its_size(tmp_path, model, kind):
+    folder, network = model
+    path = tmp_path / "model.gguf"
+    convert(folder, network, path, kind)
+    results = {}
+    for quantize in ("none", "file"):
+        loaded = load(path, "float32", quantize=quantize)
+        results[quantize] = loaded.logits(loaded.forward(chain_rows(prompt_of(40), 0), loaded.new_cache()).hidden)
+    difference = (results["file"] - results["none"]).abs().mean() / results["none"].abs().mean()
+    assert difference < 0.05  # rows are quantised to 8 bits
+    weights = load(path, "float32", "reference", "file").weights
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(weights.layers[0].down.weight, TensorFiles(path).read(name))
+    assert torch.equal(weights.embedding.weight, TensorFiles(path).read("model.embed_tokens.weight"))
+
+
+def test_parts_of_a_matrix_may_have_types_of_their_own(tmp_path, model):
+    folder, network = model
+    path = tmp_path / "model.gguf"
+    convert(folder, network, path, "Q4_1", kinds={"attn_v": "Q8_0", "attn_k": "Q4_0", "ffn_up": "F16"})
+    files, layer = TensorFiles(path), "model.layers.0."
+    names = [f"{layer}self_attn.{part}_proj.weight" for part in "qkv"]
+    exact = files.exact(names, "file")
+    assert isinstance(exact, GroupedWeight)
+    assert torch.equal(groups.dequantise(exact), torch.cat([files.read(name).clone() for name in names]))
+    assert files.exact([f"{layer}mlp.gate_proj.weight", f"{layer}mlp.up_proj.weight"], "file") is None
+    texts = []
+    for drafter in ("plain", "magicdec", "auto"):
+        engine = longdraft.load(str(path), drafter=drafter, quantize="file")
+        params = SamplingParams(max_new_tokens=30, seed=3)
+        texts.append([token for event in engine.generate(prompt_of(60), params) for token in event.tokens])
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_a_damaged_scale_is_one_clear_line(tmp_path, model):
+    folder, network = model
+    path = tmp_path / "model.gguf"
+    network.model.layers[1].mlp.down_proj.weight.data[3, 5] = 1e30  # its scale overflows float16
+    convert(folder, network, path, "Q8_0")
+    with pytest.raises(ModelError, match=r"down_proj.*NaN or infinite"):
+        longdraft.load(str(path), drafter="plain", quantize="file")
+
