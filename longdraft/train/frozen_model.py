@@ -20,6 +20,7 @@ from longdraft.data_files import Tokens
 from longdraft.errors import ModelError, UsageError
 from longdraft.model.config import ModelConfig, read_config
 from longdraft.model.tensor_files import TensorFiles
+from longdraft.train.delta import use_chunks
 
 CPU_CHUNK_ELEMENTS = 2**21  # logits of a chunk; 8 MiB of float32, about the L2 cache of a server's core
 GPU_CHUNK_ELEMENTS = 2**28
@@ -63,14 +64,25 @@ class FrozenModel:
         return FrozenOutputs(rows, keys.to(self.device), values.to(self.device))
 
     @torch.no_grad()
+    def rows(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The rows that leave the last layer, before the final norm, [B, L, hidden] float32."""
+        rows: Tensor = self._read(ids, positions).last_hidden_state
+        return rows.float().to(self.device)
+
+    def _read(self, ids: Tensor, positions: Tensor, **more: Any) -> Any:
+        """One forward. A mask that hides nothing keeps `transformers` from taking a jump of the positions for the start
+        of another text. So does a cache, but those of hybrids would hold states."""
+        seen = {"attention_mask": torch.ones_like(ids)} if self.config.hybrid else {
+            "past_key_values": _last_layer(self.config.num_layers - 1)}
+        return self.body(input_ids=ids, position_ids=positions, use_cache=False, **seen, **more)
+
+    @torch.no_grad()
     def states(self, ids: Tensor, positions: Tensor, layers: Sequence[int]) -> Tensor:
         """The rows that enter these layers, [len(layers), B, L, hidden] float32, of ids and positions [B, L].
 
         The number of layers stands for the rows that leave the last one, before the final norm.
         """
-        kept = _last_layer(self.config.num_layers - 1)
-        found = self.body(input_ids=ids, position_ids=positions, past_key_values=kept, use_cache=False,
-                          output_hidden_states=True).hidden_states
+        found = self._read(ids, positions, output_hidden_states=True).hidden_states
         return torch.stack([found[layer].float().to(self.device) for layer in layers])
 
     @torch.no_grad()
@@ -78,13 +90,14 @@ class FrozenModel:
         """Rows of the last layer before the final norm, [B * L, hidden] float32, of ids [B, L].
 
         window  each row attends to the first `sinks` positions and this many latest ones, as with a partial KV cache;
-                0: to all
+                0: to all. The states of a hybrid's delta layers have seen all
         """
-        mask = None
+        mask: Any = None
         if window:
             row, column = torch.arange(ids.shape[1], device=ids.device)[:, None], torch.arange(ids.shape[1],
                                                                                              device=ids.device)
             mask = ((column <= row) & ((column < sinks) | (row - column < window)))[None, None]
+            mask = {"full_attention": mask, "linear_attention": None} if self.config.hybrid else mask
         hidden: Tensor = self.body(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1).float().to(self.device)
 
@@ -148,14 +161,12 @@ def load_frozen_model(folder: Path, dtype: str, device: torch.device, *, shard: 
     shard  distribute the layers over all GPUs that this process sees
     """
     config = read_config(folder)
-    if config.hybrid:
-        raise ModelError(f"{folder} is a model with delta layers, for which training is not built; use --drafter "
-                         "magicdec, which needs none")
     fingerprint = TensorFiles(folder).fingerprint()
     saved = TORCH_DTYPES[config.dtype]
     model = pretrained(folder, saved if dtype == "auto" else TORCH_DTYPES[dtype], device, shard=shard)
     model.requires_grad_(False).eval()
     body, norm = model.model, model.model.norm.weight.detach().float() + config.norm_offset
+    use_chunks(model)
     # With an identity in its place the body returns the hidden states before the final norm, which the heads read.
     body.norm = nn.Identity()
     spread = float(getattr(model.config, "initializer_range", 0.02))

@@ -173,4 +173,8 @@ class GlideTask:
 
 
 def glide_task(base: FrozenModel, settings: GlideSettings, validation: Tokens) -> GlideTask:
+    """Raises ModelError for a model with delta layers, with which glide does not draft."""
+    if base.config.hybrid:
+        raise ModelError(f"{base.folder} is a model with delta layers, with which glide does not draft; train an EAGLE "
+                         "head or heads")
     return GlideTask(GlideModule(base, settings), base, settings, validation)

@@ -140,7 +140,7 @@ class LanguageModelTask:
     def _taught(self, ids: Tensor, places: Tensor) -> Tensor | None:
         if self.teacher is None:
             return None
-        return self.teacher.normed(self.teacher.outputs(ids, places).hidden).flatten(0, 1)
+        return self.teacher.normed(self.teacher.rows(ids, places)).flatten(0, 1)
 
     @torch.no_grad()
     def validate(self) -> list[dict[str, float]]:

@@ -23,10 +23,10 @@ from longdraft.model import heads as trained_heads
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import chain_rows
-from longdraft.train import data, heads, job
+from longdraft.train import data, glide, heads, job
 from longdraft.train import frozen_model as frozen
 from longdraft.train.loop import Position, learning_rate
-from longdraft.train.settings import HeadSettings
+from longdraft.train.settings import GlideSettings, HeadSettings
 
 base = pytest.fixture(scope="module")(training.alphabet)
 
@@ -75,10 +75,10 @@ def test_targets_beyond_the_end_of_a_sequence_are_ignored():
 
 
 @pytest.mark.parametrize("kind", ["mlp", "tokenswift", "medusa"])
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "num_key_value_heads": 1}, None])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "num_key_value_heads": 1}, "gemma2", "qwen3_5"])
 def test_training_and_engine_compute_the_same_hidden_states_and_logits(tmp_path, changes, kind):
-    if changes is None:  # a family whose norms have an offset, and whose logits a cap
-        make_family(tmp_path / "tiny", "gemma2")
+    if isinstance(changes, str):  # a family whose norms have an offset, and whose logits a cap; a hybrid
+        make_family(tmp_path / "tiny", changes, initializer_range=0.2 if changes == "gemma2" else 0.05)
     else:
         make_checkpoint(tmp_path / "tiny", **changes)
     trained = frozen.load_frozen_model(tmp_path / "tiny", "auto", torch.device("cpu"))
@@ -97,6 +97,16 @@ def test_training_and_engine_compute_the_same_hidden_states_and_logits(tmp_path,
     ours = trained_heads.load_heads(tmp_path / "heads", model).logits(hidden[-1:])
     theirs = [trained.logits(normed) for normed in module(hidden[-1:].clone())]
     assert torch.allclose(ours, torch.cat(theirs), atol=1e-4)
+
+
+def test_a_window_hides_keys_from_a_hybrids_attention_and_nothing_from_its_states(tmp_path):
+    make_family(tmp_path, "qwen3_5")
+    trained, ids = frozen.load_frozen_model(tmp_path, "auto", torch.device("cpu")), torch.arange(2, 40)[None]
+    whole, narrow = trained.hidden(ids), trained.hidden(ids, window=4, sinks=1)
+    assert torch.equal(trained.hidden(ids, window=38), whole)
+    assert torch.allclose(narrow[:5], whole[:5], atol=1e-3) and not torch.allclose(narrow[5:], whole[5:], atol=1e-3)
+    with pytest.raises(ModelError, match=r"delta layers, with which glide does not draft; train an EAGLE head or heads"):
+        glide.glide_task(trained, GlideSettings(data=("none",)), ids.numpy())
 
 
 @pytest.mark.parametrize("distill", [0.0, 0.5])

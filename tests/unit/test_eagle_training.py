@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from helpers.checkpoints import VOCAB, load, make_checkpoint
 from helpers.eagle import load_eagle
 from helpers.equality import prompt_of
-from helpers.families import CPU_FAMILIES, GEMMA4, make_family
+from helpers.families import CPU_FAMILIES, GEMMA4, HYBRIDS, make_family
 from helpers.generation import by_name, generate
 from helpers.training import At
 from longdraft.core import Context, SamplingParams
@@ -46,7 +46,7 @@ def task_of(folder: Path, **changes) -> training.EagleTask:
     return task
 
 
-@pytest.mark.parametrize("name", ["mha", "gqa", *CPU_FAMILIES, "gpt_oss", *GEMMA4])
+@pytest.mark.parametrize("name", ["mha", "gqa", *CPU_FAMILIES, "gpt_oss", *GEMMA4, *HYBRIDS])
 def test_the_drafter_computes_what_was_trained(tiny, tmp_path, name):
     """Row i of pass s over a whole sequence is the guess behind the text up to i + 1 and s forced drafts."""
     folder = tiny.get(name) or tmp_path / "model"
