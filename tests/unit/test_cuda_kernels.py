@@ -17,6 +17,7 @@ from longdraft.bench.shapes import SHAPES
 from longdraft.kernels import KV, Geometry, LayersKV, LayerWeights, Taps
 from longdraft.kernels.cuda import linear, prefill
 from longdraft.kernels.cuda.kernels import CudaKernels
+from longdraft.kernels.cuda.launch import RecentlyUsed
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.row_invariance import first_difference
 from longdraft.kernels.interface import TokenRows
@@ -205,6 +206,17 @@ def test_a_decoder_that_embeds_tokens_computes_the_same_rows(quantize, factor):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
     with pytest.raises(ValueError, match="token ids below 30"):
         decoder.forward_tokens(rows._replace(tokens=[4, 30, 0]), [kv], parents)
+
+
+def test_the_most_recently_used_buffers_are_kept():
+    made, dropped = [], []
+    held = RecentlyUsed(2, dropped.append)
+    for key in ("a", "b", "a", "c", "a"):
+        assert held.get(key, lambda key=key: made.append(key) or key.upper()) == key.upper()
+    assert made == ["a", "b", "c"] and dropped == ["B"] and len(held) == 2
+    held.drop("b")
+    held.drop("c")
+    assert dropped == ["B", "C"] and len(held) == 1
 
 
 def test_nothing_keeps_the_cache_of_a_finished_request_alive():
