@@ -189,9 +189,12 @@ FAMILIES: dict[str, Family] = {
         experts=ExpertsFormat("", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", True, False,
                               router="router.proj", switch="enable_moe_block", chosen="top_k_experts", is_beside=True)),
 }
+FAMILIES["gemma4_unified_text"] = replace(FAMILIES["gemma4_text"], experts=None, defaults={
+    **FAMILIES["gemma4_text"].defaults, "hidden_size_per_layer_input": 0, "sliding_window": 1024,
+    "max_position_embeddings": 262144})
 
 # Models with image input around one of the families, of which the text part is read.
-_WRAPPED = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe")
+_WRAPPED = ("gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen3_5", "qwen3_5_moe")
 
 _EXPERTS = "mixture-of-experts layers"
 # Unsupported families -> what longdraft lacks; part of the error message.

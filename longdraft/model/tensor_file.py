@@ -34,7 +34,8 @@ T = TypeVar("T")
 # transformers 5; and those of image input.
 _WRAPPERS = (("language_model.", ""), ("model.language_model.", "model."))
 _IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
-                "model.visual.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
+                "model.visual.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
+                "model.vision_embedder.")
 
 
 class Entry(NamedTuple):

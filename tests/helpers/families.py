@@ -65,7 +65,7 @@ CPU_FAMILIES: dict[str, tuple[str, dict[str, object]]] = {  # norms on both side
         rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=32, beta_fast=32.0,
         beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.4))),
 }
-_GEMMA4 = dict(head_dim=16, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True,
+_GEMMA4: dict[str, object] = dict(head_dim=16, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True,
                sliding_window=WINDOW, hidden_size_per_layer_input=0, final_logit_softcapping=8.0,
                layer_types=["sliding_attention", "full_attention", "full_attention"])
 GEMMA4: dict[str, tuple[str, dict[str, object]]] = {  # with heads of two sizes
@@ -77,12 +77,14 @@ GEMMA4: dict[str, tuple[str, dict[str, object]]] = {  # with heads of two sizes
         num_kv_shared_layers=2, use_double_wide_mlp=True, layer_types=[
             "sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"])),
 }
+UNIFIED = {"gemma4_unified": ("gemma4_unified_text", {name: value for name, value in _GEMMA4.items()
+                                                     if name != "hidden_size_per_layer_input"})}
 LAYERS = 3
 
 
 def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
     """Save a random model of a family as a model folder; norms and biases are random too."""
-    kind, own = (FAMILIES | MIXTURES | HYBRIDS | CPU_FAMILIES | GEMMA4)[name]
+    kind, own = (FAMILIES | MIXTURES | HYBRIDS | CPU_FAMILIES | GEMMA4 | UNIFIED)[name]
     settings: dict[str, object] = dict(
         vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2, tie_word_embeddings=True,

@@ -16,7 +16,7 @@ import longdraft
 from helpers.checkpoints import VOCAB, load, make_heads, write_tokenizer
 from helpers.eagle import make_eagle
 from helpers.equality import LIARS, prompt_of
-from helpers.families import GEMMA4, logits_of, make_family
+from helpers.families import GEMMA4, UNIFIED, logits_of, make_family
 from helpers.family_checks import (
     check_against_transformers,
     check_batch_and_resumed_text,
@@ -36,7 +36,7 @@ from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import chain_rows
 
 
-@pytest.mark.parametrize("name", GEMMA4)
+@pytest.mark.parametrize("name", [*GEMMA4, *UNIFIED])
 def test_the_models_are_those_of_transformers(tmp_path, name):
     check_against_transformers(tmp_path, name)
 
