@@ -72,7 +72,6 @@ struct StoredWords {
 
 // The steps of an int8 tile.
 template <class T> struct Int8Codes {
-    static constexpr long CHUNK = 1;  // steps that are best converted together
     const int8_t* tile;
     void unpack(long step, long count, uint32_t* words) const {
         longdraft::LONGDRAFT_VARIANT::unpack<T>(tile + step * COLUMNS * T::PER_WORD, count, words);
@@ -82,8 +81,8 @@ template <class T> struct Int8Codes {
     }
 };
 
-// Words converted from the codes of another format, a chunk of steps at a time; a single one stays in registers. Only the
-// bytes of that format are read from memory.
+// Words converted from the codes of another format, a chunk of steps at a time. Only the bytes of that format are read
+// from memory.
 template <class T, class Codes> struct UnpackedWords {
     Codes codes;
     alignas(64) uint32_t words[Codes::CHUNK * COLUMNS];
@@ -94,6 +93,20 @@ template <class T, class Codes> struct UnpackedWords {
     }
     template <int STEPS> void ahead(long step, int part) const {
         if (part == 0) codes.template fetch<PREFETCH_DISTANCE>(step, 1);
+    }
+};
+
+// Of int8, one step at a time, which stays in registers.
+template <class T> struct UnpackedWords<T, Int8Codes<T>> {
+    const int8_t* bytes;
+    alignas(64) uint32_t words[COLUMNS];
+    UnpackedWords(Int8Codes<T> codes, long) : bytes(codes.tile) {}
+    const uint32_t* at(long step) {
+        unpack<T>(bytes + step * COLUMNS * T::PER_WORD, 1, words);
+        return words;
+    }
+    template <int STEPS> void ahead(long step, int part) const {
+        if (part < T::PER_WORD) prefetch(bytes + (step * T::PER_WORD + part) * COLUMNS, COLUMNS);
     }
 };
 
