@@ -39,7 +39,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 
 
 def contents(cache: FullCache) -> list[torch.Tensor]:
-    places = torch.arange(cache.length).expand(cache._shape[0], -1)
+    places = torch.arange(cache.length).expand(cache.shapes[0][0], -1)
     states = cache.states.current if cache.states else []
     return [part for store in cache.stores for part in store.read(places)] + [part for each in states for part in each]
 
