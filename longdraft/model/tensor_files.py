@@ -145,6 +145,7 @@ class TensorFiles:
                 raise ModelError(f"{self._file_of[name].path}: {name} has scales that are NaN or infinite: the file is "
                                  "damaged; get it again")
             parts.append(part)
+            self._file_of[name].forget(name)  # what it holds are copies, or is small
             self._read.add(name)
         self._report(sum(map(self._size, self._read)))
         return _stacked(parts)
