@@ -3,7 +3,7 @@
     python benchmarks/tables.py            # rewrites the document
     python benchmarks/tables.py --check    # exit status 1 if the document differs from the results
 
-    <!-- paper-smoke.jsonl 3 5 : alpha -->     α in the tables 3 and 5 of benchmarks/results/paper-smoke.jsonl
+    <!-- paper-small.jsonl 3 5 : alpha -->     α in the tables 3 and 5 of benchmarks/results/paper-small.jsonl
     <!-- end -->
     <!-- segments.jsonl extrapolated : minutes -->     estimates for a whole text (extrapolate.py)
     <!-- end -->
