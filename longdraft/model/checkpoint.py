@@ -16,6 +16,7 @@ from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.kernels.cpu import CpuKernels
 from longdraft.kernels.delta import DeltaWeights
 from longdraft.kernels.weights import FILE, BesideNorms, Experts, ExtraInput, Mlp, QuantisedWeight
+from longdraft.machine import return_free_memory
 from longdraft.model import gemma4, hybrid, layer_inputs, rope
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
@@ -124,6 +125,7 @@ class Loader:
                                self._layer_inputs(shared))
         if self._packed:
             self._packed.save()
+        return_free_memory()  # of matrices before they were packed
         return Transformer(config, weights, self._kernels, self._whole)
 
     def _layer_inputs(self, shared: ModelWeights | None) -> LayerInputs | None:
