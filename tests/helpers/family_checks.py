@@ -109,6 +109,15 @@ def check_liar(folder: Path, kind: str, dtype: str, tokens: int) -> None:
     assert generate(model, prompt, params, lambda given: drafter, banned=[1]) == plain
 
 
+def check_drafts_are_accepted(folder: Path) -> None:
+    """Self-drafts on the whole cache are right nearly always, and on a small partial cache now and then."""
+    params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True)
+    for options, least in ((dict(budget=2000), 6.0), (dict(budget=40, sinks=4, refresh=8), 1.1)):
+        engine = longdraft.load(str(folder), drafter="magicdec", drafter_options={"suffix": "false"} | options)
+        stats = list(engine.generate(prompt_of(90), params))[-1].stats
+        assert stats["mean_accepted_length"] > least
+
+
 def check_batch_and_resumed_text(folder: Path, drafter: str, journal: Path) -> None:
     """The texts of a batch, and a text that is resumed, are the plain ones."""
     params = [SamplingParams(max_new_tokens=20, seed=seed, ignore_eos=True) for seed in (1, 2, 3)]

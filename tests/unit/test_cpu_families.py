@@ -17,6 +17,7 @@ from helpers.families import CPU_FAMILIES, logits_of, make_family
 from helpers.family_checks import (
     check_against_transformers,
     check_batch_and_resumed_text,
+    check_drafts_are_accepted,
     check_every_drafter,
     check_liar,
     check_quantised_texts,
@@ -24,7 +25,6 @@ from helpers.family_checks import (
 )
 from helpers.gguf_files import convert
 from longdraft import kernels
-from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.kernels import KV
 from longdraft.model import sizing
@@ -65,11 +65,7 @@ def test_lying_drafters_do_not_change_the_text(folder, kind):
 
 def test_drafts_of_the_whole_cache_and_of_a_small_one_are_accepted(folder):
     """Soft caps and both rotations hold in drafts too: in the chain of one call, and in the remainder."""
-    params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True)
-    for options, least in ((dict(budget=2000), 6.0), (dict(budget=40, sinks=4, refresh=8), 1.1)):
-        engine = longdraft.load(str(folder), drafter="magicdec", drafter_options={"suffix": "false"} | options)
-        stats = list(engine.generate(prompt_of(90), params))[-1].stats
-        assert stats["mean_accepted_length"] > least
+    check_drafts_are_accepted(folder)
 
 
 @pytest.mark.parametrize("drafter", ["auto", "suffix", "magicdec"])
