@@ -186,12 +186,15 @@ class AutoDrafter:
         return tree
 
     def _worthwhile(self, tree: Tree) -> Tree:
-        """The tree of the guesses that pay for their rows."""
+        """The tree of the guesses that pay for their rows.
+
+        All of them, if none seems to pay: then the rating of the drafter or the acceptance of its guesses is wrong, and
+        only their outcome can correct it.
+        """
         reach = self._node_acceptance.reach(tree)
         falling = sorted(reach[1:], reverse=True)
-        count = self.selector.num_guesses(falling)
-        least = falling[count - 1] if count else 1.0
-        return tree.kept([at_all >= least for at_all in reach])
+        count = self.selector.num_guesses(falling) or len(falling)
+        return tree.kept([at_all >= falling[count - 1] for at_all in reach])
 
     def observe(self, context: Context, accepted: Accepted) -> None:
         verified_at, selector = self._clock(), self.selector

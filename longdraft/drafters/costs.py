@@ -144,10 +144,12 @@ class Pace:
     A machine that is busy with other work makes all kinds slower, and that changes no decision. How fast it is now is
     seen in the latest forwards. What a kind deviates from them in the long run is the error of its costs. A forward
     tells that only behind a forward of another kind: in a row of the same kind, all that changes is the machine.
+
+    machine  factor for the expected seconds of all kinds
     """
 
     def __init__(self) -> None:
-        self._machine = 1.0
+        self.machine = 1.0
         self._latest: object = None  # kind of the latest forward
         self._of: dict[object, float] = {}
         self._counts: defaultdict[object, int] = defaultdict(int)
@@ -163,7 +165,7 @@ class Pace:
 
         slack  seconds of noise, which both may have besides. Work that takes less does not tell that its costs are off
         """
-        expected *= self._machine
+        expected *= self.machine
         ratio = min(_OUTLIER, max(1 / _OUTLIER, (measured + slack) / (expected + slack)))
         self._telling[kind] += expected > slack
         rate = _KIND_RATE
@@ -172,7 +174,7 @@ class Pace:
             rate = max(rate, 1 / (1 + self._counts[kind]))
         if is_forward:
             rate *= self._latest not in (None, kind)
-            self._machine *= ratio ** (_MACHINE_RATE * (1 - rate))
+            self.machine *= ratio ** (_MACHINE_RATE * (1 - rate))
             self._latest = kind
         self._of[kind] = self[kind] * ratio ** rate
 

@@ -37,6 +37,8 @@ class AutoSettings:
                            is expected to be the fastest
     allowance              steps of plain decoding that first probes may lose besides
     least_loss             steps of plain decoding that each step of a probe is expected to lose at least
+    delivery_decay         weight of what earlier steps delivered at each new one: about the last 33 count
+    delivery_prior         steps of plain decoding that a candidate is trusted with before what it delivers counts
     tokens_per_report      new tokens over which `choices` of the statistics are counted
     """
 
@@ -55,6 +57,8 @@ class AutoSettings:
     hopeful_budget: float = 0.0025
     allowance: float = 4.0
     least_loss: float = 0.5
+    delivery_decay: float = 0.97
+    delivery_prior: float = 2.0
     tokens_per_report: int = 1024
 
 
@@ -113,6 +117,27 @@ class Candidate:
                       float(tokens[best]))
 
 
+class Delivery:
+    """What a candidate delivers in one request, beside what its rating promises: the seconds that its steps took, and
+    the seconds that its tokens should have taken. Whatever is wrong with a rating shows here."""
+
+    def __init__(self) -> None:
+        self._spent = self._promised = 0.0
+
+    def add(self, spent: float, promised: float) -> None:
+        decay = AUTO_SETTINGS.delivery_decay
+        self._spent, self._promised = decay * self._spent + spent, decay * self._promised + promised
+
+    def forget_half(self) -> None:
+        """It is tried again: the latest steps shall decide."""
+        self._spent, self._promised = self._spent / 2, self._promised / 2
+
+    def error(self, plain: float) -> float:
+        """Factor for the rated seconds, 1 or more. plain: seconds of a step of plain decoding"""
+        prior = AUTO_SETTINGS.delivery_prior * plain
+        return max(1.0, (self._spent + prior) / (self._promised + prior))
+
+
 class SharedKnowledge:
     """What the requests of an engine know, and what their probes may lose. One thread runs the requests of an engine.
 
@@ -143,6 +168,8 @@ class Selector:
         self._turns = cycle(others or [self._plain])
         self.turn = self._plain  # the candidate that was rated last
         self._acceptance = {name: known.acceptance.of_a_request() for name, known in shared.candidates.items()}
+        self._deliveries = {name: Delivery() for name in shared.candidates}
+        self._promises: dict[str, float] = {}  # seconds for each token, as the model of costs says
         self._ratings: dict[str, Rating] = {}
         self._next_decision = 0.0  # by the clock
         self._probe_steps, self._reserved = 0, 0.0  # steps and seconds that are left to the current probe
@@ -240,8 +267,12 @@ class Selector:
             loss = step + draft - tokens * self._ratings[self._leader].seconds
             self._reserved -= loss
             shared.candidates[self.active].lost += max(0.0, loss)
+        if not self.is_plain:
+            promised = tokens * self._promises[self.active]
+            self._deliveries[self.active].add((step + draft) / shared.pace.machine, promised)
         if rows < len(self._steps):
-            shared.pace.add(self._forward_kind(_SIZES[rows]), step / steps, float(self._steps[rows]), is_forward=True)
+            expected = float(self._steps[rows])
+            shared.pace.add(self._forward_kind(_SIZES[rows]), step / steps, expected, is_forward=True)
         if is_typical and not self.is_plain:
             expected = self._draft_factor(self.active) * shared.candidates[self.active].costs.at(drafted)
             shared.pace.add(self._draft_kind(self.active), draft, expected, slack=_NOISE * step)
@@ -277,8 +308,10 @@ class Selector:
             plain = float(self._steps[1]) * (AUTO_SETTINGS.batch_ratio if self._clock.batch_size > 1 else 1.0)
             self._ratings[name] = Rating(plain, 0, plain, 1.0)
         else:
-            self._ratings[name] = self._shared.candidates[name].rate(
+            rating = self._shared.candidates[name].rate(
                 self._steps, self._draft_factor(name), self._acceptance[name].reached())
+            error = self._deliveries[name].error(float(self._steps[1]))
+            self._promises[name], self._ratings[name] = rating.seconds, rating._replace(seconds=rating.seconds * error)
 
     def _is_trusted(self, name: str) -> bool:
         """Whether the acceptance of a candidate is known well enough to choose it."""
@@ -303,4 +336,6 @@ class Selector:
             self._shared.candidates[name].lost + loss <= AUTO_SETTINGS.hopeful_budget * self._shared.seconds)
         if is_hopeful or self._shared.lost + loss <= budget:
             self.active, self._probe_steps, self._reserved = name, steps, loss
+            if not is_hopeful:
+                self._deliveries[name].forget_half()
             self._shared.lost += loss

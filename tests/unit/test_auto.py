@@ -14,8 +14,9 @@ from longdraft.core import Context, SamplingParams
 from longdraft.drafters import costs
 from longdraft.drafters.acceptance import AcceptanceByDepth, NodeAcceptance
 from longdraft.drafters.auto import AutoDrafter
+from longdraft.drafters.confidence import Confidence
 from longdraft.drafters.costs import Costs, DraftCosts, ForwardCosts
-from longdraft.drafters.selector import AUTO_SETTINGS, Candidate, SharedKnowledge
+from longdraft.drafters.selector import AUTO_SETTINGS, Candidate, Selector, SharedKnowledge
 from longdraft.model.routine import atomic, run_alone
 from longdraft.speculation.drafter import Accepted
 from longdraft.tree import chain, from_paths, root_only
@@ -261,6 +262,37 @@ def test_auto_corrects_costs_that_were_measured_wrongly():
     text.write(4000)
     assert text.auto.turns["plain"] - before > 0.9 * 4000
     assert text.has_forgotten, "the next engine measures anew"
+
+
+class Hesitant(Chained):
+    """Its chains end behind one token, whatever `auto` expects, and cost as much as long ones."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock, 0.0, 0.95)
+        self.confidence = Confidence()
+
+    @atomic
+    def propose(self, context, max_depth):
+        self.confidence.expect([2], [9.0])
+        self.clock.now += 1.5
+        return chain(context.last, [2], "self")
+
+
+def test_a_drafter_that_delivers_less_than_its_rating_is_given_up():
+    """No outcome tells anything about the depths that it does not draft, which are expected to be like the first."""
+    text = Text({"chain": (0.1, 0.95)}, shared=(shared := SharedKnowledge()))
+    text.drafters["chain"] = text.auto._drafters["chain"] = Hesitant(text.clock)
+    text.auto._confidences["chain"] = text.drafters["chain"].confidence
+    shared.candidates["chain"].costs = DraftCosts(1.49, 0.01, 1.0, 16)
+    text.write(2000)
+    assert text.auto.turns["plain"] > 0.9 * 2000
+
+
+def test_where_no_guess_seems_to_pay_outcomes_decide(monkeypatch):
+    monkeypatch.setattr(Selector, "num_guesses", lambda self, reach: 0)
+    text = Text({"chain": (0.1, 0.9)})
+    text.write(1000)
+    assert text.auto.turns["chain"] > 0.9 * 1000 and np.mean(text.rows) > 4
 
 
 def test_drafts_begin_to_pay_when_requests_share_the_weights_and_trees_become_smaller():
