@@ -49,6 +49,11 @@ template <int SUMS, int A, int B> void multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
 }
 
+// Signed bytes of the left operand times unsigned bytes of the right one, added to int32.
+template <int SUMS, int A, int B> void multiply_bytes() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
+}
+
 inline void prefetch(const uint32_t* from, int lines, long stride) {
     for (int i = 0; i < lines; i++) __builtin_prefetch(from + i * stride);
 }

@@ -18,6 +18,7 @@
 //   [4 vectors of 16 outputs][8 lines]   8 bits: byte 4 o + i of line j: input 4 j + i of output o, plus 128
 #pragma once
 
+#include "amx.h"
 #include "half.h"
 #include "layout.h"
 #include "pool.h"
@@ -79,8 +80,17 @@ inline void quantise_group(Floats low, Floats high, int8_t* values, float* step,
     *step = largest / 127.0f + damage;
 }
 
+#if defined(__AMX_INT8__)
+constexpr long UNIT_ROWS = amx::ROWS;  // rows of values that must exist, even if fewer are wanted
+#else
+constexpr long UNIT_ROWS = 1;
+#endif
+
 // Bytes of memory for rows of k inputs.
-inline long quantised_bytes(long rows, long k) { return rows * (round_up(k, GROUP) / GROUP) * (GROUP + 12); }
+inline long quantised_bytes(long rows, long k) {
+    const long groups = round_up(k, GROUP) / GROUP;
+    return round_up(rows, UNIT_ROWS) * groups * (GROUP + 12) + 2 * GROUP;
+}
 
 //   order  the input that each column of the weight multiplies; null: its own
 template <class T> Quantised quantise_rows(const void* x, long rows, long k, const int32_t* order, char* memory) {
@@ -263,6 +273,69 @@ void add_rows(int rows, const uint8_t* tile, long from, long to, const Quantised
     add_groups<KIND, COUNT>(tile, from, to, x, row, sums);
 }
 
+constexpr long LEAST_UNIT_ROWS = 10;  // for which the matrix unit multiplies, where there is one: with fewer it is slower
+
+#if defined(__AMX_INT8__)
+// Groups [from, to) of one tile, added to the sums of up to 16 rows, by the matrix unit: the same integers, so the same
+// bits. A tile of the unit sums 64 inputs, of which a group is the first half; the other half meets zeros. Lines are
+// unpacked a group before their use, and sums are read a group after they were stored, because loading what was just
+// written would wait.
+template <Groups KIND>
+void add_groups_by_unit(int rows, const uint8_t* tile, long from, long to, const Quantised& x, long row,
+                        float (*sums)[COLUMNS]) {
+    using E = Encoding<KIND>;
+    constexpr int VECTORS = COLUMNS / LANES;
+    alignas(64) static thread_local Raw lines[2][VECTORS][4 * WORDS] = {};
+    alignas(64) Ints found[2][VECTORS][amx::ROWS];
+    auto unpack = [&](long g) {
+        const uint8_t* group = tile + g * E::SHAPE.bytes;
+        prefetch(group, E::SHAPE.bytes);
+        for (int v = 0; v < VECTORS; v++)
+            for (int j = 0; j < WORDS; j++) {
+                Raw line;
+                std::memcpy(&line, group + E::VALUES + v * E::OF_VECTOR + j * 64, 64);
+                lines[g % 2][v][j] = line & 15;
+                lines[g % 2][v][WORDS + j] = (Raw)((Words)line >> 4) & 15;
+            }
+    };
+    auto multiply = [&](long g) {
+        amx::load<amx::LEFT>(x.values + (row * x.groups + g) * GROUP, x.width);
+        amx::each<VECTORS>([&](auto v) {
+            amx::zero<amx::SUM + v>();
+            amx::load<amx::RIGHT>(lines[g % 2][v], 64);
+            amx::multiply_bytes<amx::SUM + v, amx::LEFT, amx::RIGHT>();
+            amx::store<amx::SUM + v>(reinterpret_cast<float*>(found[g % 2][v]), 64);
+        });
+    };
+    auto scale_sums = [&](long g) {
+        const uint8_t* group = tile + g * E::SHAPE.bytes;
+        for (int v = 0; v < VECTORS; v++) {
+            const Floats scale = from_halves(reinterpret_cast<const uint16_t*>(group) + v * LANES);
+            Ints zeros = {};
+            Floats least = {};
+            if constexpr (E::SHAPE.has_zero) zeros = zeros_of(group + E::MIDDLE + v * LANES);
+            if constexpr (E::SHAPE.has_least) least = from_halves(reinterpret_cast<const uint16_t*>(group + E::MIDDLE) + v * LANES);
+            for (int r = 0; r < rows; r++) {
+                const long at = (row + r) * x.groups + g;
+                const int32_t sum = x.sums[2 * at] + x.sums[2 * at + 1];
+                Ints whole = found[g % 2][v][r];
+                if constexpr (E::SHAPE.has_zero) whole += minus_products(zeros, sum);
+                Floats total = fma(as_floats(whole) * x.steps[at], scale, load(sums[r] + v * LANES));
+                if constexpr (E::SHAPE.has_least) total = fma(broadcast(x.steps[at] * static_cast<float>(sum)), least, total);
+                store(sums[r] + v * LANES, total);
+            }
+        }
+    };
+    unpack(from);
+    for (long g = from; g < to; g++) {
+        if (g + 1 < to) unpack(g + 1);
+        multiply(g);
+        if (g > from) scale_sums(g - 1);
+    }
+    scale_sums(to - 1);
+}
+#endif
+
 // Call f(std::integral_constant) with an encoding.
 template <class F> auto with_kind(Groups kind, F f) {
     switch (kind) {
@@ -274,13 +347,22 @@ template <class F> auto with_kind(Groups kind, F f) {
 }
 
 // The tile that begins at `tile`, times all rows.
-inline void multiply_tile(Groups kind, const uint8_t* tile, const Quantised& x, long rows, float (*sums)[COLUMNS]) {
+//   has_unit  whether the matrix unit is set up for this thread
+inline void multiply_tile(Groups kind, const uint8_t* tile, const Quantised& x, long rows, float (*sums)[COLUMNS],
+                          [[maybe_unused]] bool has_unit) {
     std::fill_n(sums[0], rows * COLUMNS, 0.0f);
     with_kind(kind, [&](auto of) {
-        for (long from = 0; from < x.groups; from += BLOCK_GROUPS)
-            for (long r = 0; r < rows; r += ROWS)
-                add_rows<of>(static_cast<int>(std::min<long>(ROWS, rows - r)), tile, from,
-                             std::min(x.groups, from + BLOCK_GROUPS), x, r, sums + r);
+        for (long from = 0; from < x.groups; from += BLOCK_GROUPS) {
+            const long to = std::min(x.groups, from + BLOCK_GROUPS);
+            long r = 0;
+#if defined(__AMX_INT8__)
+            if constexpr (shape_of(of).bits == 4)
+                for (; has_unit && rows - r >= LEAST_UNIT_ROWS; r += amx::ROWS)
+                    add_groups_by_unit<of>(static_cast<int>(std::min<long>(amx::ROWS, rows - r)), tile, from, to, x, r, sums + r);
+#endif
+            for (; r < rows; r += ROWS)
+                add_rows<of>(static_cast<int>(std::min<long>(ROWS, rows - r)), tile, from, to, x, r, sums + r);
+        }
     });
 }
 

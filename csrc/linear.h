@@ -261,7 +261,7 @@ template <class T> void multiply_tile(const Product& p, const Inputs<T>& in, lon
     const Linear& w = *p.weight;
     if (w.is_grouped()) {
         auto* sums = static_cast<float(*)[COLUMNS]>(workspace<6>(static_cast<size_t>(p.rows) * COLUMNS * 4));
-        groups::multiply_tile(w.groups, w.tile<uint8_t>(tile), in.whole, p.rows, sums);
+        groups::multiply_tile(w.groups, w.tile<uint8_t>(tile), in.whole, p.rows, sums, Unit::READS_ALL_ROWS);
         for (long r = 0; r < p.rows; r++) finish<T>(w, tile, r, 1, sums + r, p.out, p.keep_float);
         return;
     }
@@ -333,9 +333,10 @@ template <class T, class Around> void multiply_all(const Product* products, long
 
 template <class T> void products_as(const Product* products, long count) {
     struct NoSetUp {};
-    bool are_grouped = true;
-    for (long i = 0; i < count; i++) are_grouped = are_grouped && products[i].weight->is_grouped();
-    are_grouped ? multiply_all<T, NoSetUp>(products, count) : multiply_all<T, Multiply<T>>(products, count);
+    bool needs_none = true;  // few rows of weights in groups
+    for (long i = 0; i < count; i++)
+        needs_none = needs_none && products[i].weight->is_grouped() && products[i].rows < groups::LEAST_UNIT_ROWS;
+    needs_none ? multiply_all<T, NoSetUp>(products, count) : multiply_all<T, Multiply<T>>(products, count);
 }
 
 }  // namespace

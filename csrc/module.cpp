@@ -31,7 +31,7 @@ namespace {
 // Linux grants the use of the matrix unit's registers to a process that asks for it, once.
 bool may_use_tiles() {
     constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    static const bool is_granted = __builtin_cpu_supports("amx-bf16") &&
+    static const bool is_granted = __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
                                    syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
     return is_granted;
 }

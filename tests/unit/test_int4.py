@@ -106,6 +106,17 @@ def test_the_product_is_that_of_the_quantised_rows_and_weights(name, dtype):
 
 
 @compiled_kernels
+@every_dtype
+def test_a_row_has_the_same_bits_in_any_company(name, dtype):
+    """By vector instructions and by the matrix unit, which multiplies many rows."""
+    kernel = kernels.choose("cpu", dtype, name)
+    packed, x = kernel.pack(weights(130, 300), quantize="int4"), torch.randn(37, 300).to(kernel.dtype)
+    together = kernel.linear(x, packed, keep_float=True)
+    for rows in (1, 4, 9, 10, 16, 25):
+        assert torch.equal(kernel.linear(x[-rows:].clone(), packed, keep_float=True), together[-rows:])
+
+
+@compiled_kernels
 def test_int4_takes_nineteen_bits_for_four_weights(name):
     kernel = kernels.choose("cpu", "bfloat16", name)
     assert kernel.pack(weights(640, 256), quantize="int4").nbytes == 640 * 256 * 19 // 32
