@@ -103,6 +103,9 @@ def load(model: str = hub.DEFAULT_MODEL, *, drafter: str = drafters.AUTO,
     cache = quantized_cache_of.chosen_folder(quantized_cache)
     packed = quantized_cache_of.open_packed(cache, files, config, chosen, quantize, "target")
     target = checkpoint.load_transformer(files, config, chosen, quantize, packed)
+    if quantize == "none" and files.has_own_numbers and not chosen.is_device:
+        log.warning("%s: its quantised matrices became numbers in %s; --quantize file computes with them as they are, "
+                    "in less memory and time", model, str(chosen.dtype).removeprefix("torch."))
     sampling = defaults.read_defaults(folder)
     if sampling.ignored:
         log.warning("%s of %s: ignored %s", defaults.GENERATION_CONFIG, model, "; ".join(sampling.ignored))

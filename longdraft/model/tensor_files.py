@@ -70,6 +70,11 @@ class TensorFiles:
     def nbytes(self) -> int:
         return sum(self._size(name) for name in self._file_of)
 
+    @property
+    def has_own_numbers(self) -> bool:
+        """Whether a GGUF file has quantised matrices that become floating-point numbers, if they are not kept."""
+        return any(isinstance(file, GgufTensors) and file.has_own_numbers for file in self.files)
+
     @contextmanager
     def second_reading(self) -> Iterator[None]:
         """A context in which the tensors are read again, for a quantised copy: `on_read` counts from 0."""

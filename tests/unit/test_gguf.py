@@ -156,6 +156,16 @@ def test_a_quantised_model_is_the_model_of_its_dequantised_weights(tmp_path, lla
     model.load_state_dict(type(model).from_pretrained(folder).state_dict())
 
 
+def test_loading_says_that_a_quantised_file_has_numbers_of_its_own(tmp_path, llama, caplog):
+    for kind in ("BF16", "Q8_0"):
+        convert(*llama, tmp_path / f"{kind}.gguf", kind)
+    longdraft.load(str(tmp_path / "BF16.gguf"))
+    longdraft.load(str(tmp_path / "Q8_0.gguf"), quantize="file")
+    assert not caplog.text
+    longdraft.load(str(tmp_path / "Q8_0.gguf"))
+    assert "--quantize file" in caplog.text
+
+
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 def test_drafters_write_the_plain_text_of_a_quantised_file(tmp_path, llama, quantize):
     folder, model = llama

@@ -102,6 +102,11 @@ class GgufTensors:
         self.entries = {ours: Entry(entry.type.name, entry.shape, entry.start, entry.stop)
                         for ours, entry in self._stored.items()}
 
+    @property
+    def has_own_numbers(self) -> bool:
+        """Whether a matrix is quantised in a type that `exact` keeps."""
+        return any(entry.type.dtype is None and entry.type.name != "MXFP4" for entry in self._stored.values())
+
     def float_dtype(self, name: str) -> torch.dtype | None:
         """The floating-point type of a tensor's numbers. float32 for quantised ones."""
         return self._stored[name].type.dtype or torch.float32
