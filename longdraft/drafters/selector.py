@@ -267,7 +267,7 @@ class Selector:
             loss = step + draft - tokens * self._ratings[self._leader].seconds
             self._reserved -= loss
             shared.candidates[self.active].lost += max(0.0, loss)
-        if not self.is_plain:
+        if is_typical and not self.is_plain and not self.is_probing:  # drafts of probes are shorter than the rated ones
             promised = tokens * self._promises[self.active]
             self._deliveries[self.active].add((step + draft) / shared.pace.machine, promised)
         if rows < len(self._steps):
