@@ -15,6 +15,9 @@ steps now and then. All requests of an engine share a budget of time that probes
 nothing of it, and a candidate that would lose even if all its guesses were right is not probed. A drafter that reads
 the text alone is *watched* instead: now and then it drafts, and the draft is compared with the text that others write.
 
+Costs and acceptance can be wrong together, and then no outcome contradicts them. So what the candidate in use delivers
+is compared with what its rating promises (`selector.Delivery`), and a tree of which no guess seems to pay is verified.
+
 Chains end by themselves (longdraft/drafters/confidence.py) where a further token costs more than it gains.
 """
 
