@@ -43,7 +43,7 @@ struct Decoder {
     size_t num_deltas() const {
         return static_cast<size_t>(std::count_if(layers.begin(), layers.end(), [](const Layer& l) { return l.gates; }));
     }
-    // Whether there is a store for each layer with attention, a state for each of the others, and an MLP or experts for all.
+    // Whether there is a store for each layer with attention, a state for each delta layer, and an MLP or experts for all.
     bool fits(size_t stores, size_t states) const {
         return states == num_deltas() && stores + states == layers.size() &&
                std::all_of(layers.begin(), layers.end(), [](const Layer& l) { return l.mixture || l.mlp.down; });

@@ -37,7 +37,7 @@ class Places:
 
     def __init__(self, small: ModelConfig, large: ModelConfig) -> None:
         self.kv_heads = small.num_kv_heads
-        dims, large_dims = small.rope.dims, large.rope.dims  # the others are not rotated
+        dims, large_dims = small.rope.dims, large.rope.dims  # other channels are not rotated
         half = torch.arange(dims // 2) * (large_dims // dims)
         self.head_rows = torch.cat([half, half + large_dims // 2, torch.arange(small.head_dim - dims) + large_dims])
         self.layers = _matching_layers(small, large)

@@ -78,7 +78,7 @@ def _longrope(rope: RopeConfig, exponents: Tensor, trained: int, length: int) ->
 
 
 def _proportional(rope: RopeConfig, inverse: Tensor) -> Tensor:
-    """Gemma 4: the first pairs rotate at the frequencies of the whole head, the others stand still."""
+    """Gemma 4: the first pairs rotate at the frequencies of the whole head, other pairs stand still."""
     turning = int(_setting(rope, "partial_rotary_factor") * rope.dims // 2)
     return torch.cat([inverse[:turning], torch.zeros(len(inverse) - turning)]) / _setting(rope, "factor", 1.0)
 
@@ -140,7 +140,7 @@ class RopeTable:
 
     A model with several rotations (`ModelConfig.num_ropes`) has those of a position one after another.
 
-    A rotation of layers with narrower heads is at the beginning of as many numbers as the others have.
+    A rotation of layers with narrower heads is at the beginning of as many numbers as wider heads have.
 
     Dimensions that are not rotated have cos 1 and sin 0. They are the end of each half of a head: see
     `checkpoint._head_order`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,16 @@ def test_drafters_write_the_plain_text(tmp_path, what):
         assert texts[0] == texts[1] == texts[2]
 
 
+def check_refused(folder: Path, settings: Mapping[str, object], message: str) -> None:
+    """With these settings in quantization_config, loading fails with one line."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message) as caught:
+        longdraft.load(str(folder), drafter="plain")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("settings, message", [
     (dict(bits=8), r"quantised \('gptq', 8 bits\); supported: awq and gptq with 4 bits"),
     (dict(quant_method="bitsandbytes"), r"quantised \('bitsandbytes', 4 bits\)"),
@@ -251,12 +262,7 @@ def test_drafters_write_the_plain_text(tmp_path, what):
 ])
 def test_other_formats_are_refused_by_name(tmp_path, settings, message):
     make_4bit(tmp_path, "gptq")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] |= settings
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=message) as caught:
-        longdraft.load(str(tmp_path), drafter="plain")
-    assert "\n" not in str(caught.value)
+    check_refused(tmp_path, settings, message)
 
 
 @pytest.mark.parametrize("damage, message", [
@@ -287,12 +293,7 @@ def scheme(**weights: object) -> dict[str, object]:
 ])
 def test_other_formats_of_compressed_tensors_are_refused_by_name(tmp_path, settings, message):
     make_compressed(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] |= settings
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=message) as caught:
-        longdraft.load(str(tmp_path), drafter="plain")
-    assert "\n" not in str(caught.value)
+    check_refused(tmp_path, settings, message)
 
 
 @pytest.mark.parametrize("damage", [

@@ -142,7 +142,7 @@ def texts(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, A
         try:
             text = begin_behind(plan, bench, shape, context, label, truth)
             done = text.write(plan.tokens)
-        except Exception as error:  # the others must be measured
+        except Exception as error:  # other drafters must still be measured
             if is_fatal(error):
                 raise
             found[label] = {"failed": f"{type(error).__name__}: {error}"[:500]}

@@ -52,7 +52,7 @@ def _add_wide_layers(config: dict[str, Any], model: Gguf, read: Reader) -> None:
                       for wanted in (True, False))
     if len(full) > 1 or len(windowed) > 1:
         model.fail(f"gemma4.attention.head_count_kv is {counts}; allowed: one number for the layers with a window, and "
-                   "one for the others")
+                   "one for layers without")
     head_dim = read.whole("attention.key_length")
     if read.whole("attention.value_length", head_dim) != head_dim:
         model.fail("keys and values have different lengths, which is not supported")
@@ -84,7 +84,7 @@ def _add_wide_layers(config: dict[str, Any], model: Gguf, read: Reader) -> None:
 
 
 def _turning(model: Gguf, head_dim: int) -> int:
-    """The number of pairs that rotate in a wide head: frequencies of the others are divided by a huge number."""
+    """The number of pairs that rotate in a wide head: frequencies of other pairs are divided by a huge number."""
     pairs = head_dim // 2
     if "rope_freqs.weight" not in model.tensors:
         return pairs
