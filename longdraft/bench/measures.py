@@ -82,7 +82,7 @@ def _turns_until(turns: Sequence[Record], until: int) -> list[Record]:
 def over_texts(results: Results, experiment: Experiment, scale: Scale, case: Case, name: str, until: int,
                ) -> MeasureSummary | None:
     """A case's measure over the texts of all seeds and stretches."""
-    seeds, stretches = results.sessions[0]["seeds"], results.sessions[0]["stretches"]
+    seeds, stretches = results.seeds, results.sessions[0]["stretches"]
     specs = [experiment.text_of(case, scale, seed, stretch) for seed in seeds for stretch in range(stretches)]
     values = [measure(text, case.system, name, until) for text in results.texts.values()
               if case.system in text.about["systems"] and any(spec.is_of(text.about) for spec in specs)]
@@ -130,7 +130,7 @@ def sweep(results: Results, experiment: Experiment, scale: Scale, spec: TableSpe
 
 def text_of_case(results: Results, experiment: Experiment, scale: Scale, case: Case) -> MeasuredText | None:
     """The first measured text of a case."""
-    seeds, stretches = results.sessions[0]["seeds"], results.sessions[0]["stretches"]
+    seeds, stretches = results.seeds, results.sessions[0]["stretches"]
     specs = [experiment.text_of(case, scale, seed, stretch) for stretch in range(stretches) for seed in seeds]
     return next((text for spec in specs for text in results.texts.values()
                  if case.system in text.turns and spec.is_of(text.about)), None)
@@ -138,7 +138,7 @@ def text_of_case(results: Results, experiment: Experiment, scale: Scale, case: C
 
 def with_measured_tables(results: Results, experiment: Experiment, scale: Scale) -> Experiment:
     """The experiment with only the tables of which at least half of the cases are measured."""
-    seed = results.sessions[0]["seeds"][0]
+    seed = results.seeds[0]
 
     def is_measured(case: Case) -> bool:
         spec = experiment.text_of(case, scale, seed, 0)
@@ -156,7 +156,8 @@ def summary(results: Results, experiment: Experiment, scale: Scale) -> Record:
         return [value._asdict() if value else None for value in found]
 
     return {
-        **{key: results.sessions[0][key] for key in ("scale", "model", "weights_sha256", "lengths", "seeds")},
+        **{key: results.sessions[0][key] for key in ("scale", "model", "weights_sha256", "lengths")},
+        "seeds": results.seeds,
         "tables": [{"id": spec.id, "title": spec.title, "cases": [
             {"name": experiment.name_of(case, scale), "system": case.system, "paper": case.paper, "measures": {
                 name: values(spec, case, name) for name in spec.measures}}

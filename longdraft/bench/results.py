@@ -6,7 +6,8 @@
     {"kind": "stats", ...}     a system finished it
 
 Only comparable results share a file: all its sessions have the same machine and settings, and all systems of a text
-write the same tokens (except for systems whose verification rule produces another text).
+write the same tokens (except for systems whose verification rule produces another text). Seeds may be added later, or
+measured by processes of their own whose files are concatenated.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from longdraft.errors import OutputError, UsageError
 from longdraft.report.turns import MeasuredText, Record
 
 # The entries that may differ between the sessions of one file.
-_SESSION_SPECIFIC = {"kind", "began", "date", "load_average", "limits", "prompt_file"}
+_SESSION_SPECIFIC = {"kind", "began", "date", "load_average", "limits", "prompt_file", "seeds"}
 
 
 @dataclass
@@ -32,6 +33,11 @@ class Results:
     sessions: list[Record] = field(default_factory=list)
     texts: dict[str, MeasuredText] = field(default_factory=dict)
     name: str = ""
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of all sessions, in the order of the file."""
+        return list(dict.fromkeys(seed for session in self.sessions for seed in session["seeds"]))
 
     def add(self, record: Record) -> None:
         if record["kind"] == "session":

@@ -63,7 +63,7 @@ def text_sections(texts: Iterable[MeasuredText], session: Record) -> list[Sectio
 
 def provenance_section(sessions: Sequence[Record]) -> Section:
     """The machine, the software and the settings of a run."""
-    first = sessions[0]
+    first = sessions[0] | {"seeds": sorted({seed for session in sessions for seed in session.get("seeds", [])})}
     rows = [[name, str(first[name])] for name in _SHOWN_PROVENANCE if first.get(name) is not None]
     limits = [session["limits"] for session in sessions if session.get("limits")]
     if limits:

@@ -175,9 +175,19 @@ def test_more_tables_are_added_to_a_file_without_measuring_again(engine, tmp_pat
     assert not any("–" in row for row in grids[0].rows)
 
 
-def test_other_settings_are_refused_for_an_existing_results_file(engine, output):
-    with pytest.raises(UsageError, match=r"holds other measurements \(seeds: \[7\], \[8\]\)"):
-        measured(engine, output, seeds=[8])
+def test_another_seed_is_added_to_an_existing_results_file(engine, output):
+    before = output.read_bytes()
+    results = measured(engine, output, seeds=[8])
+    assert output.read_bytes().startswith(before)
+    assert results.seeds == stored.read_results(output).seeds == [7, 8]
+    plan = plan_of(seeds=[7, 8])
+    grid = measures.tables(results, plan.experiment, plan.scale)[0]
+    assert all(" ± " in cell for row in grid.rows for cell in row[1:])
+
+
+def test_another_number_of_stretches_is_refused_for_an_existing_results_file(engine, output):
+    with pytest.raises(UsageError, match=r"holds other measurements \(stretches: 1, 2\)"):
+        measured(engine, output, stretches=2)
 
 
 @pytest.mark.parametrize("change", [{"kernels": "other"}, {"threads": 99}, {"device": "cuda:0"}, {"dtype": "float64"},
