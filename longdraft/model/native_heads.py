@@ -4,7 +4,8 @@
     a = an attention layer of the target's kind (x)         head's own row a before, after `mtp.norm`
     logits = the target's head (norm(a))
 
-It is a head of the layout of EAGLE-1 (longdraft/model/eagle.py) with norms of its own.
+It is a head of the layout of EAGLE-1 (longdraft/model/eagle.py) with norms of its own. The names are those of Hugging
+Face's files; longdraft/model/gguf/tensors.py gives them to those of GGUF files.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ _NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 def load_native_head(folder: Path, target: Transformer) -> Eagle | None:
     """The head in the files of the target; None if they have none. Raises ModelError for one that does not fit."""
     config = target.config
-    if config.hybrid is None or not folder.is_dir():  # a GGUF file names these layers otherwise, and is not read
+    if config.hybrid is None or not folder.exists():  # a model in memory has no files
         return None
     files = TensorFiles(folder)
     present = {name for name in files.names() if name.startswith(DRAFT_LAYERS)}
     if not present:
         return None
-    if any(name.startswith(f"{DRAFT_LAYERS}layers.1.") for name in present):
-        raise ModelError(f"{folder} has several layers for native drafts; supported: one")
+    count = len({name.split(".")[2] for name in present if name.startswith(f"{DRAFT_LAYERS}layers.")})
+    if count > 1:  # the engines that read these models chain them in different ways, and no published model has them
+        raise ModelError(f"{folder} has {count} layers for native drafts; supported: one; use another drafter")
     layer = replace(config, num_layers=1, hybrid=replace(config.hybrid, is_delta=(False,)))
     files.check(_shapes(layer), present, "its config.json")
     kernels = target.kernels
 
     def norm(name: str) -> Tensor:
-        return files.read(f"{DRAFT_LAYERS}{name}.weight").to(kernels.device).float() + 1
+        return files.read(f"{DRAFT_LAYERS}{name}.weight").to(kernels.device).float() + config.norm_offset
 
     embedding_norm, row_norm, last_norm = map(norm, _NORMS)
     weights = EagleWeights(

@@ -16,7 +16,7 @@ class Reader:
     def __init__(self, model: Gguf, prefix: str) -> None:
         self._model, self._prefix = model, prefix
         self.layers = self.whole("block_count")
-        if self.has("nextn_predict_layers"):  # native draft layers, which are not read
+        if self.has("nextn_predict_layers"):  # layers for native drafts, which are the last ones
             self.layers = self.whole("block_count") - int(self.number("nextn_predict_layers"))
 
     def has(self, key: str) -> bool:

@@ -22,13 +22,14 @@ from longdraft.model.gguf.blocks import dequantise, mxfp4_parts, q4_0_parts
 from longdraft.model.gguf.container import Gguf, GgufFile, TensorEntry
 from longdraft.model.gguf.grouped import grouped
 from longdraft.model.gguf.metadata import architecture
+from longdraft.model.hybrid import DRAFT_LAYERS
 from longdraft.model.memory import forget_pages, require_bytes, temporary
 from longdraft.model.tensor_file import Entry
 
 _LAYER = re.compile(r"blk\.(\d+)\.([a-z0-9_]+)\.(weight|bias)")
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 _EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")  # of older files, one by one
-_BLOCK = re.compile(r"blk\.(\d+)\.")
+_BLOCK = re.compile(r"(?:blk|model\.layers)\.(\d+)\.(.+)")
 _BARE = re.compile(r"blk\.(\d+)\.(.+)")
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
             "output.weight": "lm_head.weight", "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
@@ -69,6 +70,10 @@ _DIFFERENT = {
     "qwen3_moe": {"ffn_gate_inp": "mlp.gate"},
     "mixtral": {"ffn_gate_inp": "block_sparse_moe.gate"},
 }
+_DRAFT_PARTS = {  # of layers for native drafts, besides what every layer has
+    "nextn.eh_proj": "fc", "nextn.enorm": "pre_fc_norm_embedding", "nextn.hnorm": "pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "norm",
+}
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # see metadata.py
 
 
@@ -82,11 +87,11 @@ class GgufTensors:
                        } if kind.is_permuted else {}
         different, experts = _DIFFERENT.get(kind.model_type, {}), FAMILIES[kind.model_type].experts
         self._deltas = DeltaOrder.of(model, name) if kind.is_tiled else None
-        first_unread = _first_unread(model, name)
+        first_draft = _first_draft(model, name)
         self._stored: dict[str, TensorEntry] = {}
         for theirs, entry in file.tensors.items():
-            if theirs in _NOT_WEIGHTS or (first_unread and (found := _BLOCK.match(theirs))
-                                          and int(found[1]) >= first_unread):
+            is_draft = first_draft and (found := _BLOCK.match(theirs)) and int(found[1]) >= first_draft
+            if theirs in _NOT_WEIGHTS or (is_draft and different is not _HYBRID):
                 continue
             if experts and (found := _EXPERTS.fullmatch(theirs)) and len(entry.shape) == 2 + (found[3] == "weight"):
                 self._stored |= _one_by_one(found, entry, experts)
@@ -99,6 +104,8 @@ class GgufTensors:
             else:
                 ours = _translated(theirs, different)
                 self._stored[ours] = entry._replace(shape=_shape_of(ours, entry.shape))
+        if first_draft:
+            self._stored = {_draft_name(ours, first_draft): entry for ours, entry in self._stored.items()}
         self.entries = {ours: Entry(entry.type.name, entry.shape, entry.start, entry.stop)
                         for ours, entry in self._stored.items()}
 
@@ -218,7 +225,21 @@ class DeltaOrder(NamedTuple):
         return self._heads(self.value_dim) if name.endswith("linear_attn.out_proj.weight") else None
 
 
-def _first_unread(model: Gguf, name: str) -> int:
+def _draft_name(name: str, first: int) -> str:
+    """The name of a tensor as Hugging Face's files have it: layers for native drafts are counted apart. first: the
+    number of the first one here."""
+    found = _BLOCK.match(name)
+    if not found or int(found[1]) < first:
+        return name
+    layer, part = f"layers.{int(found[1]) - first}.", found[2]
+    stem = part.removesuffix(".weight")
+    if stem in _DRAFT_PARTS:  # one of each for all such layers
+        part = f"{_DRAFT_PARTS[stem]}.weight"
+        layer = "" if layer == "layers.0." else layer
+    return f"{DRAFT_LAYERS}{layer}{part}"
+
+
+def _first_draft(model: Gguf, name: str) -> int:
     """The first layer for native drafts, which are the last ones; 0: there are none."""
     layers, drafts = (model.values.get(f"{name}.{key}") for key in ("block_count", "nextn_predict_layers"))
     return layers - drafts if isinstance(layers, int) and isinstance(drafts, int) and 0 < drafts < layers else 0
