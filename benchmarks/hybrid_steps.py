@@ -1,4 +1,4 @@
-"""Time forwards of random hybrids and mixtures of experts: in one compiled call, and operation by operation.
+"""Time forwards of random hybrids, mixtures of experts and Gemmas: in one compiled call, and operation by operation.
 
     python benchmarks/hybrid_steps.py --threads 2 --quantize none
     python benchmarks/hybrid_steps.py --threads 2 --quantize int4 --shape qwen3-30b-a3b --layers 24
@@ -15,22 +15,27 @@ import argparse
 import copy
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from longdraft import kernels, machine
-from longdraft.kernels import Geometry, Linear, _cpu
+from longdraft.kernels import Linear, _cpu
 from longdraft.kernels.cpu import CpuKernels
 from longdraft.kernels.cpu_store import CpuLinear
-from longdraft.kernels.delta import DeltaWeights
-from longdraft.kernels.interface import LayerWeights
 from longdraft.kernels.layer import LayerwiseDecoder
-from longdraft.kernels.weights import Experts, Mlp
+from longdraft.model.checkpoint import Loader
 from longdraft.model.config import ModelConfig, parse_config
-from longdraft.model.transformer import ModelWeights, Transformer, chain_rows
+from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.tensor_names import StackedLinear, expected_shapes
+from longdraft.model.transformer import Transformer, chain_rows
 
 ROWS = (1, 2, 4, 8, 16)
-SHAPES = {
+_GEMMA4 = dict(model_type="gemma4_text", vocab_size=262144, head_dim=256, global_head_dim=512, sliding_window=1024,
+               final_logit_softcapping=30.0, tie_word_embeddings=True, hidden_size_per_layer_input=0)
+SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.5-0.8b": dict(
         model_type="qwen3_5_text", vocab_size=151936, hidden_size=1024, intermediate_size=3584, num_hidden_layers=24,
         num_attention_heads=8, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16,
@@ -45,6 +50,17 @@ SHAPES = {
         linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, num_experts=256,
         num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
         tie_word_embeddings=False),
+    "gemma-4-31b": _GEMMA4 | dict(
+        hidden_size=5376, intermediate_size=21504, num_hidden_layers=60, num_attention_heads=32,
+        num_key_value_heads=16, num_global_key_value_heads=4, attention_k_eq_v=True),
+    "gemma-4-26b-a4b": _GEMMA4 | dict(
+        hidden_size=2816, intermediate_size=2112, num_hidden_layers=30, num_attention_heads=16, num_key_value_heads=8,
+        num_global_key_value_heads=2, attention_k_eq_v=True, enable_moe_block=True, num_experts=128, top_k_experts=8,
+        moe_intermediate_size=704),
+    "gemma-4-e2b": _GEMMA4 | dict(
+        hidden_size=1536, intermediate_size=6144, num_hidden_layers=35, num_attention_heads=8, num_key_value_heads=1,
+        sliding_window=512, sliding_window_pattern=5, hidden_size_per_layer_input=256, num_kv_shared_layers=20,
+        use_double_wide_mlp=True),
 }
 
 
@@ -53,68 +69,57 @@ class RandomMatrices:
 
     def __init__(self, ops: CpuKernels, quantize: str) -> None:
         self._ops, self._quantize = ops, quantize
-        self._patterns: dict[tuple[int, int, str], CpuLinear] = {}
+        self._patterns: dict[tuple[int, int, bool, str], CpuLinear] = {}
 
-    def __call__(self, rows: int, columns: int, quantize: str | None = None) -> Linear:
+    def __call__(self, rows: int, columns: int, has_bias: bool = False, quantize: str | None = None) -> Linear:
         quantize = self._quantize if quantize is None else quantize
         if quantize == "none":
-            return self._packed(rows, columns, quantize)
-        key = (rows, columns, quantize)
+            return self._packed(rows, columns, has_bias, quantize)
+        key = (rows, columns, has_bias, quantize)
         if key not in self._patterns:
-            self._patterns[key] = self._packed(rows, columns, quantize)
-        new = self._ops.new_linear(quantize, rows, columns, False)
+            self._patterns[key] = self._packed(rows, columns, has_bias, quantize)
+        new = self._ops.new_linear(quantize, rows, columns, has_bias)
         for part, pattern in zip(new.memory(), self._patterns[key].memory(), strict=True):
             part[:] = pattern
         return new
 
-    def _packed(self, rows: int, columns: int, quantize: str) -> CpuLinear:
-        return self._ops.pack(torch.empty(rows, columns, dtype=torch.bfloat16).normal_(0, 0.02), quantize=quantize)
+    def _packed(self, rows: int, columns: int, has_bias: bool, quantize: str) -> CpuLinear:
+        weight = torch.empty(rows, columns, dtype=torch.bfloat16).normal_(0, 0.02)
+        return self._ops.pack(weight, torch.zeros(rows) if has_bias else None, quantize=quantize)
 
 
-def random_model(ops: CpuKernels, config: ModelConfig, quantize: str) -> Transformer:
-    """Random matrices, and norms of 1."""
-    hidden, linear = config.hidden_size, RandomMatrices(ops, quantize)
+class RandomFiles:
+    """What is read of a checkpoint besides its matrices: norms and factors of 1, other numbers at random."""
 
-    def mlp(inner: int) -> Mlp:
-        return Mlp(linear(2 * inner, hidden), linear(hidden, inner))
+    def __init__(self, config: ModelConfig) -> None:
+        self._shapes = expected_shapes(config)
 
-    def mixture() -> Experts | None:
-        if (form := config.experts) is None:
-            return None
-        shared = (mlp(form.shared), linear(1, hidden, "none")) if form.shared else (None, None)
-        router, mlps = linear(form.count, hidden, "none"), tuple(mlp(form.size) for _ in range(form.count))
-        return Experts(router, mlps, form.chosen, form.normalises, form.rounds, form.clamp, *shared)
+    def read(self, name: str) -> Tensor:
+        is_factor = any(part in name for part in ("norm", "scale", "scalar"))
+        return torch.ones(self._shapes[name]) if is_factor else torch.randn(self._shapes[name]) * 0.1
 
-    def layer(index: int) -> LayerWeights:
-        float_norms = torch.float32 if config.float_norms else ops.dtype
-        norm, head_norm = (torch.ones(size, dtype=float_norms) for size in (hidden, config.head_dim))
-        experts = mixture()
-        dense = (None, None) if experts else mlp(config.intermediate_size)
-        if not config.is_delta(index):
-            heads, is_gated = config.num_heads, config.hybrid is not None
-            rows = ((2 if is_gated else 1) * heads + 2 * config.num_kv_heads) * config.head_dim
-            return LayerWeights(norm, linear(rows, hidden), linear(hidden, heads * config.head_dim), norm, *dense,
-                                q_norm=head_norm, k_norm=head_norm, is_gated=is_gated, experts=experts)
-        assert config.hybrid is not None
-        shape = config.hybrid.shape
-        heads = shape.value_heads
-        delta = DeltaWeights(shape, torch.randn(shape.width, shape.channels) * 0.1, -torch.rand(heads),
-                             torch.randn(heads), torch.ones(shape.value_dim), 1e-6)
-        return LayerWeights(norm, linear(shape.channels + shape.values, hidden), linear(hidden, shape.values), norm,
-                            *dense, delta=delta, gates=linear(2 * heads, hidden, "none"), experts=experts)
+    def stack(self, names: Sequence[str], dtype: torch.dtype | None) -> Tensor:
+        return torch.cat([self.read(name) for name in names]).to(dtype)
 
-    torch.manual_seed(0)
-    tables = "int8" if quantize == "int4" else quantize
-    table = linear(config.vocab_size, hidden, tables)
-    head = table if config.is_tied else linear(config.vocab_size, hidden, tables)
-    layers = tuple(layer(index) for index in range(config.num_layers))
-    return Transformer(config, ModelWeights(table, layers, torch.ones_like(layers[0].mlp_norm), head, quantize), ops)
+
+class RandomLoader(Loader):
+    """Builds a model of any family with random matrices."""
+
+    def __init__(self, config: ModelConfig, ops: CpuKernels, quantize: str) -> None:
+        super().__init__(cast(TensorFiles, RandomFiles(config)), config, ops, quantize, None)
+        self._matrices = RandomMatrices(ops, quantize)
+
+    def _linear(self, layer: str, stacked: StackedLinear, order: Tensor | None = None) -> Linear:
+        return self._matrices(sum(sum(rows) for _, rows in stacked.parts), stacked.columns, stacked.has_bias)
+
+    def _table(self, name: str, shape: tuple[int, int] | None = None) -> Linear:
+        rows, columns = shape or (self._config.vocab_size, self._config.hidden_size)
+        return self._matrices(rows, columns, quantize="int8" if self._quantize == "int4" else self._quantize)
 
 
 def operation_by_operation(model: Transformer) -> Transformer:
-    config, other = model.config, copy.copy(model)
-    other._decoder = LayerwiseDecoder(model.kernels, model.weights.layers, Geometry(
-        config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, rounds_once=config.rounds_once))
+    other = copy.copy(model)
+    other._decoder = LayerwiseDecoder(model.kernels, model.weights.layers, model.geometry)
     return other
 
 
@@ -131,15 +136,18 @@ def bytes_of(model: Transformer, rows: int, behind: int) -> int:
     return read
 
 
-def timed(model: Transformer, rows: int, behind: int, repeats: int) -> list[float]:
-    """Milliseconds of forwards of `rows` rows behind random keys, each of other tokens."""
-    cache, found = model.random_cache(behind, 64), []
+def timed(models: Sequence[Transformer], rows: int, behind: int, repeats: int,
+          clock: Callable[[], float]) -> list[list[float]]:
+    """Milliseconds of forwards of `rows` rows behind random keys, each of other tokens. The models take turns."""
+    cache = models[0].random_cache(behind, 64)
+    found: list[list[float]] = [[] for _ in models]
     for _ in range(repeats):
-        tokens = torch.randint(model.config.vocab_size, (rows,)).tolist()
-        start = time.perf_counter()
-        _ = model.forward(chain_rows(tokens, behind), cache, rows).logits
-        found.append((time.perf_counter() - start) * 1e3)
-        cache.commit([])
+        tokens = torch.randint(models[0].config.vocab_size, (rows,)).tolist()
+        for model, times in zip(models, found, strict=True):
+            start = clock()
+            _ = model.forward(chain_rows(tokens, behind), cache, rows).logits
+            times.append((clock() - start) * 1e3)
+            cache.commit([])
     return found
 
 
@@ -151,6 +159,7 @@ def main() -> None:
     parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none")
     parser.add_argument("--behind", type=int, default=1024, help="positions in the KV cache; default: 1024")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU time, for a machine that others use")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     _cpu.set_threads(given.threads)
@@ -158,16 +167,20 @@ def main() -> None:
     if not isinstance(ops, CpuKernels):
         parser.error("the compiled kernels are missing")
     shape = SHAPES[given.shape]
-    fused = random_model(ops, parse_config(shape | {"num_hidden_layers": given.layers or shape["num_hidden_layers"]}),
-                         given.quantize)
+    config = parse_config(shape | {"num_hidden_layers": given.layers or shape["num_hidden_layers"]})
+    torch.manual_seed(0)
+    fused = RandomLoader(config, ops, given.quantize).transformer()
     rate = machine.read_bandwidth(1 << 30)
     floors = {rows: bytes_of(fused, rows, given.behind) / rate * 1e3 for rows in ROWS}
     print(f"{rate / 1e9:.1f} GB/s; one row reads {rate * floors[1] / 1e12:.2f} GB, floor {floors[1]:.1f} ms")
+    clock = time.process_time if given.cpu_time else time.perf_counter
     for rows in ROWS:
-        for name, model in (("one call", fused), ("operations", operation_by_operation(fused))):
-            median = statistics.median(timed(model, rows, given.behind, given.repeats))
+        found = timed((fused, operation_by_operation(fused)), rows, given.behind, given.repeats, clock)
+        for name, median in zip(("one call", "operations"), map(statistics.median, found), strict=True):
             print(f"{rows} rows, {name}: {median:.1f} ms, {median / floors[1]:.2f} of the floor of one row, "
                   f"{median / floors[rows]:.2f} of theirs", flush=True)
+        ratio = statistics.median(slow / fast for fast, slow in zip(*found, strict=True))
+        print(f"{rows} rows: operation by operation takes {ratio:.2f} times as long, the median of turns", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ namespace {
 
 // Memory for one row's way through the model.
 struct RowBuffers {
-    std::vector<char> x, normed, q, k, v, content, attended, mixed;
+    std::vector<char> x, normed, q, k, v, content, attended, mixed, given, looked_up;
     std::vector<float> lse, logits, gates;
 
-    RowBuffers(const Decoder& d, long hidden, long vocabulary, long size)
+    RowBuffers(const Decoder& d, long hidden, long vocabulary, long inputs, long size)
         : x(bytes(hidden * size)), normed(bytes(hidden * size)), q(layers(d, d.heads * d.dim * size)),
           k(layers(d, d.kv_heads * d.dim * size)), v(k.size()), content(q.size()), attended(q.size()),
-          lse(layers(d, d.heads)), logits(static_cast<size_t>(vocabulary)) {
+          given(bytes(inputs * size)), looked_up(given.size()), lse(layers(d, d.heads)),
+          logits(static_cast<size_t>(vocabulary)) {
         for (const Layer& layer : d.layers)
             if (layer.gates) {
                 mixed.resize(std::max(mixed.size(), bytes(layer.qkv->n * size)));
@@ -34,6 +35,21 @@ struct RowBuffers {
     static size_t layers(const Decoder& d, long each) { return d.layers.size() * static_cast<size_t>(each); }
 };
 
+// Fill row.given, from row.x.
+void look_up_inputs(const Kernels& kernels, const Decoder& d, const LayerInputs& inputs, bool bf16, int64_t token,
+                    RowBuffers& row) {
+    if (!inputs.projection) return;
+    const long all = inputs.width(), count = static_cast<long>(d.layers.size());
+    void *given = row.given.data(), *looked_up = row.looked_up.data();
+    kernels.linear(*inputs.projection, row.x.data(), 1, given, false);
+    kernels.scale(bf16, given, all, inputs.of_projection);
+    norm(kernels, d, bf16, given, inputs.norm, count, all / count, given);
+    kernels.embed(*inputs.table, &token, 1, looked_up);
+    kernels.scale(bf16, looked_up, all, inputs.of_table);
+    kernels.add(bf16, given, looked_up, all, given);
+    kernels.scale(bf16, given, all, inputs.of_sum);
+}
+
 }  // namespace
 
 double ChainEnd::rate(double lead) const {
@@ -46,7 +62,7 @@ std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const
     const Decoder& d = *model.decoder;
     const bool bf16 = model.head->is_bf16;
     const long size = bf16 ? 2 : 4, hidden = model.embedding->k, kv_width = d.kv_heads * d.dim;
-    RowBuffers row(d, hidden, model.head->n, size);
+    RowBuffers row(d, hidden, model.head->n, model.inputs.width(), size);
     const int32_t parent = -1;
     std::vector<Ranked> places;
     double reached = 1;  // probability that all tokens so far become text
@@ -55,9 +71,11 @@ std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const
         const long length = cache.length + i, half = d.num_ropes * d.dim / 2;
         kernels.embed(*model.embedding, &token, 1, row.x.data());
         if (model.embedding_factor != 1.0f) kernels.scale(bf16, row.x.data(), hidden, model.embedding_factor);
+        look_up_inputs(kernels, d, model.inputs, bf16, token, row);
         forward(kernels, d, {1, cos + i * half, sin + i * half, &parent, row.x.data(), row.q.data(), row.k.data(),
-                             row.v.data(), row.content.data(), row.attended.data(), row.lse.data()},
-                {{cache.stores, length, 1, cache.remainder, {}, row.deltas(cache.deltas, i)}});
+                             row.v.data(), row.content.data(), row.attended.data(), row.lse.data(), row.given.data(),
+                             model.inputs.width()},
+                {{cache.stores, length, 1, cache.remainders, {}, row.deltas(cache.deltas, i)}});
         for (size_t layer = 0; layer < cache.stores.size(); layer++) {
             Store& store = *cache.stores[layer];
             const long skipped = static_cast<long>(layer) * kv_width * size;

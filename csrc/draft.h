@@ -10,6 +10,15 @@
 
 namespace longdraft {
 
+// Inputs of the layers besides x, of a token with the embedding x (longdraft/kernels/layer_inputs.py).
+struct LayerInputs {
+    const Linear *table, *projection;  // [V, layers * width], [layers * width, hidden]; null: there are none
+    const void* norm;                  // [width]
+    float of_projection, of_table, of_sum;  // factors
+
+    long width() const { return projection ? projection->n : 0; }  // of all layers
+};
+
 // What a row passes through before and after the layers.
 struct DraftModel {
     const Decoder* decoder;
@@ -19,6 +28,7 @@ struct DraftModel {
     float embedding_factor, logits_divisor;
     float logits_cap;  // logits are cap * tanh(logit / cap); 0: as they are
     const PartOfVocabulary* part;  // the tokens of the head's rows; null: the whole vocabulary
+    LayerInputs inputs;
 };
 
 // The state of a delta layer that the chain continues. Its rows write the states behind them to the other two in turn:
@@ -32,7 +42,7 @@ struct ChainStates {
 struct DraftCache {
     std::vector<Store*> stores;
     long length;
-    const float* remainder;  // [layers, heads, dim + 1, dim + 1] or null, as for TextRows
+    std::vector<const float*> remainders;  // as for TextKV
     std::vector<ChainStates> deltas;  // one for each delta layer
 };
 

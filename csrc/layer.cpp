@@ -7,17 +7,18 @@
 namespace longdraft {
 namespace {
 
-// A rotation of the forward: cos and sin times a factor, or no rotation (cos 1, sin 0) times that factor.
+// A rotation of the forward for a layer: cos and sin times a factor, or no rotation (cos 1, sin 0) times that factor.
 struct Rotation {
     std::vector<float> held;
     const float *cos, *sin;
 
-    Rotation(const DecoderRows& r, const Decoder& d, long rope, bool rotates, float by) : cos(r.cos), sin(r.sin) {
-        if (rotates && by == 1.0f && d.num_ropes == 1) return;
-        const long half = d.dim / 2, count = r.rows * half;
+    Rotation(const DecoderRows& r, const Decoder& d, const Layer& l, long rope, float by) : cos(r.cos), sin(r.sin) {
+        const bool rotates = l.rotates;
+        if (rotates && by == 1.0f && d.num_ropes == 1 && l.dim == d.dim) return;
+        const long half = l.dim / 2, count = r.rows * half;
         held.assign(static_cast<size_t>(2 * count), 0.0f);
         for (long i = 0; i < count; i++) {
-            const long from = (i / half * d.num_ropes + rope) * half + i % half;
+            const long from = (i / half * d.num_ropes + rope) * (d.dim / 2) + i % half;
             held[static_cast<size_t>(i)] = rotates ? r.cos[from] * by : by;
             if (rotates) held[static_cast<size_t>(count + i)] = r.sin[from] * by;
         }
@@ -33,27 +34,44 @@ void gather(const char* from, long rows, long wide, long first, long width, long
                     static_cast<size_t>(width * size));
 }
 
-// Split qkv into r.content, r.q, r.k and r.v. `buffer` has room for the keys of all rows.
+// Move rows [rows, heads, dim] apart, in place, to [rows, wide_heads, wide_dim] with zeros between them.
+void spread(void* data, long rows, long heads, long dim, long wide_heads, long wide_dim, long size) {
+    if (heads == wide_heads && dim == wide_dim) return;
+    auto* at = static_cast<char*>(data);
+    for (long i = rows * wide_heads - 1; i >= 0; i--) {  // backwards: no row is overwritten before it is moved
+        const long row = i / wide_heads, head = i % wide_heads, count = head < heads ? dim : 0;
+        std::memmove(at + i * wide_dim * size, at + (row * heads + std::min(head, heads - 1)) * dim * size,
+                     static_cast<size_t>(count * size));
+        std::memset(at + (i * wide_dim + count) * size, 0, static_cast<size_t>((wide_dim - count) * size));
+    }
+}
+
+// Split qkv into r.content, r.q and, unless the layer reads those of another one, r.k and r.v, of which the last two have
+// the strides of the decoder's largest heads. `buffer` has room for the keys of all rows.
 void split_qkv(const Kernels& kernels, const Decoder& d, const Layer& l, const DecoderRows& r, bool bf16,
                const char* qkv, char* buffer) {
-    const long q_width = d.heads * d.dim, kv_width = d.kv_heads * d.dim, wide = l.qkv->n;
+    const long q_width = d.heads * l.dim, kv_width = l.kv_heads * l.dim, wide = l.qkv->n;
     const long size = bf16 ? 2 : 4, rows = r.rows;
-    gather(qkv, rows, wide, 0, q_width, size, r.content);
-    gather(qkv, rows, wide, q_width + kv_width, kv_width, size, r.v);
-    Rows keys = {const_cast<char*>(qkv) + q_width * size, wide, d.dim};
     auto norm_heads = [&](void* x, const void* weight, long width) {
-        const long unit = l.norms_heads ? d.dim : width;
+        const long unit = l.norms_heads ? l.dim : width;
         norm(kernels, d, bf16, x, weight, rows * (width / unit), unit, x);
     };
+    gather(qkv, rows, wide, 0, q_width, size, r.content);
     if (l.q_norm) norm_heads(r.content, l.q_norm, q_width);
+    const Rotation of_queries(r, d, l, l.query_rope, l.query_factor);
+    kernels.rope(bf16, {r.content, q_width, l.dim}, of_queries.cos, of_queries.sin, rows, d.heads, l.dim, r.q);
+    if (l.source >= 0) return;
+    gather(qkv, rows, wide, q_width + kv_width, kv_width, size, r.v);
+    if (l.v_norm) norm(kernels, d, bf16, r.v, l.v_norm, rows * l.kv_heads, l.dim, r.v);
+    Rows keys = {const_cast<char*>(qkv) + q_width * size, wide, l.dim};
     if (l.k_norm) {
         gather(qkv, rows, wide, q_width, kv_width, size, buffer);
         norm_heads(buffer, l.k_norm, kv_width);
-        keys = {buffer, kv_width, d.dim};
+        keys = {buffer, kv_width, l.dim};
     }
-    const Rotation of_queries(r, d, l.query_rope, l.rotates, d.query_factor), of_keys(r, d, l.key_rope, l.rotates, 1.0f);
-    kernels.rope(bf16, {r.content, q_width, d.dim}, of_queries.cos, of_queries.sin, rows, d.heads, d.dim, r.q);
-    kernels.rope(bf16, keys, of_keys.cos, of_keys.sin, rows, d.kv_heads, d.dim, r.k);
+    const Rotation of_keys(r, d, l, l.key_rope, 1.0f);
+    kernels.rope(bf16, keys, of_keys.cos, of_keys.sin, rows, l.kv_heads, l.dim, r.k);
+    for (void* x : {r.k, r.v}) spread(x, rows, l.kv_heads, l.dim, d.kv_heads, d.dim, size);
 }
 
 // Sinks as a remainder [rows, heads, dim + 1]: outputs of 0 with their scores as log-sum-exps.
@@ -63,31 +81,33 @@ void write_sinks(const float* sinks, long rows, long heads, long dim, float* rem
 }
 
 // Attention of each text's rows over the text's own store of this layer.
-//   place  of the layer among those with attention
+//   place  of the store among those of all layers
 void attend_texts(const Kernels& kernels, const Decoder& d, const Layer& l, size_t place, const DecoderRows& r,
                   const std::vector<TextKV>& texts) {
     const bool bf16 = texts[0].stores[place]->is_bf16;
-    const long size = bf16 ? 2 : 4, q_width = d.heads * d.dim, kv_width = d.kv_heads * d.dim;
-    const long map = d.heads * (d.dim + 1) * (d.dim + 1);
+    const long size = bf16 ? 2 : 4, q_width = d.heads * l.dim, kv_width = d.kv_heads * d.dim;
+    auto map_of = [&](const TextKV& text) {
+        return text.remainders.empty() || l.source >= 0 ? nullptr : text.remainders[place];
+    };
     auto at = [size](void* rows, long row, long width) { return static_cast<char*>(rows) + row * width * size; };
     float* remainders = nullptr;
-    if (l.sinks || std::any_of(texts.begin(), texts.end(), [](const TextKV& text) { return text.remainder != nullptr; }))
+    if (l.sinks || std::any_of(texts.begin(), texts.end(), map_of))
         remainders =
-            static_cast<float*>(workspace<4>(static_cast<size_t>(r.rows * d.heads * (d.dim + 1)) * sizeof(float)));
+            static_cast<float*>(workspace<4>(static_cast<size_t>(r.rows * d.heads * (l.dim + 1)) * sizeof(float)));
     std::vector<Attention> attentions;
     long row = 0;
     for (const TextKV& text : texts) {
         Store& store = *text.stores[place];
         store.prepare(text.length, text.rows);
-        float* remainder = text.remainder || l.sinks ? remainders + row * d.heads * (d.dim + 1) : nullptr;
-        if (text.remainder)  // that of drafts contains the sinks: it is part of the full attention
-            kernels.map_remainder(bf16, at(r.content, row, q_width), text.remainder + static_cast<long>(place) * map,
-                                  text.rows, d.heads, d.dim, remainder);
+        const float* map = map_of(text);
+        float* remainder = map || l.sinks ? remainders + row * d.heads * (l.dim + 1) : nullptr;
+        if (map)  // that of drafts contains the sinks: it is part of the full attention
+            kernels.map_remainder(bf16, at(r.content, row, q_width), map, text.rows, d.heads, l.dim, remainder);
         else if (l.sinks)
-            write_sinks(l.sinks, text.rows, d.heads, d.dim, remainder);
+            write_sinks(l.sinks, text.rows, d.heads, l.dim, remainder);
         attentions.push_back({&store, text.length, text.rows, d.heads, at(r.q, row, q_width),
                          {at(r.k, row, kv_width), kv_width, d.dim}, {at(r.v, row, kv_width), kv_width, d.dim},
-                         r.parent + row, 1.0f / std::sqrt(static_cast<float>(d.dim)), l.window, remainder,
+                         r.parent + row, 1.0f / std::sqrt(static_cast<float>(l.dim)), l.window, remainder,
                          at(r.attended, row, q_width), r.lse + row * d.heads});
         row += text.rows;
     }
@@ -111,13 +131,35 @@ void apply_delta(const Kernels& kernels, const Layer& l, size_t place, const Dec
     kernels.delta(bf16, l.delta, rows.data(), static_cast<long>(rows.size()));
 }
 
+// The rows that leave a layer, in place. `memory`: three pieces, `step` bytes apart, for [rows, hidden] and twice the width.
+void end_layer(const Kernels& kernels, const Decoder& d, const Layer& l, const void* given, const DecoderRows& r, bool bf16,
+               char* memory, long step) {
+    const long size = bf16 ? 2 : 4, hidden = l.out->n;
+    if (l.extra.gate) {
+        const long width = l.extra.gate->n;
+        char *first = memory, *second = first + step, *third = second + step;
+        kernels.linear(*l.extra.gate, r.x, r.rows, first, false);
+        for (long i = 0; i < r.rows; i++) {
+            std::memcpy(second + 2 * i * width * size, first + i * width * size, static_cast<size_t>(width * size));
+            std::memcpy(second + (2 * i + 1) * width * size, static_cast<const char*>(given) + i * r.given_stride * size,
+                        static_cast<size_t>(width * size));
+        }
+        kernels.geglu(bf16, second, r.rows, width, third);
+        kernels.linear(*l.extra.out, third, r.rows, first, false);
+        norm(kernels, d, bf16, first, l.extra.norm, r.rows, hidden, first);
+        kernels.add(bf16, r.x, first, r.rows * hidden, r.x);
+    }
+    if (l.scalar != 1.0f) kernels.scale(bf16, r.x, r.rows * hidden, l.scalar);
+}
+
 // One layer, x in place. The pointers of `r` point to the results of this layer.
-//   place  of the layer among those of its kind: with attention, or with a state
-void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, size_t place, const DecoderRows& r, bool bf16,
-                   const std::vector<TextKV>& texts) {
+//   place  of its store among those of all layers, or of its state
+//   given  the layer's input besides x, of the first row
+void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, size_t place, const void* given,
+                   const DecoderRows& r, bool bf16, const std::vector<TextKV>& texts) {
     const long size = bf16 ? 2 : 4, rows = r.rows, hidden = l.out->n;
-    const long inner = l.mixture ? 0 : l.mlp.down->k;
-    const long widest = std::max({hidden, l.qkv->n, l.out->k, 2 * inner, l.gates ? l.gates->n * 4 / size : 0});
+    const long inner = l.mlp.down ? l.mlp.down->k : 0, extra = l.extra.gate ? l.extra.gate->n : 0;
+    const long widest = std::max({hidden, l.qkv->n, l.out->k, 2 * inner, 2 * extra, l.gates ? l.gates->n * 4 / size : 0});
     const long step = round_up(rows * widest * size, 64);
     char* first = static_cast<char*>(workspace<2>(static_cast<size_t>(3 * step)));
     char *second = first + step, *third = second + step;
@@ -143,7 +185,7 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, siz
         attend_texts(kernels, d, l, place, r, texts);
         output = r.attended;
         if (l.is_gated) {
-            const long width = d.heads * d.dim;
+            const long width = d.heads * l.dim;
             kernels.gate(bf16, r.attended, second + (l.qkv->n - width) * size, l.qkv->n, rows, width, third);
             output = third;
         }
@@ -151,14 +193,25 @@ void layer_forward(const Kernels& kernels, const Decoder& d, const Layer& l, siz
     kernels.linear(*l.out, output, rows, second, false);
     add_residual(d.post_norm ? l.attention_norm : l.attention_post_norm);
     source = input(l.mlp_norm);
-    if (l.mixture) {
-        mixture_forward(kernels, *l.mixture, bf16, source, rows, second);
+    if (l.mixture && !l.beside) {
+        mixture_forward(kernels, *l.mixture, bf16, source, source, rows, second);
     } else {
         kernels.linear(*l.mlp.gate_up, source, rows, second, false);
         (d.has_gelu ? kernels.geglu : kernels.swiglu)(bf16, second, rows, inner, third);
         kernels.linear(*l.mlp.down, third, rows, second, false);
     }
+    if (l.beside) {
+        norm(kernels, d, bf16, second, l.beside->mlp_post, rows, hidden, second);
+        norm(kernels, d, bf16, r.x, l.beside->experts, rows, hidden, first);
+        norm(kernels, d, bf16, r.x, l.beside->router, rows, hidden, third);
+        mixture_forward(kernels, *l.mixture, bf16, first, third, rows, third);
+        norm(kernels, d, bf16, third, l.beside->experts_post, rows, hidden, third);
+        kernels.add(bf16, second, third, rows * hidden, second);
+    }
     add_residual(d.post_norm ? l.mlp_norm : l.mlp_post_norm);
+    end_layer(kernels, d, l, given, r, bf16, first, step);
+    if (l.has_store())
+        for (void* x : {r.q, r.content, r.attended}) spread(x, rows, d.heads, l.dim, d.heads, d.dim, size);
 }
 
 // Copy the rows that enter a layer to where their texts want them.
@@ -182,24 +235,35 @@ void norm(const Kernels& kernels, const Decoder& d, bool bf16, const void* x, co
 }
 
 void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, const std::vector<TextKV>& texts) {
-    DecoderRows r = rows;
     const bool bf16 = texts[0].stores[0]->is_bf16;
-    const long size = bf16 ? 2 : 4, q_bytes = r.rows * d.heads * d.dim * size, kv_bytes = r.rows * d.kv_heads * d.dim * size;
-    auto skip = [](void*& at, long bytes) { at = static_cast<char*>(at) + bytes; };
-    size_t num_attentions = 0, num_deltas = 0;
+    const long size = bf16 ? 2 : 4, lse_count = rows.rows * d.heads;
+    const long q_bytes = lse_count * d.dim * size, kv_bytes = rows.rows * d.kv_heads * d.dim * size;
+    // Queries, content, outputs and log-sum-exps of layers without a store, which no drafter reads.
+    const bool are_shared = d.num_stores() + d.num_deltas() < d.layers.size();
+    void* const unused = are_shared ? workspace<9>(static_cast<size_t>(3 * q_bytes + lse_count * 4)) : nullptr;
+    auto skip = [](void* at, long bytes) { return static_cast<char*>(at) + bytes; };
+    long num_stores = 0, num_deltas = 0;
     for (size_t i = 0; i < d.layers.size(); i++) {
         const Layer& l = d.layers[i];
+        const long place = l.gates ? num_deltas++ : l.source >= 0 ? l.source : num_stores++;
+        DecoderRows r = rows;
+        if (l.source >= 0) {
+            r.q = unused;
+            r.content = skip(r.q, q_bytes);
+            r.attended = skip(r.content, q_bytes);
+            r.lse = reinterpret_cast<float*>(skip(r.attended, q_bytes));
+        } else if (!l.gates) {
+            for (void** x : {&r.q, &r.content, &r.attended}) *x = skip(*x, place * q_bytes);
+            r.lse += place * lse_count;
+        }
+        if (!l.gates)
+            for (void** x : {&r.k, &r.v}) *x = skip(*x, place * kv_bytes);
+        const long width = l.extra.gate ? l.extra.gate->n : 0;
         tap(d, i, r, texts);
-        layer_forward(kernels, d, l, l.gates ? num_deltas++ : num_attentions++, r, bf16, texts);
-        if (l.gates) continue;
-        skip(r.q, q_bytes);
-        skip(r.content, q_bytes);
-        skip(r.attended, q_bytes);
-        skip(r.k, kv_bytes);
-        skip(r.v, kv_bytes);
-        r.lse += r.rows * d.heads;
+        layer_forward(kernels, d, l, static_cast<size_t>(place),
+                      static_cast<const char*>(r.given) + static_cast<long>(i) * width * size, r, bf16, texts);
     }
-    tap(d, d.layers.size(), r, texts);
+    tap(d, d.layers.size(), rows, texts);
 }
 
 }  // namespace longdraft

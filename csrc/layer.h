@@ -10,6 +10,18 @@
 
 namespace longdraft {
 
+// An input of a layer besides its rows x, which get  norm(out (gelu(gate x) * input))  at the layer's end.
+struct ExtraInput {
+    const Linear *gate, *out;  // [width, hidden], [hidden, width]; null: there is none
+    const void* norm;
+};
+
+// Norms of a layer with experts beside its MLP: of the MLP's outputs, of the inputs of experts and router, of the experts'
+// outputs.
+struct BesideNorms {
+    const void *mlp_post, *experts, *router, *experts_post;
+};
+
 struct Layer {
     const void* attention_norm;
     const Linear* qkv;  // q, k, v stacked
@@ -25,16 +37,25 @@ struct Layer {
     const Linear* gates;          // of a delta layer: b and a stacked, and qkv is q, k, v, z; null: a layer with attention
     DeltaLayer delta;
     const float* sinks = nullptr;    // [heads]: scores of a key whose value is 0, which every row of a head sees, or null
-    Mlp mlp = {};                    // or, in its place,
+    long kv_heads = 0, dim = 0;      // of this layer
+    float query_factor = 1.0f;       // multiplies queries, with their rotation
+    const void* v_norm = nullptr;    // applied to each head's values, or null
+    long source = -1;                // the layer, among those with a store, whose keys and values this one reads; -1: its own
+    float scalar = 1.0f;             // multiplies the rows that leave the layer
+    Mlp mlp = {};                    // or, in its place or beside it,
     std::optional<Mixture> mixture = {};
+    std::optional<BesideNorms> beside = {};
+    ExtraInput extra = {};
+
+    bool has_store() const { return !gates && source < 0; }
 };
 
 struct Decoder {
-    long heads, kv_heads, dim;
+    long heads, kv_heads, dim;  // the last two: the largest of all layers
     float eps;
     bool post_norm;    // norms are applied to the outputs of attention and MLP, not to their inputs
     bool rounds_once;  // a norm rounds only after its weight, not before it too
-    float query_factor, residual_factor;  // multiply queries (with their rotation); the outputs of attention and MLP
+    float residual_factor;  // multiplies the outputs of attention and MLP
     bool has_gelu;     // in the MLP, instead of SiLU
     long num_ropes;    // rotations of a forward
     bool float_norms;  // weights of norms are float32, whatever the rows are
@@ -43,10 +64,19 @@ struct Decoder {
     size_t num_deltas() const {
         return static_cast<size_t>(std::count_if(layers.begin(), layers.end(), [](const Layer& l) { return l.gates; }));
     }
-    // Whether there is a store for each layer with attention, a state for each delta layer, and an MLP or experts for all.
-    bool fits(size_t stores, size_t states) const {
-        return states == num_deltas() && stores + states == layers.size() &&
-               std::all_of(layers.begin(), layers.end(), [](const Layer& l) { return l.mixture || l.mlp.down; });
+    size_t num_stores() const {
+        return static_cast<size_t>(std::count_if(layers.begin(), layers.end(), [](const Layer& l) { return l.has_store(); }));
+    }
+    // Whether there is a store for each layer with keys and values of its own, of its shape, a state for each delta layer,
+    // and an MLP or experts for all.
+    bool fits(const std::vector<Store*>& stores, size_t states) const {
+        if (states != num_deltas() || stores.size() != num_stores()) return false;
+        auto store = stores.begin();
+        return std::all_of(layers.begin(), layers.end(), [&](const Layer& l) {
+            const bool same = !l.has_store() || ((*store)->heads == l.kv_heads && (*store)->dim == l.dim);
+            store += l.has_store();
+            return same && (l.mlp.down || (l.mixture && !l.beside));
+        });
     }
 };
 
@@ -65,23 +95,26 @@ struct DeltaRows {
 
 // What the rows of one text read in a forward.
 struct TextKV {
-    std::vector<Store*> stores;  // one for each layer with attention
+    std::vector<Store*> stores;  // one for each layer with keys and values of its own
     long length, rows;           // committed positions, rows of the text
-    const float* remainder;      // [layers, heads, dim + 1, dim + 1] or null: maps for map_remainder_as
+    std::vector<const float*> remainders;  // for each store: maps [heads, dim + 1, dim + 1] for map_remainder_as; or empty
     std::vector<void*> taps;     // for each layer, and for the result: where to copy the rows that enter it, or null
     std::vector<DeltaRows> deltas;  // one for each delta layer
 };
 
-// The rows of a forward, text after text. The results of each layer have the layers with attention as their first axis.
+// The rows of a forward, text after text. The results of each layer have the layers with a store as their first axis. A
+// layer with fewer KV heads or smaller ones fills the beginning of these axes, and zeros follow.
 struct DecoderRows {
     long rows;
-    const float *cos, *sin;  // [rows, num_ropes, dim / 2]
+    const float *cos, *sin;  // [rows, num_ropes, dim / 2], of which a layer with smaller heads uses the beginning
     const int32_t* parent;   // [rows], relative to the first row of the text
     void* x;                 // [rows, hidden], overwritten by the result
     void *q, *k, *v;         // results [layers, rows, heads, dim], and twice [layers, rows, kv_heads, dim]
     void* content;           // result: queries before their rotation [layers, rows, heads, dim]
     void* attended;          // result [layers, rows, heads, dim]
     float* lse;              // result [layers, rows, heads]
+    const void* given = nullptr;  // inputs of the layers besides x, `given_stride` apart: [rows, all layers, width]
+    long given_stride = 0;
 };
 
 // The RMS norm of rows [rows, width] with a weight of the decoder.

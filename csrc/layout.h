@@ -91,7 +91,8 @@ struct Product {
 // How rows choose among `count` experts (longdraft/kernels/experts.py).
 struct Routing {
     long count, chosen;
-    bool normalises, rounds;  // weights are divided by their sum; and rounded to the element type
+    bool normalises, rounds;  // weights are divided by their sum; and rounded to the element type, at the end
+    const float* scales;      // [count]: multiply the weights behind the division; null: nothing does
 };
 
 // Keys and values of one layer, in blocks of SPLIT positions. The only block of a short text is smaller, and grows.

@@ -51,8 +51,8 @@ class Forward {
         : k_(kernels), m_(mixture), bf16_(bf16), x_(static_cast<const char*>(x)), rows_(rows), size_(bf16 ? 2 : 4),
           hidden_(mixture.router->k), b_(mixture, rows, size_) {}
 
-    void run(void* out) {
-        route();
+    void run(const void* routed, void* out) {
+        route(routed);
         std::fill_n(b_.total, rows_ * hidden_, 0.0f);
         const long count = m_.routing.count;
         for (long first = 0, end; first < count; first = end) {
@@ -70,8 +70,8 @@ class Forward {
     long start(long expert) const { return starts_[static_cast<size_t>(expert)]; }
 
     // Each row's experts, and the pairs of rows and experts sorted by expert.
-    void route() {
-        const Product products[] = {{m_.router, x_, rows_, b_.logits, false},
+    void route(const void* routed) {
+        const Product products[] = {{m_.router, routed, rows_, b_.logits, false},
                                     {m_.shared_gate, x_, rows_, b_.shared_weights, true}};
         k_.products(products, m_.shared_gate ? 2 : 1);
         k_.route(bf16_, b_.logits, rows_, m_.routing, b_.experts, b_.weights);
@@ -114,7 +114,7 @@ class Forward {
         if (gate_up.empty()) return;
         k_.products(gate_up.data(), static_cast<long>(gate_up.size()));
         if (m_.limit != 0.0f) k_.clamped_swiglu(bf16_, b_.gate_up, pairs, inner, m_.alpha, m_.limit, b_.inner);
-        else k_.swiglu(bf16_, b_.gate_up, pairs, inner, b_.inner);
+        else (m_.has_gelu ? k_.geglu : k_.swiglu)(bf16_, b_.gate_up, pairs, inner, b_.inner);
         if (with_shared) k_.swiglu(bf16_, b_.shared_gate_up, rows_, m_.shared.down->k, b_.shared_inner);
         k_.products(down.data(), static_cast<long>(down.size()));
         k_.add_weighted(b_.total, b_.outputs, b_.pair_rows + from, b_.pair_weights + from, pairs, hidden_);
@@ -131,8 +131,9 @@ class Forward {
 
 }  // namespace
 
-void mixture_forward(const Kernels& kernels, const Mixture& mixture, bool bf16, const void* x, long rows, void* out) {
-    Forward(kernels, mixture, bf16, x, rows).run(out);
+void mixture_forward(const Kernels& kernels, const Mixture& mixture, bool bf16, const void* x, const void* routed, long rows,
+                     void* out) {
+    Forward(kernels, mixture, bf16, x, rows).run(routed, out);
 }
 
 }  // namespace longdraft

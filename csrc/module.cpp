@@ -226,10 +226,10 @@ NB_MODULE(_cpu, m) {
                                   Address out) {
             k.clamped_swiglu(bf16, at<void>(x), rows, width, alpha, limit, at<void>(out)); })
         .def("route", [](const Kernels& k, bool bf16, Address logits, long rows, long count, long chosen, bool normalises,
-                         bool rounds, Address experts, Address weights) {
+                         bool rounds, Address scales, Address experts, Address weights) {
             require(0 < chosen && chosen <= count, "no more experts than there are");
-            k.route(bf16, at<void>(logits), rows, {count, chosen, normalises, rounds}, at<int32_t>(experts),
-                    at<float>(weights)); })
+            k.route(bf16, at<void>(logits), rows, {count, chosen, normalises, rounds, at<float>(scales)},
+                    at<int32_t>(experts), at<float>(weights)); })
         .def("sigmoid", [](const Kernels& k, Address x, long count) { k.sigmoid(at<float>(x), count); })
         .def("soft_cap", [](const Kernels& k, Address x, long count, float cap) { k.soft_cap(at<float>(x), count, cap); })
         .def("rope", [](const Kernels& k, bool bf16, Address x, long row_stride, long head_stride, Address cos,
@@ -245,15 +245,17 @@ NB_MODULE(_cpu, m) {
             k.write(s, start, rows_at(key, key_row, key_head), rows_at(value, value_row, value_head),
                     at<int64_t>(which), rows); })
         .def("keep", [](const Kernels& k, const std::vector<Store*>& stores, long start,
-                        const std::vector<int64_t>& rows, long num_rows, long layer_stride, Address key, Address value) {
+                        const std::vector<int64_t>& rows, long num_rows, const std::vector<long>& strides, Address key,
+                        Address value) {
+            require(strides.size() == 3, "strides of layers, rows and heads");
             for (int64_t row : rows) require(0 <= row && row < num_rows, "row numbers below the number of rows");
             for (size_t i = 0; i < stores.size(); i++) {
                 Store& s = *stores[i];
-                const long width = s.heads * s.dim, count = static_cast<long>(rows.size());
-                const long offset = static_cast<long>(i) * layer_stride * (s.is_bf16 ? 2 : 4);
+                const long count = static_cast<long>(rows.size());
+                const long offset = static_cast<long>(i) * strides[0] * (s.is_bf16 ? 2 : 4);
                 s.prepare(start, count);
-                k.write(s, start, rows_at(key + offset, width, s.dim), rows_at(value + offset, width, s.dim), rows.data(),
-                        count);
+                k.write(s, start, rows_at(key + offset, strides[1], strides[2]), rows_at(value + offset, strides[1], strides[2]),
+                        rows.data(), count);
             } })
         .def("copy", [](const Kernels& k, const std::vector<Store*>& sources, const std::vector<Store*>& targets,
                         Address positions, long count, long start) {

@@ -52,6 +52,7 @@ void route_as(const void* logits, long rows, const Routing& how, int32_t* expert
         for (long i = 1; i < how.chosen; i++) total += weights[i];
         for (long i = 0; i < how.chosen; i++) {
             if (how.normalises) weights[i] /= total;
+            if (how.scales) weights[i] *= how.scales[experts[i]];
             if (how.rounds) weights[i] = T::widen(T::round(weights[i]));
         }
     }

@@ -80,8 +80,7 @@ class FullCache:
     def commit(self, rows: Sequence[int]) -> None:
         assert self._tail is not None or not len(rows), "commit without a forward"
         if self._tail is not None and len(rows) and not self._is_placed:
-            for part in [self._tail] if self.is_uniform else map(self._tail.alone, range(len(self.stores))):
-                self._kernels.keep(part, rows)
+            self._kernels.keep(self._tail, rows)
         if self.taps:
             self.taps.commit(rows)
         if self.states:

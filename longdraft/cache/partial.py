@@ -136,8 +136,7 @@ class PartialCache:
     def draft_stores(self) -> DraftStores:
         """The rows and the remainder, for a chain that the compiled module drafts."""
         states = self._states.chain_states if self._states else ()
-        remainder = self._remainder
-        return DraftStores(self._base.stores, self.length, None if isinstance(remainder, tuple) else remainder, states)
+        return DraftStores(self._base.stores, self.length, self._remainder, states)
 
     def add_drafts(self, count: int) -> None:
         """Keep `count` rows that the compiled module has written behind the others, until `drop_drafts`."""

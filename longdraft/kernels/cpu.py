@@ -32,7 +32,6 @@ from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.experts import Routing
 from longdraft.kernels.groups import GroupedWeight
 from longdraft.kernels.interface import KV, AttentionOutput, Decoder, KVStore, LayersKV
-from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.mxfp4 import Mxfp4Weight
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight
 
@@ -169,11 +168,10 @@ class CpuKernels:
         logits = self._input(logits, count)
         shape = (rows, experts.chosen)
         chosen, weights = torch.empty(shape, dtype=torch.int32), torch.empty(shape)
-        self.native.route(self._is_bf16, logits.data_ptr(), rows, count, experts.chosen, experts.normalises,
-                          experts.rounds and experts.scales is None, chosen.data_ptr(), weights.data_ptr())
         if experts.scales is not None:
-            weights = weights * experts.scales[chosen.long()]
-            weights = weights.to(self.dtype).float() if experts.rounds else weights
+            require_tensor("scales of experts", experts.scales, (count,), torch.float32)
+        self.native.route(self._is_bf16, logits.data_ptr(), rows, count, experts.chosen, experts.normalises,
+                          experts.rounds, address(experts.scales), chosen.data_ptr(), weights.data_ptr())
         return Routing(chosen.long(), weights)
 
     def sigmoid(self, x: Tensor) -> Tensor:
@@ -218,8 +216,6 @@ class CpuKernels:
         return cpu_delta.delta_rule(self.native, self.dtype, weights, texts, z, parents)
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
-        if not all(layer.is_plain for layer in layers):
-            return LayerwiseDecoder(self, layers, geometry)
         return CpuDecoder(self.native, self.dtype, layers, geometry)
 
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
@@ -227,10 +223,13 @@ class CpuKernels:
         for x in (kv.k, kv.v):
             fits = x.shape == kv.k.shape and x.dtype == self.dtype and are_layers(x, kv.k.stride(0))
             require(fits, f"{self.dtype} [L, T, Hkv, D]", (x.shape, x.dtype))
-        stores = native_stores(self.dtype, kv.stores, num_layers, heads, dim)
+        stores = native_stores(self.dtype, kv.stores, num_layers)
+        fits = all(store.heads <= heads and store.dim <= dim for store in stores)
+        require(fits, f"stores of {heads} heads of {dim} at most", kv.stores)
         require(kv.length >= 0, "positions of 0 or more", kv.length)
         if len(rows):
-            self.native.keep(stores, kv.length, rows, num_rows, kv.k.stride(0), kv.k.data_ptr(), kv.v.data_ptr())
+            self.native.keep(stores, kv.length, rows, num_rows, (kv.k.stride(0), heads * dim, dim), kv.k.data_ptr(),
+                             kv.v.data_ptr())
 
     def scatter_rows(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
         self.keep(kv, rows[targets >= 0].tolist())
@@ -244,17 +243,20 @@ class CpuKernels:
     def copy(self, sources: Sequence[KVStore], targets: Sequence[KVStore], positions: Tensor, start: int) -> None:
         num_layers, heads, count = positions.shape
         positions = positions.to(torch.int64).contiguous()
-        source, target = (native_stores(self.dtype, stores, num_layers, heads) for stores in (sources, targets))
-        require(start >= 0 and len({store.dim for store in (*source, *target)}) == 1, "stores of one shape", start)
+        source, target = (native_stores(self.dtype, stores, num_layers) for stores in (sources, targets))
+        shapes = {(store.heads, store.dim) for store in (*source, *target)}
+        require(start >= 0 and len(shapes) == 1 and (heads,) == (*shapes,)[0][:1], "stores of one shape", start)
         self.native.copy(source, target, positions.data_ptr(), count, start)
 
     def remainder(self, stores: Sequence[KVStore], length: int, whole: AttentionOutput) -> Tensor:
         num_layers, rows, heads, dim = whole.queries.shape
         q, output, lse = (part.contiguous() for part in (whole.queries, whole.output, whole.lse))
         require(q.dtype == output.dtype == self.dtype and lse.dtype == torch.float32, f"rows of {self.dtype}", q.dtype)
-        native = native_stores(self.dtype, stores, num_layers, None, dim)
-        fits = all(heads % store.heads == 0 and 0 < rows <= length <= store.capacity for store in native)
-        require(fits, "query heads in groups of KV heads, and rows within the stores' positions", (heads, length))
+        native = native_stores(self.dtype, stores, num_layers)
+        fits = all(store.dim == dim and heads % store.heads == 0 and 0 < rows <= length <= store.capacity
+                   for store in native)
+        require(fits, f"query heads of {dim} in groups of KV heads, and rows within the stores' positions",
+                (heads, length))
         remainder = torch.empty(num_layers, rows, heads, dim + 1)
         self.native.remainder(native, length, rows, heads, q.data_ptr(), output.data_ptr(), lse.data_ptr(),
                               remainder.data_ptr())

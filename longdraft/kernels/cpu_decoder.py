@@ -20,7 +20,7 @@ from longdraft.kernels.cpu_store import (
     require_tensor,
 )
 from longdraft.kernels.delta import DeltaState
-from longdraft.kernels.interface import AttentionOutput, KVStore, LayersKV
+from longdraft.kernels.interface import AttentionOutput, KVStore, LayersKV, RemainderMaps
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, Mlp
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
@@ -36,17 +36,26 @@ class CpuDecoder:
         self._layers = tuple(layers)  # keeps the tensors alive that the compiled decoder points to
         self._sinks: list[Tensor] = []  # likewise
         self._geometry = geometry
-        heads, kv_heads, dim = geometry[:3]
+        heads = geometry.num_heads
         self._hidden = len(layers[0].attention_norm)
         self._norm_dtype = layers[0].attention_norm.dtype
         self._deltas = [layer.delta for layer in layers if layer.delta is not None]
-        self._num_attentions = len(layers) - len(self._deltas)
-        require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
+        self._shapes = [layer.heads_in(geometry)[:2] for layer in layers  # of the stores
+                        if layer.delta is None and layer.source is None]
+        self._largest = max(kv_heads for kv_heads, _ in self._shapes), max(dim for _, dim in self._shapes)
+        for kv_heads, dim in self._shapes:
+            require(heads % kv_heads == 0 and dim % 2 == 0, "query heads in groups of KV heads, an even dim", geometry)
         require(self._norm_dtype == dtype or (self._norm_dtype == torch.float32 and geometry.rounds_once),
                 f"norms of {dtype}, or norms of float32 that round once", self._norm_dtype)
-        self.native = _cpu.Decoder(*geometry, self._norm_dtype == torch.float32 != dtype)
+        self.native = _cpu.Decoder(heads, *self._largest, geometry.eps, geometry.post_norm, geometry.rounds_once,
+                                   geometry.residual_factor, geometry.has_gelu, geometry.num_ropes,
+                                   self._norm_dtype == torch.float32 != dtype)
+        self._num_stores = 0  # of the layers that were added
         for layer in self._layers:
             self._add(layer)
+        widths = {layer.extra.gate.out_features if layer.extra else 0 for layer in layers}
+        require(len(widths) == 1, "an input for each layer or for none", widths)
+        self._input_width = widths.pop() * len(layers)  # of all layers
 
     def _add(self, layer: LayerWeights) -> None:
         self._check_norms(layer)
@@ -60,18 +69,37 @@ class CpuDecoder:
             self.native.add_delta(norms[0], qkvz, out, norms[1], gates, layer.delta.shape,
                                   cpu_delta.weight_addresses(layer.delta), layer.delta.eps)
         else:
-            heads, kv_heads, dim = self._geometry[:3]
-            width = ((2 if layer.is_gated else 1) * heads + 2 * kv_heads) * dim
+            heads, (kv_heads, dim, query_factor) = self._geometry.num_heads, layer.heads_in(self._geometry)
+            own = 0 if layer.source is not None else 2 * kv_heads
+            width = ((2 if layer.is_gated else 1) * heads + own) * dim
             qkv, out = self._checked((layer.qkv, layer.out), [(width, self._hidden), (self._hidden, heads * dim)])
             norms_heads = layer.q_norm is not None and layer.q_norm.shape == (dim,)
+            source = self._checked_source(layer, (kv_heads, dim))
             self.native.add(norms[0], qkv, out, norms[1], layer.window, address(layer.q_norm), address(layer.k_norm),
                             norms_heads, layer.rotates, layer.ropes, address(layer.attention_post_norm),
                             address(layer.mlp_post_norm), layer.is_gated, self._sinks_address(layer))
+            self.native.set_heads((kv_heads, dim), query_factor, address(layer.v_norm), source, layer.scalar)
         if layer.experts is not None:
             self._set_mixture(layer.experts)
-        else:
+        if layer.beside is not None:
+            self.native.set_beside(*(address(norm) for norm in layer.beside))
+        if layer.experts is None or layer.beside is not None:
             assert layer.gate_up is not None and layer.down is not None
             self.native.set_mlp(*self._checked_mlp(Mlp(layer.gate_up, layer.down)))
+        if layer.extra is not None:
+            width = layer.extra.gate.out_features
+            gate, out = self._checked(layer.extra[:2], [(width, self._hidden), (self._hidden, width)])
+            self.native.set_extra(gate, out, address(layer.extra.norm))
+
+    def _checked_source(self, layer: LayerWeights, shape: tuple[int, int]) -> int:
+        """The layer whose keys and values this one reads; -1: its own."""
+        if layer.source is None:
+            self._num_stores += 1
+            return -1
+        require(0 <= layer.source < self._num_stores and self._shapes[layer.source] == shape,
+                f"keys and values {shape} of an earlier layer", layer.source)
+        require(layer.sinks is None and not layer.is_gated, "a layer with keys and values of its own", "another one")
+        return layer.source
 
     def _checked(self, linears: Sequence[Linear | None], wanted: Sequence[tuple[int, int]]) -> list[_cpu.Linear]:
         """The compiled weights. ValueError where one has another shape or dtype."""
@@ -97,8 +125,11 @@ class CpuDecoder:
         if experts.shared is not None:
             shared = [*self._checked_mlp(experts.shared), *self._checked((experts.shared_gate,), [(1, self._hidden)])]
         alpha, limit = experts.clamp or (0.0, 0.0)
+        if experts.scales is not None:
+            require_tensor("scales of experts", experts.scales, (count,), torch.float32)
         self.native.set_mixture(router, [self._checked_mlp(mlp, inner) for mlp in experts.mlps], experts.chosen,
-                                experts.normalises, experts.rounds, alpha, limit, shared)
+                                experts.normalises, experts.rounds, address(experts.scales), experts.has_gelu, alpha,
+                                limit, shared)
 
     def _sinks_address(self, layer: LayerWeights) -> int:
         if layer.sinks is None:
@@ -110,43 +141,72 @@ class CpuDecoder:
 
     def _check_norms(self, layer: LayerWeights) -> None:
         """ValueError where norms, rotations or a window do not fit."""
-        heads, kv_heads, dim = self._geometry[:3]
-        for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"):
-            if (norm := getattr(layer, name)) is not None:
-                require_tensor(name, norm, (self._hidden,), self._norm_dtype)
-        require((layer.q_norm is None) == (layer.k_norm is None), "both a q_norm and a k_norm, or neither", "one")
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q_units, k_units = (1, 1) if layer.q_norm.shape == (dim,) else (heads, kv_heads)
-            require_tensor("q_norm", layer.q_norm, (q_units * dim,), self._norm_dtype)
-            require_tensor("k_norm", layer.k_norm, (k_units * dim,), self._norm_dtype)
+        heads, (kv_heads, dim, _) = self._geometry.num_heads, layer.heads_in(self._geometry)
+        norms = (layer.attention_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm,
+                 *(layer.beside or ()), *(layer.extra[2:] if layer.extra else ()))
+        for norm in norms:
+            if norm is not None:
+                require_tensor("a norm", norm, (self._hidden,), self._norm_dtype)
+        has_keys = layer.source is None
+        require((layer.q_norm is None) == (layer.k_norm is None) or not has_keys,
+                "both a q_norm and a k_norm, or neither", "one")
+        are_heads = layer.q_norm is not None and layer.q_norm.shape == (dim,)
+        for name, norm, units in (("q_norm", layer.q_norm, heads), ("k_norm", layer.k_norm, kv_heads)):
+            if norm is not None:
+                require_tensor(name, norm, ((1 if are_heads else units) * dim,), self._norm_dtype)
+        if layer.v_norm is not None:
+            require_tensor("v_norm", layer.v_norm, (dim,), self._norm_dtype)
         require(all(0 <= rope < self._geometry.num_ropes for rope in layer.ropes), "known rotations", layer.ropes)
         require(layer.window >= 0, "a window of 0 or more positions", layer.window)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        heads, kv_heads, dim = self._geometry[:3]
-        num_layers, rows, dtype = self._num_attentions, x.shape[0], self._dtype
-        require(x.shape == (rows, self._hidden), f"rows [R, {self._hidden}]", x.shape)
+        heads, (kv_heads, dim) = self._geometry.num_heads, self._largest
+        num_layers, rows, dtype = len(self._shapes), x.shape[0], self._dtype
+        width = self._hidden + self._input_width
+        require(x.shape == (rows, width), f"rows [R, {width}]", x.shape)
+        given = x[:, self._hidden :].to(dtype)
+        require(not self._input_width or given.stride(1) == 1, "rows of adjacent numbers", x.stride())
         self._require_rotations(cos, sin, rows)
         require_tensor("parents", parents, (rows,), torch.int32)
         shape = (num_layers, rows, kv_heads, dim)
         k, v = (_whole_address(parts, shape, dtype) for parts in ([kv.k for kv in texts], [kv.v for kv in texts]))
-        stores = [native_stores(self._dtype, kv.stores, num_layers, kv_heads, dim) for kv in texts]
-        for kv, native in zip(texts, stores, strict=True):
-            require_length(kv.length, native)
-        result = x.to(dtype, copy=True).contiguous()
+        stores = [self._native_stores(kv.stores, kv.length) for kv in texts]
+        result = x[:, : self._hidden].to(dtype, copy=True, memory_format=torch.contiguous_format)
         q, content, output = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(3))
         lse = torch.empty(num_layers, rows, heads)
         self._kernels.forward(
             self.native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
-            [remainder_address(kv.common_remainder, (num_layers, heads, dim + 1, dim + 1)) for kv in texts],
+            [self._remainder_addresses(kv.remainder) for kv in texts],
             [self._tap_addresses(kv) for kv in texts], [self._delta_addresses(kv) for kv in texts], result.data_ptr(),
             cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), q.data_ptr(), content.data_ptr(), k, v,
-            output.data_ptr(), lse.data_ptr())
+            output.data_ptr(), lse.data_ptr(), given.data_ptr(), given.stride(0))
         return result, AttentionOutput(q, output, lse, content)
 
+    def _native_stores(self, stores: Sequence[KVStore], length: int) -> list[_cpu.Store]:
+        native = native_stores(self._dtype, stores, len(self._shapes))
+        shapes = [store.shape for store in stores]
+        require(shapes == self._shapes, f"stores of {self._shapes} heads and dimensions", shapes)
+        require_length(length, native)
+        return native
+
+    def _remainder_addresses(self, maps: RemainderMaps) -> list[int]:
+        """Of each layer's map; empty for None."""
+        heads, count, dim = self._geometry.num_heads, len(self._shapes), self._largest[1]
+        if isinstance(maps, Tensor):
+            first = remainder_address(maps, (count, heads, dim + 1, dim + 1))
+            return [first + index * maps.stride(0) * maps.itemsize for index in range(count)]
+        require(maps is None or len(maps) == count, f"remainders of {count} layers", maps)
+        return [remainder_address(each, (heads, dim + 1, dim + 1))
+                for each, (_, dim) in zip(maps or (), self._shapes, strict=bool(maps))]
+
+    def checked_norm(self, norm: Tensor) -> Tensor:
+        """The norm of the layers' inputs. ValueError if it does not fit."""
+        require_tensor("the norm of inputs", norm, (self._input_width // len(self._layers),), self._norm_dtype)
+        return norm
+
     def _require_rotations(self, cos: Tensor, sin: Tensor, rows: int) -> None:
-        width = self._geometry.num_ropes * self._geometry.head_dim // 2
+        width = self._geometry.num_ropes * self._largest[1] // 2
         require_tensor("cos", cos, (rows, width), torch.float32)
         require_tensor("sin", sin, (rows, width), torch.float32)
 
@@ -181,14 +241,11 @@ class CpuDecoder:
                     "a first row that writes to another state than it reads", "one")
         return [[part.data_ptr() for state in three for part in state] for three in states]
 
-    def draft_arguments(self, stores: Sequence[KVStore], length: int, remainder: Tensor | None, cos: Tensor,
-                        sin: Tensor) -> tuple[list[_cpu.Store], int]:
-        """The compiled stores and the remainder's address for a chain of drafts, checked as `forward` checks them."""
-        heads, kv_heads, dim = self._geometry[:3]
-        native = native_stores(self._dtype, stores, self._num_attentions, kv_heads, dim)
-        require_length(length, native)
+    def draft_arguments(self, stores: Sequence[KVStore], length: int, remainder: RemainderMaps, cos: Tensor,
+                        sin: Tensor) -> tuple[list[_cpu.Store], list[int]]:
+        """The compiled stores and the remainder's addresses for a chain of drafts, checked as `forward` checks them."""
         self._require_rotations(cos, sin, len(cos))
-        return native, remainder_address(remainder, (len(native), heads, dim + 1, dim + 1))
+        return self._native_stores(stores, length), self._remainder_addresses(remainder)
 
 
 def _whole_address(parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -113,14 +113,11 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def native_stores(dtype: torch.dtype, stores: Sequence[KVStore], num_layers: int, heads: int | None,
-                  dim: int | None = None) -> list[_cpu.Store]:
-    """The compiled module's stores of all layers, checked. None stands for any number of heads, or any dim."""
+def native_stores(dtype: torch.dtype, stores: Sequence[KVStore], num_layers: int) -> list[_cpu.Store]:
+    """The compiled module's stores of so many layers. ValueError for stores of other kernels or another dtype."""
     native = [store.native for store in stores if isinstance(store, CpuStore)]
-    fits = len(native) == num_layers and all(
-        store.is_bf16 == (dtype == torch.bfloat16) and heads in (None, store.heads) and dim in (None, store.dim)
-        for store in native)
-    require(fits, f"{num_layers} stores of {dtype}, {heads} heads of {dim}", len(native))
+    require(len(native) == num_layers and all(store.is_bf16 == (dtype == torch.bfloat16) for store in native),
+            f"{num_layers} stores of {dtype}", len(native))
     return native
 
 

@@ -68,6 +68,9 @@ class KVStore(Protocol):
     def nbytes(self) -> int: ...
 
 
+RemainderMaps = Tensor | Sequence[Tensor] | None  # of all layers (`LayersKV.remainder`)
+
+
 class KV(NamedTuple):
     """The keys and values that attention reads: `length` committed positions of a store, then T uncommitted rows.
 
@@ -111,7 +114,7 @@ class LayersKV(NamedTuple):
     length: int
     k: Tensor
     v: Tensor
-    remainder: Tensor | Sequence[Tensor] | None = None
+    remainder: RemainderMaps = None
     is_prompt: bool = False
     taps: Taps | None = None
     deltas: Sequence[DeltaRows] = ()
@@ -126,17 +129,6 @@ class LayersKV(NamedTuple):
         heads, dim = self.stores[index].shape
         k, v = (part[index, :, :heads, :dim] for part in (self.k, self.v))
         return KV(self.stores[index], self.length, k, v, None if self.remainder is None else self.remainder[index])
-
-    def alone(self, index: int) -> LayersKV:
-        """One layer with its own numbers of heads and dimensions, without what else a forward fills."""
-        kv = self.layer(index)
-        return LayersKV([kv.store], self.length, kv.k[None].contiguous(), kv.v[None].contiguous())
-
-    @property
-    def common_remainder(self) -> Tensor | None:
-        """The remainder of layers that do not differ."""
-        assert self.remainder is None or isinstance(self.remainder, Tensor)
-        return self.remainder
 
 
 class AttentionOutput(NamedTuple):

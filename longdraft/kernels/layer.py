@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from longdraft.kernels.delta import DeltaRows, DeltaWeights
 from longdraft.kernels.experts import Routing, experts_forward
 from longdraft.kernels.interface import KV, AttentionOutput, LayersKV
-from longdraft.kernels.weights import Experts, Geometry, LayerHeads, LayerWeights, Linear
+from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear
 
 
 class LayerOperations(Protocol):
@@ -95,8 +95,7 @@ def layer_forward(ops: LayerOperations, x: Tensor, layer: LayerWeights, geometry
     The remainder of a text is the map [H, D + 1, D + 1] of `LayersKV` here. Other arguments and the result are those of
     `longdraft.kernels.interface.Decoder.forward`, for a single layer.
     """
-    heads, (kv_heads, dim, query_factor) = geometry.num_heads, layer.heads or LayerHeads(
-        geometry.num_kv_heads, geometry.head_dim, geometry.query_factor)
+    heads, (kv_heads, dim, query_factor) = geometry.num_heads, layer.heads_in(geometry)
     around = _Residuals(ops, geometry)
     source = around.before(x, layer.attention_norm) if source is None else source
     qkv = ops.linear(source, layer.qkv).view(len(x), -1, dim)  # and the gate's heads, if there are any

@@ -18,7 +18,8 @@ from longdraft.kernels.cpu import CpuKernels
 from longdraft.kernels.cpu_decoder import CpuDecoder
 from longdraft.kernels.cpu_store import CpuLinear
 from longdraft.kernels.delta import DeltaState
-from longdraft.kernels.interface import Decoder, Kernels, KVStore
+from longdraft.kernels.interface import Decoder, Kernels, KVStore, RemainderMaps
+from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.weights import Linear
 
 with suppress(ImportError):
@@ -54,7 +55,8 @@ class DraftWeights(NamedTuple):
 
     embedding_factor  multiplies the embeddings
     logits_cap        soft cap of the logits; 0: none
-    part  the tokens of the head's rows; None: the whole vocabulary
+    part              the tokens of the head's rows; None: the whole vocabulary
+    inputs            of the layers, besides the embedding; None: they have none
     """
 
     embedding: Linear
@@ -64,19 +66,20 @@ class DraftWeights(NamedTuple):
     part: PartOfVocabulary | None = None
     embedding_factor: float = 1.0
     logits_cap: float = 0.0
+    inputs: LayerInputs | None = None
 
 
 class DraftStores(NamedTuple):
     """The rows that a chain continues: `length` positions of each layer's store. Drafted rows are written behind them.
 
-    remainder  [L, H, D + 1, D + 1] float32, as in `LayersKV`, or None
+    remainder  as in `LayersKV`
     states     for each delta layer: the state that the chain continues, and two that its rows write to in turn. The
                chain's first row writes to the first of them
     """
 
     stores: Sequence[KVStore]
     length: int
-    remainder: Tensor | None
+    remainder: RemainderMaps
     states: Sequence[tuple[DeltaState, DeltaState, DeltaState]] = ()
 
 
@@ -138,7 +141,7 @@ def part_of_vocabulary(kernels: Kernels, head: Linear, ids: Tensor) -> PartOfVoc
 
 def supports(kernels: Kernels, decoder: Decoder, weights: DraftWeights) -> bool:
     """Whether `draft_chain` can draft with this model."""
-    tables = (weights.embedding, weights.head)
+    tables = (weights.embedding, weights.head, *(weights.inputs[:2] if weights.inputs else ()))
     return (isinstance(kernels, CpuKernels) and isinstance(decoder, CpuDecoder)
             and all(isinstance(table, CpuLinear) for table in tables))
 
@@ -160,11 +163,15 @@ def draft_chain(kernels: Kernels, decoder: Decoder, weights: DraftWeights, cache
     embedding, head = weights.embedding, weights.head
     assert isinstance(embedding, CpuLinear) and isinstance(head, CpuLinear)
     cos, sin = (part.contiguous() for part in rotations)
-    stores, remainder = decoder.draft_arguments(cache.stores, cache.length, cache.remainder, cos, sin)
+    stores, remainders = decoder.draft_arguments(cache.stores, cache.length, cache.remainder, cos, sin)
+    inputs = weights.inputs
     places = kernels.native.draft(
         decoder.native, embedding.native, head.native, weights.norm.data_ptr(), weights.embedding_factor,
-        weights.logits_divisor, weights.logits_cap, stores, cache.length, remainder,
+        weights.logits_divisor, weights.logits_cap, stores, cache.length, remainders,
         decoder.chain_arguments(cache.states), ranking.choice, len(cos), position,
         ranking.width, ranking.within, ranking.banned_depth, *end, root, path, cos.data_ptr(), sin.data_ptr(),
-        None if weights.part is None else weights.part.native)
+        None if weights.part is None else weights.part.native,
+        [part.native for part in inputs[:2] if isinstance(part, CpuLinear)] if inputs else [],
+        0 if inputs is None else decoder.checked_norm(inputs.norm).data_ptr(),
+        inputs.factors(embedding.native.k, kernels.dtype) if inputs else [])
     return [Ranked(*place) for place in places]

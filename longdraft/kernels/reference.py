@@ -186,7 +186,8 @@ class ReferenceKernels:
         return LayerwiseDecoder(self, layers, geometry)
 
     def keep(self, kv: LayersKV, rows: Sequence[int]) -> None:
-        for store, k, v in zip(kv.stores, kv.k, kv.v, strict=True):
+        for index, store in enumerate(kv.stores):
+            _, _, k, v, _ = kv.layer(index)
             store.write(kv.length, k[list(rows)], v[list(rows)])
 
     def scatter_rows(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:

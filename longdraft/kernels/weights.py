@@ -148,12 +148,9 @@ class LayerWeights(NamedTuple):
             found += [self.experts.router, *(self.experts.shared or ()), self.experts.shared_gate]
         return [linear for linear in found if linear is not None]
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the layer has nothing that only `layer.py` computes."""
-        parts = (self.v_norm, self.heads, self.beside, self.extra, self.source)
-        has_other_experts = self.experts is not None and (self.experts.has_gelu or self.experts.scales is not None)
-        return all(part is None for part in parts) and self.scalar == 1 and not has_other_experts
+    def heads_in(self, geometry: Geometry) -> LayerHeads:
+        """The heads of this layer."""
+        return self.heads or LayerHeads(geometry.num_kv_heads, geometry.head_dim, geometry.query_factor)
 
 
 class Geometry(NamedTuple):

@@ -15,12 +15,12 @@ from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.kernels.cpu import CpuKernels
 from longdraft.kernels.delta import DeltaWeights
+from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.weights import FILE, BesideNorms, Experts, ExtraInput, Mlp, QuantisedWeight
 from longdraft.machine import return_free_memory
-from longdraft.model import gemma4, hybrid, layer_inputs, rope
+from longdraft.model import gemma4, hybrid, rope
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
-from longdraft.model.layer_inputs import LayerInputs
 from longdraft.model.packed_file import PackedFile
 from longdraft.model.sharding import shard_config
 from longdraft.model.tensor_files import HEADS_PREFIX, TensorFiles
@@ -134,10 +134,10 @@ class Loader:
             return None
         width = config.input_width * self._config.num_layers
         old = shared.layer_inputs if shared else None
-        projection = StackedLinear(((layer_inputs.PROJECTION.removesuffix(".weight"), (width,)),),
+        projection = StackedLinear(((gemma4.INPUT_PROJECTION.removesuffix(".weight"), (width,)),),
                                    self._config.hidden_size, False)
-        return LayerInputs(old.table if old else self._table(layer_inputs.TABLE, (config.input_tokens, width)),
-                           self._linear("", projection), self._vector(layer_inputs.NORM))
+        return LayerInputs(old.table if old else self._table(gemma4.INPUT_TABLE, (config.input_tokens, width)),
+                           self._linear("", projection), self._vector(gemma4.INPUT_NORM))
 
     def layer(self, index: int, prefix: str = "model.") -> LayerWeights:
         config, layer, linears = self._config, f"{prefix}layers.{index}.", linears_of(self._whole, index)

@@ -3,8 +3,8 @@
     every layer       values are normalised without a weight; scores are not divided by sqrt(D); the layer's rows are
                       multiplied by a number at its end
     without a window  heads of another size, and values that may be the keys, before norm and rotation
-    in E2B and E4B    layers have an input of their own (layer_inputs.py), and the last ones read the keys and values of
-                      others
+    in E2B and E4B    layers have an input of their own (longdraft/kernels/layer_inputs.py), and the last ones read
+                      the keys and values of earlier ones
     with experts      they stand beside the MLP:  x + N(N1(mlp(N0 x)) + N3(experts(N2 x)))
 """
 
@@ -22,6 +22,9 @@ SCALAR = "layer_scalar"
 ROUTER_SCALE, EXPERT_SCALES = "router.scale", "router.per_expert_scale"
 # Norms of a layer with experts beside its MLP: behind the MLP, before the experts, and behind them.
 BESIDE = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+# Weights of the inputs of all layers (`LayerInputs`).
+INPUT_TABLE, INPUT_PROJECTION, INPUT_NORM = (f"model.{name}.weight" for name in (
+    "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"))
 # Of the layer's own input: gate, output, and norm.
 EXTRA = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 
@@ -31,7 +34,7 @@ class Gemma4Config:
     """Heads of the layers without a window.
 
     values_are_keys  such layers have no projection of values
-    num_sharing      last layers that read the keys and values of others
+    num_sharing      last layers that read the keys and values of earlier ones
     is_double        the MLPs of these layers are twice as wide
     input_width      of the input that each layer has of its own; 0: there is none
     input_tokens     number of tokens in its table

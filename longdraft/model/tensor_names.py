@@ -7,7 +7,6 @@ from typing import NamedTuple
 from longdraft.model import gemma4, hybrid
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
-from longdraft.model.layer_inputs import NORM, PROJECTION, TABLE
 from longdraft.parallel import Pick, Shard
 
 SINKS = "self_attn.sinks"
@@ -123,8 +122,9 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "model.norm.weight": (config.hidden_size,),
     }
     if config.gemma4 and (width := config.gemma4.input_width):
-        shapes |= {TABLE: (config.gemma4.input_tokens, config.num_layers * width),
-                   PROJECTION: (config.num_layers * width, config.hidden_size), NORM: (width,)}
+        shapes |= {gemma4.INPUT_TABLE: (config.gemma4.input_tokens, config.num_layers * width),
+                   gemma4.INPUT_PROJECTION: (config.num_layers * width, config.hidden_size),
+                   gemma4.INPUT_NORM: (width,)}
     if not config.is_tied:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for index in range(config.num_layers):

@@ -31,9 +31,9 @@ from longdraft.cache.states import StateCache
 from longdraft.cache.taps import TapLog
 from longdraft.kernels import AttentionOutput, Geometry, Kernels, LayersKV, LayerWeights, Linear, native_draft
 from longdraft.kernels.interface import TokenDecoder, TokenRows
+from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, PartOfVocabulary, Ranked, Ranking
 from longdraft.model.config import ModelConfig
-from longdraft.model.layer_inputs import LayerInputs
 from longdraft.model.rope import RopeTable, max_unscaled_length
 from longdraft.sampling.device import DeviceRanking
 from longdraft.tree import Tree
@@ -129,13 +129,13 @@ class Transformer:
         self.whole = whole or config
         self.weights = weights
         self.kernels = kernels
-        geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps,
-                            config.post_norm, config.rounds_once, config.query_factor, config.residual_factor,
-                            config.has_gelu, config.num_ropes)
+        self.geometry = Geometry(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps,
+                                 config.post_norm, config.rounds_once, config.query_factor, config.residual_factor,
+                                 config.has_gelu, config.num_ropes)
         self.embedding_factor = config.embedding_factor
         if config.rounds_embedding_factor:
             self.embedding_factor = float(torch.tensor(config.embedding_factor, dtype=kernels.dtype))
-        self._decoder = kernels.new_decoder(weights.layers, geometry)
+        self._decoder = kernels.new_decoder(weights.layers, self.geometry)
         self._token_decoder = self._decoder if isinstance(self._decoder, TokenDecoder) else None
         self._rope = RopeTable(config, 1, kernels.device)
         self._largest = len(config.kv_shapes), *(max(sizes) for sizes in zip(*config.kv_shapes, strict=True))
@@ -278,7 +278,7 @@ class Transformer:
         """
         config = self.config
         weights = DraftWeights(self.weights.embedding, self.weights.norm, self.weights.head, config.logits_divisor,
-                               self.part, self.embedding_factor, config.logits_cap)
+                               self.part, self.embedding_factor, config.logits_cap, self.weights.layer_inputs)
         if isinstance(ranking, DeviceRanking):
             rotations = self.rotations(range(position - 1, position - 1 + count))
             return ranking.sampler.draft_chain(self._decoder, weights, cache, ranking, rotations, path, end)

@@ -65,7 +65,7 @@ def check_one_call(model: Transformer, prompt: int = 20) -> None:
     behind prompts of so many tokens, their attention, and the states of delta layers."""
     tokens = prompt_of(prompt + 4)
     slow = copy.copy(model)
-    slow._decoder = LayerwiseDecoder(model.kernels, model.weights.layers, model._decoder._geometry)
+    slow._decoder = LayerwiseDecoder(model.kernels, model.weights.layers, model.geometry)
     assert isinstance(model._decoder, CpuDecoder)
     found = []
     for each in (model, slow):

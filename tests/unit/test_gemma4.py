@@ -23,6 +23,7 @@ from helpers.family_checks import (
     check_drafts_are_accepted,
     check_every_drafter,
     check_liar,
+    check_one_call,
     check_quantised_texts,
     check_rows,
 )
@@ -30,7 +31,7 @@ from helpers.gguf_files import convert, stored
 from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
-from longdraft.kernels import KV
+from longdraft.kernels import KV, native
 from longdraft.model import sizing
 from longdraft.model.config import parse_config, read_config
 from longdraft.model.tokenizer import Tokenizer
@@ -54,6 +55,17 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_have_the_same_bits_one_by_one_together_and_in_a_tree(folder, name, dtype):
     check_rows(folder, name, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantize", ["none", "int4"])
+@pytest.mark.parametrize("name", native.variants())
+def test_one_compiled_call_computes_what_single_operations_do(folder, name, dtype, quantize):
+    check_one_call(load(folder, dtype, name, quantize=quantize))
+
+
+def test_one_compiled_call_reads_prompts_longer_than_the_window_in_chunks(folder):
+    check_one_call(load(folder, "bfloat16"), prompt=700)
 
 
 @pytest.mark.parametrize("dtype, settings", [("float32", dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2)),

@@ -7,7 +7,7 @@ import torch
 
 from helpers.checkpoints import load
 from helpers.equality import SETTINGS, params_of, prompt_of
-from helpers.families import CPU_FAMILIES, MIXTURES, make_family
+from helpers.families import CPU_FAMILIES, GEMMA4, MIXTURES, make_family
 from longdraft.core import Context
 from longdraft.drafters import draft_vocabulary
 from longdraft.drafters.chain import Chain, SelfDraftModel
@@ -45,7 +45,7 @@ def drafts(model, params, prompt, *, budget, natively, width=2, vocabulary=None,
         further = run_alone(chain._replace(confidence=None).draft(Trie(path[-1]), context, path, 2))  # behind the first
         trees[-1] += further
         rows = [tensor for store in partial._base.stores
-                for tensor in store.read(torch.arange(partial.length).expand(model.config.num_kv_heads, -1))]
+                for tensor in store.read(torch.arange(partial.length).expand(store.shape[0], -1))]
         rows += [part.clone() for state in (partial._states.current if partial._states else ()) for part in state]
         partial.drop_drafts()
         text = path[1:4] or [2, 3, 4]
@@ -67,8 +67,8 @@ def test_native_chains_equal_step_by_step_chains(tiny, family, dtype, budget):
 
 
 @pytest.mark.parametrize("dtype, budget", [("float32", 24), ("bfloat16", 4000)])
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", *MIXTURES])
-def test_chains_of_hybrids_and_mixtures_are_the_same_natively(tmp_path, monkeypatch, family, dtype, budget):
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", *MIXTURES, *GEMMA4])
+def test_chains_of_hybrids_mixtures_and_gemma_4_are_the_same_natively(tmp_path, monkeypatch, family, dtype, budget):
     """Their rows, and the states behind them. Each native chain is one call."""
     make_family(tmp_path, family)
     model = load(tmp_path, dtype)

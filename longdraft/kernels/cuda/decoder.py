@@ -22,7 +22,7 @@ from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_de
 from longdraft.kernels.cuda.linear import CudaLinear, PartialSums
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
-from longdraft.kernels.interface import AttentionOutput, LayersKV, TokenRows
+from longdraft.kernels.interface import AttentionOutput, LayersKV, RemainderMaps, TokenRows
 from longdraft.kernels.weights import Geometry, LayerWeights
 
 _MAP_COLUMNS, _MAP_BLOCK = 32, 128  # of the remainder's map, in one program and at a time
@@ -106,10 +106,11 @@ class ForwardBuffers:
         if isinstance(rows, EmbeddedRows):
             for held, given in ((self.x_in, rows.x), (self.cos, rows.cos), (self.sin, rows.sin)):
                 held[:count].copy_(given)
-        self.load_remainder(kv.common_remainder)
+        self.load_remainder(kv.remainder)
 
-    def load_remainder(self, remainder: Tensor | None) -> None:
+    def load_remainder(self, remainder: RemainderMaps) -> None:
         """Copy the function of the remainder, if it is another than before."""
+        assert remainder is None or isinstance(remainder, Tensor)  # the layers of these kernels do not differ
         if self.remainder is not None and remainder is not None and self._remainder_source is not remainder:
             self.remainder.copy_(remainder)
             self._remainder_source = remainder

@@ -13,10 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels import Kernels, Linear
-
-TABLE, PROJECTION, NORM = (f"model.{name}.weight" for name in (
-    "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"))
+from longdraft.kernels.interface import Kernels
+from longdraft.kernels.weights import Linear
 
 
 class LayerInputs(NamedTuple):
@@ -26,10 +24,13 @@ class LayerInputs(NamedTuple):
     projection: Linear
     norm: Tensor
 
+    def factors(self, hidden: int, dtype: torch.dtype) -> tuple[float, float, float]:
+        """Of the projection, of the table, and of their sum. That of the table is rounded, as that of embeddings is."""
+        return hidden**-0.5, float(torch.tensor(len(self.norm) ** 0.5, dtype=dtype)), 2**-0.5
+
     def of(self, kernels: Kernels, x: Tensor, tokens: Sequence[int], eps: float) -> Tensor:
         """The inputs [R, L P] of tokens with the embeddings x [R, hidden]."""
-        width = len(self.norm)
-        projected = kernels.linear(x, self.projection) * x.shape[1] ** -0.5
-        normed = kernels.rms_norm(projected.view(-1, width), self.norm, eps, rounds_once=True).view(len(x), -1)
-        factor = float(torch.tensor(width**0.5, dtype=kernels.dtype))  # rounded as that of the embeddings
-        return (normed + kernels.embed(self.table, tokens) * factor) * 2**-0.5
+        of_projection, of_table, of_sum = self.factors(x.shape[1], kernels.dtype)
+        projected = kernels.linear(x, self.projection) * of_projection
+        normed = kernels.rms_norm(projected.view(-1, len(self.norm)), self.norm, eps, rounds_once=True).view(len(x), -1)
+        return (normed + kernels.embed(self.table, tokens) * of_table) * of_sum
