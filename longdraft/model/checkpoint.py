@@ -32,7 +32,7 @@ QUANTIZE = ("none", "int8", "int4", FILE)
 QUANTIZE_CHOICES = "none, int8, int4 or file"
 
 
-def _head_order(config: ModelConfig) -> Tensor | None:
+def head_order(config: ModelConfig) -> Tensor | None:
     """An order of a head's dimensions in which those of each rotated pair are half a head apart, as the kernels expect.
 
     If RoPE rotates only the first `dims` dimensions of a head (a with b), the other ones are split in halves:
@@ -55,9 +55,9 @@ def _head_order(config: ModelConfig) -> Tensor | None:
 
 
 def _qkv_order(config: ModelConfig) -> Tensor | None:
-    """The order of qkv's rows: heads in `_head_order`, and the gates, which follow each query head in the file, behind
+    """The order of qkv's rows: heads in `head_order`, and the gates, which follow each query head in the file, behind
     the values. None: the file's order is right."""
-    head, dim = _head_order(config), config.head_dim
+    head, dim = head_order(config), config.head_dim
     if head is None and not config.hybrid:
         return None
     head = torch.arange(dim) if head is None else head
@@ -107,7 +107,7 @@ class Loader:
         self._files, self._whole, self._kernels, self._quantize = files, config, kernels, quantize
         self._shard = shard_of(kernels)
         self._config = shard_config(config, self._shard, quantize)
-        self._order, self._head_order = _qkv_order(self._config), _head_order(self._config)
+        self._order, self._head_order = _qkv_order(self._config), head_order(self._config)
         self._format = "none" if quantize == FILE else quantize  # of matrices whose numbers are not kept
         self._dtype = kernels.dtype if self._format == "none" else None  # quantised from the file's own precision
 

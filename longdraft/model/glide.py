@@ -2,8 +2,10 @@
 
     x = embedding of the token
     x = x + attention over the last `window` rows of this layer
-    x = x + attention of a separate query over the keys and values of the target's last layer
+    x = x + attention of a separate query over the keys and values of the target's last layer that has some
     x = x + MLP                                 logits = LM_head(RMSNorm(x)), with the target's LM_head
+
+In a hybrid, delta layers have none. Heads are rotated as the target's are, wholly or in part.
 
 Its own cache has `window` rows, whatever the length of the text. It is a ring buffer: each new row replaces the oldest.
 The order of rows in it does not matter, because keys are stored with their rotation.
@@ -23,6 +25,7 @@ from torch import Tensor
 from longdraft.errors import ModelError
 from longdraft.kernels import KV, KVStore, Linear
 from longdraft.kernels.layer import LayerOperations
+from longdraft.model.checkpoint import head_order
 from longdraft.model.config import ModelConfig, read_json
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.transformer import Transformer
@@ -80,11 +83,11 @@ class Glide:
 
         target      the target model with the rotations of this text (`Transformer.for_length`)
         own         this layer's cache, of which the first `own_length` rows are visible
-        keys        cache of the target's last layer; every row sees its first `num_keys` positions
+        keys        the target's last cache; every row sees its first `num_keys` positions
         """
         kernels, config = target.kernels, target.config
-        # As the target rotates the keys of its last layer.
-        cos, sin = (torch.split(part, config.head_dim // 2, 1)[config.ropes_of(config.num_layers - 1)[1]]
+        # As the target rotates these keys.
+        cos, sin = (torch.split(part, config.head_dim // 2, 1)[config.ropes_of(config.kv_layers[-1])[1]]
                     for part in target.rotations(range(start, start + len(tokens))))
         return self._run(kernels, target.embed(tokens), (cos, sin), own, own_length, keys, num_keys)
 
@@ -139,6 +142,13 @@ class Glide:
         return self._target.kernels.rms_norm(x, self._weights.norms[index], self._target.config.rms_norm_eps)
 
 
+def require_supported(config: ModelConfig) -> None:
+    """ModelError for a model with which glide does not draft."""
+    if config.is_interleaved or config.gemma4:
+        what = "turns adjacent dimensions of a head" if config.is_interleaved else "has heads of two sizes"
+        raise ModelError(f"glide does not draft for a model that {what}; choose another drafter for this model")
+
+
 def is_glide(folder: Path) -> bool:
     """Whether a folder has a glide layer."""
     return (folder / "config.json").exists() and read_json(folder / "config.json").get("kind") == GLIDE_KIND
@@ -154,20 +164,26 @@ def load_glide(folder: Path, target: Transformer, check: Callable[[Path, dict[st
     window = config.get("window")
     if not isinstance(window, int) or not 1 <= window <= 4096:
         raise ModelError(f"{folder}: window is {window!r} in config.json; allowed: 1 to 4096")
-    if target.config.rope.dims != target.config.head_dim:
-        raise ModelError(f"{folder}: glide needs a model with RoPE on whole heads (partial_rotary_factor 1); choose "
-                         "another drafter for this model")
+    require_supported(target.whole)
     files = TensorFiles(folder)
     expected = glide_shapes(target.whole)
     files.check(expected, files.names(), "its config.json and this model")
-    kernels, shard = target.kernels, shard_of(target.kernels)
+    kernels, shard, order = target.kernels, shard_of(target.kernels), head_order(target.config)
+
+    def ordered(name: str, rows: Tensor) -> Tensor:
+        """Rows of queries or keys in the order in which the target has the dimensions of a head; others unchanged."""
+        if order is None or not name.endswith(("q_proj", "k_proj")):
+            return rows
+        return rows.view(-1, len(order), rows.shape[1])[:, order].flatten(0, 1)
 
     def pack(*names: str) -> Linear:
         """One matrix from several tensors; for a rank, its share, as for the target's layers."""
         keys = [f"{name}.weight" for name in names]
         is_row_parallel = names[0].endswith(("o_proj", "down_proj")) and shard.size > 1
         picks = [shard.columns() if is_row_parallel else shard.rows(expected[key][:1]) for key in keys]
-        packed = kernels.pack(files.stack(keys, kernels.dtype, picks))
+        parts = [ordered(name, files.stack([key], kernels.dtype, [pick]))
+                 for name, key, pick in zip(names, keys, picks, strict=True)]
+        packed = kernels.pack(parts[0] if len(parts) == 1 else torch.cat(parts))
         return RowParallel(packed) if is_row_parallel else packed
 
     norms = tuple(files.read(f"{name}.weight").to(kernels.device, kernels.dtype, copy=True) for name in _NORMS)

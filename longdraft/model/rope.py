@@ -143,7 +143,7 @@ class RopeTable:
     A rotation of layers with narrower heads is at the beginning of as many numbers as wider heads have.
 
     Dimensions that are not rotated have cos 1 and sin 0. They are the end of each half of a head: see
-    `checkpoint._head_order`.
+    `checkpoint.head_order`.
     """
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:

@@ -30,7 +30,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FrozenOutputs(NamedTuple):
-    """The frozen model's outputs: hidden states before the final norm, and the last layer's keys and values."""
+    """The frozen model's outputs: hidden states before the final norm, and the keys and values of the last layer
+    that has some."""
 
     hidden: Tensor  # [B, L, hidden] float32
     keys: Tensor  # [B, Hkv, L, D], rotated
@@ -57,11 +58,10 @@ class FrozenModel:
     @torch.no_grad()
     def outputs(self, ids: Tensor, positions: Tensor | None = None) -> FrozenOutputs:
         """One forward of ids [B, L] int64 at positions [B, L] (default: 0, 1, 2, ...)."""
-        kept = _last_layer(self.config.num_layers - 1)
-        hidden = self.body(input_ids=ids, position_ids=positions, past_key_values=kept, use_cache=False)
+        kept = _last_keys(self.config.kv_layers[-1])
+        hidden = self._read(ids, positions, past_key_values=kept).last_hidden_state
         keys, values = kept.found
-        rows = hidden.last_hidden_state.float().to(self.device)
-        return FrozenOutputs(rows, keys.to(self.device), values.to(self.device))
+        return FrozenOutputs(hidden.float().to(self.device), keys.to(self.device), values.to(self.device))
 
     @torch.no_grad()
     def rows(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -69,12 +69,11 @@ class FrozenModel:
         rows: Tensor = self._read(ids, positions).last_hidden_state
         return rows.float().to(self.device)
 
-    def _read(self, ids: Tensor, positions: Tensor, **more: Any) -> Any:
-        """One forward. A mask that hides nothing keeps `transformers` from taking a jump of the positions for the start
-        of another text. So does a cache, but those of hybrids would hold states."""
-        seen = {"attention_mask": torch.ones_like(ids)} if self.config.hybrid else {
-            "past_key_values": _last_layer(self.config.num_layers - 1)}
-        return self.body(input_ids=ids, position_ids=positions, use_cache=False, **seen, **more)
+    def _read(self, ids: Tensor, positions: Tensor | None, **more: Any) -> Any:
+        """One forward. A cache keeps `transformers` from taking a jump of the positions for the start of another
+        text."""
+        options = {"past_key_values": _last_keys(self.config.kv_layers[-1]), "use_cache": False} | more
+        return self.body(input_ids=ids, position_ids=positions, **options)
 
     @torch.no_grad()
     def states(self, ids: Tensor, positions: Tensor, layers: Sequence[int]) -> Tensor:
@@ -110,9 +109,9 @@ class FrozenModel:
 
     @torch.no_grad()
     def last_rotations(self, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, L, D] of the last layer's keys at positions [B, L]."""
+        """cos and sin [B, L, rotated dimensions] of the last layer's keys at positions [B, L]."""
         body: Any = self.body
-        last = self.config.num_layers - 1
+        last = self.config.kv_layers[-1]
         kind = "sliding_attention" if self.config.window_of(last) else "full_attention"
         cos, sin = body.rotary_emb(keys, positions, *((kind,) if self.config.window_rope else ()))
         return cos.to(self.device), sin.to(self.device)
@@ -133,20 +132,28 @@ class FrozenModel:
         return row_chunks(self.device, self.config.vocab_size, count)
 
 
-def _last_layer(index: int) -> Any:
-    """A cache for one forward of `transformers` that stores the keys and values of one layer only."""
+def _last_keys(layer: int) -> Any:
+    """A cache for one forward of `transformers` that stores the keys and values of one layer only, and no states."""
     from transformers import DynamicCache
 
-    class LastLayer(DynamicCache):  # type: ignore[misc]
+    class LastKeys(DynamicCache):  # type: ignore[misc]
         found: tuple[Tensor, Tensor]
 
         def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any,
                    **options: Any) -> tuple[Tensor, Tensor]:
-            if layer_idx == index:
+            if layer_idx == layer:
                 self.found = key_states, value_states
             return key_states, value_states
 
-    return LastLayer()
+        def get_conv_state(self, *args: Any, **options: Any) -> None:
+            """There is none, so a delta layer begins a text."""
+
+        get_recurrent_state = update_recurrent_state = get_conv_state
+
+        def update_conv_state(self, mixed: Tensor, *args: Any, **options: Any) -> Tensor:
+            return mixed
+
+    return LastKeys()
 
 
 def row_chunks(device: torch.device, vocab_size: int, count: int) -> Iterator[slice]:

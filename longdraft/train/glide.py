@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.data_files import Tokens
-from longdraft.errors import ModelError
-from longdraft.model.glide import GLIDE_KIND, glide_shapes
+from longdraft.model.glide import GLIDE_KIND, glide_shapes, require_supported
 from longdraft.model.tensor_files import WEIGHTS, TensorFiles, dump_json
 from longdraft.train.checkpoint import write_tensors
 from longdraft.train.frozen_model import (
@@ -43,10 +42,8 @@ class GlideModule(LayerModule):
     """The layer. longdraft/model/glide.py has the names of its file."""
 
     def __init__(self, base: FrozenModel, settings: GlideSettings) -> None:
-        config = base.config
-        if config.rope.dims != config.head_dim:
-            raise ModelError("glide needs a model that rotates whole heads; this one rotates a part of each")
-        super().__init__(base, glide_shapes(config), settings.seed)
+        require_supported(base.config)
+        super().__init__(base, glide_shapes(base.config), settings.seed)
         self._window = settings.window
         self.to(base.device)
 
@@ -72,7 +69,7 @@ class GlideModule(LayerModule):
         return self._merge(out, "self_attn.o_proj")
 
     def _cross(self, x: Tensor, cos: Tensor, sin: Tensor, seen: FrozenOutputs, lag: int) -> Tensor:
-        """Cross-attention over the target's last layer, `lag` positions behind. The first `lag` rows have no keys."""
+        """Cross-attention over the target's last keys, `lag` positions behind. The first `lag` rows have no keys."""
         q = rotate(self._heads(self._linear(x, "cross_attn.q_proj")), cos, sin)
         count = x.shape[1] - lag
         keys, values = (part[:, :, :count].to(q.dtype) for part in (seen.keys, seen.values))
@@ -91,11 +88,12 @@ class GlideModule(LayerModule):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, H, L, D] by cos, sin [B, L, D], with paired halves."""
-    first, second = x.float().chunk(2, -1)
+    """Rotary embedding of the first N dimensions of x [B, H, L, D] by cos, sin [B, L, N], with paired halves."""
+    part, rest = torch.split(x, [cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    first, second = part.float().chunk(2, -1)
     turned = torch.cat([-second, first], -1)
-    rotated = x.float() * cos[:, None].float() + turned * sin[:, None].float()
-    return rotated.to(x.dtype)
+    rotated = part.float() * cos[:, None].float() + turned * sin[:, None].float()
+    return torch.cat([rotated.to(x.dtype), rest], -1)
 
 
 def offset_positions(seed: int, anchors: int, most: int, place: int, count: int, length: int) -> Tensor:
@@ -173,8 +171,5 @@ class GlideTask:
 
 
 def glide_task(base: FrozenModel, settings: GlideSettings, validation: Tokens) -> GlideTask:
-    """Raises ModelError for a model with delta layers, with which glide does not draft."""
-    if base.config.hybrid:
-        raise ModelError(f"{base.folder} is a model with delta layers, with which glide does not draft; train an EAGLE "
-                         "head or heads")
+    """Raises ModelError for a model with which glide does not draft."""
     return GlideTask(GlideModule(base, settings), base, settings, validation)

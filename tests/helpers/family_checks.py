@@ -122,10 +122,10 @@ def check_batch_and_resumed_text(folder: Path, drafter: str, journal: Path) -> N
     """The texts of a batch, and a text that is resumed, are the plain ones."""
     params = [SamplingParams(max_new_tokens=20, seed=seed, ignore_eos=True) for seed in (1, 2, 3)]
     prompts = [prompt_of(30), prompt_of(45, 4), prompt_of(30)]
-    plain = longdraft.load(str(folder), drafter="plain")
+    engine = longdraft.load(str(folder), drafter=drafter)
+    plain = engine.with_drafter("plain")
     expected = [[token for event in plain.generate(prompt, each) for token in event.tokens]
                 for prompt, each in zip(prompts, params, strict=True)]
-    engine = plain.with_drafter(drafter)
     found: list[list[int]] = [[], [], []]
     for place, event in engine.generate_many(prompts, params, batch_size=3):
         found[place] += event.tokens

@@ -23,10 +23,10 @@ from longdraft.model import heads as trained_heads
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import chain_rows
-from longdraft.train import data, glide, heads, job
+from longdraft.train import data, heads, job
 from longdraft.train import frozen_model as frozen
 from longdraft.train.loop import Position, learning_rate
-from longdraft.train.settings import GlideSettings, HeadSettings
+from longdraft.train.settings import HeadSettings
 
 base = pytest.fixture(scope="module")(training.alphabet)
 
@@ -105,8 +105,6 @@ def test_a_window_hides_keys_from_a_hybrids_attention_and_nothing_from_its_state
     whole, narrow = trained.hidden(ids), trained.hidden(ids, window=4, sinks=1)
     assert torch.equal(trained.hidden(ids, window=38), whole)
     assert torch.allclose(narrow[:5], whole[:5], atol=1e-3) and not torch.allclose(narrow[5:], whole[5:], atol=1e-3)
-    with pytest.raises(ModelError, match=r"delta layers, with which glide does not draft; train an EAGLE head"):
-        glide.glide_task(trained, GlideSettings(data=("none",)), ids.numpy())
 
 
 @pytest.mark.parametrize("distill", [0.0, 0.5])

@@ -10,7 +10,7 @@ import torch
 
 import longdraft
 from helpers.checkpoints import load, load_glide, make_checkpoint, make_glide
-from helpers.families import make_family
+from helpers.families import HYBRIDS, make_family
 from helpers.generation import by_name, generate
 from longdraft.cache.window import RowWindow
 from longdraft.core import Context, SamplingParams
@@ -23,6 +23,8 @@ from longdraft.train import frozen_model as frozen
 from longdraft.train import glide as training
 from longdraft.train.settings import GlideSettings
 
+DELTA_LAST = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+
 
 @pytest.fixture(scope="module")
 def model(tiny):
@@ -30,12 +32,15 @@ def model(tiny):
 
 
 @pytest.mark.parametrize("lag", [1, 3])
-@pytest.mark.parametrize("name", ["mha", "gqa", "gemma3"])
+@pytest.mark.parametrize("name", ["mha", "gqa", "gemma3", "phi3, longrope, part", *HYBRIDS,
+                                  "qwen3_5, a delta layer last"])
 def test_the_layer_computes_what_was_trained(tiny, tmp_path, name, lag):
-    """Row by row over stores, compared with the training module over whole sequences."""
+    """Row by row over stores, compared with the training module over whole sequences. Heads are rotated in part, and
+    some layers have no keys."""
     folder = tiny.get(name) or tmp_path / "model"
     if name not in tiny:
-        make_family(folder, name)
+        family, _, ending = name.partition(", a delta")
+        make_family(folder, family, **(dict(layer_types=DELTA_LAST) if ending else {}))
     target = load(folder)
     trained = frozen.load_frozen_model(folder, "auto", torch.device("cpu"))
     task = training.glide_task(trained, GlideSettings(data=("none",), window=5, max_lag=4, seed=3), np.empty(0))
@@ -110,12 +115,16 @@ def test_a_layer_in_the_models_folder_is_found_and_drafts(tiny):
     assert len(hashes) == 1
 
 
-def test_drafts_of_a_trained_layer_are_accepted(tmp_path):
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_drafts_of_a_trained_layer_are_accepted(tmp_path, kind):
     """The layer learns from text that the model writes, because the tiny model is random."""
     from longdraft.train import job
 
     folder = tmp_path / "tiny"
-    make_checkpoint(folder, initializer_range=0.15)
+    if kind == "llama":
+        make_checkpoint(folder, initializer_range=0.15)
+    else:
+        make_family(folder, kind, initializer_range=0.15)
     (tmp_path / "text.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 300)
     wanted = GlideSettings(model=str(folder), data=(str(tmp_path / "text.txt"),), own_tokens=6000, sequence_length=64,
                            steps=60, batch_size=4, learning_rate=1e-2, warmup_steps=5, window=32, max_lag=4,
@@ -148,3 +157,15 @@ def test_options_out_of_range_and_missing_layers_get_a_clear_error(tmp_path):
         longdraft.load(str(tmp_path), drafter="glide")
     with pytest.raises(UsageError, match="chain is 0; allowed: 1 to 64"):
         longdraft.load(str(tmp_path), drafter="glide", drafter_options={"chain": 0})
+
+
+@pytest.mark.parametrize(("name", "message"), [("glm4", "turns adjacent dimensions"), ("gemma4", "heads of two sizes")])
+def test_a_model_with_which_it_does_not_draft_is_refused(tmp_path, name, message):
+    """By the training, and by loading."""
+    make_family(tmp_path / "model", name)
+    make_glide(tmp_path / "model" / "glide", tmp_path / "model")
+    trained = frozen.load_frozen_model(tmp_path / "model", "auto", torch.device("cpu"))
+    for attempt in (lambda: training.glide_task(trained, GlideSettings(data=("none",)), np.empty(0)),
+                    lambda: longdraft.load(str(tmp_path / "model"), drafter="glide")):
+        with pytest.raises(ModelError, match=f"glide does not draft for a model that .*{message}"):
+            attempt()

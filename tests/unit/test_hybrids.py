@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import longdraft
-from helpers.checkpoints import load, make_heads
+from helpers.checkpoints import load, load_glide, make_glide, make_heads
 from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import DRAFTERS, LIARS, prompt_of
 from helpers.families import HYBRIDS, greedy_text_of, logits_of, make_family, make_hybrid, rounding_errors, theirs_of
@@ -54,10 +54,11 @@ def test_the_models_are_those_of_transformers(tmp_path, name):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3.5 with heads for drafts. Their attention has gates, and a quarter of a head rotates."""
+    """A Qwen3.5 with trained parts for drafts. Its attention has gates, and a quarter of a head rotates."""
     folder = tmp_path_factory.mktemp("hybrid")
     make_heads(folder / "heads", make_family(folder, "qwen3_5"))
     make_eagle(folder / "eagle")
+    make_glide(folder / "glide", folder)
     return folder
 
 
@@ -102,12 +103,13 @@ def test_every_drafter_writes_the_plain_text(folder, dtype, settings):
     model = load(folder, dtype)
     other = load_other(folder.parent / "llama", dtype)
     trained, eagle = heads.load_heads(folder / "heads", model), load_eagle(folder / "eagle", model)
+    glide = load_glide(folder / "glide", model)
     params = SamplingParams(max_new_tokens=24, seed=11, **settings)
     plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
     for name, options in DRAFTERS.values():
-        if name == "glide" or (name == "tokenswift" and options.get("cache") == "full"):
+        if name == "tokenswift" and options.get("cache") == "full":
             continue  # refused
-        factory = by_name(name, trained, other if "model" in options else None, None, eagle, **options)
+        factory = by_name(name, trained, other if "model" in options else None, glide, eagle, **options)
         assert generate(model, prompt_of(60), params, factory, banned=[1]) == plain, (name, options)
 
 
@@ -192,7 +194,7 @@ def test_a_four_bit_copy_drafts_with_the_states_of_the_text(folder):
     assert drafted.stats()["accepted_tokens"] > 0
 
 
-@pytest.mark.parametrize("drafter", LOADED)
+@pytest.mark.parametrize("drafter", [*LOADED, "glide"])
 def test_texts_of_a_batch_and_resumed_texts_are_the_plain_ones(folder, tmp_path, drafter):
     check_batch_and_resumed_text(folder, drafter, tmp_path / "j")
 
@@ -267,20 +269,11 @@ def test_sizes_of_delta_layers_are_checked(changes, message):
         parse_config(BASE | changes)
 
 
-def test_what_delta_layers_cannot_do_is_refused_in_one_line(folder, tmp_path):
-    engine = longdraft.load(str(folder), drafter="plain")
-    params = SamplingParams(max_new_tokens=4)
-
-    def with_full_cache() -> None:
+def test_what_delta_layers_cannot_do_is_refused_in_one_line(folder):
+    with pytest.raises(LongdraftError, match="dynamic or static for models with delta layers") as caught:
         longdraft.load(str(folder), drafter="tokenswift", heads=str(folder / "heads"),
-                       drafter_options={"cache": "full"}).generate("It", params)
-
-    for attempt, message in (
-            (lambda: engine.with_drafter("glide"), "needs trained glide"),
-            (with_full_cache, "dynamic or static for models with delta layers")):
-        with pytest.raises(LongdraftError, match=message) as caught:
-            attempt()
-        assert "\n" not in str(caught.value)
+                       drafter_options={"cache": "full"}).generate("It", SamplingParams(max_new_tokens=4))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
