@@ -152,7 +152,8 @@ Cut Choice::cut(const float* row, const PartOfVocabulary* part, long best) const
 }
 
 bool Choice::is_in_support(float value, long place, float best, const Cut& cut) const {
-    if (!cut.keeps(value, place) || !(static_cast<double>(value) > static_cast<double>(best) + rules_.lowest)) return false;
+    if (!cut.keeps(value, place) || !(value > LOWEST)) return false;
+    if (!(static_cast<double>(value) >= static_cast<double>(best) + rules_.lowest)) return false;
     return value / rules_.filter_temperature >= best / rules_.filter_temperature + rules_.least;
 }
 

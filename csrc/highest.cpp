@@ -3,13 +3,13 @@
 namespace longdraft {
 namespace {
 
-constexpr double NEGLIGIBLE = 45.0;  // nats below the best score at which a probability counts as 0
+constexpr double NEGLIGIBLE = 32.0;  // nats below the best score at which a mass is 0
 constexpr long FIRST_TOP_P = 256;    // highest logits that top-p examines first; eight times as many at each further try
 
-// exp(score - best) of a token, as a part of the sum of all.
-double mass(float logit, double best, double divisor) {
-    const double gap = logit / divisor - best;
-    return gap > -NEGLIGIBLE ? exact_exp(gap) : 0.0;
+// exp(score - best) * 2^44, rounded: whole numbers, whose sum is the same in every order.
+int64_t mass(float logit, double best, double divisor) {
+    const double gap = best - logit / divisor;
+    return gap < NEGLIGIBLE ? static_cast<int64_t>(exact_exp(-gap) * 0x1p44 + 0.5) : 0;
 }
 
 }  // namespace
@@ -47,27 +47,24 @@ Cut cut_of(const float* row, long size, float best, long top_k, double top_p, do
     }
     if (!has_top_p) return cut;
     const double highest = best / divisor;
-    double total = 0.0;  // in the order of the places, as the definition adds
+    int64_t total = 0;
     if (has_top_k) {
-        std::vector<Guess> by_place = head;
-        std::sort(by_place.begin(), by_place.end(), [](const Guess& a, const Guess& b) { return a.place < b.place; });
-        for (const Guess& each : by_place) total += mass(static_cast<float>(each.score), highest, divisor);
+        for (const Guess& each : head) total += mass(static_cast<float>(each.score), highest, divisor);
     } else {
         for (long i = 0; i < size; i++) total += mass(row[i], highest, divisor);
     }
-    const double goal = top_p * total;
+    const int64_t reached = static_cast<int64_t>(std::ceil(top_p * static_cast<double>(total)));
+    const int64_t goal = std::max<int64_t>(1, std::min(total, reached));
     for (long examined = has_top_k ? top_k : FIRST_TOP_P;; examined *= 8) {
         if (!has_top_k) head = highest_of(row, size, examined);
-        double before = 0.0;
+        int64_t before = 0;
         for (const Guess& each : head) {
-            if (each.score == LOWEST) break;
-            before += exact_exp(each.score / divisor - highest);
+            before += mass(static_cast<float>(each.score), highest, divisor);
             if (before >= goal) {
                 end_at(each);
                 return cut;
             }
         }
-        if (has_top_k || examined >= size) return cut;
     }
 }
 

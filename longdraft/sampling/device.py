@@ -1,21 +1,25 @@
 """The sampler of a CUDA device: it chooses the same tokens from the same logits, without copying those to the host.
 
-It supports temperature, repetition penalty and min-p; the host decides the other settings, for which the logits are
-copied to it. The walk along the tree runs on the device too, so the cache can commit its rows before the host has read
-which they are. Drafters' guesses are ranked there as well, one row at a time or in a whole chain.
+It supports `logit_bias`, the repetition penalty, temperature, top-k, top-p, min-p and eta. The host decides the other
+settings, for which the logits are copied to it. The walk along the tree runs on the device too, so the cache can commit
+its rows before the host has read which they are. Drafters' guesses are ranked there as well, one row at a time or in a
+whole chain. Of log-probabilities, the host reads those that it reports.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
-from longdraft.core import Context, SamplingParams
+from longdraft.core import Context, SamplingParams, TokenLogprob
 from longdraft.kernels import Decoder, Kernels, KVStore
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
+from longdraft.sampling import process
 from longdraft.tree import Tree
 
 if TYPE_CHECKING:
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from longdraft.kernels.cuda.layer_chain import DraftLayers, LayerChain
 
 MAX_GUESSES = 16  # that the device ranks at a place
+DECIDES_SUMS = True  # False: top-k, top-p and eta are decided on the host
 DRAFTS_LAYERS = True  # False: trained layers are run from the host
 Behind = tuple["LogitsSource", Tensor]
 Place = Callable[[Tensor, Tensor], None]  # KVCache.place: commit rows [N] at positions [N], both on the device
@@ -35,18 +40,21 @@ class DeviceSampler:
     @staticmethod
     def supports(params: SamplingParams, kernels: Kernels) -> bool:
         """Whether the kernels' device can decide these settings."""
-        restricts = params.logit_bias or params.banned_strings or params.structured_outputs
-        on_host = restricts or params.has_path_penalties or params.needs_sums
-        return kernels.is_device and not on_host and not (params.temperature_last and params.min_p)
+        restricts = params.banned_strings or params.structured_outputs
+        others = replace(params, top_k=0, top_p=1.0, eta_cutoff=0.0, min_tokens_to_keep=1) if DECIDES_SUMS else params
+        return kernels.is_device and not (restricts or params.has_path_penalties or others.needs_sums)
 
     def __init__(self, params: SamplingParams, banned: Sequence[int], kernels: Kernels) -> None:
         from longdraft.kernels.cuda.choice import ChoiceRules, TokenChooser  # needs Triton
         from longdraft.kernels.cuda.drafting import MAX_CHAINS
         from longdraft.kernels.cuda.launch import RecentlyUsed
+        from longdraft.kernels.cuda.support import FilterRules
 
-        least = math.log(params.min_p) if params.min_p > 0 else None
-        rules = ChoiceRules(params.temperature, least, params.repetition_penalty, params.penalty_window,
-                            params.seed or 0, tuple(banned))
+        least, eta = (math.log(value) if value > 0 else None for value in (params.min_p, params.eta_cutoff))
+        filters = FilterRules(process.filter_temperature(params), params.top_k, params.top_p, least, eta,
+                              params.min_tokens_to_keep)
+        rules = ChoiceRules(params.temperature, filters, params.repetition_penalty, params.penalty_window,
+                            params.seed or 0, tuple(banned), params.logit_bias)
         self._params, self.device = params, kernels.device
         self._chooser = TokenChooser(rules, kernels.device)
         self._rankings: dict[tuple[int, int], DraftRanking] = {}  # by vocabulary and number of guesses
@@ -76,6 +84,28 @@ class DeviceSampler:
         if isinstance(given, Tensor):
             return self._chooser.choose(given, tree.tokens, tree.parents, *place)
         return self._chooser.choose_behind(*given, tree.tokens, tree.parents, *place)
+
+    def log_probabilities(self, logits: Tensor, tokens: Sequence[int], chosen: Sequence[int], context: Context,
+                          num: int) -> list[TokenLogprob]:
+        """Of the tokens chosen behind a path, and of the `num` likeliest ones beside each.
+
+        logits  [R, V] of the path's rows, which are kept
+        tokens  of the path, the text's last one first
+        """
+        from longdraft.kernels.cuda.logprobs import ranked_masses
+
+        self._update(context)
+        place = len(context) - 1, self._left(context)
+        found = ranked_masses(self._chooser, logits.clone(), tokens, chosen, *place, max(num, 1))
+        scores = found.logits.astype(np.float64) / (self._params.temperature or 1.0)
+        entries = []
+        for row, total in enumerate(found.total):
+            is_token = found.tokens[row] < logits.shape[1]  # the filters may leave fewer than `num`
+            own = process.log_probabilities_of(scores[row, 1] - scores[row, is_token], int(total)).tolist()
+            ids = found.tokens[row, is_token].tolist()
+            best = sorted(zip(ids[1:], own[1:], strict=True), key=lambda pair: (-pair[1], pair[0]))
+            entries.append(TokenLogprob(ids[0], own[0], tuple(best[:num])))
+        return entries
 
     def ranked(self, logits: Tensor, context: Context, path: Sequence[int], num: int, ahead: int,
                within: float) -> Ranked:

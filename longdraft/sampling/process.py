@@ -14,6 +14,9 @@ filter sees the distribution that the previous one left. Of equal scores, the sm
 vocabulary is never sorted where a threshold suffices; else the largest scores come first, with an exact fallback.
 
 A *support* is the set of tokens with non-zero probability: ids, ascending, and their scores.
+
+Filters that add probabilities up add whole numbers: the *mass* of a token is exp(score - best) * 2^44, rounded. The sum
+does not depend on the order, so the compiled sampler and a device find the same support.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from longdraft.core import SamplingParams
 from longdraft.errors import NumericalError
 from longdraft.kernels import reproducible
 
-NEGLIGIBLE = 45.0  # nats below the best score at which a probability counts as 0: e^-45 < 2^-64
+MASS_OF_BEST = 2.0**44  # sums of 2^19 tokens fit into 63 bits
+NEGLIGIBLE = 32.0  # nats below the best score at which a mass is 0: e^-32 < 2^-45
 MIN_TEMPERATURE = 1e-3  # lower bound of dynamic temperature
 _FIRST_TOP_P = 256  # highest scores that top_p examines first; eight times as many at each further try
 
@@ -72,7 +76,8 @@ def filtered(row: NDArray[np.float32], params: SamplingParams, coin: float = 1.0
     is_alone = params.top_p == 1 and params.top_k == 0 and params.typical_p == 1 and params.top_n_sigma <= 0
     if params.min_p > 0 and is_alone and params.min_tokens_to_keep == 1:
         lowest = best + divisor * (math.log(params.min_p) - 1.0)
-    ids = np.flatnonzero(row > np.float64(lowest))  # in float64: the margin may be less than float32's step
+    # In float64: the margin may be less than float32's step.
+    ids = np.flatnonzero(row > -np.inf if lowest == -math.inf else row >= np.float64(lowest))
     kept = Support(ids, row[ids].astype(np.float64) / divisor)
     if params.top_n_sigma > 0:
         kept = top_n_sigma(kept, params.top_n_sigma)
@@ -137,10 +142,20 @@ def final_temperature(kept: Support, params: SamplingParams) -> float:
 
 def _surprises(kept: Support) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
     """Probabilities [N], their negative logarithms [N], and the entropy."""
-    masses = _masses(kept)
-    total = float(np.cumsum(masses)[-1])
-    surprises = math.log(total) + (float(kept.scores.max()) - kept.scores)
-    return masses / total, surprises, float(np.cumsum(masses * np.where(masses > 0, surprises, 0.0))[-1]) / total
+    masses, gaps = _masses(kept)
+    log_total = log_of_mass(int(masses.sum()))
+    return masses / float(masses.sum()), log_total + gaps, _entropy(masses, gaps, log_total)
+
+
+def log_probabilities(kept: Support) -> NDArray[np.float64]:
+    """The logarithms of the tokens' probabilities [N]."""
+    masses, gaps = _masses(kept)
+    return log_probabilities_of(gaps, int(masses.sum()))
+
+
+def log_probabilities_of(gaps: NDArray[np.float64], total: int) -> NDArray[np.float64]:
+    """As `log_probabilities`, of tokens whose scores are `gaps` [N] below the best one; total: the support's mass."""
+    return -gaps - log_of_mass(total)
 
 
 def top_k(kept: Support, k: int) -> Support:
@@ -154,7 +169,7 @@ def top_k(kept: Support, k: int) -> Support:
 
 def top_p(kept: Support, p: float) -> Support:
     """The smallest set of most likely tokens whose probability reaches p (nucleus sampling)."""
-    goal = p * float(np.cumsum(_masses(kept))[-1])
+    goal = top_p_goal(int(_masses(kept)[0].sum()), p)
     best = float(kept.scores.max())
     num_examined = _FIRST_TOP_P
     while True:
@@ -162,13 +177,18 @@ def top_p(kept: Support, p: float) -> Support:
         if num_examined < len(kept.ids):
             head = kept.keep(kept.scores >= -np.partition(-kept.scores, num_examined - 1)[num_examined - 1])
         order = np.lexsort((head.ids, -head.scores))
-        before = np.cumsum(reproducible.exp(head.scores[order] - best))
-        num_kept = int(np.searchsorted(before, goal, side="left")) + 1
-        if num_kept <= len(order) or len(head.ids) == len(kept.ids):
+        reached = np.cumsum(_mass_of(best - head.scores[order]))
+        num_kept = int(np.searchsorted(reached, goal, side="left")) + 1
+        if num_kept <= len(order):
             chosen = np.zeros(len(order), dtype=bool)
             chosen[order[:num_kept]] = True
             return head.keep(chosen)
         num_examined *= 8
+
+
+def top_p_goal(total: int, p: float) -> int:
+    """The mass that top-p keeps at least, of a total mass."""
+    return max(1, min(total, math.ceil(p * float(total))))
 
 
 def min_p(kept: Support, fraction: float, at_least: int) -> Support:
@@ -178,13 +198,10 @@ def min_p(kept: Support, fraction: float, at_least: int) -> Support:
 
 def eta(kept: Support, epsilon: float, at_least: int) -> Support:
     """Tokens with a probability of at least min(epsilon, sqrt(epsilon) * exp(-entropy)) (Hewitt et al. 2022)."""
-    masses = _masses(kept)
-    total = float(np.cumsum(masses)[-1])
-    best = float(kept.scores.max())
-    gaps = np.where(masses > 0, kept.scores - best, 0.0)
-    entropy = math.log(total) - float(np.cumsum(masses * gaps)[-1]) / total
-    cutoff = min(epsilon, math.sqrt(epsilon) * math.exp(-entropy))
-    return _above(kept, best + math.log(total) + math.log(cutoff), at_least)
+    masses, gaps = _masses(kept)
+    log_total, log_epsilon = log_of_mass(int(masses.sum())), math.log(epsilon)
+    log_cutoff = min(log_epsilon, 0.5 * log_epsilon - _entropy(masses, gaps, log_total))
+    return _above(kept, float(kept.scores.max()) + log_total + log_cutoff, at_least)
 
 
 def _above(kept: Support, threshold: float, at_least: int) -> Support:
@@ -195,13 +212,28 @@ def _above(kept: Support, threshold: float, at_least: int) -> Support:
     return top_k(kept, at_least)
 
 
-def _masses(kept: Support) -> NDArray[np.float64]:
-    """exp(score - best) [N]; 0 for tokens more than NEGLIGIBLE below the best."""
-    gaps = kept.scores - kept.scores.max()
-    masses: NDArray[np.float64] = np.zeros_like(gaps)
-    near = gaps > -NEGLIGIBLE
-    masses[near] = reproducible.exp(gaps[near])
-    return masses
+def _masses(kept: Support) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The masses [N], and how far each score is below the best one [N], in nats."""
+    gaps = kept.scores.max() - kept.scores
+    masses = np.zeros(len(gaps), np.int64)
+    near = gaps < NEGLIGIBLE
+    masses[near] = _mass_of(gaps[near])
+    return masses, gaps
+
+
+def _mass_of(gaps: NDArray[np.float64]) -> NDArray[np.int64]:
+    return (reproducible.exp(-gaps) * MASS_OF_BEST + 0.5).astype(np.int64)
+
+
+def log_of_mass(mass: int) -> float:
+    """log(sum of exp(score - best)), from the sum of the masses."""
+    return float(reproducible.log(np.array(float(mass) / MASS_OF_BEST)))
+
+
+def _entropy(masses: NDArray[np.int64], gaps: NDArray[np.float64], log_total: float) -> float:
+    """Of a support with these masses, in nats. The sum of mass * gap is one of whole numbers too."""
+    weighted = int(np.where(masses > 0, masses * gaps, 0.0).astype(np.int64).sum())
+    return log_total + weighted / float(masses.sum())
 
 
 def best_token(row: NDArray[Any]) -> int:

@@ -250,8 +250,7 @@ class Sampler:
             kept = Support(ids, row[ids].astype(np.float64))
         else:
             kept = self._filtered(row, position)
-        best = kept.scores.max()
-        return Support(kept.ids, kept.scores - best - np.log(np.exp(kept.scores - best).sum()))
+        return Support(kept.ids, process.log_probabilities(kept))
 
     def _penalised(self, logits: torch.Tensor, context: Context, paths: Sequence[Sequence[int]],
                    ahead: int = 0) -> NDArray[np.float32]:

@@ -21,6 +21,9 @@ def path_logprobs(sampler: Sampler, logits: Tensor, tree: Tree, path: Sequence[i
     path     accepted nodes, root first; tokens[i] is the target's choice behind path[i]
     context  the text before the step
     """
+    if sampler.on_device:
+        drafted = [tree.tokens[node] for node in path]
+        return tuple(sampler.on_device.log_probabilities(logits[list(path)], drafted, tokens, context, num))
     prefixes = [[tree.tokens[node] for node in path[1 : depth + 1]] for depth in range(len(path))]
     supports = sampler.log_probabilities(logits[list(path)], context, prefixes)
     return tuple(_entry(token, support, num) for token, support in zip(tokens, supports, strict=True))

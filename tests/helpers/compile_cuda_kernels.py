@@ -19,7 +19,16 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from longdraft.kernels.cuda import jit_attention, jit_choice, jit_drafting, jit_int4, jit_kv_store, jit_linear, jit_rows
+from longdraft.kernels.cuda import (
+    jit_attention,
+    jit_choice,
+    jit_drafting,
+    jit_int4,
+    jit_kv_store,
+    jit_linear,
+    jit_rows,
+    jit_support,
+)
 
 BF16, F32, F64, I32, I64, FP8 = "*bf16", "*fp32", "*fp64", "*i32", "*i64", "*fp8e4nv"
 SPLITS = dict(SHORT=256, NUM_SHORT=32, LONG=1024)
@@ -27,6 +36,9 @@ PARTS = dict(PARTS=4, HAS_SCALE=True, HAS_BIAS=True)
 SUMS = dict(parts=F32, scale=F32, bias=F32, num_rows="i32")
 UNFUSED = dict(enable_fp_fusion=False)
 VOCABULARY = dict(vocabulary="i32")
+LIMITS = dict(settings=F64, cuts=I64, floors=I64, leasts=F64, bests=F32, num_blocks="i32")
+FILTERS = dict(HAS_CUT=True, HAS_MIN_P=True, HAS_ETA=True, HAS_FLOOR=True)
+IN_BLOCKS = dict(BLOCK=1024, BLOCKS=128)
 
 
 def kernels():
@@ -99,8 +111,9 @@ def kernels():
     blocks = dict(logits=F32, bests=F32, ids=I32, num_blocks="i32")
     yield jit_choice.block_maxima_kernel, blocks | VOCABULARY, dict(BLOCK=1024), {}
     yield (jit_choice.noisy_block_maxima_kernel,
-           blocks | dict(depths=I32, scalars=I64, settings=F64, scores=F64) | VOCABULARY,
-           dict(BLOCK=1024, BLOCKS=128, HAS_MIN_P=True), UNFUSED)
+           blocks | LIMITS | dict(depths=I32, scalars=I64, scores=F64) | VOCABULARY, IN_BLOCKS | FILTERS, UNFUSED)
+    yield (jit_choice.add_bias_kernel, dict(logits=F32, biased=I32, values=F32, num_biased="i32") | VOCABULARY,
+           dict(BLOCK=1024), UNFUSED)
     yield (jit_choice.choose_tokens_kernel, dict(bests=F32, scores=F64, ids=I32, choices=I32, num_blocks="i32"),
            dict(BLOCKS=128), {})
     yield (jit_choice.walk_tree_kernel, dict(choices=I32, tokens=I32, parents=I32, where=I64, path=I32, targets=I64,
@@ -110,8 +123,8 @@ def kernels():
 
 def drafting():
     state = dict(state=I64, settings=F64, scores=F64, ids=I32)
-    yield (jit_drafting.best_in_blocks_kernel, dict(logits=F32, bests=F32, num_blocks="i32") | state | VOCABULARY,
-           dict(BLOCK=1024, BLOCKS=128, WIDTH=2, HAS_NOISE=True, HAS_MIN_P=True), UNFUSED)
+    yield (jit_drafting.best_in_blocks_kernel, dict(logits=F32) | LIMITS | state | VOCABULARY,
+           IN_BLOCKS | FILTERS | dict(WIDTH=2, HAS_NOISE=True), UNFUSED)
     yield (jit_drafting.rank_kernel, dict(bests=F32, outcome=I64, num_blocks="i32", num_wanted="i32") | state,
            dict(BLOCKS=128, CANDIDATES=256, WIDTH=2), UNFUSED)
     yield (jit_drafting.begin_place_kernel,
@@ -119,6 +132,17 @@ def drafting():
                 sin=F32, factor="fp32"),
            dict(HIDDEN=4096, HALF=64, PADDED=64, BLOCK=1024, HAS_SCALE=True, HAS_FACTOR=True), UNFUSED)
     yield (jit_drafting.end_place_kernel, dict(text=I32, state=I64, where=I64, outcome=I64), {}, dict(num_warps=1))
+
+
+def support():
+    rows = dict(logits=F32, goals=I64, keys=I64, before=I64, sums=I64) | LIMITS | VOCABULARY
+    search = IN_BLOCKS | dict(BY_MASS=True, HAS_CUT=True)
+    yield jit_support.search_level_kernel, rows, search | dict(LEVEL=3), UNFUSED
+    yield jit_support.end_search_kernel, rows | dict(found=I64), search, UNFUSED
+    yield jit_support.support_sums_kernel, rows, IN_BLOCKS | FILTERS | dict(DIVISOR=2), UNFUSED
+    yield jit_support.support_orders_kernel, rows | dict(orders=I64), IN_BLOCKS | FILTERS, UNFUSED
+    yield jit_support.top_p_goal_kernel, rows, dict(BLOCKS=128), UNFUSED
+    yield jit_support.eta_kernel, rows, dict(BLOCKS=128), UNFUSED
 
 
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # attributes of .nv.info
@@ -155,7 +179,7 @@ def comes_in_pairs(code: str) -> bool:
 
 
 def main() -> None:
-    for kernel, types, constants, options in (*kernels(), *drafting()):
+    for kernel, types, constants, options in (*kernels(), *drafting(), *support()):
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                    if signature[name].startswith("*")}

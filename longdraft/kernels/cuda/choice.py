@@ -19,8 +19,8 @@ from longdraft.kernels.cuda import jit_attention, jit_choice, jit_rows
 from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache, new_owner
 from longdraft.kernels.cuda.launch import UNFUSED, RecentlyUsed, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear, add_partial_sums
+from longdraft.kernels.cuda.support import BLOCK, FilterRules, Support
 
-BLOCK = 1024  # elements of one program: tokens of the vocabulary or of a penalty window
 _FIRST_CAPACITY = 4096  # tokens
 _MAX_BUFFERS = 10  # numbers of rows of one request
 MAX_CHAIN = 64  # tokens of a chain of drafts
@@ -30,11 +30,12 @@ class ChoiceRules(NamedTuple):
     """The sampling parameters that decide a token. See `longdraft.core.SamplingParams`."""
 
     temperature: float
-    log_min_p: float | None  # None: no min-p filter
+    filters: FilterRules
     penalty: float
     window: int
     seed: int
     banned: Sequence[int]  # tokens that end the text, which is not allowed before `min_new_tokens`
+    bias: Sequence[tuple[int, float]] = ()  # distinct tokens, and what is added to their logits
 
 
 class ChosenTokens(NamedTuple):
@@ -83,13 +84,14 @@ class LogitsSource(NamedTuple):
 class ChoiceBuffers:
     """The memory of one number of rows: the tree, intermediate results, and the outcome."""
 
-    def __init__(self, rows: int, vocabulary: int, window: int, device: torch.device,
+    def __init__(self, rows: int, vocabulary: int, window: int, support: Support | None, device: torch.device,
                  source: LogitsSource | None) -> None:
+        """support: what the filters leave; None: they are off."""
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         num, int32 = ceil_div(vocabulary, BLOCK), torch.int32
-        self.rows, self.window = rows, window
+        self.rows, self.window, self.support = rows, window, support
         self._staged = empty(4 + rows, dtype=torch.int64)
         self.scalars, self.tree = self._staged[:4], self._staged[4:].view(int32).view(2, rows)
         self.path, self.depths = torch.zeros(rows, rows, dtype=int32, device=device), empty(rows, dtype=int32)
@@ -125,8 +127,12 @@ class TokenChooser:
     def __init__(self, rules: ChoiceRules, device: torch.device) -> None:
         self.rules, self._device = rules, device
         self.seed = int(noise.mix_seed(rules.seed).view(np.int64)[0])
-        self._settings = torch.tensor([rules.temperature, rules.log_min_p or 0.0], dtype=torch.float64, device=device)
+        self._settings = torch.tensor([rules.temperature, *rules.filters.settings, 0.0], dtype=torch.float64,
+                                      device=device)
         self._banned = torch.tensor([*rules.banned, 0], dtype=torch.int32, device=device)
+        biased, values = zip(*rules.bias, strict=True) if rules.bias else ((), ())
+        self._biased = torch.tensor(biased, dtype=torch.int32, device=device)
+        self._bias_values = torch.tensor(values, dtype=torch.float32, device=device)
         self._tokens = torch.zeros(_FIRST_CAPACITY, dtype=torch.int32, device=device)
         self._length = 0
         self._serial = new_owner()
@@ -175,7 +181,7 @@ class TokenChooser:
         rows = len(logits)
         require(rows == len(tokens) == len(parents) and logits.is_contiguous() and logits.dtype == torch.float32,
                 f"logits [{len(tokens)}, V] float32", (logits.shape, logits.dtype))
-        buffers = self._buffers_for(rows, logits.shape[1])
+        buffers = self.buffers_for(rows, logits.shape[1])
         buffers.load(tokens, parents, (self._length, self.seed, required, cached))
         self._run(buffers, logits, required > 0)
         return buffers.chosen(rows)
@@ -186,7 +192,7 @@ class TokenChooser:
         rows = len(hidden)
         require(rows == len(tokens) == len(parents), f"{len(tokens)} rows", rows)
         bucket = next((size for size in BUCKETS if size >= rows), rows)
-        buffers = self._buffers_for(bucket, source.head.out_features, source)
+        buffers = self.buffers_for(bucket, source.head.out_features, source)
         buffers.load(tokens, parents, (self._length, self.seed, required, cached))
         assert buffers.given is not None and buffers.logits is not None
         buffers.given[:rows].copy_(hidden)
@@ -205,32 +211,42 @@ class TokenChooser:
         source.launch(buffers.given, buffers.normed, buffers.sums, buffers.logits)
         self._run(buffers, buffers.logits, has_bans)
 
-    def _buffers_for(self, rows: int, vocabulary: int, source: LogitsSource | None = None) -> ChoiceBuffers:
+    def buffers_for(self, rows: int, vocabulary: int, source: LogitsSource | None = None) -> ChoiceBuffers:
         """Buffers for `rows` rows; those of the latest numbers of rows are kept."""
         rules = self.rules
         window = 0 if rules.penalty == 1 else min(rules.window, len(self._tokens))
         key = (rows, vocabulary, window, None if source is None else id(source.head))
-        return self._buffers.get(key, lambda: ChoiceBuffers(rows, vocabulary, window, self._device, source))
+
+        def make() -> ChoiceBuffers:
+            support = Support(rules.filters, rows, vocabulary, self._settings) if rules.temperature > 0 else None
+            return ChoiceBuffers(rows, vocabulary, window, support, self._device, source)
+
+        return self._buffers.get(key, make)
+
+    def prepare(self, buffers: ChoiceBuffers, logits: Tensor, has_bans: bool) -> None:
+        """Edit the logits of a tree, and find the largest one of each block."""
+        rows, vocabulary = logits.shape
+        num, (tokens, parents) = ceil_div(vocabulary, BLOCK), buffers.tree
+        jit_attention.tree_paths_kernel[(rows,)](parents, buffers.path, buffers.depths, rows, num_warps=1, **UNFUSED)
+        self.edit(logits, tokens, buffers.path, buffers.depths, buffers.scalars, buffers.window, has_bans,
+                  (buffers.found, buffers.values))
+        jit_choice.block_maxima_kernel[(rows, num)](logits, buffers.bests, buffers.ids, vocabulary, num, BLOCK=BLOCK,
+                                                    **chained(self._device))
 
     def _run(self, buffers: ChoiceBuffers, logits: Tensor, has_bans: bool) -> None:
         """Launches that do not depend on the buffers' contents, as a graph requires."""
-        rows, num = buffers.rows, ceil_div(logits.shape[1], BLOCK)
-        tokens, parents = buffers.tree
+        rows, vocabulary = logits.shape
+        num, (tokens, parents) = ceil_div(vocabulary, BLOCK), buffers.tree
         with on_device(self._device):
-            jit_attention.tree_paths_kernel[(rows,)](parents, buffers.path, buffers.depths, rows, num_warps=1,
-                                                     **UNFUSED)
-            self.edit(logits, tokens, buffers.path, buffers.depths, buffers.scalars, buffers.window, has_bans,
-                      (buffers.found, buffers.values))
-            vocabulary = logits.shape[1]
-            jit_choice.block_maxima_kernel[(rows, num)](logits, buffers.bests, buffers.ids, vocabulary, num,
-                                                        BLOCK=BLOCK, **chained(self._device))
+            self.prepare(buffers, logits, has_bans)
             scores: Tensor = buffers.bests
-            if self.rules.temperature > 0:
-                scores = buffers.scores
+            if buffers.support is not None:
+                support, scores = buffers.support, buffers.scores
+                support.find(logits, buffers.bests)
                 jit_choice.noisy_block_maxima_kernel[(rows, num)](
-                    logits, buffers.bests, buffers.depths, buffers.scalars, self._settings, scores, buffers.ids,
-                    vocabulary, num, BLOCK=BLOCK, BLOCKS=padded_size(num),
-                    HAS_MIN_P=self.rules.log_min_p is not None, **chained(self._device))
+                    logits, buffers.bests, buffers.depths, buffers.scalars, self._settings, *support.limits, scores,
+                    buffers.ids, vocabulary, num, BLOCK=BLOCK, BLOCKS=padded_size(num), **support.flags,
+                    **chained(self._device))
             jit_choice.choose_tokens_kernel[(rows,)](buffers.bests, scores, buffers.ids, buffers.choices, num,
                                                      BLOCKS=padded_size(num), **chained(self._device))
             jit_choice.walk_tree_kernel[(1,)](buffers.choices, tokens, parents, buffers.scalars[3:], buffers.walked,
@@ -239,13 +255,17 @@ class TokenChooser:
 
     def edit(self, logits: Tensor, tokens: Tensor, path: Tensor, depths: Tensor, scalars: Tensor, window: int,
              has_bans: bool, buffers: tuple[Tensor, Tensor]) -> None:
-        """Apply penalty and bans in place.
+        """Apply `logit_bias`, penalty and bans in place.
 
         window   tokens of the penalty's window; the text may be shorter
         buffers  int32 and float32 [R, window], which are overwritten
         """
         rows, vocabulary = logits.shape
         rules = self.rules
+        if rules.bias:
+            num = len(rules.bias)
+            jit_choice.add_bias_kernel[(rows, ceil_div(num, BLOCK))](logits, self._biased, self._bias_values, num,
+                                                                     vocabulary, BLOCK=BLOCK, **chained(self._device))
         if rules.penalty != 1:
             found, values = buffers
             grid = (rows, ceil_div(window, BLOCK))

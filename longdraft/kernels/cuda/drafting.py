@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_choice, jit_drafting
-from longdraft.kernels.cuda.choice import BLOCK, MAX_CHAIN, LogitsSource, TokenChooser
+from longdraft.kernels.cuda.choice import MAX_CHAIN, LogitsSource, TokenChooser
 from longdraft.kernels.cuda.decoder import EMBED_BLOCK, CudaDecoder, ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import new_owner
 from longdraft.kernels.cuda.kv_store import cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear
+from longdraft.kernels.cuda.support import BLOCK, Support
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
 
 _UNROLLED = 4  # tokens of the larger graph
@@ -51,7 +52,8 @@ class DraftRanking:
         self.outcome = torch.zeros(MAX_CHAIN, 2 + _MAX_WIDTH, dtype=torch.int64, device=device)
         self._window = rules.window if rules.penalty != 1 else 0
         self._within: float | None = None
-        self._settings = torch.zeros(3, dtype=torch.float64, device=device)
+        self._settings = torch.zeros(6, dtype=torch.float64, device=device)
+        self._support = Support(rules.filters, 1, vocabulary, self._settings)
         self._root = torch.zeros(1, 1, dtype=torch.int32, device=device)  # tokens, path and depths of a single node
         self._bests = torch.empty(1, self._blocks, device=device)
         self._best_ids = torch.empty(1, self._blocks, dtype=torch.int32, device=device)
@@ -67,7 +69,7 @@ class DraftRanking:
         rules = self._chooser.rules
         if within != self._within:
             self._within = within
-            self._settings.copy_(torch.tensor([rules.temperature, rules.log_min_p or 0.0, within],
+            self._settings.copy_(torch.tensor([rules.temperature, *rules.filters.settings, within],
                                               dtype=torch.float64))
         self.state.copy_(torch.tensor([position, self._chooser.seed, required, 0, position, 0, 0, 0]),
                          non_blocking=True)
@@ -89,10 +91,12 @@ class DraftRanking:
             self.state[0] += ahead  # the noise is that of the guess's own position
         jit_choice.block_maxima_kernel[(1, blocks)](logits, self._bests, self._best_ids, self._vocabulary, blocks,
                                                     BLOCK=BLOCK, **chained(self._device))
+        if rules.temperature > 0:
+            self._support.find(logits, self._bests)
         jit_drafting.best_in_blocks_kernel[(blocks,)](
-            logits, self._bests, self.state, self._settings, self._scores, self._ids, self._vocabulary, blocks,
-            BLOCK=BLOCK, BLOCKS=padded_size(blocks), WIDTH=self._width, HAS_NOISE=rules.temperature > 0,
-            HAS_MIN_P=rules.log_min_p is not None, **chained(self._device))
+            logits, self._bests, self.state, self._settings, *self._support.limits, self._scores, self._ids,
+            self._vocabulary, blocks, BLOCK=BLOCK, BLOCKS=padded_size(blocks), WIDTH=self._width,
+            HAS_NOISE=rules.temperature > 0, **self._support.flags, **chained(self._device))
         jit_drafting.rank_kernel[(1,)](
             self._bests, self._scores, self._ids, self.state, self._settings, self.outcome, blocks, self._num_wanted,
             BLOCKS=padded_size(blocks), CANDIDATES=padded_size(blocks * self._width), WIDTH=self._width,

@@ -2,7 +2,7 @@
 
 longdraft/sampling (process, window, sampler) and longdraft/kernels/noise.py define the result. These kernels compute
 the same bits from the same logits: float64 arithmetic in the same order, without fused multiply-adds (they are launched
-with enable_fp_fusion=False), and the logarithm of longdraft/kernels/reproducible.py.
+with enable_fp_fusion=False).
 
     scalars  int64 [4]: tokens of the request; the bits of splitmix64(seed); tokens that must still be written before
              the text may end; committed rows of the cache (`walk_tree_kernel` gets a pointer to this one)
@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
+from longdraft.kernels.cuda.jit_exact import exact_log
+from longdraft.kernels.cuda.jit_support import best_score_of, is_in_support
 
 _NONE = tl.constexpr(2147483647)  # larger than every token id and node
 
@@ -30,32 +32,6 @@ def noise_bits(mixed_seed, position, token):
     """The 52 random bits of each token at a position: int64. mixed_seed is uint64, position and token are int64."""
     key = splitmix64(mixed_seed + position.to(tl.uint64) * 0xD1342543DE82EF95)
     return (splitmix64(key + token.to(tl.uint64) * 0xAF251AF3B0F025B5) >> 12).to(tl.int64)
-
-
-@triton.jit
-def exact_log(x):
-    """Natural logarithm of normal positive doubles, with the bits of `reproducible.log`."""
-    bits = x.to(tl.int64, bitcast=True)
-    exponent = ((bits >> 52) & 0x7FF) - 1022
-    mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FE0000000000000).to(tl.float64, bitcast=True)
-    is_small = mantissa < 0.70710678118654752440
-    mantissa = tl.where(is_small, mantissa * 2.0, mantissa)
-    n = (exponent - is_small.to(tl.int64)).to(tl.float64)
-    s = (mantissa - 1.0) / (mantissa + 1.0)
-    square = s * s
-    series = square * 0.0 + 2.0 / 23
-    series = series * square + 2.0 / 21
-    series = series * square + 2.0 / 19
-    series = series * square + 2.0 / 17
-    series = series * square + 2.0 / 15
-    series = series * square + 2.0 / 13
-    series = series * square + 2.0 / 11
-    series = series * square + 2.0 / 9
-    series = series * square + 2.0 / 7
-    series = series * square + 2.0 / 5
-    series = series * square + 2.0 / 3
-    series = series * square + 2.0
-    return n * 6.93147180369123816490e-01 + (n * 1.90821492927058770002e-10 + s * series)
 
 
 @triton.jit
@@ -102,6 +78,17 @@ def read_window_kernel(logits, text, tokens, path, depths, scalars, found, value
     tl.store(values + at, value, mask=place < window)
 
 
+@triton.jit(do_not_specialize=["num_biased", "vocabulary"])
+def add_bias_kernel(logits, biased, values, num_biased, vocabulary, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
+    """Add `logit_bias`: values [num_biased] float32 to the logits of the distinct tokens `biased`. Grid (R, blocks)."""
+    wait_for_inputs(IS_CHAINED)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(biased + index, mask=index < num_biased, other=vocabulary)
+    at = logits + tl.program_id(0).to(tl.int64) * vocabulary + token
+    value = tl.load(values + index, mask=index < num_biased, other=0.0)
+    tl.store(at, tl.load(at, mask=token < vocabulary, other=0.0) + value, mask=token < vocabulary)
+
+
 @triton.jit(do_not_specialize=["window", "vocabulary"])
 def penalise_kernel(logits, found, values, window, penalty, vocabulary, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr):
     """Write the penalised logits of the found tokens. Grid (R, window / BLOCK).
@@ -145,29 +132,35 @@ def block_maxima_kernel(logits, bests, ids, vocabulary, num_blocks, BLOCK: tl.co
     tl.store(ids + at, best_id)
 
 
-@triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
-def noisy_block_maxima_kernel(logits, bests, depths, scalars, settings, scores, ids, vocabulary, num_blocks,
-                              BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HAS_MIN_P: tl.constexpr,
-                              IS_CHAINED: tl.constexpr):
-    """The maximum of score + noise in each block, over the support: scores float64, ids. Grid (R, num_blocks).
+@triton.jit
+def noisy_scores(logit, token, row, position, bests, seed, settings, cuts, floors, leasts, num_blocks,
+                 BLOCKS: tl.constexpr, HAS_CUT: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_ETA: tl.constexpr,
+                 HAS_FLOOR: tl.constexpr):
+    """Score + noise of a row's tokens at a position, float64; -inf where the filters remove the token.
 
-    settings  float64 [2]: temperature; log(min_p)
+    seed  a pointer to the bits of splitmix64(seed). The rest is as in `jit_support`
     """
+    best = best_score_of(bests, row, settings, num_blocks, BLOCKS)
+    is_inside = is_in_support(logit, token, row, best, cuts, floors, leasts, settings, HAS_CUT, HAS_MIN_P, HAS_ETA,
+                              HAS_FLOOR)
+    mixed = tl.load(seed).to(tl.uint64, bitcast=True)
+    noise = gumbel_from_bits(noise_bits(mixed, position.to(tl.int64), token.to(tl.int64)))
+    return tl.where(is_inside, logit.to(tl.float64) / tl.load(settings) + noise, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
+def noisy_block_maxima_kernel(logits, bests, depths, scalars, settings, cuts, floors, leasts, scores, ids, vocabulary,
+                              num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, HAS_CUT: tl.constexpr,
+                              HAS_MIN_P: tl.constexpr, HAS_ETA: tl.constexpr, HAS_FLOOR: tl.constexpr,
+                              IS_CHAINED: tl.constexpr):
+    """The maximum of score + noise in each block, over the support: scores float64, ids. Grid (R, num_blocks)."""
     wait_for_inputs(IS_CHAINED)
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
-    temperature = tl.load(settings)
-    score = logit.to(tl.float64) / temperature
-    is_inside = logit > float("-inf")
-    if HAS_MIN_P:
-        block = tl.arange(0, BLOCKS)
-        best = tl.max(tl.load(bests + row * num_blocks + block, mask=block < num_blocks, other=float("-inf")), 0)
-        is_inside = is_inside & (score >= best.to(tl.float64) / temperature + tl.load(settings + 1))
     position = tl.load(scalars) + tl.load(depths + row)
-    seed = tl.load(scalars + 1).to(tl.uint64, bitcast=True)
-    total = score + gumbel_from_bits(noise_bits(seed, position.to(tl.int64), token.to(tl.int64)))
-    total = tl.where(is_inside, total, float("-inf"))
+    total = noisy_scores(logit, token, row, position, bests, scalars + 1, settings, cuts, floors, leasts, num_blocks,
+                         BLOCKS, HAS_CUT, HAS_MIN_P, HAS_ETA, HAS_FLOOR)
     best, best_id = best_and_first_id(total, token)
     at = row * num_blocks + tl.program_id(1)
     tl.store(scores + at, best)

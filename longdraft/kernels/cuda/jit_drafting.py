@@ -3,6 +3,7 @@
 longdraft/sampling/sampler.py (`Sampler.ranked`) defines the ranking. These kernels compute the same scores from the
 same logits, as those of `jit_choice`, whose helpers they use.
 
+    settings  float64 [6]: as in jit_support, and the largest gap between a guess's score and the best one's
     state  int64 [8]: tokens of the text, drafted ones included; the bits of splitmix64(seed); tokens that must still be
            written before the text may end; place of the next token in the chain
 """
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 from longdraft.kernels.cuda.jit_chain import wait_for_inputs
-from longdraft.kernels.cuda.jit_choice import best_and_first_id, gumbel_from_bits, noise_bits
+from longdraft.kernels.cuda.jit_choice import best_and_first_id, noisy_scores
 from longdraft.kernels.cuda.jit_rows import embedding_of
 
 _NONE = tl.constexpr(2147483647)  # larger than every token id
@@ -19,13 +20,13 @@ _SLOTS = tl.constexpr(18)  # int64 of a place's outcome: number of guesses; bits
 
 
 @triton.jit(do_not_specialize=["vocabulary", "num_blocks"])
-def best_in_blocks_kernel(logits, bests, state, settings, scores, ids, vocabulary, num_blocks, BLOCK: tl.constexpr,
-                          BLOCKS: tl.constexpr, WIDTH: tl.constexpr, HAS_NOISE: tl.constexpr,
-                          HAS_MIN_P: tl.constexpr, IS_CHAINED: tl.constexpr):
+def best_in_blocks_kernel(logits, bests, state, settings, cuts, floors, leasts, scores, ids, vocabulary, num_blocks,
+                          BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, HAS_NOISE: tl.constexpr,
+                          HAS_CUT: tl.constexpr, HAS_MIN_P: tl.constexpr, HAS_ETA: tl.constexpr,
+                          HAS_FLOOR: tl.constexpr, IS_CHAINED: tl.constexpr):
     """The WIDTH best tokens of each block: scores float64 and ids int32 [num_blocks, WIDTH], best first.
 
-    bests     [num_blocks] float32: the largest logit of each block
-    settings  float64 [3]: temperature; log(min_p); largest gap between a guess's score and the best one's
+    bests  [num_blocks] float32: the largest logit of each block
 
     The score is that of `noisy_block_maxima_kernel`, or without HAS_NOISE the logit. It is -inf where the filters, or
     the block, leave fewer tokens. Grid (num_blocks,).
@@ -36,16 +37,8 @@ def best_in_blocks_kernel(logits, bests, state, settings, scores, ids, vocabular
     logit = tl.load(logits + token, mask=token < vocabulary, other=float("-inf"))
     total = logit.to(tl.float64)
     if HAS_NOISE:
-        temperature = tl.load(settings)
-        score = total / temperature
-        is_inside = logit > float("-inf")
-        if HAS_MIN_P:
-            each = tl.arange(0, BLOCKS)
-            best = tl.max(tl.load(bests + each, mask=each < num_blocks, other=float("-inf")), 0)
-            is_inside = is_inside & (score >= best.to(tl.float64) / temperature + tl.load(settings + 1))
-        seed = tl.load(state + 1).to(tl.uint64, bitcast=True)
-        noise = gumbel_from_bits(noise_bits(seed, tl.load(state).to(tl.int64), token.to(tl.int64)))
-        total = tl.where(is_inside, score + noise, float("-inf"))
+        total = noisy_scores(logit, token, 0, tl.load(state), bests, state + 1, settings, cuts, floors, leasts,
+                             num_blocks, BLOCKS, HAS_CUT, HAS_MIN_P, HAS_ETA, HAS_FLOOR)
     for place in tl.static_range(WIDTH):
         best_score, best_id = best_and_first_id(total, token)
         tl.store(scores + block * WIDTH + place, best_score)
@@ -59,7 +52,7 @@ def rank_kernel(bests, scores, ids, state, settings, outcome, num_blocks, num_wa
     """The best guesses of all blocks. Grid (1,).
 
     outcome  int64 [places, 18]: the row of the place state[3] gets the number of guesses, the bits of the lead
-             (float64), and the guesses, best first. A guess is within settings[2] of the best one's score
+             (float64), and the guesses, best first. A guess is within settings[5] of the best one's score
 
     There are no guesses where the largest logit is not finite.
     """
@@ -75,7 +68,7 @@ def rank_kernel(bests, scores, ids, state, settings, outcome, num_blocks, num_wa
     token = tl.load(ids + candidate, mask=inside, other=_NONE)
     row = outcome + tl.load(state + 3) * _SLOTS
     first = tl.max(score, 0)
-    least = first - tl.load(settings + 2)
+    least = first - tl.load(settings + 5)
     lead = first - first + float("inf")
     count = 0
     for place in tl.static_range(WIDTH):
