@@ -63,9 +63,8 @@ class MedusaDrafter:
     def propose(self, context: Context, max_depth: int) -> Tree:
         if self._hidden is None or not max_depth:
             return root_only(context.last)
-        logits = self._heads.logits(self._hidden)
-        ranked = [self._sampler.rank(logits[ahead], context, (), width, ahead)
-                  for ahead, width in enumerate(self._widths[:max_depth])]
+        ranked = template.ranked_heads(self._sampler, self._heads, self._hidden, None, context, (),
+                                       self._widths[:max_depth])
         trie = Trie(context.last)
         nodes: dict[tuple[int, ...], int] = {(): 0}
         for path in self._choices:

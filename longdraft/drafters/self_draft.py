@@ -26,8 +26,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
-
 from longdraft.cache import row_selection
 from longdraft.cache.full import FullCache
 from longdraft.cache.partial import CacheMode, PartialBudget, PartialCache
@@ -46,7 +44,7 @@ from longdraft.drafters.ngram import NgramMatcher, NgramOptions
 from longdraft.drafters.ngram_table import RANKED
 from longdraft.drafters.options import DrafterOptions, check_chain
 from longdraft.drafters.suffix import SuffixMatcher, SuffixOptions
-from longdraft.drafters.template import MAX_NODES
+from longdraft.drafters.template import MAX_NODES, ranked_heads
 from longdraft.errors import UsageError, check
 from longdraft.model.draft_copy import AUTO as AUTO_WEIGHTS
 from longdraft.model.draft_copy import check_draft_weights
@@ -306,12 +304,9 @@ class SelfDrafter:
         """The last forward of the chain, the template below `node`, and n-grams behind the template's first guesses."""
         template = self._settings.tree[:max_depth]
         result = yield from self._draft_model.forward(context, path)
-        logits = result.logits  # [1, V], then a row for each head
-        if self._heads and len(template) > 1:
-            logits = torch.cat([logits, self._heads.logits(result.hidden)])
+        places = ranked_heads(self._sampler, self._heads, result.hidden, result.logits, context, path[1:], template)
         parents = [node]
-        for ahead, width in enumerate(template):
-            guesses = self._sampler.rank(logits[ahead], context, path[1:], width, ahead)
+        for ahead, guesses in enumerate(places):
             parents = [trie.add(parent, token, HEADS if ahead else SELF) for parent in parents for token in guesses]
             if ahead == 0 and self._ngrams:
                 for parent, token in zip(parents, guesses, strict=True):

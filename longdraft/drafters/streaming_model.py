@@ -23,8 +23,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from longdraft.core import Context
+from longdraft.kernels.native_draft import ChainEnd, DraftStores, Ranked
 from longdraft.model.routine import Routine, run_alone
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, chain_rows
+from longdraft.sampling.device import DRAFTS_LAYERS, DeviceRanking
+from longdraft.sampling.sampler import Sampler
 
 CHUNK = 512  # tokens read in one forward at most
 PROMPT_LIKE = 64  # tokens from which a forward uses the kernels for prompts: drafts need not be exact
@@ -69,6 +72,36 @@ class StreamingDraftModel:
         place = self._place(self.cache.length)
         self._drafts = _tokens(context, path, len(context), place)
         return self._fit_vocabulary(result.logits) if place == end else None
+
+    def draft_natively(self, context: Context, path: Sequence[int], length: int, sampler: Sampler, width: int,
+                       margin: float, end: ChainEnd) -> list[Ranked] | None:
+        """See `ChainModel`. Only on a device, for a model with the target's vocabulary, where neither the window moves
+        nor much text is left to read."""
+        model, last = self._model, len(context) - 2 + len(path)  # the place of the last token of `path`
+        if not sampler.on_device or not DRAFTS_LAYERS or length < 1 or self.cache.states:
+            return None
+        if model.config.vocab_size != self._vocab_size:
+            return None
+        ranking = sampler.native_ranking(context, self._vocab_size, width, margin)
+        if not isinstance(ranking, DeviceRanking):
+            return None
+        self._roll_back(context, path, last + 1)
+        self._drafts = _tokens(context, path, len(context), self._place(self.cache.length))
+        behind_sinks = max(self.cache.length, self._sinks)
+        missing = last - self._place(self.cache.length)
+        if missing >= CHUNK or behind_sinks + last + length - self._place(behind_sinks) > self._budget:
+            return None
+        if missing > 0:
+            run_alone(self._read_on(context, path, last))
+        row = self.cache.length
+        places = model.draft_chain(DraftStores(self.cache.stores, row, None), ranking, end, path[0], path[1:], row + 1,
+                                   length)
+        if places is None:
+            return None
+        self.cache.skip(len(places))
+        drafted = [*path, *(tokens[0] for tokens, _ in places if tokens)]
+        self._drafts = _tokens(context, drafted, len(context), self._place(self.cache.length))
+        return places
 
     def _roll_back(self, context: Context, path: Sequence[int], end: int) -> None:
         """Drop the rows of drafts that are neither text nor in `path`, and always the row of the last token of `path`,

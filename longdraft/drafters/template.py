@@ -1,4 +1,4 @@
-"""Static trees of guesses: which ranks of the guesses at each depth are combined.
+"""Static trees of guesses, and their guesses from trained heads: which ranks of the guesses at each depth are combined.
 
     "1,3"                  widths: the best first token, its three best successors
     "0 0.0 1 0.1"          Medusa's choices: each node as the ranks from the root (0 is the best)
@@ -8,9 +8,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
+from torch import Tensor
+
+from longdraft.core import Context
 from longdraft.errors import UsageError, check
+from longdraft.model.heads import Heads
+from longdraft.sampling.device import MAX_GUESSES, DeviceRanking
+from longdraft.sampling.sampler import Sampler
 
 MAX_NODES = 1024
 # 63 nodes (10, 28, 23 and 2 at depths 1 to 4), grown by expected acceptance on a calibration set (Medusa, 2.1.2).
@@ -56,3 +63,27 @@ def _product(widths: list[int]) -> Iterable[tuple[int, ...]]:
 def depth(choices: Choices) -> int:
     """Depth of the deepest node."""
     return len(choices[-1])
+
+
+def ranked_heads(sampler: Sampler, heads: Heads | None, hidden: Tensor, first: Tensor | None, context: Context,
+                 path: Sequence[int], widths: Sequence[int]) -> list[list[int]]:
+    """The guesses of heads behind `path`, place by place: widths[i] at place i, best first.
+
+    hidden  [1, hidden], the last layer's output of the row in front of the first place
+    first   logits [1, V] of the first place, if it is not predicted by a head
+    path    drafted tokens behind the text, without the root
+
+    A device ranks all places at once; a row at a time gives the same guesses.
+    """
+    most = max(widths)
+    if heads and sampler.on_device and most <= MAX_GUESSES:
+        ranking = sampler.native_ranking(context, heads.vocabulary, most, math.inf)
+        if isinstance(ranking, DeviceRanking):
+            places = ranking.sampler.rank_heads(heads, hidden, first, path, ranking, heads.vocabulary, len(widths))
+            if places is not None:
+                return [guesses[:width] for guesses, width in zip(places, widths, strict=True)]
+    logits = [] if first is None else [*first]
+    if heads and len(widths) > len(logits):
+        logits += [*heads.logits(hidden)]
+    return [sampler.rank(row, context, path, width, ahead)
+            for ahead, (row, width) in enumerate(zip(logits, widths, strict=False))]

@@ -35,6 +35,10 @@ class Heads(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [heads, V] float32 for a hidden state [1, hidden] before the final norm.
 
@@ -59,6 +63,10 @@ class ChainedHeads:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    @property
+    def vocabulary(self) -> int:
+        return self._model.config.vocab_size
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Heads.logits`."""

@@ -41,6 +41,10 @@ class MedusaHeads:
     def __len__(self) -> int:
         return len(self.layers)
 
+    @property
+    def vocabulary(self) -> int:
+        return self._model.config.vocab_size
+
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Heads.logits`."""
         model = self._model

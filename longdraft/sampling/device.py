@@ -25,11 +25,12 @@ from longdraft.tree import Tree
 if TYPE_CHECKING:
     from longdraft.kernels.cuda.choice import ChosenTokens, LogitsSource
     from longdraft.kernels.cuda.drafting import DraftChain, DraftRanking
+    from longdraft.kernels.cuda.head_places import DraftHeads, HeadPlaces
     from longdraft.kernels.cuda.layer_chain import DraftLayers, LayerChain
 
 MAX_GUESSES = 16  # that the device ranks at a place
 DECIDES_SUMS = True  # False: top-k, top-p and eta are decided on the host
-DRAFTS_LAYERS = True  # False: trained layers are run from the host
+DRAFTS_LAYERS = True  # False: trained layers, heads and small draft models are run from the host
 Behind = tuple["LogitsSource", Tensor]
 Place = Callable[[Tensor, Tensor], None]  # KVCache.place: commit rows [N] at positions [N], both on the device
 
@@ -55,11 +56,12 @@ class DeviceSampler:
                               params.min_tokens_to_keep)
         rules = ChoiceRules(params.temperature, filters, params.repetition_penalty, params.penalty_window,
                             params.seed or 0, tuple(banned), params.logit_bias)
-        self._params, self.device = params, kernels.device
+        self._params, self._kernels, self.device = params, kernels, kernels.device
         self._chooser = TokenChooser(rules, kernels.device)
         self._rankings: dict[tuple[int, int], DraftRanking] = {}  # by vocabulary and number of guesses
         self._chains: RecentlyUsed[object, DraftChain] = RecentlyUsed(MAX_CHAINS)
         self._layer_chain: tuple[object, LayerChain] | None = None
+        self._heads: tuple[object, HeadPlaces] | None = None
 
     def choose(self, logits: Tensor, tree: Tree, context: Context) -> list[int]:
         """The token behind each node; NO_TOKEN (-1) where a row's logits are not finite."""
@@ -160,6 +162,19 @@ class DeviceSampler:
             chain = LayerChain(layers, kernels, held, other, self._chooser, vocabulary, ranking.width, row)
             self._layer_chain = key, chain
         return self._layer_chain[1].draft(row, length, num_read, rotations, ranking.required, ranking.within, end)
+
+    def rank_heads(self, heads: DraftHeads, hidden: Tensor, first: Tensor | None, path: Sequence[int],
+                   ranking: DeviceRanking, vocabulary: int, num: int) -> list[list[int]] | None:
+        """The guesses of heads; see `HeadPlaces.rank`. None for weights that are divided."""
+        from longdraft.kernels.cuda.head_places import HeadPlaces
+        from longdraft.kernels.cuda.operations import CudaOperations
+
+        if not DRAFTS_LAYERS or not isinstance(self._kernels, CudaOperations):
+            return None
+        key = id(heads), ranking.width
+        if self._heads is None or self._heads[0] != key:
+            self._heads = key, HeadPlaces(heads, self._kernels.graphs, self._chooser, vocabulary, ranking.width, hidden)
+        return self._heads[1].rank(hidden, first, num, path, ranking.required - len(path))
 
     def _update(self, context: Context) -> None:
         start = self._chooser.length

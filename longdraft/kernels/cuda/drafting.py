@@ -102,6 +102,13 @@ class DraftRanking:
             BLOCKS=padded_size(blocks), CANDIDATES=padded_size(blocks * self._width), WIDTH=self._width,
             **chained(self._device))
 
+    def go_on(self, ahead: int) -> None:
+        """Go on to the next place, behind a token that is not known. ahead: as given to `rank` before."""
+        length, required, place = self.state[0], self.state[2], self.state[3]
+        length -= ahead
+        required -= 1
+        place += 1
+
     def read(self, count: int) -> list[Ranked]:
         """The guesses of the first `count` places. Waits for the device."""
         rows = self.outcome[:count].cpu()

@@ -1,0 +1,123 @@
+"""Guesses of heads and of small draft models, computed on the device, against those that are ranked place by place.
+
+Without a device in Triton's interpreter (see helpers.cuda_kernels).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
+
+from helpers.checkpoints import VOCAB, make_checkpoint, make_heads
+from helpers.cuda_kernels import DEVICE, rows_of
+from longdraft import kernels
+from longdraft.bench.cuda.models import small_transformer, tiny_source
+from longdraft.core import Context, SamplingParams
+from longdraft.drafters.chain import Chain
+from longdraft.drafters.streaming_model import StreamingDraftModel
+from longdraft.drafters.template import ranked_heads
+from longdraft.kernels.cuda.drafting import DraftRanking
+from longdraft.kernels.native_draft import NEVER
+from longdraft.model import checkpoint, heads
+from longdraft.model import config as model_config
+from longdraft.model.routine import run_alone
+from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.transformer import Transformer
+from longdraft.sampling.sampler import Sampler
+
+PROMPT = [(5 * place + place // 7) % 40 for place in range(20)]
+LAWS = {
+    "greedy": dict(temperature=0.0, repetition_penalty=1.3, penalty_window=9),
+    "paper": dict(min_p=0.02, repetition_penalty=1.2, penalty_window=1024, min_new_tokens=9),
+    "llama": dict(temperature=0.9, top_p=0.95),
+}
+
+
+def samplers(model: Transformer, law: str) -> tuple[Sampler, Sampler]:
+    """On the host, and on the device."""
+    params = SamplingParams(max_new_tokens=50, seed=3, **LAWS[law])
+    return Sampler(params, [1], is_fast=False), Sampler(params, [1], kernels=model.kernels)
+
+
+@pytest.fixture(scope="module")
+def small() -> Transformer:
+    settings, weights = tiny_source()
+    weights = {name: 3 * tensor.to(DEVICE) for name, tensor in weights.items()}
+    return small_transformer(model_config.parse_config(settings), weights, kernels.choose(DEVICE, "float32",
+                                                                                          "triton-16"))
+
+
+@pytest.mark.parametrize("law", ["paper", "llama"])
+def test_a_small_model_drafts_the_chain_of_single_steps(small, law, monkeypatch):
+    """Through accepted and rejected drafts, behind drafted tokens, and where its window is full."""
+    waits = []
+    honest = DraftRanking.read
+    monkeypatch.setattr(DraftRanking, "read", lambda self, count: waits.append(count) or honest(self, count))
+    both = [(StreamingDraftModel(small, small.config.vocab_size, 30, 2, 4), sampler, Context(PROMPT))
+            for sampler in samplers(small, law)]
+    accepted: list[list[int]] = [[], [7, 9], []]
+    for step, path in enumerate(([], [3, 8], [])):
+        found = []
+        for draft_model, sampler, context in both:
+            context.extend(accepted[step])
+            chain = Chain(draft_model, sampler, 2, "draft", 0.8)
+            whole = [context.last, *path]
+            if sampler.on_device is None:
+                found.append(run_alone(chain._step_by_step(context, whole, 3, NEVER)))
+            else:
+                places = draft_model.draft_natively(context, whole, 3, sampler, 2, 0.8, NEVER)
+                assert places is not None
+                found.append(places)
+        host, device = found
+        assert [place.lead for place in device] == [place.lead for place in host]
+        assert [place.tokens[0] for place in device] == [place.tokens[0] for place in host]
+        accepted[(step + 1) % 3] += [host[0].tokens[0]] * (step == 1)
+    assert waits == [3, 3, 3]
+    draft_model, sampler, context = both[1]
+    context.extend([5, 6, 4, 5, 6, 4])
+    length = draft_model.cache.length
+    assert draft_model.draft_natively(context, [context.last], 3, sampler, 2, 0.8, NEVER) is None, "the window moves"
+    assert draft_model.cache.length <= length
+    again = run_alone(Chain(draft_model, sampler, 2, "draft", 0.8)._step_by_step(context, [context.last], 3, NEVER))
+    fresh = StreamingDraftModel(small, small.config.vocab_size, 30, 2, 4)
+    assert again == run_alone(Chain(fresh, sampler, 2, "draft", 0.8)._step_by_step(context, [context.last], 3, NEVER))
+
+
+def test_a_small_model_with_another_vocabulary_drafts_token_by_token(small):
+    _, sampler = samplers(small, "greedy")
+    draft_model = StreamingDraftModel(small, small.config.vocab_size + 3, 30, 2, 4)
+    assert draft_model.draft_natively(Context(PROMPT), PROMPT[-1:], 3, sampler, 1, math.inf, NEVER) is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("heads")
+    base = make_checkpoint(root, seed=1, num_hidden_layers=1, hidden_size=32, intermediate_size=48,
+                           num_attention_heads=2, num_key_value_heads=1)
+    make_heads(root / "heads", base)
+    return root
+
+
+@pytest.mark.parametrize("law, has_first", [("greedy", False), ("paper", True), ("llama", False)])
+def test_heads_rank_on_the_device_what_they_rank_place_by_place(folder, law, has_first, monkeypatch):
+    """One wait for all places. The graph serves every number of drafted tokens in front."""
+    chosen = kernels.choose(DEVICE, "float32", "triton-16")
+    model = checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen)
+    trained, context = heads.load_heads(folder / "heads", model), Context(PROMPT)
+    hidden, first = rows_of(1, 32, seed=4), rows_of(1, VOCAB, seed=5) if has_first else None
+    waits, ran = [], []
+    honest = DraftRanking.read
+    monkeypatch.setattr(DraftRanking, "read", lambda self, count: waits.append(count) or honest(self, count))
+    monkeypatch.setattr(model.kernels.graphs, "run", lambda key, work: (ran.append(key), work()))
+    host, device = samplers(model, law)
+    for path in ([], [3, 8]):
+        expected, found = (ranked_heads(each, trained, hidden, first, context, path, [3, 1]) for each in (host, device))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours and ours == theirs[: len(ours)]
+    assert waits == [2, 2] and len(ran) == 2 and len(set(ran)) == 1
+    assert torch.equal(hidden, rows_of(1, 32, seed=4))
