@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from longdraft.engine import Engine
 from longdraft.errors import JournalError, UsageError, check
 from longdraft.journal import journal_exists, read_journal
 from longdraft.loaded_model import DrafterChoice
+from longdraft.model.harmony import Harmony
 from longdraft.model.sizing import LARGEST_TREE
 from longdraft.server.body_types import SamplerFields
 from longdraft.server.errors import ApiError, retry_later
@@ -102,8 +103,13 @@ class Preparer:
         jobs = self._jobs(request, [self._require_room(ids)], min(CHAT_TOKENS, room), request_id, logprobs, events)
         options = ResponseOptions("chat.completion", request_id, len(ids), request.stream, request.includes_usage,
                                   details=request.longdraft.details, logprobs=request.logprobs, n=request.n,
-                                  has_prompt_progress=request.return_progress)
+                                  has_prompt_progress=request.return_progress,
+                                  new_reader=self._harmony and partial(self._harmony.reader, ids))
         return PreparedRequest(jobs, options, events)
+
+    @cached_property
+    def _harmony(self) -> Harmony | None:
+        return Harmony.find(self.engine.tokenizer)
 
     def resume(self, folder: Path, request: ResumeRequest, events: EventQueue) -> PreparedRequest:
         """Continue the text of a journal. Raises JournalError if this engine cannot."""

@@ -16,6 +16,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from longdraft.core import Event, TokenLogprob
+from longdraft.model.harmony import ChannelReader, ChannelText
 from longdraft.model.tokenizer import Tokenizer
 from longdraft.server.jobs import GenerationJob
 
@@ -42,6 +43,7 @@ class ResponseOptions:
     details        send tokens, their drafters and the progress with each chunk
     n              texts for each prompt
     has_prompt_progress  send chunks with `prompt_progress` while prompts are read
+    new_reader     of the channels of an answer; None: the model's answers have none
     """
 
     object_type: ObjectType
@@ -54,6 +56,7 @@ class ResponseOptions:
     details: bool = False
     n: int = 1
     has_prompt_progress: bool = False
+    new_reader: Callable[[], ChannelReader] | None = None
 
 
 @dataclass
@@ -66,6 +69,15 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_done: int = 0  # tokens in the last chunk with `prompt_progress`
+    channels: ChannelReader | None = None
+    reasoning: list[str] = field(default_factory=list)
+
+    def read(self, events: list[Event]) -> ChannelText:
+        """The text of new events, by channel."""
+        text = "".join(event.text for event in events)
+        if self.channels is None:
+            return ChannelText("", text)
+        return self.channels.push([token for event in events for token in event.tokens], text)
 
 
 class ReplyBuilder:
@@ -75,6 +87,8 @@ class ReplyBuilder:
         self._options, self._model, self._tokenizer = options, model, tokenizer
         self._created = int(time.time())
         self._choices = {job: Choice(job) for job in jobs}
+        for choice in self._choices.values():
+            choice.channels = options.new_reader() if options.new_reader else None
         self._echo = dict(zip(jobs, options.echo, strict=True)) if options.echo else {}
 
     @property
@@ -94,11 +108,14 @@ class ReplyBuilder:
     def chunk(self, job: GenerationJob, events: list[Event]) -> dict[str, Any]:
         """One chunk for all the events that arrived together. The last one has acceptance and statistics."""
         choice = self._choices[job]
-        text = "".join(event.text for event in events)
+        reasoning, text = choice.read(events)
         logprobs = [entry for event in events for entry in event.logprobs]
         reason = next((event.finish_reason for event in events if event.finish_reason), None)
         choice.finish_reason = reason and _FINISH_REASONS[reason]
-        content: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
+        content: dict[str, Any] = {"text": text}
+        if self._is_chat:
+            delta = {"reasoning_content": reasoning} if reasoning else {}
+            content = {"delta": delta | ({"content": text} if text or not reasoning else {})}
         content |= {"logprobs": self._logprobs(choice, logprobs), "finish_reason": choice.finish_reason}
         choice.num_sent += len(text)
         chunk = self._chunk(job, content)
@@ -126,8 +143,10 @@ class ReplyBuilder:
     def add(self, job: GenerationJob, events: list[Event]) -> None:
         """Collect events for `whole`."""
         choice = self._choices[job]
+        reasoning, text = choice.read(events)
+        choice.reasoning.append(reasoning)
+        choice.text.append(text)
         for event in events:
-            choice.text.append(event.text)
             choice.logprobs += event.logprobs
             if event.finish_reason:
                 choice.finish_reason = _FINISH_REASONS[event.finish_reason]
@@ -174,8 +193,11 @@ class ReplyBuilder:
         choices = []
         for job, choice in self._choices.items():
             text = self._echo.get(job, "") + "".join(choice.text)
-            content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._is_chat else {
-                "text": text}
+            content: dict[str, Any] = {"text": text}
+            if self._is_chat:
+                reasoning = "".join(choice.reasoning)
+                content = {"message": {"role": "assistant", "content": text}
+                           | ({"reasoning_content": reasoning} if reasoning else {})}
             has_logprobs = self._options.logprobs and choice.logprobs
             choices.append({"index": job.index, **content, "logprobs": mark if has_logprobs else None,
                             "finish_reason": choice.finish_reason, "longdraft": self._summary(job),
