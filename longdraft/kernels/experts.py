@@ -80,4 +80,4 @@ def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts, routed: 
         inner = ops.swiglu(ops.linear(x, experts.shared.gate_up))
         weight = ops.sigmoid(ops.linear(x, experts.shared_gate, keep_float=True))  # [R, 1]
         total += ops.linear(inner, experts.shared.down, keep_float=True) * weight
-    return total.to(x.dtype)
+    return (experts.complete(total) if experts.complete else total).to(x.dtype)

@@ -5,6 +5,7 @@ Axes in shapes: R rows, H query heads, Hkv KV heads, D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -46,6 +47,7 @@ class Experts(NamedTuple):
     has_gelu    gates of experts have GELU instead of SiLU
     scales      [E] float32, by which the weights of a row's experts are multiplied at the end; None: by nothing
     shared      an expert that every row has besides, times sigmoid(shared_gate x) [1, hidden]; None: there is none
+    complete    adds up the sums of all ranks, where each has a share of every expert's width; None: there are none
     """
 
     router: Linear
@@ -58,6 +60,7 @@ class Experts(NamedTuple):
     shared_gate: Linear | None = None
     has_gelu: bool = False
     scales: Tensor | None = None
+    complete: Callable[[Tensor], Tensor] | None = None
 
 
 class LayerHeads(NamedTuple):

@@ -26,7 +26,7 @@ from longdraft.model.sharding import shard_config
 from longdraft.model.tensor_files import HEADS_PREFIX, TensorFiles
 from longdraft.model.tensor_names import SINKS, StackedLinear, expected_shapes, linears_of, norms_of
 from longdraft.model.transformer import ModelWeights, Transformer
-from longdraft.parallel import ColumnParallel, RowParallel, shard_of
+from longdraft.parallel import ColumnParallel, ParallelKernels, RowParallel, shard_of
 
 QUANTIZE = ("none", "int8", "int4", FILE)
 QUANTIZE_CHOICES = "none, int8, int4 or file"
@@ -108,6 +108,8 @@ class Loader:
         self._shard = shard_of(kernels)
         self._config = shard_config(config, self._shard, quantize)
         self._order, self._head_order = _qkv_order(self._config), head_order(self._config)
+        pick = self._shard.rows((config.num_heads,))
+        self._own_heads = pick(torch.arange(config.num_heads)) if pick else None
         self._format = "none" if quantize == FILE else quantize  # of matrices whose numbers are not kept
         self._dtype = kernels.dtype if self._format == "none" else None  # quantised from the file's own precision
 
@@ -163,7 +165,7 @@ class Loader:
             ropes=config.ropes_of(index),
             attention_post_norm=norms.get("attention_post_norm"),
             mlp_post_norm=norms.get("mlp_post_norm"),
-            sinks=self._vector(f"{layer}{SINKS}") if config.has_sinks else None,
+            sinks=self._vector(f"{layer}{SINKS}", self._own_heads) if config.has_sinks else None,
             **self._of_gemma4(layer, index, norms, linears),
         )
 
@@ -187,14 +189,19 @@ class Loader:
         return found
 
     def _delta(self, layer: str, config: hybrid.HybridConfig) -> DeltaWeights:
-        device = self._kernels.device
-        small = {name: self._files.read(layer + name).to(device, copy=True)
+        device, whole = self._kernels.device, self._whole.hybrid
+        assert whole is not None
+        picks = {name: self._shard.rows(segments) if (segments := whole.segments(name)) else None
                  for name in config.small_shapes(self._whole.hidden_size) if "in_proj" not in name}
+        small = {name: self._files.read(layer + name, pick).to(device, copy=True) for name, pick in picks.items()}
         return hybrid.delta_weights(config, small, self._kernels.dtype, self._config.rms_norm_eps)
 
     def _gates(self, layer: str, config: hybrid.HybridConfig) -> Linear:
         """Never quantised: they decide what a state keeps, and are small."""
-        rows = self._files.stack([f"{layer}{name}.weight" for name in config.gate_names], self._kernels.dtype)
+        whole = self._whole.hybrid
+        assert whole is not None
+        rows = self._files.stack([f"{layer}{name}.weight" for name in config.gate_names], self._kernels.dtype,
+                                 [self._shard.rows((whole.gate_rows,))] * len(config.gate_names))
         order = config.gate_order()
         return self._kernels.pack(rows if order is None else rows[order])
 
@@ -206,14 +213,16 @@ class Loader:
             return self._kernels.pack(self._files.stack((f"{layer}{part}.weight",), self._kernels.dtype), bias)
 
         def mlp(gate_up: str, down: str) -> Mlp:
-            return Mlp(self._linear(layer, linears[gate_up]), self._linear(layer, linears[down]))
+            inner = self._linear(layer, linears[down])
+            return Mlp(self._linear(layer, linears[gate_up]), inner.part if isinstance(inner, RowParallel) else inner)
 
         mlps = tuple(mlp(f"gate_up {i}", f"down {i}") for i in range(config.count))
         shared = mlp("shared gate_up", "shared down") if config.shared else None
         scales = self._files.read(layer + gemma4.EXPERT_SCALES) if config.is_beside else None
         return Experts(router("router"), mlps, config.chosen, config.normalises, config.rounds,
                        config.clamp, shared, router("shared_gate") if shared else None, self._config.has_gelu,
-                       None if scales is None else scales.to(self._kernels.device, torch.float32, copy=True))
+                       None if scales is None else scales.to(self._kernels.device, torch.float32, copy=True),
+                       self._kernels.group.sum if isinstance(self._kernels, ParallelKernels) else None)
 
     def _linear(self, layer: str, stacked: StackedLinear, order: Tensor | None = None) -> Linear:
         def read(suffix: str, dtype: torch.dtype | None) -> Tensor:

@@ -7,7 +7,7 @@ their rows are ordered.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -48,12 +48,19 @@ class HybridConfig:
         return DeltaShape(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.width)
 
     @property
-    def projections(self) -> tuple[tuple[str, int], ...]:
-        """Names and rows of the tensors of q, k, v and z."""
+    def projections(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Names of the tensors of q, k, v and z, and the lengths of the segments of their rows, in each of which heads
+        follow one another."""
         shape = self.shape
         if self._has_fused_projections:
-            return ((f"{_PREFIX}in_proj_qkvz", shape.channels + shape.values),)
-        return ((f"{_PREFIX}in_proj_qkv", shape.channels), (f"{_PREFIX}in_proj_z", shape.values))
+            return ((f"{_PREFIX}in_proj_qkvz", (shape.channels + shape.values,)),)
+        return ((f"{_PREFIX}in_proj_qkv", self._channels), (f"{_PREFIX}in_proj_z", (shape.values,)))
+
+    @property
+    def _channels(self) -> tuple[int, ...]:
+        """Rows of q, k and v."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.shape.values
 
     @property
     def _has_fused_projections(self) -> bool:
@@ -68,15 +75,29 @@ class HybridConfig:
         return (f"{_PREFIX}in_proj_ba",) if self.is_fused else (f"{_PREFIX}in_proj_b", f"{_PREFIX}in_proj_a")
 
     @property
+    def gate_rows(self) -> int:
+        """Rows of each of these tensors, in the order of heads."""
+        return 2 * self.value_heads // len(self.gate_names)
+
+    @property
     def out_name(self) -> str:
         return f"{_PREFIX}out_proj"
 
     def small_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """The tensors of a delta layer that are never quantised, by name in the layer."""
-        gates = 2 * self.value_heads // len(self.gate_names)
-        return {f"{name}.weight": (gates, hidden) for name in self.gate_names} | {
+        return {f"{name}.weight": (self.gate_rows, hidden) for name in self.gate_names} | {
             f"{_PREFIX}conv1d.weight": (self.shape.channels, 1, self.width), f"{_PREFIX}dt_bias": (self.value_heads,),
             self.decay_name: (self.value_heads,), f"{_PREFIX}norm.weight": (self.value_dim,)}
+
+    def segments(self, name: str) -> tuple[int, ...]:
+        """The rows of one of these tensors, other than the gates, that belong to heads; (): they belong to all."""
+        if name.endswith("conv1d.weight"):
+            return self._channels
+        return () if name.endswith("norm.weight") else (self.value_heads,)
+
+    def share(self, ranks: int) -> HybridConfig:
+        """The heads of one of so many ranks."""
+        return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
     def projection_order(self) -> Tensor | None:
         """The rows of the projections in the order q, k, v, z of all heads; None: they are in that order."""

@@ -24,6 +24,7 @@ from longdraft.model.hybrid import DRAFT_LAYERS
 from longdraft.model.tensor_files import TensorFiles
 from longdraft.model.tensor_names import expected_shapes
 from longdraft.model.transformer import Transformer
+from longdraft.parallel import local_kernels
 
 _LAYER = "layers.0."
 _NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
@@ -31,7 +32,7 @@ _NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 
 def load_native_head(folder: Path, target: Transformer) -> Eagle | None:
     """The head in the files of the target; None if they have none. Raises ModelError for one that does not fit."""
-    config = target.config
+    config = target.whole
     if config.hybrid is None or not folder.exists():  # a model in memory has no files
         return None
     files = TensorFiles(folder)
@@ -43,7 +44,7 @@ def load_native_head(folder: Path, target: Transformer) -> Eagle | None:
         raise ModelError(f"{folder} has {count} layers for native drafts; supported: one; use another drafter")
     layer = replace(config, num_layers=1, hybrid=replace(config.hybrid, is_delta=(False,)))
     files.check(_shapes(layer), present, "its config.json")
-    kernels = target.kernels
+    kernels = local_kernels(target.kernels)  # every rank has the head whole
 
     def norm(name: str) -> Tensor:
         return files.read(f"{DRAFT_LAYERS}{name}.weight").to(kernels.device).float() + config.norm_offset

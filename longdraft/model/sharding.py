@@ -1,8 +1,11 @@
-"""A rank's share of a model for tensor parallelism: whole heads and a slice of the MLP, in all layers."""
+"""A rank's share of a model for tensor parallelism, in all layers: whole heads (of delta layers key heads with their
+value heads), and a slice of the width of the MLP or of every expert."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 from longdraft.errors import ModelError
 from longdraft.model.config import ModelConfig
@@ -14,21 +17,16 @@ def shard_config(config: ModelConfig, shard: Shard, quantize: str = "none") -> M
     size = shard.size
     if size == 1:
         return config
-    for name, count in (("num_key_value_heads", config.num_kv_heads), ("num_attention_heads", config.num_heads),
-                        ("intermediate_size", config.intermediate_size)):
+    counts = _divided(config)
+    for name, count in counts.items():
         if count % size:
-            divisors = [n for n in range(2, count + 1) if count % n == 0 and config.num_kv_heads % n == 0
-                       and config.intermediate_size % n == 0]
+            common = math.gcd(*counts.values())
+            allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
             raise ModelError(f"tensor_parallel is {size}, but the model's {name} is {count}, which is not a multiple "
-                             f"of it; allowed: {', '.join(map(str, [1, *divisors]))}")
-    if config.hybrid:
-        raise ModelError(f"tensor_parallel is {size}, but the states of delta layers are not divided among ranks; "
-                         "allowed: 1")
+                             f"of it; allowed: {allowed}")
     if config.gemma4:
         raise ModelError(f"tensor_parallel is {size}, but heads of two sizes are not divided among ranks; allowed: "
                          "1")
-    if config.experts:
-        raise ModelError(f"tensor_parallel is {size}, but experts are not divided among ranks; allowed: 1")
     if config.head_norms == "all":
         raise ModelError(f"tensor_parallel is {size}, but the model normalises queries and keys over all heads at once "
                          "(OLMo 2), which needs all heads on one rank; allowed: 1")
@@ -38,5 +36,19 @@ def shard_config(config: ModelConfig, shard: Shard, quantize: str = "none") -> M
     if quantize != "none":
         raise ModelError(f"tensor_parallel is {size}, but weights quantised to {quantize} cannot be divided, because a "
                          "row's scale depends on all its columns; leave --quantize out")
+    own: dict[str, Any] = {"hybrid": config.hybrid.share(size)} if config.hybrid else {}
+    if config.experts:
+        own["experts"] = replace(config.experts, size=config.experts.size // size, shared=config.experts.shared // size)
     return replace(config, num_heads=config.num_heads // size, num_kv_heads=config.num_kv_heads // size,
-                   intermediate_size=config.intermediate_size // size)
+                   intermediate_size=config.intermediate_size // size, **own)
+
+
+def _divided(config: ModelConfig) -> dict[str, int]:
+    """What is divided among ranks, by the names of config.json. A model with experts has no other MLP."""
+    found = {"num_key_value_heads": config.num_kv_heads, "num_attention_heads": config.num_heads}
+    if config.hybrid:
+        found["linear_num_key_heads"] = config.hybrid.key_heads
+    if config.experts is None:
+        return found | {"intermediate_size": config.intermediate_size}
+    shared = {"shared_expert_intermediate_size": config.experts.shared} if config.experts.shared else {}
+    return found | {"moe_intermediate_size": config.experts.size} | shared

@@ -72,8 +72,8 @@ def _attention(config: ModelConfig, index: int) -> dict[str, StackedLinear]:
 
 def _delta_linears(config: hybrid.HybridConfig, hidden: int) -> dict[str, StackedLinear]:
     return {
-        "qkv": StackedLinear(tuple((name, (rows,)) for name, rows in config.projections), hidden, False),
-        "out": StackedLinear(((config.out_name, (hidden,)),), config.shape.values, False),
+        "qkv": StackedLinear(config.projections, hidden, False),
+        "out": StackedLinear(((config.out_name, (hidden,)),), config.shape.values, False, is_row_parallel=True),
     }
 
 
@@ -86,13 +86,15 @@ def _expert_linears(experts: ExpertsConfig, hidden: int) -> dict[str, StackedLin
         one = experts.path(f"experts.{index}")
         found[f"gate_up {index}"] = StackedLinear(
             ((f"{one}.{gate}", (experts.size,)), (f"{one}.{up}", (experts.size,))), hidden, bias)
-        found[f"down {index}"] = StackedLinear(((f"{one}.{down}", (hidden,)),), experts.size, bias)
+        found[f"down {index}"] = StackedLinear(((f"{one}.{down}", (hidden,)),), experts.size, bias,
+                                               is_row_parallel=True)
     if experts.shared:
         one = experts.path("shared_expert")
         found["shared_gate"] = StackedLinear(((f"{one}_gate", (1,)),), hidden, False)
         found["shared gate_up"] = StackedLinear(
             ((f"{one}.{gate}", (experts.shared,)), (f"{one}.{up}", (experts.shared,))), hidden, False)
-        found["shared down"] = StackedLinear(((f"{one}.{down}", (hidden,)),), experts.shared, False)
+        found["shared down"] = StackedLinear(((f"{one}.{down}", (hidden,)),), experts.shared, False,
+                                             is_row_parallel=True)
     return found
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 
 import longdraft
+from helpers.checkpoints import load
 from longdraft import parallel
 from longdraft.core import SamplingParams
 from longdraft.drafters import costs
+from longdraft.model.transformer import chain_rows
 
 SAMPLINGS = {
     "warm": dict(temperature=1.0, min_p=0.02, repetition_penalty=1.2, penalty_window=30),
@@ -24,7 +26,7 @@ SAMPLINGS = {
 SMALL = dict(budget=40, sinks=4, remainder="true")
 # Who writes with which model and samplings at which degree. phi3: fused weights, heads rotated by half, a head that is
 # not the embedding; qwen2: biases.
-PLAN: dict[int, list[tuple[str, str, dict[str, object], tuple[str, ...]]]] = {
+PLAN: dict[int | str, list[tuple[str, str, dict[str, object], tuple[str, ...]]]] = {
     2: [("llama", "plain", {}, ("warm", "greedy", "filters")),
         ("llama", "tokenswift", SMALL | dict(recent=8, room=8, chain=4), ("warm", "greedy", "filters")),
         ("llama", "magicdec", SMALL | dict(refresh=8), ("warm",)),
@@ -33,20 +35,31 @@ PLAN: dict[int, list[tuple[str, str, dict[str, object], tuple[str, ...]]]] = {
         *(("llama", name, {}, ("warm",)) for name in ("ngram", "suffix", "medusa", "glide", "eagle", "auto")),
         *((model, name, options, ("warm",)) for model in ("phi3", "qwen2")
           for name, options in (("plain", {}), ("magicdec", SMALL | dict(refresh=8))))],
+    "hybrids": [
+        ("qwen3_5", "plain", {}, ("warm", "greedy")),
+        ("qwen3_5", "tokenswift", SMALL | dict(recent=8, room=8, chain=4), ("warm", "greedy")),
+        ("qwen3_5", "draft-model", dict(model="small-hybrid"), ("warm",)),
+        *(("qwen3_5", name, {}, ("warm",)) for name in ("suffix", "glide", "eagle", "auto"))],
+    "experts": [(model, name, options, ("warm",)) for model in ("qwen3_next", "qwen3_5_moe", "qwen3_moe", "mixtral",
+                                                                      "gpt_oss")
+                for name, options in (("plain", {}), ("magicdec", SMALL | dict(refresh=8)))],
     4: [("llama", "plain", {}, ("warm",)),
         ("llama", "tokenswift", SMALL | dict(recent=8, room=8, chain=4), ("warm",)),
         ("llama", "auto", {}, ("warm",))],
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, plan: str = "") -> None:
+    """plan: the key of PLAN; "": the number of ranks."""
     found: dict[str, dict[str, object]] = {}
     sums_are_in_the_order_of_ranks()
     size = int(os.environ["WORLD_SIZE"])
     costs._MOST_REPEATS = costs._LEAST_REPEATS = 1  # four ranks on few processors are slow
     os.chdir(folder)
-    for model, name, options, samplings in PLAN[size]:
+    for model, name, options, samplings in PLAN[plan or size]:
         engine = longdraft.load(model, drafter=name, drafter_options=options, threads=1, tensor_parallel=size)
+        if name == "plain":
+            logits_are_those_of_one_process(engine, Path(model))
         if engine.is_follower:
             engine.follow()
             continue
@@ -59,6 +72,17 @@ def main(folder: Path) -> None:
         engine.close()
     if int(os.environ["RANK"]) == 0:
         print(json.dumps(found))
+
+
+def logits_are_those_of_one_process(engine: longdraft.Engine, folder: Path) -> None:
+    """Up to the rounding of sums over ranks."""
+    tokens, found = list(range(2, 42)), []
+    for model in (engine.model, load(folder)):
+        cache = model.new_cache()
+        prompt = model.forward(chain_rows(tokens[:30], 0), cache, 30).logits
+        cache.commit(range(30))
+        found.append(torch.cat([prompt, model.forward(chain_rows(tokens[30:], 30), cache, 10).logits]))
+    torch.testing.assert_close(*found, atol=2e-3, rtol=1e-3)
 
 
 def sums_are_in_the_order_of_ranks() -> None:

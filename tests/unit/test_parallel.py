@@ -20,7 +20,7 @@ import longdraft
 from helpers import ranks
 from helpers.checkpoints import make_checkpoint, make_glide, make_heads
 from helpers.eagle import make_eagle
-from helpers.families import make_family
+from helpers.families import add_native_head, make_family, make_hybrid
 from helpers.processes import free_port, run_longdraft, start_ranks
 from longdraft.__main__ import run
 from longdraft.core import SamplingParams
@@ -43,23 +43,31 @@ def folder(tmp_path_factory) -> Path:
     make_family(root / "phi3", "phi3, longrope, part", num_key_value_heads=4, tie_word_embeddings=False)
     make_family(root / "qwen2", "qwen2", num_key_value_heads=4)
     make_family(root / "olmo2", "olmo2")
+    base = make_family(root / "qwen3_5", "qwen3_5", linear_num_value_heads=8, linear_num_key_heads=4)
+    make_heads(root / "qwen3_5" / "heads", base)
+    make_glide(root / "qwen3_5" / "glide", root / "qwen3_5")
+    add_native_head(root / "qwen3_5")
+    make_hybrid(root / "small-hybrid", hidden_size=24, num_attention_heads=2, num_key_value_heads=1)
+    for name in ("qwen3_next", "qwen3_5_moe", "qwen3_moe", "mixtral", "gpt_oss"):
+        make_family(root / name, name)
     return root
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_drafter_writes_the_plain_text_at_each_degree(folder, tmp_path, size):
-    started = start_ranks(size, tmp_path, ranks.main, folder)
+@pytest.mark.parametrize("size, plan", [(2, ""), (4, ""), (2, "hybrids"), (2, "experts")])
+def test_every_drafter_writes_the_plain_text_at_each_degree(folder, tmp_path, size, plan):
+    started = start_ranks(size, tmp_path, ranks.main, folder, plan)
     assert [process.wait(240) for process in started] == [0] * size, [process.stderr for process in started]
     assert not any(process.stdout for process in started[1:])
-    found = json.loads(started[0].stdout)
-    wanted = {(f"{model} {sampling}", name) for model, name, _, samplings in ranks.PLAN[size] for sampling in samplings}
+    found, plans = json.loads(started[0].stdout), ranks.PLAN[plan or size]
+    wanted = {(f"{model} {sampling}", name) for model, name, _, samplings in plans for sampling in samplings}
     assert wanted <= {(text, name) for text, names in found.items() for name in names}
     for text, written in found.items():
         hashes = {name: sha256 for name, (sha256, _, exactness) in written.items()}
         assert len({*hashes.values()}) == 1, (text, hashes)
         assert all(exactness == "bit-exact" for _, _, exactness in written.values())
         assert all(drafted > 0 for name, (_, drafted, _) in written.items() if name != "plain")
-    assert found["llama warm"]["resumed"][1] >= 3
+    for model in {model for model, name, *_ in plans if name == "tokenswift"}:
+        assert found[f"{model} warm"]["resumed"][1] >= 3
 
 
 def test_a_rank_that_dies_is_one_line_and_the_journal_can_be_resumed(folder, tmp_path, capsys):
@@ -175,6 +183,8 @@ def test_memory_that_runs_out_on_a_rank_is_not_another_ranks_fault(monkeypatch, 
     ("llama", 8, "none", "num_key_value_heads is 4"),
     ("llama", 2, "int8", "quantised to int8 cannot be divided"),
     ("olmo2", 2, "none", "over all heads at once"),
+    ("qwen3_5", 4, "none", "num_key_value_heads is 2, which is not a multiple of it; allowed: 1, 2$"),
+    ("small-hybrid", 2, "none", "num_key_value_heads is 1, which is not a multiple of it; allowed: 1$"),
 ])
 def test_what_cannot_be_shared_is_refused_with_the_reason(folder, name, size, quantize, complaint):
     with pytest.raises(ModelError, match=complaint):
