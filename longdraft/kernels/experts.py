@@ -3,9 +3,10 @@
     p = softmax(router x);   y = sum over the chosen experts e, in ascending order, of  w[e] * expert[e](x)
 
 with w[e] = p[e], divided by the sum over the chosen ones if the model does so. A shared expert, if there is one, is
-added last, with the weight sigmoid(gate x). Rows that chose the same expert are
-multiplied together, so an expert's weights are read once. A row's result does not depend on the other rows: products
-are row-invariant, the softmax and the sorting work on each row by itself, and a row's sum has a fixed order.
+added last, with the weight sigmoid(gate x). Rows that chose the same expert are multiplied together, so an expert's
+weights are read once. Where ranks share the model, each has a part of the width of every expert, and y is summed over
+them. A row's result does not depend on the other rows: products are row-invariant, the softmax and the sorting work on
+each row by itself, and a row's sum has a fixed order.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ PLAN: dict[int | str, list[tuple[str, str, dict[str, object], tuple[str, ...]]]]
         ("qwen3_5", "plain", {}, ("warm", "greedy")),
         ("qwen3_5", "tokenswift", SMALL | dict(recent=8, room=8, chain=4), ("warm", "greedy")),
         ("qwen3_5", "draft-model", dict(model="small-hybrid"), ("warm",)),
+        ("qwen3_5.gguf", "plain", {}, ("warm",)),
+        ("qwen3_5.gguf", "magicdec", SMALL | dict(refresh=8), ("warm",)),
         *(("qwen3_5", name, {}, ("warm",)) for name in ("suffix", "glide", "eagle", "auto"))],
     "experts": [(model, name, options, ("warm",)) for model in ("qwen3_next", "qwen3_5_moe", "qwen3_moe", "mixtral",
                                                                       "gpt_oss")

@@ -21,6 +21,7 @@ from helpers import ranks
 from helpers.checkpoints import make_checkpoint, make_glide, make_heads
 from helpers.eagle import make_eagle
 from helpers.families import add_native_head, make_family, make_hybrid
+from helpers.gguf_files import convert
 from helpers.processes import free_port, run_longdraft, start_ranks
 from longdraft.__main__ import run
 from longdraft.core import SamplingParams
@@ -44,6 +45,7 @@ def folder(tmp_path_factory) -> Path:
     make_family(root / "qwen2", "qwen2", num_key_value_heads=4)
     make_family(root / "olmo2", "olmo2")
     base = make_family(root / "qwen3_5", "qwen3_5", linear_num_value_heads=8, linear_num_key_heads=4)
+    convert(root / "qwen3_5", base, root / "qwen3_5.gguf")  # its value heads have another order
     make_heads(root / "qwen3_5" / "heads", base)
     make_glide(root / "qwen3_5" / "glide", root / "qwen3_5")
     add_native_head(root / "qwen3_5")
