@@ -26,7 +26,8 @@ from longdraft.core import Context
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, Ranked
 from longdraft.model.routine import Routine, run_alone
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, chain_rows
-from longdraft.sampling.device import DRAFTS_LAYERS, DeviceRanking
+from longdraft.sampling import device
+from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
 
 CHUNK = 512  # tokens read in one forward at most
@@ -78,7 +79,7 @@ class StreamingDraftModel:
         """See `ChainModel`. Only on a device, for a model with the target's vocabulary, where neither the window moves
         nor much text is left to read."""
         model, last = self._model, len(context) - 2 + len(path)  # the place of the last token of `path`
-        if not sampler.on_device or not DRAFTS_LAYERS or length < 1 or self.cache.states:
+        if not sampler.on_device or not device.DRAFTS_LAYERS or length < 1 or self.cache.states:
             return None
         if model.config.vocab_size != self._vocab_size:
             return None

@@ -3,8 +3,9 @@
     python tests/helpers/compile_cuda_kernels.py
 
 It prints for each kernel: its name, bytes of shared memory, fused multiply-adds, bytes of stack, registers, whether
-products and reductions come in pairs. The bytes of stack are those that the assembler spills. PTX does not show them,
-so they are read from the machine code. Pairs are for attention, whose two loops must compute a block alike.
+products and reductions come in pairs, and a checksum of these. The bytes of stack are those that the assembler spills.
+PTX does not show them, so they are read from the machine code. Pairs are for attention, whose two loops must compute a
+block alike; checksums for its two forms, for one text and for several.
 
 The sizes are those of Llama-3.1-8B (4 query heads per KV head), with 64 rows per tile.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 
 import triton.language as tl
 from triton import compile as triton_compile
@@ -44,18 +46,21 @@ IN_BLOCKS = dict(BLOCK=1024, BLOCKS=128)
 def kernels():
     """(kernel, types of its arguments, constants, options). The usual form of a kernel comes first."""
     attend = dict(q=BF16, k=BF16, v=BF16, k_scale=F32, v_scale=F32, where=I64, path=I32, depths=I32, max_scores=F32,
-                  weight_sums=F32, value_sums=F32, end_splits="i32", num_rows="i32", capacity="i32", num_splits="i32",
-                  path_stride="i32", window="i32", factor="fp32")
+                  weight_sums=F32, value_sums=F32, table=I64, text_stride="i32", end_splits="i32",
+                  num_rows="i32", capacity="i32", num_splits="i32", path_stride="i32", window="i32", factor="fp32")
     shape = dict(KV_HEADS=8, GROUP=4, DIM=128, PADDED=128, LANES=64, BLOCK=64, IS_SCALED=False, HAS_WINDOW=False,
-                 STAGES=3, **SPLITS)
+                 HAS_TABLE=False, STAGES=3, **SPLITS)
     pipelined = dict(num_warps=4, **UNFUSED)
     yield jit_attention.attend_split_kernel, attend, shape, pipelined
-    yield jit_attention.attend_split_kernel, attend | dict(k=FP8, v=FP8), shape | dict(IS_SCALED=True), pipelined
+    yield jit_attention.attend_split_kernel, attend, shape | dict(HAS_TABLE=True), pipelined
+    for has_table in (False, True):
+        yield (jit_attention.attend_split_kernel, attend | dict(k=FP8, v=FP8),
+               shape | dict(IS_SCALED=True, HAS_TABLE=has_table), pipelined)
     yield (jit_attention.attend_split_kernel, attend, shape | dict(DIM=256, PADDED=256, BLOCK=32),
            pipelined | dict(num_warps=8))
     yield (jit_attention.merge_splits_kernel,
            dict(max_scores=F32, weight_sums=F32, value_sums=F32, where=I64, depths=I32, remainder=F32, out=BF16,
-                lse=F32, num_splits="i32"),
+                lse=F32, num_splits="i32", text_rows="i32"),
            dict(HEADS=32, DIM=128, PADDED=128, SPLITS_PER_STEP=32, HAS_REMAINDER=True, **SPLITS), UNFUSED)
     yield jit_attention.tree_paths_kernel, dict(parents=I32, path=I32, depths=I32, stride="i32"), {}, dict(num_warps=1)
     linear = dict(x=BF16, weight=BF16, parts=F32, num_rows="i32")
@@ -85,13 +90,13 @@ def kernels():
     yield (jit_rows.rope_kernel, dict(x=BF16, cos=F32, sin=F32, out=BF16), dict(HEADS=32, HALF=64, PADDED=64),
            dict(num_warps=1))
     rotate = SUMS | dict(q_norm=BF16, k_norm=BF16, cos=F32, sin=F32, where=I64, content=BF16, q=BF16, k=BF16, v=BF16,
-                         k_store=BF16, v_store=BF16, k_scale=F32, v_scale=F32, capacity="i32", eps="fp32",
-                         factor="fp32")
+                         k_store=BF16, v_store=BF16, k_scale=F32, v_scale=F32, table=I64, capacity="i32",
+                         text_rows="i32", text_stride="i32", eps="fp32", factor="fp32")
     form = dict(HEADS=32, KV_HEADS=8, HALF=64, PADDED=64, ALL_PADDED=4096, NORMS=0, ROTATES=True, ROUNDS_ONCE=False,
-                IS_SCALED=False, **PARTS)
+                IS_SCALED=False, HAS_TABLE=False, **PARTS)
     yield jit_rows.finish_qkv_kernel, rotate, form, dict(num_warps=1)
-    yield (jit_rows.finish_qkv_kernel, rotate | dict(k_store=FP8, v_store=FP8), form | dict(NORMS=1, IS_SCALED=True),
-           dict(num_warps=1))
+    yield (jit_rows.finish_qkv_kernel, rotate | dict(k_store=FP8, v_store=FP8),
+           form | dict(NORMS=1, IS_SCALED=True, HAS_TABLE=True), dict(num_warps=1))
     yield (jit_rows.map_remainder_kernel, dict(content=BF16, function=F32, remainder=F32),
            dict(HEADS=32, DIM=128, COLUMNS=32, BLOCK=128), {})
     strides = dict.fromkeys(("k_stride", "v_stride", "k_row_stride", "v_row_stride", "k_head_stride", "v_head_stride"),
@@ -171,11 +176,10 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return stack, registers
 
 
-def comes_in_pairs(code: str) -> bool:
-    """Whether each product and each reduction of Triton's own code occurs an even number of times, layouts included."""
+def products_and_reductions(code: str) -> list[str]:
+    """Of Triton's own code, layouts included, in any order."""
     found = re.findall(r"(?:warp_group_dot|tt\.dot) [^\n]*?(-> tensor<[^>]*>)", code)
-    found += re.findall(r"\}\) : (\(tensor<[^\n]*) loc", code)
-    return all(found.count(each) % 2 == 0 for each in found)
+    return sorted(found + re.findall(r"\}\) : (\(tensor<[^\n]*) loc", code))
 
 
 def main() -> None:
@@ -190,8 +194,10 @@ def main() -> None:
                               options=UNFUSED | options | {"launch_pdl": is_chained})
         code = done.asm["ptx"]
         fused = code.count("fma.rn.f32") + code.count("fma.rn.f64")
-        print(kernel.__name__, done.metadata.shared, fused, *resources(done.asm["cubin"]),
-              int(comes_in_pairs(done.asm["ttgir"])))
+        computed = products_and_reductions(done.asm["ttgir"])
+        is_paired = all(computed.count(each) % 2 == 0 for each in computed)
+        print(kernel.__name__, done.metadata.shared, fused, *resources(done.asm["cubin"]), int(is_paired),
+              zlib.crc32("\n".join(computed).encode()))
 
 
 if __name__ == "__main__":

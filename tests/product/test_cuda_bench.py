@@ -154,6 +154,8 @@ def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monke
         assert found["steps tiny 24"]["floor_ms"] > 0 and set(found["steps tiny 24"]["verify_ms"]) == {1, 2}
         assert {each["kernel"] for each in found["kernels tiny"]} >= {"qkv none", "head int8", "attention behind 24"}
         assert found["prefill tiny 24"]["tokens_per_s"] > 0
+        both = [found[part] for part in ("side by side tiny 24", "filters tiny", "small drafts tiny")]
+        assert all(case["is_equal"] and len(case) == 3 for cases in both for case in cases.values()), both
     else:
         long = found["long text tiny"]
         assert long["tokens"] >= 4 and all(window["is_equal"] for window in long["windows"])
@@ -211,7 +213,9 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     found = [line.split() for line in done.stdout.splitlines()]
     assert {"attend_split_kernel", "merge_splits_kernel", "few_rows_kernel", "finish_qkv_kernel", "add_and_norm_kernel",
             "noisy_block_maxima_kernel", "walk_tree_kernel", "scatter_rows_kernel"} <= {kernel for kernel, *_ in found}
-    for kernel, shared, fused, spilt, _, is_paired in found:
+    forms = [(line[1], line[-1]) for line in found if line[0] == "attend_split_kernel"]
+    assert forms[0] == forms[1] and forms[2] == forms[3], "several texts compute another way"
+    for kernel, shared, fused, spilt, _, is_paired, _ in found:
         most = 227 if kernel == "attend_split_kernel" else 113  # with heads of 256 there is room for one program
         assert int(shared) <= most * 1024, f"{kernel} leaves no room for a second program beside it"
         if kernel == "attend_split_kernel":

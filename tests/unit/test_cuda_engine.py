@@ -268,7 +268,7 @@ def test_the_cache_is_reserved_in_full_and_an_error_says_how_many_tokens_would_f
 
 
 def test_a_bucket_of_rows_allocates_its_buffers_and_graph_once(model):
-    from longdraft.kernels.cuda.decoder import BUCKETS
+    from longdraft.kernels.cuda.graph_cache import BUCKETS
 
     seen = []
 

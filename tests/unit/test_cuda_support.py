@@ -21,7 +21,7 @@ from longdraft import kernels
 from longdraft.core import Context, SamplingParams
 from longdraft.kernels.cuda import jit_support
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div
-from longdraft.kernels.cuda.support import BLOCK, FilterRules, Support
+from longdraft.kernels.cuda.support import BLOCK, FilterRules, SupportSearch
 from longdraft.sampling import process
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation.logprobs import path_logprobs
@@ -58,7 +58,7 @@ def support_of(logits: torch.Tensor, params: SamplingParams) -> list[list[int]]:
     blocks = ceil_div(logits.shape[1], BLOCK)
     padded = torch.nn.functional.pad(logits, (0, blocks * BLOCK - logits.shape[1]), value=-math.inf)
     bests = padded.view(len(logits), blocks, BLOCK).amax(2).contiguous().to(DEVICE)
-    found, on_it = Support(rules, *logits.shape, settings), logits.to(DEVICE)
+    found, on_it = SupportSearch(rules, *logits.shape, settings), logits.to(DEVICE)
     with np.errstate(all="ignore"):
         found.find(on_it, bests)
         orders = found.orders(on_it, bests)

@@ -75,6 +75,7 @@ class CudaPlan(NamedTuple):
 
 _TESTS = ("tests/unit/test_cuda_kernels.py", "tests/unit/test_cuda_attention.py", "tests/unit/test_cuda_engine.py",
           "tests/unit/test_cuda_drafting.py", "tests/unit/test_cuda_layer_chain.py", "tests/unit/test_cuda_int4.py",
+          "tests/unit/test_cuda_small_drafts.py", "tests/unit/test_cuda_support.py", "tests/unit/test_cuda_texts.py",
           "-q", "--numprocesses", "8", "--timeout", "120", "-p", "no:cacheprovider")
 _SELF = {"chain": 4, "suffix": False}
 ON_DEVICE = CudaPlan(
@@ -132,6 +133,11 @@ def _kernels(plan: CudaPlan) -> list[Part]:
               for shape in plan.shapes for context in plan.contexts]
     parts += [Part(f"prefill {first} {context}", "prefill", {"shape": first, "context": context}, 25)
               for context in (plan.contexts[0], plan.contexts[-1])]
+    parts += [Part(f"side by side {shape} {plan.contexts[0]}", "side_by_side",
+                   {"shape": shape, "context": plan.contexts[0]}, 15) for shape in plan.shapes]
+    parts += [Part(f"filters {shape}", "laws", {"shape": shape, "context": plan.contexts[0]}, 15)
+              for shape in plan.shapes]
+    parts += [Part(f"small drafts {shape}", "small_drafts", {"shape": shape}, 15) for shape in plan.shapes]
     for shape in plan.shapes:
         parts += [Part(f"trace {shape}", "trace", {"shape": shape, "context": plan.contexts[0]}, 15),
                   Part(f"kernels {shape}", "each_kernel", {"shape": shape}, 40)]

@@ -26,9 +26,9 @@ class Worker:
         self._bench = Bench(plan, prompt, ends_at, folder)
 
     def measure(self, part: Part) -> Any:
-        from longdraft.bench.cuda import checks, speed, texts, trace
+        from longdraft.bench.cuda import checks, speed, switches, texts, trace
 
-        modules = checks, speed, texts, trace
+        modules = checks, speed, switches, texts, trace
         found = next(getattr(module, part.kind) for module in modules if hasattr(module, part.kind))
         return found(self._plan, self._bench, **part.options)
 

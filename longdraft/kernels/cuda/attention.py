@@ -82,35 +82,40 @@ class AttentionWorkspace:
     """Buffers for the attention of up to `rows` rows over up to `length` positions. All layers share them.
 
     For each row, head and split: the maximum of its scores and the sum of its weights [R, H, S], and the weighted sum
-    of its values [R, H, S, D]; all float32. `path` [R, R] and `depths` [R] describe the tree, both int32.
+    of its values [R, H, S, D]; all float32. `path` [R, rows of a text] and `depths` [R] describe the tree, both int32.
     """
 
-    def __init__(self, plan: AttentionPlan, rows: int, length: int, device: torch.device) -> None:
-        self.rows, self.num_splits = rows, plan.num_splits(length + rows)
+    def __init__(self, plan: AttentionPlan, rows: int, length: int, device: torch.device, texts: int = 1) -> None:
+        """texts: that share the rows, as many each. A tree is one of its text's rows."""
+        self.rows, self.text_rows, self.texts = rows, rows // texts, texts
+        self.num_splits = plan.num_splits(length + self.text_rows)
         shape = (rows, plan.heads, self.num_splits)
         self.max_scores, self.weight_sums = (torch.empty(shape, device=device) for _ in range(2))
         self.value_sums = torch.empty(*shape, plan.dim, device=device)
-        self.path = torch.zeros(rows, rows, dtype=torch.int32, device=device)
+        self.path = torch.zeros(rows, self.text_rows, dtype=torch.int32, device=device)
         self.depths = torch.zeros(rows, dtype=torch.int32, device=device)
 
     def set_tree(self, parents: Tensor) -> None:
         """Compute `path` and `depths` from parents [R], int32 on the device."""
         require(len(parents) == self.rows, f"{self.rows} parents", len(parents))
         with on_device(parents.device):
-            jit_attention.tree_paths_kernel[(self.rows,)](parents, self.path, self.depths, self.rows, num_warps=1,
-                                                          **UNFUSED)
+            jit_attention.tree_paths_kernel[(self.rows,)](parents, self.path, self.depths, self.text_rows,
+                                                          num_warps=1, **UNFUSED)
 
 
 def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, store: CudaStore, where: Tensor,
-                   length: int, window: int, remainder: Tensor | None, out: Tensor, lse: Tensor) -> None:
+                   length: int, window: int, remainder: Tensor | None, out: Tensor, lse: Tensor,
+                   table: Tensor | None = None) -> None:
     """Attention of q [R, H, D]: writes out [R, H, D] in q's dtype and lse [R, H] float32.
 
     The keys and values of the drafted rows must already be in their slots of the store.
 
-    where      int64 [2] on the device: the number of committed positions, and the slot of drafted row 0
+    where      int64 [2] on the device: the number of committed positions, and the slot of drafted row 0; of several
+               texts, two for each
     length     an upper bound of where[0] on the host: sets how many splits are launched
     window     positions that a row sees, itself included; 0: all
     remainder  [R, H, D + 1] float32: see `longdraft.kernels.interface.KV`
+    table      int64 [texts, 5], of any row stride: the stores of several texts, which have the form of `store`
     """
     rows, heads, dim = q.shape
     require((heads, dim) == (plan.heads, plan.dim) and rows == work.rows, f"[{work.rows}, {plan.heads}, {plan.dim}]",
@@ -118,16 +123,19 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
     short, num_short, long = plan.splits
     sizes = {"DIM": dim, "PADDED": padded_size(dim), "SHORT": short, "NUM_SHORT": num_short, "LONG": long}
     factor = math.log2(math.e) / math.sqrt(dim)
-    ends = plan.end_splits(rows) * plan.kv_heads * rows * ceil_div(plan.group, plan.lanes)
-    whole = plan.splits.of(length) * plan.kv_heads * ceil_div(rows * plan.group, plan.lanes)
+    own = work.text_rows
+    ends = plan.end_splits(own) * plan.kv_heads * own * ceil_div(plan.group, plan.lanes)
+    whole = plan.splits.of(length) * plan.kv_heads * ceil_div(own * plan.group, plan.lanes)
+    require(work.texts == (1 if table is None else len(table)), f"stores of {work.texts} texts", table)
     with on_device(q.device):
-        jit_attention.attend_split_kernel[(ends + whole,)](
+        jit_attention.attend_split_kernel[(ends + whole, work.texts)](
             q, store.k, store.v, store.k_scale, store.v_scale, where, work.path, work.depths, work.max_scores,
-            work.weight_sums, work.value_sums, plan.end_splits(rows), rows, store.capacity, work.num_splits, work.rows,
-            window, factor, KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes, BLOCK=plan.block,
-            IS_SCALED=store.is_scaled, HAS_WINDOW=window > 0, STAGES=2 if plan.is_float else 3, **sizes,
+            work.weight_sums, work.value_sums, where if table is None else table, plan.end_splits(own), own,
+            store.capacity, work.num_splits, own, window, 0 if table is None else table.stride(0), factor,
+            KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes, BLOCK=plan.block, IS_SCALED=store.is_scaled,
+            HAS_WINDOW=window > 0, HAS_TABLE=table is not None, STAGES=2 if plan.is_float else 3, **sizes,
             num_warps=8 if dim > 128 else 4, **chained(q.device))
         jit_attention.merge_splits_kernel[(rows, heads)](
             work.max_scores, work.weight_sums, work.value_sums, where, work.depths,
-            work.max_scores if remainder is None else remainder, out, lse, work.num_splits, HEADS=heads,
+            work.max_scores if remainder is None else remainder, out, lse, work.num_splits, own, HEADS=heads,
             SPLITS_PER_STEP=_SPLITS_PER_MERGE_STEP, HAS_REMAINDER=remainder is not None, **sizes, **chained(q.device))

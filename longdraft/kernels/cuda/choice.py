@@ -19,7 +19,7 @@ from longdraft.kernels.cuda import jit_attention, jit_choice, jit_rows
 from longdraft.kernels.cuda.graph_cache import BUCKETS, GraphCache, new_owner
 from longdraft.kernels.cuda.launch import UNFUSED, RecentlyUsed, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear, add_partial_sums
-from longdraft.kernels.cuda.support import BLOCK, FilterRules, Support
+from longdraft.kernels.cuda.support import BLOCK, FilterRules, SupportSearch
 
 _FIRST_CAPACITY = 4096  # tokens
 _MAX_BUFFERS = 10  # numbers of rows of one request
@@ -84,7 +84,7 @@ class LogitsSource(NamedTuple):
 class ChoiceBuffers:
     """The memory of one number of rows: the tree, intermediate results, and the outcome."""
 
-    def __init__(self, rows: int, vocabulary: int, window: int, support: Support | None, device: torch.device,
+    def __init__(self, rows: int, vocabulary: int, window: int, support: SupportSearch | None, device: torch.device,
                  source: LogitsSource | None) -> None:
         """support: what the filters leave; None: they are off."""
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -218,7 +218,7 @@ class TokenChooser:
         key = (rows, vocabulary, window, None if source is None else id(source.head))
 
         def make() -> ChoiceBuffers:
-            support = Support(rules.filters, rows, vocabulary, self._settings) if rules.temperature > 0 else None
+            support = SupportSearch(rules.filters, rows, vocabulary, self._settings) if rules.temperature > 0 else None
             return ChoiceBuffers(rows, vocabulary, window, support, self._device, source)
 
         return self._buffers.get(key, make)

@@ -8,121 +8,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from longdraft.kernels.cuda import jit_rows
-from longdraft.kernels.cuda.attention import AttentionWorkspace, tree_attention
+from longdraft.kernels.cuda.attention import tree_attention
+from longdraft.kernels.cuda.forward_buffers import EmbeddedRows, Embedding, ForwardBuffers, weights_of
 from longdraft.kernels.cuda.graph_cache import BUCKETS
 from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear, PartialSums
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.prefill import prefill, with_all_rows
-from longdraft.kernels.interface import AttentionOutput, LayersKV, RemainderMaps, TokenRows
+from longdraft.kernels.cuda.shared_forward import SharedForwards
+from longdraft.kernels.interface import AttentionOutput, LayersKV, TokenRows
 from longdraft.kernels.weights import Geometry, LayerWeights
 
 _MAP_COLUMNS, _MAP_BLOCK = 32, 128  # of the remainder's map, in one program and at a time
 _MAX_BUFFERS = 64  # of requests that are still running; a request that ends frees its own
-_ALIGNED = 4  # int32 of 16 bytes: an address that is not their multiple would select another compiled program
 EMBED_BLOCK = 1024  # columns
 # Bucket of rows; whether there is a remainder; taps; serials of the stores; id of the embedding table
 Key = tuple[int, bool, tuple[int, ...], tuple[int, ...], int | None]
-
-
-class EmbeddedRows(NamedTuple):
-    """Rows x [R, hidden] and their rotations cos, sin [R, D / 2], on the device."""
-
-    x: Tensor
-    cos: Tensor
-    sin: Tensor
-
-    def cut(self, rows: slice) -> EmbeddedRows:
-        """Some of the rows."""
-        return EmbeddedRows(*(part[rows] for part in self))
-
-
-class Embedding(NamedTuple):
-    """See `TokenRows`."""
-
-    table: CudaLinear
-    factor: float
-
-
-class ForwardBuffers:
-    """The memory of one bucket of rows over one cache: inputs, outputs, and intermediate results.
-
-    It holds no reference to the cache itself, which is freed when its request ends.
-    """
-
-    def __init__(self, decoder: CudaDecoder, rows: int, stores: Sequence[CudaStore], has_remainder: bool,
-                 taps: tuple[int, ...] = (), embedding: Embedding | None = None) -> None:
-        """embedding: of the tokens that `load` gets; None: it gets embedded rows."""
-        heads, kv_heads, dim = decoder.geometry[:3]
-        layers, device, model_dtype = decoder.layers, decoder.ops.device, decoder.ops.dtype
-
-        def zeros(*shape: int, dtype: torch.dtype = model_dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        num = len(layers)
-        self.rows = rows
-        self.x_in, self.x, self.normed = (zeros(rows, decoder.hidden) for _ in range(3))
-        self.embedding = embedding
-        self._parts = _staged_parts(rows, dim // 2)
-        self._staged = zeros(self._parts[-1].stop + -self._parts[-1].stop % _ALIGNED, dtype=torch.int32)
-        where, cos, sin, self.parents, self.tokens = (self._staged[part] for part in self._parts)
-        self.where = where.view(torch.int64)  # committed positions; slot of drafted row 0
-        self.cos, self.sin = (part.view(torch.float32).view(rows, dim // 2) for part in (cos, sin))
-        self.k, self.v = (zeros(num, rows, kv_heads, dim) for _ in range(2))
-        self.q, self.content, self.output = (zeros(num, rows, heads, dim) for _ in range(3))
-        self.lse = zeros(num, rows, heads, dtype=torch.float32)
-        self.inner = zeros(rows, max(layer.gate_up.out_features for layer in layers if layer.gate_up) // 2)
-        weights = [weight for layer in layers for weight in decoder.weights_of(layer)]
-        self.sums = zeros(max(weight.num_sums(rows) for weight in weights), dtype=torch.float32)
-        self.room = min(store.room for store in stores)
-        self.work = AttentionWorkspace(decoder.plan, rows, self.room, device)
-        self.remainder = zeros(num, heads, dim + 1, dim + 1, dtype=torch.float32) if has_remainder else None
-        self.row_remainder = zeros(rows, heads, dim + 1, dtype=torch.float32) if has_remainder else None
-        self._remainder_source: Tensor | None = None
-        self.taps = taps
-        self.tapped = zeros(len(taps), rows, decoder.hidden)
-
-    def load(self, rows: TokenRows | EmbeddedRows, kv: LayersKV, parents: Tensor) -> None:
-        """Copy the inputs of a forward. The padding rows follow the committed part; their results are not read."""
-        count, half = len(parents), self.cos.shape[1]
-        staged = np.zeros(len(self._staged), dtype=np.int32)
-        where, cos, sin, all_parents, tokens = (staged[part] for part in self._parts)
-        where.view(np.int64)[:] = kv.length, self.room
-        all_parents[count:] = -1
-        all_parents[:count] = parents.numpy()
-        if isinstance(rows, TokenRows):
-            tokens[:count] = rows.tokens
-            for part, given in ((cos, rows.cos), (sin, rows.sin)):
-                part[: count * half].view(np.float32)[:] = given.numpy().reshape(-1)
-        self._staged.copy_(torch.from_numpy(staged), non_blocking=True)
-        if isinstance(rows, EmbeddedRows):
-            for held, given in ((self.x_in, rows.x), (self.cos, rows.cos), (self.sin, rows.sin)):
-                held[:count].copy_(given)
-        self.load_remainder(kv.remainder)
-
-    def load_remainder(self, remainder: RemainderMaps) -> None:
-        """Copy the function of the remainder, if it is another than before."""
-        assert remainder is None or isinstance(remainder, Tensor)  # the layers of these kernels do not differ
-        if self.remainder is not None and remainder is not None and self._remainder_source is not remainder:
-            self.remainder.copy_(remainder)
-            self._remainder_source = remainder
-
-
-def _staged_parts(rows: int, half: int) -> list[slice]:
-    """Places of two positions (int64), cos, sin, parents and tokens in the int32 that are uploaded together."""
-    parts, start = [], 0
-    for size in (4, rows * half, rows * half, rows, rows):
-        parts.append(slice(start, start + size))
-        start += ceil_div(size, _ALIGNED) * _ALIGNED
-    return parts
 
 
 class CudaDecoder:
@@ -136,12 +43,7 @@ class CudaDecoder:
         self.hidden = len(layers[0].attention_norm)
         self.plan = ops.attention_plan(heads, kv_heads, dim)
         self._buffers = RecentlyUsed[Key, ForwardBuffers](_MAX_BUFFERS, lambda buffers: ops.graphs.drop(buffers))
-
-    def weights_of(self, layer: LayerWeights) -> list[CudaLinear]:
-        """qkv, out, gate_up and down."""
-        weights = [w for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CudaLinear)]
-        require(len(weights) == 4, "weights that these kernels packed", [type(w).__name__ for w in layer[:6]])
-        return weights
+        self._shared = SharedForwards(ops.graphs)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
@@ -156,9 +58,12 @@ class CudaDecoder:
 
     def _forward(self, rows: TokenRows | EmbeddedRows, texts: Sequence[LayersKV],
                  parents: Tensor) -> tuple[Tensor, AttentionOutput]:
-        """Run the texts one after another, each with the graph of its own rows and cache."""
+        """Run several texts together where that is possible (`SharedForwards`), otherwise one after another, each with
+        the graph of its own rows and cache."""
         if len(texts) == 1:
             return self._forward_text(rows, texts[0], parents)
+        if isinstance(rows, TokenRows) and self._shared.can_run(texts):
+            return self._shared.run(self, rows, texts, parents)
         results, start = [], 0
         for kv in texts:
             own = slice(start, start + kv.k.shape[1])
@@ -226,7 +131,7 @@ class CudaDecoder:
                                             buffers.normed)
         for index, layer in enumerate(self.layers):
             self._tap(buffers, index, x)
-            qkv, out, gate_up, down = self.weights_of(layer)
+            qkv, out, gate_up, down = weights_of(layer)
             self._finish_qkv(buffers, stores[index], index, layer, self._product(buffers, source, qkv))
             self._attention(buffers, stores[index], index, layer.window)
             projected = self._product(buffers, buffers.output[index].view(buffers.rows, -1), out)
@@ -258,16 +163,18 @@ class CudaDecoder:
         """Norms and rotation of queries and keys; keys and values are also written to the store's draft slots."""
         heads, kv_heads, dim, eps = self.geometry[:4]
         half = dim // 2
+        table = None if buffers.table is None else buffers.table[:, index]
         norms = 0 if layer.q_norm is None else 1 if layer.q_norm.shape == (dim,) else 2
         q_norm, k_norm = (parts.sums if norm is None else norm for norm in (layer.q_norm, layer.k_norm))
         with on_device(buffers.x.device):
             jit_rows.finish_qkv_kernel[(buffers.rows, heads + 2 * kv_heads)](
                 *parts.arguments(), q_norm, k_norm, buffers.cos, buffers.sin, buffers.where, buffers.content[index],
                 buffers.q[index], buffers.k[index], buffers.v[index], store.k, store.v, store.k_scale, store.v_scale,
-                buffers.rows, store.capacity, eps, self.geometry.query_factor, HEADS=heads, KV_HEADS=kv_heads,
-                HALF=half, PADDED=padded_size(half), ALL_PADDED=padded_size(heads * dim), NORMS=norms,
-                ROTATES=layer.rotates, ROUNDS_ONCE=self.geometry.rounds_once, IS_SCALED=store.is_scaled,
-                **parts.options(), num_warps=1, **chained(buffers.x.device))
+                buffers.where if table is None else table, buffers.rows, store.capacity, buffers.text_rows,
+                0 if table is None else table.stride(0), eps, self.geometry.query_factor, HEADS=heads,
+                KV_HEADS=kv_heads, HALF=half, PADDED=padded_size(half), ALL_PADDED=padded_size(heads * dim),
+                NORMS=norms, ROTATES=layer.rotates, ROUNDS_ONCE=self.geometry.rounds_once, IS_SCALED=store.is_scaled,
+                HAS_TABLE=table is not None, **parts.options(), num_warps=1, **chained(buffers.x.device))
 
     def _attention(self, buffers: ForwardBuffers, store: CudaStore, index: int, window: int) -> None:
         heads, _, dim = self.geometry[:3]
@@ -278,7 +185,8 @@ class CudaDecoder:
                     buffers.content[index], buffers.remainder[index], row_remainder, HEADS=heads, DIM=dim,
                     COLUMNS=_MAP_COLUMNS, BLOCK=_MAP_BLOCK, **chained(buffers.x.device))
         tree_attention(self.plan, buffers.work, buffers.q[index], store, buffers.where, buffers.room, window,
-                       row_remainder, buffers.output[index], buffers.lse[index])
+                       row_remainder, buffers.output[index], buffers.lse[index],
+                       None if buffers.table is None else buffers.table[:, index])
 
     def _swiglu(self, buffers: ForwardBuffers, source: Tensor, gate_up: CudaLinear) -> Tensor:
         width = gate_up.out_features // 2

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from longdraft.kernels.cuda import jit_choice, jit_drafting
 from longdraft.kernels.cuda.choice import MAX_CHAIN, LogitsSource, TokenChooser
-from longdraft.kernels.cuda.decoder import EMBED_BLOCK, CudaDecoder, ForwardBuffers
+from longdraft.kernels.cuda.decoder import EMBED_BLOCK, CudaDecoder
+from longdraft.kernels.cuda.forward_buffers import ForwardBuffers
 from longdraft.kernels.cuda.graph_cache import new_owner
 from longdraft.kernels.cuda.kv_store import cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, ceil_div, chained, on_device, padded_size, require
 from longdraft.kernels.cuda.linear import CudaLinear
-from longdraft.kernels.cuda.support import BLOCK, Support
+from longdraft.kernels.cuda.support import BLOCK, SupportSearch
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
 
 _UNROLLED = 4  # tokens of the larger graph
@@ -53,7 +54,7 @@ class DraftRanking:
         self._window = rules.window if rules.penalty != 1 else 0
         self._within: float | None = None
         self._settings = torch.zeros(6, dtype=torch.float64, device=device)
-        self._support = Support(rules.filters, 1, vocabulary, self._settings)
+        self._support = SupportSearch(rules.filters, 1, vocabulary, self._settings)
         self._root = torch.zeros(1, 1, dtype=torch.int32, device=device)  # tokens, path and depths of a single node
         self._bests = torch.empty(1, self._blocks, device=device)
         self._best_ids = torch.empty(1, self._blocks, dtype=torch.int32, device=device)

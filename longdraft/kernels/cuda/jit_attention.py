@@ -39,6 +39,16 @@ def split_start(split, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr, LONG: tl.co
 
 
 @triton.jit
+def store_of_text(entry, k, v, k_scale, v_scale):
+    """The store of a text: keys, values, their scales, and the number of slots.
+
+    entry  int64 [5]: see `jit_kv_store`. k, v, k_scale, v_scale are pointers of the same types
+    """
+    return (tl.multiple_of(tl.load(entry).to(k.dtype), 16), tl.multiple_of(tl.load(entry + 1).to(v.dtype), 16),
+            tl.load(entry + 2).to(k_scale.dtype), tl.load(entry + 3).to(v_scale.dtype), tl.load(entry + 4))
+
+
+@triton.jit
 def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score, weight_sum, value_sum, factor,
                IS_SCALED: tl.constexpr, IS_MASKED: tl.constexpr):
     """One block of an online softmax: its new maximum, sum of weights and weighted sum of values.
@@ -63,13 +73,14 @@ def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score
     return new_max, weight_sum, value_sum
 
 
-@triton.jit(do_not_specialize=["end_splits", "num_rows", "capacity", "num_splits", "path_stride", "window"])
-def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scores, weight_sums, value_sums,
-                        end_splits, num_rows, capacity, num_splits, path_stride, window, factor,
+@triton.jit(do_not_specialize=["end_splits", "num_rows", "capacity", "num_splits", "path_stride", "window",
+                               "text_stride"])
+def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scores, weight_sums, value_sums, table,
+                        end_splits, num_rows, capacity, num_splits, path_stride, window, text_stride, factor,
                         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
                         LANES: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr,
                         LONG: tl.constexpr, IS_SCALED: tl.constexpr, HAS_WINDOW: tl.constexpr, STAGES: tl.constexpr,
-                        IS_CHAINED: tl.constexpr):
+                        HAS_TABLE: tl.constexpr, IS_CHAINED: tl.constexpr):
     """One split for some lanes of a KV head.
 
     q                        [R, H, D]
@@ -81,13 +92,26 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     end_splits               splits of a row's end at most
     window                   positions that a row sees, itself included, where HAS_WINDOW
     factor                   log2(e) / sqrt(D)
+    table                    int64 [texts, text_stride], where HAS_TABLE: the store of each text (`store_of_text`) in
+                             place of k, v and their scales. R = num_rows is then the number of rows of a text
 
-    Grid (end_splits * Hkv * tiles of ends + whole splits * Hkv * tiles,). Tiles come first, so that programs that read
-    the same keys run at the same time. Ends begin first, then whole splits from the last one: the long ones, which take
-    longest. The splits of an end are counted from the one where the prefix ends, and its tiles hold lanes of one row.
+    Grid (end_splits * Hkv * tiles of ends + whole splits * Hkv * tiles, texts). Tiles come first, so that programs that
+    read the same keys run at the same time. Ends begin first, then whole splits from the last one: the long ones, which
+    take longest. The splits of an end are counted from the one where the prefix ends, and its tiles hold lanes of one
+    row.
     """
     wait_for_inputs(IS_CHAINED)
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    if HAS_TABLE:
+        text = tl.program_id(1).to(tl.int64)
+        k, v, k_scale, v_scale, capacity = store_of_text(table + text * text_stride, k, v, k_scale, v_scale)
+        where += 2 * text
+        q += text * num_rows * HEADS * DIM
+        path += text * num_rows * path_stride
+        depths += text * num_rows
+        max_scores += text * num_rows * HEADS * num_splits
+        weight_sums += text * num_rows * HEADS * num_splits
+        value_sums += text * num_rows * HEADS * num_splits * DIM
     TILES: tl.constexpr = (GROUP + LANES - 1) // LANES  # of one row
     num_ends = end_splits * KV_HEADS * num_rows * TILES
     is_end = tl.program_id(0) < num_ends
@@ -172,8 +196,8 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
         tl.store(value_sums + state[:, None] * DIM + dim[None, :], value_sum, mask=is_lane[:, None] & is_dim[None, :])
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def merge_splits_kernel(max_scores, weight_sums, value_sums, where, depths, remainder, out, lse, num_splits,
+@triton.jit(do_not_specialize=["num_splits", "text_rows"])
+def merge_splits_kernel(max_scores, weight_sums, value_sums, where, depths, remainder, out, lse, num_splits, text_rows,
                         HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
                         SHORT: tl.constexpr, NUM_SHORT: tl.constexpr, LONG: tl.constexpr,
                         HAS_REMAINDER: tl.constexpr, IS_CHAINED: tl.constexpr):
@@ -181,11 +205,12 @@ def merge_splits_kernel(max_scores, weight_sums, value_sums, where, depths, rema
 
     remainder  [R, H, D + 1] float32: an output and its log-sum-exp
     out, lse   [R, H, D] and [R, H] float32, the log-sum-exp in base e
+    text_rows  rows of a text; `where` [texts, 2] has each one's place
     """
     wait_for_inputs(IS_CHAINED)
     row, head = tl.program_id(0), tl.program_id(1)
     at = row.to(tl.int64) * HEADS + head
-    last = tl.load(where) + tl.load(depths + row)
+    last = tl.load(where + 2 * (row // text_rows)) + tl.load(depths + row)
     count = split_of(last, SHORT, NUM_SHORT, LONG) + 1
     dim = tl.arange(0, PADDED)
     is_dim = dim < DIM
@@ -221,8 +246,15 @@ def merge_splits_kernel(max_scores, weight_sums, value_sums, where, depths, rema
 
 @triton.jit(do_not_specialize=["stride"])
 def tree_paths_kernel(parents, path, depths, stride):
-    """Compute each row's depth [R], and its path [R, stride] from depth 0 to itself, from parents [R]. Grid (R,)."""
-    row = tl.program_id(0)
+    """Compute each row's depth [R], and its path [R, stride] from depth 0 to itself, from parents [R]. Grid (R,).
+
+    Each `stride` rows are a tree of their own, in which parents and paths are counted.
+    """
+    row = tl.program_id(0) % stride
+    first = tl.program_id(0) - row
+    parents += first
+    depths += first
+    path += first * stride
     depth = 0
     node = tl.load(parents + row)
     while node >= 0:

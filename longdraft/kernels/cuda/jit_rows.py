@@ -192,16 +192,20 @@ def store_row(first, second, mask, at, scale_at, store, scales, HALF: tl.constex
     tl.store(store + at + HALF + half, second.to(store.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity"])
+@triton.jit(do_not_specialize=["num_rows", "capacity", "text_rows", "text_stride"])
 def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, content, q, k, v, k_store, v_store, k_scale,
-                      v_scale, num_rows, capacity, eps, factor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+                      v_scale, table, num_rows, capacity, text_rows, text_stride, eps, factor, HEADS: tl.constexpr,
+                      KV_HEADS: tl.constexpr,
                       HALF: tl.constexpr, PADDED: tl.constexpr, ALL_PADDED: tl.constexpr, PARTS: tl.constexpr,
                       HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, NORMS: tl.constexpr, ROTATES: tl.constexpr,
-                      ROUNDS_ONCE: tl.constexpr, IS_SCALED: tl.constexpr, IS_CHAINED: tl.constexpr):
+                      ROUNDS_ONCE: tl.constexpr, IS_SCALED: tl.constexpr, HAS_TABLE: tl.constexpr,
+                      IS_CHAINED: tl.constexpr):
     """Turn the QKV product into queries, keys and values: norms, rotation, and writes to the store.
 
     content, q  [R, H, D]: the queries before the rotation, and after it and times factor
     k, v        [R, Hkv, D]; also written to the slots where[1] + row of the store
+    table       int64 [texts, text_stride], where HAS_TABLE: the store of each text, as in `attend_split_kernel`. A
+                text has text_rows rows, and two numbers of `where`
     NORMS       0: none, 1: each head is normalised by itself, 2: all heads of a row as one vector
 
     Grid (R, H + 2 Hkv): a program computes one head of one row.
@@ -210,6 +214,15 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
     row, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     DIM: tl.constexpr = 2 * HALF
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
+    place = row  # in its text
+    if HAS_TABLE:
+        text = row // text_rows
+        entry = table + text * text_stride
+        k_store, v_store = tl.load(entry).to(k_store.dtype), tl.load(entry + 1).to(v_store.dtype)
+        k_scale, v_scale = tl.load(entry + 2).to(k_scale.dtype), tl.load(entry + 3).to(v_scale.dtype)
+        capacity = tl.load(entry + 4)
+        where += 2 * text
+        place = row - text * text_rows
     num = num_rows.to(tl.int64) * WIDTH
     half = tl.arange(0, PADDED)
     mask = half < HALF
@@ -269,7 +282,7 @@ def finish_qkv_kernel(parts, scale, bias, q_norm, k_norm, cos, sin, where, conte
         tl.store(q + at + HALF, second.to(q.dtype.element_ty), mask=mask)
     else:
         head = tl.where(is_key, unit - HEADS, unit - HEADS - KV_HEADS)
-        slot = head.to(tl.int64) * capacity + tl.load(where + 1) + row
+        slot = head.to(tl.int64) * capacity + tl.load(where + 1) + place
         at = (row * KV_HEADS + head) * DIM + half
         if is_key:
             tl.store(k + at, first.to(k.dtype.element_ty), mask=mask)

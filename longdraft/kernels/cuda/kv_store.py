@@ -77,6 +77,11 @@ class CudaStore:
             self._allocate(self.room, padded_size(rows))
 
     @property
+    def addresses(self) -> list[int]:
+        """Where keys, values and their scales are, and the number of slots, as `jit_kv_store` reads them."""
+        return [*(part.data_ptr() for part in (self.k, self.v, self.k_scale, self.v_scale)), self.capacity]
+
+    @property
     def capacity(self) -> int:
         """Number of slots, those of drafted rows included."""
         return self.room + self.num_drafts
@@ -150,7 +155,7 @@ def _address_table(stores: Sequence[CudaStore]) -> Tensor:
     key = tuple(store.serial for store in stores)
     table = _address_tables.get(key)
     if table is None:
-        rows = [[*(part.data_ptr() for part in (s.k, s.v, s.k_scale, s.v_scale)), s.capacity] for s in stores]
+        rows = [store.addresses for store in stores]
         while len(_address_tables) >= _MAX_ADDRESS_TABLES:
             del _address_tables[next(iter(_address_tables))]
         table = _address_tables[key] = torch.tensor(rows, dtype=torch.int64, device=stores[0].k.device)

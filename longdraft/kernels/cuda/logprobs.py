@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longdraft.kernels.cuda.choice import TokenChooser
 from longdraft.kernels.cuda.launch import on_device
-from longdraft.kernels.cuda.support import FilterRules, Support
+from longdraft.kernels.cuda.support import FilterRules, SupportSearch
 
 
 class RankedMasses:
@@ -49,7 +49,7 @@ def ranked_masses(chooser: TokenChooser, logits: Tensor, tokens: Sequence[int], 
         support = buffers.support
         if support is None:
             settings = torch.ones(6, dtype=torch.float64, device=logits.device)
-            support = Support(FilterRules(1.0), rows, vocabulary, settings)
+            support = SupportSearch(FilterRules(1.0), rows, vocabulary, settings)
         support.find(logits, buffers.bests)
         orders = support.orders(logits, buffers.bests)
         best = orders.topk(min(num, vocabulary), dim=1).values

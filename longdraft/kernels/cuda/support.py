@@ -49,7 +49,7 @@ class FilterRules(NamedTuple):
                     HAS_ETA=self.log_eta is not None, HAS_FLOOR=has_least and self.at_least > 1)
 
 
-class Support:
+class SupportSearch:
     """The support of R rows [R, V], and the memory in which it is found.
 
     settings  float64 [6] on the device; see jit_support
@@ -106,13 +106,14 @@ class Support:
 
         within  of the tokens up to these cuts; None: of all
         """
-        options = dict(BY_MASS=by_mass, HAS_CUT=within is not None, **self._forms, **chained(logits.device))
+        forms = dict(BY_MASS=by_mass, HAS_CUT=within is not None, **self._forms)
         given = (logits, bests, self._settings, goals, goals if within is None else within, self._keys)
         for level in reversed(range(_LEVELS)):
             own, before = self._sums[level % 2], self._sums[1 - level % 2]
             jit_support.search_level_kernel[(self._rows, self._sizes["num_blocks"])](
-                *given, before, own, **self._sizes, LEVEL=level, **options)
-        jit_support.end_search_kernel[(self._rows,)](*given, self._sums[0], found, **self._sizes, **options)
+                *given, before, own, **self._sizes, LEVEL=level, **forms, **chained(logits.device))
+        jit_support.end_search_kernel[(self._rows,)](*given, self._sums[0], found, **self._sizes, **forms,
+                                                     **chained(logits.device))
 
     def _sum(self, logits: Tensor, bests: Tensor, cuts: Tensor | None, has_least: bool) -> None:
         """Sums over the tokens up to `cuts`. has_least: without those that min-p removes."""

@@ -1,0 +1,137 @@
+"""The memory of a forward of all layers: inputs, outputs, and intermediate results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace
+from longdraft.kernels.cuda.kv_store import CudaStore
+from longdraft.kernels.cuda.launch import ceil_div, require
+from longdraft.kernels.cuda.linear import CudaLinear
+from longdraft.kernels.cuda.operations import CudaOperations
+from longdraft.kernels.interface import LayersKV, RemainderMaps, TokenRows
+from longdraft.kernels.weights import Geometry, LayerWeights
+
+_ALIGNED = 4  # int32 of 16 bytes: an address that is not their multiple would select another compiled program
+
+
+class DecoderOfLayers(Protocol):
+    """What runs the layers over the buffers: `CudaDecoder`."""
+
+    ops: CudaOperations
+    layers: tuple[LayerWeights, ...]
+    geometry: Geometry
+    hidden: int
+    plan: AttentionPlan
+
+    def run_layers(self, buffers: ForwardBuffers, stores: Sequence[CudaStore]) -> None:
+        """All layers over the buffers."""
+
+
+def weights_of(layer: LayerWeights) -> list[CudaLinear]:
+    """qkv, out, gate_up and down."""
+    weights = [w for w in (layer.qkv, layer.out, layer.gate_up, layer.down) if isinstance(w, CudaLinear)]
+    require(len(weights) == 4, "weights that these kernels packed", [type(w).__name__ for w in layer[:6]])
+    return weights
+
+
+class EmbeddedRows(NamedTuple):
+    """Rows x [R, hidden] and their rotations cos, sin [R, D / 2], on the device."""
+
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def cut(self, rows: slice) -> EmbeddedRows:
+        """Some of the rows."""
+        return EmbeddedRows(*(part[rows] for part in self))
+
+
+class Embedding(NamedTuple):
+    """See `TokenRows`."""
+
+    table: CudaLinear
+    factor: float
+
+
+class ForwardBuffers:
+    """The memory of one bucket of rows over one cache: inputs, outputs, and intermediate results.
+
+    It holds no reference to the cache itself, which is freed when its request ends.
+    """
+
+    def __init__(self, decoder: DecoderOfLayers, rows: int, stores: Sequence[CudaStore], has_remainder: bool,
+                 taps: tuple[int, ...] = (), embedding: Embedding | None = None, texts: int = 1,
+                 room: int | None = None) -> None:
+        """embedding: of the tokens that `load` gets; None: it gets embedded rows. texts: that share the rows, as many
+        each, and `room`: positions that each one's stores have at most; None: those of `stores`."""
+        heads, kv_heads, dim = decoder.geometry[:3]
+        layers, device, model_dtype = decoder.layers, decoder.ops.device, decoder.ops.dtype
+
+        def zeros(*shape: int, dtype: torch.dtype = model_dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        num = len(layers)
+        self.rows, self.text_rows, self.texts = rows, rows // texts, texts
+        self.x_in, self.x, self.normed = (zeros(rows, decoder.hidden) for _ in range(3))
+        self.embedding = embedding
+        num_entries = 0 if texts == 1 else 2 * 5 * num * texts
+        self.parts = _staged_parts(4 * texts, rows * (dim // 2), rows * (dim // 2), rows, rows, num_entries)
+        self.staged = zeros(self.parts[-1].stop + -self.parts[-1].stop % _ALIGNED, dtype=torch.int32)
+        where, cos, sin, self.parents, self.tokens, table = (self.staged[part] for part in self.parts)
+        self.table = table.view(torch.int64).view(texts, num, 5) if num_entries else None  # stores of several texts
+        self.where = where.view(torch.int64)  # committed positions; slot of drafted row 0
+        self.cos, self.sin = (part.view(torch.float32).view(rows, dim // 2) for part in (cos, sin))
+        self.k, self.v = (zeros(num, rows, kv_heads, dim) for _ in range(2))
+        self.q, self.content, self.output = (zeros(num, rows, heads, dim) for _ in range(3))
+        self.lse = zeros(num, rows, heads, dtype=torch.float32)
+        self.inner = zeros(rows, max(layer.gate_up.out_features for layer in layers if layer.gate_up) // 2)
+        weights = [weight for layer in layers for weight in weights_of(layer)]
+        self.sums = zeros(max(weight.num_sums(rows) for weight in weights), dtype=torch.float32)
+        self.room = min(store.room for store in stores) if room is None else room
+        self.work = AttentionWorkspace(decoder.plan, rows, self.room, device, texts)
+        self.remainder = zeros(num, heads, dim + 1, dim + 1, dtype=torch.float32) if has_remainder else None
+        self.row_remainder = zeros(rows, heads, dim + 1, dtype=torch.float32) if has_remainder else None
+        self._remainder_source: Tensor | None = None
+        self.taps = taps
+        self.tapped = zeros(len(taps), rows, decoder.hidden)
+
+    def load(self, rows: TokenRows | EmbeddedRows, kv: LayersKV, parents: Tensor) -> None:
+        """Copy the inputs of a forward. The padding rows follow the committed part; their results are not read."""
+        count, half = len(parents), self.cos.shape[1]
+        staged = np.zeros(len(self.staged), dtype=np.int32)
+        where, cos, sin, all_parents, tokens, _ = (staged[part] for part in self.parts)
+        where.view(np.int64)[:] = kv.length, self.room
+        all_parents[count:] = -1
+        all_parents[:count] = parents.numpy()
+        if isinstance(rows, TokenRows):
+            tokens[:count] = rows.tokens
+            for part, given in ((cos, rows.cos), (sin, rows.sin)):
+                part[: count * half].view(np.float32)[:] = given.numpy().reshape(-1)
+        self.staged.copy_(torch.from_numpy(staged), non_blocking=True)
+        if isinstance(rows, EmbeddedRows):
+            for held, given in ((self.x_in, rows.x), (self.cos, rows.cos), (self.sin, rows.sin)):
+                held[:count].copy_(given)
+        self.load_remainder(kv.remainder)
+
+    def load_remainder(self, remainder: RemainderMaps) -> None:
+        """Copy the function of the remainder, if it is another than before."""
+        assert remainder is None or isinstance(remainder, Tensor)  # the layers of these kernels do not differ
+        if self.remainder is not None and remainder is not None and self._remainder_source is not remainder:
+            self.remainder.copy_(remainder)
+            self._remainder_source = remainder
+
+
+def _staged_parts(*sizes: int) -> list[slice]:
+    """Places of positions and of a slot (int64), cos, sin, parents, tokens and stores in the int32 that are uploaded
+    together."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(slice(start, start + size))
+        start += ceil_div(size, _ALIGNED) * _ALIGNED
+    return parts
