@@ -73,13 +73,15 @@ def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
     parsed = config.read_config(folder)
     if folder.is_file() or has_weights(folder):  # not of the hub, whose weights are not downloaded for this
         require_tensors(TensorFiles(folder), parsed)
-    sizes = sizing.model_sizes(parsed)
+    has_mxfp4 = sizing.has_mxfp4(folder, parsed)
+    sizes = sizing.model_sizes(parsed, has_mxfp4=has_mxfp4)
     copy_format, copy_bytes = draft_copy.copy_size(parsed, sizes)
     memory = _memory_bytes()
     bandwidth = machine.read_bandwidth(_READ_BYTES)
     return {
         "model": model,
         "dtype": "bfloat16",
+        "experts": "mxfp4" if has_mxfp4 else None,
         "parameters": sizes.parameters,
         "weights_bytes": sizes.weights_bytes,
         "bytes_per_token": sizes.read_bytes,
@@ -112,11 +114,12 @@ def _in_words(needs: dict[str, Any]) -> dict[str, str]:
     copy = (f"{needs['draft_copy_bytes'] / 1e9:,.2f} GB in {needs['draft_copy']}, beside the weights"
             if needs["draft_copy_bytes"] else "none: the weights stay in the processor's caches")
     memory = "" if needs["memory_bytes"] is None else f" ({needs['memory_bytes'] / 1e9:.1f} GB)"
+    dtype = "bfloat16 with experts in MXFP4, as in the file" if needs["experts"] else "bfloat16"
     return {
         "model": needs["model"],
         "parameters": f"{needs['parameters']:,}",
-        "weights": f"{needs['weights_bytes'] / 1e9:,.2f} GB in bfloat16, {quantized} quantised",
-        **({"read for a token": f"{needs['bytes_per_token'] / 1e9:,.2f} GB of them in bfloat16"}
+        "weights": f"{needs['weights_bytes'] / 1e9:,.2f} GB in {dtype}, {quantized} quantised",
+        **({"read for a token": f"{needs['bytes_per_token'] / 1e9:,.2f} GB of them"}
            if needs["bytes_per_token"] < needs["weights_bytes"] else {}),
         "draft copy": copy,
         "cache": f"{needs['cache_bytes_per_1k_tokens'] / 1e6:,.1f} MB for 1,024 tokens",

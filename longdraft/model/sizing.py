@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
 from longdraft.cache.full import FullCache
 from longdraft.errors import ModelError, translate_memory_errors
 from longdraft.kernels import VARIABLE, Kernels
-from longdraft.model.config import ModelConfig
+from longdraft.model import gpt_oss
+from longdraft.model.config import ModelConfig, read_json
+from longdraft.model.gguf.container import open_gguf
 from longdraft.model.tensor_names import expected_shapes
 from longdraft.model.transformer import Transformer
 
@@ -24,6 +27,7 @@ _MAX_PARAMETERS = 10**14  # a hundred times the largest public model
 _MAX_EXPERTS = 1 << 16
 _BYTES = {"bfloat16": 2, "float32": 4}
 _INT4_BYTES = 19 / 32  # of a weight: 32 of them have 16 bytes and 3 for scale and zero point
+_MXFP4_BYTES = 17 / 32  # of a weight: 32 of them have 16 bytes and an exponent
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,11 @@ class Sizes:
         return (self.read_bytes + states + context * self.cache_bytes_per_token) / bytes_per_s * 1e3
 
 
-def model_sizes(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
-    """Sizes of a model. Counts one layer of each kind. Raises ModelError for absurd sizes."""
+def model_sizes(config: ModelConfig, dtype: str = "bfloat16", *, has_mxfp4: bool = False) -> Sizes:
+    """Sizes of a model. Counts one layer of each kind. Raises ModelError for absurd sizes.
+
+    has_mxfp4  the matrices of experts are kept in MXFP4 (`has_mxfp4`)
+    """
     if config.experts and config.experts.count > _MAX_EXPERTS:
         raise ModelError(f"config.json says {config.experts.count} experts; allowed: {_MAX_EXPERTS:,}")
     outside = _count(replace(config, num_layers=0))
@@ -65,12 +72,27 @@ def model_sizes(config: ModelConfig, dtype: str = "bfloat16") -> Sizes:
     unread = 0 if config.is_tied else config.vocab_size * config.hidden_size
     if config.gemma4:
         unread += config.gemma4.input_tokens * config.gemma4.input_width * config.num_layers
+    saved = saved_of_read = 0.0  # bytes
     if config.experts:
+        count, chosen = (config.num_layers * each for each in (config.experts.count, config.experts.chosen))
         expert = 3 * config.hidden_size * config.experts.size
-        unread += config.num_layers * (config.experts.count - config.experts.chosen) * expert
-    return Sizes(parameters, parameters * width, (parameters - unread) * width,
+        unread += (count - chosen) * expert
+        saving = expert * (width - _MXFP4_BYTES) if has_mxfp4 else 0.0  # of an expert
+        saved, saved_of_read = count * saving, chosen * saving
+    return Sizes(parameters, parameters * width - int(saved), (parameters - unread) * width - int(saved_of_read),
                  2 * sum(heads * dim for heads, dim in config.kv_shapes) * width, config.max_positions,
                  _state_bytes(config))
+
+
+def has_mxfp4(path: Path, config: ModelConfig) -> bool:
+    """Whether the experts of a folder or a GGUF file are in MXFP4, which a CPU keeps."""
+    if config.experts is None:
+        return False
+    if path.is_file():
+        experts = [entry.type.name for name, entry in open_gguf(path).tensors.items() if "_exps.weight" in name]
+        return bool(experts) and set(experts) == {"MXFP4"}
+    quantized = read_json(path / "config.json").get("quantization_config")
+    return isinstance(quantized, dict) and quantized.get("quant_method") == gpt_oss.METHOD
 
 
 def _state_bytes(config: ModelConfig) -> int:

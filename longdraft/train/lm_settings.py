@@ -27,7 +27,7 @@ class LmSettings(TrainingSettings):
     start: str = setting("", "Model to start from, with its shape and tokenizer. Default: random weights.")
     kind: str = setting("llama",
         "Kind of a new model. llama; hybrid: Qwen3.5's layers, attention in every fourth one and gated delta nets in "
-        "the others, with as many heads of the same size.")
+        "the other layers, with as many heads of the same size.")
     layers: int = setting(6, "Layers of a new model; 4 or more of a hybrid.")
     hidden_size: int = setting(256, "Hidden size of a new model.")
     intermediate_size: int = setting(704, "Inner size of a new model's MLPs.")

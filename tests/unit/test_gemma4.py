@@ -105,7 +105,8 @@ def test_a_model_of_transformers_in_memory_is_the_same_model(folder):
 
 
 def test_the_cache_holds_each_layers_own_heads(folder):
-    """A layer with a window has 2 KV heads of 16, the others 1 (or 2) of 32. Layers that read others' hold none."""
+    """A layer with a window has 2 KV heads of 16, a layer without one 1 (or 2) of 32. Layers that read the rows of
+    another layer hold none."""
     model, tokens = load(folder), prompt_of(30)
     wide = (1, 32) if model.config.gemma4.values_are_keys else (2, 32)
     last = (2, 16) if model.config.gemma4.num_sharing else wide

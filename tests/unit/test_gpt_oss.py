@@ -18,6 +18,7 @@ from helpers.equality import LIARS, prompt_of
 from helpers.families import logits_of, make_family
 from helpers.family_checks import check_every_drafter, check_liar, check_one_call, check_rows
 from longdraft import kernels
+from longdraft.__main__ import run
 from longdraft.core import SamplingParams
 from longdraft.errors import ModelError
 from longdraft.kernels import KV, mxfp4
@@ -223,6 +224,26 @@ def test_sinks_join_the_softmax_without_a_value(name):
     torch.testing.assert_close(found, torch.einsum("hn,nhd->hd", weights, v), atol=1e-5, rtol=1e-4)
 
 
+def test_doctor_reckons_experts_in_mxfp4_as_they_are_kept(wide, tmp_path, capsys):
+    packed(wide, tmp_path)
+    config, expert = read_config(tmp_path), 3 * 64 * 64
+    assert sizing.has_mxfp4(tmp_path, config) and not sizing.has_mxfp4(tmp_path / "whole", config)
+    small, whole = (sizing.model_sizes(config, has_mxfp4=given) for given in (True, False))
+    assert whole.weights_bytes - small.weights_bytes == 3 * 6 * expert * 47 // 32
+    assert whole.read_bytes - small.read_bytes == 3 * 3 * expert * 47 // 32
+    model = load(tmp_path, "bfloat16")
+    experts = [mlp for layer in model.weights.layers for mlp in layer.experts.mlps]
+    held = sum(linear.nbytes for mlp in experts for linear in mlp) - sum(
+        4 * linear.out_features for mlp in experts for linear in mlp)  # biases are float32
+    assert held == 3 * 6 * expert * 17 // 32
+    assert run(["doctor", "--model", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["experts"], found["weights_bytes"], found["bytes_per_token"]) == (
+        "mxfp4", small.weights_bytes, small.read_bytes)
+    assert run(["doctor", "--model", str(tmp_path)]) == 0
+    assert "in bfloat16 with experts in MXFP4, as in the file" in capsys.readouterr().out
+
+
 def test_a_silent_config_is_that_of_gpt_oss_120b():
     config = parse_config(dict(model_type="gpt_oss", hidden_size=2880, intermediate_size=2880, num_hidden_layers=36,
                                num_attention_heads=64, quantization_config={"quant_method": "mxfp4"}))
@@ -230,6 +251,8 @@ def test_a_silent_config_is_that_of_gpt_oss_120b():
     assert [config.window_of(layer) for layer in range(4)] == [128, 0, 128, 0]
     assert config.rope.settings["truncate"] is False and config.max_positions == 131072
     assert sizing.model_sizes(config).parameters == 116_829_156_672
+    sizes = sizing.model_sizes(config, has_mxfp4=True)
+    assert 64e9 < sizes.weights_bytes < 66e9 and 5e9 < sizes.read_bytes < 6e9  # published: 60.8 GiB
     with pytest.raises(ModelError, match=r"swiglu_limit 0.0; allowed: positive"):
         parse_config(dict(model_type="gpt_oss", hidden_size=64, intermediate_size=64, num_hidden_layers=2,
                           num_attention_heads=8, swiglu_limit=0))
