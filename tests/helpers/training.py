@@ -12,6 +12,9 @@ from longdraft.train.progress import TrainingProgress
 from longdraft.train.settings import HeadSettings
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+QUICK = dict(sequence_length=32, steps=25, batch_size=4, learning_rate=2e-2, warmup_steps=3, eval_every=0,
+             checkpoint_every=0, probe_tokens=0, device="cpu", threads=1, dtype="float32")
+SMALL = QUICK | dict(layers=1, hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, context=256)
 
 
 def alphabet(tmp_path_factory) -> Path:
