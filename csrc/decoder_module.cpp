@@ -88,8 +88,8 @@ void apply_delta(const Kernels& k, bool bf16, const std::vector<long>& shape, co
 void run_forward(const Kernels& k, const Decoder& decoder, const std::vector<std::vector<Store*>>& stores,
                  const std::vector<long>& lengths, const std::vector<long>& counts, const std::vector<Addresses>& remainders,
                  const std::vector<Addresses>& taps, const std::vector<std::vector<Addresses>>& deltas, Address x,
-                 Address cos, Address sin, Address parent, Address q, Address content, Address key, Address value,
-                 Address attended, Address lse, Address given, long given_stride) {
+                 Address cos, Address sin, Address parent, long reported, Address q, Address content, Address key,
+                 Address value, Address attended, Address lse, Address given, long given_stride) {
     std::vector<TextKV> texts;
     long rows = 0;
     for (size_t i = 0; i < stores.size(); i++) {
@@ -102,8 +102,9 @@ void run_forward(const Kernels& k, const Decoder& decoder, const std::vector<std
                          delta_rows(deltas[i])});
         rows += counts[i];
     }
-    forward(k, decoder, {rows, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<void>(x), at<void>(q), at<void>(key),
-                         at<void>(value), at<void>(content), at<void>(attended), at<float>(lse),
+    require(0 < reported && reported <= rows, "one or more of the rows to report");
+    forward(k, decoder, {rows, reported, at<float>(cos), at<float>(sin), at<int32_t>(parent), at<void>(x), at<void>(q),
+                         at<void>(key), at<void>(value), at<void>(content), at<void>(attended), at<float>(lse),
                          at<void>(given), given_stride},
             texts);
 }

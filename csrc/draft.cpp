@@ -72,7 +72,7 @@ std::vector<Ranked> draft(const Kernels& kernels, const DraftModel& model, const
         kernels.embed(*model.embedding, &token, 1, row.x.data());
         if (model.embedding_factor != 1.0f) kernels.scale(bf16, row.x.data(), hidden, model.embedding_factor);
         look_up_inputs(kernels, d, model.inputs, bf16, token, row);
-        forward(kernels, d, {1, cos + i * half, sin + i * half, &parent, row.x.data(), row.q.data(), row.k.data(),
+        forward(kernels, d, {1, 1, cos + i * half, sin + i * half, &parent, row.x.data(), row.q.data(), row.k.data(),
                              row.v.data(), row.content.data(), row.attended.data(), row.lse.data(), row.given.data(),
                              model.inputs.width()},
                 {{cache.stores, length, 1, cache.remainders, {}, row.deltas(cache.deltas, i)}});

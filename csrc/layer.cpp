@@ -235,26 +235,27 @@ void norm(const Kernels& kernels, const Decoder& d, bool bf16, const void* x, co
 }
 
 void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, const std::vector<TextKV>& texts) {
-    const bool bf16 = texts[0].stores[0]->is_bf16;
-    const long size = bf16 ? 2 : 4, lse_count = rows.rows * d.heads;
-    const long q_bytes = lse_count * d.dim * size, kv_bytes = rows.rows * d.kv_heads * d.dim * size;
-    // Queries, content, outputs and log-sum-exps of layers without a store, which no drafter reads.
-    const bool are_shared = d.num_stores() + d.num_deltas() < d.layers.size();
-    void* const unused = are_shared ? workspace<9>(static_cast<size_t>(3 * q_bytes + lse_count * 4)) : nullptr;
+    const bool bf16 = texts[0].stores[0]->is_bf16, reports_some = rows.reported < rows.rows;
+    const long size = bf16 ? 2 : 4, q_row = d.heads * d.dim * size, lse_row = d.heads * 4;
+    const long q_bytes = rows.rows * q_row, kv_bytes = rows.rows * d.kv_heads * d.dim * size;
+    // Queries, content, outputs and log-sum-exps of layers without a store, which no drafter reads, and of all layers where
+    // their last rows are reported.
+    const bool is_used = reports_some || d.num_stores() + d.num_deltas() < d.layers.size();
+    void* const buffer = is_used ? workspace<9>(static_cast<size_t>(3 * q_bytes + rows.rows * lse_row)) : nullptr;
     auto skip = [](void* at, long bytes) { return static_cast<char*>(at) + bytes; };
     long num_stores = 0, num_deltas = 0;
     for (size_t i = 0; i < d.layers.size(); i++) {
         const Layer& l = d.layers[i];
         const long place = l.gates ? num_deltas++ : l.source >= 0 ? l.source : num_stores++;
         DecoderRows r = rows;
-        if (l.source >= 0) {
-            r.q = unused;
+        if (l.source >= 0 || reports_some) {
+            r.q = buffer;
             r.content = skip(r.q, q_bytes);
             r.attended = skip(r.content, q_bytes);
             r.lse = reinterpret_cast<float*>(skip(r.attended, q_bytes));
         } else if (!l.gates) {
             for (void** x : {&r.q, &r.content, &r.attended}) *x = skip(*x, place * q_bytes);
-            r.lse += place * lse_count;
+            r.lse += place * rows.rows * d.heads;
         }
         if (!l.gates)
             for (void** x : {&r.k, &r.v}) *x = skip(*x, place * kv_bytes);
@@ -262,6 +263,13 @@ void forward(const Kernels& kernels, const Decoder& d, const DecoderRows& rows, 
         tap(d, i, r, texts);
         layer_forward(kernels, d, l, static_cast<size_t>(place),
                       static_cast<const char*>(r.given) + static_cast<long>(i) * width * size, r, bf16, texts);
+        if (!reports_some || l.gates || l.source >= 0) continue;
+        auto report = [&](void* from, void* to, long row) {
+            std::memcpy(skip(to, place * rows.reported * row), skip(from, (rows.rows - rows.reported) * row),
+                        static_cast<size_t>(rows.reported * row));
+        };
+        report(r.q, rows.q, q_row), report(r.content, rows.content, q_row), report(r.attended, rows.attended, q_row);
+        report(r.lse, rows.lse, lse_row);
     }
     tap(d, d.layers.size(), rows, texts);
 }

@@ -103,16 +103,17 @@ struct TextKV {
 };
 
 // The rows of a forward, text after text. The results of each layer have the layers with a store as their first axis. A
-// layer with fewer KV heads or smaller ones fills the beginning of these axes, and zeros follow.
+// layer with fewer KV heads or smaller ones fills the beginning of these axes, and zeros follow. Of a long prompt only the
+// attention of the last `reported` rows is wanted.
 struct DecoderRows {
-    long rows;
+    long rows, reported;
     const float *cos, *sin;  // [rows, num_ropes, dim / 2], of which a layer with smaller heads uses the beginning
     const int32_t* parent;   // [rows], relative to the first row of the text
     void* x;                 // [rows, hidden], overwritten by the result
-    void *q, *k, *v;         // results [layers, rows, heads, dim], and twice [layers, rows, kv_heads, dim]
-    void* content;           // result: queries before their rotation [layers, rows, heads, dim]
-    void* attended;          // result [layers, rows, heads, dim]
-    float* lse;              // result [layers, rows, heads]
+    void *q, *k, *v;         // results [layers, reported, heads, dim], and twice [layers, rows, kv_heads, dim]
+    void* content;           // result: queries before their rotation [layers, reported, heads, dim]
+    void* attended;          // result [layers, reported, heads, dim]
+    float* lse;              // result [layers, reported, heads]
     const void* given = nullptr;  // inputs of the layers besides x, `given_stride` apart: [rows, all layers, width]
     long given_stride = 0;
 };

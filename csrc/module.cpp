@@ -136,6 +136,7 @@ NB_MODULE(_cpu, m) {
     });
     m.def("threads", &threads);
     m.def("set_threads", &set_threads);
+    m.def("workspace_bytes", [] { return workspace_bytes.load(); });
     bind_suffix(m);
 
     nb::class_<Linear>(m, "Linear")

@@ -20,7 +20,7 @@ from longdraft.kernels.cpu_store import (
     require_tensor,
 )
 from longdraft.kernels.delta import DeltaState
-from longdraft.kernels.interface import AttentionOutput, KVStore, LayersKV, RemainderMaps
+from longdraft.kernels.interface import REPORTED_ROWS, AttentionOutput, KVStore, LayersKV, RemainderMaps
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, Mlp
 
 with suppress(ImportError):  # the reference is used instead; native.py has the reason
@@ -173,13 +173,14 @@ class CpuDecoder:
         k, v = (_whole_address(parts, shape, dtype) for parts in ([kv.k for kv in texts], [kv.v for kv in texts]))
         stores = [self._native_stores(kv.stores, kv.length) for kv in texts]
         result = x[:, : self._hidden].to(dtype, copy=True, memory_format=torch.contiguous_format)
-        q, content, output = (torch.empty(num_layers, rows, heads, dim, dtype=dtype) for _ in range(3))
-        lse = torch.empty(num_layers, rows, heads)
+        reported = min(rows, REPORTED_ROWS) if len(texts) == 1 and texts[0].is_prompt else rows
+        q, content, output = (torch.empty(num_layers, reported, heads, dim, dtype=dtype) for _ in range(3))
+        lse = torch.empty(num_layers, reported, heads)
         self._kernels.forward(
             self.native, stores, [kv.length for kv in texts], [kv.k.shape[1] for kv in texts],
             [self._remainder_addresses(kv.remainder) for kv in texts],
             [self._tap_addresses(kv) for kv in texts], [self._delta_addresses(kv) for kv in texts], result.data_ptr(),
-            cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), q.data_ptr(), content.data_ptr(), k, v,
+            cos.data_ptr(), sin.data_ptr(), parents.data_ptr(), reported, q.data_ptr(), content.data_ptr(), k, v,
             output.data_ptr(), lse.data_ptr(), given.data_ptr(), given.stride(0))
         return result, AttentionOutput(q, output, lse, content)
 

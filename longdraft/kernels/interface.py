@@ -20,6 +20,7 @@ from longdraft.kernels.experts import Routing
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight
 
 STORE_BLOCK = 4096  # positions of a block of a store; stores share whole blocks
+REPORTED_ROWS = 128  # last rows of a chunk of a prompt whose attention is reported
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -105,7 +106,7 @@ class LayersKV(NamedTuple):
                is the row of `KV.remainder`, for the row's query before its rotation (longdraft/cache/remainder.py);
                where layers differ, a sequence of maps [H, D + 1, D + 1]
     is_prompt  the rows are a chunk of a prompt. Every run cuts a prompt into the same chunks, so kernels may use faster
-               operations that are not row-invariant, and may report the attention of the last rows only
+               operations that are not row-invariant, and may report the attention of the last REPORTED_ROWS rows only
     taps       filled with the rows that enter these layers; None: with none
     deltas     the rows in each delta layer, whose inputs and states `Decoder.forward` fills
     """

@@ -31,6 +31,11 @@ def set_threads(count: int) -> None:
         _cpu.set_threads(count)
 
 
+def workspace_bytes() -> int:
+    """Bytes that the compiled kernels hold for intermediate values, in all threads."""
+    return 0 if IMPORT_ERROR else _cpu.workspace_bytes()
+
+
 def new_choice(temperature: float, lowest: float, least: float, filter_temperature: float, penalty: float, window: int,
                seed: int, top_k: int, top_p: float, vocabulary: int, banned: Sequence[int]) -> _cpu.Choice:
     """The compiled sampler of one request. See `csrc/choice.h` for the arguments."""

@@ -21,11 +21,13 @@ from longdraft.cache.full import KVCache
 from longdraft.core import Context
 from longdraft.errors import NumericalError
 from longdraft.kernels import single_threaded_torch
+from longdraft.machine import return_free_memory
 from longdraft.model.routine import Routine
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
 from longdraft.speculation.logprobs import path_logprobs
+from longdraft.speculation.reuse import PREFILL_CHUNK
 from longdraft.speculation.verify import verify
 from longdraft.tree import root_only
 
@@ -112,6 +114,8 @@ class Step(NamedTuple):
                             Verified(result, path), len(tree) - 1, max(tree.depths), logprobs)
         with timings.measure("draft"):
             drafter.observe(context, accepted)
+        if not tally.steps and len(context) > PREFILL_CHUNK:
+            return_free_memory()  # of the prompt's chunks: what follows needs less
         tally.steps += 1
         tally.drafted.update(tree.sources[1:])
         tally.accepted.update(accepted.sources)

@@ -163,10 +163,10 @@ def test_layers_agree_with_the_reference_and_are_row_invariant(dtype, family, ha
 def test_a_chunk_of_a_prompt_agrees_with_the_reference(dtype, family, monkeypatch):
     geometry, norms, bias = FAMILIES[family]
     _, kv_heads, dim = geometry[:3]
-    reported = prefill._REPORTED_ROWS
+    reported = prefill.REPORTED_ROWS
     if not HAS_CUDA:  # the interpreter takes minutes for a chunk of more than 128 rows
         reported = 6
-        monkeypatch.setattr(prefill, "_REPORTED_ROWS", reported)
+        monkeypatch.setattr(prefill, "REPORTED_ROWS", reported)
     num, length, rows, results = 2, 40, reported + 12, []
     for kernel in (kernels(dtype), reference(dtype)):
         decoder = kernel.new_decoder(layers_of(kernel, geometry, num, norms, bias, quantize="int8"), geometry)

@@ -23,11 +23,9 @@ from torch.nn.attention.bias import causal_lower_right
 from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
-from longdraft.kernels.interface import KV, AttentionOutput, LayersKV
+from longdraft.kernels.interface import KV, REPORTED_ROWS, AttentionOutput, LayersKV
 from longdraft.kernels.layer import layer_forward
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear
-
-_REPORTED_ROWS = 128  # last rows of a chunk whose attention is reported
 
 
 class PrefillOperations:
@@ -47,7 +45,7 @@ class PrefillOperations:
         store, length, rows = kv.store, kv.length, len(q)
         assert isinstance(store, CudaStore)
         store.write(length, kv.k, kv.v)
-        reported = min(_REPORTED_ROWS, rows)
+        reported = min(REPORTED_ROWS, rows)
         first = rows - reported
         tail = KV(store, length + first, kv.k[first:], kv.v[first:])
         chain = torch.arange(-1, reported - 1, dtype=torch.int32)
@@ -141,10 +139,10 @@ def prefill(ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geome
             sin: Tensor, kv: LayersKV, parents: Tensor) -> tuple[Tensor, AttentionOutput]:
     """A chunk x [T, hidden] through all layers. See `longdraft.kernels.interface.Decoder.forward`.
 
-    The attention that it returns has only the last rows of the chunk, at most 128.
+    The attention that it returns has only the last rows of the chunk, at most REPORTED_ROWS.
     """
     prefill_ops = PrefillOperations(ops)
-    reported = min(_REPORTED_ROWS, len(x))
+    reported = min(REPORTED_ROWS, len(x))
     outputs = []
     for index, layer in enumerate(layers):
         kv.tap(index, x)
