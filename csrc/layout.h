@@ -216,6 +216,13 @@ struct Attention {
     float* lse;              // [rows, heads]: log of the sum of exp(score)
 };
 
+// The fit of the remainder for `count` heads, from `rows` new rows x, y [count, rows, n] and the decayed sums gram and cross
+// [count, n, n] of x^T x and x^T y over earlier ones. The constants are those of longdraft/cache/remainder.py.
+struct RemainderFit {
+    long count, rows, n;
+    float decay_rows, ridge, ridge_rows, least_spread, log_zero;
+};
+
 constexpr long MAX_WIDTH = 16;  // of the convolution of a delta layer
 
 // The weights of a delta layer (delta.h) that are no matrices. C = 2 key_heads key_dim + value_heads value_dim channels.
@@ -263,7 +270,7 @@ struct Kernels {
     void (*attention)(const Attention*, long count);  // of `count` texts, each with its own store
     void (*map_remainder)(bool bf16, const void* content, const float* map, long rows, long heads, long dim, float* out);
     void (*scale)(bool bf16, void* x, long count, float by);
-    void (*solve_spd)(const float* a, float* x, long count, long n);
+    void (*fit_remainder)(const RemainderFit&, const float* x, const float* y, float* gram, float* cross, float* fit);
     void (*delta)(bool bf16, const DeltaLayer&, const DeltaText*, long count);  // of `count` texts
     // As rms_norm with rounds_once, with a float32 weight.
     void (*rms_norm_float)(bool bf16, const void* x, const float* weight, long rows, long width, float eps, void* out);

@@ -274,8 +274,11 @@ NB_MODULE(_cpu, m) {
                 remainder(k, *parts[i], length, rows, heads, at<void>(q + offset), at<void>(whole + offset),
                           at<float>(lse) + before, at<float>(out) + before * (parts[i]->dim + 1));
             } }, free_gil)
-        .def("solve_spd", [](const Kernels& k, Address a, Address x, long count, long n) {
-            k.solve_spd(at<float>(a), at<float>(x), count, n); }, free_gil)
+        .def("fit_remainder", [](const Kernels& k, long count, long rows, long n, float decay_rows, float ridge, float ridge_rows,
+                                 float least_spread, float log_zero, Address x, Address y, Address gram, Address cross,
+                                 Address fit) {
+            k.fit_remainder({count, rows, n, decay_rows, ridge, ridge_rows, least_spread, log_zero}, at<float>(x),
+                            at<float>(y), at<float>(gram), at<float>(cross), at<float>(fit)); }, free_gil)
         .def("read", [](const Kernels& k, const Store& s, Address positions, long count, Address key, Address value) {
             k.read(s, at<int64_t>(positions), count, at<void>(key), at<void>(value)); }, free_gil)
         .def("weights", [](const Kernels& k, const Store& s, long length, Address q, long rows, long heads, float scale,

@@ -3,13 +3,13 @@
 #include "attention.h"
 #include "attention_weights.h"
 #include "delta.h"
+#include "fit.h"
 #include "layout.h"
 #include "int4.h"
 #include "linear.h"
 #include "routing.h"
 #include "rows.h"
 #include "simd.h"
-#include "solve.h"
 #include "take_rows.h"
 
 #define STRINGIFY_(x) #x
@@ -115,7 +115,7 @@ void rms_norm_float(bool bf16, const void* x, const float* weight, long rows, lo
 extern const Kernels table;
 const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, groups::pack, mxfp4::pack, quantise_int4, products, embed, take_rows,
                        rms_norm, add, swiglu, gate, rope, write, read, weights, attention, map_remainder, scale,
-                       solve_spd, delta, rms_norm_float, geglu, soft_cap_all,
+                       fit_remainder, delta, rms_norm_float, geglu, soft_cap_all,
                        clamped_swiglu, route, sigmoid_all, add_weighted, narrow};
 
 }  // namespace LONGDRAFT_VARIANT

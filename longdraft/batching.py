@@ -142,12 +142,13 @@ class Batch:
 
         Forwards of smaller draft models are charged by rows.
         """
-        parts = [(len(request.rows.tokens), request.cache.length) for request in requests.values()]
-        is_target = next(iter(requests.values())).model.identity is self._model.target.identity
-        costs = self._model.knowledge.forward
-        shares = [costs.at([rows], context, len(parts))[0] if is_target else rows for rows, context in parts]
+        shares: list[float] = [len(request.rows.tokens) for request in requests.values()]
+        if next(iter(requests.values())).model.identity is self._model.target.identity:
+            contexts = [request.cache.length for request in requests.values()]
+            shares = self._model.knowledge.forward.at(shares, contexts, len(shares)).tolist()
+        total = sum(shares)
         for text, share in zip(requests, shares, strict=True):
-            self._texts[text].clock.charge(seconds * share / sum(shares))
+            self._texts[text].clock.charge(seconds * share / total)
 
     def close(self) -> None:
         """Stop all texts."""

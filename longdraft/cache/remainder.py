@@ -27,6 +27,7 @@ _LEAST_SPREAD = 1e-3  # of the queries' mean square
 _LAST_ERROR = 0.4  # share of the last row's error that is added
 _FIT_EVERY = 32  # rows between two solutions of the normal equations
 _LOG_ZERO = -1e30  # log-sum-exp of no keys
+_RULES = native.FitRules(_DECAY_ROWS, _RIDGE, _RIDGE_ROWS, _LEAST_SPREAD, _LOG_ZERO)
 
 
 class Remainder:
@@ -58,8 +59,7 @@ class Remainder:
         x, y = torch.where(is_valid, x, 0.0), torch.where(is_valid, y, 0.0)
         self._new.append((x, y))
         if not self._has_fit or sum(x.shape[1] for x, _ in self._new) >= _FIT_EVERY:
-            self._add_new_rows()
-            self._fit = self._solve()
+            self._fit = self._fit_to_new_rows()
             self._base = self._fit[:, -1:].clone()
             self._has_fit = True
         last = x[:, -1:, :-1]
@@ -67,9 +67,17 @@ class Remainder:
         self._fit[:, -1:] = self._base + _LAST_ERROR * error * is_valid[:, -1:]
         return self._fit.view(self._shape)
 
-    def _add_new_rows(self) -> None:
+    def _fit_to_new_rows(self) -> Tensor:
         x, y = (torch.cat(parts, 1) for parts in zip(*self._new, strict=True))
         self._new.clear()
+        fit = native.fit_remainder(_RULES, x, y, self._gram, self._cross)
+        if fit is None:
+            self._add(x, y)
+            fit = self._solve()
+        return fit
+
+    def _add(self, x: Tensor, y: Tensor) -> None:
+        """Add rows to the sums."""
         rows = x.shape[1]
         fade = torch.exp(torch.arange(1 - rows, 1, device=x.device) / _DECAY_ROWS)
         weighted, before = (x * fade[:, None]).transpose(1, 2), math.exp(-rows / _DECAY_ROWS)
@@ -88,6 +96,7 @@ class Remainder:
         ridge = torch.zeros_like(self._gram[:, 0])
         ridge[:, :-1] = ((_RIDGE * mass + _RIDGE_ROWS) * spread)[:, None]
         ridge[:, -1] = 1e-6
-        fit = native.solve_spd(self._gram + torch.diag_embed(ridge), self._cross)
+        fit = torch.cholesky_solve(self._cross, torch.linalg.cholesky_ex(self._gram + torch.diag_embed(ridge))[0])
+        fit = fit.contiguous()
         fit[:, -1, -1].masked_fill_(mass < 1e-3, _LOG_ZERO)  # heads of which nothing was ever left out
         return fit

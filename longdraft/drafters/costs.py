@@ -77,11 +77,13 @@ class ForwardCosts(NamedTuple):
         """Before anything was measured: a forward that reads its bytes once, and whose rows cost little."""
         return cls(0.0, tuple(1 + 0.02 * rows for rows in ROWS), weights_in_tokens)
 
-    def at(self, rows: Sequence[int] | NDArray[np.int64], context: int, requests: float = 1) -> NDArray[np.float64]:
-        """Seconds of one request's part of a forward, for each number of rows, behind `context` tokens, if each of
-        `requests` requests has so many rows: its own keys and values, and an equal share of the weights."""
+    def at(self, rows: Sequence[float] | NDArray[np.int64], context: int | Sequence[int], requests: float = 1
+           ) -> NDArray[np.float64]:
+        """Seconds of one request's part of a forward, for each number of rows, behind `context` tokens (one number, or
+        one for each of rows), if each of `requests` requests has so many rows: its own keys and values, and an equal
+        share of the weights."""
         own = np.asarray(rows, dtype=np.float64)
-        near = min(context, self.near)
+        near = np.minimum(context, self.near)
         reads = near / self.near_positions + (context - near) / self.positions
         text = self.rows[0] * reads * (1 + self.growth * (own - 1))
         return self.host + self._line(own * requests) / requests + text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,16 +44,28 @@ def new_choice(temperature: float, lowest: float, least: float, filter_temperatu
                        vocabulary, banned)
 
 
-def solve_spd(a: Tensor, b: Tensor) -> Tensor:
-    """The solutions X of A X = B, for symmetric positive definite matrices A [N, n, n] and B [N, n, n], all float32.
+class FitRules(NamedTuple):
+    """The constants of longdraft/cache/remainder.py, where each is described."""
 
-    PyTorch solves them on other devices than the CPU, and where the compiled module is missing. For many small matrices
-    it takes ten times as long as the compiled module. A matrix that is not positive definite gives NaN or nonsense.
+    decay_rows: float
+    ridge: float
+    ridge_rows: float
+    least_spread: float
+    log_zero: float
+
+
+def fit_remainder(rules: FitRules, x: Tensor, y: Tensor, gram: Tensor, cross: Tensor) -> Tensor | None:
+    """Add rows x, y [N, R, n] to the sums gram and cross [N, n, n], all float32, and solve: the fit [N, n, n].
+
+    None, and nothing is done, on other devices than the CPU and where the compiled module is missing: then
+    longdraft/cache/remainder.py computes it with PyTorch, which takes three to five times as long.
     """
-    if not variants() or a.device.type != "cpu":
-        found: Tensor = torch.cholesky_solve(b, torch.linalg.cholesky_ex(a)[0])
-        return found.contiguous()
-    a, x = a.contiguous(), b.clone(memory_format=torch.contiguous_format)
-    assert a.dtype == x.dtype == torch.float32 and a.shape == x.shape and a.shape[1] == a.shape[2]
-    _cpu.Kernels.get(variants()[0]).solve_spd(a.data_ptr(), x.data_ptr(), len(a), a.shape[1])
-    return x
+    if not variants() or x.device.type != "cpu":
+        return None
+    x, y, fit = x.contiguous(), y.contiguous(), torch.empty_like(gram)
+    count, rows, n = x.shape
+    assert x.shape == y.shape and gram.shape == cross.shape == (count, n, n)
+    assert all(part.dtype == torch.float32 and part.is_contiguous() for part in (x, y, gram, cross))
+    _cpu.Kernels.get(variants()[0]).fit_remainder(
+        count, rows, n, *rules, *(part.data_ptr() for part in (x, y, gram, cross, fit)))
+    return fit

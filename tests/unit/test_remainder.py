@@ -62,10 +62,20 @@ def test_nearly_equal_rows_give_a_finite_fit(dim):
     assert got.isfinite().all() and got.abs().max() < 10
 
 
-def test_small_systems_are_solved_as_pytorch_solves_them():
-    roots = random_rests(7, 33, 40, seed=1)
-    a, b = roots @ roots.transpose(1, 2) + torch.eye(33), random_rests(7, 33, 33, seed=2)
-    torch.testing.assert_close(native.solve_spd(a, b), torch.linalg.solve(a, b), atol=1e-3, rtol=1e-3)
+@pytest.mark.parametrize("dim", [6, 64, 128])
+def test_the_compiled_fit_is_the_fit_of_pytorch(dim, monkeypatch):
+    if not native.variants():
+        pytest.skip("the compiled kernels are missing")
+    compiled, slow = (Remainder(2, 3, dim, torch.device("cpu")) for _ in range(2))
+    for step, rows in enumerate((80, 1, 9, 30, 4, 60, 2, 5)):  # few rows alone would make the equations nearly singular
+        content, rests = random_rests(2, rows, 3, dim, seed=step), random_rests(2, rows, 3, dim + 1, seed=90 + step)
+        content[:, :, 2] = 0.0
+        rests[:, :, 2, -1] = -torch.inf  # nothing is left out for this head
+        found = compiled.learn(content, rests)
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "fit_remainder", lambda *arguments: None)
+            expected = slow.learn(content, rests)
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_the_fit_is_exact_for_linear_remainders_and_for_heads_without_omitted_keys():
