@@ -89,7 +89,7 @@ class FullCache:
         self.length += len(rows)
 
     def place(self, rows: Tensor, positions: Tensor) -> None:
-        assert self._tail is not None and self.is_uniform, "place without a forward"
+        assert self._tail is not None, "place without a forward"
         self._kernels.scatter_rows(self._tail, rows, positions)
         self._is_placed = True
 

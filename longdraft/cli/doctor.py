@@ -90,7 +90,6 @@ def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
         "draft_copy_bytes": copy_bytes,
         "cache_bytes_per_1k_tokens": 1024 * sizes.cache_bytes_per_token,
         "state_bytes": sizes.state_bytes,
-        "cpu_only": parsed.only_on_cpu or None,
         "context_limit": sizes.context_limit,
         "memory_bytes": memory,
         "max_context_in_memory": None if memory is None else sizes.max_context(memory, copy_bytes),
@@ -125,7 +124,6 @@ def _in_words(needs: dict[str, Any]) -> dict[str, str]:
         "cache": f"{needs['cache_bytes_per_1k_tokens'] / 1e6:,.1f} MB for 1,024 tokens",
         **({"states": f"{needs['state_bytes'] / 1e6:,.1f} MB, whatever the length of the text"}
            if needs["state_bytes"] else {}),
-        "devices": f"CPU only so far ({needs['cpu_only']})" if needs["cpu_only"] else "CPU, CUDA",
         f"fits here{memory}": room,
         "read bandwidth": f"{needs['read_bandwidth_gb_per_s']:.1f} GB/s, measured now",
         **times,

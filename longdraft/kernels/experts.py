@@ -11,7 +11,7 @@ each row by itself, and a row's sum has a fixed order.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,6 +33,14 @@ class ExpertOperations(Protocol):
     def route(self, logits: Tensor, experts: Experts) -> Routing: ...
 
     def sigmoid(self, x: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class GroupsExperts(Protocol):
+    """Operations that have the products of all experts in one."""
+
+    def grouped_experts(self, x: Tensor, experts: Experts, routed: Tensor | None) -> Tensor | None:
+        """As `experts_forward`; None for experts whose weights are not of one form."""
 
 
 class Routing(NamedTuple):
@@ -68,6 +76,8 @@ def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts, routed: 
 
     The compiled decoder computes the same in one call (csrc/mixture.cpp).
     """
+    if isinstance(ops, GroupsExperts) and (grouped := ops.grouped_experts(x, experts, routed)) is not None:
+        return grouped
     chosen, weights = ops.route(ops.linear(x if routed is None else routed, experts.router), experts)
     gated = ops.geglu if experts.has_gelu else ops.swiglu
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -77,8 +87,15 @@ def experts_forward(ops: ExpertOperations, x: Tensor, experts: Experts, routed: 
         gate_up = ops.linear(x[rows], expert.gate_up)
         inner = ops.clamped_swiglu(gate_up, *experts.clamp) if experts.clamp else gated(gate_up)
         total[rows] += ops.linear(inner, expert.down, keep_float=True) * weights[rows, places, None]
-    if experts.shared is not None and experts.shared_gate is not None:
-        inner = ops.swiglu(ops.linear(x, experts.shared.gate_up))
-        weight = ops.sigmoid(ops.linear(x, experts.shared_gate, keep_float=True))  # [R, 1]
-        total += ops.linear(inner, experts.shared.down, keep_float=True) * weight
+    if (shared := shared_expert(ops, x, experts)) is not None:
+        total += shared[0] * shared[1]
     return (experts.complete(total) if experts.complete else total).to(x.dtype)
+
+
+def shared_expert(ops: ExpertOperations, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor] | None:
+    """The shared expert's outputs [R, hidden] float32 for rows x, and their weights [R, 1]; None: there is none."""
+    if experts.shared is None or experts.shared_gate is None:
+        return None
+    inner = ops.swiglu(ops.linear(x, experts.shared.gate_up))
+    weight = ops.sigmoid(ops.linear(x, experts.shared_gate, keep_float=True))
+    return ops.linear(inner, experts.shared.down, keep_float=True), weight

@@ -164,10 +164,14 @@ def delta_forward(ops: HybridOperations, x: Tensor, layer: LayerWeights, geometr
 
 
 class LayerwiseDecoder:
-    """See :class:`longdraft.kernels.interface.Decoder`. Runs layer after layer, each by single operations."""
+    """See :class:`longdraft.kernels.interface.Decoder`. Runs layer after layer, each by single operations.
 
-    def __init__(self, ops: HybridOperations, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
-        self._ops, self._layers, self._geometry = ops, layers, geometry
+    reported  last rows whose attention is returned; None: that of all
+    """
+
+    def __init__(self, ops: HybridOperations, layers: Sequence[LayerWeights], geometry: Geometry,
+                 reported: int | None = None) -> None:
+        self._ops, self._layers, self._geometry, self._reported = ops, layers, geometry, reported
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, texts: Sequence[LayersKV],
                 parents: Tensor) -> tuple[Tensor, AttentionOutput]:
@@ -186,7 +190,7 @@ class LayerwiseDecoder:
             x, output = layer_forward(self._ops, x, layer, self._geometry, cos, sin, own, parents)
             x = layer_end(self._ops, x, layer, self._geometry, given[:, index * width : (index + 1) * width])
             if layer.source is None:
-                outputs.append(output)
+                outputs.append(AttentionOutput(*(part[-(self._reported or 0) :] for part in output)))
         self._tap(len(self._layers), x, texts)
         return x, AttentionOutput(*(_stacked(part) for part in zip(*outputs, strict=True)))
 

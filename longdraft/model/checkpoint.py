@@ -78,9 +78,9 @@ def load_transformer(files: TensorFiles, config: ModelConfig, kernels: Kernels, 
               and the head in int8; file keeps the numbers of quantised matrices and changes no others
     packed    a file of the quantised matrices, which are read from it, or written to it for the next time
     """
-    what = config.only_on_cpu or ("the numbers of a quantised file (--quantize file)" if quantize == FILE else "")
-    if kernels.is_device and what:
-        raise ModelError(f"models with {what} run on the CPU only so far; use --device cpu")
+    if kernels.is_device and quantize == FILE:
+        raise ModelError("the numbers of a quantised file (--quantize file) run on the CPU only so far; use "
+                         "--device cpu")
     require_tensors(files, config)
     return Loader(files, config, kernels, quantize, packed).transformer()
 

@@ -118,21 +118,6 @@ class ModelConfig:
         return tuple(self.heads_of(layer) for layer in self.kv_layers)
 
     @property
-    def only_on_cpu(self) -> str:
-        """What the model has that the CUDA kernels do not; "": nothing."""
-        if self.hybrid:
-            return "delta layers (Qwen3-Next, Qwen3.5, Qwen3.6)"
-        if self.gemma4:
-            return "layers whose heads differ (Gemma 4)"
-        if self.has_sinks:
-            return "attention sinks and mixture-of-experts layers (gpt-oss)"
-        if self.experts:
-            return "mixture-of-experts layers"
-        if self.query_growth:
-            return "queries that grow with their position (Ministral 3)"
-        return "norms before and after attention and MLP (Gemma 2, Gemma 3, GLM-4)" if self.norm_names else ""
-
-    @property
     def rounds_once(self) -> bool:
         """Whether norms round only after their weight."""
         return self.post_norm or self.float_norms

@@ -303,14 +303,14 @@ class Transformer:
 
     @cached_property
     def _logits_source(self) -> LogitsSource | None:
-        """See `Forward`; None where other kernels, or a part of the vocabulary, compute the logits."""
+        """See `Forward`; None for other kernels, a part of the vocabulary, and logits with a cap."""
         from longdraft.kernels.cuda.kernels import CudaKernels  # needs Triton
 
-        if not isinstance(self.kernels, CudaKernels) or self.part is not None:
-            return None
         config = self.config
-        return self.kernels.logits_source(self.weights.norm, config.rms_norm_eps, config.post_norm, self.weights.head,
-                                          config.logits_divisor)
+        if not isinstance(self.kernels, CudaKernels) or self.part is not None or config.logits_cap:
+            return None
+        return self.kernels.logits_source(self.weights.norm, config.rms_norm_eps, config.rounds_once,
+                                          self.weights.head, config.logits_divisor)
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """Embeddings [R, hidden], the first layer's input."""

@@ -22,9 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from longdraft.kernels.cuda import (
+    jit_activations,
     jit_attention,
     jit_choice,
+    jit_delta,
     jit_drafting,
+    jit_experts,
     jit_int4,
     jit_kv_store,
     jit_linear,
@@ -47,9 +50,10 @@ def kernels():
     """(kernel, types of its arguments, constants, options). The usual form of a kernel comes first."""
     attend = dict(q=BF16, k=BF16, v=BF16, k_scale=F32, v_scale=F32, where=I64, path=I32, depths=I32, max_scores=F32,
                   weight_sums=F32, value_sums=F32, table=I64, text_stride="i32", end_splits="i32",
-                  num_rows="i32", capacity="i32", num_splits="i32", path_stride="i32", window="i32", factor="fp32")
+                  num_rows="i32", capacity="i32", num_splits="i32", path_stride="i32", window="i32", factor="fp32",
+                  cap="fp32")
     shape = dict(KV_HEADS=8, GROUP=4, DIM=128, PADDED=128, LANES=64, BLOCK=64, IS_SCALED=False, HAS_WINDOW=False,
-                 HAS_TABLE=False, STAGES=3, **SPLITS)
+                 HAS_CAP=False, HAS_TABLE=False, STAGES=3, **SPLITS)
     pipelined = dict(num_warps=4, **UNFUSED)
     yield jit_attention.attend_split_kernel, attend, shape, pipelined
     yield jit_attention.attend_split_kernel, attend, shape | dict(HAS_TABLE=True), pipelined
@@ -58,6 +62,10 @@ def kernels():
                shape | dict(IS_SCALED=True, HAS_TABLE=has_table), pipelined)
     yield (jit_attention.attend_split_kernel, attend, shape | dict(DIM=256, PADDED=256, BLOCK=32),
            pipelined | dict(num_warps=8))
+    yield (jit_attention.attend_split_kernel, attend,
+           shape | dict(DIM=256, PADDED=256, BLOCK=32, HAS_CAP=True, HAS_WINDOW=True), pipelined | dict(num_warps=8))
+    yield (jit_attention.attend_split_kernel, attend,
+           shape | dict(DIM=512, PADDED=512, LANES=16, BLOCK=32, STAGES=2), pipelined | dict(num_warps=8))
     yield (jit_attention.merge_splits_kernel,
            dict(max_scores=F32, weight_sums=F32, value_sums=F32, where=I64, depths=I32, remainder=F32, out=BF16,
                 lse=F32, num_splits="i32", text_rows="i32"),
@@ -69,8 +77,9 @@ def kernels():
     yield jit_linear.few_rows_kernel, linear | dict(weight="*i8"), tile, dict(num_warps=4, num_stages=3)
     yield (jit_linear.few_rows_kernel, linear, tile | dict(OUT=128256, COLUMNS=128, BLOCK=64, SPLITS=1),
            dict(num_warps=4, num_stages=4))
-    yield (jit_linear.gated_rows_kernel, dict(x=BF16, weight=BF16, bias=F32, out=BF16, num_rows="i32"),
-           dict(WIDTH=14336, INNER=4096, ROWS=16, COLUMNS=64, BLOCK=64, HAS_BIAS=True, PREFETCHED=256),
+    clamp = dict(alpha="fp32", limit="fp32")
+    yield (jit_linear.gated_rows_kernel, dict(x=BF16, weight=BF16, bias=F32, out=BF16, num_rows="i32") | clamp,
+           dict(WIDTH=14336, INNER=4096, ROWS=16, COLUMNS=64, BLOCK=64, HAS_BIAS=True, PREFETCHED=256, ACTIVATION=0),
            dict(num_warps=4, num_stages=4))
     int4 = dict(x=BF16, words=I32, scales=I32, parts=F32, num_rows="i32")
     yield (jit_int4.few_rows_int4_kernel, int4,
@@ -85,8 +94,14 @@ def kernels():
                                               factor="fp32", eps="fp32"),
            dict(WIDTH=4096, PADDED=4096, HAS_FACTOR=True, NORMS_OWN=True, NORMS_NEXT=True, ROUNDS_ONCE=False, **PARTS),
            dict(num_warps=8, **UNFUSED))
-    yield jit_rows.swiglu_parts_kernel, SUMS | dict(out=BF16), dict(WIDTH=14336, BLOCK=1024, **PARTS), {}
-    yield jit_rows.swiglu_kernel, dict(gate_up=BF16, out=BF16), dict(WIDTH=14336, BLOCK=1024), {}
+    for activation in range(3):
+        form = dict(WIDTH=14336, BLOCK=1024, ACTIVATION=activation)
+        yield jit_activations.gated_parts_kernel, SUMS | dict(out=BF16) | clamp, form | PARTS, {}
+        yield jit_activations.gated_halves_kernel, dict(gate_up=BF16, out=BF16) | clamp, form, {}
+    yield (jit_activations.sigmoid_gate_kernel, dict(x=BF16, gates=BF16, out=BF16, stride="i32"),
+           dict(WIDTH=4096, BLOCK=1024), {})
+    yield (jit_activations.squash_kernel, dict(x=F32, out=F32, num="i32", cap="fp32"), dict(BLOCK=1024, HAS_CAP=True),
+           {})
     yield (jit_rows.rope_kernel, dict(x=BF16, cos=F32, sin=F32, out=BF16), dict(HEADS=32, HALF=64, PADDED=64),
            dict(num_warps=1))
     rotate = SUMS | dict(q_norm=BF16, k_norm=BF16, cos=F32, sin=F32, where=I64, content=BF16, q=BF16, k=BF16, v=BF16,
@@ -148,6 +163,39 @@ def support():
     yield jit_support.support_orders_kernel, rows | dict(orders=I64), IN_BLOCKS | FILTERS, UNFUSED
     yield jit_support.top_p_goal_kernel, rows, dict(BLOCKS=128), UNFUSED
     yield jit_support.eta_kernel, rows, dict(BLOCKS=128), UNFUSED
+def hybrid():
+    """Of a Qwen3-Next: 16 key heads and 32 value heads of 128."""
+    heads = dict(KEY_HEADS=16, VALUE_HEADS=32, KEY_DIM=128, VALUE_DIM=128)
+    tree = dict(path=I32, depths=I32, num_rows="i32", stride="i32")
+    yield (jit_delta.convolve_kernel,
+           dict(mixed=BF16, history=BF16, conv=F32, out=F32, new_history=BF16) | tree,
+           dict(PADDED=128, WIDTH=4, **heads), dict(num_warps=1))
+    yield (jit_delta.delta_rule_kernel,
+           dict(values=F32, gates=F32, decay=F32, bias=F32, state=F32, new_state=F32, out=BF16) | tree,
+           dict(ROWS=128, COLUMNS=32, **heads), dict(num_warps=4))
+    yield (jit_delta.gated_norm_kernel, dict(x=BF16, weight=F32, z=BF16, out=BF16, z_stride="i32", eps="fp32"),
+           dict(HEADS=32, DIM=128, PADDED=128), dict(num_warps=1))
+
+
+def mixtures():
+    """Of a Qwen3-30B-A3B: 8 of 128 experts of 768."""
+    yield (jit_experts.route_kernel, dict(logits=BF16, scales=F32, experts=I64, weights=F32),
+           dict(NUM=128, PADDED=128, CHOSEN=8, PADDED_CHOSEN=16, NORMALISES=True, HAS_SCALES=True, ROUNDS=True),
+           dict(num_warps=1))
+    tiles = dict(members=I32, tile_experts=I32, first_tile=I32, counts=I32, num_tiles=I32)
+    yield (jit_experts.group_kernel, dict(experts=I64, num_pairs="i32") | tiles,
+           dict(NUM=128, PADDED=128, ROWS=16, BLOCK=64), dict(num_warps=8))
+    products = dict(x=BF16, table=I64, out=BF16, alpha="fp32", limit="fp32") | tiles
+    form = dict(WIDTH=768, INNER=2048, CHOSEN=8, ROWS=16, COLUMNS=64, BLOCK=64, ELEMENT=tl.bfloat16, HAS_SCALE=False,
+                HAS_BIAS=True, HAS_GATE=True, ACTIVATION=0)
+    for element in (tl.bfloat16, tl.int8):
+        packed = form | dict(ELEMENT=element, HAS_SCALE=element == tl.int8)
+        yield jit_experts.grouped_kernel, products, packed, dict(num_warps=4, num_stages=3)
+        yield (jit_experts.grouped_kernel, products | dict(out=F32),
+               packed | dict(WIDTH=2048, INNER=768, CHOSEN=1, HAS_GATE=False), dict(num_warps=4, num_stages=3))
+    yield (jit_experts.combine_kernel,
+           dict(given=F32, experts=I64, weights=F32, shared=F32, shared_weight=F32, out=BF16),
+           dict(WIDTH=2048, CHOSEN=8, PADDED_CHOSEN=16, BLOCK=1024, HAS_SHARED=True), {})
 
 
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # attributes of .nv.info
@@ -183,7 +231,7 @@ def products_and_reductions(code: str) -> list[str]:
 
 
 def main() -> None:
-    for kernel, types, constants, options in (*kernels(), *drafting(), *support()):
+    for kernel, types, constants, options in (*kernels(), *drafting(), *support(), *hybrid(), *mixtures()):
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                    if signature[name].startswith("*")}

@@ -201,17 +201,6 @@ def test_scores_are_capped_before_the_softmax(name):
     torch.testing.assert_close(left[:, :-1], expected, atol=1e-3, rtol=1e-3)
 
 
-def test_cuda_is_refused_in_one_line(folder, monkeypatch):
-    class OnDevice:
-        is_device = True
-
-    from longdraft.model.checkpoint import load_transformer
-    from longdraft.model.tensor_files import TensorFiles
-
-    with pytest.raises(ModelError, match=r"models with .* run on the CPU only so far; use --device cpu"):
-        load_transformer(TensorFiles(folder), read_config(folder), OnDevice())
-
-
 def test_the_hash_of_other_families_is_the_former_one():
     """Journals name their model by it."""
     llama = parse_config(BASE | dict(model_type="llama", num_hidden_layers=2))

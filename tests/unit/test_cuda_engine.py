@@ -5,7 +5,6 @@ Without a device in Triton's interpreter, graphs off: a model of one layer, text
 
 from __future__ import annotations
 
-import functools
 import random
 from pathlib import Path
 
@@ -18,29 +17,23 @@ pytest.importorskip("triton", reason="Triton is not installed")  # before what n
 import longdraft
 from helpers.checkpoints import load_glide, make_checkpoint, make_glide, make_heads
 from helpers.cuda_kernels import DEVICE, HAS_CUDA
+from helpers.cuda_texts import LENGTH, NAME, NEW, generate, load
 from helpers.eagle import load_eagle, make_eagle
 from helpers.equality import liar, prompt_of
 from helpers.generation import by_name
-from longdraft import drafters, kernels
-from longdraft.cache.full import FullCache
+from longdraft import kernels
 from longdraft.core import Context, SamplingParams
 from longdraft.errors import UsageError
 from longdraft.kernels import noise
-from longdraft.model import checkpoint, heads
-from longdraft.model import config as model_config
-from longdraft.model.routine import run_alone
-from longdraft.model.tensor_files import TensorFiles
-from longdraft.model.transformer import Forward, Transformer, chain_rows
+from longdraft.model import heads
+from longdraft.model.transformer import Transformer, chain_rows
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation import prefill as prefilling
 from longdraft.speculation import reuse
-from longdraft.speculation.drafter import Verified
-from longdraft.speculation.step import Step, Tally, Timings
+from longdraft.speculation.step import Tally
 from longdraft.speculation.verify import accepted_path
 from longdraft.tree import Tree
 
-NAME = "triton-16"
-NEW, LENGTH = (60, 70) if HAS_CUDA else (7, 50)  # new tokens; tokens of the prompt, more than a partial cache holds
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 
 LAWS = {
@@ -122,53 +115,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def load(folder: Path, name: str = NAME) -> Transformer:
-    chosen = kernels.choose(DEVICE, "float32", name)
-    return checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen)
-
-
 @pytest.fixture(scope="module")
 def model(folders: dict[str, Path]) -> Transformer:
     return load(folders["model"])
-
-
-PROMPT = prompt_of(LENGTH)
-
-
-@functools.cache
-def prompt_forward(model: Transformer) -> tuple[FullCache, Forward]:
-    """The forward of PROMPT without its last token: the cache and the result."""
-    cache = model.new_cache()
-    result = model.forward(chain_rows(PROMPT[:-1], 0), cache, is_prompt=True)
-    cache.commit(range(len(PROMPT) - 1))
-    return cache, result
-
-
-def copy_of(cache: FullCache, model: Transformer) -> FullCache:
-    copied, rows = model.new_cache(), slice(cache.length)
-    copied.reserve(cache.length)
-    for new, store in zip(copied.stores, cache.stores, strict=True):
-        for part in ("k", "v", "k_scale", "v_scale"):
-            getattr(new, part)[:, rows] = getattr(store, part)[:, rows]
-    copied.length = cache.length
-    if cache.taps and copied.taps:
-        copied.taps.append(cache.length).rows.copy_(cache.taps.take()[0].states)
-        copied.taps.commit(range(cache.length))
-    return copied
-
-
-def generate(model: Transformer, params: SamplingParams, factory: object, tally: Tally | None = None) -> list[int]:
-    """As helpers.generate behind PROMPT, tokens chosen on the device."""
-    model = model.with_taps(factory.taps) if getattr(factory, "taps", ()) else model
-    cache, result = prompt_forward(model)
-    cache, context = copy_of(cache, model), Context(PROMPT)
-    sampler = Sampler(params, [1], kernels=model.kernels)
-    drafter = factory(drafters.Resources(model, cache, sampler, params, None))
-    drafter.begin(context, Verified(result, [len(PROMPT) - 2]))
-    step = Step(model, cache, drafter, sampler, context, Timings(), tally or Tally())
-    while context.num_new < params.max_new_tokens:
-        run_alone(step.run(params.max_new_tokens - context.num_new))
-    return context.slice(len(PROMPT), len(context)).tolist()
 
 
 PARAMS = SamplingParams(max_new_tokens=NEW, seed=11, min_p=0.05, repetition_penalty=1.3, penalty_window=7)

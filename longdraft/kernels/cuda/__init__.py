@@ -6,9 +6,11 @@ The `jit_*` modules hold the Triton kernels, the other modules launch them. Each
     linear  kv_store              weights; keys and values
     int4_linear                   weights of 4 bits
     attention  choice             attention of a tree's rows; logits and the choice of tokens
+    delta  experts                gated delta nets; mixtures of experts
     operations                    the operations of one decoder layer
     prefill                       all layers, for a chunk of the prompt
-    decoder                       all layers, for a few rows at a time
+    decoder                       all layers, for a few rows at a time, in graphs
+    layerwise                     the same, operation by operation, for layers that `decoder` does not have
     drafting                      guesses and whole chains of drafts
     layer_chain                   whole chains of drafts from trained layers
     row_invariance                tests a decoder on the device at hand

@@ -13,7 +13,8 @@ from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
 
 _SPLITS_PER_MERGE_STEP = 32
-_LANES, _FLOAT_LANES = 64, 16  # in one program: rows of a product on Hopper; of float32, more do not fit in registers
+# In one program: rows of a product on Hopper. Of float32, and of heads above 256, more do not fit in registers.
+_LANES, _FEW_LANES = 64, 16
 _SHORTEST = 128  # positions of a split: a multiple of every block
 _SHORT_BY_HEAD = 32  # positions of a short split for each KV head: 256 programs read 8,192 positions of 8 heads
 _SHORT_UP_TO = 8192  # positions that short splits cover
@@ -56,7 +57,7 @@ class AttentionPlan(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        return _FLOAT_LANES if self.is_float else _LANES
+        return _FEW_LANES if self.is_float or self.dim > 256 else _LANES
 
     @property
     def block(self) -> int:
@@ -132,8 +133,9 @@ def tree_attention(plan: AttentionPlan, work: AttentionWorkspace, q: Tensor, sto
             q, store.k, store.v, store.k_scale, store.v_scale, where, work.path, work.depths, work.max_scores,
             work.weight_sums, work.value_sums, where if table is None else table, plan.end_splits(own), own,
             store.capacity, work.num_splits, own, window, 0 if table is None else table.stride(0), factor,
-            KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes, BLOCK=plan.block, IS_SCALED=store.is_scaled,
-            HAS_WINDOW=window > 0, HAS_TABLE=table is not None, STAGES=2 if plan.is_float else 3, **sizes,
+            store.score_cap * math.log2(math.e), KV_HEADS=plan.kv_heads, GROUP=plan.group, LANES=plan.lanes,
+            BLOCK=plan.block, IS_SCALED=store.is_scaled, HAS_WINDOW=window > 0, HAS_CAP=store.score_cap > 0,
+            HAS_TABLE=table is not None, STAGES=2 if plan.is_float or dim > 256 else 3, **sizes,
             num_warps=8 if dim > 128 else 4, **chained(q.device))
         jit_attention.merge_splits_kernel[(rows, heads)](
             work.max_scores, work.weight_sums, work.value_sums, where, work.depths,

@@ -207,6 +207,14 @@ class CudaDecoder:
                 ROUNDS_ONCE=self.geometry.rounds_once, **parts.options(), num_warps=8, **chained(buffers.x.device))
 
 
+def has_fixed_launches(layer: LayerWeights, geometry: Geometry) -> bool:
+    """Whether `CudaDecoder` has this layer."""
+    parts = (layer.experts, layer.delta, layer.attention_post_norm, layer.mlp_post_norm, layer.sinks, layer.v_norm,
+             layer.heads, layer.beside, layer.extra, layer.source)
+    has_one_form = not layer.is_gated and not geometry.has_gelu and geometry.num_ropes == 1 and layer.scalar == 1
+    return has_one_form and all(part is None for part in parts)
+
+
 def _drop_buffers(decoder: weakref.ref[CudaDecoder], key: Key) -> None:
     """Runs when a cache is freed: no later cache has its serials."""
     if found := decoder():

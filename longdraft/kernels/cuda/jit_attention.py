@@ -50,7 +50,7 @@ def store_of_text(entry, k, v, k_scale, v_scale):
 
 @triton.jit
 def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score, weight_sum, value_sum, factor,
-               IS_SCALED: tl.constexpr, IS_MASKED: tl.constexpr):
+               cap, IS_SCALED: tl.constexpr, IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr):
     """One block of an online softmax: its new maximum, sum of weights and weighted sum of values.
 
     queries  [LANES, PADDED]; keys [PADDED, BLOCK]; values [BLOCK, PADDED]; scales [BLOCK], of 8-bit rows
@@ -59,6 +59,8 @@ def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score
     scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * factor
     if IS_SCALED:
         scores = scores * key_scale[None, :]
+    if HAS_CAP:  # cap tanh(score / cap)
+        scores = cap * (1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 / cap))))
     if IS_MASKED:
         scores = tl.where(is_seen, scores, float("-inf"))
     new_max = tl.maximum(max_score, tl.max(scores, 1))
@@ -76,11 +78,11 @@ def block_step(queries, keys, values, key_scale, value_scale, is_seen, max_score
 @triton.jit(do_not_specialize=["end_splits", "num_rows", "capacity", "num_splits", "path_stride", "window",
                                "text_stride"])
 def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scores, weight_sums, value_sums, table,
-                        end_splits, num_rows, capacity, num_splits, path_stride, window, text_stride, factor,
+                        end_splits, num_rows, capacity, num_splits, path_stride, window, text_stride, factor, cap,
                         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
                         LANES: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, NUM_SHORT: tl.constexpr,
-                        LONG: tl.constexpr, IS_SCALED: tl.constexpr, HAS_WINDOW: tl.constexpr, STAGES: tl.constexpr,
-                        HAS_TABLE: tl.constexpr, IS_CHAINED: tl.constexpr):
+                        LONG: tl.constexpr, IS_SCALED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+                        STAGES: tl.constexpr, HAS_TABLE: tl.constexpr, IS_CHAINED: tl.constexpr):
     """One split for some lanes of a KV head.
 
     q                        [R, H, D]
@@ -92,6 +94,7 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
     end_splits               splits of a row's end at most
     window                   positions that a row sees, itself included, where HAS_WINDOW
     factor                   log2(e) / sqrt(D)
+    cap                      of the scores, times log2(e), where HAS_CAP
     table                    int64 [texts, text_stride], where HAS_TABLE: the store of each text (`store_of_text`) in
                              place of k, v and their scales. R = num_rows is then the number of rows of a text
 
@@ -171,8 +174,8 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
                 key_scale, value_scale = tl.load(k_scale + slot), tl.load(v_scale + slot)
             is_seen = (block + place)[None, :] >= oldest[:, None]
             max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, is_seen,
-                                                          max_score, weight_sum, value_sum, factor, IS_SCALED,
-                                                          HAS_WINDOW)
+                                                          max_score, weight_sum, value_sum, factor, cap, IS_SCALED,
+                                                          HAS_WINDOW, HAS_CAP)
         # The row's own end: the last part of the prefix, then the drafted rows of its path.
         for block in tl.range(middle, stop, BLOCK, num_stages=1):
             position = block + place
@@ -189,7 +192,8 @@ def attend_split_kernel(q, k, v, k_scale, v_scale, where, path, depths, max_scor
                 value_scale = tl.load(v_scale + slot, mask=is_inside, other=0.0)
             is_seen = is_inside[None, :] & (position[None, :] >= oldest[:, None])
             max_score, weight_sum, value_sum = block_step(queries, keys, values, key_scale, value_scale, is_seen,
-                                                          max_score, weight_sum, value_sum, factor, IS_SCALED, True)
+                                                          max_score, weight_sum, value_sum, factor, cap, IS_SCALED,
+                                                          True, HAS_CAP)
         state = at * num_splits + split
         tl.store(max_scores + state, max_score, mask=is_lane)
         tl.store(weight_sums + state, weight_sum, mask=is_lane)

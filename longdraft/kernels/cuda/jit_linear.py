@@ -10,8 +10,9 @@ nothing else.
 import triton
 import triton.language as tl
 
+from longdraft.kernels.cuda.jit_activations import gated
 from longdraft.kernels.cuda.jit_chain import LINE, prefetch, wait_for_inputs
-from longdraft.kernels.cuda.jit_rows import rounded, silu
+from longdraft.kernels.cuda.jit_rows import rounded
 
 
 @triton.jit
@@ -61,15 +62,15 @@ def few_rows_kernel(x, weight, parts, num_rows, OUT: tl.constexpr, INNER: tl.con
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def gated_rows_kernel(x, weight, bias, out, num_rows, WIDTH: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
-                      COLUMNS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, PREFETCHED: tl.constexpr,
-                      IS_CHAINED: tl.constexpr):
-    """silu(gate) * up of x [R, INNER]: out [R, WIDTH], in one launch with the product.
+def gated_rows_kernel(x, weight, bias, out, num_rows, alpha, limit, WIDTH: tl.constexpr, INNER: tl.constexpr,
+                      ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+                      PREFETCHED: tl.constexpr, ACTIVATION: tl.constexpr, IS_CHAINED: tl.constexpr):
+    """The gated product of x [R, INNER]: out [R, WIDTH], in one launch with the activation (`jit_activations.gated`).
 
     weight  [2 WIDTH, INNER] in x's dtype: the gate's rows, then those of up
     bias    [2 WIDTH] float32, where HAS_BIAS
 
-    The same sums and roundings as `few_rows_kernel` without splits and `swiglu_parts_kernel` behind it. WIDTH is a
+    The same sums and roundings as `few_rows_kernel` without splits and `gated_parts_kernel` behind it. WIDTH is a
     multiple of COLUMNS, INNER of BLOCK. Grid (R / ROWS, WIDTH / COLUMNS).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -93,6 +94,6 @@ def gated_rows_kernel(x, weight, bias, out, num_rows, WIDTH: tl.constexpr, INNER
     if HAS_BIAS:
         gate += tl.load(bias + column)[:, None]
         up += tl.load(bias + WIDTH + column)[:, None]
-    result = rounded(silu(rounded(gate, out)), out) * rounded(up, out)
+    result = gated(rounded(gate, out), rounded(up, out), out, alpha, limit, ACTIVATION)
     at = out + row.to(tl.int64)[None, :] * WIDTH + column[:, None]
     tl.store(at, result.to(out.dtype.element_ty), mask=is_row[None, :])

@@ -128,40 +128,6 @@ def embed_rows_kernel(tokens, table, scale, x, factor, HIDDEN: tl.constexpr, BLO
 
 
 @triton.jit
-def silu(gate):
-    """gate / (1 + exp(-gate)). Where exp overflows to infinity, the result is 0, which is correct."""
-    return tl.div_rn(gate, 1.0 + tl.exp(-gate))
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def swiglu_parts_kernel(parts, scale, bias, out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-                        PARTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_CHAINED: tl.constexpr):
-    """silu(gate) * up, from the partial sums of a product [R, 2 WIDTH]: out [R, WIDTH]. Grid (R, WIDTH / BLOCK)."""
-    wait_for_inputs(IS_CHAINED)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < WIDTH
-    num = num_rows.to(tl.int64) * (2 * WIDTH)
-    at = row * (2 * WIDTH) + column
-    gate = rounded(sum_of_parts(parts, at, column, mask, scale, bias, num, PARTS, HAS_SCALE, HAS_BIAS), out)
-    up = rounded(sum_of_parts(parts, at + WIDTH, column + WIDTH, mask, scale, bias, num, PARTS, HAS_SCALE, HAS_BIAS),
-                 out)
-    tl.store(out + row * WIDTH + column, (rounded(silu(gate), out) * up).to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def swiglu_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """silu(gate) * up, from rows [R, 2 WIDTH] in the model's dtype: out [R, WIDTH]. Grid (R, WIDTH / BLOCK)."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < WIDTH
-    at = row * (2 * WIDTH) + column
-    gate = tl.load(gate_up + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + at + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + column, (rounded(silu(gate), out) * up).to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def rope_kernel(x, cos, sin, out, HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr):
     """Rotary position embedding of x [R, HEADS, 2 HALF], halves paired. Grid (R, HEADS)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -16,15 +16,16 @@ from torch import Tensor
 from longdraft.kernels import groups, int4
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.choice import LogitsSource
-from longdraft.kernels.cuda.decoder import CudaDecoder
+from longdraft.kernels.cuda.decoder import CudaDecoder, has_fixed_launches
 from longdraft.kernels.cuda.int4_linear import CudaInt4Linear
 from longdraft.kernels.cuda.kv_store import FP8, CudaStore, copy_rows, cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import require
+from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
 from longdraft.kernels.cuda.linear import CudaLinear
-from longdraft.kernels.cuda.operations import CudaOperations, no_kernels
+from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.cuda.remainder import PartialAttentions
-from longdraft.kernels.cuda.row_invariance import is_row_invariant
-from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
+from longdraft.kernels.cuda.row_invariance import delta_is_row_invariant, is_row_invariant
+from longdraft.kernels.delta import DeltaState, DeltaWeights
 from longdraft.kernels.groups import GroupedWeight
 from longdraft.kernels.int4 import Int4Weight
 from longdraft.kernels.interface import FLOAT_DTYPES, AttentionOutput, Decoder, KVStore, LayersKV
@@ -72,31 +73,32 @@ class CudaKernels(CudaOperations):
         return rows if table.scale is None else (rows.float() * table.scale[ids, None]).to(self.dtype)
 
     def new_store(self, num_kv_heads: int, head_dim: int, score_cap: float = 0.0) -> KVStore:
-        if score_cap:
-            raise no_kernels("a soft cap")
-        return CudaStore(self.device, self.dtype, self.element, num_kv_heads, head_dim)
+        return CudaStore(self.device, self.dtype, self.element, num_kv_heads, head_dim, score_cap)
 
     def new_state(self, weights: DeltaWeights) -> DeltaState:
-        raise no_kernels("a delta layer")
-
-    def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
-                   parents: Tensor) -> Tensor | None:
-        raise no_kernels("a delta layer")
+        return self.deltas.new_state(weights)
 
     def new_decoder(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
-        """Also sets `is_row_invariant` to False where the device fails the test of the first layer."""
-        if any(layer.experts for layer in layers):
-            raise no_kernels("a mixture of experts")
-        if geometry.has_gelu or geometry.num_ropes > 1 or layers[0].attention_post_norm is not None:
-            raise no_kernels("a layer with GELU, several rotations or norms on both sides")
-        decoder = CudaDecoder(self, layers, geometry)
-        if self.device.type == "cuda" and self.is_row_invariant:
-            first_layer = CudaDecoder(self, layers[:1], geometry)
-            self.is_row_invariant = is_row_invariant(self, first_layer, geometry, decoder.hidden)
-            if not self.is_row_invariant:
-                log.warning("on this device, rows of a tree differ from plain decoding in their last bits: texts keep "
-                            "their distribution, but are not bit-identical to those of plain decoding")
-        return decoder
+        """Also sets `is_row_invariant` to False where the device fails the test of a layer of each kind."""
+        self._check(layers, geometry)
+        return self._decoder_of(layers, geometry)
+
+    def _decoder_of(self, layers: Sequence[LayerWeights], geometry: Geometry) -> Decoder:
+        kind = CudaDecoder if all(has_fixed_launches(layer, geometry) for layer in layers) else CudaLayerwiseDecoder
+        return kind(self, layers, geometry)
+
+    def _check(self, layers: Sequence[LayerWeights], geometry: Geometry) -> None:
+        if self.device.type != "cuda" or not self.is_row_invariant:
+            return
+        with_attention = [layer for layer in layers if layer.delta is None and layer.source is None]
+        with_delta = [layer.delta for layer in layers if layer.delta is not None]
+        layer = with_attention[0]._replace(extra=None)
+        self.is_row_invariant = is_row_invariant(self, self._decoder_of([layer], geometry), layer, geometry)
+        if with_delta and not delta_is_row_invariant(self, with_delta[0]):
+            self.is_row_invariant = False
+        if not self.is_row_invariant:
+            log.warning("on this device, rows of a tree differ from plain decoding in their last bits: texts keep "
+                        "their distribution, but are not bit-identical to those of plain decoding")
 
     def logits_source(self, norm: Tensor, eps: float, rounds_once: bool, head: Linear,
                       divisor: float) -> LogitsSource | None:
@@ -114,7 +116,13 @@ class CudaKernels(CudaOperations):
             self.scatter_rows(kv, index, torch.arange(kv.length, kv.length + len(rows), device=self.device))
 
     def scatter_rows(self, kv: LayersKV, rows: Tensor, targets: Tensor) -> None:
-        scatter_rows(kv.k, kv.v, cuda_stores(kv.stores), rows, targets)
+        stores = cuda_stores(kv.stores)
+        if len({store.shape for store in stores}) == 1:
+            scatter_rows(kv.k, kv.v, stores, rows, targets)
+            return
+        for index, store in enumerate(stores):
+            own = kv.layer(index)
+            scatter_rows(own.k[None], own.v[None], [store], rows, targets)
 
     def cache_bytes(self, head_dim: int) -> int:
         scale = 4 if self.element == FP8 else 0

@@ -32,14 +32,15 @@ class CudaStore:
 
     dtype    of the rows that are written and read
     element  dtype in memory: `dtype`, or float8_e4m3fn
+    score_cap  see `Kernels.new_store`
     serial   changes with each allocation. CUDA graphs and address tables are valid for one serial only
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, element: torch.dtype, num_kv_heads: int,
-                 head_dim: int) -> None:
+                 head_dim: int, score_cap: float = 0.0) -> None:
         require(head_dim % 2 == 0, "an even head_dim", head_dim)
         self._device, self.dtype, self.element = device, dtype, element
-        self.heads, self.dim = num_kv_heads, head_dim
+        self.heads, self.dim, self.score_cap = num_kv_heads, head_dim, score_cap
         self.is_scaled = element == FP8
         self.room = self.num_drafts = self._appended = 0
         self.k, self.v, self.k_scale, self.v_scale = self._empty(0)
@@ -118,6 +119,8 @@ class CudaStore:
             scores = torch.bmm(query, keys).float() / math.sqrt(self.dim)
             if self.is_scaled:
                 scores = scores * self.k_scale[:, None, :length]
+            if self.score_cap:
+                scores = torch.tanh(scores / self.score_cap) * self.score_cap
             total += scores.softmax(-1).sum(1)
         return total
 

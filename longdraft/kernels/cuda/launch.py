@@ -14,7 +14,8 @@ from torch import Tensor
 # Of every launch: a * b + c is rounded twice, whatever code surrounds it, and whatever Triton does by default.
 UNFUSED = {"enable_fp_fusion": False}
 _TRITON_DTYPES = {torch.float32: triton.language.float32, torch.float16: triton.language.float16,
-                  torch.bfloat16: triton.language.bfloat16, torch.float8_e4m3fn: triton.language.float8e4nv}
+                  torch.bfloat16: triton.language.bfloat16, torch.float8_e4m3fn: triton.language.float8e4nv,
+                  torch.int8: triton.language.int8}
 
 
 Key = TypeVar("Key", bound=Hashable)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longdraft.kernels.cuda import jit_linear, jit_rows
+from longdraft.kernels.cuda import jit_activations, jit_linear, jit_rows
 from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, require
 from longdraft.kernels.int8 import Quantised, quantise
 
@@ -21,6 +21,17 @@ _MOST_SHARED = 113 << 10  # bytes of shared memory of one program, so that two f
 _PREFETCHED = 256  # inputs of each output that are read ahead, see `jit_linear`
 FUSES_GATE = True  # False: the product of gate and up, and the activation behind it, are two launches
 SUM_BLOCK = 1024  # columns of one program that adds partial sums
+
+
+class Activation(NamedTuple):
+    """Of a gate. kind: see `jit_activations`; alpha and limit are those of `Kernels.clamped_swiglu`."""
+
+    kind: int
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+SILU, GELU, CLAMPED = Activation(0), Activation(1), 2
 
 
 class PartialSums(NamedTuple):
@@ -138,25 +149,28 @@ class CudaLinear:
         is_even = self.out_features % columns == 0 and self.in_features % block == 0
         return FUSES_GATE and splits == 1 and is_even and self.scale is None and self.dtype != torch.float32
 
-    def multiply_gated(self, x: Tensor, tile: int, out: Tensor, buffer: Tensor | None = None) -> None:
-        """Write silu(gate) * up of x [R, K] to `out` [R, N / 2], gate and up being the halves of the product.
+    def multiply_gated(self, x: Tensor, tile: int, out: Tensor, buffer: Tensor | None = None,
+                       activation: Activation = SILU) -> None:
+        """Write activation(gate) * up of x [R, K] to `out` [R, N / 2], gate and up being the halves of the product.
 
         buffer  as for `partial_sums`
         """
         rows, width, (columns, block, stages, _) = len(x), out.shape[1], self.tiling
+        kind, *numbers = activation
         if not self.fuses_gate:
             parts = self.partial_sums(x, tile, buffer)
             with on_device(x.device):
-                jit_rows.swiglu_parts_kernel[(rows, ceil_div(width, SUM_BLOCK))](
-                    *parts.arguments(), out, rows, WIDTH=width, BLOCK=SUM_BLOCK, **parts.options(),
-                    **chained(x.device))
+                jit_activations.gated_parts_kernel[(rows, ceil_div(width, SUM_BLOCK))](
+                    *parts.arguments(), out, rows, *numbers, WIDTH=width, BLOCK=SUM_BLOCK, ACTIVATION=kind,
+                    **parts.options(), **chained(x.device))
             return
         stages = min(stages, _MOST_SHARED // (block * (columns + tile) * x.itemsize))
         with on_device(x.device):
             jit_linear.gated_rows_kernel[(ceil_div(rows, tile), ceil_div(width, columns // 2))](
-                x, self.weight, self.weight if self.bias is None else self.bias, out, rows, WIDTH=width,
-                INNER=self.in_features, ROWS=tile, COLUMNS=columns // 2, BLOCK=block, HAS_BIAS=self.bias is not None,
-                PREFETCHED=_PREFETCHED, num_warps=4, num_stages=stages, **chained(x.device))
+                x, self.weight, self.weight if self.bias is None else self.bias, out, rows, *numbers,
+                WIDTH=width, INNER=self.in_features, ROWS=tile, COLUMNS=columns // 2, BLOCK=block,
+                HAS_BIAS=self.bias is not None, PREFETCHED=_PREFETCHED, ACTIVATION=kind, num_warps=4,
+                num_stages=stages, **chained(x.device))
 
     def num_sums(self, rows: int) -> int:
         """Number of float32 elements of the partial sums of `rows` rows."""

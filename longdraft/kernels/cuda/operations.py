@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from longdraft.errors import UsageError
-from longdraft.kernels.cuda import jit_rows
+from longdraft.kernels.cuda import jit_activations, jit_rows
 from longdraft.kernels.cuda.attention import AttentionPlan, AttentionWorkspace, Splits, tree_attention
+from longdraft.kernels.cuda.delta import DeltaNets
+from longdraft.kernels.cuda.experts import GroupedExperts, route
 from longdraft.kernels.cuda.graph_cache import GraphCache
 from longdraft.kernels.cuda.kv_store import cuda_stores, scatter_rows
 from longdraft.kernels.cuda.launch import UNFUSED, ceil_div, chained, on_device, padded_size, require
-from longdraft.kernels.cuda.linear import SUM_BLOCK, CudaLinear, add_partial_sums
-from longdraft.kernels.experts import Routing
+from longdraft.kernels.cuda.linear import CLAMPED, GELU, SILU, SUM_BLOCK, Activation, CudaLinear, add_partial_sums
+from longdraft.kernels.delta import DeltaRows, DeltaWeights
+from longdraft.kernels.experts import Routing, shared_expert
 from longdraft.kernels.interface import KV, AttentionOutput
 from longdraft.kernels.weights import Experts, Linear
-
-
-def no_kernels(what: str) -> UsageError:
-    """The error for what only the other kernels compute."""
-    return UsageError(f"{what} has no CUDA kernels yet; use --device cpu")
 
 
 class CudaOperations:
@@ -37,6 +36,7 @@ class CudaOperations:
         self.tile = tile
         self.splits = splits
         self.graphs = GraphCache(self.device)
+        self.experts, self.deltas = GroupedExperts(tile), DeltaNets(self.device, dtype)
 
     def attention_plan(self, heads: int, kv_heads: int, dim: int) -> AttentionPlan:
         splits = self.splits or Splits.of_heads(kv_heads)
@@ -63,32 +63,60 @@ class CudaOperations:
         return out
 
     def gate(self, x: Tensor, gates: Tensor) -> Tensor:
-        raise UsageError("gated attention has no CUDA kernels yet; use --device cpu")
+        x = self._checked_input(x, gates.shape[1])
+        gates = gates.to(self.dtype)
+        require(len(gates) == len(x) and gates.stride(1) == 1, f"gates {tuple(x.shape)}", gates.shape)
+        out = torch.empty_like(x)
+        with on_device(self.device):
+            jit_activations.sigmoid_gate_kernel[(len(x), ceil_div(x.shape[1], SUM_BLOCK))](
+                x, gates, out, gates.stride(0), WIDTH=x.shape[1], BLOCK=SUM_BLOCK, **UNFUSED)
+        return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, SILU)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, GELU)
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        return self._gated(gate_up, Activation(CLAMPED, alpha, limit))
+
+    def _gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate_up = self._checked_input(gate_up, gate_up.shape[1])
-        rows, width = len(gate_up), gate_up.shape[1] // 2
+        rows, width, (kind, *numbers) = len(gate_up), gate_up.shape[1] // 2, activation
         require(gate_up.shape[1] == 2 * width, "an even width", gate_up.shape)
         out = torch.empty(rows, width, dtype=self.dtype, device=self.device)
         with on_device(self.device):
-            jit_rows.swiglu_kernel[(rows, ceil_div(width, SUM_BLOCK))](gate_up, out, WIDTH=width, BLOCK=SUM_BLOCK,
-                                                                       **UNFUSED)
+            jit_activations.gated_halves_kernel[(rows, ceil_div(width, SUM_BLOCK))](
+                gate_up, out, *numbers, WIDTH=width, BLOCK=SUM_BLOCK, ACTIVATION=kind, **UNFUSED)
         return out
 
-    def geglu(self, gate_up: Tensor) -> Tensor:
-        raise no_kernels("GELU")
-
-    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        raise no_kernels("a clamped activation")
-
     def route(self, logits: Tensor, experts: Experts) -> Routing:
-        raise no_kernels("a mixture of experts")
+        return route(self._checked_input(logits, logits.shape[1]), experts)
+
+    def grouped_experts(self, x: Tensor, experts: Experts, routed: Tensor | None) -> Tensor | None:
+        """See `longdraft.kernels.experts.GroupsExperts`."""
+        stacks = self.experts.stacks_of(experts)
+        if stacks is None or experts.complete is not None:  # ranks add up the sums of the experts
+            return None
+        x = self._checked_input(x, stacks.gate_up.first.in_features)
+        routing = self.route(self.linear(x if routed is None else routed, experts.router), experts)
+        return self.experts.run(stacks, x, routing, shared_expert(self, x, experts))
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        raise no_kernels("a mixture of experts")
+        return self._squashed(x, 0.0)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        raise no_kernels("a soft cap")
+        return self._squashed(x, cap)
+
+    def _squashed(self, x: Tensor, cap: float) -> Tensor:
+        x = x.contiguous()
+        require(x.dtype == torch.float32, "float32", x.dtype)
+        out = torch.empty_like(x)
+        with on_device(self.device):
+            jit_activations.squash_kernel[(ceil_div(x.numel(), SUM_BLOCK),)](
+                x, out, x.numel(), cap, BLOCK=SUM_BLOCK, HAS_CAP=cap > 0, **UNFUSED)
+        return out
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows, heads, dim = x.shape
@@ -99,6 +127,10 @@ class CudaOperations:
             jit_rows.rope_kernel[(rows, heads)](x, cos, sin, out, HEADS=heads, HALF=dim // 2,
                                                 PADDED=padded_size(dim // 2), num_warps=1, **UNFUSED)
         return out
+
+    def delta_rule(self, weights: DeltaWeights, texts: Sequence[DeltaRows], z: Tensor | None,
+                   parents: Tensor) -> Tensor | None:
+        return self.deltas.run(weights, texts, z, parents)
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         (store,) = cuda_stores([kv.store])

@@ -13,6 +13,7 @@ Drafters read the attention of a chunk's last rows only. Those rows go through o
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,8 +25,12 @@ from longdraft.kernels.cuda.kv_store import CudaStore
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.cuda.operations import CudaOperations
 from longdraft.kernels.interface import KV, REPORTED_ROWS, AttentionOutput, LayersKV
-from longdraft.kernels.layer import layer_forward
+from longdraft.kernels.layer import LayerwiseDecoder
 from longdraft.kernels.weights import Geometry, LayerWeights, Linear
+
+_EXPLICIT_ROWS = 128  # whose scores are in memory at a time
+
+Attend = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
 class PrefillOperations:
@@ -35,10 +40,12 @@ class PrefillOperations:
         self._ops = ops
         self.rms_norm, self.swiglu, self.geglu, self.rope = ops.rms_norm, ops.swiglu, ops.geglu, ops.rope
         self.clamped_swiglu, self.gate, self.route, self.sigmoid = ops.clamped_swiglu, ops.gate, ops.route, ops.sigmoid
+        self.delta_rule = ops.delta_rule
 
     def linear(self, x: Tensor, weight: Linear, *, keep_float: bool = False) -> Tensor:
-        assert isinstance(weight, CudaLinear) and not keep_float  # which is for the head and for experts
-        return weight.matmul(x)
+        assert isinstance(weight, CudaLinear)
+        product = weight.matmul(x)
+        return product.float() if keep_float else product
 
     def attention(self, q: Tensor, kv: KV, parents: Tensor, window: int = 0) -> AttentionOutput:
         """As in `longdraft.kernels.interface.Kernels`, for a chain of rows; commits the rows' keys and values."""
@@ -47,34 +54,73 @@ class PrefillOperations:
         store.write(length, kv.k, kv.v)
         reported = min(REPORTED_ROWS, rows)
         first = rows - reported
-        tail = KV(store, length + first, kv.k[first:], kv.v[first:])
+        remainder = kv.remainder  # of sinks
+        tail = KV(store, length + first, kv.k[first:], kv.v[first:], None if remainder is None else remainder[first:])
         chain = torch.arange(-1, reported - 1, dtype=torch.int32)
         last = self._ops.attention(q[first:].contiguous(), tail, chain, window)
         if not first:
             return last
-        output = torch.cat([_flash_attention(q[:first], store, length, window), last.output])
+        earlier = None if remainder is None else remainder[:first]
+        output = torch.cat([_attention(q[:first], store, length, window, earlier), last.output])
         return AttentionOutput(q, output, last.lse, q)
 
 
-def _flash_attention(q: Tensor, store: CudaStore, length: int, window: int) -> Tensor:
-    """Rows q [T, H, D] at positions length, length + 1, ..., whose keys and values are in the store: [T, H, D]."""
+def _attention(q: Tensor, store: CudaStore, length: int, window: int, remainder: Tensor | None) -> Tensor:
+    """Rows q [T, H, D] at positions length, length + 1, ..., whose keys and values are in the store: [T, H, D].
+
+    remainder  [T, H, D + 1]: see `KV`
+    """
+    attend = None if window or store.score_cap else _library_attention(q.device, q.dtype, q.shape[2])
+    if attend is not None:
+        output, lse = _flash_attention(attend, q, store, length)
+    elif store.score_cap or remainder is not None:
+        output, lse = _explicit_attention(q, store, length, window)
+    else:
+        return _masked_attention(q, store, length, window)
+    if remainder is not None:
+        share = torch.sigmoid(lse - remainder[..., -1])[..., None]  # of the keys
+        output = torch.lerp(remainder[..., :-1], output.float(), share).to(q.dtype)
+    return output
+
+
+def _flash_attention(attend: Attend, q: Tensor, store: CudaStore, length: int) -> tuple[Tensor, Tensor]:
+    """As `_attention`, by the library: the output and its log-sum-exp [T, H]."""
     rows, heads, dim = q.shape
     end, group = length + rows, heads // store.heads
-    attend = None if window else _library_attention(q.device, q.dtype, dim)
-    if attend is None:
-        return _masked_attention(q, store, length, window)
     queries = q.view(rows, store.heads, group, dim).permute(1, 2, 0, 3)  # [Hkv, group, T, D]
     k, v = (part.repeat_interleave(group, 0)[None] for part in _read_range(store, length, end))
     output, lse = attend(queries.reshape(1, heads, rows, dim), k, v, True)
     if length:
         k, v = (part[None] for part in _read_range(store, 0, length))
         earlier, earlier_lse = attend(queries.reshape(1, store.heads, group * rows, dim), k, v, False)
-        share = torch.sigmoid(lse.reshape(heads, rows) - earlier_lse.reshape(heads, rows))[..., None]  # of the chunk
+        lse, earlier_lse = lse.reshape(heads, rows), earlier_lse.reshape(heads, rows)
+        share = torch.sigmoid(lse - earlier_lse)[..., None]  # of the chunk
         output = torch.lerp(earlier.reshape(output.shape).float(), output.float(), share).to(q.dtype)
-    return output[0].transpose(0, 1).contiguous()
+        lse = torch.logaddexp(lse, earlier_lse)
+    return output[0].transpose(0, 1).contiguous(), lse.reshape(heads, rows).T
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+def _explicit_attention(q: Tensor, store: CudaStore, length: int, window: int) -> tuple[Tensor, Tensor]:
+    """As `_flash_attention`, with a window and a soft cap: scores in memory, for some rows and a KV head at a time."""
+    rows, heads, dim = q.shape
+    output, lse = torch.empty_like(q), torch.empty(rows, heads, device=q.device)
+    group = heads // store.heads
+    for start in range(0, rows, _EXPLICIT_ROWS):
+        some = q[start : start + _EXPLICIT_ROWS]
+        end = length + start + len(some)
+        first = max(0, length + start + 1 - window) if window else 0
+        own = torch.arange(length + start, end, device=q.device)[:, None]
+        position = torch.arange(first, end, device=q.device)[None]
+        hidden = (position > own) | (position <= own - window) if window else position > own
+        for head, (k, v) in enumerate(zip(*(part.float() for part in _read_range(store, first, end)), strict=True)):
+            places = slice(head * group, (head + 1) * group)
+            scores = torch.einsum("tgd,sd->tgs", some[:, places].float(), k) / math.sqrt(dim)
+            if store.score_cap:
+                scores = torch.tanh(scores / store.score_cap) * store.score_cap
+            scores = scores.masked_fill(hidden[:, None], -torch.inf)
+            output[start : start + len(some), places] = (scores.softmax(-1) @ v).to(q.dtype)
+            lse[start : start + len(some), places] = scores.logsumexp(-1)
+    return output, lse
 
 
 @functools.cache
@@ -141,15 +187,8 @@ def prefill(ops: CudaOperations, layers: Sequence[LayerWeights], geometry: Geome
 
     The attention that it returns has only the last rows of the chunk, at most REPORTED_ROWS.
     """
-    prefill_ops = PrefillOperations(ops)
-    reported = min(REPORTED_ROWS, len(x))
-    outputs = []
-    for index, layer in enumerate(layers):
-        kv.tap(index, x)
-        x, output = layer_forward(prefill_ops, x, layer, geometry, cos, sin, [kv.layer(index)], parents)
-        outputs.append(AttentionOutput(*(part[-reported:] for part in output)))
-    kv.tap(len(layers), x)
-    return x, AttentionOutput(*(torch.stack(part) for part in zip(*outputs, strict=True)))
+    decoder = LayerwiseDecoder(PrefillOperations(ops), layers, geometry, min(REPORTED_ROWS, len(x)))
+    return decoder.forward(x, cos, sin, [kv], parents)
 
 
 def with_all_rows(output: AttentionOutput, rows: int) -> AttentionOutput:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.interface import Decoder, Kernels, LayersKV
-from longdraft.kernels.weights import Geometry
+from longdraft.kernels.weights import Geometry, LayerWeights
 
 _PREFIX_LENGTHS = (1000, 9000)  # positions; behind 8,192 the splits of attention are longer
 _TREE_ROWS = 16
@@ -36,10 +37,46 @@ class _Rows(NamedTuple):
         return None
 
 
-def is_row_invariant(kernels: Kernels, decoder: Decoder, geometry: Geometry, hidden: int) -> bool:
-    """Whether rows of a tree equal the rows computed one at a time, to the bit, in one layer of this hidden size."""
-    return not any(first_difference(kernels, decoder, geometry, hidden, length, _TREE_ROWS, _CHAIN_LENGTH,
-                                    has_remainder) for length in _PREFIX_LENGTHS for has_remainder in (False, True))
+def is_row_invariant(kernels: Kernels, decoder: Decoder, layer: LayerWeights, geometry: Geometry) -> bool:
+    """Whether rows of a tree equal the rows computed one at a time, to the bit, in a decoder of this layer."""
+    if layer.heads is not None:
+        geometry = geometry._replace(num_kv_heads=layer.heads.num_kv, head_dim=layer.heads.dim)
+    return not any(first_difference(kernels, decoder, geometry, len(layer.attention_norm), length, _TREE_ROWS,
+                                    _CHAIN_LENGTH, has_remainder)
+                   for length in _PREFIX_LENGTHS for has_remainder in (False, True))
+
+
+def delta_is_row_invariant(kernels: Kernels, weights: DeltaWeights) -> bool:
+    """Whether the delta rule gives the rows of a tree the bits of rows that follow one another."""
+    shape, depth = weights.shape, _CHAIN_LENGTH
+    generator = torch.Generator(kernels.device).manual_seed(0)
+
+    def random(width: int) -> Tensor:
+        return torch.randn(_TREE_ROWS, width, generator=generator, device=kernels.device)
+
+    mixed, z, gates = random(shape.channels).to(kernels.dtype), random(shape.values).to(kernels.dtype), random(
+        2 * shape.value_heads)
+
+    def run(rows: list[int], parents: list[int], before: DeltaState) -> tuple[Tensor, DeltaState]:
+        text = DeltaRows(before, kernels.new_state(weights), mixed[rows], gates[rows])
+        out = kernels.delta_rule(weights, [text], z[rows], torch.tensor(parents, dtype=torch.int32))
+        assert out is not None
+        return out, text.after
+
+    parents = _tree(_TREE_ROWS, depth)
+    _, state = run(list(range(_TREE_ROWS)), list(range(-1, _TREE_ROWS - 1)), kernels.new_state(weights))
+    tree, last = run(list(range(_TREE_ROWS)), parents, state)
+    behind = {-1: state}
+    for row, parent in enumerate(parents):
+        out, behind[row] = run([row], [-1], behind[parent])
+        if not torch.equal(out[0], tree[row]):
+            return False
+    return all(torch.equal(*pair) for pair in zip(last, behind[_TREE_ROWS - 1], strict=True))
+
+
+def _tree(rows: int, depth: int) -> list[int]:
+    """Parents of a chain of `depth` rows, and of side branches behind its rows."""
+    return [*range(-1, depth - 1), *((row - depth) % depth for row in range(depth, rows))]
 
 
 def first_difference(kernels: Kernels, decoder: Decoder, geometry: Geometry, hidden: int, length: int, rows: int,
@@ -62,10 +99,10 @@ def first_difference(kernels: Kernels, decoder: Decoder, geometry: Geometry, hid
     store = kernels.new_store(kv_heads, dim)
     store.reserve(length + rows)
     store.write(0, random(length, kv_heads, dim), random(length, kv_heads, dim))
-    x, angles = random(rows, hidden), random(rows, dim // 2).float()
+    x, angles = random(rows, hidden), random(rows, geometry.num_ropes * dim // 2).float()
     size = (1, geometry.num_heads, dim + 1, dim + 1)
     remainder = random(*size).float() / 3 if has_remainder else None
-    parents = [*range(-1, depth - 1), *((row - depth) % depth for row in range(depth, rows))]
+    parents = _tree(rows, depth)
 
     def run(chosen: list[int], start: int, parents: list[int]) -> tuple[_Rows, LayersKV]:
         shape = (1, len(chosen), kv_heads, dim)

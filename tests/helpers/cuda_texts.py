@@ -1,0 +1,71 @@
+"""Texts by the CUDA kernels behind one prompt, which is read once for each model. See helpers.cuda_kernels."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from helpers.cuda_kernels import DEVICE, HAS_CUDA
+from helpers.equality import prompt_of
+from longdraft import drafters, kernels
+from longdraft.cache.full import FullCache
+from longdraft.core import Context, SamplingParams
+from longdraft.model import checkpoint
+from longdraft.model import config as model_config
+from longdraft.model.routine import run_alone
+from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.transformer import Forward, Transformer, chain_rows
+from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.drafter import Verified
+from longdraft.speculation.step import Step, Tally, Timings
+
+NAME = "triton-16"
+NEW, LENGTH = (60, 70) if HAS_CUDA else (7, 50)  # new tokens; tokens of the prompt, more than a partial cache holds
+
+
+def load(folder: Path, name: str = NAME) -> Transformer:
+    chosen = kernels.choose(DEVICE, "float32", name)
+    return checkpoint.load_transformer(TensorFiles(folder), model_config.read_config(folder), chosen)
+
+
+PROMPT = prompt_of(LENGTH)
+
+
+@functools.cache
+def prompt_forward(model: Transformer) -> tuple[FullCache, Forward]:
+    """The forward of PROMPT without its last token: the cache and the result."""
+    cache = model.new_cache()
+    result = model.forward(chain_rows(PROMPT[:-1], 0), cache, is_prompt=True)
+    cache.commit(range(len(PROMPT) - 1))
+    return cache, result
+
+
+def copy_of(cache: FullCache, model: Transformer) -> FullCache:
+    copied, rows = model.new_cache(), slice(cache.length)
+    copied.reserve(cache.length)
+    for new, store in zip(copied.stores, cache.stores, strict=True):
+        for part in ("k", "v", "k_scale", "v_scale"):
+            getattr(new, part)[:, rows] = getattr(store, part)[:, rows]
+    copied.length = cache.length
+    if cache.states and copied.states:
+        for mine, theirs in zip(copied.states.current, cache.states.current, strict=True):
+            mine.copy_from(theirs)
+        copied.states.length = cache.length
+    if cache.taps and copied.taps:
+        copied.taps.append(cache.length).rows.copy_(cache.taps.take()[0].states)
+        copied.taps.commit(range(cache.length))
+    return copied
+
+
+def generate(model: Transformer, params: SamplingParams, factory: object, tally: Tally | None = None) -> list[int]:
+    """As helpers.generate behind PROMPT, tokens chosen on the device."""
+    model = model.with_taps(factory.taps) if getattr(factory, "taps", ()) else model
+    cache, result = prompt_forward(model)
+    cache, context = copy_of(cache, model), Context(PROMPT)
+    sampler = Sampler(params, [1], kernels=model.kernels)
+    drafter = factory(drafters.Resources(model, cache, sampler, params, None))
+    drafter.begin(context, Verified(result, [len(PROMPT) - 2]))
+    step = Step(model, cache, drafter, sampler, context, Timings(), tally or Tally())
+    while context.num_new < params.max_new_tokens:
+        run_alone(step.run(params.max_new_tokens - context.num_new))
+    return context.slice(len(PROMPT), len(context)).tolist()

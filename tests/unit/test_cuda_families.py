@@ -1,0 +1,176 @@
+"""The CUDA kernels of hybrids, mixtures of experts and Gemmas against the reference, and their texts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")  # before what needs it
+
+from helpers.cuda_kernels import HAS_CUDA, close, every_dtype, kernels, reference, rows_of
+from helpers.cuda_texts import LENGTH, NEW, generate, load
+from helpers.equality import liar, prompt_of
+from helpers.families import CPU_FAMILIES, GEMMA4, HYBRIDS, MIXTURES, UNIFIED, make_family
+from helpers.generation import by_name
+from longdraft.core import SamplingParams
+from longdraft.kernels.cuda.layerwise import CudaLayerwiseDecoder
+from longdraft.kernels.delta import DeltaRows, DeltaShape, DeltaWeights
+from longdraft.kernels.experts import experts_forward
+from longdraft.kernels.experts import route as routed
+from longdraft.kernels.weights import Experts, Mlp
+from longdraft.model.transformer import Rows, Transformer, chain_rows
+from longdraft.speculation.step import Tally
+
+HIDDEN, INNER, NUM = 40, 24, 6
+TREE = [-1, 0, 1, 0, -1, 4, 2, 6, 3]
+
+
+def delta_weights(shape: DeltaShape) -> DeltaWeights:
+    return DeltaWeights(shape, rows_of(shape.width, shape.channels, seed=1), -rows_of(shape.value_heads, seed=2).abs(),
+                        rows_of(shape.value_heads, seed=3), rows_of(shape.value_dim, seed=4), 1e-6)
+
+
+def applied(ops, weights, mixed, gates, z, parents, before=None):
+    """The outputs of rows, and the state behind the last one."""
+    text = DeltaRows(before or ops.new_state(weights), ops.new_state(weights), mixed, gates)
+    return ops.delta_rule(weights, [text], z, torch.tensor(parents, dtype=torch.int32)), text.after
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [DeltaShape(1, 3, 32, 48, 2), DeltaShape(2, 2, 16, 64, 4)])
+def test_the_delta_rule_agrees_with_the_reference_and_a_rows_path_decides_its_bits(dtype, shape):
+    """Behind a state that is not zero. A row of zeros has no direction."""
+    ours, definition = kernels(dtype), reference(dtype)
+    weights, count = delta_weights(shape), len(TREE)
+    mixed, z = (rows_of(count, width, seed=seed, dtype=ours.dtype)
+                for width, seed in ((shape.channels, 5), (shape.channels + shape.values, 6)))
+    z = z[:, shape.channels :]  # the columns behind others, as in a layer
+    mixed[1] = 0
+    gates = rows_of(count, 2 * shape.value_heads, seed=7) * 4
+    _, before = applied(ours, weights, mixed, gates, None, range(-1, count - 1))
+    found, after = applied(ours, weights, mixed, gates, z, TREE, before)
+    expected, state = applied(definition, weights, mixed, gates, z, TREE, before)
+    close(found, expected, dtype, times=5)
+    close(after.matrix, state.matrix, "float32", times=5)
+    assert torch.equal(after.history, state.history)
+    for row in range(count):  # one by one behind its own path
+        path, node = [], row
+        while node >= 0:
+            path.insert(0, node)
+            node = TREE[node]
+        chained, last = applied(ours, weights, mixed[path], gates[path], z[path], range(-1, len(path) - 1), before)
+        assert torch.equal(chained[-1], found[row])
+        alone = before
+        for node in path:
+            out, alone = applied(ours, weights, mixed[node : node + 1], gates[node : node + 1], z[node : node + 1],
+                                 [-1], alone)
+        assert torch.equal(out[0], found[row])
+        assert all(torch.equal(*pair) for pair in zip(alone, last, strict=True))
+        if row == count - 1:
+            assert all(torch.equal(*pair) for pair in zip(alone, after, strict=True))
+
+
+@every_dtype
+def test_activations_and_gates_agree_with_the_reference(dtype):
+    ours, definition = kernels(dtype), reference(dtype)
+    x, gates = rows_of(3, 90, dtype=ours.dtype) * 4, rows_of(3, 100, seed=1, dtype=ours.dtype)[:, 10:55]
+    for operation in (lambda k: k.geglu(x), lambda k: k.clamped_swiglu(x, 1.702, 3.0),
+                      lambda k: k.gate(x[:, :45], gates), lambda k: k.soft_cap(x.float(), 2.5),
+                      lambda k: k.sigmoid(x.float())):
+        close(operation(ours), operation(definition), dtype, times=4)
+    x[1] = torch.nan
+    assert ours.clamped_swiglu(x, 1.702, 3.0)[1].isnan().all() and ours.geglu(x)[1].isnan().all()
+
+
+def mixture(ops, quantize: str = "none", bias: bool = False, shared: bool = False, **settings: object) -> Experts:
+    def packed(out: int, into: int, seed: int) -> object:
+        return ops.pack(rows_of(out, into, seed=seed) * 0.3, rows_of(out, seed=seed + 50) if bias else None,
+                        quantize=quantize)
+
+    def mlp(seed: int) -> Mlp:
+        return Mlp(packed(2 * INNER, HIDDEN, seed), packed(HIDDEN, INNER, seed + 10))
+
+    return Experts(ops.pack(rows_of(NUM, HIDDEN, seed=99)), tuple(map(mlp, range(NUM))), 3, True, False,
+                   shared=mlp(90) if shared else None, shared_gate=packed(1, HIDDEN, 91) if shared else None,
+                   **settings)
+
+
+@pytest.mark.parametrize("settings", [
+    dict(), dict(shared=True), dict(bias=True, clamp=(1.702, 3.0)), dict(quantize="int8"), dict(quantize="int4"),
+    dict(has_gelu=True, scales=rows_of(NUM, seed=5))])
+def test_experts_agree_with_the_reference_and_a_rows_company_changes_nothing(settings):
+    for dtype in ("float32", "float16") if not settings else ("float16",):
+        ours, definition = kernels(dtype), reference(dtype)
+        x = rows_of(18, HIDDEN, seed=3, dtype=ours.dtype)
+        mine, theirs = mixture(ours, **settings), mixture(definition, **settings)
+        together = experts_forward(ours, x, mine)
+        # The reference quantises rows that meet weights of 4 bits.
+        close(together, experts_forward(definition, x, theirs), dtype, times=60 if "int4" in settings.values() else 8)
+        for rows in ([0], [17], [5, 2]):
+            assert torch.equal(experts_forward(ours, x[rows], mine), together[rows])
+        assert (ours.experts.stacks_of(mine) is None) == (settings.get("quantize") == "int4")
+
+
+def test_experts_are_chosen_as_in_the_definition():
+    """Equal probabilities, and rows that are not finite."""
+    ours = kernels("float16")
+    experts = mixture(ours)
+    logits = rows_of(9, NUM, seed=2, dtype=ours.dtype).round()
+    logits[0] = 0
+    logits[1, 2] = torch.inf
+    logits[2, 4] = torch.nan
+    logits[3] = -torch.inf
+    logits[4, :4] = -torch.inf
+    for each in (experts, experts._replace(normalises=False, rounds=True)):
+        found, expected = ours.route(logits, each), routed(logits, each)
+        assert torch.equal(found.experts, expected.experts)
+        torch.testing.assert_close(found.weights, expected.weights, equal_nan=True, atol=1e-6, rtol=1e-3)
+        assert found.weights[1:4].isnan().all() and not found.weights[4:].isnan().any()
+
+
+# Hybrids; experts and sinks; norms on both sides, GELU and soft caps; two rotations; heads of two sizes
+QUICK = {"qwen3_next": ["linear_attention", "full_attention"], "gpt_oss": ["sliding_attention", "full_attention"],
+         "gemma2": ["sliding_attention", "full_attention"], "ministral3": None,
+         "gemma4, experts": ["sliding_attention", "full_attention"]}  # kinds of layers in the interpreter
+EVERY = [*HYBRIDS, *MIXTURES, *CPU_FAMILIES, *GEMMA4, *UNIFIED]
+PARAMS = SamplingParams(max_new_tokens=NEW, seed=11, min_p=0.05, repetition_penalty=1.3, penalty_window=7)
+
+
+@pytest.mark.parametrize("name", EVERY if HAS_CUDA else QUICK)
+def test_families_agree_with_the_reference_and_every_drafter_writes_the_plain_text(tmp_path, name):
+    layers = None if HAS_CUDA else QUICK[name]
+    make_family(tmp_path, name, **(dict(num_hidden_layers=2, layer_types=layers) if layers else {}))
+    model, definition = load(tmp_path), load(tmp_path, "reference")
+    assert isinstance(model._decoder, CudaLayerwiseDecoder)
+    check_rows_of(model, definition)
+    plain = generate(model, PARAMS, by_name("plain"))
+    tally = Tally()
+    assert generate(model, PARAMS, lambda given: liar("half true", plain, LENGTH), tally) == plain
+    assert tally.accepted.total() > 0 and tally.steps < NEW
+    if HAS_CUDA or name == "qwen3_next":  # the interpreter takes a minute for each
+        assert generate(model, PARAMS, by_name("magicdec", chain=2, budget=40, sinks=4, refresh=5)) == plain
+
+
+def check_rows_of(model: Transformer, definition: Transformer) -> None:
+    """Logits behind a prompt are near those of the reference; rows of a tree have the bits of rows one by one."""
+    tokens, found = prompt_of(40), []
+    # The true continuation is the path 0, 2, 3 of a tree; its other nodes are wrong.
+    rows = Rows([tokens[30], 7, tokens[31], tokens[32], 9], [30, 31, 31, 32, 32], [-1, 0, 0, 2, 2])
+    for each in (model, definition):
+        cache = each.new_cache()
+        prompt = each.forward(chain_rows(tokens[:30], 0), cache, 2, is_prompt=True).logits
+        cache.commit(range(30))
+        tree = each.forward(rows, cache, 5).logits
+        cache.commit([0, 2, 3])
+        found.append((prompt, tree, each.forward(chain_rows(tokens[33:35], 33), cache, 2).logits))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=3e-4, rtol=3e-4)
+    alone = model.new_cache()
+    model.forward(chain_rows(tokens[:30], 0), alone, is_prompt=True)
+    alone.commit(range(30))
+    logits = []
+    for place in range(30, 35):
+        logits.append(model.forward(chain_rows(tokens[place : place + 1], place), alone, 1).logits)
+        alone.commit([0])
+    _, tree, behind = found[0]
+    assert torch.equal(torch.cat([tree[[0, 2, 3]], behind]), torch.cat(logits))
