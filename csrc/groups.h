@@ -8,14 +8,6 @@
 //
 //   sum over groups g of  scale[n][g] * step[g] * ( sum over i of value[n][i] * x[i]  -  zero[n][g] * sum of x[i] )
 //                         + least[n][g] * step[g] * sum of x[i]
-//
-// A tile of 64 outputs holds for each group of 32 inputs some lines of 64 bytes that are read in order (`Encoding`):
-//
-//   [64] scales, float16; where the halves of a group have their own, those of the first 16 inputs, then those of the last 16
-//   [64] zero points, uint8, or least values, float16, or neither
-//   [4 vectors of 16 outputs][4 lines]   4 bits: byte 4 o + i of line j: input 4 j + i of output o in the low nibble,
-//                                        input 16 + 4 j + i in the high one
-//   [4 vectors of 16 outputs][8 lines]   8 bits: byte 4 o + i of line j: input 4 j + i of output o, plus 128
 #pragma once
 
 #include "amx.h"
@@ -39,43 +31,29 @@ constexpr int ROWS = 2;
 
 typedef uint8_t Raw __attribute__((vector_size(64)));
 
-// Where the parts of a group are, for one of the encodings of layout.h.
-template <Groups KIND> struct Encoding {
-    static constexpr GroupShape SHAPE = shape_of(KIND);
-    static constexpr int SECOND = COLUMNS * 2;               // the second scales, or what follows the first ones
-    static constexpr int MIDDLE = SECOND * (SHAPE.halves ? 2 : 1);  // zero points or least values
-    static constexpr int VALUES = SHAPE.bytes - COLUMNS * GROUP * SHAPE.bits / 8;
-    static constexpr int LINES = SHAPE.bytes / 64, QUARTER = (LINES + 3) / 4;
-    static constexpr int OF_VECTOR = LANES * GROUP * SHAPE.bits / 8;
-
-    // The place of the byte with input i of output c.
-    static constexpr long place(long c, long i) {
-        const long j = SHAPE.bits == 4 ? i % 16 / 4 : i / 4;
-        return VALUES + c / LANES * OF_VECTOR + j * 64 + c % LANES * 4 + i % 4;
-    }
-};
-
 inline int32_t word_at(const int8_t* p) { int32_t word; std::memcpy(&word, p, 4); return word; }
 
-// Sums of 16 outputs over four lines, for one row: `start` plus the products of the lines' bytes, which are 0 to 15, with
-// 16 values.
-inline Ints dot_nibbles(const Raw* lines, const int8_t* values, Ints start) {
+// Sums of 16 outputs over four lines, for one row: `start` plus the products of the lines' bytes, which have so many bits
+// (up to 6), with 16 values.
+template <int BITS> Ints dot_codes(const Raw* lines, const int8_t* values, Ints start) {
 #if defined(__AVX512VNNI__)
     auto total = (__m512i)start;
     for (int j = 0; j < WORDS; j++)
         total = _mm512_dpbusd_epi32(total, (__m512i)lines[j], _mm512_set1_epi32(word_at(values + 4 * j)));
     return (Ints)total;
 #elif defined(__AVX2__)
+    constexpr int FITTING = std::min(WORDS, 32767 / (2 * 127 * ((1 << BITS) - 1)));  // pairs of products that fit in int16
     for (int half = 0; half < 2; half++) {
-        __m256i pairs = _mm256_setzero_si256(), bytes;  // int16: four pairs of products of at most 15 * 127 fit
-        for (int j = 0; j < WORDS; j++) {
-            std::memcpy(&bytes, reinterpret_cast<const char*>(lines + j) + 32 * half, 32);
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(bytes, _mm256_set1_epi32(word_at(values + 4 * j))));
-        }
-        const __m256i found = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-        __m256i sums;
+        __m256i sums, bytes;
         std::memcpy(&sums, reinterpret_cast<char*>(&start) + 32 * half, 32);
-        sums = _mm256_add_epi32(sums, found);
+        for (int first = 0; first < WORDS; first += FITTING) {
+            __m256i pairs = _mm256_setzero_si256();
+            for (int j = first; j < first + FITTING; j++) {
+                std::memcpy(&bytes, reinterpret_cast<const char*>(lines + j) + 32 * half, 32);
+                pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(bytes, _mm256_set1_epi32(word_at(values + 4 * j))));
+            }
+            sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
         std::memcpy(reinterpret_cast<char*>(&start) + 32 * half, &sums, 32);
     }
     return start;
@@ -140,25 +118,81 @@ inline Ints minus_products(Ints zeros, int32_t sum) {
 
 inline Floats as_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
-// Add one group of 16 outputs, for one row with these values, to their totals.
-template <Groups KIND>
-Floats add_group(Floats total, const Raw* lines, Ints zeros, Floats scale, Floats second, Floats least,
-                 const int8_t* values, float step, const int32_t* sums) {
-    constexpr GroupShape SHAPE = shape_of(KIND);
-    if constexpr (SHAPE.bits == 4) {
-        const Ints start = SHAPE.has_zero ? minus_products(zeros, sums[0] + sums[1]) : Ints{};
-        const Floats whole = as_floats(dot_nibbles(lines, values, start) + dot_nibbles(lines + WORDS, values + 16, Ints{}));
-        total = fma(whole * step, scale, total);
+// What follows the sums of a group, for 16 outputs.
+struct Factors {
+    Ints zeros;
+    Floats scale, second, least;
+};
+
+//   v  which 16 of the tile's outputs
+template <Groups KIND> Factors factors(const uint8_t* tile, long g, int v) {
+    using E = Encoding<KIND>;
+    const uint8_t* group = tile + E::group(g);
+    Factors found = {};
+    auto halves = [&](const uint8_t* from) { return from_halves(reinterpret_cast<const uint16_t*>(from) + v * LANES); };
+    if constexpr (E::SHAPE.has_zero) found.zeros = zeros_of(group + E::MIDDLE + v * LANES);
+    if constexpr (E::SHAPE.common) {
+        auto numbers = [&](int at) { return from_bytes(reinterpret_cast<const int8_t*>(group + at) + v * LANES); };
+        const uint8_t* common = tile + E::common(g);
+        const Floats scale = halves(common);
+        found.scale = numbers(0) * scale;  // products of 8 and 11 bits: exact
+        if constexpr (E::SHAPE.halves) found.second = numbers(E::SECOND) * scale;
+        if constexpr (E::SHAPE.has_least) found.least = numbers(E::MIDDLE) * halves(common + COLUMNS * 2);
     } else {
-        const Ints first = dot_bytes(lines, values, sums[0]), last = dot_bytes(lines + WORDS, values + 16, sums[1]);
-        if constexpr (SHAPE.halves) {
-            total = fma(as_floats(first) * step, scale, total);
-            total = fma(as_floats(last) * step, second, total);
-        } else {
-            total = fma(as_floats(first + last) * step, scale, total);
+        found.scale = halves(group);
+        if constexpr (E::SHAPE.halves) found.second = halves(group + E::SECOND);
+        if constexpr (E::SHAPE.has_least) found.least = halves(group + E::MIDDLE);
+    }
+    return found;
+}
+
+// The codes of 16 outputs as bytes: line j has the inputs 4 j to 4 j + 3.
+template <Groups KIND> void unpack_codes(const uint8_t* values, Raw* lines) {
+    constexpr int BITS = shape_of(KIND).bits;
+    if constexpr (BITS == 8) {
+        std::memcpy(lines, values, 2 * WORDS * sizeof *lines);
+        return;
+    }
+    for (int j = 0; j < WORDS; j++) {
+        std::memcpy(&lines[j], values + j * 64, 64);
+        lines[WORDS + j] = (Raw)((Words)lines[j] >> 4) & 15;
+        lines[j] &= 15;
+    }
+    if constexpr (BITS > 4) {
+        constexpr int STEP = BITS - 4;  // further bits of a code, which follow those of the line before in a word
+        Words further[2];
+        std::memcpy(further, values + Encoding<KIND>::EXTRA, STEP * 64);
+        for (int j = 0; j < 2 * WORDS; j++) {
+            const int from = STEP * j % 8;
+            const Words x = further[STEP * j / 8], moved = from < 4 ? x << (4 - from) : x >> (from - 4);
+            lines[j] |= (Raw)moved & static_cast<uint8_t>(BITS == 5 ? 0x10 : 0x30);
         }
     }
-    if constexpr (SHAPE.has_least) total = fma(broadcast(step * static_cast<float>(sums[0] + sums[1])), least, total);
+}
+
+// Add one group of 16 outputs, for one row with these values, to their totals.
+template <Groups KIND>
+Floats add_group(Floats total, const Raw* lines, const Factors& by, const int8_t* values, float step, const int32_t* sums) {
+    constexpr GroupShape SHAPE = shape_of(KIND);
+    Ints first, last;
+    if constexpr (SHAPE.bits == 8) {
+        first = dot_bytes(lines, values, sums[0]), last = dot_bytes(lines + WORDS, values + 16, sums[1]);
+    } else {
+        const int32_t sum = sums[0] + sums[1];
+        first = last = Ints{};
+        if constexpr (SHAPE.has_zero) first = minus_products(by.zeros, sum);
+        if constexpr (SHAPE.offset) first -= SHAPE.offset * (SHAPE.halves ? sums[0] : sum);
+        if constexpr (SHAPE.offset && SHAPE.halves) last -= SHAPE.offset * sums[1];
+        first = dot_codes<SHAPE.bits>(lines, values, first);
+        last = dot_codes<SHAPE.bits>(lines + WORDS, values + 16, last);
+    }
+    if constexpr (SHAPE.halves) {
+        total = fma(as_floats(first) * step, by.scale, total);
+        total = fma(as_floats(last) * step, by.second, total);
+    } else {
+        total = fma(as_floats(first + last) * step, by.scale, total);
+    }
+    if constexpr (SHAPE.has_least) total = fma(broadcast(step * static_cast<float>(sums[0] + sums[1])), by.least, total);
     return total;
 }
 
@@ -172,31 +206,19 @@ void add_groups(const uint8_t* tile, long from, long to, const Quantised& x, lon
     for (int r = 0; r < COUNT; r++)
         for (int v = 0; v < VECTORS; v++) totals[r][v] = load(sums[r] + v * LANES);
     for (long g = from; g < to; g++) {
-        const uint8_t* group = tile + g * E::SHAPE.bytes;
+        const uint8_t* group = tile + E::group(g);
         prefetch<0>(group, E::VALUES);  // used after the first values
+        if constexpr (E::SHAPE.common && E::SHAPE.bits == 4)  // measured: 15 % less time; with 5 and 6 bits 40 % more
+            if (g % COMMON_GROUPS == COMMON_GROUPS - 1) prefetch<0>(tile + E::common(g + 1), E::SHAPE.common);
         for (int v = 0; v < VECTORS; v++) {
             if constexpr (COUNT > 1 || !FETCHES_ASCENDING_LINES)
                 prefetch(group + v * E::QUARTER * 64, E::QUARTER * 64);  // a quarter of its lines
             Raw lines[2 * WORDS];
-            const uint8_t* values = group + E::VALUES + v * E::OF_VECTOR;
-            if constexpr (E::SHAPE.bits == 4)
-                for (int j = 0; j < WORDS; j++) {
-                    std::memcpy(&lines[j], values + j * 64, 64);
-                    lines[WORDS + j] = (Raw)((Words)lines[j] >> 4) & 15;
-                    lines[j] &= 15;
-                }
-            else std::memcpy(lines, values, sizeof lines);
-            auto halves = [&](int at) { return from_halves(reinterpret_cast<const uint16_t*>(group + at) + v * LANES); };
-            const Floats scale = halves(0);
-            Ints zeros = {};
-            Floats second = {}, least = {};
-            if constexpr (E::SHAPE.has_zero) zeros = zeros_of(group + E::MIDDLE + v * LANES);
-            if constexpr (E::SHAPE.halves) second = halves(E::SECOND);
-            if constexpr (E::SHAPE.has_least) least = halves(E::MIDDLE);
+            unpack_codes<KIND>(group + E::VALUES + v * E::OF_VECTOR, lines);
+            const Factors by = factors<KIND>(tile, g, v);
             for (int r = 0; r < COUNT; r++) {
                 const long at = (row + r) * x.groups + g;
-                totals[r][v] = add_group<KIND>(totals[r][v], lines, zeros, scale, second, least, x.values + at * GROUP,
-                                               x.steps[at], x.sums + 2 * at);
+                totals[r][v] = add_group<KIND>(totals[r][v], lines, by, x.values + at * GROUP, x.steps[at], x.sums + 2 * at);
             }
         }
     }
@@ -226,15 +248,9 @@ void add_groups_by_unit(int rows, const uint8_t* tile, long from, long to, const
     alignas(64) static thread_local Raw lines[2][VECTORS][4 * WORDS] = {};
     alignas(64) Ints found[2][VECTORS][amx::ROWS];
     auto unpack = [&](long g) {
-        const uint8_t* group = tile + g * E::SHAPE.bytes;
+        const uint8_t* group = tile + E::group(g);
         prefetch(group, E::SHAPE.bytes);
-        for (int v = 0; v < VECTORS; v++)
-            for (int j = 0; j < WORDS; j++) {
-                Raw line;
-                std::memcpy(&line, group + E::VALUES + v * E::OF_VECTOR + j * 64, 64);
-                lines[g % 2][v][j] = line & 15;
-                lines[g % 2][v][WORDS + j] = (Raw)((Words)line >> 4) & 15;
-            }
+        for (int v = 0; v < VECTORS; v++) unpack_codes<KIND>(group + E::VALUES + v * E::OF_VECTOR, lines[g % 2][v]);
     };
     auto multiply = [&](long g) {
         amx::load<amx::LEFT>(x.values + (row * x.groups + g) * GROUP, x.width);
@@ -246,20 +262,16 @@ void add_groups_by_unit(int rows, const uint8_t* tile, long from, long to, const
         });
     };
     auto scale_sums = [&](long g) {
-        const uint8_t* group = tile + g * E::SHAPE.bytes;
         for (int v = 0; v < VECTORS; v++) {
-            const Floats scale = from_halves(reinterpret_cast<const uint16_t*>(group) + v * LANES);
-            Ints zeros = {};
-            Floats least = {};
-            if constexpr (E::SHAPE.has_zero) zeros = zeros_of(group + E::MIDDLE + v * LANES);
-            if constexpr (E::SHAPE.has_least) least = from_halves(reinterpret_cast<const uint16_t*>(group + E::MIDDLE) + v * LANES);
+            const Factors by = factors<KIND>(tile, g, v);
             for (int r = 0; r < rows; r++) {
                 const long at = (row + r) * x.groups + g;
                 const int32_t sum = x.sums[2 * at] + x.sums[2 * at + 1];
                 Ints whole = found[g % 2][v][r];
-                if constexpr (E::SHAPE.has_zero) whole += minus_products(zeros, sum);
-                Floats total = fma(as_floats(whole) * x.steps[at], scale, load(sums[r] + v * LANES));
-                if constexpr (E::SHAPE.has_least) total = fma(broadcast(x.steps[at] * static_cast<float>(sum)), least, total);
+                if constexpr (E::SHAPE.has_zero) whole += minus_products(by.zeros, sum);
+                if constexpr (E::SHAPE.offset) whole -= E::SHAPE.offset * sum;
+                Floats total = fma(as_floats(whole) * x.steps[at], by.scale, load(sums[r] + v * LANES));
+                if constexpr (E::SHAPE.has_least) total = fma(broadcast(x.steps[at] * static_cast<float>(sum)), by.least, total);
                 store(sums[r] + v * LANES, total);
             }
         }
@@ -274,16 +286,6 @@ void add_groups_by_unit(int rows, const uint8_t* tile, long from, long to, const
 }
 #endif
 
-// Call f(std::integral_constant) with an encoding.
-template <class F> auto with_kind(Groups kind, F f) {
-    switch (kind) {
-        case Groups::NIBBLES_LEAST: return f(std::integral_constant<Groups, Groups::NIBBLES_LEAST>{});
-        case Groups::BYTES: return f(std::integral_constant<Groups, Groups::BYTES>{});
-        case Groups::BYTES_HALVES_LEAST: return f(std::integral_constant<Groups, Groups::BYTES_HALVES_LEAST>{});
-        default: return f(std::integral_constant<Groups, Groups::NIBBLES_ZERO>{});
-    }
-}
-
 // The tile that begins at `tile`, times all rows.
 //   has_unit  whether the matrix unit is set up for this thread
 inline void multiply_tile(Groups kind, const uint8_t* tile, const Quantised& x, long rows, float (*sums)[COLUMNS],
@@ -294,7 +296,7 @@ inline void multiply_tile(Groups kind, const uint8_t* tile, const Quantised& x, 
             const long to = std::min(x.groups, from + BLOCK_GROUPS);
             long r = 0;
 #if defined(__AMX_INT8__)
-            if constexpr (shape_of(of).bits == 4)
+            if constexpr (shape_of(of).bits < 8 && !shape_of(of).halves)
                 for (; has_unit && rows - r >= LEAST_UNIT_ROWS; r += amx::ROWS)
                     add_groups_by_unit<of>(static_cast<int>(std::min<long>(amx::ROWS, rows - r)), tile, from, to, x, r, sums + r);
 #endif
@@ -304,41 +306,20 @@ inline void multiply_tile(Groups kind, const uint8_t* tile, const Quantised& x, 
     });
 }
 
-// Values [n, k], 0 to 15 or 0 to 255, and scales (float16) [n, groups] or [n, groups, 2] into tiles; what the encoding
-// has besides: zero points (uint8) or least values (float16) [n, groups].
-inline void pack(Linear& w, const uint8_t* values, const uint16_t* scales, const void* besides) {
-    with_kind(w.groups, [&](auto of) {
-        using E = Encoding<of>;
-        const long groups = w.num_groups(), parts = E::SHAPE.halves ? 2 : 1;
-        parallel(w.tiles(), [&](long t) {
-            auto* tile = w.tile<uint8_t>(t);
-            for (long c = 0; c < std::min<long>(COLUMNS, w.n - t * COLUMNS); c++)
-                for (long g = 0; g < groups; g++) {
-                    const long n = t * COLUMNS + c, at = n * groups + g;
-                    uint8_t* group = tile + g * E::SHAPE.bytes;
-                    const uint8_t* from = values + n * w.k + g * GROUP;
-                    for (long i = 0; i < std::min<long>(GROUP, w.k - g * GROUP); i++)
-                        group[E::place(c, i)] |= static_cast<uint8_t>(from[i] << (E::SHAPE.bits == 4 ? i / 16 * 4 : 0));
-                    for (long part = 0; part < parts; part++)
-                        reinterpret_cast<uint16_t*>(group + part * E::SECOND)[c] = scales[at * parts + part];
-                    if (E::SHAPE.has_zero) group[E::MIDDLE + c] = static_cast<const uint8_t*>(besides)[at];
-                    if (E::SHAPE.has_least)
-                        reinterpret_cast<uint16_t*>(group + E::MIDDLE)[c] = static_cast<const uint16_t*>(besides)[at];
-                }
-        });
-    });
-}
-
 inline float value_at(const Linear& w, long n, long k) {
     return with_kind(w.groups, [&](auto of) {
         using E = Encoding<of>;
-        const uint8_t* group = w.tile<uint8_t>(n / COLUMNS) + k / GROUP * E::SHAPE.bytes;
+        const uint8_t* tile = w.tile<uint8_t>(n / COLUMNS);
+        const uint8_t *group = tile + E::group(k / GROUP), *common = tile + E::common(k / GROUP);
         const long c = n % COLUMNS, i = k % GROUP;
-        auto half = [&](int at) { return from_half(reinterpret_cast<const uint16_t*>(group + at)[c]); };
-        const int stored = group[E::place(c, i)];
-        const int whole = E::SHAPE.bits == 8 ? stored - 128 : (stored >> (i / 16 * 4) & 15) - (E::SHAPE.has_zero ? group[E::MIDDLE + c] : 0);
-        const float product = static_cast<float>(whole) * half(E::SHAPE.halves && i >= 16 ? E::SECOND : 0);
-        return E::SHAPE.has_least ? product + half(E::MIDDLE) : product;
+        auto number = [&](int at, int of_common) {
+            const auto* halves = reinterpret_cast<const uint16_t*>(E::SHAPE.common ? common + of_common : group + at);
+            const float half = from_half(halves[c]);
+            return E::SHAPE.common ? static_cast<float>(reinterpret_cast<const int8_t*>(group + at)[c]) * half : half;
+        };
+        const int whole = E::code(group, c, i) - E::SHAPE.offset - (E::SHAPE.has_zero ? group[E::MIDDLE + c] : 0);
+        const float product = static_cast<float>(whole) * number(E::SHAPE.halves && i >= 16 ? E::SECOND : 0, 0);
+        return E::SHAPE.has_least ? product + number(E::MIDDLE, COLUMNS * 2) : product;
     });
 }
 

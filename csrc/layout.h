@@ -23,20 +23,36 @@ constexpr int MXFP4_GROUP = 32;      // inputs of an MXFP4 weight that share an 
 constexpr int MXFP4_GROUP_BYTES = COLUMNS * (MXFP4_GROUP / 2 + 1);  // of such a group in a tile (mxfp4.h)
 constexpr int MXFP4 = -4;            // in place of a number of bits
 
-// How the groups of a weight are stored (groups.h).
-enum class Groups { NONE, NIBBLES_ZERO, NIBBLES_LEAST, BYTES, BYTES_HALVES_LEAST };
+// How the groups of a weight are stored (encoding.h).
+enum class Groups {
+    NONE, NIBBLES_ZERO, NIBBLES_LEAST, NIBBLES_COMMON, FIVE, FIVE_COMMON, SIX_COMMON, BYTES, BYTES_HALVES_LEAST
+};
+
+constexpr int COMMON_GROUPS = 8;     // groups with a common scale
 
 struct GroupShape {
-    int bits;
+    int bits, offset;                  // a value is its code of so many bits, minus the offset
     bool halves, has_zero, has_least;  // a scale for each half; a zero point; a least value
-    int bytes;                         // of a group in a tile
+    int common;                        // bytes of the common scales of 8 groups; 0: scales are numbers by themselves
+    int bytes;                         // of a group in a tile, without them
 };
 
 constexpr GroupShape shape_of(Groups kind) {
-    const int bits = kind == Groups::NIBBLES_ZERO || kind == Groups::NIBBLES_LEAST ? 4 : 8;
-    const bool halves = kind == Groups::BYTES_HALVES_LEAST, zero = kind == Groups::NIBBLES_ZERO;
-    const bool least = kind == Groups::NIBBLES_LEAST || kind == Groups::BYTES_HALVES_LEAST;
-    return {bits, halves, zero, least, COLUMNS * (GROUP * bits / 8 + (halves ? 4 : 2) + (zero ? 1 : 0) + (least ? 2 : 0))};
+    auto shape = [](int bits, int offset, bool halves, bool zero, bool least, bool is_common) {
+        const int numbers = (halves ? 2 : 1) + (least ? 1 : 0), common = is_common ? COLUMNS * 2 * (least ? 2 : 1) : 0;
+        const int bytes = COLUMNS * (numbers * (is_common ? 1 : 2) + (zero ? 1 : 0)) + COLUMNS * GROUP * bits / 8;
+        return GroupShape{bits, offset, halves, zero, least, common, bytes};
+    };
+    switch (kind) {
+        case Groups::NIBBLES_LEAST: return shape(4, 0, false, false, true, false);
+        case Groups::NIBBLES_COMMON: return shape(4, 0, false, false, true, true);
+        case Groups::FIVE: return shape(5, 16, false, false, false, false);
+        case Groups::FIVE_COMMON: return shape(5, 0, false, false, true, true);
+        case Groups::SIX_COMMON: return shape(6, 32, true, false, false, true);
+        case Groups::BYTES: return shape(8, 128, false, false, false, false);
+        case Groups::BYTES_HALVES_LEAST: return shape(8, 128, true, false, true, false);
+        default: return shape(4, 0, false, true, false, false);
+    }
 }
 
 // A weight [n, k] in tiles of 64 of its rows: [n / 64][k / PER_WORD][64] words. For bfloat16, k is padded with zeros to a
@@ -46,7 +62,7 @@ constexpr GroupShape shape_of(Groups kind) {
 // exactly, so the bytes are multiplied as elements and the sums are scaled. The bytes of 16 words are stored together:
 // their first elements, then their second elements.
 //
-// The tiles of weights in groups and in MXFP4 are described in groups.h and mxfp4.h. An MXFP4 weight has a multiple of 32
+// The tiles of weights in groups and in MXFP4 are described in encoding.h and mxfp4.h. An MXFP4 weight has a multiple of 32
 // columns. `order` is empty, or [k]: the input that each column of a weight in groups multiplies, where a file's groups
 // are no consecutive inputs.
 struct Linear {
@@ -69,7 +85,10 @@ struct Linear {
     bool is_grouped() const { return groups != Groups::NONE; }
     long num_groups() const { return round_up(k, GROUP) / GROUP; }
     size_t tile_bytes() const {
-        if (is_grouped()) return static_cast<size_t>(num_groups()) * static_cast<size_t>(shape_of(groups).bytes);
+        if (is_grouped()) {
+            const GroupShape shape = shape_of(groups);
+            return static_cast<size_t>(num_groups() * shape.bytes + num_groups() / COMMON_GROUPS * shape.common);
+        }
         if (is_mxfp4) return static_cast<size_t>(k / MXFP4_GROUP) * MXFP4_GROUP_BYTES;
         return static_cast<size_t>(steps * COLUMNS) * (is_int8 ? (is_bf16 ? 2 : 1) : 4);
     }
@@ -252,7 +271,6 @@ struct DeltaText {
 struct Kernels {
     const char* name;
     void (*pack)(Linear&, const void* weight);
-    void (*pack_groups)(Linear&, const uint8_t* values, const uint16_t* scales, const void* besides);
     void (*pack_mxfp4)(Linear&, const uint8_t* codes, const uint8_t* exponents);
     void (*quantise_int4)(bool bf16, const void* weight, long n, long k, uint8_t* values, uint16_t* scales, uint8_t* zeros);
     void (*products)(const Product*, long count);  // with weights of one element type; all of them on all threads

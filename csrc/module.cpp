@@ -2,6 +2,7 @@
 // addresses and sizes that they have checked. What Python cannot check cheaply is checked here.
 #include "module.h"
 
+#include "blocks.h"
 #include "choice.h"
 #include "layout.h"
 #include "partial_cache.h"
@@ -70,21 +71,37 @@ Linear* pack(const Kernels& kernels, bool bf16, long n, long k, Address weight, 
     return packed;
 }
 
-// The encoding of a weight in groups: the number of bits, whether halves have scales, zero points, least values.
-Groups groups_of(int bits, bool halves, bool has_zero, bool has_least) {
-    for (Groups kind : {Groups::NIBBLES_ZERO, Groups::NIBBLES_LEAST, Groups::BYTES, Groups::BYTES_HALVES_LEAST}) {
+// The encoding of a weight in groups: the number of bits, whether halves have scales, zero points, least values, common
+// scales.
+Groups groups_of(int bits, bool halves, bool has_zero, bool has_least, bool has_common) {
+    for (Groups kind : {Groups::NIBBLES_ZERO, Groups::NIBBLES_LEAST, Groups::NIBBLES_COMMON, Groups::FIVE, Groups::FIVE_COMMON,
+                        Groups::SIX_COMMON, Groups::BYTES, Groups::BYTES_HALVES_LEAST}) {
         const GroupShape shape = shape_of(kind);
-        if (shape.bits == bits && shape.halves == halves && shape.has_zero == has_zero && shape.has_least == has_least) return kind;
+        if (shape.bits == bits && shape.halves == halves && shape.has_zero == has_zero && shape.has_least == has_least &&
+            (shape.common != 0) == has_common) return kind;
     }
     throw std::invalid_argument("an encoding of groups");
 }
 
-Linear* pack_groups(const Kernels& kernels, bool bf16, int bits, bool halves, long n, long k, Address values, Address scales,
-                    Address zeros, Address least, Address bias, Address order) {
-    auto* packed = new Linear(bf16, bits, groups_of(bits, halves, zeros != 0, least != 0), n, k);
-    kernels.pack_groups(*packed, at<uint8_t>(values), at<uint16_t>(scales), at<void>(zeros ? zeros : least));
+Linear* pack_number_groups(bool bf16, int bits, bool halves, long n, long k, Address values, Address scales, Address zeros,
+                           Address least, Address common, Address bias, Address order) {
+    require(!common || k % (GROUP * COMMON_GROUPS) == 0, "whole blocks of 256 inputs");
+    auto* packed = new Linear(bf16, bits, groups_of(bits, halves, zeros != 0, least != 0, common != 0), n, k);
+    pack_groups(*packed, {at<uint8_t>(values), at<void>(scales), at<void>(zeros ? zeros : least), at<uint16_t>(common)});
     if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
     if (order) packed->order.assign(at<int32_t>(order), at<int32_t>(order) + k);
+    return packed;
+}
+
+// Rows of quantised blocks; `damaged` receives the result of pack_blocks.
+Linear* pack_block_rows(bool bf16, long n, long k, Address rows, Address types, Address bias, Address damaged) {
+    require(n > 0 && k > 0 && k % GROUP == 0, "rows of whole groups");
+    const Groups kind = encoding_of(at<uint8_t>(types), n);
+    require(kind != Groups::NONE, "types that groups can hold");
+    require(!shape_of(kind).common || k % (GROUP * COMMON_GROUPS) == 0, "whole blocks of 256 inputs");
+    auto* packed = new Linear(bf16, shape_of(kind).bits, kind, n, k);
+    *at<int64_t>(damaged) = pack_blocks(*packed, at<const uint8_t*>(rows), at<uint8_t>(types));
+    if (bias) packed->bias.assign(at<float>(bias), at<float>(bias) + n);
     return packed;
 }
 
@@ -198,7 +215,8 @@ NB_MODULE(_cpu, m) {
         .def_static("get", &by_name, nb::rv_policy::reference)
         .def_prop_ro("name", [](const Kernels& k) { return std::string(k.name); })
         .def("pack", &pack, nb::rv_policy::take_ownership)
-        .def("pack_groups", &pack_groups, nb::rv_policy::take_ownership, free_gil)
+        .def_static("pack_groups", &pack_number_groups, nb::rv_policy::take_ownership, free_gil)
+        .def_static("pack_blocks", &pack_block_rows, nb::rv_policy::take_ownership, free_gil)
         .def_static("new_linear", &new_linear, nb::rv_policy::take_ownership)
         .def("take_rows", &take_rows, nb::rv_policy::take_ownership, free_gil)
         .def("pack_mxfp4", &pack_mxfp4, nb::rv_policy::take_ownership, free_gil)

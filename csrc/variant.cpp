@@ -113,7 +113,7 @@ void rms_norm_float(bool bf16, const void* x, const float* weight, long rows, lo
 }  // namespace
 
 extern const Kernels table;
-const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, groups::pack, mxfp4::pack, quantise_int4, products, embed, take_rows,
+const Kernels table = {STRINGIFY(LONGDRAFT_VARIANT), pack, mxfp4::pack, quantise_int4, products, embed, take_rows,
                        rms_norm, add, swiglu, gate, rope, write, read, weights, attention, map_remainder, scale,
                        fit_remainder, delta, rms_norm_float, geglu, soft_cap_all,
                        clamped_swiglu, route, sigmoid_all, add_weighted, narrow};

@@ -238,8 +238,8 @@ def _slots(name: str, program: peers.PeerProgram, plan: BatchPlan, engine: Engin
         record: Record = {"engine": name, "context": context}
         found.append(record)
         try:
-            peers.write_portable_model(hub.resolve(engine.name), Path(folder))
-            answer = process.open(Path(folder), context + plan.num_new, plan.limit_s, slots=max(plan.texts))
+            model = peers.portable_model(hub.resolve(engine.name), Path(folder))
+            answer = process.open(model, context + plan.num_new, plan.limit_s, slots=max(plan.texts))
             record |= {"version": answer["version"]}
             record |= process.ask(plan.limit_s, do="fill", length=context, within_s=plan.limit_s)
         except peers.PeerError as error:

@@ -22,6 +22,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from longdraft.errors import UsageError, check
+from longdraft.kernels.weights import FILE
 from longdraft.model import config as model_config
 from longdraft.model import fingerprint
 from longdraft.model.tensor_files import TensorFiles
@@ -63,13 +64,14 @@ _QUANTIZED: dict[str, dict[str, Mapping[str, Any]]] = {  # --quantize -> options
     "none": {},
     "int8": {"longdraft": {"quantize": "int8"}, "llama_cpp": {"weights": "q8_0"}},
     "int4": {"longdraft": {"quantize": "int4"}, "llama_cpp": {"weights": "q4_0"}},
+    FILE: {"longdraft": {"quantize": FILE}, "llama_cpp": {}},
 }
 
 
 def named(text: str, quantize: str = "none") -> dict[str, PeerProgram]:
     """'longdraft,llama.cpp' -> the variants to measure.
 
-    quantize  none | int8 | int4: longdraft's weights, beside llama.cpp's Q8_0 or Q4_0
+    quantize  none | int8 | int4: longdraft's weights, beside llama.cpp's Q8_0 or Q4_0; file: both have those of a GGUF
     """
     chosen: dict[str, PeerProgram] = {}
     for name in text.split(","):
@@ -93,7 +95,12 @@ def interpreter(path: Path | None) -> str:
 
 
 class PeersPlan(NamedTuple):
-    """What is measured. `text_positions`: prompt and new tokens of the whole texts; 0: none are written."""
+    """What is measured.
+
+    text_positions  prompt and new tokens of the whole texts; 0: none are written
+    modes           names of the modes that write them (peers_text.py); empty: all
+    quantize        longdraft's weights in the whole texts: none or file
+    """
 
     model: str
     folder: Path
@@ -105,6 +112,8 @@ class PeersPlan(NamedTuple):
     repeats: int
     limit_s: float
     text_positions: int = 0
+    modes: Sequence[str] = ()
+    quantize: str = "none"
 
     @property
     def num_positions(self) -> int:
@@ -197,7 +206,7 @@ def measure_peers(plan: PeersPlan, filled: Record, status: Callable[[str], Any])
                "engines": [], "steps": [], "prefill": []}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        write_portable_model(plan.folder, folder)
+        folder = portable_model(plan.folder, folder)
         processes: dict[str, PeerProcess] = {}
         for name, program in plan.programs.items():
             with status(f"loading {name}"):
@@ -218,8 +227,12 @@ def measure_peers(plan: PeersPlan, filled: Record, status: Callable[[str], Any])
                     filled["prefill"].append(_time_prefill(name, process, plan, tokens))
 
 
-def write_portable_model(folder: Path, place: Path) -> None:
-    """Link a model folder's files into `place`, with a config.json that old and new versions of all engines read."""
+def portable_model(folder: Path, place: Path) -> Path:
+    """A model that old and new versions of all engines read: a GGUF file as it is, the files of a folder linked into
+    the folder `place`, with a config.json of their common keys."""
+    if folder.is_file():
+        return folder
+    place.mkdir(exist_ok=True)
     for path in folder.iterdir():
         if path.is_file() and path.name != "config.json":
             (place / path.name).symlink_to(path.resolve())
@@ -230,6 +243,7 @@ def write_portable_model(folder: Path, place: Path) -> None:
         config["rope_scaling"] = rope
     config["torch_dtype"] = config["dtype"] = "bfloat16"
     (place / "config.json").write_text(json.dumps(config))
+    return place
 
 
 def open_or_error(process: PeerProcess, plan: PeersPlan, folder: Path, **options: Any) -> dict[str, Any]:

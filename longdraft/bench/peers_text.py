@@ -1,9 +1,9 @@
 """Whole texts by other engines' own generation, beside longdraft: plain, by prompt lookup, with a smaller model.
 
-All engines get the same weights in 16 bits, prompt, threads and number of tokens. Decoding is greedy and without a
-penalty, which all of them support (`NOT_COMPARED` lists the rest). Each engine and mode runs in its own process, and
-their runs alternate. Of an engine's settings the fastest in a trial is used. Speeds are also compared with the
-engine's own plain decoding.
+All engines get the same weights, in 16 bits or as a GGUF file has them, prompt, threads and number of tokens. Decoding
+is greedy and without a penalty, which all of them support (`NOT_COMPARED` lists the rest). Each engine and mode runs in
+its own process, and their runs alternate. Of an engine's settings the fastest in a trial is used. Speeds are also
+compared with the engine's own plain decoding.
 
     seconds of a text = first token (prompt read, one token written) + all other tokens; each part is timed by itself
 """
@@ -26,12 +26,13 @@ from longdraft.bench.peers import (
     PeerProgram,
     PeersPlan,
     open_or_error,
-    write_portable_model,
+    portable_model,
 )
 from longdraft.report.table import Table
 from longdraft.report.turns import Record
 from longdraft.timing import Timing
 
+_WARM_UP_TOKENS = 64  # of the prompt
 _TRIAL_SHARE = 0.25  # of the new tokens, in the trial of an engine's settings
 _OPENVINO_GENAI = PeerProgram(
     "openvino_genai", ("openvino_genai", "openvino_tokenizers", "optimum.intel", "transformers"),
@@ -67,6 +68,7 @@ MODES: dict[str, tuple[PeerProgram, Sequence[DecodingMode]]] = {
         _PLAIN, _PROMPT_LOOKUP,
         DecodingMode("speculative", [{"assisted": count} for count in (3, 5)], needs_draft=True))),
 }
+MODE_NAMES = tuple(dict.fromkeys(mode.name for _, modes in MODES.values() for mode in modes))
 NOT_COMPARED = Table("What cannot be compared", ("", "transformers", "llama.cpp", "OpenVINO GenAI"), (
     ("repetition penalty within a window, exact inside a draft", "no window", "yes, plain", "no window"),
     ("min-p while speculating", "yes", "yes", "yes"),
@@ -108,14 +110,15 @@ def _open_modes(plan: PeersPlan, draft: Path | None, stack: ExitStack,
                 status: Callable[[str], Any]) -> Iterator[OpenMode]:
     """Start each requested engine once per mode."""
     place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    models: dict[str, Path] = {}
     for name, folder in (("model", plan.folder), ("draft", draft)):
         if folder:
-            (place / name).mkdir()
-            write_portable_model(folder, place / name)
+            models[name] = portable_model(folder, place / name)
     for worker in dict.fromkeys(program.worker for program in plan.programs.values()):
         engine = {"llama_cpp": "llama.cpp"}.get(worker, worker)
         program, modes = MODES[engine]
-        for mode in modes:
+        more = {"quantize": plan.quantize} if engine == "longdraft" else {}
+        for mode in (mode for mode in modes if not plan.modes or mode.name in plan.modes):
             record: Record = {"engine": engine, "system": mode.name, "tries": []}
             if mode.unsupported or (mode.needs_draft and not draft):
                 error = mode.unsupported or "needs a smaller model: give --draft-model"
@@ -123,8 +126,8 @@ def _open_modes(plan: PeersPlan, draft: Path | None, stack: ExitStack,
                 continue
             with status(f"loading {engine}, {mode.name}"):
                 process = stack.enter_context(PeerProcess(program, plan.python, "texts"))
-                record |= open_or_error(process, plan, place / "model",
-                                        draft=str(place / "draft") if mode.needs_draft else None)
+                record |= open_or_error(process, plan, models["model"], **more,
+                                        draft=str(models["draft"]) if mode.needs_draft else None)
             yield OpenMode(record, mode.settings, process if "error" not in record else None)
 
 
@@ -135,29 +138,35 @@ def _write(process: PeerProcess, plan: PeersPlan, prompt: Sequence[int], count: 
 
 def _try_settings(record: Record, settings: Sequence[Mapping[str, Any]], process: PeerProcess, plan: PeersPlan,
                   prompt: Sequence[int], count: int) -> None:
-    """Warm up with each of the settings, and keep the fastest."""
+    """Warm up with each of the settings, behind a part of the prompt, and keep the fastest."""
     trial = max(2, round(_TRIAL_SHARE * count))
     try:
         for each in settings:
-            _write(process, plan, prompt, 2, each)
+            _write(process, plan, prompt[:_WARM_UP_TOKENS], 2, each)
+            if len(settings) == 1:
+                record["settings"] = each
+                break
             seconds = _write(process, plan, prompt, trial, each)["seconds"]
             record["tries"].append({"settings": each, "seconds": seconds})
     except PeerError as error:
         record["error"] = str(error)
         return
-    record["settings"] = min(record["tries"], key=lambda each: each["seconds"])["settings"]
+    if record["tries"]:
+        record["settings"] = min(record["tries"], key=lambda each: each["seconds"])["settings"]
     record |= {"first_s": [], "seconds": []}
 
 
 def _write_round(record: Record, process: PeerProcess, plan: PeersPlan, prompt: Sequence[int], count: int) -> None:
     time.sleep(SETTLE_S)
     try:
-        first = _write(process, plan, prompt, 1, record["settings"])
         whole = _write(process, plan, prompt, count, record["settings"])
+        first_s = whole.get("first_s")
+        if first_s is None:  # the engine gives its tokens all at once
+            first_s = _write(process, plan, prompt, 1, record["settings"])["seconds"]
     except PeerError as error:
         record["error"] = str(error)
         return
-    record["first_s"].append(first["seconds"])
+    record["first_s"].append(first_s)
     record["seconds"].append(whole["seconds"])
     record |= {"tokens": whole["tokens"], "peak_memory_bytes": whole["peak_memory_bytes"]}
 

@@ -164,8 +164,11 @@ def peers(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the file that are the prompt.")] = 1024,
     new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 256,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model with the same vocabulary.")] = None,
+    modes: Annotated[str | None, typer.Option(
+        help="How whole texts are drafted, such as plain,auto; default: all ways of the engines.")] = None,
     quantize: Annotated[str, typer.Option(
-        help="int8 or int4: longdraft's weights, beside llama.cpp's Q8_0 or Q4_0; none: 16 bits.")] = "none",
+        help="int8 or int4: longdraft's weights, beside llama.cpp's Q8_0 or Q4_0; file: both have those of a GGUF "
+             "file; none: 16 bits.")] = "none",
     threads: ThreadsOption = None, output: OutputOption = None,
 ) -> None:
     """Measure the same weights in other engines, side by side, each in its own process.
@@ -177,6 +180,7 @@ def peers(
     from longdraft.bench import peers_text
     from longdraft.bench.document import document, prepare_run, status
     from longdraft.files import read_prompt
+    from longdraft.kernels.weights import FILE
     from longdraft.model import hub
     from longdraft.model.tokenizer import Tokenizer
 
@@ -186,11 +190,17 @@ def peers(
     within("--prefill", prefill, 0, MAX_TOKENS)
     within("--steps", steps, 1, 1000)
     within("--limit", limit, 1, 86400, "seconds")
-    check(quantize == "none" or not prompt_file, "--quantize", quantize, "none with --prompt-file")
+    check(quantize in ("none", FILE) or not prompt_file, "--quantize", quantize, "none or file with --prompt-file")
+    chosen = [name.strip() for name in modes.split(",")] if modes else []
+    for name in chosen:
+        check(name in peers_text.MODE_NAMES, "--modes", name, ", ".join(peers_text.MODE_NAMES))
     programs = engines.named(peers, checked_quantize(quantize))
     prepare_run(threads, repeats)
-    plan = engines.PeersPlan(model, hub.resolve(model), programs, engines.interpreter(python), lengths,
-                             prefill, steps, repeats, limit, prompt_tokens + new_tokens + 64 if prompt_file else 0)
+    folder = hub.resolve(model)
+    check(folder.is_file() == (quantize == FILE), "--quantize", quantize,
+          "file for a GGUF file" if folder.is_file() else "none, int8 or int4 for a model that is no GGUF file")
+    plan = engines.PeersPlan(model, folder, programs, engines.interpreter(python), lengths, prefill, steps, repeats,
+                             limit, prompt_tokens + new_tokens + 64 if prompt_file else 0, chosen, quantize)
     plan.check()
     draft = hub.resolve(draft_model) if draft_model else None
     prompt: list[int] = []

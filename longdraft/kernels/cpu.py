@@ -30,7 +30,7 @@ from longdraft.kernels.cpu_store import (
 )
 from longdraft.kernels.delta import DeltaRows, DeltaState, DeltaWeights
 from longdraft.kernels.experts import Routing
-from longdraft.kernels.groups import GroupedWeight
+from longdraft.kernels.groups import COMMON_GROUPS, BlockRows, GroupedWeight
 from longdraft.kernels.interface import KV, AttentionOutput, Decoder, KVStore, LayersKV
 from longdraft.kernels.mxfp4 import Mxfp4Weight
 from longdraft.kernels.weights import Experts, Geometry, LayerWeights, Linear, QuantisedWeight
@@ -61,12 +61,13 @@ class CpuKernels:
         if isinstance(weight, int4.Int4Weight):
             values, scale, zero, order = _contiguous(weight)
             return CpuLinear(self.native.pack_groups(self._is_bf16, 4, False, rows, columns, address(values),
-                                                     address(scale), address(zero), 0, address(bias), address(order)))
+                                                     address(scale), address(zero), 0, 0, address(bias),
+                                                     address(order)))
         if isinstance(weight, GroupedWeight):
-            values, scale, least, bits = _checked(weight)
+            values, scale, least, bits, common = _checked(weight)
             return CpuLinear(self.native.pack_groups(self._is_bf16, bits, weight.has_halves, rows, columns,
-                                                     address(values), address(scale), 0, address(least), address(bias),
-                                                     0))
+                                                     address(values), address(scale), 0, address(least),
+                                                     address(common), address(bias), 0))
         if isinstance(weight, Tensor) and quantize == "none":
             packed, factor = weight.to(self.dtype).contiguous(), None
         else:
@@ -76,6 +77,19 @@ class CpuKernels:
             packed, factor = packed.contiguous(), factor.contiguous()
         return CpuLinear(self.native.pack(self._is_bf16, rows, columns, address(packed), address(factor),
                                           address(bias)))
+
+    def pack_blocks(self, weight: BlockRows, bias: Tensor | None = None) -> tuple[CpuLinear, int | None]:
+        """`pack` of the numbers of quantised blocks, straight from where they are.
+
+        Returns the weight and the address of a row with a scale that is NaN or infinite; None: there is no such row.
+        """
+        addresses, types, rows = weight.addresses.contiguous(), weight.types.contiguous(), len(weight.types)
+        require(addresses.shape == (rows,) and (addresses.dtype, types.dtype) == (torch.int64, torch.uint8),
+                "int64 addresses and uint8 types of as many rows", (addresses.shape, addresses.dtype, types.dtype))
+        bias, damaged = self._bias(bias, rows), torch.empty(1, dtype=torch.int64)
+        packed = CpuLinear(self.native.pack_blocks(self._is_bf16, rows, weight.columns, address(addresses),
+                                                   address(types), address(bias), address(damaged)))
+        return packed, None if damaged < 0 else int(addresses[damaged])
 
     def pack_mxfp4(self, weight: Mxfp4Weight, bias: Tensor | None = None) -> CpuLinear:
         """Convert a weight in MXFP4, whose numbers are normal, to a layout of as many bits.
@@ -297,10 +311,16 @@ def _checked(weight: GroupedWeight) -> GroupedWeight:
     require(columns % int4.GROUP == 0 and tuple(weight.scale.shape) in (groups, (*groups, 2)),
             f"scales {groups}, or two for each group", weight.scale.shape)
     parts = (weight.scale,) if weight.least is None else (weight.scale, weight.least)
-    require(weight.values.dtype == torch.uint8 and all(part.dtype == torch.float16 for part in parts)
-            and parts[-1].shape[:2] == groups, "uint8 values, float16 scales and least values", weight.scale.dtype)
+    dtype, common = torch.float16, weight.common
+    if common is not None:
+        dtype, shape = torch.int8, (rows, columns // int4.GROUP // COMMON_GROUPS, len(parts))
+        require(common.shape == shape and common.dtype == torch.float16 and columns % (int4.GROUP * COMMON_GROUPS) == 0,
+                f"float16 common scales {shape}", (common.shape, common.dtype))
+        common = common.contiguous()
+    require(weight.values.dtype == torch.uint8 and all(part.dtype == dtype for part in parts)
+            and parts[-1].shape[:2] == groups, f"uint8 values, scales and least values of {dtype}", weight.scale.dtype)
     least = None if weight.least is None else weight.least.contiguous()
-    return GroupedWeight(weight.values.contiguous(), weight.scale.contiguous(), least, weight.bits)
+    return GroupedWeight(weight.values.contiguous(), weight.scale.contiguous(), least, weight.bits, common)
 
 
 def _contiguous(weight: int4.Int4Weight) -> int4.Int4Weight:

@@ -5,7 +5,7 @@ A tensor that is missing, unexpected or misshapen is an error. `load_transformer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from longdraft.errors import ModelError
 from longdraft.kernels import Kernels, LayerWeights, Linear
 from longdraft.kernels.cpu import CpuKernels
+from longdraft.kernels.cpu_store import CpuLinear
 from longdraft.kernels.delta import DeltaWeights
 from longdraft.kernels.layer_inputs import LayerInputs
 from longdraft.kernels.weights import FILE, BesideNorms, Experts, ExtraInput, Mlp, QuantisedWeight
@@ -239,8 +240,11 @@ class Loader:
         has_bias = stacked.has_bias and not (is_row_parallel and shard.rank)  # the first rank adds it
         def pack() -> Linear:
             bias = read("bias", self._kernels.dtype) if has_bias else None
+            names = [f"{layer}{name}.weight" for name, _ in stacked.parts]
+            if kept := self._packed_blocks(names, self._quantize, order, bias):
+                return kept
             if self._format == "none" and order is None and isinstance(self._kernels, CpuKernels):
-                packed = self._files.mxfp4([f"{layer}{name}.weight" for name, _ in stacked.parts])
+                packed = self._files.mxfp4(names)
                 if packed is not None:
                     return self._kernels.pack_mxfp4(packed, bias)
             return self._kernels.pack(exact() or read("weight", self._dtype), bias, quantize=self._format)
@@ -251,11 +255,22 @@ class Loader:
             return self._packed.linear(name, self._quantize, (rows, stacked.columns), has_bias, pack)
         return RowParallel(pack()) if is_row_parallel else pack()
 
+    def _packed_blocks(self, names: Sequence[str], quantize: str, order: Tensor | None = None,
+                       bias: Tensor | None = None) -> CpuLinear | None:
+        """Quantised matrices of a GGUF file, packed from where they are; None for others, and for other kernels."""
+        kernels = self._kernels
+        if not isinstance(kernels, CpuKernels) or self._shard.size > 1:
+            return None
+        return self._files.pack_blocks(names, quantize, lambda blocks: kernels.pack_blocks(
+            blocks if order is None else blocks.rows(order), bias))
+
     def _table(self, name: str, shape: tuple[int, int] | None = None) -> Linear:
         shard, whole = self._shard, self._whole
         quantize = "int8" if self._quantize == "int4" else self._format
         if shard.size == 1:
             def pack() -> Linear:
+                if self._quantize == FILE and (packed := self._packed_blocks((name,), FILE)):
+                    return packed
                 kept = self._files.exact((name,), FILE) if self._quantize == FILE else None
                 return self._kernels.pack(kept or self._files.stack((name,), self._dtype), quantize=quantize)
 

@@ -10,12 +10,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from longdraft.errors import ModelError
-from longdraft.kernels.groups import GroupedWeight
+from longdraft.kernels.groups import BlockRows, GroupedWeight
 from longdraft.kernels.int4 import Int4Weight
 from longdraft.kernels.int8 import Quantised
 from longdraft.kernels.mxfp4 import Mxfp4Weight
@@ -37,6 +38,7 @@ TORCH_INDEX = "pytorch_model.bin.index.json"
 HEADS_PREFIX = "model.medusa_layers."  # TokenSwift's heads inside a whole-model checkpoint
 
 TensorSource = TensorFile | TorchFile | GgufTensors | PackedTensors | OssTensors
+Packed = TypeVar("Packed")  # a weight in the layout of some kernels
 ReadCallback = Callable[[int, int], None]  # called with (bytes read, bytes in all)
 
 
@@ -145,15 +147,38 @@ class TensorFiles:
             part = self._file_of[name].exact(name, quantize) if quantize != "none" else None
             if part is None:
                 return None
-            least = part.least if isinstance(part, GroupedWeight) else None
-            if not all(numbers.isfinite().all() for numbers in (part.scale, least) if numbers is not None):
-                raise ModelError(f"{self._file_of[name].path}: {name} has scales that are NaN or infinite: the file is "
-                                 "damaged; get it again")
+            least, common = (part.least, part.common) if isinstance(part, GroupedWeight) else (None, None)
+            if not all(numbers.isfinite().all() for numbers in (part.scale, least, common) if numbers is not None):
+                raise self._damaged(name)
             parts.append(part)
             self._file_of[name].forget(name)  # what it holds are copies, or is small
             self._read.add(name)
         self._report(sum(map(self._size, self._read)))
         return _stacked(parts)
+
+    def pack_blocks(self, names: Sequence[str], quantize: str,
+                    pack: Callable[[BlockRows], tuple[Packed, int | None]]) -> Packed | None:
+        """As `exact`, of GGUF files: gives `pack` the blocks where they are. It returns a packed weight, and the
+        address of a damaged row or None."""
+        parts: dict[str, BlockRows] = {}
+        for name in names:
+            file = self._file_of[name]
+            part = file.blocks(name, quantize) if isinstance(file, GgufTensors) else None
+            if part is None:
+                return None
+            parts[name] = part
+        packed, damaged = pack(BlockRows.stacked(list(parts.values())))
+        if damaged is not None:
+            raise self._damaged(next(name for name, part in parts.items() if (part.addresses == damaged).any()))
+        for name in names:
+            self._file_of[name].forget(name)
+            self._read.add(name)
+        self._report(sum(map(self._size, self._read)))
+        return packed
+
+    def _damaged(self, name: str) -> ModelError:
+        return ModelError(f"{self._file_of[name].path}: {name} has scales that are NaN or infinite: the file is "
+                          "damaged; get it again")
 
     def mxfp4(self, names: Sequence[str]) -> Mxfp4Weight | None:
         """Matrices that the files hold in MXFP4, one below another, if all numbers are normal; None for others."""

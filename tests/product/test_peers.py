@@ -11,6 +11,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+import longdraft
+from helpers import gguf_files
+from helpers.checkpoints import make_checkpoint
 from helpers.experiments import TEXT, bench
 from longdraft.__main__ import run
 from longdraft.bench import peers, peers_text
@@ -37,7 +40,8 @@ def test_peers_write_whole_texts(capfd, tmp_path, tiny, monkeypatch):
         assert len(record["tokens"]) == 12 and len(record["seconds"]) == len(record["first_s"]) == 2
         assert record["peak_memory_bytes"] > 1e7 and record["first_token_s"] > 0
         assert record["to_longdraft_plain"]["low"] <= record["to_longdraft_plain"]["high"]
-        assert record["settings"] == min(record["tries"], key=lambda each: each["seconds"])["settings"]
+        if record["tries"]:
+            assert record["settings"] == min(record["tries"], key=lambda each: each["seconds"])["settings"]
     assert draft["as_longdraft"] == draft["as_own_plain"] == 12  # the drafted text equals the plain one
     assert plain["to_own_plain"] == {"median": 1, "low": 1, "high": 1} and len(lookup["tries"]) == 3
     pytest.importorskip("matplotlib")
@@ -46,6 +50,41 @@ def test_peers_write_whole_texts(capfd, tmp_path, tiny, monkeypatch):
     bench(capfd, "report", str(tmp_path / "peers.json"), "--output", str(tmp_path / "report"))
     page = (tmp_path / "report" / "report.html").read_text()
     assert "transformers, prompt lookup" in page and "What cannot be compared" in page
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    model = make_checkpoint(folder / "tiny", hidden_size=64, intermediate_size=96)
+    gguf_files.convert(folder / "tiny", model, folder / "model.gguf", "Q8_0")
+    return folder / "model.gguf"
+
+
+def test_a_gguf_file_is_given_to_the_engines_as_it_is(gguf_file, tmp_path):
+    plan = peers.PeersPlan("x", gguf_file, peers.named("longdraft", "file"), peers.interpreter(None), [20], 0, 1, 2,
+                           600, 128, ["plain"], "file")
+    assert peers.portable_model(gguf_file, tmp_path) == gguf_file
+    steps = {}
+    peers.measure_peers(plan, steps, contextlib.nullcontext)
+    assert "file" in steps["engines"][0]["version"] and steps["steps"][0]["ms"] > 0
+    texts = {"repeats": 2}
+    peers_text.write_texts(plan, texts, list(range(5, 65)), 12, None, contextlib.nullcontext)
+    (plain,) = texts["texts"]
+    assert "file" in plain["version"] and plain["settings"] == {} and len(plain["tokens"]) == 12
+    assert all(first < whole for first, whole in zip(plain["first_s"], plain["seconds"], strict=True))
+    tokens = longdraft.load(str(gguf_file), quantize="file", dtype="bfloat16", drafter="plain").generate(
+        list(range(5, 65)), longdraft.SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True))
+    assert list(tokens) and plain["tokens"] == tokens.tokens.tolist()
+
+
+def test_what_cannot_be_compared_with_a_gguf_file_is_one_line(gguf_file, tiny, capfd):
+    for model, given, line in (
+            (gguf_file, [], "--quantize is 'none'; allowed: file for a GGUF file"),
+            (tiny["gqa"], ["--quantize", "file"], "--quantize is 'file'; allowed: none, int8 or int4"),
+            (gguf_file, ["--quantize", "file", "--modes", "magic"], "--modes is 'magic'; allowed: plain,")):
+        assert run(["bench", "peers", "--model", str(model), "--peers", "longdraft", *given]) == 2
+        error = capfd.readouterr().err.strip()
+        assert line in error and len(error.splitlines()) == 1
 
 
 def test_an_unsupported_mode_is_listed_with_its_reason(tiny, monkeypatch):

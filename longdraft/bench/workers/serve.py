@@ -12,7 +12,7 @@
     python serve.py transformers texts
     {"do": "open", ..., "options": {"draft": null}}
     {"do": "write", "prompt": [5, 6, 7], "count": 64, "settings": {"lookup": 5}}
-                                           {"tokens": [8, 9, ...], "seconds": 0.2, "peak_memory_bytes": 1000000}
+                          {"tokens": [8, 9, ...], "first_s": 0.02, "seconds": 0.2, "peak_memory_bytes": 1000000}
 
 If a package is missing, the answer to "open" is {"missing": ["gguf"]}. An exception ends the process.
 """
@@ -26,7 +26,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 
@@ -54,8 +54,9 @@ class TextEngine(Protocol):
 
     version: str
 
-    def write(self, prompt: Sequence[int], count: int, **settings: Any) -> Sequence[int]:
-        """Clear the cache; `count` new token ids behind the prompt, drafted as the settings say."""
+    def write(self, prompt: Sequence[int], count: int, **settings: Any) -> Iterable[int]:
+        """Clear the cache; `count` new token ids behind the prompt, drafted as the settings say. An iterator yields
+        each when it is written."""
 
 
 ROLES = {"steps": "StepEngine", "texts": "TextEngine"}
@@ -87,10 +88,7 @@ def _is_missing(package: str) -> bool:
 
 def _answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "write":
-        began = time.perf_counter()
-        tokens = engine.write(request["prompt"], request["count"], **request["settings"])
-        return {"seconds": time.perf_counter() - began, "tokens": [int(token) for token in tokens],
-                "peak_memory_bytes": _peak_memory_bytes()}
+        return _written(engine, request)
     if request["do"] == "greedy":
         *prompt, token = request["prompt"]
         engine.prefill(prompt)
@@ -110,6 +108,19 @@ def _answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
         return {"seconds": seconds, "processor_s": time.process_time() - began}
     assert request["do"] == "steps"
     return {"seconds": [_seconds(lambda: engine.step(5)) for _ in range(request["count"])]}
+
+
+def _written(engine: TextEngine, request: dict[str, Any]) -> dict[str, Any]:
+    """A text and its seconds; those to the first token, `first_s`, only of an engine that yields its tokens."""
+    began = time.perf_counter()
+    tokens = engine.write(request["prompt"], request["count"], **request["settings"])
+    answer: dict[str, Any] = {}
+    found: list[int] = []
+    for token in tokens:
+        if isinstance(tokens, Iterator) and not found:
+            answer["first_s"] = time.perf_counter() - began
+        found.append(int(token))
+    return answer | {"seconds": time.perf_counter() - began, "tokens": found, "peak_memory_bytes": _peak_memory_bytes()}
 
 
 def _peak_memory_bytes() -> int:

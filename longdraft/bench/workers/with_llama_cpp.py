@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: the weights as GGUF, keys and values as float16 (its default).
+"""llama.cpp through llama-cpp-python: a GGUF file, or a folder as GGUF; keys and values as float16 (its default).
 
 Long contexts are reached by loading a state of random keys and values in llama.cpp's format. If the format is not the
 expected one, tokens are read until the time limit.
@@ -29,14 +29,19 @@ _RANDOM_BLOCK = 1024 * 256  # random numbers, repeated
 class StepEngine:
     def __init__(self, folder: str, threads: int, longest: int, flash: bool = False, weights: str = "bf16",
                  slots: int = 1) -> None:
-        self.version = f"{llama.__version__} ({weights}, flash attention {'on' if flash else 'off'})"
         llama.llama_backend_init()
+        settings = llama.llama_model_default_params()
+        settings.use_mmap = False  # the file may be deleted
         with tempfile.TemporaryDirectory() as place:
-            path = Path(place) / "model.gguf"
-            self._vocabulary = convert(Path(folder), path, weights)
-            settings = llama.llama_model_default_params()
-            settings.use_mmap = False  # the file is deleted
+            path = Path(folder)
+            if path.is_dir():
+                path = Path(place) / "model.gguf"
+                convert(Path(folder), path, weights)
+            else:
+                weights = "the file"
             self._model = llama.llama_model_load_from_file(str(path).encode(), settings)
+        self.version = f"{llama.__version__} ({weights}, flash attention {'on' if flash else 'off'})"
+        self._vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
         wanted = llama.llama_context_default_params()
         wanted.n_ctx = longest * slots
         wanted.n_seq_max = self._slots = slots
@@ -159,8 +164,11 @@ def _random_float16(nbytes: int) -> bytes:
     return (block * (nbytes // len(block) + 1))[:nbytes]
 
 
-def convert(folder: Path, path: Path, weights: str) -> int:
-    """Write a Llama folder as a GGUF file without a tokenizer. Returns the size of the vocabulary."""
+def convert(folder: Path, path: Path, weights: str, has_tokenizer: bool = False) -> int:
+    """Write a Llama folder as a GGUF file. Returns the size of the vocabulary.
+
+    has_tokenizer  writes the folder's tokenizer.json too, which must be byte-level BPE split as GPT-2's
+    """
     config = json.loads((folder / "config.json").read_text())
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     kv_heads, dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
@@ -177,7 +185,10 @@ def convert(folder: Path, path: Path, weights: str) -> int:
     writer.add_rope_freq_base(rope_theta(config))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    if has_tokenizer:
+        _add_tokenizer(writer, folder)
+    else:
+        writer.add_tokenizer_model("no_vocab")
     kind = gguf.GGMLQuantizationType[weights.upper()]
     for name, tensor in _tensors(folder):
         if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -190,6 +201,19 @@ def convert(folder: Path, path: Path, weights: str) -> int:
     writer.write_tensors_to_file()
     writer.close()
     return int(config["vocab_size"])
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    special = {token["content"]: token["id"] for token in content["added_tokens"]}
+    ids = content["model"]["vocab"] | special
+    tokens = sorted(ids, key=lambda token: int(ids[token]))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge)
+                             for merge in content["model"]["merges"]])
 
 
 def rope_theta(config: dict[str, Any]) -> float:
@@ -237,13 +261,15 @@ class TextEngine:
     def __init__(self, folder: str, threads: int, longest: int, draft: str | None = None, flash: bool = False) -> None:
         self.version = f"{llama.__version__} (flash attention {'on' if flash else 'off'})"
         self._place = tempfile.TemporaryDirectory()
-        self._path = str(Path(self._place.name) / "model.gguf")
-        self._vocabulary = convert(Path(folder), Path(self._path), "bf16")
+        self._path = folder
+        if Path(folder).is_dir():
+            self._path = str(Path(self._place.name) / "model.gguf")
+            convert(Path(folder), Path(self._path), "bf16")
         self._about = {"n_ctx": longest, "n_threads": threads, "n_threads_batch": threads, "verbose": False,
                        "flash_attn": flash, "n_batch": _PREFILL_ROWS, "n_ubatch": _PREFILL_ROWS}
         self._lookup = -1
 
-    def write(self, prompt: Sequence[int], count: int, lookup: int = 0) -> list[int]:
+    def write(self, prompt: Sequence[int], count: int, lookup: int = 0) -> Iterator[int]:
         if lookup != self._lookup:  # prompt lookup is set when the model is loaded
             drafting = LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None
             # Without `logits_all`, prompt lookup reads logits that were not stored.
@@ -252,4 +278,4 @@ class TextEngine:
         self._model.reset()
         llama.llama_memory_clear(llama.llama_get_memory(self._model.ctx), True)
         found = self._model.generate(list(prompt), temp=0.0, reset=True)
-        return [next(found) for _ in range(count)]
+        yield from (int(next(found)) for _ in range(count))

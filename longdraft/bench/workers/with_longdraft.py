@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -27,7 +27,7 @@ class StepEngine:
         torch.set_num_threads(1)  # as generation does: PyTorch's threads would compete with those of the kernels
         models = ModelCopies(folder, kernels.choose("cpu", "bfloat16"), quantize)
         self._model = models.model
-        self.version = f"{__version__} ({models.kernels.name}{'' if quantize == 'none' else ', ' + quantize})"
+        self.version = f"{__version__} ({models.kernels.name}{_suffix(quantize)})"
         self._begin(self._model.new_cache(), [])
 
     def prefill(self, tokens: Sequence[int]) -> None:
@@ -56,15 +56,21 @@ class StepEngine:
 class TextEngine:
     """longdraft's own generation with any drafter."""
 
-    def __init__(self, folder: str, threads: int, longest: int, draft: str | None = None) -> None:
-        self._engine = load(folder, threads=threads, dtype="bfloat16", cache_ram=0)
+    def __init__(self, folder: str, threads: int, longest: int, draft: str | None = None,
+                 quantize: str = "none") -> None:
+        self._engine = load(folder, threads=threads, dtype="bfloat16", cache_ram=0, quantize=quantize)
         self._draft = draft
-        self.version = f"{__version__} ({self._engine.model.kernels.name})"
+        self.version = f"{__version__} ({self._engine.model.kernels.name}{_suffix(quantize)})"
 
-    def write(self, prompt: Sequence[int], count: int, drafter: str = "plain") -> Sequence[int]:
+    def write(self, prompt: Sequence[int], count: int, drafter: str = "plain") -> Iterator[int]:
         options = {"model": self._draft} if drafter == "draft-model" else {}
         params = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True, on_loop="off")
         text = self._engine.with_drafter(drafter, options).generate(prompt, params)
+        written = 0
         for _ in text:
-            pass
-        return [int(token) for token in text.tokens]
+            yield from (int(token) for token in text.tokens[written:])
+            written = len(text.tokens)
+
+
+def _suffix(quantize: str) -> str:
+    return "" if quantize == "none" else f", {quantize}"

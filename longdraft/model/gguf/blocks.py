@@ -79,21 +79,27 @@ def _q5_1(blocks: Tensor) -> Tensor:
     return values.float() * half(blocks, 0) + half(blocks, 2)
 
 
-def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima [B, 8, 1] of the groups of Q4_K and Q5_K blocks, which begin with d, dmin and 12 bytes."""
+def k_numbers(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima [B, 8] uint8, of 6 bits, of the groups of Q4_K and Q5_K blocks: the 12 bytes behind d, dmin."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], 1)
     minima = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], 1)
+    return scales, minima
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima [B, 8, 1] of the groups of Q4_K and Q5_K blocks."""
+    scales, minima = k_numbers(blocks)
     return (half(blocks, 0) * scales.float())[..., None], (half(blocks, 2) * minima.float())[..., None]
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    scales, minima = k_scales(blocks)
+    scales, minima = _k_scales(blocks)
     return (nibbles(blocks[:, 16:], 32).view(-1, 8, 32).float() * scales - minima).flatten(1)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    scales, minima = k_scales(blocks)
+    scales, minima = _k_scales(blocks)
     return (q5_k_values(blocks).float() * scales - minima).flatten(1)
 
 

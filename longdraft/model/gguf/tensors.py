@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longdraft.kernels.groups import BlockRows
 from longdraft.kernels.int4 import GROUP, Int4Weight
 from longdraft.kernels.mxfp4 import Mxfp4Weight
 from longdraft.kernels.weights import FILE, QuantisedWeight
@@ -22,6 +23,7 @@ from longdraft.model.gguf.blocks import dequantise, mxfp4_parts, q4_0_parts
 from longdraft.model.gguf.container import Gguf, GgufFile, TensorEntry
 from longdraft.model.gguf.grouped import grouped
 from longdraft.model.gguf.metadata import architecture
+from longdraft.model.gguf.types import TYPES
 from longdraft.model.hybrid import DRAFT_LAYERS
 from longdraft.model.memory import forget_pages, require_bytes, temporary
 from longdraft.model.tensor_file import Entry
@@ -74,6 +76,7 @@ _DRAFT_PARTS = {  # of layers for native drafts, besides what every layer has
     "nextn.eh_proj": "fc", "nextn.enorm": "pre_fc_norm_embedding", "nextn.hnorm": "pre_fc_norm_hidden",
     "nextn.shared_head_norm": "norm",
 }
+_TYPE_NUMBERS = {kind.name: number for number, kind in TYPES.items()}
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # see metadata.py
 
 
@@ -138,8 +141,7 @@ class GgufTensors:
     def exact(self, name: str, quantize: str) -> QuantisedWeight | None:
         """The numbers of a quantised matrix: of any type with `file` but MXFP4 (see `mxfp4`), of Q4_0 with `int4`."""
         entry = self._stored[name]
-        is_q4_0, is_float = entry.type.name == "Q4_0", entry.type.dtype is not None
-        if is_float or entry.type.name == "MXFP4" or not (quantize == FILE or (is_q4_0 and quantize == "int4")):
+        if not self._keeps(name, quantize):
             return None
         columns = self._deltas.columns(name) if self._deltas else None
         if columns is not None and self._deltas and self._deltas.value_dim % GROUP:
@@ -148,13 +150,30 @@ class GgufTensors:
         _, stored = self.stored(name)
         rows = stored.view(entry.shape[0], -1)
         rows = rows if order is None else rows[order]
-        if not is_q4_0:
+        if entry.type.name != "Q4_0":
             weight = grouped(rows, entry.type)
             return weight if columns is None else weight.columns(columns)
         values, scale = q4_0_parts(rows)
         if columns is not None:
             values, scale = values[:, columns], scale[:, columns[::GROUP] // GROUP]
         return Int4Weight(values, scale, torch.full(scale.shape, 8, dtype=torch.uint8))
+
+    def blocks(self, name: str, quantize: str) -> BlockRows | None:
+        """The rows of a matrix that `exact` keeps, where they are; None for others, and where columns move."""
+        entry = self._stored[name]
+        if not self._keeps(name, quantize) or len(entry.shape) != 2 or (self._deltas and
+                                                                        self._deltas.columns(name) is not None):
+            return None
+        _, stored = self.stored(name)
+        count, order = entry.shape[0], self._order(name)
+        rows = torch.arange(count) if order is None else order
+        types = torch.full((count,), _TYPE_NUMBERS[entry.type.name], dtype=torch.uint8)
+        return BlockRows(stored.data_ptr() + rows * (len(stored) // count), types, entry.shape[1], (stored,))
+
+    def _keeps(self, name: str, quantize: str) -> bool:
+        kind = self._stored[name].type
+        is_kept = quantize == FILE or (kind.name == "Q4_0" and quantize == "int4")
+        return is_kept and kind.dtype is None and kind.name != "MXFP4"
 
     def mxfp4(self, name: str) -> Mxfp4Weight | None:
         """A matrix in MXFP4, in the order of its file; None for other types."""
