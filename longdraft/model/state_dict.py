@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from longdraft.errors import UsageError
+from longdraft.kernels.groups import BlockRows
 from longdraft.kernels.mxfp4 import Mxfp4Weight
 from longdraft.kernels.weights import QuantisedWeight
 from longdraft.model.config import ModelConfig
 from longdraft.model.experts_config import ExpertsConfig
 from longdraft.model.tensor_file import stored_bytes
-from longdraft.model.tensor_files import TensorFiles
+from longdraft.model.tensor_files import Packed, TensorFiles
 from longdraft.parallel import Pick
 
 
@@ -50,6 +51,10 @@ class StateDict(TensorFiles):
         return torch.cat([self.read(name, pick).to("cpu", dtype) for name, pick in zip(names, picks, strict=True)])
 
     def exact(self, names: Sequence[str], quantize: str) -> QuantisedWeight | None:
+        return None
+
+    def pack_blocks(self, names: Sequence[str], quantize: str,
+                    pack: Callable[[BlockRows], tuple[Packed, int | None]]) -> Packed | None:
         return None
 
     def mxfp4(self, names: Sequence[str]) -> Mxfp4Weight | None:

@@ -261,7 +261,7 @@ def test_the_model_folder_for_peers_has_both_formats_of_rope_settings(tmp_path):
     (model / "model.safetensors").write_text("weights")
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
     (model / "config.json").write_text(json.dumps({"model_type": "llama", "rope_parameters": rope}))
-    peers.write_portable_model(model, place)
+    assert peers.portable_model(model, place) == place
     config = json.loads((place / "config.json").read_text())
     assert config["rope_parameters"] == rope and config["rope_theta"] == 5e5
     assert config["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0}

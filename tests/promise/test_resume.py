@@ -234,7 +234,8 @@ def test_only_the_kv_cache_grows_with_the_text(tmp_path):
     """A short version of `benchmarks/soak.py long`, which writes 100,000 tokens."""
     make_checkpoint(tmp_path / "m", hidden_size=128, max_position_embeddings=16384)
     engine = longdraft.load(str(tmp_path / "m"), drafter="plain")
-    params = longdraft.SamplingParams(max_new_tokens=6000, seed=1, ignore_eos=True)
+    # One token more than is measured: with the last one, the prefix tree copies the rows of the last block.
+    params = longdraft.SamplingParams(max_new_tokens=6001, seed=1, ignore_eos=True)
     generation = engine.generate([5, 6], params, journal=tmp_path / "j", snapshot="never")
     beyond = {}
     for steps, _ in enumerate(generation, 1):
