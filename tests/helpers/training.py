@@ -25,6 +25,20 @@ def alphabet(tmp_path_factory) -> Path:
     return folder
 
 
+def alphabet_text(tmp_path_factory) -> str:
+    """A fixture function: the path of a text in which each token determines the next."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(ALPHABET * 200)
+    return str(path)
+
+
+def tokenizer_folder(tmp_path_factory) -> Path:
+    """A fixture function: a model folder with a tokenizer, because training a tokenizer needs hundreds of words."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_checkpoint(folder, initializer_range=0.15)
+    return folder
+
+
 def settings(base: Path, **changes) -> HeadSettings:
     given = dict(model=str(base), data=(str(base.parent / "text.txt"),), sequence_length=64, threads=1,
                  steps=12, batch_size=2, warmup_steps=4, learning_rate=1e-2, eval_every=0, checkpoint_every=0,

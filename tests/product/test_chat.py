@@ -159,7 +159,8 @@ def longdraft_chat(talker, *options):
 def test_a_closed_stdout_pipe_ends_the_command_quietly(talker):
     work = subprocess.Popen(longdraft_chat(talker, "--max-new-tokens", "3900"), stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    work.stdin.write(b"Hello\nHello again\n")  # on a busy machine the first reply may be complete before the pipe is closed
+    # Two, because on a busy machine the first reply may be complete before the pipe is closed.
+    work.stdin.write(b"Hello\nHello again\n")
     work.stdin.flush()
     assert work.stdout.read(1)
     work.stdout.close()

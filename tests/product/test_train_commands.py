@@ -11,28 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.checkpoints import make_checkpoint
 from helpers.processes import run_code, start_ranks
-from helpers.training import ALPHABET, SMALL, losses
+from helpers.training import SMALL, alphabet_text, losses, tokenizer_folder
 from longdraft.__main__ import run
 from longdraft.train import job, processes
 from longdraft.train.lm_settings import LmSettings
 from longdraft.train.settings import HeadSettings
 
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(ALPHABET * 200)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    """A model folder with a tokenizer."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    make_checkpoint(folder, initializer_range=0.15)
-    return folder
+text = pytest.fixture(scope="module")(alphabet_text)
+tokens = pytest.fixture(scope="module")(tokenizer_folder)
 
 
 def in_two_processes(folder: Path, commands: list[list[str]]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import longdraft
 from helpers.checkpoints import VOCAB, make_checkpoint
 from helpers.families import logits_of, make_family, theirs_of
-from helpers.training import ALPHABET, QUICK, SMALL, At, losses
+from helpers.training import ALPHABET, QUICK, SMALL, At, alphabet_text, losses, tokenizer_folder
 from longdraft.core import SamplingParams
 from longdraft.errors import LongdraftError, UsageError
 from longdraft.train import frozen_model as frozen
@@ -27,19 +26,8 @@ from longdraft.train.settings import HeadSettings
 HYBRID = {"kind": "hybrid", "layers": 4, "hidden_size": 32}
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(ALPHABET * 200)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    """A model folder with a tokenizer, because training a tokenizer needs hundreds of words."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    make_checkpoint(folder, initializer_range=0.15)
-    return folder
+text = pytest.fixture(scope="module")(alphabet_text)
+tokens = pytest.fixture(scope="module")(tokenizer_folder)
 
 
 def test_a_trained_model_loads_in_the_engine(text, tokens, tmp_path):
