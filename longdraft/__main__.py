@@ -18,7 +18,13 @@ def main() -> None:
         status = run(sys.argv[1:])
     except KeyboardInterrupt:  # while the first modules are imported, or a second one during the clean-up
         status = 130
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more while Python ends must not print a traceback
+    is_default = False
+    while not is_default:  # one more interrupt, here or while Python ends, must not print a traceback
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            is_default = True
+        except KeyboardInterrupt:
+            status = 130
     sys.exit(status)
 
 
