@@ -43,7 +43,7 @@ class EagleOptions(DrafterOptions):
     chain   tokens drafted, one after the other
     width   guesses at each place of the chain at most; the chain continues with the best one
     margin  largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
-    suffix  add what followed the longest suffix of the text earlier, behind the root
+    suffix  add what followed the longest suffix of the text earlier, after the root
     window  latest rows of the text that the head sees; 0: those that it was trained with, or 2048
     sinks   first rows of the text that it sees as well; -1: 4, or none for a head that was trained with a window
     """
@@ -86,7 +86,7 @@ class EagleDraftModel:
 
     @atomic
     def next_logits(self, context: Context, path: Sequence[int]) -> Tensor | None:
-        """Logits [1, V] behind `path`: the root, which is the text's last token, then drafted tokens."""
+        """Logits [1, V] after `path`: the root, which is the text's last token, then drafted tokens."""
         self._read_text(context)
         if not self._outputs:
             return None

@@ -36,7 +36,7 @@ class GlideOptions(DrafterOptions):
     chain   tokens drafted, one after the other
     width   guesses at each place of the chain at most; the chain continues with the best one
     margin  largest gap between a further guess's score and the best one's, in nats (1: exp(1) times less likely)
-    suffix  add what followed the longest suffix of the text earlier, behind the root
+    suffix  add what followed the longest suffix of the text earlier, after the root
     """
 
     chain: int = 4
@@ -64,7 +64,7 @@ class GlideDraftModel:
 
     @atomic
     def next_logits(self, context: Context, path: Sequence[int]) -> Tensor | None:
-        """Logits [1, V] behind `path`: the root, which is the text's last token, then drafted tokens."""
+        """Logits [1, V] after `path`: the root, which is the text's last token, then drafted tokens."""
         self._read_text(context)
         wanted = path[1:]
         common = min(common_prefix(wanted, self._drafts), len(self._hidden) - 1)

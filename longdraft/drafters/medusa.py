@@ -32,7 +32,7 @@ HEADS = "heads"  # the source of the guesses in the statistics
 class MedusaOptions(DrafterOptions):
     """Options of `medusa`.
 
-    tree  widths (1,3: one guess, three behind it), choices ("0 1 0.0": ranks from the root), or mc_sim_7b_63;
+    tree  widths (1,3: one guess, three after it), choices ("0 1 0.0": ranks from the root), or mc_sim_7b_63;
           at most as deep as there are heads. The default was measured with the bundled model's weak heads
           (docs/notebook.md); deeper trees pay with better heads.
     """

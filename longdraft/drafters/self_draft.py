@@ -3,13 +3,13 @@
     root ─┬─ t1 ── t2 ── ... ── tN ─┬─ a ─┬─ x        t1 .. tN  one forward of the target on the partial cache each
           ├─ t1'                    │     └─ g1 ── g2  t1'       a second guess where the first is unsure
           │                         └─ b ─── x        a, b      one more forward; then x: trained heads on its row
-          └─ s1 ── s2 ── s3                           g, s      n-grams behind a and b; suffix matches
+          └─ s1 ── s2 ── s3                           g, s      n-grams after a and b; suffix matches
 
 One class drafts for both; they differ in their parts:
 
     tokenswift  (ICML 2025, arXiv 2502.18890)   a tree of trained heads and n-grams at the end of the chain;
                                                 the partial cache holds sinks, heavy hitters and recent rows
-    magicdec    (arXiv 2408.11049)              no heads; suffix matches behind the root and behind the chain;
+    magicdec    (arXiv 2408.11049)              no heads; suffix matches after the root and after the chain;
                                                 the partial cache is StreamingLLM's or SnapKV's
 
 Every guess is ranked with the noise that the target will use (longdraft/sampling/sampler.py). The partial cache adds
@@ -109,7 +109,7 @@ class TokenSwiftOptions(_SelfDraftOptions):
     remainder      drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
     tree           children of each node, depth by depth; at most one depth more than there are heads
                    (the paper: 1,3,3,3)
-    continuations  n-grams added behind each first guess of the tree at most; 0: none (the paper: 20)
+    continuations  n-grams added after each first guess of the tree at most; 0: none (the paper: 20)
     seen           number of times an n-gram must have occurred in the text to be tried (the paper: 1)
     order          tokens of an n-gram
     capacity       n-grams stored at most
@@ -119,7 +119,7 @@ class TokenSwiftOptions(_SelfDraftOptions):
     recent         last positions always held when rows are selected
     room           rows left free for new tokens until rows are selected again
     cache          dynamic | static | full: how the partial cache is maintained (ablation)
-    suffix         add what followed the longest suffix of the text earlier, behind the root
+    suffix         add what followed the longest suffix of the text earlier, after the root
     draft_weights  auto | same | int8 | int4: weights that the chain drafts with; the target verifies with its own.
                    auto, on a CPU: int4 where the weights are larger than the cache of 16,384 tokens, else int8 where
                    they have 4 MiB or more, else same
@@ -190,8 +190,8 @@ class MagicDecOptions(_SelfDraftOptions):
     sinks      first positions of the text, always held
     refresh    tokens written between two selections; their rows join the cache meanwhile
     remainder  drafts include an estimate of what the keys outside the partial cache give, fitted to verified tokens
-    suffix     add what followed the longest suffix of the text earlier: behind the root, because a repeated passage can
-               be longer than the chain, and behind the end of the chain
+    suffix     add what followed the longest suffix of the text earlier: after the root, because a repeated passage can
+               be longer than the chain, and after the end of the chain
     draft_weights  as for `tokenswift`
     draft_vocabulary  as for `tokenswift`
     """
@@ -301,7 +301,7 @@ class SelfDrafter:
         return trie.tree()
 
     def _add_template(self, trie: Trie, node: int, context: Context, path: list[int], max_depth: int) -> Routine[None]:
-        """The last forward of the chain, the template below `node`, and n-grams behind the template's first guesses."""
+        """The last forward of the chain, the template below `node`, and n-grams after the template's first guesses."""
         template = self._settings.tree[:max_depth]
         result = yield from self._draft_model.forward(context, path)
         places = ranked_heads(self._sampler, self._heads, result.hidden, result.logits, context, path[1:], template)
