@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
 def main() -> None:
+    import os
     import signal
 
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - Python sets None if the caller closed it
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         from longdraft.console import on_terminate
 
@@ -33,12 +39,13 @@ def run(arguments: list[str]) -> int:
     import typer
 
     from longdraft.cli import app
-    from longdraft.console import Terminated
+    from longdraft.console import Terminated, stdout_lost
     from longdraft.errors import JournalError, LongdraftError, ModelError, UsageError
 
     command = typer.main.get_command(app)
     try:
         status = command.main(arguments, prog_name="longdraft", standalone_mode=False)
+        sys.stdout.flush()  # not at exit, where Python would print a traceback
     except LongdraftError as error:
         is_input = isinstance(error, UsageError | ModelError | JournalError)
         return _fail(_with_notes(str(error), error), 2 if is_input else 1)
@@ -52,6 +59,10 @@ def run(arguments: list[str]) -> int:
     except MemoryError as error:
         message = "out of memory; a shorter context, a smaller model or --dtype bfloat16 needs less"
         return _fail(_with_notes(message, error), 1)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _WRITE_ERRORS:
+            raise
+        return stdout_lost(error)  # failures of all other files are OutputErrors
     except Exception as error:
         # Click's own errors (unknown option, missing argument, bad number) format their own message.
         if not hasattr(error, "format_message"):

@@ -43,8 +43,7 @@ class OutputFile:
             self._file.write(data)
             self._file.flush()
         except OSError as error:
-            raise OutputError(f"{self._option} cannot write {self.path}: {error.strerror or error}; what was "
-                              f"written so far is in {self._partial}") from error
+            raise self._failure(error) from error
 
     def finish(self) -> None:
         """The file is complete: rename it to `path`. It gets the mode of the file that it replaces."""
@@ -57,8 +56,12 @@ class OutputFile:
                     os.chmod(self._partial, self.path.stat().st_mode)
                 os.replace(self._partial, self.path)
         except OSError as error:
-            raise OutputError(f"{self._option} cannot write {self.path}: {error.strerror or error}; what was "
-                              f"written so far is in {self._partial}") from error
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> OutputError:
+        message = f"{self._option} cannot write {self.path}: {error.strerror or error}"
+        kept = "" if self._is_special else f"; what was written so far is in {self._partial}"
+        return OutputError(message + kept)
 
     def abandon(self) -> None:
         """Close the file under its `.partial` name, or delete it if it is empty."""

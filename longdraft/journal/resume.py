@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from longdraft import kernels
 from longdraft.core import SamplingParams
 from longdraft.errors import JournalError, UnusableJournalError
@@ -64,11 +66,11 @@ def open_for_resume(folder: Path, model: LoadedModel, drafter: DrafterChoice, fs
         now = new_header(model, drafter, model.check_request(content.header.prompt, params), params)
         inputs, arithmetic = differences(content.header, now)
         if inputs:
-            raise JournalError(f"the journal {folder} belongs to something else: {'; '.join(inputs)}; give --model "
-                               "what it was begun with")
+            raise JournalError(f"the journal {folder} cannot be resumed with this model: {'; '.join(inputs)}; give the "
+                               "journal's model with --model")
         if arithmetic and writer and not allow_different_kernels:
             raise JournalError(f"the journal {folder} was begun with other kernels: {'; '.join(arithmetic)}; with "
-                               "--allow-different-kernels the text goes on, but is not the uncut one to the bit")
+                               "--allow-different-kernels it continues, but the text may differ from an uncut one")
         vocabulary = model.target.config.vocab_size
         if len(content.tokens) and int(content.tokens.max()) >= vocabulary:
             raise JournalError(f"the journal {folder} holds a token id {int(content.tokens.max())}; allowed: 0 to "
@@ -85,17 +87,19 @@ def open_for_resume(folder: Path, model: LoadedModel, drafter: DrafterChoice, fs
 
 def load_options(header: Header, *, drafter: str | None, drafter_options: Mapping[str, Any] | None,
                  heads: str | None) -> dict[str, Any]:
-    """Options of `longdraft.load` for the model of a journal, on the same kernels if this machine has them.
+    """Options of `longdraft.load` for the model of a journal, on the same device and kernels if this machine has them.
 
     The drafter, its options and its heads are the journal's if they are not given; the text does not depend on them.
     """
     if drafter in (None, header.drafter):
         drafter_options, heads = drafter_options or header.drafter_options, heads or header.heads
-    device = header.arithmetic.get("device", "auto").partition(":")[0]
+    device, dtype = header.arithmetic.get("device", "auto").partition(":")[0], header.arithmetic.get("dtype", "auto")
+    if device == "cuda" and not torch.cuda.is_available():
+        device, dtype = "cpu", "auto" if dtype == "float16" else dtype
     name = header.arithmetic.get("kernels", "")
     is_available = kernels.VARIABLE not in os.environ and name in kernels.available(device)
     return {"drafter": drafter or header.drafter, "drafter_options": drafter_options, "heads": heads,
-            "device": device, "dtype": header.arithmetic.get("dtype", "auto"), "quantize": header.quantize,
+            "device": device, "dtype": dtype, "quantize": header.quantize,
             "kernels_name": name if is_available else None,
             "tensor_parallel": _tensor_parallel(header)}
 

@@ -40,7 +40,7 @@ _PATH_CHECK_INTERVAL_S = 1.0  # between checks that the file is still at its pat
 
 
 def resume_hint(folder: Path) -> str:
-    return f"go on with: longdraft resume {shlex.quote(str(folder))}"
+    return f"resume it with: longdraft resume {shlex.quote(str(folder))}"
 
 
 def is_being_written(folder: Path) -> bool:

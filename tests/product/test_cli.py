@@ -147,12 +147,20 @@ def test_a_full_disk_prints_one_line(capfd):
 
 
 @needs_dev_full
-def test_a_full_disk_behind_stdout_prints_one_line():
+@pytest.mark.parametrize("command", [QUICK, ["models"], ["models", "--json"], ["doctor"]], ids=" ".join)
+def test_a_full_disk_at_stdout_prints_one_line(command):
     """Runs in a subprocess, because Python flushes the rest of stdout when it exits."""
     with open("/dev/full", "w") as full:
-        work = subprocess.run([*LONGDRAFT, *QUICK], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        work = subprocess.run([*LONGDRAFT, *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert work.returncode == 1
     assert "No space left" in work.stderr and work.stderr.count("\n") == 1
+
+
+def test_a_closed_stdout_does_not_stop_a_text_for_a_file(tmp_path):
+    command = [*LONGDRAFT, *QUICK, "--output", str(tmp_path / "text.txt")]
+    work = subprocess.run(["/bin/sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True,
+                          check=False)
+    assert work.returncode == 0 and work.stderr == "" and (tmp_path / "text.txt").read_text()
 
 
 def test_characters_outside_the_terminals_encoding_are_replaced(monkeypatch):

@@ -46,7 +46,7 @@ def test_a_signal_prints_the_resume_command_and_the_resumed_text_is_unchanged(un
     work.kill(number)
     assert work.wait() == status
     err = work.stderr
-    assert err.count("\n") == 1 and f"go on with: longdraft resume '{journal}'" in err
+    assert err.count("\n") == 1 and f"resume it with: longdraft resume '{journal}'" in err
     assert not output.exists() and (tmp_path / "text.partial").stat().st_size > 0  # the partial text has another name
     assert uncut["text"].startswith((tmp_path / "text.partial").read_text())
     assert run(["resume", str(journal), "--output", str(output), "--tokens-out", str(tmp_path / "ids.npy"),
@@ -68,7 +68,7 @@ def test_a_second_signal_ends_the_command_immediately(tmp_path):
     assert work.is_running()
     work.kill(signal.SIGTERM)
     assert work.wait(timeout_s=10) == 143
-    assert work.stderr.count("\n") == 2 and "terminated; go on with: longdraft resume" in work.stderr
+    assert work.stderr.count("\n") == 2 and "terminated; resume it with: longdraft resume" in work.stderr
 
 
 def test_a_closed_stdout_pipe_leaves_a_journal_that_resumes(uncut, tmp_path):
@@ -78,7 +78,7 @@ def test_a_closed_stdout_pipe_leaves_a_journal_that_resumes(uncut, tmp_path):
     work.stdout.close()
     err = work.stderr.read().decode()
     assert work.wait(timeout=60) == 1
-    assert "Traceback" not in err and err.count("\n") == 1 and "go on with: longdraft resume" in err
+    assert "Traceback" not in err and err.count("\n") == 1 and "resume it with: longdraft resume" in err
     done = Fork(tmp_path / "work", run_longdraft, "resume", tmp_path / "j", "--threads", 1)
     assert done.wait() == 0 and done.stdout == uncut["text"] and done.stderr == ""
 
@@ -89,7 +89,7 @@ def test_a_full_disk_prints_one_line_and_leaves_a_journal_that_resumes(uncut, tm
             "from longdraft.__main__ import main; sys.argv[0] = 'longdraft'; main()")
     work = Fork(tmp_path / "work", run_code, code, *WRITE, "--journal", tmp_path / "j", "--drafter", "plain")
     assert work.wait() == 1
-    assert work.stderr.count("\n") == 1 and "File too large; go on with: longdraft resume" in work.stderr
+    assert work.stderr.count("\n") == 1 and "File too large; resume it with: longdraft resume" in work.stderr
     found = read_journal(tmp_path / "j")
     assert found.tokens.tolist() == uncut["ids"][: len(found.tokens)] and len(found.tokens) > 100
     assert uncut["text"].startswith(work.stdout.rstrip("\N{REPLACEMENT CHARACTER}"))
@@ -124,7 +124,7 @@ def test_the_text_is_unchanged_after_sigkill_at_random_moments(tmp_path):
 
 
 MISTAKES = {
-    "journal there": (["generate", "a", "--journal", "{done}"], "go on with: longdraft resume"),
+    "journal there": (["generate", "a", "--journal", "{done}"], "resume it with: longdraft resume"),
     "journal of a file": (["generate", "a", "--journal", "{file}/x", "--max-new-tokens", "1"], "Not a directory"),
     "journal of a bad name": (["generate", "a", "--journal", "x" * 300, "--max-new-tokens", "1"], "too long"),
     "fsync": (["generate", "a", "--journal", "{new}", "--fsync", "often"], "allowed: always, never, or seconds"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -190,6 +191,21 @@ def test_resume_uses_the_kernels_of_the_journal_if_available(folder, tmp_path, m
     monkeypatch.delenv("LONGDRAFT_KERNELS")
     _, tokens, stats = written(longdraft.resume(tmp_path))
     assert stats["kernels"] == "reference" and stats["exactness"] == "bit-exact" and tokens == expected
+
+
+def test_a_text_begun_on_a_device_is_resumed_on_the_cpu_where_there_is_none(engine, tmp_path, monkeypatch):
+    """As `--allow-different-kernels` allows; without it the refusal names the device, not a missing option."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    cut(engine, tmp_path, 3)
+    content = read_journal(tmp_path)
+    (tmp_path / FILE).unlink()
+    arithmetic = content.header.arithmetic | {"device": "cuda:0", "dtype": "float16", "kernels": "triton-16"}
+    header, began = (dataclasses.replace(each, arithmetic=arithmetic) for each in (content.header, content.runs[0]))
+    with writing.Journal.create(tmp_path, header, began, 0) as new:
+        new.append(tuple(content.tokens.tolist()), 0, 0.0)
+    with pytest.raises(JournalError, match=r"device cuda:0, now cpu.*--allow-different-kernels"):
+        longdraft.resume(tmp_path)
+    assert written(longdraft.resume(tmp_path, allow_different_kernels=True))[2]["exactness"] == "distribution"
 
 
 def test_a_token_outside_the_vocabulary_is_refused(engine, tmp_path):

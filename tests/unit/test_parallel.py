@@ -92,7 +92,7 @@ def test_a_rank_that_dies_is_one_line_and_the_journal_can_be_resumed(folder, tmp
     os.kill(follower_of(child.pid), signal.SIGKILL)
     _, said = child.communicate(timeout=120)
     lines = [line for line in said.splitlines() if line.startswith("longdraft: ")]
-    assert child.returncode and len(lines) == 1 and "go on with: longdraft resume" in lines[0], said
+    assert child.returncode and len(lines) == 1 and "resume it with: longdraft resume" in lines[0], said
     again = start_ranks(2, tmp_path, run_longdraft, "resume", journal, "--output", output)
     assert [process.wait() for process in again] == [0, 0], [process.stderr for process in again]
     assert run(["inspect", str(journal), "--json"]) == 0
