@@ -11,13 +11,12 @@ It differs from our `tokenswift` (longdraft/drafters/self_draft.py) in what the 
     n-grams     an n-gram is counted when it has left the penalty window, with and without a penalty; equal counts
                 displace each other in the ranking (`PublishedTable`)
     cache       rows are ranked by raw products q.k, summed over the query heads of a KV head, with one query; new rows
-                overwrite the lowest ones; rows are ranked again when all but the sinks are overwritten; none is
-                protected for being recent (`PublishedCache`)
+                overwrite the lowest ones; when all but the sinks are overwritten, the next verification ranks the rows
+                of the text before it again; none is protected for being recent (`PublishedCache`)
     query       of a new ranking: the last node of the last draft tree, accepted or not
 
-The published code ranks again during the verification that follows; here it is done one step earlier, once in about
-`budget` tokens. With `cache = "full"` and Medusa's independent heads this is Medusa*, as far as the paper tells: its
-cost for each step is that of the paper's ablation "Full".
+With `cache = "full"` and Medusa's independent heads this is Medusa*, as far as the paper tells: its cost for each step
+is that of the paper's ablation "Full".
 """
 
 from __future__ import annotations
@@ -176,26 +175,29 @@ class PublishedCache(PartialCache):
         self._num_since = 0  # tokens since rows were ranked
 
     def _append_or_select(self, attention_output: Callable[[], AttentionOutput] | None) -> None:
+        is_first, is_due = not self.num_selections, self._num_since > self._size.budget - self._size.sinks
+        if attention_output is not None and (is_first or is_due):
+            if is_first:  # the prompt is ranked; later, the verification's own tokens follow the ranked rows
+                self._num_seen = self._full.length
+            self._select(attention_output().last(1).queries, self._num_seen)
+            self._num_since = 0
         new = torch.arange(self._num_seen, self._full.length)
-        budget, sinks = self._size.budget, self._size.sinks
-        since = self._num_since + len(new)
-        if attention_output is not None and (not self.num_selections or since > budget - sinks):
-            self._select(attention_output().last(1).queries)
-            since = 0
-        else:
-            free = budget - self._rows.length
-            if len(new[:free]):
-                self._copy(new[:free])
-            if len(new[free:]):
-                self._overwrite(new[free:], since)
-        self._num_since = since
+        self._num_since += len(new)
         self._num_seen = self._full.length
+        free = self._size.budget - self._rows.length
+        if len(new[:free]):
+            self._copy(new[:free])
+        if len(new[free:]):
+            self._overwrite(new[free:])
 
-    def _overwrite(self, positions: Tensor, since: int) -> None:
+    def _overwrite(self, positions: Tensor) -> None:
         """Put new rows in the place of the lowest ones; the row of the n-th new token is the n-th from the end."""
-        start = max(self._size.sinks, self._size.budget - since)
+        budget, sinks = self._size.budget, self._size.sinks
+        start = max(sinks, budget - self._num_since)
+        if self._num_since > budget - sinks:  # they no longer fit behind those of earlier steps
+            positions = torch.arange(self._full.length - (budget - sinks), self._full.length)
         chosen = positions.flip(0).expand(len(self._rows.stores), self._rows.shapes[0][0], -1)
-        self._kernels.copy(self._full.stores, self._rows.stores, chosen[..., : self._size.budget - start], start)
+        self._kernels.copy(self._full.stores, self._rows.stores, chosen, start)
 
 
 class PublishedDrafter:

@@ -199,16 +199,16 @@ class PartialCache:
         if has_room and (is_whole or not self._must_select):
             self._copy(torch.arange(self._num_seen, self._full.length))
         elif attention_output is not None:
-            self._select(attention_output().last(_NUM_QUERIES).queries)
+            self._select(attention_output().last(_NUM_QUERIES).queries, self._full.length)
         else:  # without queries: sinks and the latest rows
             latest = row_selection.latest(self._full.length, self._size.selected, self._size.sinks)
             self._replace_rows(lambda layer: latest.expand(self._full.shapes[layer][0], -1))
         self._must_select = False
         self._num_seen = self._full.length
 
-    def _select(self, queries: Tensor) -> None:
-        """queries: [L, Q, H, D]."""
-        length, stores = self._full.length, self._full.stores
+    def _select(self, queries: Tensor, length: int) -> None:
+        """Select among the first `length` rows. queries: [L, Q, H, D]."""
+        stores = self._full.stores
         self._replace_rows(lambda layer: self._selection(layer, stores[layer], length,
                                                          queries[layer, ..., : stores[layer].shape[1]]))
         self.num_selections += 1

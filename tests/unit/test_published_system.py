@@ -79,7 +79,9 @@ def test_new_rows_overwrite_the_lowest_ones_until_only_the_sinks_are_left():
     assert grow(1) == [0, 1, 19, 18, 17, 16, 15, 14, 13, 20]
     assert grow(3) == [0, 1, 19, 18, 17, 16, 23, 22, 21, 20]
     assert grow(4) == [0, 1, 27, 26, 25, 24, 23, 22, 21, 20] and cache.num_selections == 1
-    assert grow(1) == [0, 1, 28, 27, 26, 25, 24, 23, 22, 21] and cache.num_selections == 2  # ranked again
+    assert grow(1) == [0, 1, 28, 27, 26, 25, 24, 23, 22, 21] and cache.num_selections == 1  # only the sinks are left
+    assert grow(2) == [0, 1, 28, 27, 26, 25, 24, 23, 30, 29] and cache.num_selections == 2  # ranked, then the new ones
+    assert grow(1) == [0, 1, 28, 27, 26, 25, 24, 31, 30, 29] and cache.num_selections == 2
 
 
 def test_ngrams_are_chains_of_their_own(engine):
