@@ -238,6 +238,7 @@ class Engine:
         while (request := ranks.next_request()) is not None:
             generation = Generation(self.loaded, self.choice, request.prompt.tolist(), request.params,
                                     written=request.written)
-            with suppress(parallel.RequestStopped, NumericalError, JournalError):  # the first rank reports them
+            # The first rank reports these errors. A text that it stops gives its rows to the prefix tree of each rank.
+            with suppress(parallel.RequestStopped, NumericalError, JournalError), generation:
                 for _ in generation:
                     pass

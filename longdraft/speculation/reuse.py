@@ -83,9 +83,10 @@ class PrefixReuse:
             yield from self._wait(tree, limit)
         found = self._match(tree, ids, limit) if tree else None
         with ranks.synchronized(self._context):
-            self.cached_tokens = ranks.smallest(self._shareable(found.length) if found else 0)
+            found = self._agreed(found, ranks)
         if tree and found:
-            for stores, count in found.cut(self.cached_tokens).parts:
+            self.cached_tokens = found.length
+            for stores, count in found.parts:
                 self._cache.adopt(stores, count)
             if self._cache.states and self.cached_tokens:
                 self._cache.states.adopt(found.states)
@@ -101,6 +102,16 @@ class PrefixReuse:
     def _match(self, tree: PrefixTree, ids: Ids, limit: int) -> Match:
         found = tree.match(self._group, ids, limit)
         return found.cut_to_state() if self._cache.states else found
+
+    def _agreed(self, found: Match | None, ranks: SingleProcess) -> Match | None:
+        """As much of the beginning as every rank has and can take. Their trees may differ."""
+        agreed = -1
+        while (least := ranks.smallest(found.length if found else 0)) != agreed:
+            agreed = least
+            if found:
+                found = found.cut(self._shareable(least))
+                found = found.cut_to_state() if self._cache.states else found
+        return found
 
     def _wait(self, tree: PrefixTree, limit: int) -> Iterator[Waiting]:
         ids = self._context.slice(0, limit)

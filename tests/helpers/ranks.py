@@ -51,8 +51,8 @@ PLAN: dict[int | str, list[tuple[str, str, dict[str, object], tuple[str, ...]]]]
 }
 
 
-def main(folder: Path, plan: str = "") -> None:
-    """plan: the key of PLAN; "": the number of ranks."""
+def main(folder: Path, journals: Path, plan: str = "") -> None:
+    """folder: of the models; journals: an empty folder; plan: the key of PLAN, "": the number of ranks."""
     found: dict[str, dict[str, object]] = {}
     sums_are_in_the_order_of_ranks()
     size = int(os.environ["WORLD_SIZE"])
@@ -68,9 +68,10 @@ def main(folder: Path, plan: str = "") -> None:
         for sampling in samplings:
             found.setdefault(f"{model} {sampling}", {})[name] = write(engine, SAMPLINGS[sampling])
         if name == "tokenswift":
-            found[f"{model} warm"]["resumed"] = resumed(engine, Path(f"journal-{size}"))
+            found[f"{model} warm"]["resumed"] = resumed(engine, journals / model)
             found[f"{model} warm"]["batch"] = batched(engine)
             found[f"{model} warm"]["again"] = again(engine)
+            found[f"{model} continued"] = continued(engine)
         engine.close()
     if int(os.environ["RANK"]) == 0:
         print(json.dumps(found))
@@ -115,6 +116,18 @@ def again(engine: longdraft.Engine) -> list[object]:
     """The text behind a prompt that all ranks have read before."""
     *_, last = engine.generate(PROMPT, params(SAMPLINGS["warm"]))
     return [last.stats["sha256_tokens"], last.stats["cached_tokens"], last.stats["exactness"]]
+
+
+def continued(engine: longdraft.Engine) -> dict[str, list[object]]:
+    """A prompt that goes on with a text that was stopped: with its rows, and without any rows of other texts."""
+    with engine.generate(PROMPT, params(SAMPLINGS["warm"])) as text:
+        while len(text.tokens) < 5:
+            next(text)
+    prompt, found = [*text.prompt, *text.tokens.tolist(), *range(60, 80)], {}
+    for name, salt, figure in (("reused", "", "cached_tokens"), ("computed", None, "draft_tokens")):
+        *_, last = engine.generate(prompt, params(SAMPLINGS["warm"]), cache_salt=salt)
+        found[name] = [last.stats["sha256_tokens"], last.stats[figure], last.stats["exactness"]]
+    return found
 
 
 def resumed(engine: longdraft.Engine, journal: Path) -> list[object]:

@@ -20,6 +20,9 @@ from longdraft.generation import Generation
 from longdraft.kernels.interface import STORE_BLOCK
 from longdraft.loaded_model import DrafterChoice
 from longdraft.model.transformer import Transformer
+from longdraft.parallel import SingleProcess
+from longdraft.speculation import reuse
+from longdraft.speculation.reuse import shareable_rows
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +128,36 @@ def test_texts_of_a_hybrid_continue_from_kept_states(hybrid, drafter):
         warm = engine.generate(text, params)
         assert text_of(warm) == text_of(cold.generate(text, params, cache_salt=None))
         assert warm.cached_tokens == expected
+
+
+class OtherRank(SingleProcess):
+    """A rank whose tree has the rows of the text, but states at `places` only, and takes part in the agreement."""
+
+    def __init__(self, places: list[int]) -> None:
+        self._places = places
+
+    def smallest(self, number: int) -> int:
+        own = max((place for place in self._places if place <= number), default=0)
+        return min(number, own)
+
+
+@pytest.mark.parametrize("places, expected", [([STORE_BLOCK - 16, 496], STORE_BLOCK - 16), ([900, 496], 496),
+                                              ([900], 0), ([], 0)])
+def test_ranks_that_kept_different_states_continue_where_all_have_one(hybrid, places, expected):
+    engine, prompt = longdraft.load(str(hybrid), drafter="plain", cache_ram=100), prompt_of(STORE_BLOCK + 700)
+    cold = text_of(engine.generate(prompt, batch_params()))
+    ranks = Engine(replace(engine.loaded, ranks=OtherRank(places)), engine.choice)
+    warm = ranks.generate(prompt, batch_params())
+    assert text_of(warm) == cold and warm.cached_tokens == expected
+
+
+def test_a_hybrid_takes_no_rows_behind_which_no_states_were_kept(hybrid, monkeypatch):
+    """By the rule of a device, whole chunks of the prompt could be taken, but no states are kept at their ends."""
+    engine, prompt = longdraft.load(str(hybrid), drafter="plain", cache_ram=100), prompt_of(STORE_BLOCK + 700)
+    cold = text_of(engine.generate(prompt, batch_params()))
+    monkeypatch.setattr(reuse, "shareable_rows", lambda _, *given: shareable_rows(True, *given))
+    warm = engine.generate(prompt, batch_params())
+    assert text_of(warm) == cold and warm.cached_tokens == 0
 
 
 def test_random_trees_of_hybrid_texts_in_batches(hybrid):
