@@ -42,10 +42,9 @@ def _tables(file: str, ids: list[str], chosen: list[str]) -> str:
             replace(table, measures=tuple(name for name in table.measures if name in chosen))
             for table in plan.tables))
         found_tables = measures.tables(found, plan, plan.scale(session["scale"]))
-    seeds = sorted({text.about["sampling"]["seed"] for text in found.texts.values()})
     origin = (f"Model `{session['model']}`, weights sha256 {session['weights_sha256'][:12]}, "
               f"commit {session['commit']}, {session['processor']}, {session['threads']} threads, "
-              f"seeds {seeds}, prompt {session['prompt_sha256'][:12]}; measured {session['began'][:10]}.")
+              f"seeds {found.seeds}, prompt {session['prompt_sha256'][:12]}; measured {session['began'][:10]}.")
     return "\n".join([origin, "", *(table.markdown() for table in found_tables)])
 
 

@@ -132,7 +132,7 @@ template <Groups KIND> Factors factors(const uint8_t* tile, long g, int v) {
     auto halves = [&](const uint8_t* from) { return from_halves(reinterpret_cast<const uint16_t*>(from) + v * LANES); };
     if constexpr (E::SHAPE.has_zero) found.zeros = zeros_of(group + E::MIDDLE + v * LANES);
     if constexpr (E::SHAPE.common) {
-        auto numbers = [&](int at) { return from_bytes(reinterpret_cast<const int8_t*>(group + at) + v * LANES); };
+        auto numbers = [&](int at) { return from_int8(reinterpret_cast<const int8_t*>(group + at) + v * LANES); };
         const uint8_t* common = tile + E::common(g);
         const Floats scale = halves(common);
         found.scale = numbers(0) * scale;  // products of 8 and 11 bits: exact

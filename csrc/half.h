@@ -23,22 +23,4 @@ inline Floats from_halves(const uint16_t* p) {
 #endif
 }
 
-// 16 whole numbers of 8 bits as floats.
-inline Floats from_bytes(const int8_t* p) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#elif defined(__AVX2__)
-    Floats x;
-    for (int half = 0; half < 2; half++) {
-        const __m256 eight = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * half))));
-        std::memcpy(reinterpret_cast<char*>(&x) + 32 * half, &eight, sizeof eight);
-    }
-    return x;
-#else
-    Floats x;
-    for (int i = 0; i < LANES; i++) x[i] = p[i];
-    return x;
-#endif
-}
-
 }  // namespace

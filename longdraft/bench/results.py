@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from longdraft.errors import OutputError, UsageError
-from longdraft.report.turns import MeasuredText, Record
+from longdraft.report.turns import MeasuredText, Record, seeds_of
 
 # The entries that may differ between the sessions of one file.
 _SESSION_SPECIFIC = {"kind", "began", "date", "load_average", "limits", "prompt_file", "seeds"}
@@ -37,7 +37,7 @@ class Results:
     @property
     def seeds(self) -> list[int]:
         """The seeds of all sessions, in the order of the file."""
-        return list(dict.fromkeys(seed for session in self.sessions for seed in session["seeds"]))
+        return seeds_of(self.sessions)
 
     def add(self, record: Record) -> None:
         if record["kind"] == "session":

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from longdraft.report import figures
 from longdraft.report.table import Table
-from longdraft.report.turns import MeasuredText, Record
+from longdraft.report.turns import MeasuredText, Record, seeds_of
 
 CAPTIONS = {
     "minutes": "Minutes by new tokens. All systems took turns in one run.",
@@ -63,7 +63,7 @@ def text_sections(texts: Iterable[MeasuredText], session: Record) -> list[Sectio
 
 def provenance_section(sessions: Sequence[Record]) -> Section:
     """The machine, the software and the settings of a run."""
-    first = sessions[0] | {"seeds": sorted({seed for session in sessions for seed in session.get("seeds", [])})}
+    first = sessions[0] | {"seeds": seeds_of(sessions) or None}
     rows = [[name, str(first[name])] for name in _SHOWN_PROVENANCE if first.get(name) is not None]
     limits = [session["limits"] for session in sessions if session.get("limits")]
     if limits:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,11 @@ class MeasuredText:
         owner = system if self.about["systems"][system]["own_text"] else self.about["reference"]
         parts = [unpack_tokens(turn["ids"]) for turn in self.turns.get(owner, [])]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+
+
+def seeds_of(sessions: Iterable[Record]) -> list[int]:
+    """The seeds of these sessions, each once, in their order. A session of a single text names none."""
+    return list(dict.fromkeys(seed for session in sessions for seed in session.get("seeds", ())))
 
 
 def pack_tokens(tokens: Sequence[int] | NDArray[np.int32]) -> str:
