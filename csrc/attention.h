@@ -162,7 +162,10 @@ template <class T> class TextAttention {
         }
         Element* out = static_cast<Element*>(a_.out) + (row * a_.heads + h) * store_.dim;
         // Adding 0 turns -0 into 0: the sign of a zero would depend on how many zeros were added to it.
-        for (long d = 0; d < store_.dim; d++) out[d] = T::round((merged[d] + 0.0f) / merged[padded + 1]);
+        const Floats sums = broadcast(merged[padded + 1]);
+        long d = 0;
+        for (; d + LANES <= store_.dim; d += LANES) T::narrow(out + d, (load(merged + d) + 0.0f) / sums);
+        for (; d < store_.dim; d++) out[d] = T::round((merged[d] + 0.0f) / sums[0]);
         a_.lse[row * a_.heads + h] = merged[padded] / LOG2_E + std::log(merged[padded + 1]);
     }
 

@@ -11,7 +11,7 @@ namespace {
 // A group of a block as its type has it: value = scale of its half * (code - offset) + least. Scales and least values are
 // float16, or with `is_common` products of a whole number and a float16 number that 8 groups share.
 struct Numbers {
-    uint8_t codes[GROUP];
+    uint8_t codes[GROUP] = {};
     int offset = 0;
     bool is_common = false;
     int scales[2] = {1, 1}, least = 0;
@@ -35,10 +35,38 @@ void add_fifth_bits(const uint8_t* from, uint8_t* codes) {  // that of code i is
     }
 }
 
-constexpr uint8_t IQ4_CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // + 128
+// Add (from[i] >> shift & mask) << up to 32 codes, eight at a time. What a shift brings from the next byte is not in the
+// mask.
+void add_bits(const uint8_t* from, int shift, uint64_t mask, int up, uint8_t* codes) {
+    for (int i = 0; i < GROUP; i += 8) {
+        uint64_t eight, own;
+        std::memcpy(&eight, codes + i, 8);
+        std::memcpy(&own, from + i, 8);
+        eight |= (own >> shift & mask * 0x0101010101010101u) << up;
+        std::memcpy(codes + i, &eight, 8);
+    }
+}
 
-void look_up(uint8_t* codes) {
-    for (int i = 0; i < GROUP; i++) codes[i] = IQ4_CODES[codes[i]];
+// The numbers of IQ4, increased by 128, of both nibbles of each byte.
+struct Iq4Pairs {
+    uint8_t low[256] = {}, high[256] = {};
+    constexpr Iq4Pairs() {
+        constexpr uint8_t CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+        for (int b = 0; b < 256; b++) low[b] = CODES[b & 15], high[b] = CODES[b >> 4];
+    }
+};
+
+void look_up(const uint8_t* from, uint8_t* codes) {  // byte i has the numbers i and i + 16
+    static constexpr Iq4Pairs PAIRS;
+    for (int i = 0; i < 16; i += 8) {
+        uint64_t low = 0, high = 0;  // eight codes at a time: words of single bytes that were just written load slowly
+        for (int j = 0; j < 8; j++) {
+            low |= static_cast<uint64_t>(PAIRS.low[from[i + j]]) << 8 * j;
+            high |= static_cast<uint64_t>(PAIRS.high[from[i + j]]) << 8 * j;
+        }
+        std::memcpy(codes + i, &low, 8);
+        std::memcpy(codes + 16 + i, &high, 8);
+    }
 }
 
 // The scale and the least value of group g, of the 12 bytes of Q4_K and Q5_K.
@@ -98,26 +126,21 @@ void read_small(int type, const uint8_t* block, Numbers& to) {  // of 32 numbers
         case Q4_1: nibbles(block + 4, to.codes); break;
         case Q5_0: nibbles(block + 6, to.codes), add_fifth_bits(block + 2, to.codes), to.offset = 16; break;
         case Q5_1: nibbles(block + 8, to.codes), add_fifth_bits(block + 4, to.codes); break;
-        default: nibbles(block + 2, to.codes), look_up(to.codes), to.offset = 128;
+        default: look_up(block + 2, to.codes), to.offset = 128;
     }
 }
 
-void read_k_nibbles(const uint8_t* from, int g, uint8_t* codes) {  // 32 bytes have the groups 2 p and 2 p + 1
-    for (int i = 0; i < GROUP; i++) codes[i] = from[g / 2 * 32 + i] >> 4 * (g % 2) & 15;
-}
-
 void read_q6_k(const uint8_t* block, int g, Numbers& to) {
-    const uint8_t* low = block + g / 4 * 64 + g % 2 * 32;
-    const uint8_t* high = block + 128 + g / 4 * 32;
-    for (int i = 0; i < GROUP; i++)
-        to.codes[i] = static_cast<uint8_t>((low[i] >> (g % 4 / 2 * 4) & 15) | (high[i] >> 2 * (g % 4) & 3) << 4);
+    add_bits(block + g / 4 * 64 + g % 2 * 32, g % 4 / 2 * 4, 15, 0, to.codes);
+    add_bits(block + 128 + g / 4 * 32, 2 * (g % 4), 3, 4, to.codes);
     to.offset = 32, to.is_common = true, to.scale_by = half_at(block + 208);
     for (int half = 0; half < 2; half++) to.scales[half] = static_cast<int8_t>(block[192 + 2 * g + half]);
 }
 
 void read_q3_k(const uint8_t* block, int g, Numbers& to) {
-    const uint8_t *low = block + 32 + g / 4 * 32, *s = block + 96;
-    for (int i = 0; i < GROUP; i++) to.codes[i] = static_cast<uint8_t>((low[i] >> 2 * (g % 4) & 3) + (block[i] >> g & 1) * 4);
+    const uint8_t* s = block + 96;
+    add_bits(block + 32 + g / 4 * 32, 2 * (g % 4), 3, 0, to.codes);
+    add_bits(block, g, 1, 2, to.codes);
     to.offset = 4, to.is_common = true, to.scale_by = half_at(block + 108);
     for (int half = 0; half < 2; half++) {
         const int j = 2 * g + half;
@@ -126,36 +149,34 @@ void read_q3_k(const uint8_t* block, int g, Numbers& to) {
 }
 
 void read_iq4_xs(const uint8_t* block, int g, Numbers& to) {
-    nibbles(block + 8 + g * 16, to.codes), look_up(to.codes);
+    look_up(block + 8 + g * 16, to.codes);
     to.offset = 128, to.is_common = true, to.scale_by = half_at(block);
     to.scales[0] = to.scales[1] = ((block[4 + g / 2] >> 4 * (g % 2) & 15) | (half_at(block + 2) >> 2 * g & 3) << 4) - 32;
 }
 
-Numbers numbers_of(int type, const uint8_t* row, long group) {
+void read_numbers(int type, const uint8_t* row, long group, Numbers& found) {
     const BlockSize size = size_of(type);
     const uint8_t* block = row + group / size.groups * size.bytes;
     const int g = static_cast<int>(group % size.groups);
-    Numbers found;
     if (size.groups == 1) {
         read_small(type, block, found);
     } else if (type == Q4_K || type == Q5_K) {
         found.scale_by = half_at(block), found.least_by = half_at(block + 2) ^ 0x8000u;  // it is subtracted
         k_scales(block + 4, g, found);
-        read_k_nibbles(block + (type == Q5_K ? 48 : 16), g, found.codes);
-        if (type == Q5_K)
-            for (int i = 0; i < GROUP; i++) found.codes[i] = static_cast<uint8_t>(found.codes[i] | (block[16 + i] >> g & 1) << 4);
+        add_bits(block + (type == Q5_K ? 48 : 16) + g / 2 * 32, 4 * (g % 2), 15, 0, found.codes);  // 32 bytes: two groups
+        if (type == Q5_K) add_bits(block + 16, g, 1, 4, found.codes);
     } else {
         (type == Q6_K ? read_q6_k : type == Q3_K ? read_q3_k : read_iq4_xs)(block, g, found);
     }
-    return found;
 }
 
 bool is_finite(uint16_t half) { return (half & 0x7c00u) != 0x7c00u; }
 
 uint16_t* halves_of(uint8_t* group, long at) { return reinterpret_cast<uint16_t*>(group + at); }
 
-// Write a group of output c. Returns whether its scales are finite.
-template <Groups KIND> bool put(uint8_t* tile, long g, long c, Numbers from) {
+// Write a group of output c. Returns whether its scales are finite. `from` is no copy: one would wait for the small parts
+// that were just written.
+template <Groups KIND> bool put(uint8_t* tile, long g, long c, Numbers& from) {
     using E = Encoding<KIND>;
     uint8_t* group = tile + E::group(g);
     if constexpr (KIND == Groups::BYTES || KIND == Groups::BYTES_HALVES_LEAST)
@@ -202,9 +223,12 @@ long pack_blocks(Linear& w, const uint8_t* const* rows, const uint8_t* types) {
             auto* tile = w.tile<uint8_t>(t);
             const long first = t * COLUMNS, columns = std::min<long>(COLUMNS, w.n - first);
             for (long g = 0; g < w.num_groups(); g++)
-                for (long c = 0; c < columns; c++)
-                    if (!put<kind>(tile, g, c, numbers_of(types[first + c], rows[first + c], g)))
+                for (long c = 0; c < columns; c++) {
+                    Numbers numbers;
+                    read_numbers(types[first + c], rows[first + c], g, numbers);
+                    if (!put<kind>(tile, g, c, numbers))
                         for (long seen = damaged; first + c < seen && !damaged.compare_exchange_weak(seen, first + c);) {}
+                }
         });
     });
     return damaged == w.n ? -1 : damaged.load();

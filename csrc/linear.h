@@ -319,12 +319,15 @@ template <class T, class Around> void multiply_all(const Product* products, long
         work += products[i].rows * products[i].weight->k * products[i].weight->n;
         ends.push_back(tiles += products[i].weight->tiles());
     }
-    const long in_one = work < MIN_PARALLEL_WORK ? tiles : std::max<long>(1, tiles / (4 * threads()));
-    parallel((tiles + in_one - 1) / in_one, [&](long job) {
+    constexpr size_t LEAST = 1 << 16;  // bytes of a piece: the processor fetches ahead what is read in order
+    const std::vector<long> pieces =
+        pieces_of(tiles, work < MIN_PARALLEL_WORK ? tiles : static_cast<long>(1 + LEAST / products->weight->tile_bytes()));
+    parallel(static_cast<long>(pieces.size()), [&](long job) {
         [[maybe_unused]] Around around;
-        long place = job * in_one;
+        long place = job ? pieces[static_cast<size_t>(job - 1)] : 0;
+        const long end = pieces[static_cast<size_t>(job)];
         size_t i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), place) - ends.begin());
-        for (; place < std::min(tiles, (job + 1) * in_one); place++) {
+        for (; place < end; place++) {
             if (place == ends[i]) i++;
             multiply_tile<T>(products[i], inputs[i], place - (i ? ends[i - 1] : 0));
         }

@@ -172,4 +172,11 @@ int threads() { return pool().size(); }
 void set_threads(int count) { pool().resize(count); }
 void parallel(long count, const std::function<void(long)>& work) { pool().run(count, work); }
 
+std::vector<long> pieces_of(long count, long least) {
+    const long shares = 2 * threads();
+    std::vector<long> ends;
+    for (long at = 0; at < count; ends.push_back(at)) at = std::min(count, at + std::max(least, (count - at) / shares));
+    return ends;
+}
+
 }  // namespace longdraft

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <vector>
 
 namespace longdraft {
 
@@ -10,5 +11,9 @@ void set_threads(int count);
 
 // Run work(0) .. work(count - 1), in any order, on all threads. Returns when all are done; rethrows the first exception.
 void parallel(long count, const std::function<void(long)>& work);
+
+// The ends of the pieces of at least `least` in which threads take `count` things. They get ever smaller, so that all
+// threads end together although one of them began late or is disturbed.
+std::vector<long> pieces_of(long count, long least);
 
 }  // namespace longdraft

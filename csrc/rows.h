@@ -158,7 +158,13 @@ void rope_as(Rows x, const float* cos, const float* sin, long rows, long heads, 
             const Element* in = element_row<T>(x, r, h);
             Element* to = static_cast<Element*>(out) + (r * heads + h) * dim;
             const float *c = cos + r * half, *s = sin + r * half;
-            for (long i = 0; i < half; i++) {
+            long i = 0;
+            for (; i + LANES <= half; i += LANES) {
+                const Floats a = T::widen(in + i), b = T::widen(in + i + half), x = load(c + i), y = load(s + i);
+                T::narrow(to + i, a * x - b * y);
+                T::narrow(to + i + half, b * x + a * y);
+            }
+            for (; i < half; i++) {
                 float a = T::widen(in[i]), b = T::widen(in[i + half]);
                 to[i] = T::round(a * c[i] - b * s[i]);
                 to[i + half] = T::round(b * c[i] + a * s[i]);

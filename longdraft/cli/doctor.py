@@ -42,15 +42,16 @@ def doctor(
     model: Annotated[str | None, typer.Option(help="Show what this model (bundled name, folder, GGUF file or hub id) "
                                               "needs and how fast it can be here, or why it does not run; from its "
                                               "config.json or header alone.")] = None,
+    file: Annotated[str | None, typer.Option(help="GGUF file to take from the folder or the hub id.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Cache folder for files from the hub; default: that of "
                                                         "HF_HOME.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Use files from the hub's cache only.")] = False,
     as_json: _Json = False,
 ) -> None:
     """Show versions, hardware and kernels, with what is missing; or what a model needs."""
-    if model is None and (cache_dir or offline):
-        raise UsageError("--cache-dir and --offline apply to a model from the hub; give --model with them")
-    report = _report() if model is None else _needs(model, cache_dir, offline)
+    if model is None and (file or cache_dir or offline):
+        raise UsageError("--file, --cache-dir and --offline apply to a model; give --model with them")
+    report = _report() if model is None else _needs(model, file, cache_dir, offline)
     if as_json:
         print(json.dumps(report, indent=2))
         return
@@ -60,7 +61,7 @@ def doctor(
         print(f"{name:{width}}  {value}")
 
 
-def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
+def _needs(model: str, file: str | None, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
     """The memory that a model needs, and a lower bound of its time per token, in bfloat16 on the CPU."""
     from longdraft import machine
     from longdraft.model import config, draft_copy, hub, sizing
@@ -68,6 +69,7 @@ def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
     from longdraft.model.heads import require_model
     from longdraft.model.tensor_files import TensorFiles, has_weights
 
+    model = hub.with_file(model, file)
     folder = hub.resolve(model, hub.Hub(cache_dir=cache_dir, offline=offline), is_config_enough=True)
     require_model(folder)
     parsed = config.read_config(folder)
@@ -78,6 +80,7 @@ def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
     copy_format, copy_bytes = draft_copy.copy_size(parsed, sizes)
     memory = _memory_bytes()
     bandwidth = machine.read_bandwidth(_READ_BYTES)
+    kept = sizing.kept_sizes(folder, parsed)
     return {
         "model": model,
         "dtype": "bfloat16",
@@ -95,17 +98,17 @@ def _needs(model: str, cache_dir: Path | None, offline: bool) -> dict[str, Any]:
         "max_context_in_memory": None if memory is None else sizes.max_context(memory, copy_bytes),
         "read_bandwidth_gb_per_s": bandwidth / 1e9,
         "ms_per_token": {str(context): sizes.ms_per_token(context, bandwidth) for context in _CONTEXTS},
+        "quantize_file": None if kept is None else {
+            "weights_bytes": kept.weights_bytes,
+            "bytes_per_token": kept.read_bytes,
+            "max_context_in_memory": None if memory is None else kept.max_context(memory),
+            "ms_per_token": {str(context): kept.ms_per_token(context, bandwidth) for context in _CONTEXTS},
+        },
     }
 
 
 def _in_words(needs: dict[str, Any]) -> dict[str, str]:
-    fits, limit = needs["max_context_in_memory"], needs["context_limit"]
-    if fits is None:
-        room = "unknown: this system does not report its memory"
-    elif not fits:
-        room = "nothing: the weights alone are too large"
-    else:
-        room = f"{fits:,} tokens" + (" (the model's limit)" if fits == limit else "")
+    limit, kept = needs["context_limit"], needs["quantize_file"]
     times = {f"at {int(context):,} tokens": f"{ms:,.1f} ms per token at least, without drafts"
              + (f"; the model's limit is {limit:,}" if int(context) > limit else "")
              for context, ms in needs["ms_per_token"].items()}
@@ -124,10 +127,24 @@ def _in_words(needs: dict[str, Any]) -> dict[str, str]:
         "cache": f"{needs['cache_bytes_per_1k_tokens'] / 1e6:,.1f} MB for 1,024 tokens",
         **({"states": f"{needs['state_bytes'] / 1e6:,.1f} MB, whatever the length of the text"}
            if needs["state_bytes"] else {}),
-        f"fits here{memory}": room,
+        f"fits here{memory}": _room(needs, limit),
         "read bandwidth": f"{needs['read_bandwidth_gb_per_s']:.1f} GB/s, measured now",
         **times,
+        **({"with --quantize file": f"{kept['weights_bytes'] / 1e9:,.2f} GB of weights, "
+            f"{kept['bytes_per_token'] / 1e9:,.2f} GB of them read for a token; fits here: {_room(kept, limit)}; at "
+            f"{_CONTEXTS[0]:,} tokens {kept['ms_per_token'][str(_CONTEXTS[0])]:,.1f} ms per token at least"}
+           if kept else {}),
     }
+
+
+def _room(needs: dict[str, Any], limit: int) -> str:
+    """How long a text fits into this machine's memory, in words."""
+    fits = needs["max_context_in_memory"]
+    if fits is None:
+        return "unknown: this system does not report its memory"
+    if not fits:
+        return "nothing: the weights alone are too large"
+    return f"{fits:,} tokens" + (" (the model's limit)" if fits == limit else "")
 
 
 def _report() -> dict[str, Any]:

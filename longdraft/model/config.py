@@ -32,7 +32,7 @@ _LATER: dict[str, object] = {
     "experts": None, "hybrid": None, "norm_names": (), "float_norms": False, "norm_offset": 0.0, "has_gelu": False,
     "rounds_embedding_factor": False, "score_cap": 0.0, "logits_cap": 0.0, "window_rope": None,
     "has_fused_mlp": False, "is_interleaved": False, "query_growth": None,
-    "has_sinks": False, "gemma4": None}
+    "has_sinks": False, "gemma4": None, "rounds_twice": False}
 _LATER_OF_PARTS: dict[str, dict[str, object]] = {
     "experts": {"shared": 0, "router": "gate", "has_bias": False, "clamp": None, "is_beside": False},
     "hybrid": {"is_converted": False}}
@@ -88,6 +88,7 @@ class ModelConfig:
     # (b, n): queries at position p are multiplied by 1 + b ln(1 + floor(p / n))
     query_growth: tuple[float, int] | None = None
     gemma4: Gemma4Config | None = None  # what layers of Gemma 4 have besides
+    rounds_twice: bool = False  # norms round before and after their weight although they follow attention and MLP
 
     def is_delta(self, layer: int) -> bool:
         """Whether a layer has a state in place of attention, and no rows in a KV cache."""
@@ -120,7 +121,7 @@ class ModelConfig:
     @property
     def rounds_once(self) -> bool:
         """Whether norms round only after their weight."""
-        return self.post_norm or self.float_norms
+        return (self.post_norm and not self.rounds_twice) or self.float_norms
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -242,6 +243,9 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
                          "num_key_value_heads, and head_dim must be even")
     window, windowed, window_from = parse_windows(config, family, num_layers)
     skipped = config.get("no_rope_layers") if family.skips_rope else None
+    rotated = () if skipped is None else by_layer(skipped, "no_rope_layers", (0, 1), 1, num_layers)
+    if family.rotates_windows:
+        rotated = windowed
     multiplied = config if family.is_multiplied else {}
     attention_bias = bool(config.get("attention_bias", False))
     if family.is_gemma4:
@@ -271,7 +275,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         window=window,
         windowed=windowed,
         window_from=window_from,
-        rotated=() if skipped is None else by_layer(skipped, "no_rope_layers", (0, 1), 1, num_layers),
+        rotated=rotated,
         skip_rope_every=int(config.get("no_rope_layer_interval", 4)) if family.skips_rope else 0,
         embedding_factor=math.sqrt(hidden) if family.scales_embedding else float(
             multiplied.get("embedding_multiplier", 1.0)),
@@ -295,6 +299,7 @@ def _translate(config: Mapping[str, Any], family: Family, eos: Any) -> ModelConf
         has_sinks=family.has_sinks,
         query_growth=parse_query_growth(config, family, trained),
         gemma4=gemma4,
+        rounds_twice=family.rounds_twice,
     )
 
 

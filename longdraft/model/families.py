@@ -57,6 +57,7 @@ class Family:
     mlp_bias       the MLP has biases; None: as `mlp_bias` in config.json says
     head_norms     RMSNorm of queries and keys before RoPE: "each" head, or "all" heads as one vector
     post_norm      norms follow attention and MLP instead of preceding them; they round once, after their weight
+    rounds_twice   these norms round before their weight too, as others do
     is_fused       the file has one tensor for q, k and v, and one for gate and up
     has_fused_mlp  the file has one tensor for gate and up alone
     is_interleaved RoPE turns adjacent dimensions (2 i, 2 i + 1) of a head
@@ -76,6 +77,7 @@ class Family:
     window_period  without layer_types, each layer with such a number is without a window
     has_window_rope  layers with a window have rotations of their own
     skips_rope     layers may be without RoPE (no_rope_layers)
+    rotates_windows  if any layer has a window, those without one are without RoPE
     is_multiplied  config.json has embedding_, residual_ and attention_multiplier, and logits_scaling
     rotates_part   partial_rotary_factor may be below 1
     experts        mixtures of experts instead of MLPs; None: none
@@ -88,6 +90,7 @@ class Family:
     mlp_bias: bool | None = None
     head_norms: HeadNorms = "none"
     post_norm: bool = False
+    rounds_twice: bool = False
     is_fused: bool = False
     has_fused_mlp: bool = False
     is_interleaved: bool = False
@@ -105,6 +108,7 @@ class Family:
     window_period: int = 0
     has_window_rope: bool = False
     skips_rope: bool = False
+    rotates_windows: bool = False
     is_multiplied: bool = False
     rotates_part: bool = False
     experts: ExpertsFormat | None = None
@@ -121,6 +125,7 @@ _HYBRID_EXPERTS = {"num_key_value_heads": 2, "moe_intermediate_size": 512, "shar
 _SHARED = ExpertsFormat("mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", None, True,
                         "shared_expert_intermediate_size")
 _DELTA = Family(mlp_bias=False, head_norms="each", rotates_part=True, norm_offset=1.0)
+_OLMO = Family(mlp_bias=False, head_norms="all", post_norm=True, defaults={"rms_norm_eps": 1e-5})
 _GEMMA = Family(
     mlp_bias=False, norm_offset=1.0, activation="gelu_tanh", scales_embedding=True, windows="listed",
     query_scalar="query_pre_attn_scalar", caps=("attn_logit_softcapping", "final_logit_softcapping"),
@@ -139,7 +144,14 @@ FAMILIES: dict[str, Family] = {
                    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
                              "original_max_position_embeddings": 4096}),
     "granite": Family(is_multiplied=True),
-    "olmo2": Family(mlp_bias=False, head_norms="all", post_norm=True, defaults={"rms_norm_eps": 1e-5}),
+    "olmo2": _OLMO,
+    "olmo3": replace(_OLMO, windows="listed", window_period=4, has_window_rope=True, defaults={
+        "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0}),
+    "exaone4": Family(qkv_bias=False, out_bias=False, mlp_bias=False, head_norms="each", post_norm=True,
+                      rounds_twice=True, windows="listed", window_period=4, rotates_windows=True, defaults={
+                          "rms_norm_eps": 1e-5, "sliding_window": 4096, "num_key_value_heads": 32}),
+    "seed_oss": Family(out_bias=False, defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8,
+                                                 "max_position_embeddings": 524288}),
     "smollm3": Family(windows="some", skips_rope=True, defaults={
         "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True}),
     "mixtral": Family(qkv_bias=False, out_bias=False, mlp_bias=False, windows="all", defaults={
@@ -204,7 +216,6 @@ MISSING: dict[str, str] = {
     "cohere2": "LayerNorm, parallel attention and MLP",
     "deepseek_v2": f"latent attention, {_EXPERTS}",
     "deepseek_v3": f"latent attention, {_EXPERTS}",
-    "exaone4": "norms after attention and MLP combined with per-head norms",
     "falcon": "LayerNorm, an MLP without a gate",
     "gpt2": "learned positions, LayerNorm, an MLP without a gate",
     "gpt_neox": "LayerNorm, an MLP without a gate",
@@ -216,7 +227,6 @@ MISSING: dict[str, str] = {
     "mamba2": "state-space layers",
     "mllama": "image input by cross-attention",
     "olmo": "LayerNorm without weights",
-    "olmo3": "a second RoPE for layers with a window",
     "phi": "LayerNorm, parallel attention and MLP",
     "phimoe": _EXPERTS,
     "qwen2_moe": _EXPERTS,

@@ -39,7 +39,7 @@ def parse_ropes(config: Mapping[str, Any], family: Family, head_dims: tuple[int,
     """The rotation of a model, and that of its layers with a window if it differs.
 
     Reads both spellings: `rope_parameters` (transformers 5, for each kind of layer where they differ), and `rope_theta`
-    with `rope_scaling` (earlier; layers with a window have `rope_local_base_freq`, and no scaling).
+    with `rope_scaling` (earlier; layers with a window have `rope_local_base_freq`, if there is one, and no scaling).
 
     head_dims  of layers without a window, and with one
     """
@@ -48,7 +48,7 @@ def parse_ropes(config: Mapping[str, Any], family: Family, head_dims: tuple[int,
         return _rope(config, scaling, family, head_dims[0], trained), None
     parts = [scaling.get(kind) for kind in ("full_attention", "sliding_attention")]
     if not all(isinstance(part, dict) for part in parts):
-        parts = [scaling, {"rope_theta": config["rope_local_base_freq"]}]
+        parts = [scaling, {"rope_theta": config.get("rope_local_base_freq") or config["rope_theta"]}]
     whole, windowed = (_rope(config, dict(part or {}), family, head_dim, trained)
                        for part, head_dim in zip(parts, head_dims, strict=True))
     if windowed.kind not in ("default", "linear"):

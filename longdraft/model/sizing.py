@@ -7,7 +7,8 @@ is a lower bound for plain decoding, which reads both for each token.
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,6 +19,7 @@ from longdraft.kernels import VARIABLE, Kernels
 from longdraft.model import gpt_oss
 from longdraft.model.config import ModelConfig, read_json
 from longdraft.model.gguf.container import open_gguf
+from longdraft.model.gguf.types import KEPT_BYTES
 from longdraft.model.tensor_names import expected_shapes
 from longdraft.model.transformer import Transformer
 
@@ -28,6 +30,8 @@ _MAX_EXPERTS = 1 << 16
 _BYTES = {"bfloat16": 2, "float32": 4}
 _INT4_BYTES = 19 / 32  # of a weight: 32 of them have 16 bytes and 3 for scale and zero point
 _MXFP4_BYTES = 17 / 32  # of a weight: 32 of them have 16 bytes and an exponent
+_STACKED = re.compile(r"attn_[qkv]\.weight|ffn_(?:gate|up)(?P<kind>_exps|_shexp|)\.weight")  # of GGUF: in one matrix
+_ONE_SCALE = {"Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"}  # types that 8 bits with a scale for 32 weights can hold
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,30 @@ def has_mxfp4(path: Path, config: ModelConfig) -> bool:
         return bool(experts) and set(experts) == {"MXFP4"}
     quantized = read_json(path / "config.json").get("quantization_config")
     return isinstance(quantized, dict) and quantized.get("quant_method") == gpt_oss.METHOD
+
+
+def kept_sizes(path: Path, config: ModelConfig) -> Sizes | None:
+    """Sizes of a GGUF file whose quantised numbers are kept (`--quantize file`); None: it has none."""
+    if not path.is_file():
+        return None
+    stacks = defaultdict(list)
+    for name, entry in open_gguf(path).tensors.items():
+        stacks[_STACKED.sub(lambda found: f"stack{found['kind']}", name)].append(entry)
+    if not any(entry.type.name in KEPT_BYTES for entries in stacks.values() for entry in entries):
+        return None
+    weights = read = 0.0
+    for name, entries in stacks.items():
+        types = {entry.type.name for entry in entries}
+        width = max(KEPT_BYTES.get(kind, _BYTES["bfloat16"]) for kind in types)
+        if len(types) > 1 and types <= KEPT_BYTES.keys() - {"MXFP4"}:
+            width = KEPT_BYTES["Q8_0" if types <= _ONE_SCALE else "Q5_1"]
+        elif len(types) > 1:
+            width = _BYTES["bfloat16"]
+        nbytes = width * sum(prod(entry.shape) for entry in entries)
+        is_table = name == "per_layer_token_embd.weight" or (name == "token_embd.weight" and not config.is_tied)
+        share = config.experts.chosen / config.experts.count if config.experts and "_exps" in name else 1
+        weights, read = weights + nbytes, read + (0 if is_table else share * nbytes)
+    return replace(model_sizes(config), weights_bytes=int(weights), read_bytes=int(read))
 
 
 def _state_bytes(config: ModelConfig) -> int:

@@ -31,6 +31,9 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granite": ("granite", dict(embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.4,
                                 logits_scaling=2.5)),
     "olmo2": ("olmo2", {}),
+    "exaone4": ("exaone4", dict(sliding_window=WINDOW, head_dim=16, layer_types=[
+        "sliding_attention", "full_attention", "sliding_attention"])),
+    "seed_oss": ("seed_oss", dict(head_dim=8, pad_token_id=None)),
     "smollm3": ("smollm3", dict(no_rope_layers=[1, 0, 1], pad_token_id=None)),
 }
 MIXTURES: dict[str, tuple[str, dict[str, object]]] = {  # of experts, which take longer
@@ -58,6 +61,10 @@ CPU_FAMILIES: dict[str, tuple[str, dict[str, object]]] = {  # norms on both side
         head_dim=16, query_pre_attn_scalar=16, sliding_window=WINDOW, rope_parameters={
             "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e6),
             "sliding_attention": dict(rope_type="default", rope_theta=1e4)},
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+    "olmo3": ("olmo3", dict(sliding_window=WINDOW, pad_token_id=None, rope_parameters={
+        "full_attention": dict(rope_type="yarn", factor=4.0, rope_theta=5e5, original_max_position_embeddings=32),
+        "sliding_attention": dict(rope_type="default", rope_theta=5e5)},
         layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
     "glm4": ("glm4", dict(head_dim=16, tie_word_embeddings=False, rope_parameters=dict(
         rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5), attention_bias=True, pad_token_id=None)),

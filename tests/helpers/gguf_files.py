@@ -151,13 +151,13 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
     values[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
     if arch == "glm4":
         values[f"{arch}.rope.dimension_count"] = int(config.head_dim * rope["partial_rotary_factor"])
-    if arch in ("mistral3", "gpt-oss"):
+    if rope["rope_type"] == "yarn":
         values |= {f"{arch}.rope.scaling.type": "yarn", f"{arch}.rope.scaling.factor": rope["factor"],
                    f"{arch}.rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
     if arch == "mistral3":
         values |= {f"{arch}.attention.temperature_scale": rope["llama_4_scaling_beta"],
                    f"{arch}.rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"]}
-    if arch.startswith("gemma") or arch == "gpt-oss":
+    if arch.startswith("gemma") or config.model_type in ("gpt_oss", "olmo3"):
         windowed = [kind == "sliding_attention" for kind in config.layer_types]
         values[f"{arch}.attention.sliding_window_pattern"] = windowed
         caps = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -181,7 +181,7 @@ def metadata(config: Any, arch: str) -> dict[str, Any]:
         if arch == "granite":
             values[f"{arch}.{ours}"] = float(getattr(config, name))
     if getattr(config, "sliding_window", None) and arch in ("llama", "phi3", "gemma2", "gemma3", "gemma4",
-                                                           "gpt-oss"):
+                                                           "gpt-oss", "olmo2"):
         values[f"{arch}.attention.sliding_window"] = config.sliding_window
     return values
 
@@ -286,7 +286,7 @@ def convert(folder: Path, model: torch.nn.Module, path: Path, kind: str = "F32",
     """
     config = model.config
     archs = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
-             "gemma4_text": "gemma4", "ministral3": "mistral3", "gpt_oss": "gpt-oss"} | HYBRID_ARCHS
+             "gemma4_text": "gemma4", "olmo3": "olmo2", "ministral3": "mistral3", "gpt_oss": "gpt-oss"} | HYBRID_ARCHS
     arch = archs.get(config.model_type, config.model_type)
     if arch == "gemma4":
         config.allow_global_per_layer_attribute_access = True

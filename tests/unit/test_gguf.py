@@ -107,7 +107,7 @@ def meaning(config: model_config.ModelConfig) -> object:
 
 
 CONVERTED = [name for name, (_, own) in FAMILIES.items() if not {"use_sliding_window", "rope_parameters"} & set(own)
-             and name != "smollm3"]
+             and name not in ("smollm3", "exaone4", "seed_oss")]  # the last two are read from safetensors only
 
 
 @pytest.mark.parametrize("name", [*CONVERTED, "smollm3", *MIXTURES, *HYBRIDS])
@@ -324,7 +324,7 @@ def test_a_journal_of_a_gguf_file_is_resumed(tmp_path, llama):
 
 @pytest.mark.parametrize("values, message", [
     ({"general.architecture": "gemma3n"}, "general.architecture is 'gemma3n'; supported: llama"),
-    ({"general.architecture": "gptoss"}, "in Ollama's own layout"),
+    ({"general.architecture": "gptoss"}, "in an early layout of Ollama"),
     ({"llama.expert_count": 8}, "llama.expert_used_count is missing"),
     ({"llama.expert_count": 8, "llama.expert_shared_count": 1}, "mixture-of-experts layers"),
     ({"llama.block_count": 0}, "llama.block_count is 0; allowed: a whole number of 1 or more"),

@@ -12,6 +12,7 @@ import torch
 
 import longdraft
 from helpers.checkpoints import load, make_checkpoint
+from helpers.gguf_files import convert
 from longdraft import machine
 from longdraft.__main__ import run
 from longdraft.errors import ModelError
@@ -106,6 +107,25 @@ def test_the_bytes_of_quantised_weights_and_of_a_draft_copy(tmp_path, quantize):
     table = weights.weights.embedding.nbytes
     assert sizing.quantized_bytes(parsed, quantize) == weights.weights_bytes + table
     assert sizing.quantized_bytes(parsed, quantize, is_draft_copy=True) == weights.weights_bytes
+
+
+@pytest.mark.parametrize("kinds", [{}, {"attn_v": "Q4_1"}, {"attn_k": "Q8_0", "ffn_up": "F16"}])
+def test_the_bytes_of_a_file_whose_numbers_are_kept(quick, capfd, tmp_path, kinds):
+    model = make_checkpoint(tmp_path / "folder", hidden_size=64, intermediate_size=128, num_attention_heads=1,
+                            num_key_value_heads=1, tie_word_embeddings=False, vocab_size=320)
+    convert(tmp_path / "folder", model, tmp_path / "other.gguf", "BF16")
+    convert(tmp_path / "folder", model, tmp_path / "model.gguf", "Q4_0", kinds=kinds)
+    assert sizing.kept_sizes(tmp_path / "other.gguf", config.read_config(tmp_path / "other.gguf")) is None
+    found = sizing.kept_sizes(tmp_path / "model.gguf", config.read_config(tmp_path / "model.gguf"))
+    loaded = load(tmp_path / "model.gguf", "bfloat16", quantize="file")
+    assert found and found.read_bytes == pytest.approx(loaded.weights_bytes, rel=0.02)  # which leaves out norms
+    assert found.weights_bytes - found.read_bytes == loaded.weights.embedding.nbytes
+    assert run(["doctor", "--model", str(tmp_path), "--file", "model.gguf", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["quantize_file"]["weights_bytes"] == found.weights_bytes
+    assert run(["doctor", "--model", str(tmp_path)]) == 2  # which of the two files?
+    assert "choose one with --file" in capfd.readouterr().err
+    assert run(["doctor", "--model", str(tmp_path / "model.gguf")]) == 0
+    assert "with --quantize file " in capfd.readouterr().out
 
 
 def test_doctor_counts_the_draft_copy_of_large_weights(quick, capfd, tmp_path):

@@ -17,12 +17,13 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from longdraft.errors import ModelError
-from longdraft.model.gguf.types import REFUSED, TYPES, BlockType
+from longdraft.model.gguf import ollama
+from longdraft.model.gguf.types import REFUSED, TYPES, Array, BlockType, TensorEntry
 from longdraft.model.memory import require_bytes
 
 MAGIC = b"GGUF"
@@ -38,23 +39,6 @@ _LEAST_PAIR, _LEAST_TENSOR = 13, 32  # bytes of the shortest possible ones
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_PARTS = 10_000
 _MAX_SAID = 1000  # characters of a message, which may contain a text of the file
-
-
-class Array(NamedTuple):
-    """An array of the metadata: `size` values of type `kind` from byte `start` on. Decoded on use."""
-
-    kind: int
-    size: int
-    start: int
-
-
-class TensorEntry(NamedTuple):
-    """A tensor in bytes [start, stop) of the file. The shape is PyTorch's: the last axis is contiguous."""
-
-    type: BlockType
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 class GgufFile:
@@ -234,6 +218,8 @@ def _padded(count: int, alignment: int) -> int:
 class Gguf:
     """A model in GGUF: one file, or all parts of a split one. The metadata is that of the first part.
 
+    Keys and names are those of llama.cpp, also of a file that Ollama's converter wrote.
+
     path   the (first) file
     files  all parts
     """
@@ -251,6 +237,7 @@ class Gguf:
         names = [name for file in self.files for name in file.tensors]
         if twice := next((name for name in names if names.count(name) > 1), None) if len(self.files) > 1 else None:
             raise ModelError(f"{self.path}: the tensor {twice!r} is in two parts of the split file")
+        ollama.translate(first.values, [file.tensors for file in self.files], first.array)
 
     @property
     def values(self) -> dict[str, Any]:

@@ -15,8 +15,9 @@ import numpy as np
 
 from longdraft.model.families import FAMILIES
 from longdraft.model.gguf import gemma
-from longdraft.model.gguf.container import Array, Gguf
+from longdraft.model.gguf.container import Gguf
 from longdraft.model.gguf.reader import Reader, shortest
+from longdraft.model.gguf.types import Array
 from longdraft.model.hybrid import CONVERTED
 
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
@@ -68,8 +69,9 @@ ARCHITECTURES = {
     "gemma4": Architecture("gemma4_text", settings=_GEMMA),
 }
 _WITH_EXPERTS = ("llama", "gemma4", "qwen3moe", "gpt-oss", "qwen3next", "qwen35moe")
+_OLMO3 = Architecture("olmo3")  # files of the architecture `olmo2` that have windows
 _MIXTRAL = Architecture("mixtral", is_permuted=True)  # files of the architecture `llama` that have experts
-_OTHERS = {"gptoss": "gpt-oss in Ollama's own layout; get a file with general.architecture 'gpt-oss'",
+_OTHERS = {"gptoss": "gpt-oss in an early layout of Ollama; get a file with general.architecture 'gpt-oss'",
            "clip": "a vision model (mmproj), which belongs to another file"}
 
 
@@ -82,7 +84,7 @@ def architecture(model: Gguf) -> tuple[str, Architecture]:
         model.fail(f"general.architecture is {name!r}; supported: {', '.join(ARCHITECTURES)}"
                    + (f"; this is {known}" if known else ""))
     if name == "olmo2" and f"{name}.attention.sliding_window" in model.values:
-        model.fail("this is OLMo 3, which is not supported: it has a second RoPE for layers with a window")
+        return name, _OLMO3
     if not model.values.get(f"{name}.expert_count"):
         return name, found
     if name not in _WITH_EXPERTS or model.values.get(f"{name}.expert_shared_count"):
@@ -143,6 +145,9 @@ def config_of(model: Gguf) -> dict[str, Any]:
         config["rope_parameters"]["truncate"] = False
     if FAMILIES[kind.model_type].windows == "listed":
         _add_windows(config, read, kind.model_type)
+    if kind is _OLMO3:  # layers with a window have the rope without its scaling
+        config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": {
+            "rope_theta": config["rope_parameters"]["rope_theta"], "rope_type": "default"}}
     if name.startswith("gemma"):
         gemma.add(config, model, read, name)
     return config

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from longdraft.model.gguf.container import Array, Gguf
+from longdraft.model.gguf.container import Gguf
+from longdraft.model.gguf.types import Array
 
 
 class Reader:

@@ -20,10 +20,10 @@ from longdraft.kernels.weights import FILE, QuantisedWeight
 from longdraft.model.families import FAMILIES, ExpertsFormat
 from longdraft.model.gguf import gemma
 from longdraft.model.gguf.blocks import dequantise, mxfp4_parts, q4_0_parts
-from longdraft.model.gguf.container import Gguf, GgufFile, TensorEntry
+from longdraft.model.gguf.container import Gguf, GgufFile
 from longdraft.model.gguf.grouped import grouped
 from longdraft.model.gguf.metadata import architecture
-from longdraft.model.gguf.types import TYPES
+from longdraft.model.gguf.types import TYPES, TensorEntry
 from longdraft.model.hybrid import DRAFT_LAYERS
 from longdraft.model.memory import forget_pages, require_bytes, temporary
 from longdraft.model.tensor_file import Entry
@@ -59,9 +59,10 @@ _GEMMA4 = _GEMMA | {"ffn_gate_inp": "router.proj", "pre_ffw_norm_2": "pre_feedfo
                     "post_ffw_norm_1": "post_feedforward_layernorm_1",
                     "post_ffw_norm_2": "post_feedforward_layernorm_2", "inp_gate": "per_layer_input_gate",
                     "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"}
+_OLMO = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _DIFFERENT = {
     "qwen3_next": _HYBRID, "qwen3_5_text": _HYBRID, "qwen3_5_moe_text": _HYBRID,
-    "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    "olmo2": _OLMO, "olmo3": _OLMO,
     "gpt_oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
     "glm4": {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
              "ffn_up": "mlp.gate_up_proj"},

@@ -1,4 +1,4 @@
-"""The types of tensors in GGUF files: the size of a block in numbers and in bytes."""
+"""What the header of a GGUF file consists of: arrays, entries of tensors, and types with the sizes of their blocks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,23 @@ class BlockType(NamedTuple):
     block: int
     nbytes: int
     dtype: torch.dtype | None = None
+
+
+class Array(NamedTuple):
+    """An array of the metadata: `size` values of type `kind` from byte `start` on. Decoded on use."""
+
+    kind: int
+    size: int
+    start: int
+
+
+class TensorEntry(NamedTuple):
+    """A tensor in bytes [start, stop) of the file. The shape is PyTorch's: the last axis is contiguous."""
+
+    type: BlockType
+    shape: tuple[int, ...]
+    start: int
+    stop: int
 
 
 TYPES = {
@@ -33,6 +50,10 @@ TYPES = {
     23: BlockType("IQ4_XS", 256, 136),
     39: BlockType("MXFP4", 32, 17),
 }
+# Bytes of a number that compiled kernels keep as the file has it (encoding.h, mxfp4.h).
+KEPT_BYTES = {name: bits / 8 for name, bits in {
+    "Q4_0": 4.75, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 9.5, "Q8_0": 8.5, "Q3_K": 9.5, "Q4_K": 4.625, "Q5_K": 5.625,
+    "Q6_K": 6.5625, "IQ4_NL": 8.5, "IQ4_XS": 8.5, "MXFP4": 4.25}.items()}
 # Types that are refused by name.
 REFUSED = {9: "Q8_1", 10: "Q2_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
            22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",

@@ -12,8 +12,9 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
 from longdraft.model import sentencepiece
-from longdraft.model.gguf.container import Array, Gguf
+from longdraft.model.gguf.container import Gguf
 from longdraft.model.gguf.metadata import special_id
+from longdraft.model.gguf.types import Array
 from longdraft.model.sentencepiece import SPACE, Kind, Piece
 
 _PREFIX = "tokenizer.ggml."
@@ -132,7 +133,8 @@ def _list(model: Gguf, name: str, count: int | None = None, default: object = No
 
 def _sentencepiece(model: Gguf, pieces: list[Piece]) -> HFTokenizer:
     name = model.values.get("general.architecture")
-    if isinstance(name, str) and name.startswith("gemma"):
+    is_gemma = isinstance(name, str) and name.startswith("gemma")  # which adds no space in front
+    if is_gemma:
         # Merges follow the ids, not the scores, and tokens of spaces alone are spelt with real spaces.
         pieces = [Piece(SPACE * len(piece.text) if not piece.text.strip(" ") else piece.text, -float(i), piece.kind)
                   for i, piece in enumerate(pieces)]
@@ -140,7 +142,7 @@ def _sentencepiece(model: Gguf, pieces: list[Piece]) -> HFTokenizer:
             model.fail(f"{_PREFIX}tokens has the same run of spaces twice; get the file again")
     pieces = _without_padding(pieces)
     has_bytes = any(piece.kind == Kind.BYTE for piece in pieces)
-    return sentencepiece.new_tokenizer(pieces, _flag(model, "add_space_prefix", True), has_bytes)
+    return sentencepiece.new_tokenizer(pieces, _flag(model, "add_space_prefix", not is_gemma), has_bytes)
 
 
 def _without_padding(pieces: list[Piece]) -> list[Piece]:
