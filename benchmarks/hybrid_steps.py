@@ -4,9 +4,10 @@
     python benchmarks/hybrid_steps.py --threads 2 --quantize int4 --shape qwen3-30b-a3b --layers 24
 
 Prints the median milliseconds for 1 to 16 rows of different tokens, and their ratio to two floors: the bytes that one
-row reads, and those that so many independent rows read, at the bandwidth that the machine was measured to have. The
-bytes are those of the weights, the cache and twice the states. Quantised matrices of one shape are copies of one random
-matrix: times do not depend on the numbers, and memory never holds an unquantised model.
+row reads, and those that so many independent rows read, at the bandwidth that the machine has in the same turn: that of
+a shared machine changes from second to second. Each ratio is the median of turns. The bytes are those of the weights,
+the cache and twice the states. Quantised matrices of one shape are copies of one random matrix: times do not depend on
+the numbers, and memory never holds an unquantised model.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from longdraft.model.tensor_names import StackedLinear, expected_shapes
 from longdraft.model.transformer import Transformer, chain_rows
 
 ROWS = (1, 2, 4, 8, 16)
+_POLLING_S = 0.02  # for which PyTorch's threads may poll for their next work
 _GEMMA4 = dict(model_type="gemma4_text", vocab_size=262144, head_dim=256, global_head_dim=512, sliding_window=1024,
                final_logit_softcapping=30.0, tie_word_embeddings=True, hidden_size_per_layer_input=0)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -136,19 +138,25 @@ def bytes_of(model: Transformer, rows: int, behind: int) -> int:
     return read
 
 
-def timed(models: Sequence[Transformer], rows: int, behind: int, repeats: int,
-          clock: Callable[[], float]) -> list[list[float]]:
-    """Milliseconds of forwards of `rows` rows behind random keys, each of other tokens. The models take turns."""
+def timed(models: Sequence[Transformer], rows: int, behind: int, repeats: int, clock: Callable[[], float],
+          bandwidth: Callable[[], float]) -> tuple[list[list[float]], list[float]]:
+    """Milliseconds of forwards of `rows` rows behind random keys, each of other tokens, and the bandwidth beside each.
+
+    The models take turns.
+    """
     cache = models[0].random_cache(behind, 64)
     found: list[list[float]] = [[] for _ in models]
+    rates = []
     for _ in range(repeats):
+        rates.append(bandwidth())
+        time.sleep(_POLLING_S)
         tokens = torch.randint(models[0].config.vocab_size, (rows,)).tolist()
         for model, times in zip(models, found, strict=True):
             start = clock()
             _ = model.forward(chain_rows(tokens, behind), cache, rows).logits
             times.append((clock() - start) * 1e3)
             cache.commit([])
-    return found
+    return found, rates
 
 
 def main() -> None:
@@ -159,6 +167,8 @@ def main() -> None:
     parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none")
     parser.add_argument("--behind", type=int, default=1024, help="positions in the KV cache; default: 1024")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument("--only-one-call", action="store_true", help="leave out the forwards operation by operation")
     parser.add_argument("--cpu-time", action="store_true", help="count CPU time, for a machine that others use")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -170,15 +180,20 @@ def main() -> None:
     config = parse_config(shape | {"num_hidden_layers": given.layers or shape["num_hidden_layers"]})
     torch.manual_seed(0)
     fused = RandomLoader(config, ops, given.quantize).transformer()
-    rate = machine.read_bandwidth(1 << 30)
-    floors = {rows: bytes_of(fused, rows, given.behind) / rate * 1e3 for rows in ROWS}
-    print(f"{rate / 1e9:.1f} GB/s; one row reads {rate * floors[1] / 1e12:.2f} GB, floor {floors[1]:.1f} ms")
+    bandwidth = machine.bandwidth_probe(1 << 28)
+    read = {rows: bytes_of(fused, rows, given.behind) for rows in ROWS}
+    print(f"one row reads {read[1] / 1e9:.2f} GB")
     clock = time.process_time if given.cpu_time else time.perf_counter
-    for rows in ROWS:
-        found = timed((fused, operation_by_operation(fused)), rows, given.behind, given.repeats, clock)
-        for name, median in zip(("one call", "operations"), map(statistics.median, found), strict=True):
-            print(f"{rows} rows, {name}: {median:.1f} ms, {median / floors[1]:.2f} of the floor of one row, "
-                  f"{median / floors[rows]:.2f} of theirs", flush=True)
+    for rows in given.rows:
+        models = (fused, operation_by_operation(fused))[: 1 if given.only_one_call else 2]
+        found, rates = timed(models, rows, given.behind, given.repeats, clock, bandwidth)
+        for name, times in zip(("one call", "operations"), found, strict=False):
+            ms_by_rate = statistics.median(ms * rate / 1e3 for ms, rate in zip(times, rates, strict=True))
+            print(f"{rows} rows, {name}: {statistics.median(times):.1f} ms at {statistics.median(rates) / 1e9:.1f} "
+                  f"GB/s, {ms_by_rate / read[1]:.2f} of the floor of one row, {ms_by_rate / read[rows]:.2f} of theirs",
+                  flush=True)
+        if given.only_one_call:
+            continue
         ratio = statistics.median(slow / fast for fast, slow in zip(*found, strict=True))
         print(f"{rows} rows: operation by operation takes {ratio:.2f} times as long, the median of turns", flush=True)
 

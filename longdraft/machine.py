@@ -25,6 +25,7 @@ from longdraft.timing import interleaved
 from longdraft.version import __version__
 
 _MATRIX_SIZES = (256, 512, 1024, 2048, 4096)  # rows and columns of the square matrices that are multiplied
+_PROBE_ROUNDS = 4  # of `bandwidth_probe`
 _MIN_ROUNDS = 9  # a limit is the fastest round, and other processes may disturb some rounds
 
 
@@ -58,21 +59,41 @@ def read_bandwidth(memory: int) -> float:
     return max(_read_rates(affordable(memory), _MIN_ROUNDS).values())
 
 
+def bandwidth_probe(memory: int) -> Callable[[], float]:
+    """A function that measures the read bandwidth, in bytes/s, anew each time.
+
+    For ratios on machines whose bandwidth changes from second to second: measure it in turns with what is compared.
+    Behind a call, PyTorch's threads poll for some milliseconds.
+    """
+    methods = _read_methods(affordable(memory))
+
+    def measure() -> float:
+        timings = interleaved([call for call, _ in methods.values()], _PROBE_ROUNDS)
+        return max(size / timing.low_s for (_, size), timing in zip(methods.values(), timings, strict=True))
+
+    return measure
+
+
 def _read_rates(memory: int, repeats: int) -> dict[str, float]:
     """Method -> bytes/s of its fastest round."""
+    methods = _read_methods(memory)
+    timings = interleaved([call for call, _ in methods.values()], repeats)
+    return {name: size / timing.low_s for (name, (_, size)), timing in zip(methods.items(), timings, strict=True)}
+
+
+def _read_methods(memory: int) -> dict[str, tuple[Callable[[], object], int]]:
+    """Ways of reading: name -> a function, and the bytes that it reads."""
     data = _zeroed_bytes(memory)
     floats = data.view(torch.float32)
     half = len(floats) // 2
     width = min(4096, len(floats))
     matrix, vector = floats[: len(floats) // width * width].view(-1, width), torch.ones(width)
-    methods: dict[str, tuple[Callable[[], object], int]] = {
+    return {
         "sum of float32": (floats.sum, len(data)),
         "maximum of bytes": (data.max, len(data)),
         "dot product": (lambda: torch.dot(floats[:half], floats[half : 2 * half]), half * 8),
         "matrix times vector": (lambda: matrix @ vector, matrix.numel() * 4),
     }
-    timings = interleaved([call for call, _ in methods.values()], repeats)
-    return {name: size / timing.low_s for (name, (_, size)), timing in zip(methods.items(), timings, strict=True)}
 
 
 def _zeroed_bytes(nbytes: int) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -119,8 +120,19 @@ def _of_ollama() -> Iterator[tuple[str, Path, str]]:
 
 
 def _of_lmstudio() -> Iterator[tuple[str, Path, str]]:
-    for root in (Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"):
-        for file in _gguf_files(root):
+    """Its home is one of two, or the one that a file names; its settings may name another folder of models."""
+    homes = [Path.home() / ".lmstudio", Path.home() / ".cache" / "lm-studio"]
+    with suppress(OSError, ValueError):
+        homes.append(Path((Path.home() / ".lmstudio-home-pointer").read_text(encoding="utf-8").strip()))
+    roots = [home / "models" for home in homes]
+    for home in homes:
+        with suppress(ModelError):
+            named = read_json(home / "settings.json").get("downloadsFolder")
+            roots += [Path(named)] if isinstance(named, str) and Path(named).is_absolute() else []
+    seen = set()
+    for file in (file for root in roots if root.is_dir() for file in _gguf_files(root)):
+        if file not in seen:
+            seen.add(file)
             yield str(file), file, "lmstudio"
 
 

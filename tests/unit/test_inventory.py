@@ -68,6 +68,18 @@ def test_the_models_of_every_place_are_found(home):
             assert model.problem == "" and model.context == 4096 and model.nbytes > 40_000
 
 
+def test_lm_studio_may_have_another_home_and_another_folder_of_models(home):
+    other, folder = home / "elsewhere", home / "big disk" / "owner"
+    for where in (other / "models", folder):
+        where.mkdir(parents=True)
+        shutil.copy(home / ".ollama" / "models" / "blobs" / "sha256-abc", where / f"{where.name}.gguf")
+    (home / ".lmstudio-home-pointer").write_text(f"{other}\n")
+    (other / "settings.json").write_text(json.dumps({"downloadsFolder": str(folder.parent)}))
+    (home / ".lmstudio" / "settings.json").write_text("{")
+    found = {Path(model.model).name for model in models_here(home / "cache") if model.place == "lmstudio"}
+    assert found == {"other.gguf", "models.gguf", "owner.gguf"}
+
+
 def test_a_model_whose_tensors_do_not_fit_does_not_run(home):
     path = home / "cache" / "models--owner--name" / "snapshots" / COMMIT / "config.json"
     path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
