@@ -1,7 +1,8 @@
 """The device of the CUDA kernels' tests, and their rows and kernels.
 
 Without a CUDA device, Triton's interpreter runs them on the CPU: small shapes, float32 and float16 (it gets a bfloat16
-product wrong). `make test-cuda` runs the same on a device, bfloat16 too.
+product wrong). CUDA graphs are records there (helpers.recorded_graphs). `make test-cuda` runs the same on a device,
+bfloat16 too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from helpers.recorded_graphs import RecordedGraphs
+from longdraft.kernels.cuda import operations
 from longdraft.kernels.cuda.attention import Splits
 from longdraft.kernels.cuda.kernels import CudaKernels
 from longdraft.kernels.cuda.kv_store import CudaStore
@@ -115,3 +118,4 @@ def hurry_the_interpreter() -> None:
 
 if not HAS_CUDA:
     hurry_the_interpreter()
+    operations.GraphCache = RecordedGraphs

@@ -91,6 +91,7 @@ class ChoiceBuffers:
             return torch.empty(shape, dtype=dtype, device=device)
 
         num, int32 = ceil_div(vocabulary, BLOCK), torch.int32
+        self.serial = new_owner()
         self.rows, self.window, self.support = rows, window, support
         self._staged = empty(4 + rows, dtype=torch.int64)
         self.scalars, self.tree = self._staged[:4], self._staged[4:].view(int32).view(2, rows)
@@ -135,7 +136,7 @@ class TokenChooser:
         self._bias_values = torch.tensor(values, dtype=torch.float32, device=device)
         self._tokens = torch.zeros(_FIRST_CAPACITY, dtype=torch.int32, device=device)
         self._length = 0
-        self._serial = new_owner()
+        self.place_serial = 0  # of the memory of `text`; graphs are valid for one only
         self._buffers: RecentlyUsed[object, ChoiceBuffers] = RecentlyUsed(_MAX_BUFFERS)
 
     def extend(self, tokens: NDArray[np.int32], start: int) -> None:
@@ -158,6 +159,7 @@ class TokenChooser:
             grown = torch.zeros(2 * end, dtype=torch.int32, device=self._device)
             grown[: self._length] = self._tokens[: self._length]
             self._tokens = grown
+            self.place_serial += 1
 
     @property
     def length(self) -> int:
@@ -196,11 +198,11 @@ class TokenChooser:
         buffers.load(tokens, parents, (self._length, self.seed, required, cached))
         assert buffers.given is not None and buffers.logits is not None
         buffers.given[:rows].copy_(hidden)
-        text, has_bans = self._tokens, required > 0
-        key = ("choice", self._serial, bucket, has_bans, text.data_ptr(), id(source.head))
+        has_bans = required > 0
+        key = ("choice", buffers.serial, has_bans, self.place_serial)
         with on_device(self._device):
             if bucket in BUCKETS:
-                source.graphs.own(self, self._serial)
+                source.graphs.own(buffers, buffers.serial)
                 source.graphs.run(key, partial(self._run_behind, source, buffers, has_bans))
             else:
                 self._run_behind(source, buffers, has_bans)

@@ -130,18 +130,21 @@ class CudaDecoder:
             source = self.ops.rms_norm_into(x, self.layers[0].attention_norm, geometry.eps, geometry.rounds_once,
                                             buffers.normed)
         for index, layer in enumerate(self.layers):
-            self._tap(buffers, index, x)
             qkv, out, gate_up, down = weights_of(layer)
             self._finish_qkv(buffers, stores[index], index, layer, self._product(buffers, source, qkv))
             self._attention(buffers, stores[index], index, layer.window)
             projected = self._product(buffers, buffers.output[index].view(buffers.rows, -1), out)
-            self._add_and_norm(buffers, x, projected, layer.attention_norm, layer.mlp_norm)
-            x, source = buffers.x, buffers.x if post_norm else buffers.normed
-            inner = self._swiglu(buffers, source, gate_up)
+            self._add_and_norm(buffers, x, projected, layer.attention_norm, layer.mlp_norm, buffers.x)
+            inner = self._swiglu(buffers, buffers.x if post_norm else buffers.normed, gate_up)
             is_last = index + 1 == len(self.layers)
-            self._add_and_norm(buffers, x, self._product(buffers, inner, down), layer.mlp_norm,
-                               None if is_last else self.layers[index + 1].attention_norm)
-        self._tap(buffers, len(self.layers), x)
+            # A tapped layer's input is written where its tap is read: a copy would interrupt the chain of kernels.
+            x = buffers.x if is_last or index + 1 not in buffers.taps else buffers.tap(index + 1)
+            self._add_and_norm(buffers, buffers.x, self._product(buffers, inner, down), layer.mlp_norm,
+                               None if is_last else self.layers[index + 1].attention_norm, x)
+            source = x if post_norm else buffers.normed
+        for entered, rows in ((0, buffers.x_in), (len(self.layers), buffers.x)):
+            if entered in buffers.taps:
+                buffers.tap(entered).copy_(rows)
 
     def _embed(self, buffers: ForwardBuffers, table: CudaLinear, factor: float) -> None:
         with on_device(buffers.x.device):
@@ -149,11 +152,6 @@ class CudaDecoder:
                 buffers.tokens, table.weight, buffers.sums if table.scale is None else table.scale, buffers.x_in,
                 factor, HIDDEN=self.hidden, BLOCK=EMBED_BLOCK, HAS_SCALE=table.scale is not None,
                 HAS_FACTOR=factor != 1, **chained(buffers.x.device))
-
-    @staticmethod
-    def _tap(buffers: ForwardBuffers, layer: int, x: Tensor) -> None:
-        if layer in buffers.taps:
-            buffers.tapped[buffers.taps.index(layer)].copy_(x)
 
     def _product(self, buffers: ForwardBuffers, x: Tensor, weight: CudaLinear) -> PartialSums:
         return weight.partial_sums(x, self.ops.tile, buffers.sums)
@@ -195,13 +193,13 @@ class CudaDecoder:
         return out
 
     def _add_and_norm(self, buffers: ForwardBuffers, x: Tensor, parts: PartialSums, own_norm: Tensor,
-                      next_norm: Tensor | None) -> None:
-        """Write x plus the product to `buffers.x`, and its norm for the next linear to `buffers.normed`."""
+                      next_norm: Tensor | None, out: Tensor) -> None:
+        """Write x plus the product to `out`, and its norm for the next linear to `buffers.normed`."""
         post_norm, factor = self.geometry.post_norm, self.geometry.residual_factor
         norms_next = next_norm is not None and not post_norm
         with on_device(x.device):
             jit_rows.add_and_norm_kernel[(buffers.rows,)](
-                x, *parts.arguments(), own_norm, next_norm if norms_next else own_norm, buffers.x, buffers.normed,
+                x, *parts.arguments(), own_norm, next_norm if norms_next else own_norm, out, buffers.normed,
                 buffers.rows, factor, self.geometry.eps, WIDTH=self.hidden, PADDED=padded_size(self.hidden),
                 HAS_FACTOR=factor != 1, NORMS_OWN=post_norm, NORMS_NEXT=norms_next,
                 ROUNDS_ONCE=self.geometry.rounds_once, **parts.options(), num_warps=8, **chained(buffers.x.device))

@@ -174,7 +174,7 @@ class DraftChain:
             buffers.load_remainder(stores.remainder)
 
         with on_device(self._logits.device):
-            graphs.run_in_turn([(("chain", self._key, size, has_bans, text.data_ptr()),
+            graphs.run_in_turn([(("chain", self._key, size, has_bans, self._chooser.place_serial),
                                  partial(self._places, size, text, has_bans)) for size in in_graphs(count)], begin)
         return until_end(self._ranking.read(count), end)
 

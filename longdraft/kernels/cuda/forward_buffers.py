@@ -101,6 +101,10 @@ class ForwardBuffers:
         self.taps = taps
         self.tapped = zeros(len(taps), rows, decoder.hidden)
 
+    def tap(self, layer: int) -> Tensor:
+        """Where the rows that enter a tapped layer are kept."""
+        return self.tapped[self.taps.index(layer)]
+
     def load(self, rows: TokenRows | EmbeddedRows, kv: LayersKV, parents: Tensor) -> None:
         """Copy the inputs of a forward. The padding rows follow the committed part; their results are not read."""
         count, half = len(parents), self.cos.shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+log = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows; a larger forward runs unpadded and without a graph
 _serials = itertools.count()
 _MAX_GRAPHS = 128  # buckets of rows times the caches of a drafter, for several requests
@@ -23,6 +25,8 @@ class GraphCache:
     The work behind a key must be replayable: it reads and writes the same memory each time, allocates none, leaves its
     inputs unchanged, and does not depend on values that the host computes.
 
+    Work that cannot be captured on this device runs kernel by kernel; `failures` says why.
+
     A graph that is destroyed during a capture breaks it. So the collector of cyclic garbage is off during a capture,
     and `drop`, which a finaliser may call at any time, only remembers what to destroy.
     """
@@ -30,8 +34,9 @@ class GraphCache:
     def __init__(self, device: torch.device) -> None:
         self.is_on = device.type == "cuda"
         self.recent: deque[Any] = deque(maxlen=2)  # that ran last; of a plain step: layers, choice
+        self.failures: list[str] = []
         self._device = device
-        self._graphs: dict[Hashable, Any] = {}
+        self._graphs: dict[Hashable, Any] = {}  # None: the work cannot be captured
         self._dropped: list[Any] = []
         self._owners: set[int] = set()
 
@@ -41,12 +46,15 @@ class GraphCache:
             work()
             return
         self._dropped.clear()
-        graph = self._graphs.pop(key, None) or self._capture(work)
+        graph = self._graphs.pop(key) if key in self._graphs else self._capture(work)
         self._graphs[key] = graph
-        self.recent.append(graph)
         while len(self._graphs) > _MAX_GRAPHS:
             self.drop(next(iter(self._graphs)))
-        graph.replay()
+        if graph is None:
+            work()
+        else:
+            self.recent.append(graph)
+            graph.replay()
 
     def run_in_turn(self, pieces: Sequence[tuple[Hashable, Callable[[], None]]], begin: Callable[[], None]) -> None:
         """Replay the graphs of these keys in order, each of which goes on from where the one before ended.
@@ -57,23 +65,31 @@ class GraphCache:
         missing = {key: work for key, work in pieces if self.is_on and key not in self._graphs}
         if missing:
             self._dropped.clear()
-            for key, work in missing.items():
-                self._graphs[key] = self._capture(work)
+            found = {key: self._capture(work) for key, work in missing.items()}
             begin()
+            held = {key: self._graphs.pop(key) for key, _ in pieces if key in self._graphs}
+            self._graphs |= held | found  # the most recently used: `run` drops others
         for key, work in pieces:
             self.run(key, work)
 
     def _capture(self, work: Callable[[], None]) -> Any:
+        """The graph of `work`, which is run once; None if it cannot be captured."""
         with torch.cuda.device(self._device), without_collection():
             work()  # compiles kernels that are not compiled yet, which is not allowed during a capture
             torch.cuda.synchronize()
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    work()
-                finally:
-                    graph.capture_end()
+            try:
+                with torch.cuda.stream(stream):
+                    graph.capture_begin(capture_error_mode="thread_local")
+                    try:
+                        work()
+                    finally:
+                        graph.capture_end()
+            except RuntimeError as error:
+                self.failures.append(f"{error.__context__ or error}"[:500])
+                log.warning("a CUDA graph cannot be captured, so its kernels are launched one by one: %s",
+                            self.failures[-1])
+                return None
             torch.cuda.current_stream().wait_stream(stream)
         return graph
 

@@ -63,7 +63,7 @@ class HeadPlaces:
             if first is not None:
                 self._first.copy_(first)
 
-        key = ("heads", self._key, num, has_first, has_bans, text.data_ptr())
+        key = ("heads", self._key, num, has_first, has_bans, chooser.place_serial)
         with on_device(text.device):
             self._graphs.run_in_turn([(key, partial(self._places, num, has_first, has_bans))], begin)
         return [place.tokens for place in self._ranking.read(num)]

@@ -23,7 +23,6 @@ FP8 = torch.float8_e4m3fn
 _MIN_ROOM, _MIN_DRAFT_SLOTS = 256, 128
 _LONG_ROOM, _LONG_DRAFT_SLOTS = 8192, 1024  # a long store must not be moved for a large tree
 _ROWS_PER_COPY_PROGRAM = 32
-_MAX_ADDRESS_TABLES = 1024  # small; a store that writes alone has one too
 _serials = itertools.count()
 
 
@@ -43,6 +42,7 @@ class CudaStore:
         self.heads, self.dim, self.score_cap = num_kv_heads, head_dim, score_cap
         self.is_scaled = element == FP8
         self.room = self.num_drafts = self._appended = 0
+        self.tables: dict[tuple[int, ...], Tensor] = {}  # see `_address_table`
         self.k, self.v, self.k_scale, self.v_scale = self._empty(0)
         self.serial = next(_serials)
 
@@ -52,6 +52,7 @@ class CudaStore:
         for old, new in zip(held, (self.k, self.v, self.k_scale, self.v_scale), strict=True):
             new[:, : self.room] = old[:, : self.room]
         self.room, self.num_drafts, self.serial = room, num_drafts, next(_serials)
+        self.tables = {}
 
     def _empty(self, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys and values [Hkv, slots, D] and their scales [Hkv, slots]; unread [1, 1] without 8 bits."""
@@ -150,19 +151,15 @@ def cuda_stores(stores: Sequence[KVStore]) -> list[CudaStore]:
     return checked
 
 
-_address_tables: dict[tuple[int, ...], Tensor] = {}  # by the stores' serials
-
-
 def _address_table(stores: Sequence[CudaStore]) -> Tensor:
-    """The stores' addresses and capacities, int64 [L, 5], as the kernels of `jit_kv_store` read them."""
-    key = tuple(store.serial for store in stores)
-    table = _address_tables.get(key)
-    if table is None:
-        rows = [store.addresses for store in stores]
-        while len(_address_tables) >= _MAX_ADDRESS_TABLES:
-            del _address_tables[next(iter(_address_tables))]
-        table = _address_tables[key] = torch.tensor(rows, dtype=torch.int64, device=stores[0].k.device)
-    return table
+    """The stores' addresses and capacities, int64 [L, 5], as the kernels of `jit_kv_store` read them.
+
+    The first store keeps the table as long as it keeps its memory, because graphs read the table.
+    """
+    tables, key = stores[0].tables, tuple(store.serial for store in stores)
+    if key not in tables:
+        tables[key] = torch.tensor([store.addresses for store in stores], dtype=torch.int64, device=stores[0].k.device)
+    return tables[key]
 
 
 def scatter_rows(k: Tensor, v: Tensor, stores: Sequence[CudaStore], rows: Tensor, targets: Tensor) -> None:

@@ -132,7 +132,7 @@ class LayerChain:
             self._read_where.fill_(num_read - 1)
 
         with on_device(self._where.device):
-            self._graphs.run_in_turn([(("layer chain", self._key, size, has_bans, text.data_ptr()),
+            self._graphs.run_in_turn([(("layer chain", self._key, size, has_bans, self._chooser.place_serial),
                                        partial(self._places, size, text, has_bans))
                                       for size in (0, *in_graphs(count))], begin)
         return until_end(self._ranking.read(count + 1), end)
