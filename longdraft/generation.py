@@ -37,6 +37,7 @@ from longdraft.model.routine import CostClock, Routine, run_batched
 from longdraft.model.transformer import Forward, ForwardRequest
 from longdraft.parallel import Request
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation.ahead import PlainAhead
 from longdraft.speculation.drafter import Drafter, HasSummary, memory_of
 from longdraft.speculation.prefill import prefill
 from longdraft.speculation.reuse import WAITING, PrefixReuse, Waiting
@@ -83,7 +84,7 @@ class Generation(Iterator[Event]):
         context = Context(prompt)
         context.extend(int(token) for token in written)
         self._step = Step(target, cache, self._new_drafter(sampler), sampler, context, Timings(), Tally(), logprobs,
-                          drafts_forced=drafter.name != "plain")
+                          drafts_forced=drafter.name != "plain", ahead=self._ahead(drafter, logprobs))
         self._phrases = PhraseFilter(model.tokenizer, params, prompt, written, ends) if params.banned_strings else None
         if self._phrases and cache.states:
             cache.states.hold(len(context) - 1)
@@ -93,6 +94,13 @@ class Generation(Iterator[Event]):
         self._plain_speed = run_statistics.PlainSpeed(target.weights_in_tokens)
         self._prefill_seconds = self._decode_seconds = 0.0
         self._work = self._run()
+
+    def _ahead(self, drafter: DrafterChoice, logprobs: int | None) -> PlainAhead | None:
+        """Plain decoding ahead of the host, if nothing but its tokens is asked for."""
+        if drafter.name != "plain" or logprobs is not None:
+            return None
+        return PlainAhead(self._resources.model, self._cache, self._resources.sampler,
+                          lambda: self.clock.batch_size > 1)
 
     @classmethod
     @translate_memory_errors()

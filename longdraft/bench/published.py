@@ -224,7 +224,9 @@ class PublishedDrafter:
         self._read(context)
 
     def observe(self, context: Context, accepted: Accepted) -> None:
-        self.partial.update(lambda: accepted.verified.result.attention_output.rows([accepted.drafted]))
+        verified = accepted.verified
+        assert verified is not None
+        self.partial.update(lambda: verified.result.attention_output.rows([accepted.drafted]))
         self._read(context)
 
     def _read(self, context: Context) -> None:

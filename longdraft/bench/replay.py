@@ -124,7 +124,7 @@ def _replay_steps(text: TokenArray, prefill: int, drafter: Drafter, max_depth: i
         tokens = tuple(text[len(context) : len(context) + len(rows)].tolist())
         context.extend(tokens)
         # These drafters do not use the target's hidden states.
-        step = Accepted(tokens, tuple(rows), tuple(tree.sources[node] for node in rows[1:]), None)  # type: ignore[arg-type]
+        step = Accepted(tokens, tuple(rows), tuple(tree.sources[node] for node in rows[1:]), None)
         start = time.perf_counter()
         drafter.observe(context, step)
         seconds.append(drafting + time.perf_counter() - start)

@@ -74,4 +74,5 @@ class MedusaDrafter:
         return trie.tree()
 
     def observe(self, context: Context, accepted: Accepted) -> None:
+        assert accepted.verified
         self._hidden = accepted.verified.hidden[-1:]

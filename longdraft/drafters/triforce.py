@@ -226,4 +226,6 @@ class TriForceDrafter:
         if len(self._rates) == _RATED_STEPS and statistics.fmean(self._rates) < self._options.floor:
             self.partial.select_again()
             self._rates.clear()
-        self.partial.update(lambda: accepted.verified.attention_output)
+        verified = accepted.verified
+        assert verified is not None
+        self.partial.update(lambda: verified.attention_output)

@@ -19,6 +19,7 @@ from torch import Tensor
 from longdraft.core import Context, SamplingParams, TokenLogprob
 from longdraft.kernels import Decoder, Kernels, KVStore
 from longdraft.kernels.native_draft import ChainEnd, DraftStores, DraftWeights, Ranked
+from longdraft.kernels.switches import is_on
 from longdraft.sampling import process
 from longdraft.tree import Tree
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from longdraft.kernels.cuda.layer_chain import DraftLayers, LayerChain
 
 MAX_GUESSES = 16  # that the device ranks at a place
-DECIDES_SUMS = True  # False: top-k, top-p and eta are decided on the host
-DRAFTS_LAYERS = True  # False: trained layers, heads and small draft models are run from the host
+DECIDES_SUMS = is_on("DECIDES_SUMS")  # False: top-k, top-p and eta are decided on the host
+DRAFTS_LAYERS = is_on("DRAFTS_LAYERS")  # False: trained layers, heads and small draft models are run from the host
 Behind = tuple["LogitsSource", Tensor]
 Place = Callable[[Tensor, Tensor], None]  # KVCache.place: commit rows [N] at positions [N], both on the device
 
@@ -133,11 +134,12 @@ class DeviceSampler:
     def draft_chain(self, decoder: Decoder, weights: DraftWeights, stores: DraftStores,
                     ranking: DeviceRanking, rotations: tuple[Tensor, Tensor], path: Sequence[int],
                     end: ChainEnd) -> list[Ranked] | None:
-        """See `longdraft.kernels.native_draft.draft_chain`. None for a model whose weights are divided among ranks."""
+        """See `longdraft.kernels.native_draft.draft_chain`. None for layers that run operation by operation, for
+        weights that are divided among ranks, and for logits with a cap."""
         from longdraft.kernels.cuda.decoder import CudaDecoder
         from longdraft.kernels.cuda.drafting import draft_chain
 
-        if not isinstance(decoder, CudaDecoder):
+        if not isinstance(decoder, CudaDecoder) or weights.logits_cap or weights.inputs is not None:
             return None
         return draft_chain(decoder, weights, stores, self._chooser, self._chains, ranking.width,
                            rotations, path, ranking.required - len(path), ranking.within, end)

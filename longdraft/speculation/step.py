@@ -25,6 +25,7 @@ from longdraft.machine import return_free_memory
 from longdraft.model.routine import Routine
 from longdraft.model.transformer import ForwardRequest, Transformer, tree_rows
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
+from longdraft.speculation.ahead import PlainAhead
 from longdraft.speculation.drafter import Accepted, Drafter, Verified
 from longdraft.speculation.logprobs import path_logprobs
 from longdraft.speculation.reuse import PREFILL_CHUNK
@@ -65,6 +66,7 @@ class Step(NamedTuple):
 
     num_logprobs  likeliest tokens to report beside each accepted one; None: no log-probabilities
     drafts_forced  draft the tokens that a grammar forces, whatever the drafter proposes; not in plain decoding
+    ahead   tokens of plain decoding that a device computes ahead; None: each step computes its own
     """
 
     model: Transformer
@@ -76,6 +78,7 @@ class Step(NamedTuple):
     tally: Tally
     num_logprobs: int | None = None
     drafts_forced: bool = False
+    ahead: PlainAhead | None = None
 
     def measure_plain(self, decode_seconds: float) -> float:
         """See `Generation.measure_plain_step`. decode_seconds: of all steps so far."""
@@ -92,7 +95,14 @@ class Step(NamedTuple):
 
         NumericalError if the target's logits are not finite.
         """
-        model, cache, drafter, sampler, context, timings, tally, num_logprobs, drafts_forced = self
+        model, cache, drafter, sampler, context, timings, tally, num_logprobs, drafts_forced, ahead = self
+        if ahead is not None:
+            with timings.measure("verify"):
+                token = ahead.take(context, max_tokens)
+            if token is not None:
+                context.extend([token])
+                tally.steps += 1
+                return Accepted((token,), (0,), (), None)
         with timings.measure("draft"):
             tree = (yield from drafter.propose(context, max_tokens - 1)).pruned(max_tokens - 1)
             tree = sampler.pruned(tree, context)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from longdraft.kernels.cuda import jit_activations, jit_linear, jit_rows
 from longdraft.kernels.cuda.launch import ceil_div, chained, on_device, require
 from longdraft.kernels.int8 import Quantised, quantise
+from longdraft.kernels.switches import is_on
 
 _WIDE_WEIGHT = 16384  # output features from which a program computes 128 columns
 # Programs that are enough, and that 132 multiprocessors hold at a time: three each, eight of int8.
@@ -19,7 +20,7 @@ _FEW_PROGRAMS = 264  # two each, with larger blocks
 _SPLIT_WIDTHS = 192, 1024  # inputs of one split, see `splits_of`
 _MOST_SHARED = 113 << 10  # bytes of shared memory of one program, so that two fit
 _PREFETCHED = 256  # inputs of each output that are read ahead, see `jit_linear`
-FUSES_GATE = True  # False: the product of gate and up, and the activation behind it, are two launches
+FUSES_GATE = is_on("FUSES_GATE")  # False: the product of gate and up, and the activation behind it, are two launches
 SUM_BLOCK = 1024  # columns of one program that adds partial sums
 
 

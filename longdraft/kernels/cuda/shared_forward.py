@@ -24,8 +24,9 @@ from longdraft.kernels.cuda.kv_store import CudaStore, cuda_stores
 from longdraft.kernels.cuda.launch import RecentlyUsed, padded_size
 from longdraft.kernels.cuda.linear import CudaLinear
 from longdraft.kernels.interface import AttentionOutput, LayersKV, TokenRows
+from longdraft.kernels.switches import is_on
 
-SHARES_FORWARDS = True  # False: texts run one after another
+SHARES_FORWARDS = is_on("SHARES_FORWARDS")  # False: texts run one after another
 _MAX_ROWS = BUCKETS[-1]
 _MAX_BUFFERS = 8  # numbers of texts and rows
 

@@ -1,0 +1,67 @@
+"""Plain decoding on a device that runs ahead of the host: several tokens are computed before the host reads one.
+
+    host     a b c d e f g h | read all eight | a step for each, without a forward   | ...
+    device   [ graph of four tokens ][ graph of four tokens ]                          [ ...
+
+A plain step ends with a wait of the host, which then launches the next step while the device idles: 0.35 ms on an H200
+(docs/notebook.md). Here the device goes on by itself. It runs a chain of drafts with the target's own weights and cache
+(longdraft/kernels/cuda/drafting.py), whose best guesses are the tokens that the target chooses: the same kernels rank
+them, behind the same rows. Rows are written where the cache has them. Tokens behind the end of a text are dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from longdraft.cache.full import FullCache
+from longdraft.core import Context
+from longdraft.kernels.native_draft import NEVER, DraftStores
+from longdraft.kernels.switches import is_on
+from longdraft.model.transformer import Transformer
+from longdraft.sampling.device import DeviceRanking
+from longdraft.sampling.sampler import Sampler
+
+WRITES_AHEAD = is_on("WRITES_AHEAD")
+MOST = 8  # tokens
+_GRAPH = 4  # tokens of a graph: counts are multiples, so that no other graph is captured
+LONG_TEXT = 256  # new tokens, and tokens that may follow, from which graphs of its own pay for a text
+
+
+class PlainAhead:
+    """Tokens of one text's plain decoding that were computed ahead.
+
+    is_shared  whether the text shares its forwards with others, which read the weights once for all
+    """
+
+    def __init__(self, model: Transformer, cache: FullCache, sampler: Sampler,
+                 is_shared: Callable[[], bool] = lambda: False) -> None:
+        self._model, self._cache, self._sampler, self._is_shared = model, cache, sampler, is_shared
+        self._tokens: list[int] = []
+        self._place = 0  # length of the text that the first of them follows
+        self._is_begun = False
+
+    def take(self, context: Context, max_tokens: int) -> int | None:
+        """The token behind the text, whose last row is committed then; None where a step has to compute it."""
+        if not self._tokens or self._place != len(context):
+            self._place, self._tokens = len(context), self._computed(context, max_tokens)
+        if not self._tokens:
+            return None
+        self._place += 1
+        self._cache.skip(1)
+        return self._tokens.pop(0)
+
+    def _computed(self, context: Context, max_tokens: int) -> list[int]:
+        """The tokens that follow the text, as many as pay; none where that is not possible."""
+        cache, model, is_on_device = self._cache, self._model, self._sampler.on_device is not None
+        self._is_begun = self._is_begun or min(context.num_new, max_tokens) >= LONG_TEXT
+        count = min(MOST, max_tokens // _GRAPH * _GRAPH - _GRAPH)  # a capture writes rows of a graph beyond
+        can_run = WRITES_AHEAD and is_on_device and self._is_begun and count > 0 and not self._is_shared()
+        if not can_run or cache.taps or cache.states or cache.length + 1 != len(context):
+            return []
+        ranking = self._sampler.native_ranking(context, model.config.vocab_size, 1, math.inf)
+        if not isinstance(ranking, DeviceRanking):
+            return []
+        places = model.draft_chain(DraftStores(cache.stores, cache.length, None), ranking, NEVER, context.last, (),
+                                   len(context), count)
+        return [place.tokens[0] for place in places or () if place.tokens]
