@@ -7,6 +7,8 @@
 #   SLICES    "first length kernels whole" by default; each ends in time by itself (330, 330, 360 and 540 s)
 #   PREVIOUS  folder of an earlier visit, which is continued
 #
+# LONGDRAFT_CUDA_OFF turns parts of the code off (longdraft/kernels/switches.py), for example
+# LONGDRAFT_CUDA_OFF="DRAFTS_LAYERS WRITES_AHEAD". A part that fails is tried once more with all of them off.
 # PYTHON is the interpreter that has PyTorch for CUDA (default: python3). Further arguments of `longdraft bench cuda` can
 # be given in ARGUMENTS, for example ARGUMENTS="--prompt-file novel.txt". A rehearsal without a device:
 #   ARGUMENTS=--interpret benchmarks/device.sh /tmp/rehearsal first
@@ -18,7 +20,7 @@ slices=${2:-first length kernels whole}
 previous=${3:+--previous $(realpath "$3")}
 cd "$root" || exit 1
 mkdir -p "$output"
-if ! make --no-print-directory install-offline PYTHON="$python" >"$output/install.txt" 2>&1; then
+if ! timeout 200 make --no-print-directory install-offline PYTHON="$python" >"$output/install.txt" 2>&1; then
     echo "longdraft was not installed (see $output/install.txt): it runs from its folder, without compiled CPU kernels"
     export PYTHONPATH=$root
 fi

@@ -40,10 +40,12 @@ for name in names:
     put(name, state="running", tries=tries, began=time.time())
     if name == "hangs":
         time.sleep(60)
-    if name == "crashes" or (name == "crashes once" and tries == 1):
+    if name == "switched off":
+        put(name, figures={"so far": tries})
+    if name == "crashes" or (name in ("crashes once", "switched off") and tries == 1):
         print("segmentation fault, said the device", flush=True)
         os._exit(139)
-    put(name, state="done", seconds=0.01, figures=tries)
+    put(name, state="done", seconds=0.01, figures=os.environ.get("LONGDRAFT_CUDA_OFF") if "off" in name else tries)
 """
 
 
@@ -68,6 +70,37 @@ def test_a_part_that_crashes_or_hangs_is_marked_and_the_others_are_measured(tmp_
     assert "ended after 0 s" in found["hangs"]["error"] and found["crashes once"]["figures"] == 2
     again = drive(tmp_path, ["sound", "crashes once", "last"])
     assert again["sound"]["figures"] == 1, "a part that is done is not measured again"
+
+
+def test_a_second_try_is_made_with_all_switches_off(tmp_path):
+    """And a part that fails keeps what it has measured."""
+    found = drive(tmp_path, ["switched off", "crashes"])
+    assert found["switched off"] | {"state": "done", "tries": 2, "figures": "all"} == found["switched off"]
+    document = Document.open(tmp_path / "kept", "first", "a", "cpu")
+
+    def measure(part: Part) -> None:
+        document.keep(part.name, {"plain": 5.1})
+        raise RuntimeError("eagle")
+
+    assert measure_parts(document, [Part("texts", "texts", {}, 1)], time.time() + 9, measure, lambda error: True) == 3
+    assert document.parts["texts"]["state"] == "failed" and document.parts["texts"]["figures"] == {"plain": 5.1}
+
+
+def test_a_case_that_fails_does_not_end_its_part(tmp_path):
+    from longdraft.bench.cuda.models import Bench
+    from longdraft.bench.cuda.plan import INTERPRETED
+
+    bench, kept = Bench(INTERPRETED, "", time.time() + 60, tmp_path), []
+    bench.keep = lambda figures: kept.append(list(figures))
+
+    def lost() -> None:
+        raise RuntimeError("CUDA error: gone")
+
+    assert bench.each([("a", lambda: 1 // 0), ("b", lambda: 2)]) == {
+        "a": {"failed": "ZeroDivisionError: integer division or modulo by zero"}, "b": 2}
+    assert kept == [["a"], ["a", "b"]]
+    with pytest.raises(RuntimeError, match="gone"):
+        bench.each([("c", lost)])
 
 
 def test_a_slice_ends_in_time_and_the_next_visit_goes_on(tmp_path):
@@ -155,6 +188,7 @@ def test_every_part_of_a_slice_measures_in_the_interpreter(tmp_path, name, monke
         assert {each["kernel"] for each in found["kernels tiny"]} >= {"qkv none", "head int8", "attention behind 24"}
         assert found["prefill tiny 24"]["tokens_per_s"] > 0
         both = [found[part] for part in ("side by side tiny 24", "filters tiny", "small drafts tiny")]
+        both.append({"ahead": found["ahead tiny 24"]})
         assert all(case["is_equal"] and len(case) == 3 for cases in both for case in cases.values()), both
     else:
         long = found["long text tiny"]

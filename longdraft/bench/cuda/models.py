@@ -11,8 +11,9 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from longdraft import kernels, machine
 from longdraft.bench.cuda.plan import CudaPlan
+from longdraft.bench.cuda.visit import is_fatal
 from longdraft.bench.shapes import SHAPES
 from longdraft.bench.stretched import Places, Stretch, fill, read_by, stretched_settings
 from longdraft.bench.stretched_eagle import stretched_eagle
@@ -87,6 +89,17 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@contextlib.contextmanager
+def switched(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    """A context in which a switch (longdraft/kernels/switches.py) has this value."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
 def describe(plan: CudaPlan) -> dict[str, Any]:
     """The machine, the device, and the versions on which the figures depend."""
     import triton
@@ -121,6 +134,21 @@ class Bench:
         self._filled: tuple[str, FullCache] | None = None
         self._eagle: tuple[Transformer, Eagle] | None = None
         self.rate: float | None = None  # bytes/s of a copy
+        self.keep: Callable[[Any], None] = lambda figures: None  # writes what a part has measured so far
+
+    def each(self, cases: Iterable[tuple[str, Callable[[], Any]]]) -> dict[str, Any]:
+        """The figures of each case, which are kept after every one. A case that fails is marked, and the next is
+        measured."""
+        found: dict[str, Any] = {}
+        for name, measure in cases:
+            try:
+                found[name] = measure()
+            except Exception as error:  # whatever it is, the other cases must be measured
+                if is_fatal(error):
+                    raise
+                found[name] = {"failed": f"{type(error).__name__}: {error}"[:500]}
+            self.keep(found)
+        return found
 
     def seconds_left(self) -> float:
         return self.ends_at - time.time()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longdraft.bench.cuda.models import Bench, device_ms, synchronise
+from longdraft.bench.cuda.models import Bench, device_ms, switched, synchronise
 from longdraft.bench.cuda.plan import CudaPlan
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.plain import PlainDrafter
@@ -83,6 +83,7 @@ def each_kernel(plan: CudaPlan, bench: Bench, shape: str) -> list[dict[str, Any]
                 work = [lambda weight=weight, x=x: weight.partial_sums(x, chosen.tile) for weight in weights]
                 us = graph_us(chosen.device, work, plan.repeats)
                 found.append(_share(f"{name} {quantize}", rows, us, weights[0].nbytes, rate))
+                bench.keep(found)
             if name == "gate_up" and weights[0].fuses_gate:
                 found += _gated(plan, chosen, weights, rate)
             del weights
@@ -100,13 +101,13 @@ def _gated(plan: CudaPlan, chosen: CudaKernels, weights: list[CudaLinear], rate:
     """The product of gate and up with the activation behind it, in one launch and in two."""
     found: list[dict[str, Any]] = []
     for is_fused in (False, True):
-        linear.FUSES_GATE = is_fused
         x = torch.randn(1, weights[0].in_features, device=plan.device).to(chosen.dtype)
         out = torch.empty(1, weights[0].out_features // 2, dtype=chosen.dtype, device=plan.device)
         sums = torch.empty(weights[0].num_sums(1), device=plan.device)
         work = [lambda weight=weight, x=x, out=out, sums=sums: weight.multiply_gated(x, chosen.tile, out, sums)
                 for weight in weights]
-        us = graph_us(chosen.device, work, plan.repeats)
+        with switched(linear, "FUSES_GATE", is_fused):
+            us = graph_us(chosen.device, work, plan.repeats)
         name = f"gate_up and activation, {1 if is_fused else 2} launches"
         found.append(_share(name, 1, us, weights[0].nbytes, rate))
     return found
@@ -184,16 +185,19 @@ def steps(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, A
     device = model.kernels.device
     size = model.weights_bytes + context * model.cache_bytes_per_token
     floor = size / rate * 1e3
+    wall, graphs = _plain_ms(model, context, plain_steps(plan))
+    found = {"context": context, "bytes": size, "floor_ms": floor, "plain_ms": wall, "tokens_per_s": 1e3 / wall,
+             "share_of_floor": floor / wall, "graphs_ms": graphs,
+             "beside_graphs": 1 - sum(graphs) / wall if graphs else None}
+    bench.keep(found)
     by_rows = {}
     for rows in plan.rows:
         work = verifies(model, context, rows)
         by_rows[rows] = device_ms(device, work, plan.repeats)
         del work
-    wall, graphs = _plain_ms(model, context, plain_steps(plan))
-    return {"context": context, "bytes": size, "floor_ms": floor, "plain_ms": wall, "tokens_per_s": 1e3 / wall,
-            "share_of_floor": floor / wall, "graphs_ms": graphs,
-            "beside_graphs": 1 - sum(graphs) / wall if graphs else None,
-            "verify_ms": by_rows, "to_one_row": {rows: ms / by_rows[plan.rows[0]] for rows, ms in by_rows.items()}}
+    assert isinstance(model.kernels, CudaKernels)
+    return found | {"verify_ms": by_rows, "uncaptured": model.kernels.graphs.failures,
+                    "to_one_row": {rows: ms / by_rows[plan.rows[0]] for rows, ms in by_rows.items()}}
 
 
 def plain_steps(plan: CudaPlan) -> int:

@@ -1,17 +1,19 @@
-"""What a visit can turn off, measured on and off: filters on the device, texts side by side, drafts in graphs."""
+"""What a visit can turn off, measured on and off: plain decoding ahead, filters on the device, texts side by side,
+drafts in graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import ModuleType
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from longdraft.bench.cuda.models import Bench, device_ms
+from longdraft.bench.cuda.models import Bench, device_ms, switched, synchronise
 from longdraft.bench.cuda.plan import CudaPlan
-from longdraft.bench.cuda.speed import SAMPLING
+from longdraft.bench.cuda.speed import SAMPLING, plain_step
+from longdraft.cache.full import FullCache
 from longdraft.core import Context, SamplingParams
 from longdraft.drafters.chain import Chain
 from longdraft.drafters.streaming_model import StreamingDraftModel
@@ -22,93 +24,109 @@ from longdraft.model.routine import run_alone
 from longdraft.model.transformer import Forward, ForwardRequest, Transformer, tree_rows
 from longdraft.sampling import device
 from longdraft.sampling.sampler import Sampler
+from longdraft.speculation import ahead
+from longdraft.speculation.ahead import PlainAhead
 from longdraft.tree import Trie, chain
 
 _ROOM = 256  # positions behind a context
+_AHEAD_TOKENS = 64
 _CHAIN = 5  # tokens of a small model's chain
 _TREE = (3, 2, 1)  # guesses of each head
 LAWS = {"min-p": dict(min_p=0.1), "top-p": dict(temperature=0.6, top_p=0.9), "eta": dict(eta_cutoff=3e-4),
         "top-k, top-p": dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)}
 
 
-@contextmanager
-def switched(module: ModuleType, name: str, is_on: bool) -> Iterator[None]:
-    """A context in which a switch has this value."""
-    before = getattr(module, name)
-    setattr(module, name, is_on)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+def plain_ahead(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
+    """Milliseconds of a token of plain decoding while a text is written, ahead of the host and step by step."""
+    model, times, texts = bench.model(shape), dict[str, Any](), []
+    count = _AHEAD_TOKENS if plan.device == "cuda" else 13
+    for is_on in (True, False):
+        step = plain_step(model, context)
+        assert isinstance(step.cache, FullCache)
+        step = step._replace(ahead=PlainAhead(model, step.cache, step.sampler) if is_on else None)
+        with switched(ahead, "LONG_TEXT", 1):
+            for _ in range(count // 2):  # graphs are captured
+                run_alone(step.run(count))
+            synchronise(model.kernels.device)
+            began = time.perf_counter()
+            for _ in range(count):
+                run_alone(step.run(2 * count))
+            synchronise(model.kernels.device)
+        times["ahead" if is_on else "steps"] = (time.perf_counter() - began) / count * 1e3
+        texts.append(step.context.slice(context, len(step.context)).tolist())
+        bench.keep(times)
+    return times | {"is_equal": texts[0] == texts[1]}
 
 
 def laws(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
     """Milliseconds of a verification, choice included, with the filters on the device and on the host."""
     model = bench.model(shape)
-    cache, text, found = model.random_cache(context, _ROOM), Context([5] * (context + 1)), dict[str, Any]()
-    for label, settings in LAWS.items() if plan.device == "cuda" else [*LAWS.items()][1:2]:
-        params = SamplingParams(max_new_tokens=200_000, seed=7, ignore_eos=True, **settings)  # type: ignore[arg-type]
-        for rows in (1, 16) if plan.device == "cuda" else (1,):
-            tree, times = chain(5, [5] * (rows - 1), "guess"), {}
-            chosen = []
-            for is_on in (True, False):
-                with switched(device, "DECIDES_SUMS", is_on):
-                    sampler = Sampler(params, kernels=model.kernels)
+    cache, text = model.random_cache(context, _ROOM), Context([5] * (context + 1))
 
-                def work(sampler: Sampler = sampler, rows: int = rows, tree: Any = tree) -> list[int]:
-                    result = model.forward(tree_rows(tree, context), cache, rows)
-                    cache.commit([])
-                    if sampler.on_device and result.source:
-                        path, tokens = sampler.on_device.walk((result.source, result.hidden), tree, text,
-                                                              lambda rows, places: None)
-                        return path + tokens
-                    return sampler.choose(result.logits, tree, text)
+    def measure(settings: dict[str, Any], rows: int) -> dict[str, Any]:
+        params = SamplingParams(max_new_tokens=200_000, seed=7, ignore_eos=True, **settings)
+        tree, times, chosen = chain(5, [5] * (rows - 1), "guess"), dict[str, Any](), []
+        for is_on in (True, False):
+            with switched(device, "DECIDES_SUMS", is_on):
+                sampler = Sampler(params, kernels=model.kernels)
 
-                times["device" if is_on else "host"] = device_ms(model.kernels.device, work, plan.repeats)
-                chosen.append(sampler.choose(model.forward(tree_rows(tree, context), cache, rows).logits, tree, text))
+            def work(sampler: Sampler = sampler) -> list[int]:
+                result = model.forward(tree_rows(tree, context), cache, rows)
                 cache.commit([])
-            found[f"{label}, {rows} rows"] = times | {"is_equal": chosen[0] == chosen[1]}
-    return found
+                if sampler.on_device and result.source:
+                    path, tokens = sampler.on_device.walk((result.source, result.hidden), tree, text,
+                                                          lambda rows, places: None)
+                    return path + tokens
+                return sampler.choose(result.logits, tree, text)
+
+            times["device" if is_on else "host"] = device_ms(model.kernels.device, work, plan.repeats)
+            chosen.append(sampler.choose(model.forward(tree_rows(tree, context), cache, rows).logits, tree, text))
+            cache.commit([])
+        return times | {"is_equal": chosen[0] == chosen[1]}
+
+    cases = LAWS.items() if plan.device == "cuda" else [*LAWS.items()][1:2]
+    return bench.each((f"{label}, {rows} rows", partial(measure, settings, rows)) for label, settings in cases
+                      for rows in ((1, 16) if plan.device == "cuda" else (1,)))
 
 
 def side_by_side(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
     """Milliseconds of a forward of several texts, together and one after another, and whether their bits are equal."""
-    model, found = bench.model(shape), dict[str, Any]()
-    for count in (2, 4, 8) if plan.device == "cuda" else (2,):
+    model = bench.model(shape)
+
+    def measure(count: int, rows: int) -> dict[str, Any]:
         caches = [model.random_cache(context - text, _ROOM) for text in range(count)]
-        for rows in (1, 4) if plan.device == "cuda" else (1,):
-            tree = chain(5, [5] * (rows - 1), "guess")
-            requests = [ForwardRequest(model, tree_rows(tree, cache.length), cache, rows) for cache in caches]
+        tree, times, results = chain(5, [5] * (rows - 1), "guess"), dict[str, Any](), []
+        requests = [ForwardRequest(model, tree_rows(tree, cache.length), cache, rows) for cache in caches]
 
-            def work(requests: list[ForwardRequest] = requests) -> list[Forward]:
-                return model.forward_batch(requests)
+        def work() -> list[Forward]:
+            return model.forward_batch(requests)
 
-            times, results = {}, []
-            for is_on in (True, False):
-                with switched(shared_forward, "SHARES_FORWARDS", is_on):
-                    times["together" if is_on else "in turn"] = device_ms(model.kernels.device, work, plan.repeats)
-                    results.append([result.logits.clone() for result in work()])
-            for cache in caches:
-                cache.commit([])
-            is_equal = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-            found[f"{count} texts, {rows} rows"] = times | {"is_equal": is_equal}
-    return found
+        for is_on in (True, False):
+            with switched(shared_forward, "SHARES_FORWARDS", is_on):
+                times["together" if is_on else "in turn"] = device_ms(model.kernels.device, work, plan.repeats)
+                results.append([result.logits.clone() for result in work()])
+        return times | {"is_equal": all(torch.equal(a, b) for a, b in zip(*results, strict=True))}
+
+    return bench.each((f"{count} texts, {rows} rows", partial(measure, count, rows))
+                      for count in ((2, 4, 8) if plan.device == "cuda" else (2,))
+                      for rows in ((1, 4) if plan.device == "cuda" else (1,)))
 
 
 def small_drafts(plan: CudaPlan, bench: Bench, shape: str) -> dict[str, Any]:
     """Milliseconds of a chain of a model of this shape, and of a tree of its heads, in graphs and from the host."""
     model = bench.model(shape)
     text = Context([5 + place % 7 for place in range(40)])
-    found = {}
-    for name, draft in (("chain", _chain(model, text)), ("heads", _heads(model, text))):
-        times, guesses = {}, []
+
+    def measure(drafts: Callable[[Transformer, Context], Callable[[], Callable[[], list[int]]]]) -> dict[str, Any]:
+        draft, times, guesses = drafts(model, text), dict[str, Any](), []
         for is_on in (True, False):
             with switched(device, "DRAFTS_LAYERS", is_on):
                 work = draft()
                 times["graphs" if is_on else "host"] = device_ms(model.kernels.device, work, plan.repeats)
                 guesses.append(work())
-        found[name] = times | {"is_equal": guesses[0] == guesses[1]}
-    return found
+        return times | {"is_equal": guesses[0] == guesses[1]}
+
+    return bench.each((name, partial(measure, drafts)) for name, drafts in (("chain", _chain), ("heads", _heads)))
 
 
 def _chain(model: Transformer, text: Context) -> Callable[[], Callable[[], list[int]]]:

@@ -157,6 +157,7 @@ def texts(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, A
             "tokens_a_step": len(new) / len(done), "is_equal": differs is None,
             "first_difference": differs, "step_ms": [round(1e3 * seconds, 3) for seconds, _ in done],
             "accepted": dict(text.step.tally.accepted), "draft_s": text.step.timings.draft}
+        bench.keep({"context": context, "tokens": plan.tokens, "drafters": found})
     plain = found.get("plain", {}).get("ms_a_token")
     for figures in found.values():
         if plain and "ms_a_token" in figures:

@@ -28,15 +28,15 @@ def trace(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, A
 
 def trace_drafts(plan: CudaPlan, bench: Bench, shape: str, context: int) -> dict[str, Any]:
     """A step of each drafter: its draft and its verification."""
-    found: dict[str, Any] = {}
     truth: list[int] = []
-    for label in plan.drafters:
+
+    def measure(label: str) -> dict[str, Any]:
         text = begin_behind(plan, bench, shape, context, label, truth)
         text.write(min(_WARM_TOKENS, plan.tokens))
-        truth = truth or text.new
-        if label != "plain":
-            found[label] = _traced(plan, bench, partial(_run_step, text.step), 1)
-    return {"context": context, "drafters": found}
+        truth.extend(text.new[len(truth) :])
+        return _traced(plan, bench, partial(_run_step, text.step), 1)
+
+    return {"context": context, "drafters": bench.each((label, partial(measure, label)) for label in plan.drafters)}
 
 
 def _run_step(step: Step) -> None:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from longdraft.bench.cuda.plan import INTERPRETED, ON_DEVICE, Part, parts_of
 from longdraft.errors import UsageError
+from longdraft.kernels.switches import VARIABLE
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _SOURCES = ("kernels/cuda/*.py", "sampling/*.py", "drafters/*.py", "speculation/*.py", "model/*.py")
@@ -92,8 +93,15 @@ class Document:
         return float(held["seconds"]) if held.get("state") == "done" else part.seconds
 
     def set(self, name: str, state: str, **about: Any) -> None:
-        """Write the state of a part."""
-        self.parts[name] = {**about, "state": state, "sources": self.sources}
+        """Write the state of a part. One that fails keeps the figures that it has measured."""
+        held = self.parts.get(name, {})
+        kept = {key: held[key] for key in ("figures", "switched_off") if key in held and state != "running"}
+        self.parts[name] = {**kept, **about, "state": state, "sources": self.sources}
+        self.save()
+
+    def keep(self, name: str, figures: Any) -> None:
+        """Write the figures that a running part has measured so far."""
+        self.parts[name]["figures"] = figures
         self.save()
 
     def save(self) -> None:
@@ -122,8 +130,8 @@ def measure_parts(document: Document, parts: Sequence[Part], ends_at: float, mea
         if document.seconds_of(part) * _RESERVE > ends_at - time.time():
             continue
         tries = document.parts.get(part.name, {}).get("tries", 0) + 1
-        began = time.time()
-        document.set(part.name, "running", tries=tries, began=began)
+        began, off = time.time(), os.environ.get(VARIABLE)
+        document.set(part.name, "running", tries=tries, began=began, **{"switched_off": off} if off else {})
         try:
             figures = measure(part)
         except Exception as error:  # whatever it is, the other parts must be measured
@@ -169,19 +177,24 @@ class Driver:
         self.document.save()
 
     def _wanted(self, ends_at: float) -> list[Part]:
-        """Parts to measure, in order; parts that failed once come last."""
+        """Parts to measure next, in order: first all that were not tried, then those that failed once."""
         held, left = self.document.parts, ends_at - time.time()
         wanted = [part for part in self.parts if not self.document.is_done(part)
                   and held.get(part.name, {}).get("tries", 0) < _TRIES and part.seconds * _RESERVE <= left]
-        return sorted(wanted, key=lambda part: held.get(part.name, {}).get("tries", 0))
+        tries = {part.name: held.get(part.name, {}).get("tries", 0) for part in wanted}
+        return [part for part in wanted if tries[part.name] == min(tries.values())]
 
     def _run_worker(self, wanted: Sequence[Part], ends_at: float) -> None:
-        """Start a worker for these parts and wait for it. Mark the part that it did not finish."""
+        """Start a worker for these parts and wait for it. Mark the part that it did not finish.
+
+        A second try is made with all that can be switched off.
+        """
         before = self._tries(wanted)
+        off = {VARIABLE: "all"} if before[0] else {}
         with self.log.open("ab") as log:
             worker = subprocess.Popen([*self.command, str(ends_at), *(part.name for part in wanted)], stdout=log,
                                       stderr=subprocess.STDOUT, start_new_session=True,
-                                      env={**os.environ, **self.environment})
+                                      env={**os.environ, **self.environment, **off})
             reason = self._watch(worker, {part.name: part for part in wanted}, ends_at)
         self.document.reload()
         for name, held in list(self.document.parts.items()):
@@ -287,7 +300,8 @@ class Visit(NamedTuple):
                 command = [sys.executable, "-m", "longdraft.bench.cuda.worker", self.plan, name, str(document.path)]
                 Driver(document, parts_of(plan, name), command, self.output / "log.txt", limits[name],
                        {"TRITON_CACHE_DIR": compiled}).run()
-                pack_cache(Path(compiled), self.output / archive)
+                with contextlib.suppress(OSError):  # a full disk must not end the visit
+                    pack_cache(Path(compiled), self.output / archive)
                 print(summary(document), flush=True)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from longdraft.bench.cuda.visit import Document, is_fatal, measure_parts
 class Worker:
     """Measures parts. It keeps the models that several parts use."""
 
-    def __init__(self, plan: CudaPlan, prompt: str, ends_at: float, folder: Path) -> None:
+    def __init__(self, plan: CudaPlan, prompt: str, ends_at: float, folder: Path,
+                 keep: Callable[[str, Any], None] = lambda name, figures: None) -> None:
+        """keep: writes what a part has measured so far."""
         from longdraft.bench.cuda.models import Bench
 
-        self._plan = plan
+        self._plan, self._keep = plan, keep
         self._bench = Bench(plan, prompt, ends_at, folder)
 
     def measure(self, part: Part) -> Any:
@@ -30,6 +33,7 @@ class Worker:
 
         modules = checks, speed, switches, texts, trace
         found = next(getattr(module, part.kind) for module in modules if hasattr(module, part.kind))
+        self._bench.keep = partial(self._keep, part.name)
         return found(self._plan, self._bench, **part.options)
 
     def describe(self) -> dict[str, Any]:
@@ -45,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     plan = INTERPRETED if which == "interpret" else ON_DEVICE
     document = Document(Path(path), json.loads(Path(path).read_text(encoding="utf-8"))["sources"])
     document.reload()
-    worker = Worker(plan, document.filled.get("prompt", ""), float(ends_at), document.path.parent)
+    worker = Worker(plan, document.filled.get("prompt", ""), float(ends_at), document.path.parent, document.keep)
     if "machine" not in document.filled:
         document.filled["machine"] = worker.describe()
         document.save()
