@@ -73,9 +73,8 @@ class Generation(Iterator[Event]):
         if target.kernels.is_device:
             sizing.reserve_cache(target, cache, length)
         ends = stop_ids(params, target.config.eos_token_ids)
-        if sampler is None:  # log-probabilities are computed on the host
-            sampler = Sampler(params, ends, target.kernels.name != kernels.REFERENCE, target.kernels if logprobs is None
-                              else None, model.marked_tokens(params), model.grammar_rules(params, prompt))
+        sampler = sampler or Sampler(params, ends, target.kernels.name != kernels.REFERENCE, target.kernels,
+                                     model.marked_tokens(params), model.grammar_rules(params, prompt))
         self.clock = CostClock(agree=model.ranks.agree)
         self._draft_copy = model.draft_copy_for(length, drafter)
         self._resources = drafters.Resources(
@@ -83,24 +82,17 @@ class Generation(Iterator[Event]):
             knowledge=model.knowledge, draft_copy=self._draft_copy, eagle=model.eagle)
         context = Context(prompt)
         context.extend(int(token) for token in written)
+        ahead = PlainAhead(target, cache, sampler, self.clock) if drafter.name == "plain" else None
         self._step = Step(target, cache, self._new_drafter(sampler), sampler, context, Timings(), Tally(), logprobs,
-                          drafts_forced=drafter.name != "plain", ahead=self._ahead(drafter, logprobs))
+                          drafts_forced=ahead is None, ahead=ahead)
         self._phrases = PhraseFilter(model.tokenizer, params, prompt, written, ends) if params.banned_strings else None
         if self._phrases and cache.states:
             cache.states.hold(len(context) - 1)
         self._reuse = PrefixReuse(model.prefixes, cache_salt, target, cache, context)
-        self._accepted: Counter[str] = Counter()  # accepted tokens in the text, by drafter
-        self._full_acceptance = FullAcceptance()
+        self._accepted, self._full_acceptance = Counter[str](), FullAcceptance()  # accepted tokens, by drafter
         self._plain_speed = run_statistics.PlainSpeed(target.weights_in_tokens)
         self._prefill_seconds = self._decode_seconds = 0.0
         self._work = self._run()
-
-    def _ahead(self, drafter: DrafterChoice, logprobs: int | None) -> PlainAhead | None:
-        """Plain decoding ahead of the host, if nothing but its tokens is asked for."""
-        if drafter.name != "plain" or logprobs is not None:
-            return None
-        return PlainAhead(self._resources.model, self._cache, self._resources.sampler,
-                          lambda: self.clock.batch_size > 1)
 
     @classmethod
     @translate_memory_errors()

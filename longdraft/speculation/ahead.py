@@ -12,12 +12,12 @@ them, behind the same rows. Rows are written where the cache has them. Tokens be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from longdraft.cache.full import FullCache
 from longdraft.core import Context
 from longdraft.kernels.native_draft import NEVER, DraftStores
 from longdraft.kernels.switches import is_on
+from longdraft.model.routine import CostClock
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.device import DeviceRanking
 from longdraft.sampling.sampler import Sampler
@@ -31,12 +31,11 @@ LONG_TEXT = 256  # new tokens, and tokens that may follow, from which graphs of 
 class PlainAhead:
     """Tokens of one text's plain decoding that were computed ahead.
 
-    is_shared  whether the text shares its forwards with others, which read the weights once for all
+    clock  of the request, which says whether others share its forwards; None: it runs alone
     """
 
-    def __init__(self, model: Transformer, cache: FullCache, sampler: Sampler,
-                 is_shared: Callable[[], bool] = lambda: False) -> None:
-        self._model, self._cache, self._sampler, self._is_shared = model, cache, sampler, is_shared
+    def __init__(self, model: Transformer, cache: FullCache, sampler: Sampler, clock: CostClock | None = None) -> None:
+        self._model, self._cache, self._sampler, self._clock = model, cache, sampler, clock
         self._tokens: list[int] = []
         self._place = 0  # length of the text that the first of them follows
         self._is_begun = False
@@ -56,7 +55,8 @@ class PlainAhead:
         cache, model, is_on_device = self._cache, self._model, self._sampler.on_device is not None
         self._is_begun = self._is_begun or min(context.num_new, max_tokens) >= LONG_TEXT
         count = min(MOST, max_tokens // _GRAPH * _GRAPH - _GRAPH)  # a capture writes rows of a graph beyond
-        can_run = WRITES_AHEAD and is_on_device and self._is_begun and count > 0 and not self._is_shared()
+        is_alone = self._clock is None or self._clock.batch_size == 1
+        can_run = WRITES_AHEAD and is_on_device and is_alone and self._is_begun and count > 0
         if not can_run or cache.taps or cache.states or cache.length + 1 != len(context):
             return []
         ranking = self._sampler.native_ranking(context, model.config.vocab_size, 1, math.inf)

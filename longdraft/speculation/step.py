@@ -96,7 +96,7 @@ class Step(NamedTuple):
         NumericalError if the target's logits are not finite.
         """
         model, cache, drafter, sampler, context, timings, tally, num_logprobs, drafts_forced, ahead = self
-        if ahead is not None:
+        if ahead is not None and num_logprobs is None:
             with timings.measure("verify"):
                 token = ahead.take(context, max_tokens)
             if token is not None:

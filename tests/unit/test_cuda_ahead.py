@@ -23,7 +23,7 @@ from longdraft.drafters.plain import PlainDrafter
 from longdraft.errors import NumericalError, UsageError
 from longdraft.kernels import switches
 from longdraft.kernels.cuda.drafting import DraftRanking
-from longdraft.model.routine import run_alone
+from longdraft.model.routine import CostClock, run_alone
 from longdraft.model.transformer import Transformer
 from longdraft.sampling.sampler import Sampler
 from longdraft.speculation import ahead
@@ -91,11 +91,11 @@ def test_tokens_ahead_are_those_of_single_steps(model, law, monkeypatch):
 
 def test_a_text_that_begins_to_share_its_forwards_goes_on_by_single_steps(model):
     """Behind the tokens that are computed."""
-    step, shared = text_of(model, LAWS["top-p"], True), []
-    step.ahead._is_shared = lambda: bool(shared)
+    step, clock = text_of(model, LAWS["top-p"], True), CostClock()
+    step = step._replace(ahead=PlainAhead(model, step.cache, step.sampler, clock))
     for _ in range(3):
         run_alone(step.run(NEW))
-    shared.append(True)
+    clock.start(2)
     assert len(step.ahead._tokens) == 6, "the first token is that of a single step"
     assert write(step) == write(text_of(model, LAWS["top-p"], False)) and not step.ahead._tokens
 

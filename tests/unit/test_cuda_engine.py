@@ -27,6 +27,7 @@ from longdraft.errors import UsageError
 from longdraft.kernels import noise
 from longdraft.model import heads
 from longdraft.model.transformer import Transformer, chain_rows
+from longdraft.sampling.device import DeviceSampler
 from longdraft.sampling.sampler import NO_TOKEN, Sampler
 from longdraft.speculation import prefill as prefilling
 from longdraft.speculation import reuse
@@ -214,6 +215,17 @@ def test_the_cache_is_reserved_in_full_and_an_error_says_how_many_tokens_would_f
     monkeypatch.setattr(type(engine.model.kernels), "free_bytes", lambda self: 30_000)
     with pytest.raises(MemoryError, match=r"the weights take .* what would fit: .*int8"):
         engine_of(folders, monkeypatch)
+
+
+def test_log_probabilities_of_a_text_are_those_that_the_host_computes(folders, monkeypatch):
+    """The host reads a few numbers of each row, not its logits."""
+    found = []
+    for is_on_device in (True, False):
+        monkeypatch.setattr(DeviceSampler, "supports", staticmethod(lambda params, kernels, on=is_on_device: on))
+        text = engine_of(folders, monkeypatch).generate(prompt_of(30), PARAMS, logprobs=2)
+        found.append([event.logprobs for event in text])
+        assert (text._step.sampler.on_device is not None) == is_on_device
+    assert found[0] == found[1] and all(len(each.top) == 2 for step in found[0] for each in step)
 
 
 def test_a_bucket_of_rows_allocates_its_buffers_and_graph_once(model):
