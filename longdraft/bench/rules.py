@@ -108,16 +108,9 @@ def _distribution(row: NDArray[np.float32], params: SamplingParams) -> Distribut
 Ends = list[tuple[list[int], int]]  # paths, as nodes from the root, each with the token that is added behind it
 
 
-def best_path(tree: Tree, distributions: Sequence[Distribution],
-              generator: np.random.Generator) -> tuple[list[int], int]:
-    """The nodes that the published rule accepts, root first, and the token that it adds behind them."""
-    best, place = best_paths(tree, distributions, generator)
-    return best[place]
-
-
 def best_paths(tree: Tree, distributions: Sequence[Distribution], generator: np.random.Generator) -> tuple[Ends, int]:
-    """The paths with the longest match, and the place of the one that the published rule takes: the first or the
-    last."""
+    """The paths with the longest match, root first, and the place of the one that the published rule takes: the first
+    or the last."""
     inner = set(tree.parents)
     ends = []
     for leaf in (node for node in range(len(tree)) if node not in inner):

@@ -21,20 +21,21 @@ from longdraft.model import heads
 from longdraft.model.transformer import ForwardRequest, Rows, Transformer, chain_rows
 
 
-def check_against_transformers(folder: Path, name: str) -> None:
+def check_against_transformers(folder: Path, name: str, tolerance: float = 1e-4, spread: float = 0.1) -> None:
     """Logits over prefill and decode, in float32 and within bfloat16's rounding; greedy texts.
 
-    The checkpoints are left in `folder`: "a" in float32, "b" in bfloat16.
+    tolerance  of float32 logits
+    spread     initializer_range of the checkpoint in bfloat16
     """
     theirs, tokens = make_family(folder / "a", name), prompt_of(300)
     ours = load(folder / "a")
-    torch.testing.assert_close(logits_of(ours, tokens, 270), theirs_of(theirs, tokens), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of(ours, tokens, 270), theirs_of(theirs, tokens), atol=tolerance, rtol=1e-4)
     prompt = prompt_of(60)
     greedy = SamplingParams(max_new_tokens=40, temperature=0.0)
     assert generate(ours, prompt, greedy, by_name("plain")) == greedy_text_of(theirs, prompt, 40)
     tokens = prompt_of(120)
     error, theirs_error = rounding_errors(
-        folder / "b", name, lambda: logits_of(load(folder / "b", "bfloat16"), tokens, 100), tokens, 0.1)
+        folder / "b", name, lambda: logits_of(load(folder / "b", "bfloat16"), tokens, 100), tokens, spread)
     assert error <= 1.2 * theirs_error
 
 
@@ -86,17 +87,22 @@ def check_one_call(model: Transformer, prompt: int = 20) -> None:
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def check_every_drafter(folder: Path, dtype: str, settings: dict[str, Any], tokens: int) -> None:
-    """Every drafter writes the plain text. `glide` takes part where the folder has a layer for it."""
+def check_every_drafter(folder: Path, dtype: str, settings: dict[str, Any], tokens: int, draft: Transformer | None
+                        ) -> None:
+    """Every drafter writes the plain text. `glide` takes part where the folder has a layer for it.
+
+    draft  the smaller model of drafters that need one; None: the model itself
+    """
     model = load(folder, dtype)
     trained, eagle = heads.load_heads(folder / "heads", model), load_eagle(folder / "eagle", model)
     layer = load_glide(folder / "glide", model) if (folder / "glide").exists() else None
     params = SamplingParams(max_new_tokens=tokens, seed=11, **settings)
     plain = generate(model, prompt_of(60), params, by_name("plain"), banned=[1])
     for name, options in DRAFTERS.values():
-        if name == "glide" and layer is None:
+        if (name == "glide" and layer is None) or (model.config.hybrid and options.get("cache") == "full"
+                                                   and name == "tokenswift"):
             continue
-        factory = by_name(name, trained, model if "model" in options else None, layer, eagle, **options)
+        factory = by_name(name, trained, draft or model if "model" in options else None, layer, eagle, **options)
         assert generate(model, prompt_of(60), params, factory, banned=[1]) == plain, (name, options)
 
 

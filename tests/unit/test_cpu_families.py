@@ -1,89 +1,20 @@
-"""Families with norms on both sides, GELU, soft caps or several rotations (Gemma 2 and 3, GLM-4, Ministral 3) against
-`transformers`; all drafters write the plain text."""
+"""Families with norms on both sides, GELU, soft caps or several rotations (Gemma 2 and 3, GLM-4, Ministral 3): what
+they have besides test_every_family.py."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-import longdraft
-from helpers.checkpoints import VOCAB, load, make_glide, make_heads, write_tokenizer
-from helpers.eagle import make_eagle
-from helpers.equality import LIARS, prompt_of
+from helpers.checkpoints import VOCAB, load, write_tokenizer
+from helpers.equality import prompt_of
 from helpers.families import CPU_FAMILIES, logits_of, make_family
-from helpers.family_checks import (
-    check_against_transformers,
-    check_batch_and_resumed_text,
-    check_drafts_are_accepted,
-    check_every_drafter,
-    check_liar,
-    check_quantised_texts,
-    check_rows,
-)
 from helpers.gguf_files import convert
 from longdraft import kernels
 from longdraft.errors import ModelError
 from longdraft.kernels import KV
-from longdraft.model import sizing
 from longdraft.model.config import parse_config, read_config
-
-
-@pytest.mark.parametrize("name", CPU_FAMILIES)
-def test_the_models_are_those_of_transformers(tmp_path, name):
-    check_against_transformers(tmp_path, name)
-
-
-@pytest.fixture(scope="module", params=CPU_FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    make_heads(folder / "heads", make_family(folder, request.param))
-    if request.param != "glm4":  # which rotates a part of each head
-        make_glide(folder / "glide", folder)
-    make_eagle(folder / "eagle")
-    return folder
-
-
-@pytest.mark.parametrize("name", kernels.available())
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_have_the_same_bits_one_by_one_together_and_in_a_tree(folder, name, dtype):
-    check_rows(folder, name, dtype)
-
-
-@pytest.mark.parametrize("dtype, settings", [("float32", dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2)),
-                                             ("bfloat16", dict(temperature=0.0))])
-def test_every_drafter_writes_the_plain_text(folder, dtype, settings):
-    check_every_drafter(folder, dtype, settings, 20)
-
-
-@pytest.mark.parametrize("kind", LIARS)
-def test_lying_drafters_do_not_change_the_text(folder, kind):
-    check_liar(folder, kind, "bfloat16", 20)
-
-
-def test_drafts_of_the_whole_cache_and_of_a_small_one_are_accepted(folder):
-    """Soft caps and both rotations hold in drafts too: in the chain of one call, and in the remainder."""
-    check_drafts_are_accepted(folder)
-
-
-@pytest.mark.parametrize("drafter", ["auto", "suffix", "magicdec"])
-def test_texts_of_a_batch_and_resumed_texts_are_the_plain_ones(folder, tmp_path, drafter):
-    check_batch_and_resumed_text(folder, drafter, tmp_path / "j")
-
-
-def test_quantised_models_have_one_text_for_all_drafters(folder):
-    check_quantised_texts(folder)
-
-
-def test_a_model_of_transformers_in_memory_is_the_same_model(folder):
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
-    writer = longdraft.from_transformers(theirs, drafter="plain")
-    ids = torch.tensor([prompt_of(40)])
-    greedy = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(writer.generate(ids, **greedy), theirs.generate(ids, **greedy))
-    assert sizing.model_sizes(read_config(folder)).parameters == sum(tensor.numel() for tensor in theirs.parameters())
 
 
 @pytest.mark.parametrize("name", CPU_FAMILIES)

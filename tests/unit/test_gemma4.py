@@ -1,5 +1,4 @@
-"""Gemma 4, whose layers have heads of two sizes, with and without experts, against `transformers`; all drafters write
-the plain text."""
+"""Gemma 4, whose layers have heads of two sizes, with and without experts: what it has besides test_every_family.py."""
 
 from __future__ import annotations
 
@@ -10,23 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditionalGeneration
+from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
 import longdraft
-from helpers.checkpoints import VOCAB, load, make_heads, write_tokenizer
-from helpers.eagle import make_eagle
-from helpers.equality import LIARS, prompt_of
-from helpers.families import GEMMA4, UNIFIED, logits_of, make_family
-from helpers.family_checks import (
-    check_against_transformers,
-    check_batch_and_resumed_text,
-    check_drafts_are_accepted,
-    check_every_drafter,
-    check_liar,
-    check_one_call,
-    check_quantised_texts,
-    check_rows,
-)
+from helpers.checkpoints import VOCAB, load, write_tokenizer
+from helpers.equality import prompt_of
+from helpers.families import GEMMA4, logits_of, make_family
+from helpers.family_checks import check_one_call
 from helpers.gguf_files import convert, stored
 from longdraft import kernels
 from longdraft.core import SamplingParams
@@ -38,23 +27,11 @@ from longdraft.model.tokenizer import Tokenizer
 from longdraft.model.transformer import chain_rows
 
 
-@pytest.mark.parametrize("name", [*GEMMA4, *UNIFIED])
-def test_the_models_are_those_of_transformers(tmp_path, name):
-    check_against_transformers(tmp_path, name)
-
-
 @pytest.fixture(scope="module", params=GEMMA4)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gemma4")
-    make_heads(folder / "heads", make_family(folder, request.param))
-    make_eagle(folder / "eagle")
+    make_family(folder, request.param)
     return folder
-
-
-@pytest.mark.parametrize("name", kernels.available())
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_have_the_same_bits_one_by_one_together_and_in_a_tree(folder, name, dtype):
-    check_rows(folder, name, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -66,42 +43,6 @@ def test_one_compiled_call_computes_what_single_operations_do(folder, name, dtyp
 
 def test_one_compiled_call_reads_prompts_longer_than_the_window_in_chunks(folder):
     check_one_call(load(folder, "bfloat16"), prompt=700)
-
-
-@pytest.mark.parametrize("dtype, settings", [("float32", dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2)),
-                                             ("bfloat16", dict(temperature=0.0))])
-def test_every_drafter_writes_the_plain_text(folder, dtype, settings):
-    check_every_drafter(folder, dtype, settings, 20)
-
-
-@pytest.mark.parametrize("kind", LIARS)
-def test_lying_drafters_do_not_change_the_text(folder, kind):
-    check_liar(folder, kind, "bfloat16", 20)
-
-
-def test_drafts_of_the_whole_cache_and_of_a_small_one_are_accepted(folder):
-    """The heads of both sizes are selected and copied, and each has its own remainder."""
-    check_drafts_are_accepted(folder)
-
-
-@pytest.mark.parametrize("drafter", ["auto", "magicdec"])
-def test_texts_of_a_batch_and_resumed_texts_are_the_plain_ones(folder, tmp_path, drafter):
-    check_batch_and_resumed_text(folder, drafter, tmp_path / "j")
-
-
-def test_quantised_models_have_one_text_for_all_drafters(folder):
-    check_quantised_texts(folder)
-
-
-def test_a_model_of_transformers_in_memory_is_the_same_model(folder):
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
-    writer = longdraft.from_transformers(theirs, drafter="plain")
-    ids = torch.tensor([prompt_of(40)])
-    greedy = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(writer.generate(ids, **greedy), theirs.generate(ids, **greedy))
-    scalars = sum(tensor.numel() for name, tensor in theirs.named_buffers() if name.endswith("layer_scalar"))
-    parameters = sum(tensor.numel() for tensor in theirs.parameters()) + scalars
-    assert sizing.model_sizes(read_config(folder)).parameters == parameters
 
 
 def test_the_cache_holds_each_layers_own_heads(folder):

@@ -1,5 +1,5 @@
-"""gpt-oss: attention sinks, the clamped activation, and experts in MXFP4. Comparisons with `transformers` and GGUF are
-in test_experts.py and test_gguf.py."""
+"""gpt-oss: attention sinks, the clamped activation, and experts in MXFP4. What it shares with
+other families is in test_every_family.py, and GGUF in test_gguf.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import longdraft
-from helpers.checkpoints import load, make_glide, make_heads
-from helpers.eagle import make_eagle
-from helpers.equality import LIARS, prompt_of
+from helpers.checkpoints import load
+from helpers.equality import prompt_of
 from helpers.families import logits_of, make_family
-from helpers.family_checks import check_every_drafter, check_liar, check_one_call, check_rows
+from helpers.family_checks import check_one_call
 from longdraft import kernels
 from longdraft.__main__ import run
 from longdraft.core import SamplingParams
@@ -27,38 +26,6 @@ from longdraft.kernels.mxfp4 import Mxfp4Weight
 from longdraft.model import sizing
 from longdraft.model.config import parse_config, read_config
 from longdraft.model.tensor_files import TensorFiles
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("oss")
-    make_heads(folder / "heads", make_family(folder, "gpt_oss"))
-    make_glide(folder / "glide", folder)
-    make_eagle(folder / "eagle")
-    return folder
-
-
-@pytest.mark.parametrize("name", kernels.available())
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_have_the_same_bits_one_by_one_together_and_in_a_tree(folder, name, dtype):
-    check_rows(folder, name, dtype)
-
-
-@pytest.mark.parametrize("dtype, settings", [("float32", dict(temperature=1.0, min_p=0.1, repetition_penalty=1.2)),
-                                             ("bfloat16", dict(temperature=0.0))])
-def test_every_drafter_writes_the_plain_text(folder, dtype, settings):
-    check_every_drafter(folder, dtype, settings, 14)
-
-
-@pytest.mark.parametrize("kind", LIARS)
-def test_lying_drafters_do_not_change_the_text(folder, kind):
-    check_liar(folder, kind, "float32", 14)
-
-
-def test_drafts_of_the_whole_cache_are_accepted(folder):
-    engine = longdraft.load(str(folder), drafter="magicdec", drafter_options={"suffix": "false", "budget": 2000})
-    params = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
-    assert list(engine.generate(prompt_of(60), params))[-1].stats["mean_accepted_length"] > 6
 
 
 def test_drafts_of_a_small_cache_know_the_sinks_of_layers_whose_window_it_holds(tmp_path):
@@ -72,23 +39,6 @@ def test_drafts_of_a_small_cache_know_the_sinks_of_layers_whose_window_it_holds(
     params = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
     stats = list(engine.generate(prompt_of(90), params))[-1].stats
     assert stats["mean_accepted_length"] > 6
-
-
-def test_texts_of_a_batch_and_resumed_texts_are_the_plain_ones(folder, tmp_path):
-    params = [SamplingParams(max_new_tokens=16, seed=seed, ignore_eos=True) for seed in (1, 2, 3)]
-    prompts = [prompt_of(30), prompt_of(45, 4), prompt_of(30)]
-    plain = longdraft.load(str(folder), drafter="plain")
-    expected = [[token for event in plain.generate(prompt, each) for token in event.tokens]
-                for prompt, each in zip(prompts, params, strict=True)]
-    engine = plain.with_drafter("magicdec")
-    found: list[list[int]] = [[], [], []]
-    for place, event in engine.generate_many(prompts, params, batch_size=3):
-        found[place] += event.tokens
-    assert found == expected
-    with engine.generate(prompts[0], params[0], journal=tmp_path / "j") as text:
-        while len(text.tokens) < 8:
-            next(text)
-    assert [token for event in engine.resume(tmp_path / "j") for token in event.tokens] == expected[0]
 
 
 def packed(folder: Path, target: Path, shards: int = 1) -> None:
